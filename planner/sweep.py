@@ -1,8 +1,8 @@
-"""Every policy at every budget, the frontier of memory against overhead; or all of them at the budget of one plan.
-Each is judged by the same simulator.
+"""Every policy at every budget, the frontier of memory against overhead; or all of them at the budget of one plan. The
+same simulator judges each.
 
-A cell of the sweep is one policy at one budget. Cells know nothing of each other, so they run in processes of their
-own, with one solver thread each, and a cell that fails loses no other.
+A cell of the sweep is one policy at one budget. Cells are independent. So they run in separate processes with one
+solver thread each, and a cell that fails loses no other.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CellStatus(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPoint:
-    """What one policy's plan does within one budget; all figures are the simulator's."""
+    """The results of one policy's plan within one budget; all figures are the simulator's."""
 
     policy: str
     budget_bytes: int
@@ -79,7 +79,7 @@ class SweepPoint:
     status: SolveStatus | CellStatus
     """How the search ended, of a cell with a plan of the ILP's."""
     failure: str = ""
-    """What went wrong in a cell that failed."""
+    """The error of a cell that failed."""
 
     @property
     def failed(self) -> bool:
@@ -88,7 +88,7 @@ class SweepPoint:
 
     @property
     def outcome(self) -> str:
-        """The status in words, with what went wrong."""
+        """The status in words, with the error."""
         return f"{self.status}: {self.failure}" if self.failed else str(self.status)
 
     def columns(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class Solving:
 
 
 def solve_cell(profile: Profile, solving: Solving, cell: Cell) -> SweepPoint:
-    """The cell's point; whatever goes wrong becomes part of it."""
+    """The cell's point; an error becomes part of it."""
     started_s = time.perf_counter()
     try:
         found = _plan_of(profile, solving, cell)
@@ -175,9 +175,9 @@ def _without_plan(
 Tell: TypeAlias = Callable[[SweepPoint], None]
 """Called with each cell that is done."""
 GRACE_S = 2.0
-"""How long a process that was told to end may take."""
+"""Seconds that a process may take to end after the request."""
 _given: tuple[Profile, Solving]
-"""What every cell of a worker process needs, sent once."""
+"""The data that every cell of a worker process needs, sent once."""
 
 
 def _begin(profile: Profile, solving: Solving) -> None:
@@ -201,7 +201,7 @@ def _solve_given(cell: Cell) -> SweepPoint:
 def solve_in_processes(
     profile: Profile, solving: Solving, cells: Sequence[Cell], processes: int, tell: Tell
 ) -> dict[Cell, SweepPoint]:
-    """All cells; those that were lost with a process that died are tried again, each in a process of its own."""
+    """Solves all cells. Cells that were lost with a process that died are tried again, each in its own process."""
     slow_first = sorted(cells, key=lambda cell: cell[0] != ILP)
     found = _in_pool(profile, solving, slow_first, processes, tell)
     for cell in cells:

@@ -1,12 +1,13 @@
-"""The link: seconds per copy at several sizes, both directions, together, and what compute loses beside them.
+"""The link: seconds per copy at several sizes, in both directions and together, and how much compute slows beside
+copies.
 
 A direction is planned with a line, ``latency + bytes / bandwidth``, fitted to its curve. A curve is often no line:
-small copies to a file go to the page cache at several times the rate of large ones. A fit of all sizes by least squares
-then takes the rate of the small ones, which are many, for that of the large ones, which carry the bytes. So the line is
-the one whose largest relative error over the sizes of real values is the smallest (the ordinary Chebyshev fit), and
-where no line follows the curve, it may not be much too fast for large copies.
+small copies to a file go to the page cache at several times the rate of large ones. A least-squares fit of all sizes
+would use the rate of the many small copies for the large ones, which carry the bytes. So the line is the one with the
+smallest largest relative error over the sizes of real values (the ordinary Chebyshev fit). If no line follows the
+curve, it may not be much too fast for large copies.
 
-What was measured is kept per machine in the user's cache folder; what is wrong there is no error.
+Measurements are stored per machine in the user's cache folder; a wrong entry there is no error.
 """
 
 from __future__ import annotations
@@ -40,24 +41,25 @@ CUDA_SIZES_BYTES = (*SIZES_BYTES, 256 << 20)
 CURVE_SIZES_BYTES = tuple(4**power << 16 for power in range(8))
 """64 KiB to 1 GiB, for a full curve."""
 LARGEST_PAGEABLE_BYTES = 256 << 20
-"""Copies of pageable memory are measured up to here: they are there to compare, the runtime's are pinned."""
+"""Copies of pageable memory are measured up to this size, for comparison only: the runtime's copies are pinned."""
 CPU_PROBE, CUDA_PROBE = (512, 4 << 20), (4096, 64 << 20)
-"""What is computed beside copies: the side of two square matrices, and how many numbers go through a ReLU."""
+"""The work computed beside copies: the side of two square matrices, and how many numbers go through a ReLU."""
 _REPEATS = 5
 _LONGEST_FIRST_WRITE_S = 5.0
 Curve = list[tuple[int, float]]
 Floats = npt.NDArray[np.float64]
 SMALL_BYTES = 1 << 20
-"""Copies from here on count in full, shorter ones by their share of this: they carry few bytes."""
+"""Copies from this size on count in full, shorter ones by their share of it: they carry few bytes."""
 LARGE_BYTES = 64 << 20
-"""Saved values of real steps are mostly no larger."""
+"""Saved values of real steps are mostly not larger."""
 LEAST_SHARE_LARGE, LEAST_SHARE_LARGEST = 0.8, 0.5
-"""Of the measured seconds, the least that the line says at the largest size up to LARGE_BYTES, and at the largest."""
+"""The least share of the measured seconds that the line gives at the largest size up to LARGE_BYTES, and at the largest
+size."""
 _SLOPE_FLOOR = 1e-3
 """Least share of the bytes in the seconds of the largest copy: a curve that falls still has a bandwidth."""
 _TOLERANCE = 1e-9
 VERSION = 2
-"""Of the way links are measured and fitted; files of another one are measured anew."""
+"""Version of how links are measured and fitted; files of other versions are measured anew."""
 
 
 def measure_link(
@@ -69,13 +71,13 @@ def measure_link(
     """The link of the device ``where``: on the CPU process memory to a spill file in ``directory`` and back, on CUDA
     device memory to pinned host memory and back.
 
-    The host tier is written once before, as the runtime does. ``sizes`` are bytes, ascending; the largest are left out
-    where one copy would take more than a quarter of a second under the throttle, where the test's two places would take
-    more than half of what is free on the disk (on CUDA a quarter of what the host or the device has free), and after
-    one whose first write took seconds, or that cannot be pinned.
+    The host tier is written once before, as the runtime does. ``sizes`` are bytes, ascending. The largest sizes are
+    left out in these cases: one copy would take more than a quarter of a second under the throttle; the test's two
+    places would take more than half of the free disk (on CUDA a quarter of the host's or the device's free memory); the
+    first write of a smaller size took seconds; or it, or a smaller size, cannot be pinned.
 
-    Raises ``SpillError`` when the directory cannot be used, or has no room or is too slow for the smallest size; on
-    CUDA, when not even so little memory can be pinned.
+    Raises ``SpillError`` if the directory cannot be used, has no room, or is too slow for the smallest size; on CUDA,
+    if not even that much memory can be pinned.
     """
     device = open_device(where, directory, throttle_bytes_per_s)
     try:
@@ -122,13 +124,13 @@ def _that_fit(sizes: tuple[int, ...], directory: Path) -> tuple[int, ...]:
 
 
 def _room_bytes(device: Device) -> int:
-    """What the device and the host both have free; the CPU device's host tier is a file."""
+    """Bytes that are free on both device and host; the CPU device's host tier is a file."""
     host_bytes = available_bytes()
     return host_bytes if device.kind == "cpu" else min(host_bytes, memory_left(device.where))
 
 
 def _written_once(device: Device, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes for whose two places there is room and patience, which have then been written once."""
+    """The sizes for whose two places there is room and that are fast enough, which have then been written once."""
     if device.kind != "cpu":
         return _pinned_once(device, sizes)
     written: list[int] = []
@@ -192,7 +194,7 @@ def _curve(copy: CopyCall, device: Device, sizes: tuple[int, ...]) -> Curve:
 
 
 def pageable_curves(device: Device, sizes: tuple[int, ...]) -> tuple[Curve, Curve]:
-    """Seconds of copies to ordinary host memory and back, which the driver stages in pinned memory of its own."""
+    """Seconds of copies to ordinary host memory and back, which the driver stages in its own pinned memory."""
     out: Curve = []
     back: Curve = []
     for size_bytes in sizes:
@@ -209,7 +211,7 @@ def pageable_curves(device: Device, sizes: tuple[int, ...]) -> tuple[Curve, Curv
 
 
 def _median_s(device: Device, run: Callable[[], object]) -> float:
-    """Of several runs, each begun when the device has nothing left to do; ``run`` waits for its own end."""
+    """Median seconds of several runs, each begun when the device has no work left; ``run`` waits for its own end."""
     times_s = []
     for _ in range(_REPEATS):
         device.synchronize()
@@ -243,10 +245,10 @@ def _duplex(device: Device, size_bytes: int, out_s: float, in_s: float) -> float
 
 
 def _interference(copy: CopyCall, device: Device, size_bytes: int) -> float:
-    """How much longer ops take beside copies, less 1.
+    """How much longer ops take beside copies, minus 1.
 
-    Half of a step's ops are bound by memory (norms, activations), the others by arithmetic and suffer less: the mean of
-    the two is taken.
+    Half of a step's ops are bound by memory (norms, activations). The others are bound by arithmetic and slow down
+    less. The mean of the two is used.
     """
     storage = _buffer(device, size_bytes)
     slowdowns = []
@@ -293,7 +295,7 @@ def _per_call_s(
 
 
 def fit_line(curve: Curve) -> LinkDirection:
-    """The line for a curve of (bytes, seconds), from small to large; exact where the curve is a line."""
+    """The line for a curve of (bytes, seconds), from small to large; exact if the curve is a line."""
     largest_bytes, longest_s = curve[-1]
     latency, slope = 0.0, 1.0
     if len(curve) > 1:
@@ -313,7 +315,7 @@ def _last_up_to(curve: Curve, limit_bytes: int) -> int:
 
 
 def _least_error(sizes: Floats, seconds: Floats, weights: Floats, large: int) -> tuple[float, float]:
-    """Latency and slope with the least ``error``, by trying every corner of what the rows leave open.
+    """Latency and slope with the least ``error``, by trying every corner of the region that the rows allow.
 
     ``weight * |line / seconds - 1| <= error`` at each size, the line no lower than its least shares, the latency not
     below 0: a linear program in three unknowns, whose optimum is where three rows meet.
@@ -339,7 +341,7 @@ def _least_error(sizes: Floats, seconds: Floats, weights: Floats, large: int) ->
 
 
 class CachedLinks(msgspec.Struct, frozen=True, kw_only=True):
-    """The file. Links by :func:`link_key`."""
+    """The file of links, by :func:`link_key`."""
 
     version: int
     links: dict[str, Link]
@@ -351,7 +353,9 @@ def cache_path() -> Path:
 
 
 def link_key(where: torch.device, directory: str | Path | None, throttle_bytes_per_s: float | None) -> str:
-    """What the link depends on: device, disk, throttle and torch; raises ``SpillError`` as the spill file would."""
+    """Everything on which the link depends: device, disk, throttle and torch. Raises ``SpillError`` as the spill file
+    would.
+    """
     if where.type == "cuda":
         parts = [torch.cuda.get_device_name(where), "pinned"]
     else:
@@ -369,7 +373,8 @@ def cached_link(
     *,
     refresh: bool = False,
 ) -> tuple[Link, bool]:
-    """The link, and whether it comes from the cache. Measured and stored where it is not there, or on ``refresh``.
+    """The link, and whether it comes from the cache. It is measured and stored if it is missing there, or on
+    ``refresh``.
 
     Raises what :func:`measure_link` raises.
     """

@@ -31,7 +31,7 @@ from poochplan.profiler.live.study import StudyOptions, study
 from poochplan.profiler.step.forward_only import check_real
 from poochplan.profiler.step.preserve import preserved
 from poochplan.profiler.trials.handle_cost import measured_on, with_handles
-from poochplan.profiler.trials.machine_facts import aside, with_cached_cost
+from poochplan.profiler.trials.machine_facts import on_worker_thread, with_cached_cost
 from poochplan.runtime.allocator.library import build, fresh_memory
 from poochplan.runtime.attachment import check_no_session
 from poochplan.runtime.compiled.inductor import compiled_deferring
@@ -185,7 +185,7 @@ def _profile_inside(
         return fitting_mode(_beside_static(profile), memory_left(where))[0] == "run"
 
     study_options = StudyOptions(
-        link=lambda: aside(lambda: options.link or measure_link(where, spill_dir, rate)),
+        link=lambda: on_worker_thread(lambda: options.link or measure_link(where, spill_dir, rate)),
         fits=fits,
         with_costs=lambda one, kept: with_cached_cost(one, where, kept),
         workload=options.workload,

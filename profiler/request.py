@@ -1,4 +1,4 @@
-"""What a profile is asked for, checked before anything runs; and what lives beside the step and no op of it meets."""
+"""The request for a profile, checked before anything runs; and memory outside the step that no op of it uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from poochplan.tensors.storages import own_tensors, parts_of
 
 Progress = Callable[[str], None]
 STAGES = ("warming up", "capturing", "measuring the link", "timing", "running", "verifying")
-"""How the texts begin that ``progress`` is called with, in their order."""
+"""The beginnings of the texts that ``progress`` is called with, in their order."""
 MODES = ("run", "swap-all", "auto", "fake")
 _MOST_OBJECTS = 100_000
 DataParallel = torch.nn.parallel.DistributedDataParallel
@@ -26,7 +26,7 @@ DataParallel = torch.nn.parallel.DistributedDataParallel
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What :func:`poochplan.profile` was asked for, beside step, model and mode."""
+    """The arguments of :func:`poochplan.profile`, except step, model and mode."""
 
     workload: str
     iterations: int
@@ -38,7 +38,7 @@ class Options:
 
 
 def checked_device(model: torch.nn.Module, device: str | None, iterations: int | None, warmup: int) -> torch.device:
-    """Where the model is; raises what :func:`poochplan.profile` says."""
+    """The device of the model; raises what :func:`poochplan.profile` says."""
     if (iterations is not None and iterations < 1) or warmup < 0:
         raise UsageError(f"iterations and warmup: expected at least 1 and 0, found {iterations} and {warmup}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -47,7 +47,7 @@ def checked_device(model: torch.nn.Module, device: str | None, iterations: int |
 
 
 def _kind(model: torch.nn.Module) -> str:
-    """The kind of device of the first parameter that is on a usable one."""
+    """The kind of device of the first parameter on a usable device."""
     kinds = [parameter.device.type for parameter in model.parameters()]
     return next((kind for kind in kinds if kind in ("cpu", "cuda")), "cpu")
 
@@ -71,7 +71,7 @@ _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def check_mode(
     mode: str, roofline: str | None, iterations: int | None, where: torch.device, throttle: str | float | None
 ) -> None:
-    """Raises what :func:`poochplan.profile` says of a mode with options that are not for it."""
+    """Raises what :func:`poochplan.profile` says about a mode with options that do not belong to it."""
     if mode not in MODES:
         raise UsageError(f"mode: expected one of {', '.join(MODES)}, found {mode!r}")
     if mode not in ("fake", "auto") and roofline is not None:
@@ -89,7 +89,9 @@ def check_mode(
 
 
 def check_backward(backward: str, mode: str, roofline: str | None) -> None:
-    """Raises what :func:`poochplan.profile` says of a step that calls backward itself in a mode that cannot be."""
+    """Raises what :func:`poochplan.profile` says about a step that calls backward itself, in a mode that does not allow
+    it.
+    """
     if backward not in ("outside", "inside"):
         raise UsageError(f'backward: expected "outside" or "inside", found {backward!r}')
     if backward == "inside" and (mode == "fake" or roofline is not None):
@@ -99,13 +101,13 @@ def check_backward(backward: str, mode: str, roofline: str | None) -> None:
 
 
 def stage_share(text: str) -> float | None:
-    """How much of profiling is behind the stage that ``progress`` was told of; None where the text is of none."""
+    """How much of profiling is done when ``progress`` gets that text; None if the text names no stage."""
     return next((place / len(STAGES) for place, begin in enumerate(STAGES) if text.startswith(begin)), None)
 
 
 def tensors_beside(also: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors in each of ``also``, which are modules, optimizers, tensors, containers of these, and other objects
-    (a data set, a loader, an average of the weights) by their attributes.
+    """The tensors in each of ``also``. These are modules, optimizers, tensors, containers of these, and other objects
+    (a data set, a loader, an average of the weights), which are searched by their attributes.
 
     A model for data-parallel training has buckets as large as its gradients; a stand-in counts for them.
 
@@ -158,7 +160,7 @@ def _inside(thing: Any) -> Iterable[Any]:
 
 
 def _buckets(thing: Any) -> Iterator[torch.Tensor]:
-    """Stand-ins that take their memory while they are held."""
+    """Stand-ins that take the buckets' memory while they are held."""
     if isinstance(thing, DataParallel):
         for parameter in thing.parameters():
             if parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""Attachment: an engine put on models and on torch for the length of a block; it sees which calls are steps."""
+"""Attachment: attaches an engine to models and torch for the length of a block. It recognises which calls are steps."""
 
 from __future__ import annotations
 
@@ -41,30 +41,31 @@ AroundCall = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
 
 def own_hooks(attachment: Attachment) -> Hooks:
-    """The engine's, as they are."""
+    """Returns the engine's own hooks unchanged."""
     return attachment.engine.pack, attachment.engine.unpack
 
 
 class Attachment:
-    """A context manager. States: *new*, *open* (inside the block), *away* (in-core for a while), *closed*.
+    """A context manager. States: *new*, *open* (inside the block), *away* (temporarily in-core), *closed*.
 
-    After the block handles that are still alive can be unpacked (backward outside the ``with``); the host tier is given
-    back with the last of them, and the C library's allocator goes back to keeping what is freed
+    After the block, handles that are still alive can be unpacked (backward outside the ``with``). The host tier is
+    released with the last of them, and the C library's allocator keeps freed memory again
     (:mod:`poochplan.tensors.host_memory`).
 
     Parameters
     ----------
-    models: by name, each with hooks of its own; a lone one has the name "".
+    models: by name, each with its own hooks; a single one has the name "".
     kind: of their device.
-    open_device: called as the block is entered.
+    open_device: called when the block is entered.
     chooser: gives each segment its step policy.
-    elsewhere: told a model that is called with gradients on another thread.
+    elsewhere: called with a model that is called with gradients on another thread.
     rebuild: the engine's.
-    hooks: what autograd is to call; by default the engine's own. The engine is there when it is asked.
-    around_call: gives what is called in the place of a compiled callable of a model.
-    gives_up: whether anything leaves the device from the first step on; else :meth:`memory_is_short` says when.
-    apart: whether a segment is of one of the models alone; it looks at that one's parameters then.
-    events: who is told of what happens in a step.
+    hooks: returns the hooks that autograd calls; by default the engine's own. The engine exists when it is called.
+    around_call: returns the callable that replaces a compiled callable of a model.
+    gives_up: whether values leave the device from the first step on; otherwise :meth:`memory_is_short` says when they
+        do.
+    apart: whether each segment belongs to one of the models alone; then only that model's parameters are examined.
+    events: called at the events of a step.
     """
 
     def __init__(
@@ -95,18 +96,18 @@ class Attachment:
         self._parts = models if apart and self.whole is not models.get("") else {}
         self._around_call = around_call
         self.is_wanted: Callable[[], bool] = lambda: True
-        """Asked where a segment is about to begin; where it says no, ``abandoned`` is called."""
+        """Called when a segment is about to begin. If it returns false, ``abandoned`` is called."""
         self.abandoned: Callable[[], None] = lambda: None
-        """Is to leave the block."""
+        """Leaves the block."""
         self.state: Literal["new", "open", "away", "closed"] = "new"
         self.place = Place.of_caller()
         self.leave: Callable[[], object] = self.__exit__
-        """What ends it where nobody has left its block."""
+        """Ends the block if no caller has left it."""
         self._is_hooked = self._is_short = False
         self._thread: int | None = None
         self._stack = ExitStack()
         self._held = ExitStack()
-        """What lasts until the last handle is gone: the device, and how its memory is given back."""
+        """Resources that last until the last handle is gone: the device, and how its memory is released."""
 
     def __enter__(self) -> Attachment:
         self.place = Place.of_caller()
@@ -149,7 +150,7 @@ class Attachment:
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
-        """With the hooks on, which are of the thread: on another one they cannot be taken off."""
+        """A block with the hooks on. Hooks belong to a thread: on another one they cannot be removed."""
         self._hooks.__enter__()
         self._is_hooked = True
         try:
@@ -160,49 +161,51 @@ class Attachment:
 
     @property
     def is_left(self) -> bool:
-        """Whether it was left open: what entered its block has ended."""
+        """Whether it was left open: the code that entered its block has ended."""
         return self.state in ("open", "away") and self.place.is_left
 
     @property
     def thread(self) -> int | None:
-        """The thread whose steps are seen: from the block's begin to its end, but for while it is away."""
+        """The thread whose steps are observed, from the block's begin to its end, except while it is away."""
         return self._thread if self.state == "open" else None
 
     def memory_is_short(self) -> None:
-        """Something leaves the device from now on: what is freed goes back to the system. Idempotent."""
+        """Values leave the device from now on, so freed memory is returned to the system. Idempotent."""
         if self._kind == "cpu" and not self._is_short:
             self._is_short = True
             self._held.enter_context(fresh_memory())
 
     def take_hooks_off(self) -> None:
-        """Off, if nobody has put others on top of them: then they do nothing from now on, and go when they are met."""
+        """Removes the hooks, unless other hooks lie on top of them. Then they do nothing from now on, and are removed
+        when they are on top.
+        """
         if has_topmost_hooks(self._hooks):
             self._hooks.__exit__()
             self._is_hooked = False
 
     def ends_here(self) -> bool:
-        """Whether what this is for has ended, without leaving the block; it is left now."""
+        """Whether its purpose has ended although nothing left the block. If so, it is left now."""
         if self.state != "open" or self.is_wanted():
             return False
         self.abandoned()
         return True
 
     def begin_segment(self, name: str | None = None) -> None:
-        """The caller says that a segment begins here, and will say so from now on.
+        """The caller begins a segment here, and will announce all later ones.
 
-        It is of the model of that name, or of the one that is called first.
+        It belongs to the model of that name, or to the one that is called first.
         """
         self.engine.cursor.announced()
         self.engine.begin(name, announced=True)
 
     def settle(self) -> None:
-        """Between segments: what the last one has told is worked off now, in place of when the next one begins."""
+        """Called between segments. Finishes the last segment's reports now, and not when the next one begins."""
         if not self.engine.cursor.is_open and self.engine.segment.number:
             self.engine.tell_end()
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Steps inside run in-core, as if nothing were attached. On the level of the ``with`` block only."""
+        """Steps inside run in-core, as if nothing were attached. Use it only on the level of the ``with`` block."""
         if self.state != "open":
             raise UsageError(f"away(): expected an open session, found a {self.state} one")
         if self.engine.segment.used:
@@ -226,7 +229,9 @@ class Attachment:
         return self.state == "open" and threading.get_ident() == self._thread
 
     def _forward_begins(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A segment begins at the first forward after a backward, or when nothing of the last one is held any more."""
+        """A segment begins at the first forward after a backward, or when no value of the last segment is held any
+        more.
+        """
         if self.state == "away":
             return
         if not torch.is_grad_enabled():
@@ -294,7 +299,7 @@ class Attachment:
 
 
 def together(models: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
-    """One module that has them all, under their names; a lone one named "" is itself.
+    """One module that contains all of them under their names; a single one named "" is returned itself.
 
     Raises ``UsageError`` for a name that a module cannot have.
     """
@@ -331,11 +336,14 @@ def around_optimizer_steps(model: torch.nn.Module, before: Tell, after: Tell) ->
 
 
 _ENTERED: weakref.WeakSet[Attachment] = weakref.WeakSet()
-"""One at a time on a thread, and for a model: of two, the hooks of the later would take all that is saved."""
+"""The open sessions. A thread, and a model, can have one at a time: with two, the hooks of the later one would take all
+saved tensors."""
 
 
 def check_no_session(what: str, models: Iterable[torch.nn.Module]) -> None:
-    """Raises ``UsageError`` when ``what`` would meet a session on this thread, or one for one of ``models``."""
+    """Raises ``UsageError`` if ``what`` would overlap with a session on this thread, or with one for one of
+    ``models``.
+    """
     own = {id(model) for model in models}
     for session in tuple(_ENTERED):
         if session.thread == threading.get_ident() and session.is_left:
@@ -354,7 +362,7 @@ def check_no_session(what: str, models: Iterable[torch.nn.Module]) -> None:
 
 
 def is_in_session(model: torch.nn.Module) -> bool:
-    """Whether what this thread does now may be a session's, or the model has one."""
+    """Whether code on this thread may now run in a session, or the model has one."""
     if not len(_ENTERED):
         return False
     here = threading.get_ident()
@@ -365,7 +373,7 @@ def is_in_session(model: torch.nn.Module) -> bool:
 
 
 def _end_left(session: Attachment, what: str) -> None:
-    """One that was left open: after an exception, by code that enters it and has no ``with`` to leave it again."""
+    """Ends a session that was left open after an exception, by code that enters it without ``with``."""
     name = " and ".join(type(model).__name__ for model in session.models.values())
     session.leave()
     warnings.warn(
@@ -378,7 +386,7 @@ def _end_left(session: Attachment, what: str) -> None:
 
 @contextmanager
 def entered(session: Attachment) -> Iterator[None]:
-    """Within the block it is the session of its thread and model; raises ``UsageError`` where there is one."""
+    """Within the block it is the session of its thread and model. Raises ``UsageError`` if there is one already."""
     check_no_session("apply()", session.models.values())
     _ENTERED.add(session)
     try:

@@ -1,4 +1,4 @@
-"""What is known of steps that follow a plan, kind by kind: each is laid out as a step of the kind was."""
+"""The recorded layouts of steps that follow a plan, by kind of step."""
 
 from __future__ import annotations
 
@@ -17,46 +17,45 @@ from poochplan.runtime.metering.allocated import step_scope
 from poochplan.runtime.served_runs import Pack, RecordedLayout, ServedRuns, recorded_blocks, recorded_layout
 
 MOST_LAID_OUT = 3
-"""So many times what a kind of step takes is laid out."""
+"""The steps of a kind are laid out at most this often."""
 MOST_LOGGED = 50
-"""So many steps of a kind are logged, of which some may have missed nothing."""
+"""At most this many steps of a kind are logged, some of which may have missed nothing."""
 MOST_KNOWN = 64
-"""Those that were not used for longest are forgotten."""
+"""Kinds beyond this number are forgotten, the longest unused first."""
 MOST_BLOCKS = 20_000
-"""A step with more is not served."""
+"""A step with more blocks is not served."""
 
 
 class Kind(NamedTuple):
-    """What steps that follow one plan may differ in, so that they take other blocks."""
+    """Differences between steps of one plan that change which blocks they take."""
 
     has_gradients: bool
-    """Whether gradients are there already: then autograd adds to them in place."""
+    """Whether gradients exist already: then autograd adds to them in place."""
     inputs: Signature | None
-    """Those that the model is called with; None where the session does not ask."""
+    """Inputs of the model; None if the session does not ask for them."""
 
 
 @dataclass
 class KnownStep:
-    """What is known of one kind of step under a plan."""
+    """The knowledge about one kind of step under a plan."""
 
     plan: Plan
     steps: int = 0
-    """So many have begun."""
+    """Number of steps that have begun."""
     layout: RecordedLayout | None = None
-    """As one of them was; None until there is one, and where its arena would be too large."""
+    """The recorded layout of one of them; None before there is one, and if its arena would be too large."""
     times: int = 0
-    """So often it has been laid out."""
+    """Number of times that a step has been laid out."""
     logged: int = 0
     has_missed: bool = False
-    """Whether a step had blocks outside against the layout. Others may do so again that look the same as they begin: of
-    several micro-batches only the last has the optimizer.
-    """
+    """Whether a step had blocks outside that differ from the layout. Other steps that look the same at their beginning
+    may have them again: of several micro-batches only the last has the optimizer."""
     is_settled: bool = False
-    """Whether a logged step has missed nothing, and none ever has."""
+    """Whether a logged step has missed nothing, and no step ever has."""
     larger_bytes: int = 0
     """How much the arena of the last step that was looked at would be above what there is room for."""
     grown_bytes: int = 0
-    """How much more lies outside the arena than was planned, as a served step has shown that exceeded its budget."""
+    """How much more than planned lies outside the arena, found by a served step that exceeded its budget."""
 
     @property
     def is_over(self) -> bool:
@@ -77,8 +76,8 @@ class KnownStep:
         return found.arena_bytes + max(0, self.plan.budget_bytes - found.arena_peak_bytes) - self.grown_bytes
 
     def shrinks(self, over_bytes: int) -> bool:
-        """A served step took so much more than its budget: the next one is laid out in a smaller arena. False where
-        none can be.
+        """A served step exceeded its budget by ``over_bytes``: the next steps are laid out in a smaller arena. Returns
+        false if the arena cannot be that small.
         """
         if self.layout is None or self.is_over or self.layout.arena_bytes - over_bytes < self.layout.live_bytes:
             return False
@@ -99,15 +98,15 @@ class KnownStep:
         return True
 
     def served(self, fates: Fates) -> None:
-        """A whole step was served that was not logged. Where most of it lay outside there is no layout any more."""
+        """A whole step was served that was not logged. If most of it lay outside, the layout is dropped."""
         if misses(fates) > fates.served.blocks:
             self.layout, self.times = None, MOST_LAID_OUT
         elif misses(fates):
             self.has_missed, self.is_settled = True, False
 
     def _laid_out(self, events: Table, pack: Pack) -> RecordedLayout | None:
-        """The room is less by what more outlives this step than was planned: gradients do where the next forward is
-        none of a step.
+        """The room is reduced by the bytes that outlive this step although that was not planned. Gradients do so if the
+        next forward belongs to no step.
         """
         assert self.plan.layout is not None
         blocks = recorded_blocks(events, self.plan.layout.least_bytes)
@@ -120,20 +119,20 @@ class KnownStep:
 
 
 def misses(fates: Fates) -> int:
-    """Blocks that lay outside against the layout. What was expected and did not come does no harm."""
+    """Number of blocks that lay outside contrary to the layout. Expected blocks that did not come do no harm."""
     return fates.taken.blocks + fates.unplanned.blocks
 
 
 class KnownSteps:
-    """By plan and kind. A plan's first kind is learned at once, others when they come again."""
+    """Known steps by plan and kind. A plan's first kind is recorded at once, other kinds when they come again."""
 
     def __init__(self) -> None:
         self._of: OrderedDict[tuple[int, Kind], KnownStep] = OrderedDict()
-        """By the identity of the plan, which the entry holds."""
+        """By the identity of the plan, which the entry keeps alive."""
 
     def begin(self, plan: Plan, kind: Kind) -> KnownStep | None:
-        """That of a step which begins; None where there is nothing to be learned of it, as it is the first of a kind
-        that is not the plan's first kind.
+        """The entry for a step that begins. None if the step is the first of a kind other than the plan's first kind:
+        such a step is not recorded.
         """
         key = id(plan), kind
         known = self._of.get(key)
@@ -147,20 +146,20 @@ class KnownSteps:
         return known if known.steps > 1 else None
 
     def forget(self, plan: Plan) -> None:
-        """Its steps are not followed any more."""
+        """Steps of the plan are no longer followed."""
         for key in [key for key, known in self._of.items() if known.plan is plan]:
             del self._of[key]
 
     @property
     def largest_bytes(self) -> int:
-        """Of their layouts' arenas."""
+        """The most bytes of any of their layouts' arenas."""
         return max((one.layout.arena_bytes for one in self._of.values() if one.layout is not None), default=0)
 
 
 class RepeatedStep:
-    """State: the layout, once a run was written down. Without a compiled allocator all runs are ordinary.
+    """State: the layout, once a run was logged. Without a compiled allocator all runs are ordinary.
 
-    The first run is ordinary and written down, and those behind it are served. What one has missed is laid out anew.
+    The first run is ordinary and logged, and later runs are served. A run that has missed a place is laid out again.
     """
 
     def __init__(self, pack: Pack) -> None:
@@ -171,13 +170,13 @@ class RepeatedStep:
 
     @property
     def is_served(self) -> bool:
-        """Whether the last run was served, all of it."""
+        """Whether the last run was served completely."""
         fates = self._runs.fates
         return fates is not None and not misses(fates)
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
-        """A block that is one run. What the one before has left behind is gone by its begin."""
+        """A block that is one run. Blocks that the previous run left behind are gone when it begins."""
         self._learn()
         arena_bytes = self._layout.arena_bytes if self._layout is not None else 0
         is_logged = self._times < MOST_LAID_OUT
@@ -188,16 +187,16 @@ class RepeatedStep:
             self._runs.end()
 
     def rests(self) -> None:
-        """The machine has the arena's memory back until the next run."""
+        """The machine gets the arena's memory back until the next run."""
         self._runs.laid.rests()
 
     def close(self) -> None:
-        """Runs are ordinary again; what lies in the arena stays as it is. Idempotent."""
+        """Runs are ordinary again; blocks in the arena stay. Idempotent."""
         self._times, self._layout = MOST_LAID_OUT, None
         self._runs.close()
 
     def _learn(self) -> None:
-        """From the run before, if it was written down."""
+        """Learns from the previous run, if it was logged."""
         fates, events = self._runs.fates, self._runs.events()
         if events is None:
             return
@@ -206,7 +205,7 @@ class RepeatedStep:
             return
         self._times += 1
         if fates is not None and fates.taken.blocks:
-            self._runs.laid.leave()  # what lies in places of its own there may be there to stay
+            self._runs.laid.leave()  # blocks with separate places may be there to stay
         blocks = recorded_blocks(events, LEAST_PLACED_BYTES)
         if len(blocks) <= MOST_BLOCKS:
             self._layout = recorded_layout(blocks, LEAST_PLACED_BYTES, self._pack)

@@ -1,7 +1,8 @@
-"""PassArena: the blocks of a model's passes without gradients, from one arena in which an earlier pass was laid out.
+"""PassArena: allocates the blocks of a model's inference forwards (*passes*, without gradients) from one arena, by the
+layout of an earlier pass.
 
-What is known of passes goes by the inputs that the model is called with; calls of it and of its parts are told as they
-begin and end.
+Passes are distinguished by the inputs of the model. Hooks report when calls of the model and of its parts begin and
+end.
 """
 
 from __future__ import annotations
@@ -36,60 +37,64 @@ from .attachment import is_in_session
 from .run_report import ArenaReport, arena_report
 
 _here = threading.local()
-"""``arena``: whose pass this thread is in."""
+"""``arena``: the arena whose pass runs on this thread."""
 MOST_BLOCKS = 20_000
-"""Passes with more have no layout."""
+"""Passes with more blocks have no layout."""
 MOST_LAYOUTS = 8
-"""Of inputs that differ in shapes, types or switches; the one that was used longest ago goes."""
+"""Number of layouts, for inputs that differ in shapes, types or switches. The one unused for longest is
+dropped."""
 MOST_SEEN = 256
 """Kinds of inputs that are remembered without a layout."""
 ORDINARY = 1
-"""Passes of a kind before one is written down: the first makes what stays, such as a kernel's own weights."""
+"""Number of passes of a kind before one is logged. The first one makes objects that stay, such as a kernel's own
+weights."""
 _AT_ONCE = 3
-"""So many times a kind of pass is laid out in a row; behind them only at passes whose number is a power of two."""
+"""A kind of pass is laid out at most this many times in a row. After that, only passes whose number is a power of two
+are."""
 
 
 Call = tuple[str, int]
-"""A part of the model by its path, and how often it had been called in the pass."""
+"""A part of the model by its path, and how often it has been called in the pass."""
 Begins = Callable[[tuple[Any, ...], dict[str, Any]], None]
 Ends = Callable[[Any], None]
 
 
 @functools.cache
 def _scope() -> ThreadScope:
-    """Of all passes that are written down, apart from that of training steps, which may have a log of its own."""
+    """The allocator's scope of all logged passes. Training steps have another one, and may have a log of their own."""
     return ThreadScope()
 
 
 class PassArena:
-    """A context manager, open from the start. States: *open*; *idle*, where nothing can be served and ``reason`` says
-    why; *closed*.
+    """A context manager, which is open from the start. States: *open*; *idle*, if no pass can use the arena and
+    ``reason`` says why; *closed*.
 
-    A pass begins at the outermost call of the model on a thread, without gradients, and ends where that returns or
-    raises. One pass at a time: those of other threads meanwhile, and those inside a session, go to the ordinary
-    allocator. So does what lies between passes. Of each kind of pass (inputs, switches) the first is ordinary, the
-    second is logged and laid out, and those behind it are served; they are logged too until one is served as laid out.
+    A pass begins at the outermost call of the model on a thread, without gradients. It ends when that call returns or
+    raises. One pass at a time uses the arena. Concurrent passes of other threads, passes inside a session, and code
+    between passes use the ordinary allocator. Of each kind of pass (inputs, switches) the first is ordinary, the second
+    is logged and laid out, and later ones are served from the arena. They are logged too until one is served exactly as
+    laid out.
 
-    Bytes in use are never handed out: results that are kept stay as they are, whatever the passes do.
+    Bytes in use are never handed out: results that are kept stay unchanged by later passes.
 
     Parameters
     ----------
-    model: in whose calls passes begin; nothing of it changes but hooks.
-    pack: lays out what a pass has taken.
-    reason: why nothing is to be served; empty where it is.
+    model: passes begin at its calls; only hooks are added to it.
+    pack: computes the layout of the blocks of a pass.
+    reason: why no pass is served; empty if passes are served.
     """
 
     def __init__(self, model: torch.nn.Module, pack: Pack, reason: str = "") -> None:
         self._model, self._pack, self._reason = model, pack, reason
         self._kinds = KnownPasses()
         self._runs: ServedRuns | None = None
-        """From the first pass on, for it needs the allocator."""
+        """Made at the first pass, because it needs the allocator."""
         self._laid_out: PassLayout | None = None
-        """That a pass was served by last."""
+        """The layout by which a pass was last served."""
         self._is_closed = False
         self._passes = self._served = 0
         self._is_free = threading.Lock()
-        """Held while a pass runs, on whichever thread."""
+        """Held while a pass runs, on any thread."""
         self._pass = _Pass()
         self._stack = ExitStack()
         if not reason:
@@ -105,8 +110,8 @@ class PassArena:
         self.close()
 
     def close(self) -> None:
-        """Passes are ordinary from here on, and the hooks are gone. What lies in the arena stays as it is; its memory
-        goes with the last tensor in it. Closing twice is no error.
+        """From here on passes are ordinary, and the hooks are removed. Blocks in the arena stay; its memory is freed
+        with the last tensor in it. Closing twice is no error.
         """
         self._is_closed = True
         self._stack.close()
@@ -114,7 +119,7 @@ class PassArena:
             self._runs.laid.close()
 
     def report(self) -> PassReport:
-        """Of the last pass that was served, and the figures to compare it with."""
+        """A report on the last pass that was served, with the figures to compare it with."""
         arena, layout = self._runs.laid.arena if self._runs is not None else None, self._laid_out
         told = PassReport(
             passes=self._passes, served_passes=self._served, layouts=len(self._kinds), reason=self._reason
@@ -201,7 +206,9 @@ class PassArena:
     def _learn(
         self, runs: ServedRuns, running: _Pass, known: KnownPass, fates: Fates | None, events: Table | None
     ) -> None:
-        """What has not died when the pass ends lies outside: what it returns, and what somebody keeps."""
+        """Makes a layout. Blocks that are alive when the pass ends lie outside: its results, and blocks that other code
+        keeps.
+        """
         if fates is not None:
             known.is_settled = not misses(fates)
         if events is None or known.is_settled:
@@ -214,26 +221,26 @@ class PassArena:
         self._kinds.is_laid_out(running.kind)
         arena = runs.laid.arena
         if arena is not None and arena.live_blocks:
-            runs.laid.leave()  # somebody keeps what lies in it, so that its bytes are no places any more
+            runs.laid.leave()  # other code keeps blocks in it, so that their bytes are no places any more
 
 
 class _Pass:
-    """State of the pass that runs. One without a frame is none."""
+    """The state of the running pass. Without a frame there is no pass."""
 
     def __init__(self, frame: FrameType | None = None, kind: Hashable = None) -> None:
         self.frame, self.kind = frame, kind
         self.depth = 0
-        """Calls of the model within it."""
+        """Depth of nested calls of the model."""
         self.calls: Counter[str] = Counter()
-        """Of its parts, so far."""
+        """Number of calls of its parts so far."""
         self.points: dict[Call, int] = {}
-        """Those that the log has marks of."""
+        """The points that are marked in the log."""
         self.known: KnownPass | None = None
         self.served: PassLayout | None = None
         self.is_logged = False
 
     def is_running(self) -> bool:
-        """Whether the call in which it began is one of those that led here, on its thread."""
+        """Whether the call that began it is among the callers of this code, on its thread."""
         frame: FrameType | None = sys._getframe(3)
         while frame is not None and (frame := frame.f_back) is not None:
             if frame is self.frame:
@@ -242,54 +249,54 @@ class _Pass:
 
 
 def _switches(model: torch.nn.Module) -> tuple[object, ...]:
-    """What else decides which kernels run."""
+    """Other settings that decide which kernels run."""
     is_autocast = torch.is_autocast_enabled("cpu")
     return model.training, torch.is_inference_mode_enabled(), is_autocast and torch.get_autocast_dtype("cpu")
 
 
 @dataclass(frozen=True)
 class PassLayout:
-    """Where the blocks of a pass lie, and what its clock is."""
+    """The places of the blocks of a pass, and its clock."""
 
     blocks: RecordedLayout
     points: Mapping[Call, int]
-    """The clock at each call of a part: from 1 on, in order."""
+    """The clock at each call of a part, from 1 on, in order."""
 
     def layer(self, point: int) -> str:
-        """The part that was called last; empty before the first."""
+        """The part that was called last; empty before the first call."""
         return next((path for (path, _), at in self.points.items() if at == point), "")
 
 
 @dataclass
 class KnownPass:
-    """What is known of one kind of pass. States: *new*, without a layout; *laid out*; *settled*, its last served pass
-    was as laid out.
+    """The knowledge about one kind of pass. States: *new*, without a layout; *laid out*; *settled*, if its last served
+    pass matched the layout.
     """
 
     passes: int = 0
-    """Such passes have begun."""
+    """Number of such passes that have begun."""
     times: int = 0
-    """So often one has been laid out."""
+    """Number of times that one has been laid out."""
     layout: PassLayout | None = None
     is_settled: bool = False
 
     @property
     def is_to_be_logged(self) -> bool:
-        """Whether the pass that has just begun is written down."""
+        """Whether the pass that has just begun is to be logged."""
         if self.is_settled or self.passes <= ORDINARY:
             return False
         return self.times < _AT_ONCE or self.passes & (self.passes - 1) == 0
 
 
 class KnownPasses:
-    """What is known by kind of pass, of a limited number of them."""
+    """The knowledge about a limited number of kinds of passes, by kind."""
 
     def __init__(self) -> None:
         self._laid: OrderedDict[Hashable, KnownPass] = OrderedDict()
         self._seen: OrderedDict[Hashable, KnownPass] = OrderedDict()
 
     def of(self, kind: Hashable) -> KnownPass:
-        """That of a pass which begins."""
+        """The knowledge about the pass that begins."""
         if kind in self._laid:
             self._laid.move_to_end(kind)
             return self._laid[kind]
@@ -300,7 +307,7 @@ class KnownPasses:
         return known
 
     def is_laid_out(self, kind: Hashable) -> None:
-        """The kind that :meth:`of` was asked for last has a layout now."""
+        """The kind that :meth:`of` was last called with has a layout now."""
         if kind in self._seen:
             self._laid[kind] = self._seen.pop(kind)
             if len(self._laid) > MOST_LAYOUTS:
@@ -308,11 +315,11 @@ class KnownPasses:
 
     @property
     def arena_bytes(self) -> int:
-        """What the largest of the layouts needs."""
+        """Bytes of the largest layout."""
         return max((one.layout.blocks.arena_bytes for one in self._laid.values() if one.layout is not None), default=0)
 
     def __len__(self) -> int:
-        """Layouts that there are."""
+        """Number of layouts."""
         return len(self._laid)
 
 
@@ -329,9 +336,9 @@ class PassReport(ArenaReport, frozen=True, kw_only=True):
     layouts: int = 0
     """Number of kinds of inputs with a layout."""
     separate_bytes: int = 0
-    """Sum of the blocks of that pass which have a place in the arena."""
+    """Sum of the blocks of that pass that have a place in the arena."""
     live_bytes: int = 0
-    """The most of them that live at once: no arena is smaller."""
+    """The most bytes of them that are live at once: no arena is smaller."""
     layout_bytes: int = 0
     """The part of the arena that this pass uses."""
     reason: str = ""
@@ -367,16 +374,16 @@ class PassReport(ArenaReport, frozen=True, kw_only=True):
 
 @contextmanager
 def around_calls(model: torch.nn.Module, begins: Begins, ends: Ends) -> Iterator[None]:
-    """Calls ``begins(args, kwargs)`` before each call of ``model`` and ``ends(result)`` behind it, for the length of a
-    block; the result is None where the call has raised.
+    """Within the block, calls ``begins(args, kwargs)`` before each call of ``model`` and ``ends(result)`` after it. The
+    result is None if the call raised.
 
-    By hooks; where the model itself is compiled, around its callable. Torch tells no hook of an interrupt, so a call
-    may begin that never ends. Copies and pickles of the model have no part in it.
+    It uses hooks. If the model itself is compiled, it wraps its callable. Torch calls no hook after an interrupt, so a
+    call may begin and never end. Copies and pickles of the model do not carry the hooks.
 
     Raises
     ------
     UsageError
-        The model is of a kind whose kernels are others where there are hooks.
+        The model is of a kind whose kernels change when hooks are present.
     """
     if isinstance(model, torch.nn.TransformerEncoderLayer):
         raise UsageError(
@@ -416,11 +423,11 @@ def _told(call: Callable[..., Any], begins: Begins, ends: Ends) -> Callable[...,
 
 @contextmanager
 def around_parts(model: torch.nn.Module, called: Callable[[str], None]) -> Iterator[None]:
-    """Calls ``called(path)`` before each call of a larger part of ``model``, for the length of a block: of its own
-    parts, and of those that have parts themselves.
+    """Within the block, calls ``called(path)`` before each call of a larger part of ``model``: its direct parts, and
+    parts that have parts themselves.
 
-    None of what is compiled, or of TorchScript. None of the layers of torch's transformer either: with hooks they leave
-    their fast path, and so give other bits.
+    Compiled parts and TorchScript are left out. So are the layers of torch's transformer: hooks make them leave their
+    fast path, and change their bits.
     """
 
     def telling(path: str) -> Callable[[torch.nn.Module, Any], None]:

@@ -1,4 +1,4 @@
-"""PlanInForce: a plan that steps of one kind follow, and how they keep to its budget."""
+"""PlanInForce: an active plan that steps of one kind follow, and how they keep to its budget."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from .watch.census import EVERY
 from .watch.holders import Holder
 
 FIRST_STEPS = 2
-"""Without and with the optimizer's state: every later step is like the second."""
+"""The first step runs without the optimizer's state, the second with it. Later steps are like the second."""
 MOST_PLANS = 4
-"""So many times a kind of step is planned anew for what its steps took; what grows further is told instead."""
+"""A kind of step is planned anew at most this often because its steps took more memory. Further growth is only
+reported."""
 _MOST_NAMED = 4
 
 
 class OverBudget(StrEnum):
-    """What becomes of a step that follows its plan and takes more than its budget."""
+    """The reaction to a step that follows its plan and exceeds its budget."""
 
     WARN = "warn"
-    """It is told once, in a warning."""
+    """One warning reports it."""
     ERROR = "error"
-    """``BudgetExceededError`` at the end of that step."""
+    """``BudgetExceededError`` is raised at the end of that step."""
     REPLAN = "replan"
-    """A new plan is made that knows of the measured bytes."""
+    """A new plan is made from the measured bytes."""
 
 
 class PlanInForce:
-    """State: how many steps have begun under it, the peaks of the last ones, and what was said of them. A plan that
-    takes its place begins anew.
+    """State: how many steps have begun under it, the peaks of the last ones, and whether an excess was reported. A plan
+    that replaces it starts with new state.
 
     Parameters
     ----------
@@ -43,38 +44,39 @@ class PlanInForce:
         self.kind, self.plan = kind, plan
         self.course = Course.of(plan.instructions)
         self.smaller = Course.of(plan.instructions, exact=False)
-        """For steps of smaller inputs."""
+        """The plan's course for steps of smaller inputs."""
         self.begun = 0
         self.is_told = False
-        """Whether a step above the budget was told of: it is said once."""
+        """Whether a step above the budget was reported. It is reported once."""
         self._ended = 0
         self._is_settled = self._is_to_check = False
         self._last_peak_bytes: dict[bool, int] = {}
-        """Of steps without, and with, gradients that were there before."""
+        """Peaks of the last step without, and with, gradients that existed before it."""
 
     @property
     def is_due(self) -> bool:
-        """Whether the step that begins next is to be metered from a census on."""
+        """Whether the next step is to be metered, beginning with a census."""
         return not self._is_settled or self._is_to_check or (self.begun + 1) % EVERY == 0
 
     def begins(self) -> None:
-        """A step begins under it."""
+        """A step begins under this plan."""
         self.begun += 1
         self._is_to_check = False
 
     def check_next(self) -> None:
-        """The next step is metered from a census on."""
+        """Has the next step metered, beginning with a census."""
         self._is_to_check = True
 
     def is_over(self, peak_bytes: int) -> bool:
-        """Whether a step that took so much is to be told of, or something done about it."""
+        """Whether a step of these bytes is to be reported, or needs another reaction."""
         return not self.is_told and peak_bytes > self.plan.budget_bytes
 
     def ended(self, peak_bytes: int | None, *, has_gradients: bool) -> None:
-        """A step under it is over, which took so much, the holes of an arena left out; None where nobody knows.
+        """A step under this plan is over. ``peak_bytes`` is its peak without the holes of an arena; None if it was not
+        metered.
 
-        Steps are settled where they do not each take more than the one of their kind before and than was predicted.
-        The first of a kind, behind steps of others, has none before it.
+        Steps are settled once none takes more than the previous one of its kind, or more than predicted. The first step
+        of a kind that follows steps of another kind has no previous one.
         """
         self._ended += 1
         if peak_bytes is None:
@@ -86,7 +88,9 @@ class PlanInForce:
 
 
 def over_budget_text(peak_bytes: int, plan: Plan, where: str, held: Sequence[Holder]) -> str:
-    """What a step took, when, and who holds what was not predicted."""
+    """The text about a step above its budget: its bytes, their moment, and the holders of the bytes that were not
+    predicted.
+    """
     text = (
         f"a step that follows the plan took {peak_bytes} bytes, more than its budget of {plan.budget_bytes} "
         f"(predicted: {plan.prediction.peak_bytes}){f', in {where}' if where else ''}"
@@ -100,7 +104,9 @@ def over_budget_text(peak_bytes: int, plan: Plan, where: str, held: Sequence[Hol
 
 
 def out_of_memory_text(peak_bytes: int | None, plan: Plan, where: str, held: Sequence[Holder]) -> str:
-    """How far a step had come that ran out of memory, what was promised of it, and who holds more."""
+    """The text about a step that ran out of memory: how far it had come, what was predicted for it, and the holders of
+    the excess.
+    """
     text = (
         f"out of memory in a step that follows the plan{f', in {where}' if where else ''}: it had taken "
         f"{format_bytes(peak_bytes or 0)}, predicted are at most {format_bytes(plan.prediction.peak_bytes)} of a "

@@ -1,5 +1,5 @@
-"""PlanSource: what says which plan each step of a session follows. GivenPlans: those that the user has given, each
-model's steps its own; a study is another source.
+"""PlanSource decides which plan each step of a session follows. GivenPlans is the source with the user's plans, for the
+steps of one or several models. A study of a loop is another source.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ from .run_report import FallbackKind
 
 
 class PlanSource:
-    """A base: no step follows a plan. A session asks it for the step policy of each step (it is the engine's
-    :class:`~.step_policies.step_policy.Chooser`), and tells it what becomes of them.
+    """Base class, in which no step follows a plan. A session asks it for the step policy of each step (it is the
+    engine's :class:`~.step_policies.step_policy.Chooser`), and reports to it how each step ended.
     """
 
     is_given = False
-    """Whether the user has said what is followed: then a step that follows nothing is complained about."""
+    """Whether the user gave the plans. Then the session complains about steps that follow none."""
     gives_up = False
-    """Whether something leaves the device from the first step on."""
+    """Whether values leave the device from the first step on."""
     alternatives: Sequence[Instructions] = ()
     latest: PlanInForce | None = None
-    """What was followed last, else the first in force; None before there is one."""
+    """The plan that was followed last, else the first active one; None before there is one."""
 
     @property
     def plans(self) -> Mapping[Hashable, PlanInForce]:
-        """Those in force, by kind of step."""
+        """The active plans, by kind of step."""
         return {}
 
     @property
     def profiles(self) -> Mapping[Any, Profile]:
-        """Of the steps, by the same kinds, as far as they are known."""
+        """The known profiles of the steps, by the same kinds."""
         return {}
 
     def attached(self, attachment: Attachment) -> Hooks:
-        """The session begins: what autograd is to call."""
+        """The session begins. Returns the hooks that autograd calls."""
         return own_hooks(attachment)
 
     def rebuild(self, value: SavedValue, mechanism: Mechanism) -> None:
-        """Brings back what is to be replayed."""
+        """Brings back a value that waits for its replay."""
         rebuild_together(value, mechanism)
 
     def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """What is called in the place of a compiled callable."""
+        """The callable that replaces a compiled callable."""
         return call
 
     def choose(self, segment: Segment) -> StepPolicy | None:
@@ -67,27 +67,31 @@ class PlanSource:
         return KeepAll()
 
     def following(self, segment: Segment) -> PlanInForce | None:
-        """What the segment, which has its step policy, follows or was to."""
+        """The plan that the segment follows, or has diverged from; the segment has its step policy."""
         return None
 
     def begins(self, segment: Segment) -> None:
-        """A segment that has its step policy is about to begin; no log of another step's goes on."""
+        """A segment that has its step policy is about to begin. No log of another step continues into it."""
 
     def optimizing(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer of the models' is about to step."""
+        """An optimizer of the models is about to step."""
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has."""
+        """An optimizer of the models has stepped."""
 
     def ended(self, segment: Segment) -> None:
-        """A segment is over, and all is known of it."""
+        """A segment is over, and all its facts are known."""
 
     def plan_again(self, plan: PlanInForce, more_bytes: int) -> str:
-        """Steps take so much more than the plan knows of: has another one made. Gives what comes of that, in words."""
+        """Asks for another plan, because steps take ``more_bytes`` more than the plan predicts. Returns a sentence that
+        says what follows.
+        """
         return ""
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Between two steps, until no plan is under way; whether there is one for every kind of step that is known."""
+        """Called between two steps. Waits until no plan is being made, and returns whether each known kind of step has
+        a plan.
+        """
         return True
 
     def close(self) -> None:
@@ -95,26 +99,28 @@ class PlanSource:
 
 
 class Replan(Protocol):
-    """Plans; the runtime does not know how."""
+    """A function that makes a new plan; the runtime itself cannot plan."""
 
     def __call__(self, profile: Profile, plan: Plan, beside_bytes: int) -> Plan:
-        """A plan for the same budget, with so many bytes more that live all step long than ``profile`` has.
+        """A plan for the same budget, with ``beside_bytes`` more that live all step long than ``profile`` has.
 
-        Raises ``InfeasibleError`` where there is none.
+        Raises ``InfeasibleError`` if there is none.
         """
 
 
 class GivenPlans(PlanSource):
-    """State: the plan that each model's steps follow, what was found to live beside them, and whose step was last.
+    """State: the plan that each model's steps follow, the bytes found to live outside the plan, and the model of the
+    last step.
 
-    A segment that begins with a save is none of several models' until it is announced or one of them is called.
+    With several models, a segment that begins with a save belongs to none of them until it is announced or one of them
+    is called.
 
     Parameters
     ----------
-    plans, models: by the names of the models; a lone one has the name "".
-    policy: what a step does that is not the planned one.
-    profiles: of the plans, as far as they are there.
-    replan: makes new plans from them; None where none is to be made.
+    plans, models: by the names of the models; a single one has the name "".
+    policy: what a step does that diverges from its plan.
+    profiles: of the plans, if they are known.
+    replan: makes new plans from the profiles; None if there are to be no new plans.
     """
 
     is_given = True
@@ -165,12 +171,15 @@ class GivenPlans(PlanSource):
         return self._of[segment.model].latest if segment.model in self._of else self.latest
 
     def plan_again(self, plan: PlanInForce, more_bytes: int) -> str:
-        """While the training waits; the new plan is followed from the next step on."""
+        """Makes the new plan while the training waits. The next steps follow it."""
         name = str(plan.kind)
         if self._replan is None:
             return REMEDY
         if self._times[name] == MOST_PLANS:
-            return f"it has been planned anew {self._times[name]} times, and grows on: let go of what is kept"
+            return (
+                f"it has been planned again {self._times[name]} times and still grows: release the tensors that "
+                "the loop keeps"
+            )
         beside_bytes = self._beside_bytes[name] + more_bytes
         try:
             changed = self._replan(self._profiles[name], plan.plan, beside_bytes)
@@ -180,16 +189,17 @@ class GivenPlans(PlanSource):
         self._times[name] += 1
         self._of[name].follow(changed)
         return (
-            f"from the next step on a plan is followed that knows of {format_bytes(beside_bytes)} more "
+            f"from the next step on a plan is followed that has room for {format_bytes(beside_bytes)} more "
             f"(predicted: {changed.prediction.overhead:.1%} slower than in-core)"
         )
 
 
 class PlansOfModel:
-    """A lone plan, which is followed exactly whatever the inputs are; of a set, that for the inputs or larger ones.
+    """The plans of one model. A single plan is followed exactly, whatever the inputs are. In a set, the plan for the
+    step's inputs is followed, or the nearest larger one.
 
-    State: the ``latest`` that was followed. What is saved without a call of the model, where plans have its layers
-    save, is none of its steps: it is kept, as if there were no session.
+    State: ``latest``, the plan that was followed last. If the plans expect the model's layers to save first, tensors
+    that are saved before the model is called belong to no step. They are kept, as without a session.
     """
 
     def __init__(self, name: str, given: Plan | PlanSet, model: torch.nn.Module, policy: DivergencePolicy) -> None:
@@ -201,7 +211,7 @@ class PlansOfModel:
         self.latest = self.every[0]
 
     def follow(self, plan: Plan) -> None:
-        """From the next segment on this one, in place of the lone one."""
+        """Replaces the single plan from the next segment on."""
         self.latest = PlanInForce(self._name, plan)
         self.every = [self.latest]
 
@@ -237,7 +247,7 @@ _TOO_EARLY = "something saved before its model is called: a set picks the plan b
 
 
 class WithoutPlan(SwapEach):
-    """The safe policy for a segment that no plan is for: as if it diverged where it began."""
+    """The safe policy for a segment without a plan: it acts as if the segment diverged at its beginning."""
 
     def __init__(self, why: str, policy: DivergencePolicy) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""ServedRuns: one run after another, served from an arena where it has places and written down where it is to be.
-LaidArena: one arena for steps of several kinds, which are laid out in it in turn.
+"""ServedRuns: runs one after another, allocated from an arena if it has places for them, and logged if requested.
+LaidArena: one arena for steps of several kinds, whose layouts it takes in turn.
 
 The log of a run becomes a layout.
 """
@@ -24,17 +24,17 @@ from poochplan.tensors.host_memory import give_back_freed
 
 _lock = threading.Lock()
 _writers: dict[int, weakref.ref[ServedRuns]] = {}
-"""Who writes a log of a scope, by its handle: one at a time in a process."""
+"""The writer of each scope's log, by the scope's handle: one at a time in a process."""
 _NOWHERE = Places(*(np.empty(0, np.int64) for _ in range(3)))
 RUN_END = -1
-"""The mark where a run is over; all others are points of its clock."""
+"""The mark at the end of a run; all other marks are points of its clock."""
 
 
 class ServedRuns:
-    """State: the arena; the run that goes on or was the last, and its log until :meth:`events` takes it.
+    """State: the arena; the current or last run, and its log until :meth:`events` takes it.
 
-    A run is whatever takes about the same blocks each time: a training step, a pass of a model. Its clock is the
-    caller's. ``scope`` is of the threads whose blocks are written down; None where nothing is.
+    A run takes about the same blocks each time: a training step, or a pass of a model. The caller has its clock.
+    ``scope`` contains the threads whose blocks are logged; None if nothing is logged.
     """
 
     def __init__(self, scope: ThreadScope | None) -> None:
@@ -45,16 +45,16 @@ class ServedRuns:
 
     @property
     def is_served(self) -> bool:
-        """Whether the run that began last is one whose blocks have places."""
+        """Whether the blocks of the run that began last have places."""
         return self._is_served
 
     def begin(
         self, layout: RecordedLayout | None, *, largest_bytes: int = 0, room_bytes: int = 0, log: bool, point: int = 0
     ) -> bool:
-        """A run begins on this thread, by that layout or by none; whether it is served.
+        """A run begins on this thread, by that layout or by none. Returns whether it is served.
 
-        ``largest_bytes`` and ``room_bytes`` are :meth:`LaidArena.lay`'s. With ``log`` it is written down, unless
-        another is: then the next one is as good.
+        ``largest_bytes`` and ``room_bytes`` are those of :meth:`LaidArena.lay`. With ``log`` the run is logged, unless
+        another run is being logged: the next run is then as good an example.
         """
         self._is_served = self.laid.lay(layout, largest_bytes, room_bytes) and self.laid.begin(point)
         self._goes_on = True
@@ -81,27 +81,27 @@ class ServedRuns:
 
     @property
     def is_logged(self) -> bool:
-        """Whether the run that began last is written down."""
+        """Whether the run that began last is logged."""
         return self._log is not None
 
     def at(self, point: int) -> None:
-        """The clock of the run that goes on is at ``point``."""
+        """The clock of the current run is at ``point``."""
         self.serves_at(point)
         self.marks(point)
 
     def serves_at(self, point: int) -> None:
-        """The clock is at ``point`` of the layout that the run is served by."""
+        """The clock is at ``point`` of the layout that serves the run."""
         if self._is_served and self.laid.arena is not None:
             self.laid.arena.at(point)
 
     def marks(self, point: int) -> None:
-        """The clock is at ``point`` of the layout that is made of the run's log."""
+        """The clock is at ``point`` of the layout that the run's log becomes."""
         if self._log is not None:
             self._log.mark(point)
 
     def end(self) -> Fates | None:
-        """The run is over; what became of its blocks, None where they had no places. The log goes on: what lies in the
-        arena and dies before the next run has its place until then.
+        """The run is over. Returns the fates of its blocks; None if they had no places. The log continues: a block in
+        the arena that dies before the next run keeps its place until then.
         """
         if self._goes_on:
             self._goes_on = False
@@ -113,11 +113,11 @@ class ServedRuns:
 
     @property
     def fates(self) -> Fates | None:
-        """Of the blocks of the run that began last; None where they had no places."""
+        """The fates of the blocks of the run that began last; None if they had no places."""
         return self.laid.arena.counts().step if self._is_served and self.laid.arena is not None else None
 
     def events(self) -> Table | None:
-        """The log of the run that began last, which ends here; None where it was not written down."""
+        """The log of the run that began last, which ends here; None if it was not logged."""
         if self._log is None:
             return None
         log, self._log = self._log, None
@@ -125,43 +125,48 @@ class ServedRuns:
         return log.events
 
     def stands_aside(self) -> None:
-        """What runs next has no places: the machine has the arena's memory back for it, but for what lives."""
+        """The code that runs next has no places. The machine gets the arena's memory back for it, except for live
+        blocks.
+        """
         self._is_served = self.laid.lay(None, 0, 0)
 
     def close(self) -> None:
-        """Nothing is served any more; what lies in the arena stays as it is. Idempotent."""
+        """Nothing is served any more; blocks in the arena stay. Idempotent."""
         self.end()
         self.events()
         self.laid.close()
 
 
 class LaidArena:
-    """State: the arena, once there was something to lay out, and whose places it has now.
+    """State: the arena, once there was a layout, and the layout that it has now.
 
-    Its address space is as large as the largest layout that it has had; the machine's memory is what steps have touched
-    of it, and no more than the budget of the plan that is followed has room for.
+    Its address space is as large as its largest layout so far. It takes the machine's memory only where steps have
+    touched it, and no more than the budget of the followed plan leaves.
     """
 
     def __init__(self) -> None:
         self.arena: Arena | None = None
-        """None as well where there is no address space for it."""
+        """None also if there is no address space for it."""
         self._layout: RecordedLayout | None = None
         self._held_bytes = 0
         self._rests = False
-        """Whether the machine has its memory back since the last step."""
+        """Whether the machine got its memory back since the last step."""
 
     @property
     def held_bytes(self) -> int:
-        """Of the machine's memory, at most, while steps of the present layout are served; 0 where none is."""
+        """The most memory of the machine that it holds while steps of the present layout are served; 0 without a
+        layout.
+        """
         return self._held_bytes if self._layout is not None else 0
 
     def lay(self, layout: RecordedLayout | None, largest_bytes: int, room_bytes: int) -> bool:
-        """Has the places of ``layout`` for the steps that begin from here on; None is none, and its memory goes.
+        """Gives the arena the places of ``layout`` for the next steps. None means no layout, and the arena's memory is
+        freed.
 
         Parameters
         ----------
         largest_bytes: of the arenas of all layouts that will come again.
-        room_bytes: most that the arena may take in a step of this one.
+        room_bytes: most bytes that the arena may take in a step of this layout.
 
         Returns whether a step can be served now.
         """
@@ -190,7 +195,7 @@ class LaidArena:
         return True
 
     def begin(self, point: int) -> bool:
-        """A run begins that is served by its places, with the clock at ``point``; False where the arena was closed."""
+        """A run begins that is served by its places, with the clock at ``point``. False if the arena was closed."""
         assert self.arena is not None
         try:
             self.arena.begin(point)
@@ -199,55 +204,56 @@ class LaidArena:
         return True
 
     def rests(self) -> None:
-        """The machine has its memory back until the next step, but for what lives there; the layout stays."""
+        """The machine gets the memory back until the next step, except for live blocks; the layout stays."""
         if self.arena is not None and self._layout is not None and not self._rests:
             self.arena.lay_out(self._layout.places, self._layout.least_bytes, kept_bytes=0)
             self._rests = True
 
     def leave(self) -> None:
-        """What lies in the arena stays in it, and another one is made for the steps that begin from here on."""
+        """The blocks in the arena stay, and another arena is made for the next steps."""
         self.close()
         self.arena = self._layout = None
         self._held_bytes = 0
 
     def close(self) -> None:
-        """Nothing is served any more; its memory goes with the last tensor in it. Its counts can still be read."""
+        """Nothing is served any more; the memory is freed with the last tensor in it. Its counts can still be read."""
         self._rests = True  # there is nothing to give back any more
         if self.arena is not None:
             self.arena.close()
 
 
 class Pack(Protocol):
-    """Finds places; the runtime does not know how."""
+    """A function that finds places; the runtime itself cannot pack."""
 
     def __call__(self, blocks: Sequence[tuple[int, int, int]], room_bytes: int) -> tuple[Sequence[int], int]:
-        """Offsets of blocks (time of taking, of giving back, bytes) in one arena, and its bytes; if it can be, no more
-        than ``room_bytes``.
+        """Offsets of blocks (time of taking, of giving back, bytes) in one arena, and the arena's bytes: no more than
+        ``room_bytes``, if possible.
         """
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedLayout:
-    """Where the blocks of a run lie."""
+    """The places of the blocks of a run."""
 
     places: Places
     arena_bytes: int
     least_bytes: int
     """Smaller blocks have no place."""
     outside_bytes: int
-    """Of the blocks that outlive the run, as they are asked for."""
+    """Bytes of the blocks that outlive the run, as requested."""
     separate_bytes: int
-    """Of the blocks in the arena, each with a place of its own."""
+    """Sum of the blocks in the arena, as if each had a separate place."""
     live_bytes: int
-    """Most of them that live at once: no arena is smaller."""
+    """Most bytes of them that are live at once: no arena is smaller."""
 
 
 def recorded_blocks(events: Table, least_bytes: int) -> Table:
-    """The blocks of at least that size which a run took, of type :data:`LIFETIME`; ``death`` -1 where one outlives it.
+    """The blocks of at least that size that a run took, of type :data:`LIFETIME`; ``death`` is -1 for a block that
+    outlives it.
 
-    The log goes from the begin of a run, or its first point, to that of the next one, with the number of each point as
-    its mark. Behind the run is :data:`RUN_END`: what dies between the runs dies as the log ends, for by then the next
-    one has begun. Without that mark the log is of the run alone.
+    The log goes from the begin of a run, or its first point, to that of the next run. The marks are the numbers of the
+    points. After the run comes :data:`RUN_END`: a block that dies between the runs dies when the log ends, because by
+    then the next run has begun. A log without that mark covers the run alone.
     """
     found = lifetimes(events, least_bytes)
     over = np.flatnonzero((events["kind"] == MARK) & (events["value"] == RUN_END))
@@ -259,7 +265,7 @@ def recorded_blocks(events: Table, least_bytes: int) -> Table:
 
 
 def recorded_layout(blocks: Table, least_bytes: int, pack: Pack, room_bytes: int = 0) -> RecordedLayout:
-    """The layout of :func:`recorded_blocks`; those that outlive the run lie outside."""
+    """The layout of :func:`recorded_blocks`. Blocks that outlive the run lie outside."""
     dies = blocks["death"] >= 0
     died = blocks[dies]
     offsets, arena_bytes = pack([tuple(row) for row in died[["birth", "death", "size_bytes"]].tolist()], room_bytes)

@@ -1,8 +1,8 @@
-"""Serving: the blocks of the steps that follow a plan, from one arena in which an earlier step's blocks were laid out.
+"""Serving: allocates the blocks of steps that follow a plan from one arena, by the recorded layout of an earlier step.
 
-It begins at a segment's first save, where a step is told from what is none, and ends with the step: at the optimizer's
-end, at a forward without gradients, where the plan is left. The order of what a step takes is found again at each point
-of the runtime's clock.
+It begins at a segment's first save, because only there a step can be recognised. It ends with the step: after the
+optimizer's step, at a forward without gradients, or where the step leaves the plan. At each point of the runtime's
+clock the order of the step's blocks is matched again.
 """
 
 from __future__ import annotations
@@ -29,34 +29,35 @@ NO_LAYOUT = "a plan without a layout; plan again"
 
 
 class Serving:
-    """State: what is known of each kind of step; the steps that are served; whether the one that runs follows a plan.
+    """State: the knowledge about each kind of step, the steps that are served, and whether the running step follows a
+    plan.
 
-    The plan's layout is a promise, of how large the arena is at most. What is served is laid out by a step of the same
-    kind as it was. Until there is such a step, and where its arena would be larger than the budget has room for,
-    nothing is served. Nor is it where steps go on to differ from those they were laid out by.
+    The plan's layout bounds the size of the arena. Steps are served by the recorded layout of a step of the same kind.
+    Nothing is served in three cases: no such step was recorded yet; its arena would exceed the room that the budget
+    leaves; or steps keep differing from their recorded layout.
 
     Parameters
     ----------
-    pack: lays out what a step has taken.
+    pack: computes the layout of the blocks of a step.
     mode: as for :func:`poochplan.apply`.
     """
 
     def __init__(self, pack: Pack, mode: ArenaMode) -> None:
         self._pack, self._mode = pack, mode
         self._given_up: list[Plan] = []
-        """Plans whose steps are not served any more."""
+        """Plans whose steps are no longer served."""
         self._kinds = KnownSteps()
         self._known: KnownStep | None = None
-        """Of the step that began last."""
+        """The knowledge about the step that began last."""
         self._has_begun = False
-        """Whether a step has been served, or written down: there is nothing to give back before."""
+        """Whether a step has been served or logged. Before that there is no memory to give back."""
         self._report: StepReport | None = None
         self._is_on = False
         self._is_whole = False
-        """Whether the step is an example of its kind, and goes on to its end as it began."""
+        """Whether the step is a complete example of its kind."""
         self._point = 0
         self._state_entries: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
-        """Of each optimizer before its last step."""
+        """Number of state entries of each optimizer before its last step."""
 
     @functools.cached_property
     def _runs(self) -> ServedRuns:
@@ -88,17 +89,17 @@ class Serving:
         return plan.layout is not None and fits and all(plan is not one for one in self._given_up)
 
     def why_not(self, plan: Plan) -> str:
-        """Why steps that follow the plan are not served, though that was asked for; else empty."""
+        """Why steps that follow the plan are not served although an arena was requested; else empty."""
         return NO_LAYOUT if self._mode == "on" and plan.layout is None else ""
 
     @property
     def may_give_up(self) -> bool:
-        """Whether nobody has asked for an arena in so many words."""
+        """Whether the arena may be given up, because the user did not request it explicitly."""
         return self._mode == "auto"
 
     def exceeded(self, plan: Plan, over_bytes: int) -> bool:
-        """A step that was served took so much more than its budget: the next ones get a smaller arena, or none where
-        it cannot be so small. Whether there is one.
+        """A served step exceeded its budget by ``over_bytes``. The next steps get a smaller arena, or none if it cannot
+        be so small. Returns whether there is one.
         """
         known = self._known
         if known is not None and known.plan is plan and known.shrinks(over_bytes):
@@ -108,13 +109,15 @@ class Serving:
         return False
 
     def at(self, point: int) -> None:
-        """The segment has passed so many points."""
+        """The segment has passed ``point`` points."""
         if self._is_on:
             self._point = point
             self._runs.at(point)
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """It is about to: what it makes to keep must not lie in the arena, so it is served once it makes no more."""
+        """An optimizer is about to step. State that it creates must not lie in the arena, so its step is served only
+        once it creates no more state.
+        """
         entries = sum(map(len, optimizer.state.values()))
         if self._state_entries.get(optimizer) != entries:
             self._state_entries[optimizer] = entries
@@ -122,12 +125,12 @@ class Serving:
             self.step_is_over()
 
     def departed(self) -> None:
-        """The segment has left its plan, or has raised, or what runs now is none of its step."""
+        """The segment has left its plan or has raised, or the code that runs now is not part of its step."""
         self._is_whole = False
         self.step_is_over()
 
     def step_is_over(self) -> None:
-        """What is allocated from here on is not of the step. Idempotent."""
+        """Allocations from here on do not belong to the step. Idempotent."""
         if not self._is_on:
             return
         self._is_on = False
@@ -138,27 +141,29 @@ class Serving:
         self._report = None
 
     def rests(self) -> None:
-        """Between steps something else runs: until the next one the machine has the arena's memory back, but for what
-        lives. Amid a step nothing happens.
+        """Other code runs between two steps. Until the next step the machine gets the arena's memory back, except for
+        live blocks. Does nothing within a step.
         """
         if self._has_begun and not self._is_on:
             self._runs.laid.rests()
 
     def stands_aside(self) -> None:
-        """A segment begins that is not served: the machine has the arena's memory back for it, but for what lives."""
+        """A segment begins that is not served. The machine gets the arena's memory back for it, except for live
+        blocks.
+        """
         if self._has_begun:
             self.learn()
             self._runs.stands_aside()
 
     def close(self) -> None:
-        """Nothing is served any more; what lies in the arena stays as it is."""
+        """Nothing is served any more; blocks in the arena stay."""
         self.step_is_over()
         self._is_whole = False
         if self._has_begun:
             self._runs.close()
 
     def forget(self, plan: Plan) -> None:
-        """Its steps are not followed any more."""
+        """Steps of the plan are no longer followed."""
         if self._known is not None and self._known.plan is plan:
             self.step_is_over()
             self._runs.events()
@@ -166,26 +171,28 @@ class Serving:
         self._kinds.forget(plan)
 
     def learn(self) -> None:
-        """From the step before, which has ended by now; where it was not served as planned it is laid out anew."""
+        """Learns from the previous step, which has ended by now. If its blocks did not match the layout, it is laid out
+        again.
+        """
         self.step_is_over()
         fates, events = self._runs.fates, self._runs.events()
         known, is_whole = self._known, self._is_whole
         self._is_whole = False  # nothing is learned twice
         if known is None or not is_whole or self._point < len(known.plan.values) + len(known.plan.uses):
-            return  # it has not come to its end, as a forward whose loss nobody wanted
+            return  # the step has not ended, for example a forward whose loss was not used
         if events is not None:
             if known.saw(events, fates, self._pack) and fates is not None and fates.taken.blocks:
-                self._runs.laid.leave()  # what lies in places of its own there may be there to stay
+                self._runs.laid.leave()  # blocks with separate places may be there to stay
         elif fates is not None:
             known.served(fates)
 
     @property
     def arena_bytes(self) -> int:
-        """Of the arena that the step which began last is served from; 0 where it is not."""
+        """Size of the arena that serves the step that began last; 0 if none does."""
         return self._runs.laid.held_bytes if self._has_begun else 0
 
     def report(self) -> ArenaReport | None:
-        """What became of the blocks of the last step that could be served; None where there were no places for them."""
+        """A report on the blocks of the last step that could be served; None if there were no places for them."""
         known, arena = self._known, self._runs.laid.arena if self._has_begun else None
         if known is None or known.layout is None or arena is None or not self._runs.is_served:
             return ArenaReport(larger_bytes=known.larger_bytes) if known is not None and known.larger_bytes else None
@@ -193,9 +200,9 @@ class Serving:
 
 
 def serving_for(mode: ArenaMode, device: str, pack: Pack | None, plans: Sequence[Plan] = ()) -> Serving | None:
-    """What serves the steps of these plans, or of those to come; None where they are to go to the ordinary allocator.
+    """The Serving for the steps of these plans, or of plans to come; None if they use the ordinary allocator.
 
-    Raises ``UsageError`` where the mode is ``"on"`` and there can be no arena.
+    Raises ``UsageError`` if the mode is ``"on"`` and an arena is impossible.
     """
     reason = why_not_served(mode, device, plans)
     if not reason and pack is not None:
@@ -206,7 +213,7 @@ def serving_for(mode: ArenaMode, device: str, pack: Pack | None, plans: Sequence
 
 
 def why_not_served(mode: ArenaMode, device: str, plans: Sequence[Plan]) -> str:
-    """What is found in place of steps that can be served, in one line; empty where they can."""
+    """One line that says why steps cannot be served; empty if they can."""
     if mode == "off":
         return "off"
     if device != "cpu":
@@ -219,7 +226,7 @@ def why_not_served(mode: ArenaMode, device: str, plans: Sequence[Plan]) -> str:
 
 
 def why_no_arena(device: str) -> str:
-    """What is found in place of a device that takes an arena, in one line; empty where it does."""
+    """One line that says why the device takes no arena; empty if it does."""
     if device != "cpu":
         return f"a plan for {device}, whose allocator takes no arena; leave it to that"
     try:
@@ -229,7 +236,7 @@ def why_no_arena(device: str) -> str:
 
 
 def _layer(plan: Plan, point: int) -> str:
-    """The layer that saves or uses at the point which was passed last."""
+    """The layer that saves or uses a value at the last point."""
     saves = len(plan.values)
     if 0 < point <= saves:
         return plan.values[point - 1].layer

@@ -35,11 +35,11 @@ from .run_report import ArenaReport, MemoryPeaks, Report, StepReport
 from .serving import Serving
 
 Explain = Callable[[Profile, Plan | None, int | None], str]
-"""Says where a step takes most memory, and who holds it; the runtime does not know how."""
+"""Describes where a step takes most memory, and its holders; the runtime itself cannot."""
 
 
 class Certifier(AbstractContextManager["Certifier"], Protocol):
-    """Takes digests of what the steps of a block leave."""
+    """Takes digests of the results of a block's steps."""
 
     def follows(self, plan: Plan | None) -> None: ...
 
@@ -48,12 +48,12 @@ class Certifier(AbstractContextManager["Certifier"], Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """What a session does about its steps, whatever they follow; see :func:`poochplan.apply`."""
+    """What a session does about its steps, whichever plans they follow; see :func:`poochplan.apply`."""
 
     on_over_budget: OverBudget = OverBudget.WARN
     meter: When = "first-steps"
     memory: Memory = Memory.ALLOCATED
-    """What the meter counts."""
+    """Which memory the meter counts."""
     cap_bytes: int | None = None
     explain: Explain | None = None
     certifier: Callable[[torch.nn.Module], Certifier] | None = None
@@ -86,15 +86,15 @@ class Session:
         self._tally = Tally(models)
         self._memory: MemoryPeaks | None = None
         self._following: PlanInForce | None = None
-        """By the open segment."""
+        """The plan of the open segment."""
         self._followed: dict[Hashable, PlanInForce] = {}
-        """What was followed last, by kind of step."""
+        """The plan that was followed last, by kind of step."""
         self._certifier: Certifier | None = None
         self._gradients_checked = self._is_ending = False
         self._arena_too_large: Segment | None = None
         """The last step that exceeded its budget because of its arena."""
         self._looks = True
-        """Whether something is done about steps above their budgets."""
+        """Whether the session reacts to steps above their budgets."""
         self._attachment = Attachment(
             models,
             where.type,
@@ -134,7 +134,7 @@ class Session:
             if self._serving is not None:
                 stack.callback(self._serving.close)
             if self._is_metered and (self._source.is_given or self._settings.on_over_budget is not OverBudget.REPLAN):
-                gc.collect()  # what nobody holds is not to count; who plans again collects first
+                gc.collect()  # unreachable tensors must not count; planning again collects first
             self._device.start_peaks()
             self._leave = weakref.finalize(self, _close, self._engine, stack.pop_all())
             self._leave.atexit = False
@@ -164,7 +164,7 @@ class Session:
                 self._teller.warn(complaint)
 
     def _note_what_is_held(self, error: BaseException) -> None:
-        """The error says how far the planned step had come, and who holds what in it."""
+        """Adds to the error how far the planned step had come, and which objects hold memory in it."""
         plan, segment = self._following, self._engine.segment
         if plan is None:
             return
@@ -300,7 +300,7 @@ class Session:
 
     @property
     def _engine(self) -> Engine:
-        """What carries plans out; there is one from the block's begin on."""
+        """The engine that carries out plans; it exists from the begin of the block on."""
         return self._attachment.engine
 
     @property
@@ -316,9 +316,9 @@ class Session:
         return "apply(plan, model)" if self._source.is_given else "auto(model, budget=...)"
 
     def _lasts_while(self, is_wanted: Callable[[], bool]) -> None:
-        """The session ends, at the latest, where something is trained and ``is_wanted()`` says no.
+        """The session ends, at the latest, when training happens and ``is_wanted()`` returns false.
 
-        For those who are not told how a call ends: a callback of a trainer whose ``train`` may raise.
+        It is for callers that do not learn how a call ends: the callback of a trainer whose ``train`` may raise.
         """
         self._attachment.is_wanted = is_wanted
         self._attachment.abandoned = weakly(self, Session.close)
@@ -352,7 +352,7 @@ class Session:
             self._check_gradients(segment, plan.plan)
 
     def _begins(self, plan: PlanInForce) -> None:
-        """A first step follows the plan, in place of the one that its kind has followed before."""
+        """The first step under the plan begins. The plan replaces the one that its kind has followed before."""
         before = self._followed.get(plan.kind)
         self._followed[plan.kind] = plan
         if self._serving is not None:
@@ -426,13 +426,15 @@ class Session:
     # -- steps and their budgets ----------------------------------------------------------------------------------
 
     def _take_peak(self, segment: Segment) -> None:
-        """Its report has what was metered of it so far."""
+        """The report gets the metered peak of the step so far."""
         peak_bytes = self._meter.peak_bytes if self._following is not None else None
         if peak_bytes is not None:
             segment.report.peak_bytes = peak_bytes
 
     def _look(self, segment: Segment) -> None:
-        """A step that followed its plan may have taken more than its budget; of others it has been told why."""
+        """Checks whether a step that followed its plan exceeded its budget. A step that did not follow has been
+        reported already.
+        """
         plan, peak_bytes = self._following, segment.report.peak_bytes
         if not self._looks or plan is None or peak_bytes is None or segment.report.fallbacks:
             return
@@ -453,7 +455,7 @@ class Session:
         return blocks_bytes is not None and blocks_bytes <= plan.budget_bytes
 
     def _is_above(self, plan: PlanInForce, segment: Segment, peak_bytes: int) -> None:
-        """Says so, raises, or has another plan made."""
+        """Reports the excess, raises, or requests another plan."""
         held = held_beside(self._engine, segment, plan.plan)
         text = over_budget_text(peak_bytes, plan.plan, described(self._meter.moment, plan.plan), held)
         if self._settings.on_over_budget is OverBudget.ERROR:
@@ -479,7 +481,7 @@ class Session:
 
     @property
     def followed(self) -> int:
-        """Use ``report().steps_followed``. So many steps have begun under a plan."""
+        """Use ``report().steps_followed``. This is the number of steps that have begun under a plan."""
         _goes("followed", "report().steps_followed")
         return sum(one.begun for one in self._followed.values())
 
@@ -495,7 +497,7 @@ def _goes(name: str, instead: str) -> None:
 
 
 def _close(engine: Engine, stack: ExitStack) -> None:
-    """Takes everything off model and torch."""
+    """Removes everything from model and torch."""
     try:
         engine.end()
     finally:

@@ -31,7 +31,7 @@ class Reserved(NamedTuple):
     reserved_bytes: int
     """In segments."""
     allocated_bytes: int
-    """In blocks handed out, with what was too little to be split off."""
+    """Bytes in blocks that were handed out, including remainders too small to be split off."""
 
 
 @dataclass(eq=False)
@@ -116,10 +116,10 @@ class CachingAllocator:
 
 
 def peak_reserved(before: Sequence[Block], step: Sequence[Block], end: int, steps: int = 3) -> Reserved:
-    """Peaks when a step is repeated: what is there ``before`` it is allocated first, then what the ``step`` takes.
+    """Peaks when a step is repeated. Blocks from ``before`` it are allocated first, then those of the ``step``.
 
-    What was there before and does not live to ``end`` is allocated anew before each further step. What the step takes
-    and does not free is freed when it ends.
+    Blocks from before that do not live to ``end`` are allocated anew before each further step. Blocks that the step
+    takes and does not free are freed when it ends.
     """
     allocator = CachingAllocator()
     for block in before:
@@ -139,7 +139,7 @@ def peak_reserved(before: Sequence[Block], step: Sequence[Block], end: int, step
 
 
 def _events(blocks: Sequence[Block]) -> Iterator[tuple[bool, int]]:
-    """(whether it is allocated, block), in the order of time; at one time what ends goes before what starts."""
+    """(whether it is allocated, block), in the order of time; at one time, ends come before starts."""
     events = [(block.start, True, number) for number, block in enumerate(blocks)]
     events += [(block.end, False, number) for number, block in enumerate(blocks)]
     for _, is_start, number in sorted(events):

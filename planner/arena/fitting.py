@@ -1,8 +1,8 @@
-"""Fitting: plans whose arena, with what lies outside it, is within the budget, not only what is live.
+"""Fitting: plans for which the arena and the memory outside it are within the budget, and not only the live bytes.
 
-Walks know live bytes alone. What would become the best plan is packed before it is accepted, and what packing added to
-it is taken off what the next plans may have live. The arena should leave room in the budget, since the runtime lays out
-a step as it was (``ROOM``); the room is a wish, the budget a promise.
+Walks know live bytes alone. A plan that would become the best one is packed before it is accepted. The bytes that
+packing added are subtracted from the live bytes that the next plans may have. The arena should leave room in the
+budget, because the runtime lays out a real step (``ROOM``). The room is a preference; the budget is a limit.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from poochplan.planner.simulator.simulate import Candidate, swap_all_on_demand
 from .step_layout import Laid, layout_of
 
 ROOM = 0.005
-"""Of the arena: what a budget should hold beside it. A real step's blocks are laid out anew, and differ a little: in 18
-plans of six networks a search of at most 0.2 s found an arena that is no more than so much larger than planned."""
+"""Share of the arena that should remain free in the budget. A real step's blocks are laid out again, and differ a
+little. In 18 plans of six networks, a search of at most 0.2 s found an arena that exceeded the planned one by at most
+this share."""
 DEAREST = 0.02
-"""A plan with room may have a step so much longer."""
+"""A plan with room may have a step that is longer by this share."""
 CLIMB = 0.0025
-"""Of the budget: how many more live bytes the next plans may have once one fits."""
+"""Share of the budget by which the next plans may have more live bytes once one fits."""
 HOPELESS = 8
-"""After so many plans of the fewest live bytes whose arena does not fit no room is asked for; then no arena."""
+"""After this many plans with the fewest live bytes whose arena does not fit, no room is requested; after as many again,
+no arena."""
 NO_ARENA = "no plan was found whose arena fits the budget too: its steps are served by the ordinary allocator"
 NO_ROOM = "its arena fits the budget with less than 0.5% of room: a step that takes other blocks may need more"
 
@@ -36,35 +38,37 @@ class Packed:
 
     candidate: Candidate
     laid: Laid | None
-    """None where it has too many blocks to be laid out."""
+    """None if it has too many blocks to be laid out."""
     note: str = ""
 
     @property
     def step_s(self) -> float:
-        """Of the simulated step."""
+        """Seconds of the simulated step."""
         return self.candidate.simulation.step_s
 
 
 class Fitting:
-    """State: the best plans that were packed, and what the last one says of the next; any thread may ask."""
+    """State: the best packed plans, and what the last one shows about the next. Any thread may use it."""
 
     def __init__(self, profile: Profile, problem: Problem, budget_bytes: int) -> None:
         self._profile, self._problem, self._budget_bytes = profile, problem, budget_bytes
         self._least_bytes = swap_all_on_demand(problem).peak_bytes
         self.within_bytes = max(self._least_bytes, int(budget_bytes / (1 + ROOM)))
-        """Live bytes with which an arena is thought to fit."""
+        """Live bytes with which an arena is expected to fit."""
         self._lock = threading.Lock()
         self._shortest: dict[str, Packed] = {}
-        """By its note: of those whose arena has room, and of those whose has none."""
+        """By note: the shortest plan whose arena leaves room, and the shortest whose arena does not."""
         self._failed = 0
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether no arena fits, as it seems."""
+        """Whether apparently no arena fits."""
         return self._failed >= 2 * HOPELESS and not self._shortest
 
     def pack(self, candidate: Candidate) -> int:
-        """Bytes of a budget that holds the plan's arena, what lies outside it, and room; remembers a plan that fits."""
+        """Bytes of a budget that holds the plan's arena, the memory outside it, and room. Remembers a plan that
+        fits.
+        """
         laid = layout_of(self._profile, self._problem, candidate.schedule, enough_bytes=self._budget_bytes, room=ROOM)
         taken_bytes = candidate.peak_bytes if laid is None else laid.peak_bytes
         with_room_bytes = taken_bytes + (int(ROOM * laid.layout.arena_bytes) if laid is not None else 0)
@@ -78,7 +82,7 @@ class Fitting:
         return needed_bytes
 
     def _learn(self, peak_bytes: int, needed_bytes: int) -> None:
-        """From a plan of so many live bytes, what the next ones may have."""
+        """Learns from a plan with that many live bytes how many the next plans may have."""
         if needed_bytes <= self._budget_bytes:
             most_bytes = peak_bytes + int(CLIMB * self._budget_bytes)
             self.within_bytes = min(self._budget_bytes, max(self.within_bytes, most_bytes))
@@ -88,7 +92,9 @@ class Fitting:
         self.within_bytes = max(self._least_bytes, min(self.within_bytes, fewer_bytes))
 
     def chosen(self) -> Packed | None:
-        """The shortest step of those whose arena has room; of those without, where there is none, or it is dear."""
+        """The shortest step among plans whose arena leaves room. If there is none, or it is too slow, among the
+        others.
+        """
         best, tight = self._shortest.get(""), self._shortest.get(NO_ROOM)
         if best is None or tight is None:
             return best or tight
@@ -96,13 +102,13 @@ class Fitting:
 
 
 def smallest_arena(profile: Profile, problem: Problem) -> int:
-    """Bytes of a budget that is sure to have a plan whose arena fits, or that has too many blocks for one."""
+    """Bytes of a budget that certainly has a plan whose arena fits, or a plan with too many blocks for an arena."""
     smallest = swap_all_on_demand(problem)
     laid = layout_of(profile, problem, smallest.schedule)
     return max(smallest.peak_bytes, laid.peak_bytes if laid is not None else 0)
 
 
 def kept_in_arena(profile: Profile) -> Laid | None:
-    """Where the blocks lie of the step that keeps everything; None where it has too many for an arena."""
+    """The layout of the step that keeps everything; None if it has too many blocks for an arena."""
     problem = build_problem(profile)
     return layout_of(profile, problem, keep_all(problem))

@@ -53,7 +53,8 @@ TURNS = 50_000
 FEWEST_SEARCHES = 2
 """Searches that the allowance is split among at least."""
 LOWERED = (0.7, 0.85)
-"""Of what the arena is above the bound, what the next search leaves; in turn while searches fail."""
+"""Share of the arena's excess over the bound that the next search leaves; the shares are tried in turn while searches
+fail."""
 CLOSE = 0.001
 """This close to the bound, as a part of it, the bound itself is asked for."""
 DEAREST = 1_000_000
@@ -63,7 +64,7 @@ WAITS = -1
 
 @dataclass(frozen=True)
 class Manner:
-    """How one search goes about it."""
+    """The manner of one search."""
 
     cost: float
     """The cost of a block is its area (bytes times lifetime) to this power."""
@@ -163,7 +164,7 @@ QUICK_PER_BLOCK = 10_000
 THOROUGH = 1_200_000_000
 """Looks that take a few seconds."""
 LOOKS_PER_BLOCK = 100_000
-"""What packing along with a plan may take: a second or two for some thousands of blocks."""
+"""Looks that packing along with a plan may take: a second or two for some thousands of blocks."""
 MOST_LOOKS = 400_000_000
 """Looks that a second search for places may take while a training waits: a second or two, three times at most. In six
 plans of three networks they were enough for the arena that was planned, and a quarter of them for 0.5% more."""

@@ -1,8 +1,8 @@
-"""The layout of a planned step: the blocks of device memory that it takes, and which lies where in one arena.
+"""The layout of a planned step: the blocks of device memory that it takes, and their places in one arena.
 
-Times are finer than ticks: an op's tick has a time for each block that it takes, and a use point at which replays run
-has those of the ops they run, and one more. Where nothing is known of an op's blocks, the most bytes that are live at
-the times of its tick are the simulator's bytes at that tick; where they are known they are no more, inside replays too.
+Times are finer than ticks. An op's tick has a time for each block that it takes. A use point with replays has the times
+of the ops that they run, and one more. If an op's blocks are unknown, the most bytes live at the times of its tick
+equal the simulator's bytes at that tick. If they are known, they are at most that, inside replays too.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from poochplan.planner.simulator.simulate import ReplayRun, Walk, lives
 
 @dataclass(frozen=True)
 class StepBlocks:
-    """All device blocks of one planned step, by who takes them; sizes are those asked for, not rounded."""
+    """All device blocks of one planned step, by their origin; sizes are as requested, not rounded."""
 
     before: tuple[Block, ...]
-    """What is there before the step: parameters, optimizer state, inputs."""
+    """Memory from before the step: parameters, optimizer state, inputs."""
     by_ops: tuple[Block, ...]
-    """Results of ops, what they take and give back inside, and temporaries of replays."""
+    """Results of ops, memory that ops take and give back inside, and temporaries of replays."""
     gradients: tuple[Block, ...]
     """Results of ops that are gradients of parameters."""
     fetched: tuple[Block, ...]
@@ -44,12 +44,12 @@ class StepBlocks:
 
     @cached_property
     def of_step(self) -> tuple[Block, ...]:
-        """All that the step takes itself, in the order in which it does."""
+        """All blocks that the step itself takes, in the order of being taken."""
         every = self.fetched + self.by_ops + self.gradients + self.replayed
         return tuple(sorted(every, key=lambda block: block.start))
 
     def points_before(self, block: Block) -> int:
-        """How many points have been passed when the block is taken."""
+        """Number of points that have been passed when the block is taken."""
         return bisect_right(self.point_times, block.start)
 
 
@@ -99,7 +99,7 @@ def blocks_of(profile: Profile, problem: Problem, schedule: Schedule) -> StepBlo
 
 
 def taken_by(profile: Profile, op: Op) -> tuple[OpBlock, ...]:
-    """What an op takes of the allocator. Where that is not known: its workspace, and meanwhile its outputs."""
+    """The blocks that an op takes. If they are unknown: its workspace, and its outputs at the same time."""
     if op.blocks:
         return op.blocks
     outputs = tuple(OpBlock(profile.values[value].size_bytes, at, -1) for at, value in enumerate(op.outputs))
@@ -111,8 +111,8 @@ def taken_by(profile: Profile, op: Op) -> tuple[OpBlock, ...]:
 def _at(
     own: Sequence[OpBlock], outputs: Sequence[int], start: int, ends: Mapping[int, int], last: int
 ) -> Iterator[tuple[int, Block]]:
-    """The blocks of an op that begins at ``start``, with the value in each, or -1. ``ends`` are by value; what an op
-    leaves behind and is none of its outputs lives to ``last``.
+    """The blocks of an op that begins at ``start``, with the value in each, or -1. ``ends`` are by value. A block that
+    the op leaves and that is no output lives until ``last``.
     """
     for at, block in enumerate(own):
         value = outputs[block.output] if block.output >= 0 else -1
@@ -121,7 +121,7 @@ def _at(
 
 
 def _taken(blocks: list[Block]) -> tuple[Block, ...]:
-    """In the order in which they are taken."""
+    """Blocks in the order of being taken."""
     return tuple(sorted((block for block in blocks if block.size_bytes), key=lambda block: block.start))
 
 
@@ -136,7 +136,7 @@ def _clock(profile: Profile, problem: Problem, walk: Walk, taken: Sequence[Seque
 
 
 class _ReplayBlocks:
-    """What a replay takes. ``targets`` are values of the profile; ``width`` is how many times it has."""
+    """The blocks of a replay. ``targets`` are values of the profile; ``width`` is the number of its times."""
 
     def __init__(self, profile: Profile, problem: Problem, run: ReplayRun, taken: Sequence[Sequence[OpBlock]]) -> None:
         self._profile, self._graph, self._taken = profile, problem.replay, taken
@@ -146,7 +146,9 @@ class _ReplayBlocks:
         self.width = self._starts[-1]
 
     def blocks(self, start: int, again: Mapping[int, int]) -> Iterator[tuple[int, Block]]:
-        """Of a replay that begins at ``start``, with the value in each, or -1; ``again`` are the targets' ends."""
+        """Blocks of a replay that begins at ``start``, with the value in each, or -1; ``again`` are the targets'
+        ends.
+        """
         lives = self._graph.lives(self._ops, self.targets)
         ends = {value: start + self._starts[last + 1] for value, _, last in lives}
         ends |= {target: again[target] for target in self.targets}
@@ -158,31 +160,34 @@ class _ReplayBlocks:
 
 
 MOST_BLOCKS = 20_000
-"""With more than these an arena is not worked out along with a plan: that would take longer than a few seconds."""
+"""With more blocks, no arena is computed along with a plan: that would take longer than a few seconds."""
 GENERATOR_STATE_BYTES = 5120
-"""Recording a random op reads the generator's state, and so does its replay: it lies beside the arena for a moment."""
+"""Recording a random op reads the generator's state, and so does its replay. The state lies outside the arena for a
+moment."""
 
 
 @dataclass(frozen=True)
 class Laid:
-    """A layout, and the bytes that are taken with it."""
+    """A layout, and the bytes that it takes."""
 
     layout: Layout
     live_bytes: int
     """Most bytes of the arena's blocks that are live at any moment: no arena is smaller."""
     peak_bytes: int
-    """The arena, and the most that lies outside at any moment, what was there before the step included."""
+    """The arena, and the most bytes that lie outside it at any moment, including memory from before the step."""
 
 
 def layout_of(
     profile: Profile, problem: Problem, schedule: Schedule, *, enough_bytes: int = 0, room: float = 0.0
 ) -> Laid | None:
-    """Where the blocks of a step under ``schedule`` lie; None when there are more than ``MOST_BLOCKS``.
+    """The layout of the blocks of a step under ``schedule``; None if there are more than ``MOST_BLOCKS``.
 
-    Packing ends early where the arena, with ``room`` as a share of it and what lies outside, is ``enough_bytes``.
+    Packing ends early once the arena, with ``room`` as a share of it and the memory outside it, is at most
+    ``enough_bytes``.
 
-    Outside lie those of less than ``LEAST_PLACED_BYTES``, those from before the first point of the clock, where a step
-    is not yet told from another, and those that outlive the step. Gradients that are gone by the next forward do not.
+    Outside lie blocks of less than ``LEAST_PLACED_BYTES``, blocks from before the first point of the clock, where a
+    step cannot be recognised yet, and blocks that outlive the step. Gradients that are gone by the next forward lie
+    inside.
     """
     blocks = blocks_of(profile, problem, schedule)
     if len(blocks.of_step) > MOST_BLOCKS:

@@ -1,4 +1,4 @@
-"""What every policy is given and gives back, and the registry of all of them."""
+"""The input and the result of every policy, and the registry of all of them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from poochplan.planner.simulator.simulate import Candidate, movable, try_decisio
 
 @dataclass(frozen=True, eq=False)
 class PolicyInput:
-    """One step and a budget, and what several policies want to know of the step."""
+    """One step and a budget, and facts about the step that several policies need."""
 
     profile: Profile
     problem: Problem
     budget_bytes: int
     allowance: Allowance | None = None
-    """What a policy that simulates may spend; without one it ends by its own counts."""
+    """The allowance of a policy that simulates; without one it ends by its own counts."""
 
     @classmethod
     def of(cls, profile: Profile, budget_bytes: int) -> PolicyInput:
@@ -215,7 +215,7 @@ def run_policy(name: str, given: PolicyInput) -> Candidate:
 
 
 def unknown_policy(name: str) -> UsageError:
-    """What to raise for a name that is not a policy's."""
+    """The error for a name that is no policy's."""
     return UsageError(f"policy {name!r} is unknown: expected ilp or one of {', '.join(policy_names())}")
 
 

@@ -1,7 +1,7 @@
-"""What a search may spend, when it stops, and what it says of itself while it runs.
+"""What a search may spend, when it stops, and the progress that it reports.
 
-Every stage of planning asks an :class:`Allowance` how far it may go; nothing else in the planner decides by the time.
-Several threads may ask the same one.
+Every stage of planning asks an :class:`Allowance` how far it may go; nothing else in the planner depends on time.
+Several threads may use the same one.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from poochplan.formats.plan import SolveStatus
 from poochplan.planner.search.solvers import SolverLimits
 
 EVALUATIONS_AT_ONCE = 64
-"""How many simulations a walk takes before it asks whether to go on."""
+"""Number of simulations that a walk takes before it checks its allowance."""
 EVALUATIONS_PER_CHECK = 20
-"""Where simulations are counted, the solver may ask once whether to go on for so many of them."""
+"""If simulations are counted, the solver may check its allowance once for this many of them."""
 EVALUATIONS_PER_SOLVE = 20
-"""Where simulations are counted, so many are taken for each linear program that is solved again."""
+"""If simulations are counted, each further linear program that is solved counts as this many."""
 MODEL_COLUMNS = 10_000
-"""Where simulations are counted, a larger model is not solved with integrality: its root alone takes minutes."""
+"""If simulations are counted, a model with more columns is not solved with integrality: its root alone takes
+minutes.
+"""
 
 
 class Allowance:
-    """State: how much a search, or a stage of it, may still spend: so many seconds from now on, or so many simulations
-    however long they take (then they are counted). A stage in seconds may be limited in simulations too.
+    """State: the rest that a search, or a stage of it, may spend: seconds from now on, or simulations however long they
+    take (these are counted). A stage in seconds may be limited in simulations too.
     """
 
     def __init__(self, limit_s: float = inf, evaluations: float = inf, whole: Allowance | None = None) -> None:
@@ -40,7 +42,7 @@ class Allowance:
 
     @property
     def left(self) -> float:
-        """Seconds, or simulations; 0 where it was stopped, or what it is a part of."""
+        """Seconds or simulations left; 0 if it was stopped, or its parent was."""
         if self._is_ended:
             return 0.0
         return self._evaluations_left if self.is_counted else self._limit_s - (time.perf_counter() - self._began_s)
@@ -51,13 +53,13 @@ class Allowance:
 
     @property
     def is_spent(self) -> bool:
-        """Whether nothing is left, or nothing of what it is a part of."""
+        """Whether nothing is left of it, or of its parent."""
         is_over = self.left <= 0 or self._evaluations_left <= 0
         return is_over or (self._whole is not None and self._whole.is_spent)
 
     @property
     def progress(self) -> float:
-        """The share that is spent, from 0 to 1."""
+        """The spent share, from 0 to 1."""
         if self.is_spent:
             return 1.0
         counted = 0.0 if self._evaluations == inf else 1.0 - self._evaluations_left / self._evaluations
@@ -65,7 +67,7 @@ class Allowance:
 
     @property
     def status(self) -> SolveStatus:
-        """What to say of a search that ends now and is not near its bound."""
+        """Status of a search that ends now and is not near its bound."""
         if self._is_stopped:
             return SolveStatus.INTERRUPTED
         if not self.is_spent:
@@ -73,24 +75,24 @@ class Allowance:
         return SolveStatus.EVALUATION_LIMIT if self.is_counted else SolveStatus.TIME_LIMIT
 
     def spend(self, evaluations: int = 1) -> bool:
-        """Takes so many simulations, of what it is a part of too; whether they were there."""
+        """Takes that many simulations from it and its parents. Returns whether they were available."""
         self._evaluations_left -= evaluations
         from_whole = self._whole is None or self._whole.spend(evaluations)
         return self._evaluations_left >= 0 and self.left >= 0 and from_whole and not self._is_stopped
 
     def at_once(self) -> int:
-        """How many simulations to take before asking again."""
+        """Number of simulations to take before the next check."""
         return int(max(1, min(EVALUATIONS_AT_ONCE, self.left))) if self.is_counted else EVALUATIONS_AT_ONCE
 
     def part(self, share: float, evaluations: float = inf) -> Allowance:
-        """A stage: so much of what is left, and at most so many simulations."""
+        """A stage with that share of the rest, and at most that many simulations."""
         left = max(0.0, self.left * share)
         if self.is_counted:
             return Allowance(evaluations=ceil(min(left, evaluations)), whole=self)
         return Allowance(left, evaluations, self)
 
     def limits(self, share: float = 1.0, *, gap: float = 0.005, absolute_gap: float = 0.0) -> SolverLimits:
-        """What one run of a solver may take of what is left."""
+        """What one solver run may take of the rest."""
         if not self.is_counted:
             return SolverLimits(max(0.1, self.left * share), gap, absolute_gap)
         checks = ceil(max(0.0, self.left) * share / EVALUATIONS_PER_CHECK)
@@ -106,20 +108,20 @@ class Progress:
     """How far a search has come."""
 
     step_s: float
-    """Of the best plan within the budget so far; infinite before there is one."""
+    """Seconds of the best plan within the budget so far; infinite before there is one."""
     bound_s: float
     """No plan within the budget has a shorter step."""
     overhead: float
-    """Of the best plan, as a share of the in-core step."""
+    """Overhead of the best plan, as a share of the in-core step."""
     gap: float
-    """Of the best plan to the bound, as a share of it."""
+    """Distance of the best plan to the bound, as a share of the bound."""
     left: float
-    """Seconds, or where simulations are counted so many of them, until the search ends at the latest."""
+    """Seconds, or simulations if these are counted, until the search ends at the latest."""
     is_counted: bool
 
 
 Watch: TypeAlias = Callable[[Progress], None]
-"""Is told now and then, in the thread that asked for the plan."""
+"""Called from time to time, in the thread that asked for the plan."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +135,11 @@ class SearchLimits:
     threads: int = 2
     host_bytes: int | None = None
     evaluations: int | None = None
-    """Simulations that walks, descents and polishing may take, in place of the time limit: the plan is then a pure
-    function of profile, budget and effort, however long it takes. Where walks begin, and what other policies
-    simulate, comes on top."""
+    """Number of simulations that walks, descents and polishing may take, in place of the time limit. The plan is then a
+    pure function of profile, budget and effort, however long it takes. Starting points of walks and simulations of
+    other policies are additional."""
     seed: int = 0
-    """Of the random walks."""
+    """Seed of the random walks."""
     keeps_interrupted: bool = False
     """Whether an interrupt (Ctrl-C) ends the search with the best plan so far; else it is raised."""
 
@@ -155,7 +157,7 @@ class SearchLimits:
             )
 
     def allowance(self, spent_s: float = 0.0) -> Allowance:
-        """What the search may spend, from now on; ``spent_s`` seconds of the time limit are gone."""
+        """What the search may spend, from now on; ``spent_s`` seconds of the time limit are already used."""
         if self.evaluations is not None:
             return Allowance(evaluations=self.evaluations)
         return Allowance(max(0.0, self.time_limit_s - spent_s))

@@ -24,47 +24,50 @@ from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import STYLES
 
 OVER_BUDGET = 0.02
-"""Share of the step that being over budget costs a walk, plus ``OVER_BUDGET_SLOPE`` times the share over."""
+"""Cost, as a share of the step, of being over budget in a walk; ``OVER_BUDGET_SLOPE`` times the excess share is
+added.
+"""
 OVER_BUDGET_SLOPE = 5.0
 DRAWS = 48
-"""More random numbers than one step takes."""
+"""More random numbers than one step uses."""
 LONGEST_RUN = 24
-"""Values of one role that are changed together, at most, or a stretch of them."""
+"""Most values of one role, or of a stretch of them, that are changed together."""
 LONGEST_STRETCH = 0.25
-"""Share of a role that is changed together, and of all values that are taken over from another plan, at most."""
+"""Largest share of a role that is changed together, and largest share of all values that is taken over from another
+plan."""
 LONGEST_WINDOW = 6
-"""Values saved one after another that are changed together, at most."""
+"""Most values saved one after another that are changed together."""
 
 
 class Limits(NamedTuple):
-    """What a plan must stay within."""
+    """Limits that a plan must respect."""
 
     budget_bytes: int
     host_bytes: int
-    """Most bytes swapped out; -1 where there is no limit."""
+    """Most bytes swapped out; -1 if there is no limit."""
 
 
 class SearchSpace(NamedTuple):
-    """Where a walk may go: the values it may change, and which of them belong together."""
+    """The space of a walk: the values that it may change, and which of them belong together."""
 
     values: Sequence[int]
-    """Ascending."""
+    """In ascending order."""
     weights: Sequence[float]
     """Per one of ``values``: the sum of weights up to it; large values are drawn more often."""
     by_size: Sequence[int]
     """The same values, the smallest first."""
     place: Mapping[int, int]
-    """Where each value stands in ``by_size``."""
+    """Position of each value in ``by_size``."""
     replayable: Sequence[bool]
     """Per saved value."""
     roles: Sequence[Sequence[int]]
     """The values that have the same role in repeated layers."""
     role: Mapping[int, Sequence[int]]
-    """Of each value, those of its role."""
+    """For each value, the values of its role."""
 
 
 class Scored(NamedTuple):
-    """Decisions in one style, and what a walk makes of them."""
+    """Decisions in one style, and their cost in a walk."""
 
     score: float
     style: int
@@ -72,7 +75,9 @@ class Scored(NamedTuple):
 
 
 def scored(evaluator: Evaluator, limits: Limits, style: int, codes: bytes) -> Scored:
-    """The step as a share of the one that keeps all; more where the peak, or the host, is over its budget."""
+    """The step as a share of the one that keeps all; the cost is higher if the peak, or the host, exceeds its
+    budget.
+    """
     problem, budget_bytes = evaluator.problem, limits.budget_bytes
     found = evaluator.evaluate_codes(codes, budget_bytes, style)
     share = found.step_s / problem.step_s if problem.step_s > 0.0 else 1.0
@@ -94,8 +99,8 @@ def step(
     temperature: float,
     draws: Sequence[float],
 ) -> Scored:
-    """Where a walk is after one step. ``mate``: another good plan, to take decisions from; ``draws``: :data:`DRAWS`
-    random numbers.
+    """The position of a walk after one step. ``mate``: another good plan, to take decisions from; ``draws``:
+    :data:`DRAWS` random numbers.
     """
     trial = bytearray(here.codes)
     style = _change(space, trial, mate, here.style, draws)
@@ -107,7 +112,7 @@ def step(
 
 
 def _change(space: SearchSpace, trial: bytearray, mate: bytes, style: int, draws: Sequence[float]) -> int:
-    """Changes ``trial`` in one of the ways there are; returns the style to try it in."""
+    """Changes ``trial`` in one of the possible ways; returns the style in which to try it."""
     kind = draws[0]
     if kind < 0.25:
         _exchange(space, trial, draws)
@@ -127,7 +132,7 @@ def _change(space: SearchSpace, trial: bytearray, mate: bytes, style: int, draws
 
 
 def _exchange(space: SearchSpace, trial: bytearray, draws: Sequence[float]) -> None:
-    """Two values of like size trade their decisions, where both may."""
+    """Two values of similar size trade their decisions, if both may have them."""
     one = _drawn(space, draws[1])
     away = 1 + int(draws[2] * 3)
     if draws[3] < 0.5:
@@ -157,7 +162,9 @@ def _change_role(space: SearchSpace, trial: bytearray, draws: Sequence[float]) -
 
 
 def _copy_layer(space: SearchSpace, trial: bytearray, draws: Sequence[float]) -> None:
-    """One layer, seldom several in a row, decide as another one does: all values of roles that each has as many of."""
+    """One layer, rarely several in a row, gets the decisions of another one, for all roles of which both have the same
+    number of values.
+    """
     layers = len(space.role[_drawn(space, draws[1])])
     if layers < 2:
         return
@@ -181,7 +188,7 @@ def _copy_layer(space: SearchSpace, trial: bytearray, draws: Sequence[float]) ->
 
 
 def _change_window(space: SearchSpace, trial: bytearray, draws: Sequence[float]) -> None:
-    """Some of a few values that are saved one after another."""
+    """Changes some of a few values that are saved one after another."""
     begin, length = int(draws[1] * len(space.values)), 2 + int(draws[2] * (LONGEST_WINDOW - 1))
     for at, value in enumerate(space.values[begin : begin + length]):
         if draws[3 + 2 * at] < 0.6:
@@ -189,7 +196,7 @@ def _change_window(space: SearchSpace, trial: bytearray, draws: Sequence[float])
 
 
 def _take_over(space: SearchSpace, trial: bytearray, mate: bytes, draws: Sequence[float]) -> None:
-    """A stretch of values, saved one after another, as another good plan has them."""
+    """Takes over the decisions of another good plan for a stretch of values, saved one after another."""
     count = len(space.values)
     begin, length = int(draws[1] * count), 1 + int(draws[2] * LONGEST_STRETCH * count)
     for value in space.values[begin : begin + length]:
@@ -203,7 +210,7 @@ def _drawn(space: SearchSpace, draw: float) -> int:
 
 
 def _decision(space: SearchSpace, value: int, draw: float) -> int:
-    """Any decision that is possible for the value."""
+    """A random decision that is possible for the value."""
     if space.replayable[value]:
         return int(draw * 3)
     return KEEP if draw < 0.5 else SWAP
@@ -212,15 +219,15 @@ def _decision(space: SearchSpace, value: int, draw: float) -> int:
 MIN_GAIN = 1e-6
 """Smallest gain that counts, as a share of the step."""
 FAR_OFF = 0.01
-"""A change whose step is this share longer than the best one is not tried in another style."""
+"""A change whose step is longer than the best one by this share is not tried in another style."""
 SEARCH_STYLES = 2
 
 
 def sweep(
     evaluator: Evaluator, replayable: Sequence[bool], limits: Limits, here: Scored, values: Iterable[int]
 ) -> tuple[Scored, int]:
-    """Tries each of ``values`` with each other decision, and takes what gains at once; and how many evaluations that
-    took.
+    """Tries each of ``values`` with each other decision, and takes at once what gains. Returns the result and the
+    number of evaluations.
     """
     spent = 0
     for value in values:
@@ -242,11 +249,13 @@ def sweep(
 COLDEST = 1e-5
 """Last temperature, as a share of the step."""
 SWEPT_AT_ONCE = 8
-"""Values that a descent tries before it asks whether to go on."""
+"""Number of values that a descent tries before it checks its allowance."""
 
 
 class Walker:
-    """State: what one thread needs to evaluate decisions; offers what it finds to the incumbents."""
+    """State: everything that one thread needs to evaluate decisions. It offers the plans that it finds to the
+    incumbents.
+    """
 
     def __init__(
         self,
@@ -256,7 +265,7 @@ class Walker:
         incumbents: Incumbents,
         is_enough: Callable[[float], bool] = lambda step_s: False,
     ) -> None:
-        """``is_enough`` says whether a step of so many seconds ends the search."""
+        """``is_enough`` says whether a step of that many seconds ends the search."""
         self.problem, self.values, self.incumbents, self._is_enough = problem, tuple(values), incumbents, is_enough
         self._evaluator = Evaluator(problem, flat)
         self._replayable = [replay is not None for replay in problem.replay.replays]
@@ -270,7 +279,7 @@ class Walker:
         return self._is_enough(self.incumbents.step_s)
 
     def try_styles(self, wish: Bytes, origin: str, styles: Sequence[int] = range(len(STYLES))) -> EvaluatedPlan:
-        """Decisions in each of the styles; the best one."""
+        """Tries decisions in each of the styles; returns the best one."""
         tried = [self.incumbents.offer(self._evaluated(wish, style, origin)) for style in styles]
         return min(tried, key=self.incumbents.rank)
 
@@ -326,7 +335,7 @@ class Walker:
         return self._offer(here, start.origin)
 
     def _offer(self, best: Scored, origin: str, *, is_end: bool = True) -> EvaluatedPlan:
-        """On the way only what takes no packing, or ends the search."""
+        """During the walk, offers only plans that need no packing, or that end the search."""
         found = self._evaluated(np.frombuffer(best.codes, dtype=np.int8), best.style, origin)
         if is_end or self.incumbents.fitting is None or self._is_enough(found.step_s):
             return self.incumbents.offer(found)
@@ -347,7 +356,7 @@ class Walker:
 
 
 def search_space_of(problem: Problem, values: Sequence[int]) -> SearchSpace:
-    """Where a walk over ``values`` may go."""
+    """The space of a walk over ``values``."""
     size_bytes = problem.rounded_bytes.tolist()
     by_size = sorted(values, key=lambda v: (size_bytes[v], v))
     roles = _roles(problem, values)
@@ -363,7 +372,9 @@ def search_space_of(problem: Problem, values: Sequence[int]) -> SearchSpace:
 
 
 def _roles(problem: Problem, values: Sequence[int]) -> list[list[int]]:
-    """Values of one size, one name but for its numbers, and replays of one length: the same role in repeated layers."""
+    """Values of the same size, the same name except for its numbers, and replays of the same length have the same role
+    in repeated layers.
+    """
     groups: dict[tuple[int, str, int], list[int]] = {}
     for value in values:
         replay = problem.replay.replays[value]

@@ -1,7 +1,7 @@
 """The proven lower bound on the step time of every plan: the relaxation BOUND, first as LP, then as MIP.
 
-Proven for every plan that follows ``docs/semantics.md`` and releases a value, if at all, before its first use; the
-argument, row by row, is in ``docs/planner.md``.
+It is proven for every plan that follows ``docs/semantics.md`` and releases a value, if at all, before its first use.
+The argument, row by row, is in ``docs/planner.md``.
 """
 
 from __future__ import annotations
@@ -28,34 +28,39 @@ from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import movable
 
 PROOF = 1e-7
-"""A ray shows that no plan is left where what it proves of nothing is above this share of its own size."""
+"""A ray proves that no plan is left only if the infeasibility that it shows exceeds this share of the ray's own
+size.
+"""
 FEW = 300
-"""With more values BOUND has fewer columns for each: it says a little less, and is solved in a fraction of the time."""
+"""With more values, BOUND has fewer columns for each: it proves a little less, and is solved in a fraction of the
+time.
+"""
 SHORT_WINDOW = 4
-"""Then a value has so many returns before its own use that have a column."""
+"""With more values, this many returns of a value before its own use have a column."""
 FREE_SHARE = 0.002
-"""Then the smallest values, together this share of the saved bytes, come and go for nothing."""
+"""With more values, the smallest ones, together this share of the saved bytes, leave and return at no cost."""
 
 MOST_COLUMNS = 10_000
-"""With more columns no basis is looked for: that takes several times as long as the interior points."""
+"""With more columns no basis is computed: that takes several times as long as the interior-point solution."""
 
 
 @dataclass(frozen=True, eq=False)
 class Relaxed:
-    """What the relaxation says where some decisions are fixed."""
+    """The result of the relaxation with some decisions fixed."""
 
     bound_s: float
-    """No plan with these decisions within the budget has a shorter step; infinite where there is none that takes less
-    than all copies and all replays one after another."""
+    """No plan with these decisions within the budget has a shorter step. Infinite if there is none that takes less than
+    all copies and all replays one after another."""
     status: SolverStatus
     shares: Floats | None
-    """(3, values): the shares kept, swapped and recomputed; None when no solution was found."""
+    """(3, values): the shares kept, swapped and recomputed; None if no solution was found."""
 
 
 class Relaxation:
     """State: the linear program in the solver, with the decisions that the last solve fixed.
 
-    Two of them may be solved in two threads at once: HiGHS lets go of the interpreter. One may not.
+    Two threads may solve two of them at once, because HiGHS releases the interpreter's lock. Two threads may not solve
+    the same one.
     """
 
     def __init__(
@@ -71,12 +76,12 @@ class Relaxation:
         self._warm = Warm(self._arrays, cancel, is_solved_again=is_solved_again)
         self._fixed: dict[int, Decision] = {}
         self.is_solved_again = is_solved_again
-        """Whether there is a basis to go on from."""
+        """Whether there is a basis from which to continue."""
 
     def solve(self, fixed: Mapping[int, Decision], limits: SolverLimits) -> Relaxed:
         """Solves with the values of ``fixed`` decided and all others free; values that cannot move are ignored.
 
-        ``limits`` counts from now. What a run that it ends has proven by then is the bound.
+        ``limits`` counts from now. If it ends the run, the bound is what was proven by then.
         """
         self._fix(fixed)
         status, values, duals = self._warm.solve(limits)
@@ -148,25 +153,25 @@ def _smallest(problem: Problem, candidates: list[int], share: float) -> set[int]
 
 
 def bound_seconds(model: FluidModel, bound: float | None) -> float:
-    """Seconds that no plan's step is shorter than, where nothing of the model is below ``bound``."""
+    """No plan's step is shorter than this, if no objective of the model is below ``bound``."""
     # Above ``longest`` the columns' upper bounds could cut off a plan.
     added = 0.0 if bound is None else min(max(0.0, bound), model.longest)
     return max(model.problem.keep_all_s, model.problem.step_s + added * model.time_unit_s)
 
 
 DECIDED = 0.98
-"""A value of which the relaxation decides this share one way needs no branching."""
+"""A value whose relaxation decides this share one way needs no branching."""
 MOST_BRANCHED = 8
-"""At most so many values are branched on, the largest first."""
+"""At most this many values, the largest, are branched on."""
 PINNED = 2
-"""The largest of them, by which basins are told apart."""
+"""The number of the largest of them that distinguish basins."""
 LARGE_SHARE = 0.02
-"""Only values of at least this share of the saved bytes are."""
+"""Only values of at least this share of the saved bytes are branched on."""
 
 
 @dataclass(frozen=True, eq=False)
 class BranchNode:
-    """Some values decided, and what the relaxation makes of the others."""
+    """A node with some values decided, and the result of the relaxation for the others."""
 
     bound_s: float
     fixed: Mapping[int, Decision]
@@ -174,7 +179,7 @@ class BranchNode:
     """(3, values): the shares kept, swapped and recomputed."""
 
     def code_of(self, value: int) -> int:
-        """The value as it is decided, else as its largest share has it."""
+        """The decision of the value, or that of its largest share if it is undecided."""
         if value in self.fixed:  # the shares are the parent's where the solver ran out of time
             return DECISIONS.index(self.fixed[value])
         return int(np.argmax(self.shares[:, value]))
@@ -203,7 +208,7 @@ class Branching:
             heapq.heappush(self._open, (root.bound_s, self.solved, root))
 
     def step(self, allowance: Allowance, enough_s: float) -> bool:
-        """Branches once; nodes that are not below ``enough_s`` are not looked into. Whether there is more to do."""
+        """Branches once; nodes that are not below ``enough_s`` are not examined. Returns whether nodes are left."""
         if not self._open or self._open[0][0] >= enough_s:
             return False
         _, _, node = heapq.heappop(self._open)
@@ -216,13 +221,15 @@ class Branching:
         return bool(self._open)
 
     def basins(self) -> list[dict[int, int]]:
-        """Where to look for plans, the least bound first: the codes of the largest values, each time other ones."""
+        """Starting points for plans, the least bound first: the codes of the largest values, each time different
+        ones.
+        """
         nodes = sorted([*self._leaves, *(node for _, _, node in self._open)], key=lambda node: node.bound_s)
         ways = dict.fromkeys(tuple((value, node.code_of(value)) for value in self.large[:PINNED]) for node in nodes)
         return [dict(way) for way in ways]
 
     def _next_value(self, node: BranchNode) -> int | None:
-        """The largest that is not decided."""
+        """The largest value that is not decided."""
         free = (v for v in self.large if v not in node.fixed and node.shares[:, v].max() < DECIDED)
         return next(free, None)
 
@@ -239,7 +246,9 @@ class Branching:
             heapq.heappush(self._open, (child.bound_s, self.solved, child))
 
     def _tell(self) -> None:
-        """The bound of all that is left: open nodes, and leaves, whose plans may be as short as their bounds."""
+        """Reports the bound of everything that is left: open nodes, and leaves, whose plans may be as short as their
+        bounds.
+        """
         least = min([self._open[0][0]] if self._open else [inf])
         least = min([least, *(leaf.bound_s for leaf in self._leaves)])
         if least < inf:
@@ -259,19 +268,20 @@ def _node(found: Relaxed, fixed: Mapping[int, Decision], least_s: float) -> Bran
 
 
 INTEGRAL_SHARE = 0.0005
-"""Values that are less than this share of the saved bytes stay fractional in the MIP: it only relaxes."""
+"""Values below this share of the saved bytes stay fractional in the MIP: that only relaxes it."""
 INTEGRAL_GAP = 2e-4
-"""The MIP stops when it is solved to this share of the step."""
+"""The MIP stops once it is solved to this share of the step."""
 WHOLE_SHARE = 0.02
 """Values of more than this share of the saved bytes move in one piece in the MIP."""
 GRID = 60
-"""Slots at which the MIP counts these."""
+"""Number of slots for which the MIP has columns of these."""
 SAFETY = 1e-6
-"""Share of the step that is taken off the MIP's dual bound for the solver's tolerances; the LP's needs none."""
+"""Share of the step that is subtracted from the MIP's dual bound for the solver's tolerances; the LP's bound needs
+none."""
 
 
 def lower_bound(problem: Problem, budget_bytes: int, solver: str, limits: SolverLimits) -> float:
-    """Seconds: the bound of the LP for ``budget_bytes``; the step that keeps all where nothing is proven in time.
+    """Seconds: the bound of the LP for ``budget_bytes``; the step that keeps all if nothing is proven in time.
 
     The duals are checked, not trusted: see :func:`~.solvers.proven_bound`.
     """
@@ -309,7 +319,7 @@ def integral_bound(
 
 
 class Proof:
-    """State: the best bound proven so far. Any thread may prove, ask and end it."""
+    """State: the best bound proven so far. Any thread may prove, query and end it."""
 
     def __init__(self, problem: Problem, budget_bytes: int, solver: str) -> None:
         self._problem, self._budget_bytes, self._solver = problem, budget_bytes, solver
@@ -325,11 +335,11 @@ class Proof:
 
     @property
     def is_late(self) -> bool:
-        """Whether the MIP runs on although its time is over: HiGHS does not always look at the clock."""
+        """Whether the MIP still runs although its time is over: HiGHS does not always check the clock."""
         return self._until is not None and self._until.is_spent
 
     def begin(self, allowance: Allowance) -> None:
-        """The bound of the LP."""
+        """Proves the bound of the LP."""
         if self._solver != "highs":  # it is given the LP, and not kept for another
             self._raise_to(lower_bound(self._problem, self._budget_bytes, self._solver, allowance.limits()))
             return
@@ -340,8 +350,9 @@ class Proof:
         self._raise_to(self._branching.bound_s)
 
     def branch(self, allowance: Allowance, solves: int, enough_s: float) -> list[dict[int, int]]:
-        """Decides the largest values each way there is, in about so many LPs, none of them for more than ``enough_s``;
-        where to look for plans then."""
+        """Decides the largest values in each possible way, in about that many LPs, each for at most ``enough_s``.
+        Returns starting points for plans.
+        """
         branching = self._branching
         if branching is None or not branching.large:
             return []
@@ -353,7 +364,7 @@ class Proof:
         return branching.basins()
 
     def integral(self, allowance: Allowance, *, is_whole: bool) -> None:
-        """The bound of one of the MIPs; only HiGHS tells one before it is done."""
+        """Proves the bound of one of the MIPs; only HiGHS reports one before it is done."""
         if self._solver == "highs" and not self._cancel.is_set:
             self._until = allowance
             self._raise_to(
@@ -363,7 +374,7 @@ class Proof:
             )
 
     def end(self) -> None:
-        """Ends what is running, and whatever is still to come."""
+        """Ends the running proof, and all later ones."""
         self._cancel.set()
 
     def _raise_to(self, bound_s: float) -> None:

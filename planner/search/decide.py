@@ -1,4 +1,4 @@
-"""What the fluid model PLAN decides: by its relaxation rounded, or by branch and bound."""
+"""Decisions of the fluid model PLAN: from its rounded relaxation, or by branch and bound."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def build_fluid_model(problem: Problem, request: Request) -> FluidModel:
 
 @dataclass(frozen=True)
 class Solution:
-    """What the solver says about PLAN."""
+    """The solver's result for PLAN."""
 
     decisions: tuple[Decision, ...] | None
-    """None when it found none."""
+    """None if it found none."""
     objective_s: float | None
     """Overhead in seconds by the fluid model."""
     status: SolverStatus
@@ -44,7 +44,7 @@ class Solution:
 def solve_fluid(
     problem: Problem, request: Request, solver: str, limits: SolverLimits, *, relaxed: bool = False
 ) -> Solution:
-    """Decisions that PLAN finds best; values outside ``request.candidates`` are kept.
+    """The best decisions by PLAN; values outside ``request.candidates`` are kept.
 
     ``relaxed`` solves without integrality and takes for each value the decision with the largest share.
     ``limits.absolute_gap`` is in seconds.

@@ -1,8 +1,8 @@
-"""The fluid models' data: what to build a model for, and its columns by their meaning.
+"""The fluid models' data: the request for a model, and its columns by their meaning.
 
-Decisions are chosen, copies flow. PLAN decides and may restrict; BOUND only relaxes, so that no plan is faster than its
-optimum. They are one model with a few rows apart, which the constraints beside add; docs/planner.md lists the rows and
-argues for them.
+Decisions are chosen, copies flow. PLAN decides and may restrict. BOUND only relaxes, so no plan is faster than its
+optimum. They are one model that differs in a few rows, which the files of constraints add. docs/planner.md lists the
+rows and gives the argument for them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Slots:
     """First slot that begins with, or contains, a use point."""
 
     last_point_tick: Ints
-    """Tick of the last point of each slot: what the slot's points do is done after it."""
+    """Tick of the last point of each slot: the actions of the slot's points are done after it."""
 
     @property
     def count(self) -> int:
@@ -70,10 +70,11 @@ def slots_of(problem: Problem) -> Slots:
 
 
 WINDOW_NEEDS = 30
-"""How many of the last points that replay something a value may be brought back at before its own use."""
+"""Number of the last points with a replay, before its own use, at which a value may be brought back."""
 
 MANY, MANY_NEEDS = 1000, 4
-"""With more values than the first PLAN has only so many: its relaxation says the same, in a tenth of the time."""
+"""With more values than the first number, PLAN has only the second number of points: its relaxation gives the same, in
+a tenth of the time."""
 
 
 class Purpose(StrEnum):
@@ -85,31 +86,31 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True)
 class Early:
-    """A point before a value's own need by which it may be back because a replay needs it."""
+    """A point before a value's own need by which the value may be back because a replay needs it."""
 
     slot: int
     replayed: int | None
-    """Column "recomputed by then"; None when the value cannot be recomputed."""
+    """Column "recomputed by then"; None if the value cannot be recomputed."""
     fetched: int | None
-    """Column "swapped in by then"; None when no replay would start from it there."""
+    """Column "swapped in by then"; None if no replay would start from it there."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to build a model for."""
+    """The request for a model."""
 
     budget_bytes: int
     candidates: tuple[int, ...]
-    """Values that may be something else than kept."""
+    """Values that may be swapped or recomputed."""
     purpose: Purpose = Purpose.PLAN
     host_bytes: int | None = None
     window: int = WINDOW_NEEDS
     whole: tuple[int, ...] = ()
     """Values, all of them candidates, that PLAN moves in one piece; see ``whole_buffers.py``."""
     free: tuple[int, ...] = ()
-    """Values, none of them candidates, that BOUND lets leave and come back for nothing."""
+    """Values, none of them candidates, that leave and return at no cost in BOUND."""
     grid: int = 30
-    """At how many slots at most these leave and return."""
+    """Most slots at which these leave and return."""
 
 
 @dataclass(eq=False)
@@ -129,13 +130,13 @@ class FluidModel:
     consumers: dict[int, list[int]] = field(default_factory=dict)
     """Per value: the recomputable values whose replay starts from it."""
     replayed_ahead: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-    """Per backward slot, in BOUND: seconds of replays that no return up to the slot tells of, and bytes a second."""
+    """Per backward slot, in BOUND: seconds of replays that no return up to the slot shows, and bytes per second."""
     extra: list[int] = field(default_factory=list)
     """Per slot: time the step takes beyond its compute (stalls and replays)."""
     not_out: list[int] = field(default_factory=list)
     """Per slot: bytes to be swapped that have not left."""
     ahead: dict[int, int] = field(default_factory=dict)
-    """Per backward slot: bytes that are back before they are needed, when its points are over."""
+    """Per backward slot: bytes that are back before they are needed, after its points."""
     arriving: dict[int, int] = field(default_factory=dict)
     """Per backward slot: bytes that arrive during its compute."""
 
@@ -146,12 +147,12 @@ class FluidModel:
         self.resident = [float(size) / self.unit for size in problem.rounded_bytes]
         """Per value: scaled bytes it takes on the device."""
         self.moved = [float(size) / self.unit for size in moved_bytes]
-        """Per value: scaled bytes that a copy of it is counted with."""
+        """Per value: scaled bytes of a copy of it."""
         self.use_slot = [slots.of_point[p] if p >= 0 else slots.count for p in problem.first_use_point]
         self.save_slot = [slots.of_point[p] for p in problem.save_points]
         cost = problem.launch_cost if problem.launch_cost is not None and problem.launch_cost.is_compute else None
         self.replay_op_s = 0.0 if cost is None else cost.replay_s
-        """Seconds of the compute stream for each replayed op beside the op itself."""
+        """Seconds of the compute stream for each replayed op, in addition to the op itself."""
         self.out_s, self.fetch_s = (0.0, 0.0) if cost is None else (cost.out_s, cost.fetch_s)
         """The same for each copy out, and for each copy back."""
         self.record_s = 0.0 if cost is None else cost.record_s
@@ -173,27 +174,27 @@ class FluidModel:
 
     @property
     def window(self) -> int:
-        """Points before its own use at which a value may be brought back, at most."""
+        """Most points before its own use at which a value may be brought back."""
         is_large = not self.is_bound and len(self.request.candidates) > MANY
         return min(MANY_NEEDS, self.request.window) if is_large else self.request.window
 
     def op_time(self, op: int) -> float:
-        """What a replay of one op takes."""
+        """Seconds of one replayed op."""
         return (self.problem.replay.op_seconds[op] + self.replay_op_s) / self.time_unit_s
 
     def swap_time(self, value: int) -> float:
-        """What a swap of a value takes of the compute stream, beside its copies."""
+        """Seconds of the compute stream for a swap of a value, in addition to its copies."""
         back_s = self.fetch_s if self.use_slot[value] < self.slots.count else 0.0
         return (self.out_s + back_s) / self.time_unit_s
 
     def recording_time(self, value: int) -> float:
-        """What recording for a value's replay takes, as if it shared no op and no window with others."""
+        """Seconds of recording for a value's replay, as if it shared no op and no window with others."""
         if not self.record_s or self.problem.replay.replays[value] is None:
             return 0.0
         return self.record_s * len(self.problem.replay.recorded_for([value])) / self.time_unit_s
 
     def replayed_by(self, value: int, slot: int) -> int | None:
-        """Column "recomputed by the end of ``slot``'s points" before the value's own need; None when there is none."""
+        """Column "recomputed by the end of ``slot``'s points" before the value's own need; None if there is none."""
         found = None
         for early in self.early.get(value, ()):
             if early.slot > slot:
@@ -214,7 +215,7 @@ def _rates(model: FluidModel) -> tuple[float, float]:
 
 
 class Stretch(NamedTuple):
-    """A term of the sums from ``start`` to before ``stop``; nothing where that is no later."""
+    """A term of the sums from ``start`` to before ``stop``; without effect if ``stop`` is no later."""
 
     start: int
     stop: int
@@ -223,16 +224,16 @@ class Stretch(NamedTuple):
 
 
 WRITTEN_OUT = 1000
-"""PLAN of fewer values has its sums written out: its relaxation is rounded, and reads better without middlemen."""
+"""PLAN with at most this many values has its sums written out: its relaxation then rounds better."""
 
 
 def is_written_out(model: FluidModel) -> bool:
-    """Whether each sum stands in full in its row."""
+    """Whether each sum stands completely in its row."""
     return not model.is_bound and len(model.request.candidates) < WRITTEN_OUT
 
 
 def running_sums(model: FluidModel, count: int, spans: Iterable[Stretch]) -> list[list[Term]]:
-    """For each of ``count`` places the sum of its terms, mostly as one column; empty where no term has come yet.
+    """For each of ``count`` places the sum of its terms, mostly as one column; empty before the first term.
 
     A sum is between 0 and twice the bytes of all candidates.
     """

@@ -1,4 +1,4 @@
-"""The best plans so far, as several threads find them; with an arena, those whose arena fits the budget too."""
+"""The best plans so far, found by several threads. With an arena, only plans whose arena fits the budget count."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import Candidate, try_style
 
 KEPT = 2500
-"""So many plans are remembered, those with the shortest steps; all of them where all ways to decide are tried."""
+"""This many plans with the shortest steps are remembered; all of them if all ways to decide are tried."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,42 +21,42 @@ class EvaluatedPlan:
     """Decisions and a style, evaluated."""
 
     wish: Bytes
-    """The decisions asked for, by their codes."""
+    """The requested decisions, by their codes."""
     decisions: Bytes
-    """As they turned out: what memory never asks to release is kept."""
+    """The resulting decisions: a value that memory never requires to be released is kept."""
     style: int
     step_s: float
     peak_bytes: int
-    """What is live at most, in the first step too."""
+    """Most live bytes, including in the first step."""
     moved_bytes: int
-    """Over the link, both ways."""
+    """Bytes over the link, both ways."""
     origin: str
-    """Where the decisions come from: a policy's name, or ``ilp`` for those of a model."""
+    """Source of the decisions: a policy's name, or ``ilp`` for those of a model."""
     within_bytes: int
-    """The live bytes that its schedule was made for."""
+    """The live bytes for which its schedule was made."""
     arena_bytes: int = 0
-    """Where its arena does not fit: what that takes, or seems to."""
+    """If its arena does not fit: the bytes that the arena takes, or is estimated to take."""
 
     @property
     def needed_bytes(self) -> int:
-        """What a budget must hold."""
+        """Bytes that a budget must hold."""
         return max(self.peak_bytes, self.arena_bytes)
 
     @property
     def swapped(self) -> int:
-        """How many values were free to be swapped."""
+        """Number of values that were free to be swapped."""
         return int((self.wish == SWAP).sum())
 
 
 class Incumbents:
-    """State: the plans that count; every method may be called by any thread."""
+    """State: the plans that count. Every method may be called by any thread."""
 
     def __init__(
         self, problem: Problem, budget_bytes: int, host_bytes: int | None, fitting: Fitting | None = None
     ) -> None:
         self.problem, self.budget_bytes = problem, budget_bytes
         self.host_bytes = -1 if host_bytes is None else host_bytes
-        """Most bytes swapped out; -1 where there is no limit."""
+        """Most bytes swapped out; -1 if there is no limit."""
         self._fitting = fitting
         self._lock = threading.Lock()
         self._plans: dict[tuple[bytes, int], EvaluatedPlan] = {}
@@ -64,23 +64,24 @@ class Incumbents:
 
     @property
     def fitting(self) -> Fitting | None:
-        """What packs the best plans; None where the budget is on live bytes alone."""
+        """Packs the best plans; None if the budget covers live bytes alone."""
         return None if self._fitting is None or self._fitting.is_hopeless else self._fitting
 
     @property
     def within_bytes(self) -> int:
-        """Live bytes that a plan may have: the budget, less what packing adds."""
+        """Live bytes that a plan may have: the budget minus the bytes that packing adds."""
         return self.budget_bytes if self.fitting is None else self.fitting.within_bytes
 
     @property
     def step_s(self) -> float:
-        """Seconds of the shortest step within the budget; infinite while there is none."""
+        """Seconds of the shortest step within the budget; infinite if there is none."""
         return self._step_s
 
     def offer(self, found: EvaluatedPlan) -> EvaluatedPlan:
-        """Remembers a plan where it is among the best; one that asks for more host memory than there is, is not.
+        """Remembers a plan if it is among the best. A plan that needs more host memory than there is never is.
 
-        What would be the best is packed first; it is returned with the bytes of its arena where that does not fit.
+        A plan that would be the best one is packed first. It is returned with the bytes of its arena if that does not
+        fit.
         """
         if not self._fits_host(found.decisions):
             return found
@@ -94,7 +95,7 @@ class Incumbents:
         return found
 
     def _packed(self, found: EvaluatedPlan) -> EvaluatedPlan:
-        """With what its arena takes, or seems to, where that is above the budget."""
+        """The plan with the bytes that its arena takes, or is estimated to take, if these exceed the budget."""
         fitting = self.fitting
         if fitting is None or found.peak_bytes > self.budget_bytes or found.step_s >= self._step_s:
             return found
@@ -103,16 +104,17 @@ class Incumbents:
         return replace(found, arena_bytes=needed_bytes) if needed_bytes > self.budget_bytes else found
 
     def ranked(self) -> list[EvaluatedPlan]:
-        """The best first: by what a budget must hold, or by live bytes alone where no arena fits."""
+        """The best plan first: by the bytes that a budget must hold, or by live bytes alone if no arena fits."""
         is_live = self.fitting is None
         with self._lock:
             plans = [replace(found, arena_bytes=0) if is_live else found for found in self._plans.values()]
         return sorted(plans, key=self.rank)
 
     def best(self, *, is_live: bool = False) -> EvaluatedPlan:
-        """The one with the shortest step within the budget, else with the fewest bytes over it.
+        """The plan with the shortest step within the budget, else that with the fewest bytes above it.
 
-        ``is_live``: the budget is on live bytes alone, as where the search ended without an arena that fits.
+        ``is_live``: the budget covers live bytes alone, for example because the search ended without an arena that
+        fits.
         """
         with self._lock:
             plans = [replace(found, arena_bytes=0) if is_live else found for found in self._plans.values()]
@@ -124,14 +126,16 @@ class Incumbents:
         return try_style(self.problem, found.origin, wish, found.within_bytes, STYLE_OF[found.style])
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether the host has room for what a plan swaps."""
+        """Whether the host has room for the values that a plan swaps."""
         return self._fits_host(codes_of(candidate.schedule.decisions))
 
     def _fits_host(self, decisions: Bytes) -> bool:
         return self.host_bytes < 0 or int(self.problem.size_bytes[decisions == SWAP].sum()) <= self.host_bytes
 
     def rank(self, found: EvaluatedPlan) -> tuple[int, float, bool, int, bytes]:
-        """Smaller is better. Between plans that are equal to a millionth of the step the model's own is taken."""
+        """A smaller rank is better. Among plans that are equal to a millionth of the step, that of the model itself is
+        preferred.
+        """
         over_bytes = max(0, found.needed_bytes - self.budget_bytes)
         step = round(found.step_s / self.problem.step_s * 1e6) if self.problem.step_s > 0 else 0
         return over_bytes, step, found.origin != "ilp", found.moved_bytes, found.wish.tobytes()

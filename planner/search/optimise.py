@@ -1,8 +1,9 @@
-"""The policy ``ilp``: linear programs say where to look and prove a bound, annealing looks there, the simulator judges.
+"""The policy ``ilp``: linear programs find starting points and prove a bound, annealing searches from these points, and
+the simulator judges the plans.
 
 One thread proves: the relaxation BOUND, branching on the few largest values, then the MIP. The others walk: from
-everything swapped, with the largest values pinned as branching has them, from PLAN's rounded solution, and again from
-the best plan. All of it ends when the step is within the wanted gap of the bound. What was found last is polished: its
+everything swapped, with the largest values pinned as in branching, from PLAN's rounded solution, and again from the
+best plan. The search ends when the step is within the wanted gap of the bound. The best plan is polished last: its
 schedule is changed where the step waits.
 """
 
@@ -38,57 +39,59 @@ from poochplan.planner.simulator.simulate import Candidate, least_step_s, movabl
 TINY_SHARE = 0.005
 """Values that together hold less than this share of the saved bytes are kept, where the budget has room for them."""
 EXHAUSTIVE = 800
-"""Where there are no more ways to decide than this, all of them are tried."""
+"""If there are at most this many ways to decide, all of them are tried."""
 MARGIN = 1.0
-"""What PLAN's relaxation is not given of the budget, in units of the largest value that may move: whole buffers need
-more room than flowing bytes."""
+"""The part of the budget that PLAN's relaxation does not get, in units of the largest value that may move: whole
+buffers need more room than fluid bytes."""
 ROUNDS = 4
-"""How often at most, while what packing adds is not known."""
+"""Most repetitions while the bytes that packing adds are not known."""
 SOLVES = 60
-"""How many linear programs branching solves at most."""
+"""Most linear programs that branching solves."""
 SMALL = 96
-"""With no more values than this, PLAN is solved with its integrality too, and so is BOUND: by one thread with fluid
-copies, by another with large values in one piece."""
+"""With at most this many values, PLAN is also solved with its integrality, and so is BOUND: one thread solves it with
+fluid copies, another with large values in one piece."""
 WALKS_FIRST = 6
-"""So many walks are taken before that other thread does so, when every start has had its walk."""
+"""The other thread does so after this many walks, once every starting point has had its walk."""
 LARGE_SHARE, GRID = 0.01, 30
 """Values of more than this share of the saved bytes move in one piece in PLAN with integrality, at so many slots."""
 SOLVER_GAP, ABSOLUTE_GAP = 0.005, 5e-4
 """PLAN is solved to this gap, or to this share of the step."""
 PROOF_SHARE, BRANCH_SHARE, ROUND_SHARE, PROPOSAL_SHARE = 0.6, 0.15, 0.2, 0.1
-"""Shares of what is left that one stage may take."""
+"""Shares of the rest that one stage may take."""
 POLISH_SHARE = 0.08
 """Share of the allowance that is left to polishing."""
 POLISHED = 8
 POLISHED_OF_ALL = 30
-"""The schedules of so many of the best plans are polished; of more where all ways to decide were tried."""
+"""The schedules of this many best plans are polished; of more if all ways to decide were tried."""
 POLISH_EVALUATIONS = 500
 WATCHED_S = 0.2
-"""Seconds between two looks at how far the search is."""
+"""Seconds between two checks of the search's progress."""
 
 
 @dataclass(frozen=True)
 class Optimum:
-    """The plan that was decided for, and what is known of it."""
+    """The chosen plan, and the facts known about it."""
 
     best: Candidate
-    """Over the budget only where no plan within the host's memory was found."""
+    """It exceeds the budget only if no plan within the host's memory was found."""
     policy: str
     notes: tuple[str, ...] = ()
     status: SolveStatus = SolveStatus.NOT_NEEDED
     bound_s: float | None = None
-    """No plan within the budget has a shorter step; None where nothing was searched for."""
+    """No plan within the budget has a shorter step; None if nothing was searched."""
     objective_s: float | None = None
-    """Of PLAN, the last one that has decisions: with integrality for the budget, else relaxed and for less memory."""
+    """Objective of the last PLAN that has decisions: with integrality for the budget, else relaxed and for less
+    memory.
+    """
     rounds: int = 0
-    """How many linear or integer programs were solved."""
+    """Number of linear or integer programs that were solved."""
     solver: str = "none"
-    """What proved the bound."""
+    """The solver that proved the bound."""
     evaluations: int | None = None
     seed: int = 0
     tiny: frozenset[int] = frozenset()
     laid: Laid | None = None
-    """Where the blocks of the best plan lie, if it was packed."""
+    """The layout of the best plan, if it was packed."""
 
 
 def optimise(
@@ -100,10 +103,10 @@ def optimise(
     spent_s: float = 0.0,
     fitting: Fitting | None = None,
 ) -> Optimum:
-    """The plan with the least simulated step that was found; ``proposals`` are other policies to ask for theirs.
+    """The plan with the least simulated step that was found; ``proposals`` are other policies whose plans are included.
 
-    With ``fitting`` its arena fits the budget too, or a note says that none was found.
-    An interrupt ends the search; where ``effort.keeps_interrupted``, with the best plan so far.
+    With ``fitting`` its arena fits the budget too, or a note says that no such plan was found. An interrupt ends the
+    search; with ``effort.keeps_interrupted`` the best plan so far is returned.
     """
     search = _PlanSearch(problem, budget_bytes, effort, proposals, spent_s, fitting)
     search.run(watch)
@@ -111,7 +114,7 @@ def optimise(
 
 
 class _PlanSearch:
-    """State: what was found and proven so far, and where to look next. Its threads share it."""
+    """State: the results and proofs so far, and the next starting points. Its threads share it."""
 
     def __init__(
         self,
@@ -143,7 +146,7 @@ class _PlanSearch:
     # -- threads ------------------------------------------------------------------------------------------------------
 
     def run(self, watch: Watch | None) -> None:
-        """The search, in threads of its own, so that an interrupt reaches this one at once."""
+        """Runs the search in separate threads, so that an interrupt reaches this one at once."""
         try:
             self._begin()
         except KeyboardInterrupt:
@@ -165,7 +168,7 @@ class _PlanSearch:
                 raise
 
     def _watch(self, running: list[Future[None]], watch: Watch | None) -> None:
-        """Waits for all of them, or for an error in one."""
+        """Waits for all threads, or for an error in one."""
         left = set(running)
         while left:
             done, left = wait(left, timeout=WATCHED_S, return_when=FIRST_EXCEPTION)
@@ -181,15 +184,16 @@ class _PlanSearch:
         self.proof.end()
 
     def _work(self, stages: Sequence[Callable[[], None]]) -> None:
-        """What one thread does: its stages, until the search is over."""
+        """The work of one thread: its stages, until the search is over."""
         for stage in stages:
             if self.is_over and not self.is_exhausted:
                 return
             stage()
 
     def _jobs(self) -> list[list[Callable[[], None]]]:
-        """The stages of each thread. One alone does all, in an order that no clock decides where simulations are
-        counted; of several one proves first, and one walks first. Where every way was tried it is left to prove.
+        """The stages of each thread. A single thread runs all of them, in an order that is independent of the clock if
+        simulations are counted. With several threads, one proves first and one walks first. If all ways to decide were
+        tried, only the proof is left.
         """
         if self.is_exhausted:
             return [[self._prove]]
@@ -207,28 +211,28 @@ class _PlanSearch:
         return [[*prove, walks[0]], [*walk, walks[1]], *([more] for more in walks[2:])]
 
     def _prove(self) -> None:
-        """Where all ways to decide were tried."""
+        """Proves the bound if all ways to decide were tried."""
         self._relax()
         if self.effort.threads > 1 and not self.is_over:
             self._integrate()
 
     @property
     def is_small(self) -> bool:
-        """Whether integer programs say more than their relaxations in the time there is."""
+        """Whether integer programs give more than their relaxations in the time available."""
         return len(self.values) <= SMALL
 
     # -- how far it is ------------------------------------------------------------------------------------------------
 
     @property
     def gap(self) -> float:
-        """Of the best plan to the bound proven so far; infinite while there is none within the budget."""
+        """Distance of the best plan to the bound proven so far; infinite while there is no plan within the budget."""
         bound_s = self.proof.bound_s
         if self.incumbents.step_s == inf:
             return inf
         return self.incumbents.step_s / bound_s - 1 if bound_s > 0 else 0.0
 
     def is_enough(self, step_s: float) -> bool:
-        """Whether a step of so many seconds is within the wanted gap."""
+        """Whether a step of that many seconds is within the wanted gap."""
         bound_s = self.proof.bound_s
         return step_s < inf and (bound_s <= 0 or step_s / bound_s - 1 <= self.effort.gap)
 
@@ -241,7 +245,7 @@ class _PlanSearch:
         return self.is_good_enough or self.allowance.is_spent
 
     def progress(self) -> Progress:
-        """For whoever watches."""
+        """The progress for the watcher."""
         return Progress(
             step_s=self.incumbents.step_s,
             bound_s=self.proof.bound_s,
@@ -254,30 +258,30 @@ class _PlanSearch:
     # -- linear programs ----------------------------------------------------------------------------------------------
 
     def _relax(self) -> None:
-        """BOUND, with nothing decided."""
+        """Solves BOUND with nothing decided."""
         self.proof.begin(self.allowance.part(PROOF_SHARE if self.effort.threads == 1 else 1.0))
         self.rounds += 1
 
     def _branch(self) -> None:
-        """BOUND again, with the largest values decided; walks begin with each way that may lead to a better plan."""
+        """Solves BOUND with the largest values decided. A walk starts from each way that may lead to a better plan."""
         basins = self.proof.branch(self.allowance.part(BRANCH_SHARE), SOLVES, self.incumbents.step_s)
         self.rounds += 1
         self.walking.look_in(basins)
 
     def _integrate(self, *, is_whole: bool = False) -> None:
-        """BOUND with its integrality; ``is_whole``: large values in one piece."""
+        """Solves BOUND with its integrality; ``is_whole``: large values in one piece."""
         self.proof.integral(self.allowance, is_whole=is_whole)
         self.rounds += 1
 
     def _integrate_whole(self, walker: Walker) -> None:
-        """After some walks."""
+        """The same with large values in one piece, after some walks."""
         while not self.is_over and not self.walking.has_walked(WALKS_FIRST):
             self.walking.once(walker)
         if not self.is_over:
             self._integrate(is_whole=True)
 
     def _round(self, walker: Walker) -> None:
-        """PLAN: its relaxation rounded, for less memory too; on small steps with its integrality."""
+        """PLAN: its relaxation, rounded, and also for less memory; on small steps PLAN with its integrality."""
         largest = max((int(self.problem.rounded_bytes[value]) for value in self.values), default=0)
         within_bytes = self.incumbents.within_bytes
         request = Request(within_bytes, self.values, host_bytes=self.effort.host_bytes)
@@ -307,7 +311,7 @@ class _PlanSearch:
         return Walker(self.problem, self.flat, self.values, self.incumbents, self.is_enough)
 
     def _begin(self) -> None:
-        """Every way to decide where there are few, else plans that are simple: there is a plan from here on."""
+        """Tries every way to decide if there are few, else simple plans: from here on there is a plan."""
         walker = self._walker()
         keep_all = np.full(self.problem.value_count, KEEP, dtype=np.int8)
         walker.try_styles(keep_all, "keep-all", (0,))  # any host has room for it: something is found
@@ -321,7 +325,7 @@ class _PlanSearch:
         self.walking.begin()
 
     def _try_all(self, walker: Walker, every_way: Sequence[tuple[Decision, ...]]) -> None:
-        """Every way, and again where packing has left fewer live bytes meanwhile."""
+        """Tries every way, and again if packing has reduced the live bytes meanwhile."""
         for _ in range(ROUNDS):
             within_bytes = self.incumbents.within_bytes
             for wish in every_way:
@@ -330,7 +334,7 @@ class _PlanSearch:
                 return
 
     def _propose(self, walker: Walker) -> None:
-        """The plans of other policies, so that none of them is better."""
+        """Includes the plans of other policies, so that none of them is better."""
         for propose in self.proposals:
             if self.is_over:
                 return
@@ -345,7 +349,7 @@ class _PlanSearch:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _polish(self) -> None:
-        """Local search over the schedules of the best decisions: of more where all were tried."""
+        """Local search over the schedules of the best decisions; over more if all decisions were tried."""
         count, over = (POLISHED_OF_ALL, POLISHED_OF_ALL) if self.is_exhausted else (POLISHED, 0)
         for found in worth_polishing(self.problem, self.incumbents.ranked(), self.budget_bytes, count, over):
             if self.is_good_enough or self.whole.is_spent:
@@ -364,7 +368,7 @@ class _PlanSearch:
             self.incumbents.fitting.pack(candidate)
 
     def optimum(self) -> Optimum:
-        """The best plan, with recording, and what is proven."""
+        """The best plan, with recording, and the proven bound."""
         fitting = self.incumbents.fitting
         packed = fitting.chosen() if fitting is not None else None
         if packed is not None:
@@ -392,7 +396,7 @@ class _PlanSearch:
         )
 
     def _status(self) -> SolveStatus:
-        """What ended the search: that nothing was left to look at, where it came so far."""
+        """What ended the search; ``searched`` if nothing was left to try."""
         if self.whole.status is SolveStatus.INTERRUPTED:
             return self.whole.status
         has_looked_everywhere = self.is_exhausted or self.walking.is_over
@@ -400,7 +404,7 @@ class _PlanSearch:
 
 
 def _solver_for(effort: SearchLimits) -> str:
-    """The solver asked for; where simulations are counted, one whose work can be counted too."""
+    """The requested solver; if simulations are counted, one whose work can be counted too."""
     solver = choose_solver(effort.solver)
     if effort.evaluations is not None and solver != "highs":
         raise UsageError(

@@ -1,7 +1,8 @@
-"""Local search over the schedule of given decisions: the simulator says where the step waits, and what it helps.
+"""Local search over the schedule of given decisions: the simulator shows where the step waits, and whether a change
+helps.
 
-A move changes one thing of a :class:`Tuning`: a replay runs earlier, a value leaves later, a queue goes in another
-order. After each move the schedule is fitted again, so that memory stays within the budget.
+A move changes one thing of a :class:`Tuning`: a replay runs earlier, a value leaves later, a queue gets another order.
+After each move the schedule is fitted again, so that memory stays within the budget.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from poochplan.planner.simulator.schedule import AS_STYLED, Style, Tuning, lists
 from poochplan.planner.simulator.simulate import STYLES, Candidate, least_step_s, try_style
 
 ALL_MOVES = 8
-"""Up to so many values that move, every move is tried."""
+"""With at most this many values that move, every move is tried."""
 WAITS = 12
 """On large steps, the longest waits near which moves are tried."""
 NEAR = 4
@@ -31,7 +32,7 @@ NEAR = 4
 
 
 class Moves:
-    """What may be changed about a schedule."""
+    """The possible changes of a schedule."""
 
     def __init__(self, problem: Problem, tuning: Tuning, candidate: Candidate) -> None:
         self.problem, self.tuning, self.candidate = problem, tuning, candidate
@@ -45,7 +46,7 @@ class Moves:
         """Value -> its point, in the order in which they happen."""
         wished = (value for value, decision in enumerate(candidate.wish) if decision is Decision.SWAP)
         self.swapped = (*self.release, *(value for value in wished if value not in self.release))
-        """In the order of releases, and then those that need none."""
+        """In the order of releases, followed by values without one."""
         self.use_points = problem.use_points
 
     @property
@@ -85,7 +86,7 @@ class Moves:
     # -- moves of each kind -------------------------------------------------------------------------------------------
 
     def _by_rule(self) -> Iterator[Tuning]:
-        """The queue outwards in the order of releases; releases in the order in which bytes can be given up."""
+        """The queue of copies out in the order of releases; releases in the order in which their bytes can be freed."""
         order = tuple(sorted(self.out, key=lambda v: self.release[v]))
         if order != tuple(self.out):
             yield replace(self.tuning, out_order=order)
@@ -94,7 +95,7 @@ class Moves:
         yield replace(self.tuning, release_order=tuple(sorted(self.swapped, key=lambda v: (frees[v], v))))
 
     def _replays_earlier(self, value: int, points: tuple[int, ...]) -> Iterator[Tuning]:
-        """A replay at each of ``points`` up to its value's use, behind the others there or before them."""
+        """A replay at each of ``points`` up to its value's use, after the others there or before them."""
         others = _without(self.tuning.replay_at, value)
         if value in self.tuning.replay_at:
             yield replace(self.tuning, replay_at=others)
@@ -109,7 +110,7 @@ class Moves:
             yield replace(self.tuning, stay_until={**self.tuning.stay_until, value: point})
 
     def _copies_later(self) -> Iterator[Tuning]:
-        """Copies queued later: where they slow something, or where queueing them delays launches."""
+        """Copies queued later: where they slow other work, or where queueing them delays launches."""
         tuning = self.tuning
         for value, first in self.out.items():
             for point in range(first + 1, self.release[value] + 1):
@@ -120,14 +121,14 @@ class Moves:
                     yield replace(tuning, fetch_from={**tuning.fetch_from, value: point})
 
     def _around_release(self, value: int) -> Iterator[Tuning]:
-        """For a wait for a copy out: it goes ahead in the queue, or another value leaves in its place."""
+        """For a wait for a copy out: the copy goes ahead in the queue, or another value leaves instead."""
         tuning = self.tuning
         for order in _ahead(tuple(self.out), value):
             yield replace(tuning, out_order=order)
         yield from self._leaves_later(value)
 
     def _around_fetch(self, value: int, point: int) -> Iterator[Tuning]:
-        """For a wait for a copy back: a replay beside it, its copy ahead in the queue, or less time away."""
+        """For a wait for a copy back: a replay during it, its copy ahead in the queue, or less time away."""
         tuning = self.tuning
         here = self.problem.point_index[point]
         beside = self.use_points[max(0, here - 1) : here + 1]
@@ -138,7 +139,7 @@ class Moves:
         yield from self._leaves_later(value)
 
     def _leaves_later(self, value: int) -> Iterator[Tuning]:
-        """Released last of all, or not before one of the next points."""
+        """Released last, or not before one of the next points."""
         if value in self.release:
             first = self.release[value]
             yield replace(self.tuning, release_order=(*(v for v in self.swapped if v != value), value))
@@ -172,7 +173,7 @@ MIN_GAIN = 1e-7
 
 
 def polish(problem: Problem, candidate: Candidate, budget_bytes: int, allowance: Allowance) -> Candidate:
-    """The best schedule met of the candidate's decisions, never worse than the one it has; with recording."""
+    """The best schedule of the candidate's decisions that was met, never worse than its present one; with recording."""
     search = _Polish(problem, candidate, budget_bytes, allowance)
     search.run()
     best = search.best
@@ -181,7 +182,7 @@ def polish(problem: Problem, candidate: Candidate, budget_bytes: int, allowance:
 
 @dataclass(frozen=True, eq=False)
 class _State:
-    """A schedule as it is asked for, and as it turned out."""
+    """A requested schedule, and the result."""
 
     style: Style
     tuning: Tuning
@@ -189,7 +190,7 @@ class _State:
 
 
 class _Polish:
-    """State: where the search is, the best schedule so far, and what was tried."""
+    """State: the present position of the search, the best schedule so far, and the schedules tried."""
 
     def __init__(self, problem: Problem, candidate: Candidate, budget_bytes: int, allowance: Allowance) -> None:
         self.problem, self.budget_bytes, self.allowance = problem, budget_bytes, allowance
@@ -206,7 +207,7 @@ class _Polish:
             pass
 
     def _step(self, here: _State) -> bool:
-        """The first move that gains; whether there is one."""
+        """Makes the first move that gains. Returns whether there is one."""
         return any(not self._is_done() and self._try(style, tuning) for style, tuning in self._moves(here))
 
     def _is_done(self) -> bool:
@@ -221,7 +222,7 @@ class _Polish:
             yield here.style, tuning
 
     def _try(self, style: Style, tuning: Tuning) -> bool:
-        """Fits and simulates; whether it is better than where the search is."""
+        """Fits and simulates. Returns whether the result is better than the present position."""
         key = style, _key(tuning)
         if key in self.seen or not self.allowance.spend():
             return False
@@ -244,9 +245,10 @@ class _Polish:
 def worth_polishing(
     problem: Problem, ranked: Sequence[EvaluatedPlan], budget_bytes: int, count: int, over: int
 ) -> list[EvaluatedPlan]:
-    """Of plans, best first: up to ``count`` within the budget and ``over`` that only another schedule can bring there.
+    """Of plans, best first: up to ``count`` within the budget and ``over`` that only another schedule can bring within
+    it.
 
-    Of those that ended with the same decisions, the one that was free to swap the most.
+    Of plans with the same resulting decisions, the one that was free to swap the most is taken.
     """
     kept: dict[bytes, EvaluatedPlan] = {}
     for found in ranked:
@@ -260,7 +262,9 @@ def worth_polishing(
 
 
 def least_peak_bytes(problem: Problem, wish: tuple[Decision, ...]) -> int:
-    """A peak that no schedule of these decisions is below: what is not kept is live while forward or a use holds it."""
+    """A lower bound on the peak of all schedules of these decisions: values that are not kept are live while forward or
+    a use holds them.
+    """
     is_kept = np.array([decision is Decision.KEEP for decision in wish])
     size_bytes = problem.rounded_bytes
     end = np.where(is_kept, np.maximum(problem.forward_death, problem.freed), problem.forward_death)

@@ -1,8 +1,8 @@
-"""How often the ops of replays run, in BOUND: replays share an op only where they are parts of one run.
+"""How often the ops of replays run, in BOUND: replays share an op only if they are parts of one run.
 
-A run brings back the value that was asked for, its root, and those recomputed values that the root's replay starts
-from, directly or through others. Two values are in one run only if one of them, or a third, starts from the other or
-from both. So values that nothing starts from never share a run.
+A run brings back the requested value, its root, and those recomputed values from which the root's replay starts,
+directly or through others. Two values are in one run only if one of them, or a third, starts from the other or from
+both. So values that are no starting point of any replay never share a run.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from poochplan.planner.search.fluid import FluidModel
 from poochplan.planner.search.solvers import Term
 
 CLASS_WIDTH = 1.5
-"""Replays are told apart by the bytes that a second of them brings back, up to this factor."""
+"""Replays are divided into classes by the bytes that a second of them brings back, up to this factor."""
 MOST_CLASSES = 6
 MOST_RATIO = 1e3
-"""Of a mean value's tenth to a thousandth of the step; more would be less exact for the solver."""
+"""Largest ratio of bytes to seconds, in units of a tenth of a mean value per thousandth of the step. Larger ones would
+be less exact for the solver."""
 
 
 def add_time(model: FluidModel) -> None:
-    """Time is added for each replay: in PLAN at the slot of its return, in BOUND at some use point up to there."""
+    """Adds time for each replay: in PLAN at the slot of its return, in BOUND at some use point up to that slot."""
     if model.is_bound:
         _add_replay_time(model)
         return
@@ -40,7 +41,7 @@ def add_time(model: FluidModel) -> None:
 
 
 def _returns(model: FluidModel, value: int) -> list[tuple[int, int]]:
-    """Slots and columns "replayed by then" of a recomputable value, its own use last; none if that never comes."""
+    """Slots and columns "replayed by then" of a recomputable value, its own use last; empty if that never comes."""
     if model.use_slot[value] == model.slots.count:
         return []
     early = [(one.slot, one.replayed) for one in model.early.get(value, ()) if one.replayed is not None]
@@ -49,18 +50,20 @@ def _returns(model: FluidModel, value: int) -> list[tuple[int, int]]:
 
 @dataclass
 class _Jump:
-    """What changes at a slot of backward."""
+    """The changes at a slot of backward."""
 
     done: dict[int, list[Term]] = field(default_factory=dict)
     """Per class: seconds of replays that are done by the slot's points, and were not by the slot before."""
     begun: list[Term] = field(default_factory=list)
-    """Seconds of the replays that may run since the slot before: those that are done by the next return at most."""
+    """Seconds of the replays that may have run since the slot before: at most those that are done by the next
+    return.
+    """
 
 
 def _add_replay_time(model: FluidModel) -> None:
-    """BOUND: of the time added at a slot some is spent in replays, in those of each class and in ops they share.
+    """BOUND: part of the time added at a slot is spent in replays, in those of each class and in ops that they share.
 
-    All of it up to a slot pays for the replays done by then, and for none that is not done by the return after.
+    All of it up to a slot pays for the replays done by then, and for no replay that is not done by the next return.
     """
     linear = model.linear
     own, shared = add_runs(model)
@@ -91,7 +94,7 @@ def _add_replay_time(model: FluidModel) -> None:
 
 
 def _add_total(model: FluidModel, own: list[float], runs: list[Term]) -> None:
-    """All time that is added pays for the replays, and for what swaps take from compute; ``runs``: of shared ops."""
+    """All added time pays for the replays, and for the compute time that swaps take; ``runs``: of shared ops."""
     lost_out, lost_in = seconds_lost(model.problem.link)
     if not (model.out_s or model.fetch_s or lost_out or lost_in):
         return
@@ -106,10 +109,10 @@ def _add_total(model: FluidModel, own: list[float], runs: list[Term]) -> None:
 
 
 def seconds_lost(link: Link) -> tuple[float, float]:
-    """What the step loses for each second that a copy out takes alone on the link, and for each of a copy back.
+    """Seconds that the step loses for each second of a copy out alone on the link, and for each of a copy back.
 
-    Beside a copy compute does 1 / (1 + interference) of its work; beside two it loses less than beside each alone, and
-    each of them is as slow as ``duplex`` says. So both shares are scaled down to what is lost beside two.
+    Beside a copy, compute does 1 / (1 + interference) of its work. Beside two copies it loses less than the sum of both
+    losses, and each copy is slowed as ``duplex`` says. So both shares are scaled down to the loss beside two copies.
     """
     out, back = link.interference_out, link.interference_in
     lost_out, lost_in, lost = out / (1 + out), back / (1 + back), (out + back) / (1 + out + back)
@@ -119,7 +122,7 @@ def seconds_lost(link: Link) -> tuple[float, float]:
 
 
 def _running(model: FluidModel, before: int | None, added: list[Term]) -> int:
-    """A column, no less than nothing, that is the one before less what is ``added``."""
+    """A non-negative column that is the previous one minus the sum of ``added``."""
     now = model.linear.column(model.longest)
     previous: list[Term] = [] if before is None else [(before, -1.0)]
     model.linear.row([(now, 1.0), *previous, *added], low=0, high=0)
@@ -128,15 +131,15 @@ def _running(model: FluidModel, before: int | None, added: list[Term]) -> int:
 
 @dataclass(frozen=True)
 class _Classes:
-    """Recomputable values, told apart by the bytes that a second of their replay brings back."""
+    """Recomputable values, divided by the bytes that a second of their replay brings back."""
 
     of_value: dict[int, int]
     ratios: list[float]
-    """Per class: the least of these, in the model's units."""
+    """Per class: the least of these ratios, in the model's units."""
 
 
 def _classes(model: FluidModel, own: list[float]) -> _Classes:
-    """Classes of values with seconds of their own, the ratios of each within a factor of ``CLASS_WIDTH``."""
+    """Classes of values that have ``own`` seconds, the ratios of each class within a factor of ``CLASS_WIDTH``."""
     ratios = {
         value: min(MOST_RATIO, model.resident[value] / own[value])
         for value in model.recompute
@@ -153,7 +156,7 @@ def _classes(model: FluidModel, own: list[float]) -> _Classes:
 
 
 def _jumps(model: FluidModel, own: list[float], classes: _Classes) -> dict[int, _Jump]:
-    """Per slot of backward; ``own`` are the seconds that each value's replay takes at least."""
+    """Per slot of backward; ``own`` are the least seconds of each value's replay."""
     first = model.slots.first_backward
     jumps = {slot: _Jump() for slot in range(first, model.slots.count)}
     for value in model.recompute:
@@ -174,9 +177,9 @@ def _jumps(model: FluidModel, own: list[float], classes: _Classes) -> dict[int, 
 
 
 def add_runs(model: FluidModel) -> tuple[list[float], list[Term]]:
-    """Per value: seconds that its replay takes at least; and the terms of what all replays take at least beyond these.
+    """Per value: the least seconds of its replay; and the terms for the least further seconds of all replays.
 
-    An op that several replays share is counted with the largest value of these: in the run that brings it back.
+    An op that several replays share counts with the largest of their values: in the run that brings it back.
     """
     own = list(model.replay_time)
     groups = dict[tuple[int, ...], float]()
@@ -193,7 +196,7 @@ def add_runs(model: FluidModel) -> tuple[list[float], list[Term]]:
 
 
 def _shared_ops(model: FluidModel) -> dict[int, tuple[int, ...]]:
-    """Ops that the replays of several values run, of those that backward uses, with these values."""
+    """Ops that the replays of several values run, among values that backward uses, with these values."""
     users = dict[int, list[int]]()
     for value in model.recompute:
         if model.use_slot[value] < model.slots.count:
@@ -203,14 +206,14 @@ def _shared_ops(model: FluidModel) -> dict[int, tuple[int, ...]]:
 
 
 def _inputs(model: FluidModel) -> set[int]:
-    """Values that some replay starts from, those of values that are free included."""
+    """Values from which some replay starts, including replays of free values."""
     replays = model.problem.replay.replays
     movable = (replays[value] for value in (*model.request.candidates, *model.request.free))
     return {source for replay in movable if replay is not None for source in replay.inputs}
 
 
 def _runs_of(model: FluidModel, values: tuple[int, ...], inputs: set[int]) -> int:
-    """A column no less than the number of runs that the ``values`` need, which all run some op."""
+    """A column that is at least the number of runs that the ``values`` need, all of which run some op."""
     leaves = [value for value in values if value not in inputs]
     inner = [value for value in values if value in inputs]
     reached = _starts(model, leaves, inner)
@@ -228,7 +231,7 @@ def _runs_of(model: FluidModel, values: tuple[int, ...], inputs: set[int]) -> in
 
 
 def _starts(model: FluidModel, roots: list[int], wanted: list[int]) -> set[int]:
-    """Those of ``wanted`` that the replay of one of ``roots`` starts from, directly or through others."""
+    """Those of ``wanted`` from which the replay of one of ``roots`` starts, directly or through others."""
     replays = model.problem.replay.replays
     if not wanted or not roots:
         return set()

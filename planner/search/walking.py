@@ -1,4 +1,4 @@
-"""Where walks begin, in which order, and where they have ended. The threads of a search share it."""
+"""The starting points of walks, their order, and their results. The threads of a search share them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def simple_decisions(problem: Problem) -> Iterator[tuple[str, tuple[Decision, ..
 
 
 def all_decisions(problem: Problem, most: int) -> list[tuple[Decision, ...]] | None:
-    """Every way to decide; None where there are more than ``most``."""
+    """Every way to decide; None if there are more than ``most``."""
     choices = [_choices(problem, value) for value in range(problem.value_count)]
     if prod(len(choice) for choice in choices) > most:
         return None
@@ -53,7 +53,7 @@ def _choices(problem: Problem, value: int) -> tuple[Decision, ...]:
 
 
 def tiny_values(problem: Problem, room_bytes: int, share: float) -> frozenset[int]:
-    """Values that together hold less than a share of the saved bytes; none where ``room_bytes`` do not hold them."""
+    """Values that together hold less than a share of the saved bytes; none if ``room_bytes`` cannot hold them."""
     total = int(problem.rounded_bytes.sum())
     tiny: set[int] = set()
     held = 0
@@ -66,19 +66,19 @@ def tiny_values(problem: Problem, room_bytes: int, share: float) -> frozenset[in
 
 
 BASINS = 4
-"""In how many ways to decide the largest values walks begin."""
+"""Walks begin with this many ways to decide the largest values."""
 EVALUATIONS_PER_VALUE = 250
-"""Simulations that one walk takes at most, at first."""
+"""Most simulations of one walk, at first."""
 LONGER = 6
-"""After so many walks they become twice as long, up to four times."""
+"""After this many walks they become twice as long, up to four times."""
 WALK_SHARE, DESCENT_SHARE = 0.5, 0.2
-"""Shares of what is left that one walk, and one descent, may take."""
+"""Shares of the rest that one walk, and one descent, may take."""
 ENDS = 6
-"""How many ends of walks are remembered, for others to take decisions from."""
+"""Number of results of walks that are remembered, for other walks to take decisions from."""
 WALKS = 12
-"""When every start has had its walk: after how many more without a gain there is nothing more to be had."""
+"""Once every starting point has had its walk, the search ends after this many further walks without a gain."""
 HOT, WARM, COOL = 0.02, 0.005, 0.003
-"""Temperatures at which walks begin, as shares of the step: far from a good plan, at a rounded solution, and from the
+"""Temperatures at which walks begin, as shares of the step: far from a good plan, at a rounded solution, and at the
 best plan."""
 REPAIRS = 3
 """How often the end of a walk whose arena does not fit is tried again with fewer live bytes."""
@@ -88,7 +88,7 @@ MIN_GAIN = 1e-5
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """Where a walk begins."""
+    """The starting point of a walk."""
 
     codes: Bytes
     origin: str
@@ -98,7 +98,7 @@ class Start:
 
 
 class Walking:
-    """State: the starts that wait for their walk, and the ends of those that were taken."""
+    """State: the starting points that wait for their walk, and the results of earlier walks."""
 
     def __init__(
         self,
@@ -118,15 +118,17 @@ class Walking:
 
     @property
     def is_over(self) -> bool:
-        """Whether more walks would hardly gain anything."""
+        """Whether further walks would hardly gain anything."""
         return not self._starts and self._again >= self._last_gain + WALKS
 
     def has_walked(self, again: int) -> bool:
-        """Whether every start has had its walk, and so many more were taken."""
+        """Whether every starting point has had its walk, and that many more walks were made."""
         return not self._starts and self._again >= again
 
     def begin(self) -> None:
-        """The first starts: everything swapped; and until branching knows better the largest value each way."""
+        """The first starting points: everything swapped; and, until branching has better ones, the largest value
+        decided each way.
+        """
         self._starts.append(self._pinned({}))
         for value in values_to_branch_on(self.problem, self.values)[:1]:
             has_replay = self.problem.replay.replays[value] is not None
@@ -134,18 +136,18 @@ class Walking:
             self._starts += [self._pinned({value: code}) for code in ways]
 
     def look_in(self, basins: Sequence[dict[int, int]]) -> None:
-        """Starts with the large values decided as branching has them, before all others."""
+        """Starting points with the large values decided as in branching, before all others."""
         starts = [self._pinned(decided) for decided in basins[:BASINS]]
         with self._lock:
             self._starts = starts + [start for start in self._starts if not start.pinned]
 
     def look_near(self, codes: Bytes) -> None:
-        """A start at the rounded solution of a model."""
+        """A starting point at the rounded solution of a model."""
         with self._lock:
             self._starts.append(Start(codes, "ilp", WARM))
 
     def once(self, walker: Walker) -> None:
-        """One walk, from the next start or again from where others ended; then down."""
+        """One walk, from the next starting point or from the results of earlier walks, followed by a descent."""
         with self._lock:
             self._walks += 1
             walk, start, ends = self._walks, self._starts.pop(0) if self._starts else None, list(self._ends)
@@ -173,11 +175,11 @@ class Walking:
             self._ends = sorted([*self._ends, end], key=self.incumbents.rank)[:ENDS]
 
     def descend(self, walker: Walker, found: EvaluatedPlan) -> EvaluatedPlan:
-        """Down to a local optimum, in the share that a descent may take."""
+        """Descends to a local optimum, within the share that a descent may take."""
         return walker.descend(found, self._allowance.part(DESCENT_SHARE, EVALUATIONS_PER_VALUE * len(self.values)))
 
     def _start_again(self, again: int, ends: Sequence[EvaluatedPlan]) -> tuple[Start, EvaluatedPlan | None]:
-        """Where to walk when every start has had its walk, and a plan to take decisions from."""
+        """The start of a walk once every starting point has had its own, and a plan to take decisions from."""
         best = self.incumbents.best()
         if again % 4 == 0 or not ends:
             largest = values_to_branch_on(self.problem, self.values)[:1] if again % 8 else ()
@@ -187,7 +189,7 @@ class Walking:
         return Start(best.wish, best.origin, COOL if again % 4 == 1 else WARM), ends[again % len(ends)]
 
     def _pinned(self, decided: Mapping[int, int]) -> Start:
-        """Swap-all but for tiny values, which are kept, and for the decisions of some others, which do not change."""
+        """Swap-all, except for tiny values, which are kept, and for the given decisions, which do not change."""
         codes = codes_of(swap_all(self.problem))
         codes[list(self.tiny)] = KEEP
         for value, decision in decided.items():

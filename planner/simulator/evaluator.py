@@ -1,7 +1,8 @@
-"""The simulator, compiled: what decisions give, as ``try_style`` says, to the bit, in a fraction of a millisecond.
+"""The compiled simulator: it computes the results of ``try_style`` for given decisions, to the bit, in a fraction of a
+millisecond.
 
-It reads a problem as flat arrays. The columns of each are the fields of its struct in ``native/problem.h``, which says
-what they are. Ragged things lie in ``lists``; two columns say where.
+It reads a problem as flat arrays. Their columns are the fields of structs in ``native/problem.h``, which describes
+them. Lists of varying length are in ``lists``; two columns give the position of each.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "first_fit": (None, (_HANDLE, _HANDLE, _INT64, _HANDLE)),
     "place_all": (_INT64, (_HANDLE, _INT64, _HANDLE, _INT64, _HANDLE, _INT64, _HANDLE)),
 }
-"""Result and arguments of each function of ``native/evaluator.cpp``, without the ``pooch_`` of its name there."""
+"""Result and arguments of each function of ``native/evaluator.cpp``. Its names there begin with ``pooch_``."""
 NO_THREAD, COMPUTING, AHEAD = range(3)
-"""Kinds of launching thread: none known, one that is the compute stream, one that works ahead of the device."""
+"""Kinds of launching thread: unknown, the compute stream itself, and ahead of the device."""
 
 
 class _Loading:
-    """State: the library of this process, once its build has ended; or why there is none."""
+    """State: the library of this process once its build has ended, or the reason why there is none."""
 
     def __init__(self) -> None:
         self.found: Any = None
@@ -53,7 +54,7 @@ class _Loading:
         self._thread: threading.Thread | None = None
 
     def wait(self, wait_s: float | None) -> None:
-        """Begins, where that was not done; a library that is built already is there at once."""
+        """Starts the build if necessary, and waits. A library that is already built is available at once."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._load, name="evaluator's build")
@@ -80,15 +81,16 @@ _loading = _Loading()
 
 
 def begin_build() -> None:
-    """Has the library built and loaded in the background, where it is not there; nothing is said where it cannot be."""
+    """Starts to build and load the library in the background if necessary. Reports nothing if it cannot be built."""
     library()
 
 
 def library(wait_s: float | None = 0.0) -> Any:
-    """The library's functions, after waiting so long for it (None: however long it takes); None where it is not there.
+    """The library's functions, after waiting for at most that long (None: without limit); None if there is no library
+    yet.
 
-    It begins to be built at the first call. Arrays go in by their addresses (:func:`address`, :func:`addresses`), and
-    other threads run beside what is called.
+    The first call starts the build. Arrays are passed by address (:func:`address`, :func:`addresses`), and other
+    threads run during calls.
     """
     if _loading.found is None and not _loading.failure:
         _loading.wait(wait_s)
@@ -96,13 +98,13 @@ def library(wait_s: float | None = 0.0) -> Any:
 
 
 def address(array: np.ndarray[Any, Any]) -> int:
-    """Of an array's first element."""
+    """Address of an array's first element."""
     assert array.flags.c_contiguous
     return int(array.ctypes.data)
 
 
 def addresses(arrays: Iterable[np.ndarray[Any, Any]]) -> Ints:
-    """A struct of ``Rows``: of each array the address and how many rows it has. It keeps none of them alive."""
+    """A struct of ``Rows``: address and number of rows of each array. It keeps no array alive."""
     return np.array([word for array in arrays for word in (address(array), len(array))], dtype=np.int64)
 
 
@@ -110,10 +112,10 @@ KEEP: Final = 0
 SWAP: Final = 1
 RECOMPUTE: Final = 2
 DECISIONS: Final = (Decision.KEEP, Decision.SWAP, Decision.RECOMPUTE)
-"""The decision of each code."""
+"""The decision for each code."""
 
 STYLE_OF: Final = (*STYLES, ON_DEMAND)
-"""The style of each code: all ways to schedule decisions. The last one fits whenever any schedule of them does."""
+"""The style for each code: all ways to schedule decisions. The last one fits whenever some schedule of them does."""
 
 _CODE_OF: Final = {decision: code for code, decision in enumerate(DECISIONS)}
 
@@ -124,50 +126,50 @@ def codes_of(decisions: Sequence[Decision]) -> Bytes:
 
 
 def decisions_of(codes: Bytes | bytes) -> tuple[Decision, ...]:
-    """The decisions of such an array, or of its bytes."""
+    """The decisions in such an array, or in its bytes."""
     return tuple(DECISIONS[code] for code in bytes(codes))
 
 
 POOLED: Final = 1 << 20
-"""Targets, inputs and ops of merged replays that an evaluator remembers before it forgets them all."""
+"""Number of targets, inputs and ops of merged replays that an evaluator remembers before it forgets all of them."""
 
 
 class Evaluation(NamedTuple):
-    """What decisions give in one style."""
+    """The results of decisions in one style."""
 
     step_s: float
     peak_bytes: int
     moved_bytes: int
     replay_s: float
-    """Of the step, what replays take."""
+    """Seconds of replays in the step."""
 
 
 _EVALUATION: Final = struct.Struct("dqqd")
-"""``Evaluation`` of the library."""
+"""The library's ``Evaluation``."""
 
 
 class Evaluator:
-    """Evaluations of one problem, for one thread: by the compiled library as soon as it is there, and before that, or
-    where nothing can be compiled, by the simulator in plain Python.
+    """Evaluations of one problem, for one thread. The compiled library computes them once it is available. Before that,
+    or if nothing can be compiled, the simulator in plain Python does.
     """
 
     def __init__(self, problem: Problem, flat: FlatProblem | None = None, pooled: int = POOLED) -> None:
         self.problem = problem
         self.codes = np.zeros(problem.value_count, dtype=np.int8)
-        """Decisions as they turned out in the last evaluation: a swap that memory never asked to release is kept."""
+        """The resulting decisions of the last evaluation: a swap that memory never requires to be released is kept."""
         self._flat, self._pooled = flat, pooled
         self.handle: int | None = None
-        """By which the library knows it."""
+        """Identifies this evaluator in the library."""
         self._found = bytearray(_EVALUATION.size)
         self._into = address(np.frombuffer(self._found, dtype=np.int8)), address(self.codes)
         self._memory_bytes: Ints | None = None
 
     def evaluate(self, wish: Sequence[Decision], budget_bytes: int, style: Style) -> Evaluation:
-        """What ``try_style`` gives for the same."""
+        """The result of ``try_style`` for the same arguments."""
         return self.evaluate_codes(codes_of(wish).tobytes(), budget_bytes, STYLE_OF.index(style))
 
     def evaluate_codes(self, wish: bytes, budget_bytes: int, style: int) -> Evaluation:
-        """The same of codes."""
+        """The same, for codes."""
         native = self._native()
         if native is None:
             found = try_style(self.problem, "", decisions_of(wish), budget_bytes, STYLE_OF[style], recorded=False)
@@ -181,11 +183,11 @@ class Evaluator:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """Those of ``codes``."""
+        """The decisions of ``codes``."""
         return decisions_of(self.codes)
 
     def memory_bytes(self, wish: Sequence[Decision], budget_bytes: int, style: Style) -> Ints:
-        """Most bytes live at each tick, (ticks,): what ``try_style`` gives for the same."""
+        """Most bytes live at each tick, (ticks,), equal to those of ``try_style``."""
         self.evaluate(wish, budget_bytes, style)
         if self._memory_bytes is None:
             self._memory_bytes = np.zeros(self.problem.tick_count, dtype=np.int64)
@@ -193,7 +195,7 @@ class Evaluator:
         return self._memory_bytes
 
     def _native(self) -> Any:
-        """The library, which then knows this evaluator; None where there is none, or none yet."""
+        """The library, which then knows this evaluator; None if it is missing, or not built yet."""
         native = library()
         if native is not None and self.handle is None:
             self._flat = self._flat or flat_problem_of(self.problem)
@@ -222,13 +224,13 @@ class FlatProblem(NamedTuple):
 
 
 class _Lists:
-    """What becomes ``FlatProblem.lists``."""
+    """Becomes ``FlatProblem.lists``."""
 
     def __init__(self) -> None:
         self.items: list[int] = []
 
     def add(self, items: Iterable[int]) -> tuple[int, int]:
-        """Begin and end."""
+        """Adds a list, and returns its begin and end."""
         begin = len(self.items)
         self.items.extend(items)
         return begin, len(self.items)
@@ -338,6 +340,6 @@ def _facts(problem: Problem, lists: _Lists) -> Ints:
 
 
 def _table(*columns: Iterable[int] | Ints) -> Ints:
-    """Columns beside each other."""
+    """The columns, side by side, as one array."""
     arrays = [np.array(c if isinstance(c, np.ndarray) else list(c), dtype=np.int64) for c in columns]
     return np.ascontiguousarray(np.stack(arrays, axis=1))

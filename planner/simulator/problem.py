@@ -1,4 +1,4 @@
-"""Profile -> Problem: what the planner has to know about one step, as plain arrays.
+"""Profile -> Problem: everything that the planner needs to know about one step, as plain arrays.
 
 Ticks are those of ``poochplan.formats.profile``; bytes are rounded up to the allocation unit.
 """
@@ -21,31 +21,33 @@ from .replays import ReplayGraph, build_replay_graph
 
 @dataclass(frozen=True, eq=False)
 class LaunchCost:
-    """What the launching thread takes in a step, whatever is decided, and what each decision adds to it."""
+    """The launching thread's cost in a step: the part that is the same for all decisions, and the part that each
+    decision adds.
+    """
 
     is_compute: bool
     """Whether the thread is the compute stream itself, as on the CPU; else the device works behind it."""
     out_s: float
-    """For each copy out, the release of its value included."""
+    """For each copy out, including the release of its value."""
     fetch_s: float
     """For each copy back."""
     record_s: float
-    """For each recorded op, beside the op itself."""
+    """For each recorded op, in addition to the op itself."""
     replay_s: float
-    """For each replayed op, beside the op itself."""
+    """For each replayed op, in addition to the op itself."""
     handles_s: Floats
-    """Per op: packs and unpacks since the op before; one entry more than ops, for those behind the last."""
+    """Per op: packs and unpacks since the op before; the additional last entry is for those after the last op."""
     launch_s: Floats
-    """Per op: seconds of its launch in-core; 0 where the thread is the compute stream."""
+    """Per op: seconds of its launch in-core; 0 if the thread is the compute stream."""
     last_save_op: int
     """Ops completed at the last save point, where recording ends."""
     _replays: dict[tuple[int, ...], tuple[float, float]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def before_op_s(self) -> Floats:
-        """Per op: what the thread has done before its points and its launch; one entry more than ops.
+        """Per op: the thread's work before the op's points and launch; one entry more than ops.
 
-        An op's own launch is not in it: the clock starts when the first one is launched.
+        An op's own launch is not included: the clock starts when the first op is launched.
         """
         launched: Floats = np.concatenate(([0.0], np.cumsum(self.launch_s)))
         return launched + np.cumsum(self.handles_s)
@@ -61,8 +63,8 @@ class LaunchCost:
     def replay_of(
         self, targets: tuple[int, ...], ops: tuple[int, ...], op_seconds: tuple[float, ...]
     ) -> tuple[float, float]:
-        """Seconds in which the thread launches the ``ops`` that bring ``targets`` back, and the most by which it comes
-        to one of them later than a device would that never waits.
+        """Seconds in which the thread launches the ``ops`` that bring ``targets`` back, and the largest delay with
+        which it reaches one of them, compared with a device that never waits.
         """
         found = self._replays.get(targets)
         if found is None:
@@ -76,7 +78,7 @@ class LaunchCost:
 
 
 def launch_cost_of(profile: Profile) -> LaunchCost | None:
-    """The launch cost of a profile; None where it does not say what the thread takes."""
+    """The launch cost of a profile; None if the profile lacks the thread's costs."""
     measured = profile.runtime
     if measured is None:
         return None
@@ -96,7 +98,7 @@ def launch_cost_of(profile: Profile) -> LaunchCost | None:
 
 
 def _handle_seconds(profile: Profile, pack_s: float, unpack_s: float) -> Floats:
-    """Per op: the packs of all handles of the values that are saved before it, and the unpacks of those used there."""
+    """Per op: the packs of all handles of the values saved before it, and the unpacks of those used there."""
     handles_of: dict[int, int] = {}
     for handle in profile.handles:
         handles_of[handle.value] = handles_of.get(handle.value, 0) + 1
@@ -115,8 +117,8 @@ class Problem:
     op_ticks: Ints
     op_layers: tuple[str, ...]
     work_before_op_s: Floats
-    """Seconds of the compute stream before each op when everything is kept; one entry more than ops, the last is the
-    whole step. On the CPU the handles' seconds are in them (``launch_cost``)."""
+    """Seconds of the compute stream before each op when everything is kept. It has one entry more than ops; the last is
+    the whole step. On the CPU they include the handles' seconds (``launch_cost``)."""
     point_ticks: Ints
     point_work_s: Floats
     """The same before each point."""
@@ -146,19 +148,19 @@ class Problem:
     first_use_point: tuple[int, ...]
     """-1 when backward never uses it."""
     must_keep: tuple[str, ...]
-    """Why a value can only be kept; empty when it may be swapped."""
+    """Why a value can only be kept; empty if it may be swapped."""
     replay: ReplayGraph
     base_bytes: Ints
-    """Bytes at each tick that no decision moves, workspace included; saved values are not in it."""
+    """Bytes at each tick that no decision changes, including workspace and without saved values."""
     first_step_less_bytes: Ints
-    """How much less is live at each tick of the first step, before the optimizer has state."""
+    """How many bytes less are live at each tick of the first step, before the optimizer has state."""
     link: Link
     in_core_s: float
     """Seconds of the in-core step: without a session, and so without handles."""
     plain_s: float
-    """Of the step by PyTorch alone, where that was timed, else ``in_core_s``: what overheads are beside."""
+    """Seconds of the step by PyTorch alone if that was timed, else ``in_core_s``: the reference of overheads."""
     launch_cost: LaunchCost | None = None
-    """The launching thread; None where the profile does not say what it takes."""
+    """The launching thread; None if the profile lacks its costs."""
 
     @cached_property
     def point_tick_list(self) -> list[int]:
@@ -224,7 +226,7 @@ class Problem:
         return self.link.in_seconds(int(self.size_bytes[value]))
 
     def overhead(self, step_s: float) -> float:
-        """Of a step, beside the one by PyTorch alone."""
+        """Overhead of a step, relative to the one by PyTorch alone."""
         return step_s / self.plain_s - 1 if self.plain_s > 0 else 0.0
 
     def replay_seconds(self, value: int) -> float:
@@ -250,7 +252,7 @@ def build_problem(profile: Profile) -> Problem:
     Raises
     ------
     PoochError
-        The profile is none to plan from; see :func:`check_profile`.
+        The profile cannot be planned from; see :func:`check_profile`.
     """
     check_profile(profile)
     saved_of, value_of = _saved_values(profile)
@@ -354,9 +356,9 @@ def _first_step_less_bytes(profile: Profile) -> Ints:
 def check_profile(profile: Profile) -> None:
     """Raises a :class:`~poochplan.errors.PoochError` for the first fault found.
 
-    Faults are: no saved value, no backward, saves and uses in no order that autograd has, a tick behind the step, an op
-    without a duration, a value that is read before it is created (a cycle) or is the output of two, a
-    link without bandwidth, seconds of the launching thread that are none.
+    Faults are: no saved value, no backward, saves and uses in an order that autograd never has, a tick after the step,
+    an op without a duration, a value that is read before it is created (a cycle) or is the output of two ops, a link
+    without bandwidth, invalid seconds of the launching thread.
     """
     _check_points(profile)
     _check_handles(profile)
@@ -380,7 +382,7 @@ def _check_points(profile: Profile) -> None:
 
 
 def _check_handles(profile: Profile) -> None:
-    """Each value is saved once, at its first handle; each handle is used once at most, behind that."""
+    """Each value is saved once, at its first handle. Each handle is used at most once, after that."""
     values = [handle.value for handle in profile.handles]
     first = {value: len(values) - 1 - place for place, value in enumerate(reversed(values))}
     saved, used = set[int](), set[int]()

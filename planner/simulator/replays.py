@@ -1,7 +1,7 @@
-"""What it takes to recompute a saved value: ops to re-run, saved values to start from, bytes on the way.
+"""The cost of recomputing a saved value: ops to run again, saved values to start from, bytes along the way.
 
-The rules are those of ``docs/semantics.md``, "Replay of a value". A forward value has *writers* (the op that
-created it, then every op that writes it in place); *version* ``g`` is its content after writer ``g``.
+The rules are those of ``docs/semantics.md``, "Replay of a value". A forward value has *writers* (the op that created
+it, then every op that writes it in place); *version* ``g`` is its content after writer ``g``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from poochplan.formats.profile import Kind, Op, Phase, Profile
 
 
 def in_order(seconds: Iterable[float]) -> float:
-    """Their sum, one after the other: from Python 3.12 on ``sum`` rounds otherwise, and results are to be the same."""
+    """The sum, added one after another: from Python 3.12 on ``sum`` rounds differently, and results must stay the
+    same.
+    """
     total = 0.0
     for more in seconds:
         total += more
@@ -61,7 +63,7 @@ class ReplayGraph:
     """Per saved value: its value in the profile."""
     op_seconds: tuple[float, ...]
     op_workspace_bytes: tuple[int, ...]
-    """In a replay: also what stands in for the running statistics."""
+    """In a replay: it includes the temporary buffers for running statistics."""
     op_outputs: tuple[tuple[int, ...], ...]
     op_temporaries: tuple[tuple[int, ...], ...]
     """Per op: the values it reads or writes in a version that only a replay can give."""
@@ -77,23 +79,26 @@ class ReplayGraph:
         return replay
 
     def to_record(self, ops: Iterable[int]) -> set[int]:
-        """What has to be recorded so that ``ops`` can be replayed: they, and every other writer of their temporaries.
+        """Everything that must be recorded so that ``ops`` can be replayed: these ops, and every other writer of their
+        temporaries.
 
-        The runtime tells contents apart by the writes it has recorded; chunks of one storage can have version counters
-        of their own, so that a write it has not recorded may leave no trace.
+        The runtime distinguishes contents by the writes that it has recorded. Chunks of one storage can have separate
+        version counters, so an unrecorded write may leave no trace.
         """
         wanted = set(ops)
         temporaries = {value for op in wanted for value in self.op_temporaries[op]}
         return wanted.union(*(self.value_writers[value] for value in temporaries))
 
     def recorded_for(self, values: Sequence[int]) -> NDArray[np.int64]:
-        """All that has to be recorded so that replays of these saved values, which have one, can run; ascending."""
+        """Everything that must be recorded so that replays of these saved values, which have one, can run;
+        ascending.
+        """
         together = np.bitwise_or.reduce(self._recorded_bits[values], axis=0)
         return np.flatnonzero(np.unpackbits(together, count=len(self.op_seconds)))
 
     @cached_property
     def _recorded_bits(self) -> NDArray[np.uint8]:
-        """The same for each value: a row of bits, one an op."""
+        """The same for each value: a row of bits, one per op."""
         needed = np.zeros((len(self.replays), len(self.op_seconds)), dtype=bool)
         for value, replay in enumerate(self.replays):
             if replay is not None:
@@ -123,9 +128,10 @@ class ReplayGraph:
         )
 
     def lives(self, ops: Sequence[int], kept: Set[int]) -> list[tuple[int, int, int]]:
-        """What a replay that runs ``ops`` makes: (value, position of the op that creates it, position it lives to).
+        """The values that a replay with these ``ops`` makes: (value, position of the op that creates it, position up to
+        which it lives).
 
-        Values of ``kept`` live to the end of the replay, temporaries to the last op that touches them.
+        Values of ``kept`` live to the end of the replay, temporaries to the last op that reads or writes them.
         """
         last_touch = {value: position for position, op in enumerate(ops) for value in self.op_temporaries[op]}
         end = len(ops) - 1
@@ -152,7 +158,7 @@ class ReplayGraph:
 
 @dataclass(frozen=True)
 class _Versions:
-    """Which version of a value each forward op reads, and which version is the saved one."""
+    """The version of a value that each forward op reads, and the version that is saved."""
 
     profile: Profile
     writers: Sequence[Sequence[int]]

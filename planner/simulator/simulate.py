@@ -1,5 +1,5 @@
-"""The simulator: what a schedule does to memory and to time; and candidate plans, which are decisions that were
-scheduled and simulated.
+"""The simulator: the memory and time of a schedule; and candidate plans, which are decisions that were scheduled and
+simulated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """What a schedule does."""
+    """The results of a schedule."""
 
     peak_bytes: int
     first_step_peak_bytes: int
@@ -49,13 +49,13 @@ class Simulation:
     out_bytes: int
     in_bytes: int
     runtime_s: float = 0.0
-    """Seconds the runtime itself takes of the compute stream, or has it wait for launches."""
+    """Seconds of the compute stream for the runtime itself, or in waits for launches."""
     waits: tuple[Wait, ...] = ()
     """Where the compute stream waits, in order."""
     trace: tuple[Span, ...] = ()
-    """Compute, stalls, replays and copies, for pictures; empty unless asked for."""
+    """Compute, stalls, replays and copies, for pictures; empty unless requested."""
     tick_start_s: Floats = field(default_factory=lambda: np.zeros(0))
-    """When each tick begins; empty unless a trace was asked for."""
+    """Begin of each tick in seconds; empty unless a trace was requested."""
 
 
 class _Do(StrEnum):
@@ -78,7 +78,7 @@ class ReplayRun:
 
 
 def simulate(problem: Problem, schedule: Schedule, *, trace: bool = False) -> Simulation:
-    """Runs ``schedule`` through the exact semantics; ``trace`` adds what a picture needs."""
+    """Runs ``schedule`` by the exact semantics; ``trace`` adds the data of a picture."""
     walk = Walk(problem, schedule)
     memory = _memory(problem, walk)
     peak_tick = int(np.argmax(memory))
@@ -106,7 +106,7 @@ def simulate(problem: Problem, schedule: Schedule, *, trace: bool = False) -> Si
 
 
 class Walk:
-    """Goes once through the points as the runtime does; holds where each value is and what was done.
+    """Goes once through the points as the runtime does; records where each value is and which actions were done.
 
     A value is resident until it is released; a recomputed one is away from its forward death to its replay.
     """
@@ -222,7 +222,9 @@ def _add_inside_replays(problem: Problem, replays: Sequence[ReplayRun], memory: 
 
 
 def inside_replays(problem: Problem, runs: Sequence[ReplayRun], after_bytes: int) -> list[int]:
-    """Most bytes live inside each of the replays of one tick, one after another; behind them ``after_bytes`` are."""
+    """Most bytes live inside each of the replays of one tick, one after another; ``after_bytes`` are live after
+    them.
+    """
     target_bytes = [int(problem.rounded_bytes[list(run.targets)].sum()) for run in runs]
     live = after_bytes - sum(target_bytes)
     most = []
@@ -294,16 +296,16 @@ def _tick_starts(problem: Problem, streams: Streams, work_before_op_s: Floats) -
 
 @dataclass(frozen=True)
 class Held:
-    """At the moment of a tick at which most is live."""
+    """The moment of a tick at which most bytes are live."""
 
     saved: tuple[int, ...]
-    """Saved values that are there, each as often as it is (a copy may be back before the first life has ended)."""
+    """Saved values on the device, each as often as it is there (a copy may be back before the first life has ended)."""
     replay: ReplayRun | None
-    """Inside which that moment lies; its targets are in its ``peak_bytes``, and not in ``saved``."""
+    """The replay that contains that moment; its targets are in its ``peak_bytes``, and not in ``saved``."""
 
 
 def held_at(problem: Problem, schedule: Schedule, tick: int) -> Held:
-    """Saved values and replay that the simulator counts at ``tick`` beside ``problem.base_bytes``."""
+    """The saved values and the replay that the simulator counts at ``tick`` in addition to ``problem.base_bytes``."""
     walk = Walk(problem, schedule)
     first_end, back, end = lives(problem, walk)
     first = np.flatnonzero((problem.born <= tick) & (tick <= first_end))
@@ -328,11 +330,11 @@ STYLES = (Style(), Style(in_order=False), Style(release="early"))
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """One plan that was tried: who proposed the decisions, the schedule, and what it does."""
+    """One plan that was tried: the source of its decisions, its schedule, and the results."""
 
     policy: str
     wish: tuple[Decision, ...]
-    """The decisions asked for; the schedule keeps swapped values that need no release."""
+    """The requested decisions. The schedule keeps swapped values that need no release."""
     schedule: Schedule
     simulation: Simulation
 
@@ -348,12 +350,12 @@ class Candidate:
 
 
 def simulated(problem: Problem, policy: str, schedule: Schedule) -> Candidate:
-    """A schedule that is there, simulated."""
+    """An existing schedule, simulated."""
     return Candidate(policy, schedule.decisions, schedule, simulate(problem, schedule))
 
 
 def movable(problem: Problem) -> list[int]:
-    """Saved values that may be something else than kept."""
+    """Saved values that may be swapped or recomputed."""
     return [value for value, reason in enumerate(problem.must_keep) if not reason]
 
 
@@ -375,13 +377,13 @@ def try_style(
 def try_decisions(
     problem: Problem, policy: str, wish: Sequence[Decision], budget_bytes: int, styles: Sequence[Style] = STYLES
 ) -> Candidate:
-    """Decisions, scheduled in each style; the best of them."""
+    """Decisions, scheduled in each style; returns the best result."""
     tried = [try_style(problem, policy, wish, budget_bytes, style) for style in styles]
     return min(tried, key=lambda candidate: candidate.rank(budget_bytes))
 
 
 def swap_all(problem: Problem) -> tuple[Decision, ...]:
-    """Every value that may be swapped is."""
+    """Swaps every value that may be swapped."""
     return tuple(Decision.KEEP if reason else Decision.SWAP for reason in problem.must_keep)
 
 
@@ -395,7 +397,9 @@ def swap_all_on_demand(problem: Problem) -> Candidate:
 
 
 def least_step_s(problem: Problem, wish: Sequence[Decision]) -> float:
-    """No schedule of these decisions has a shorter step: what backward uses of the recomputed runs, each op once."""
+    """No schedule of these decisions has a shorter step: the recomputed values that backward uses are replayed, each op
+    once.
+    """
     ops: set[int] = set()
     for value, decision in enumerate(wish):
         replay = problem.replay.replays[value]

@@ -1,1 +1,1 @@
-"""From what was captured and timed to a Profile."""
+"""Makes a Profile from a capture and timings."""

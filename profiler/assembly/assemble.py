@@ -60,7 +60,7 @@ def assemble(
     held_bytes: Mapping[str, int] = MappingProxyType({}),
 ) -> Profile:
     """The profile: seconds of its ops, (steps, ops), reconciled with the ``measured`` steps, and the in-core peak of
-    its lifetimes. ``held_bytes``: what else is there all step long, by name.
+    its lifetimes. ``held_bytes``: other memory that exists all step long, by name.
     """
     seconds = reconcile([op.phase for op in capture.ops], [op.layer for op in capture.ops], runs, measured)
     ops, points = build_ops(capture, seconds.durations_s, seconds.spreads_s), build_points(capture)
@@ -115,7 +115,7 @@ def _with_peak(draft: Profile) -> Profile:
 
 
 def _static_bytes(draft: Profile) -> dict[str, int]:
-    """Each value rounded up, however small, whatever peaks count."""
+    """Bytes by kind, each value rounded up, even small ones, whichever memory the peaks count."""
     kinds = (Kind.PARAMETER, Kind.BUFFER, Kind.GRADIENT, Kind.OPTIMIZER_STATE, Kind.INPUT)
     return {
         str(kind): sum(rounded_up(value.size_bytes) for value in draft.values if value.kind is kind) for kind in kinds
@@ -123,7 +123,7 @@ def _static_bytes(draft: Profile) -> dict[str, int]:
 
 
 def this_machine(where: torch.device) -> Device:
-    """What the step was measured on."""
+    """The machine on which the step was measured."""
     if where.type == "cuda":
         facts = torch.cuda.get_device_properties(where)
         return Device(kind="cuda", name=facts.name, memory_bytes=facts.total_memory)
@@ -137,14 +137,14 @@ def this_machine(where: torch.device) -> Device:
 
 
 def step_notes(capture: Capture, kinds: dict[int, Kind], *, is_fake: bool) -> list[str]:
-    """What is to be said of the captured step, whatever it takes."""
+    """Notes on the captured step that do not depend on times."""
     why = "" if is_fake else why_none_deferred(capture.model, capture.device_type)
     deferred = [f"compiled backwards have all that they saved brought back at once: {why}"] if why else []
     return [*_kept_notes(capture), *_garbage_notes(capture, kinds), *deferred]
 
 
 def model_notes(model: torch.nn.Module) -> list[str]:
-    """Whether the model, or a part of it, was in eval mode."""
+    """Notes on a model in eval mode, or with a part in eval mode."""
     resting = [(name, module) for name, module in model.named_modules() if not module.training]
     if not resting:
         return []
@@ -171,7 +171,7 @@ def step_facts(model: torch.nn.Module, capture: Capture) -> StepFacts:
 
 
 def _kept_notes(capture: Capture) -> list[str]:
-    """Which saved tensors no plan decides about."""
+    """Notes on saved tensors about which no plan decides."""
     if not capture.kept:
         return []
     sizes: dict[int, int] = {}
@@ -185,7 +185,7 @@ def _kept_notes(capture: Capture) -> list[str]:
 
 
 def _garbage_notes(capture: Capture, kinds: dict[int, Kind]) -> list[str]:
-    """Which values of the step only Python's garbage collector has freed."""
+    """Notes on values of the step that only Python's garbage collector has freed."""
     if not capture.garbage:
         return []
     first = min(capture.garbage)
@@ -200,12 +200,12 @@ def _garbage_notes(capture: Capture, kinds: dict[int, Kind]) -> list[str]:
 
 
 def runtime_notes(cost: RuntimeCost | None) -> list[str]:
-    """What of the launching thread's seconds could not be measured."""
+    """Notes on those of the launching thread's seconds that could not be measured."""
     if cost is None or not cost.unmeasured:
         return []
     return [
-        f"of what the launching thread takes, {', '.join(cost.unmeasured)} could not be told from 0 and counts as 0; "
-        "profile again on a quieter machine"
+        f"of the launching thread's costs, {', '.join(cost.unmeasured)} could not be distinguished from 0 and counts "
+        "as 0; profile again on a quieter machine"
     ]
 
 
@@ -215,7 +215,7 @@ def this_host() -> Host:
 
 
 def versions_here(device: str) -> dict[str, str]:
-    """Of poochplan, torch and python; on the device ``"cuda"`` also of CUDA and cuDNN."""
+    """Versions of poochplan, torch and Python; on the device ``"cuda"`` also of CUDA and cuDNN."""
     versions = {"poochplan": package_version(), "torch": str(torch.__version__), "python": platform.python_version()}
     if device == "cuda":
         versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
@@ -223,7 +223,7 @@ def versions_here(device: str) -> dict[str, str]:
 
 
 def processor_name() -> str:
-    """The model as the kernel knows it, else what Python knows."""
+    """The processor's model as the kernel gives it, else as Python does."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

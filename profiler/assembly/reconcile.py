@@ -1,5 +1,5 @@
-"""Reconciliation: ops timed one by one, brought together with the uninstrumented step; and whether timed steps say how
-long the step takes, or how busy the machine was meanwhile.
+"""Reconciliation: ops timed one by one, adapted to the uninstrumented step; and whether timed steps show the step's
+time, or how busy the machine was.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from poochplan.units import format_seconds
 PhaseSeconds = dict[Phase, float]
 Floats = npt.NDArray[np.float64]
 JUDGED_S = 0.02
-"""Where any step took less than this nothing is judged: one stumble of the machine is more than such a step."""
+"""If any step took less than this, its time is not judged: one disturbance by the machine is longer than such a
+step.
+"""
 FEWEST_REFUSED = 3
-"""Rounds of fewer steps have no spread: what they say may be uncertain, and is never refused."""
+"""Rounds of fewer steps have no spread. Their times may be uncertain, and are never refused."""
 MUCH = 0.5
-"""Share of a step by which times contradict each other. Ordinary noise of a shared machine stays below it."""
+"""Share of a step by which times must differ to contradict each other. Ordinary noise of a shared machine stays below
+it."""
 
 
 @dataclass(frozen=True)
 class Reconciled:
-    """Seconds that add up to those of the uninstrumented step, and how far they spread."""
+    """Seconds that add up to those of the uninstrumented step, and their spreads."""
 
     durations_s: list[float]
     spreads_s: list[float]
@@ -38,9 +41,9 @@ class Reconciled:
 def reconcile(phases: list[Phase], layers: list[str], runs: Floats, measured: list[PhaseSeconds]) -> Reconciled:
     """Durations that add up, phase by phase, to the uninstrumented phases (:func:`typical_phases`).
 
-    Where the ops' sum is smaller, the rest is the gap between launches and is spread over the phase's ops evenly; where
-    it is larger, the instruments slowed the ops, and all of the phase are scaled down, their spreads too. ``runs`` are
-    seconds of each op in each timed step, (steps, ops).
+    If the ops' sum is smaller, the rest is the gap between launches, and is spread over the phase's ops evenly. If it
+    is larger, the instruments slowed the ops, and all ops of the phase are scaled down, with their spreads. ``runs``
+    are seconds of each op in each timed step, (steps, ops).
     """
     medians_s = np.median(runs, axis=0)
     factors, added_s = np.ones(len(phases)), np.zeros(len(phases))
@@ -91,7 +94,7 @@ def _step_times(measured: list[PhaseSeconds], scales: dict[Phase, float]) -> Ste
 
 
 def _layer_times(phases: list[Phase], layers: list[str], runs: Floats) -> tuple[LayerTimes, ...]:
-    """Of the layers with ops in forward or backward, in order; none where the ops were timed once."""
+    """Times of the layers with ops in forward or backward, in order; empty if the ops were timed once."""
     if len(runs) < 2:
         return ()
     rows = {layer: row for row, layer in enumerate(dict.fromkeys(layers))}
@@ -123,9 +126,9 @@ def _spreads_s(runs: Floats) -> list[float]:
 
 
 def is_doubted(steps: list[PhaseSeconds], instrumented: list[PhaseSeconds]) -> bool:
-    """Whether timed steps may not say how long the step takes.
+    """Whether the timed steps may not show the step's time.
 
-    So where they spread by more than half of their median (interquartile range), or where their median is more than
+    This is so if they spread by more than half of their median (interquartile range), or if their median is more than
     half above that of the ``instrumented`` steps, in which each op was timed: instruments make no step faster. Steps of
     less than 20 ms are never doubted.
     """
@@ -139,11 +142,12 @@ def is_doubted(steps: list[PhaseSeconds], instrumented: list[PhaseSeconds]) -> b
 def steady(
     first: list[PhaseSeconds], second: list[PhaseSeconds], instrumented: list[PhaseSeconds]
 ) -> tuple[list[PhaseSeconds], list[str]]:
-    """The timed steps that can be believed, of a first round that :func:`is_doubted` and a second one; notes say why.
+    """The timed steps that can be trusted, from a first round that :func:`is_doubted` and a second one; notes give the
+    reasons.
 
-    The second is taken where it is not doubted. Where it is, too, the medians of both are set against each other:
-    within half of each other they say the same, and count together. Otherwise nothing is known of the step, and that is
-    an error. Rounds of one or two steps are never refused: they count together, with a note.
+    The second round is used if it is not doubted. If it is doubted too, the medians of both are compared. If they
+    differ by at most half they agree, and both rounds count. Otherwise the step's time is unknown, and that is an
+    error. Rounds of one or two steps are never refused: both count, with a note.
 
     Raises
     ------
@@ -164,9 +168,9 @@ def steady(
 
 
 def contradicted(steps: list[PhaseSeconds], later: list[PhaseSeconds]) -> str:
-    """A note where steps that ran ``later``, and did no less, took less than two thirds of the timed ones; else empty.
+    """A note if ``later`` steps, which did no less work, took less than two thirds of the timed ones; else empty.
 
-    A machine that is busy as long as steps are timed makes them agree with each other.
+    On a machine that is busy while all steps are timed, they agree with each other.
     """
     if not later or min(_totals_s(steps) + _totals_s(later)) < JUDGED_S:
         return ""

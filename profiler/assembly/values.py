@@ -1,4 +1,4 @@
-"""From what was captured and timed to a Profile: kinds, names, lifetimes. Pure functions."""
+"""Kinds, names and lifetimes of a Profile, from a capture and timings. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from poochplan.profiler.capture.captured import CapturedOp, CapturedValue
 from poochplan.profiler.capture.op_blocks import temporary
 
 UNWRITTEN = "leaves some of its bytes unwritten"
-"""Ends the reason why what such an op bears is not replayed."""
+"""The end of the reason why outputs of such an op are not replayed."""
 
 
 def build_ops(capture: Capture, durations_s: list[float], spreads_s: list[float]) -> tuple[Op, ...]:
-    """The ops with their reconciled seconds. An allocation that is never written whole counts as opaque."""
+    """The ops with their reconciled seconds. An allocation that is never written completely counts as opaque."""
     writers = _writers(capture)
 
     def opaque(op: CapturedOp) -> bool:
@@ -44,7 +44,7 @@ def build_ops(capture: Capture, durations_s: list[float], spreads_s: list[float]
 
 
 def build_values(capture: Capture, kinds: dict[int, Kind], last_tick: int) -> tuple[Value, ...]:
-    """The values with names, kinds, lifetimes and what stands against swapping or recomputing them.
+    """The values with names, kinds, lifetimes, and the reasons against swapping or recomputing them.
 
     ``kinds`` gives those known from outside (parameters, buffers, gradients, optimizer state) by value.
     """
@@ -78,10 +78,11 @@ def build_values(capture: Capture, kinds: dict[int, Kind], last_tick: int) -> tu
 def with_carried(
     capture: Capture, ops: tuple[Op, ...], op_ticks: Sequence[int], first: int
 ) -> tuple[tuple[Op, ...], tuple[Value, ...]]:
-    """The ops with one output more for each block that a part of compiled code makes and a later one lets go of,
-    and these as values, of which the first has the number ``first``.
+    """The ops with an additional output for each block that a part of compiled code makes and a later part releases,
+    and these blocks as values, numbered from ``first``.
 
-    What a part of a backward lets go of is not live at its tick, but there as it begins; of a forward it is live.
+    A block released by a part of a backward is not live at the part's tick, but exists when the part begins. A block
+    released by a part of a forward is live at its tick.
     """
     place = {id(op): number for number, op in enumerate(capture.ops)}
     found, values = list(ops), list[Value]()
@@ -157,7 +158,7 @@ def _pinned(captured: CapturedValue, saved: bool, died: int, first_use: int | No
 
 
 def _writers(capture: Capture) -> dict[int, list[CapturedOp]]:
-    """The forward ops that bear or write each value, in order."""
+    """The forward ops that create or write each value, in order."""
     writers: dict[int, list[CapturedOp]] = {}
     for op in capture.ops:
         if op.phase is Phase.FORWARD:
@@ -180,12 +181,14 @@ def _unreplayable(capture: Capture, number: int, writers: list[CapturedOp]) -> s
 
 
 def _overwritten(writers: list[CapturedOp]) -> bool:
-    """Whether the storage that the first writer leaves uninitialised is written whole by the second."""
+    """Whether the second writer completely writes the storage that the first one leaves uninitialised."""
     return len(writers) > 1 and writers[1].overwrites in writers[0].outputs
 
 
 def value_names(capture: Capture, kinds: dict[int, Kind]) -> list[str]:
-    """Readable and unique: ``layer/operator`` of the op that bore it, with ``#2`` and so on for the later ones."""
+    """Readable and unique names: ``layer/operator`` of the op that created the value, with ``#2`` and so on for later
+    ones.
+    """
     seen: Counter[str] = Counter()
     names = []
     for number, captured in enumerate(capture.values):

@@ -1,7 +1,7 @@
-"""Capture: one real step, every op and value of it, and when each value would die if autograd did not hold it.
+"""Capture: one real step with every op and value, and when each value would die if autograd did not hold it.
 
-What autograd saves leaves its storage at once: the runtime's engine moves it. So the death of the original tells when
-forward itself lets go of it (forward death), and the death of its handles when autograd does.
+The runtime's engine moves every saved value out of its storage at once. So the death of the original shows when forward
+itself releases it (forward death), and the death of its handles shows when autograd does.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from .node_ops import NodeOps
 
 
 class Capture(ToggledMode):
-    """Dispatch mode of the capturing step, which is told what the engine packs and unpacks. State: ticks so far, values
-    by storage, live handles, and the value that each of the engine's stands for.
+    """Dispatch mode of the capturing step. The engine reports its packs and unpacks to it. State: ticks so far, values
+    by storage, live handles, and the profile's value for each of the engine's values.
     """
 
     def __init__(self, model: torch.nn.Module, where: torch.device, tracker: LayerTracker | None = None) -> None:
@@ -65,9 +65,9 @@ class Capture(ToggledMode):
         self.kept: list[tuple[str, str, dict[int, int]]] = []
         """Saved tensors that are sparse, nested or wrap others: (kind, layer, bytes by storage)."""
         self.inputs: tuple[str, ...] | None = None
-        """Of the model's first call; None before it."""
+        """Inputs of the model's first call; None before it."""
         self.garbage: set[int] = set()
-        """Values that only a collection of garbage has freed; see :func:`collected_after`."""
+        """Values that only the garbage collector has freed; see :func:`collected_after`."""
         self._static = static_keys(model, where.type)
         self._paused = False
         self.saved_values: set[int] = set()
@@ -86,17 +86,17 @@ class Capture(ToggledMode):
 
     @property
     def memory(self) -> Memory:
-        """What peaks of this step count."""
+        """Which memory the peaks of this step count."""
         return self.workspace.memory
 
     @property
     def unmeasured_ops(self) -> int:
-        """Distinct ops of which it is not known what they take inside, where it is known of others."""
+        """Number of distinct ops whose memory inside is unknown, if that of others is known."""
         return 0
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Captures for the length of a block. What is saved and used, and compiled callables, are told by others."""
+        """Captures for the length of a block. Other code reports saves, uses and compiled callables."""
         points = told_of_points(self.compiled_calls.point, self.device_type)
         with self.tracker.on(self.model), points, self.workspace.running():
             self.switch_on()
@@ -111,12 +111,14 @@ class Capture(ToggledMode):
         self.nodes.leave()
 
     def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
-        """What ``run()`` gives, a backward from the outputs that is looked at node by node: its gradients are used."""
+        """The result of ``run()``, a backward from the outputs that is observed node by node, because its gradients are
+        used.
+        """
         with self.away():
             return self.nodes.observed(outputs, run)
 
     def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """What is to be called in the place of a compiled callable."""
+        """The callable that replaces a compiled callable."""
         if not self.nodes.is_inside:
             return self.compiled_calls.around(path, call)
         self.look_for_checkpoint(path)
@@ -124,19 +126,19 @@ class Capture(ToggledMode):
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        """A block in which values are moved: nothing in it is the step's."""
+        """A block in which values are moved: nothing in it belongs to the step."""
         with self.nodes.set_aside(), self.compiled_calls.set_aside(), self.paused():
             yield
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """A block whose ops are not the step's, and neither is what it allocates."""
+        """A block whose ops and allocations do not belong to the step."""
         with self.unseen(), aside():
             yield
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
-        """A block whose ops are compiled code's, and none of their own."""
+        """A block whose ops belong to compiled code and are not recorded separately."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -158,7 +160,7 @@ class Capture(ToggledMode):
         return len(self.ops) + len(self.points) - 1
 
     def value_of(self, tensor: torch.Tensor) -> int:
-        """The value of the tensor's storage; one met for the first time was there before the step."""
+        """The value of the tensor's storage. A value that is seen for the first time existed before the step."""
         known = self.value_if_known(tensor)
         return known if known >= 0 else self._new_value(tensor, "", born=-1)
 
@@ -200,12 +202,12 @@ class Capture(ToggledMode):
         return outputs
 
     def look_for_checkpoint(self, compiled: str | None = None) -> None:
-        """Autograd shuts itself off in backward: where it is on, forward runs again, as checkpoints have it."""
+        """Detects a checkpoint: autograd is off in backward, so if it is on, a forward runs again."""
         if self.phase is Phase.BACKWARD and in_backward() and torch.is_grad_enabled():
             self.checkpointed[self.tracker.running_again(compiled)] = None
 
     def ordinary(self, leaves: list[Any]) -> list[torch.Tensor]:
-        """The tensors among them that have storages, and those that sparse and nested ones are made of."""
+        """Those of the tensors that have storages, and the tensors that sparse and nested ones consist of."""
         if not any(isinstance(leaf, torch.Tensor) and is_made_of_parts(leaf) for leaf in leaves):
             return [x for x in leaves if isinstance(x, torch.Tensor) and has_storage(x, self.device_type)]
         with self.paused():
@@ -216,7 +218,7 @@ class Capture(ToggledMode):
         return is_plain(tensor, self.device_type) or is_host_scalar(tensor, self.device_type)
 
     def _run(self, op: CapturedOp, func: Any, args: Any, kwargs: Any) -> Any:
-        """The op's result; notes what it took."""
+        """Runs the op and returns its result; records its time and memory."""
         self.workspace.begin()
         begin = self.clock.begin()
         outputs = func(*args, **kwargs)
@@ -225,7 +227,7 @@ class Capture(ToggledMode):
         return outputs
 
     def written(self, tensors: list[torch.Tensor]) -> list[int]:
-        """The values that are written in place; those that were saved are pinned."""
+        """The values that are written in place; saved ones among them are pinned."""
         values = list(dict.fromkeys(map(self.value_of, self.ordinary(tensors))))
         for value in values:
             if value in self.saved_values and self.phase is Phase.FORWARD:
@@ -233,14 +235,16 @@ class Capture(ToggledMode):
         return values
 
     def bear(self, op: CapturedOp, leaves: list[Any], born: int) -> None:
-        """What is new among the leaves is borne by the op, the ``born``-th."""
+        """New storages among the leaves are outputs of the op with number ``born``."""
         for part in self.ordinary(leaves):
             if self.value_if_known(part) < 0:
                 self.workspace.holds(op, len(op.outputs), part.untyped_storage())
                 op.outputs.append(self._new_value(part, op.layer, born))
 
     def arise(self, tensor: torch.Tensor, behind: int = -1) -> None:
-        """What is new came up behind that op, the last one by default, as sums of gradients do. No op bears it."""
+        """New storages appeared after that op (by default the last one), as sums of gradients do. They are no op's
+        output.
+        """
         for part in self.ordinary([tensor]):
             if self.value_if_known(part) < 0:
                 self._new_value(part, self.ops[behind].layer, range(len(self.ops))[behind])
@@ -261,17 +265,17 @@ class Capture(ToggledMode):
         return self.lifetimes.add(tensor, layer, born)
 
     def gone(self, value: CapturedValue) -> None:
-        """Tells the compiled code that runs, or the node."""
+        """Reports a dead value to the running compiled code, or to the node."""
         self.compiled_calls.freed(value.size_bytes, rounded_up(value.size_bytes), value.born)
         self.nodes.freed(value.size_bytes)
 
     def rounded_bytes(self, number: int) -> int:
-        """What the value takes of the allocator."""
+        """Bytes that the allocator takes for the value."""
         return rounded_up(self.values[number].size_bytes)
 
     @contextlib.contextmanager
     def timed(self, op: CapturedOp) -> Iterator[None]:
-        """The block is what the op takes."""
+        """The block is the time of the op."""
         begin = self.clock.begin()
         try:
             yield
@@ -279,13 +283,13 @@ class Capture(ToggledMode):
             self.took(op, [(begin, self.clock.end())])
 
     def took(self, op: CapturedOp, stretches: Stretches) -> None:
-        """The op took what lies between these marks."""
+        """The time between these marks is the op's."""
         self._marks.append((op, stretches))
 
     # -- points -----------------------------------------------------------------------------------------------
 
     def packed(self, tensor: torch.Tensor, handle: Handle) -> None:
-        """The engine has given that handle for a tensor."""
+        """The engine has made that handle for a tensor."""
         value = handle.value
         if value is None:
             self.kept_as_it_is(tensor)
@@ -310,7 +314,7 @@ class Capture(ToggledMode):
         self.lifetimes.let_go(self._numbers.pop(key))
 
     def saved(self, tensor: torch.Tensor) -> int:
-        """Notes a pack of a tensor that may be moved; the number of its value."""
+        """Records a pack of a tensor that may be moved, and returns the number of its value."""
         number = self._packed_value(tensor)
         value = self.values[number]
         ordinal, dtype, shape = len(self.handles), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
@@ -327,7 +331,7 @@ class Capture(ToggledMode):
         return number
 
     def used(self, ordinal: int) -> None:
-        """Notes the first use of a handle."""
+        """Records the first use of a handle."""
         self._passes(PointKind.USE, ordinal)
 
     def _passes(self, kind: PointKind, ordinal: int) -> None:
@@ -335,7 +339,7 @@ class Capture(ToggledMode):
         self.workspace.passes_point()
 
     def kept_as_it_is(self, tensor: torch.Tensor) -> None:
-        """Notes a saved tensor that no plan moves or rebuilds."""
+        """Records a saved tensor that no plan moves or rebuilds."""
         if self.phase is Phase.FORWARD and is_made_of_parts(tensor):
             parts = [part for part in self.ordinary([tensor]) if storage_key(part) not in self._static]
             if parts:
@@ -359,11 +363,11 @@ class Capture(ToggledMode):
 
 @contextlib.contextmanager
 def collected_after(capture: Capture, known: Collection[int] = ()) -> Iterator[None]:
-    """A step without the collector, and one collection behind it: what of the captured step only that frees is noted.
-    There is no collection where all that is held is ``known``, or small as a loss is.
+    """Runs a step without the collector, and collects once after it. Values of the captured step that only this frees
+    are recorded. There is no collection if all held values are ``known``, or as small as a loss.
 
-    Around the captured step itself, and around the next one, which lets go of what the captured one has left in
-    attributes. A collection in the middle of the captured step would move deaths.
+    It is used around the captured step, and around the next one, which releases values that the captured one has left
+    in attributes. A collection in the middle of the captured step would change deaths.
     """
     was_on = gc.isenabled()
     gc.disable()

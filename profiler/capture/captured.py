@@ -1,7 +1,7 @@
-"""What the capture notes of a step: its ops, its values by the storages they lie in, and what autograd holds of them.
+"""The facts that the capture records: ops, values with their storages, and autograd's hold on values.
 
-A value has its own storage, and, where it is saved, a copy on which backward runs. The death of its own tells when
-forward lets go of it; the end of the last handle and of the last copy when autograd does.
+A value has its own storage. If it is saved it also has a copy, on which backward runs. The death of its own storage
+shows when forward releases it; the end of the last handle and of the last copy shows when autograd does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def shapes_of(outputs: Any) -> Shapes:
 
 
 class CapturedOp:
-    """One op under way to becoming a ``formats.profile.Op``."""
+    """An op that will become a ``formats.profile.Op``."""
 
     __slots__ = (
         "blocks",
@@ -57,18 +57,18 @@ class CapturedOp:
         self.workspace_bytes = 0
         self.blocks: tuple[OpBlock, ...] = ()
         self.carried: list[tuple[int, CapturedOp]] = []
-        """Of a part of a compiled backward: bytes of what it makes, and the later part that lets go of it."""
+        """For a part of a compiled backward: bytes of each block that it makes, and the later part that releases it."""
         self.shapes: Shapes = ()
-        """Of what it returns."""
+        """Shapes of its results."""
         self.inputs: list[int] = []
         self.outputs: list[int] = []
         self.writes: list[int] = []
         self.random = False
         self.opaque = False
         self.uninitialised = False
-        """Bears storages that nobody has written yet."""
+        """Whether its output storages have not been written yet."""
         self.partly_unwritten: list[int] = []
-        """Those of its outputs that it does not write whole."""
+        """Those of its outputs that it does not write completely."""
         self.overwrites: int | None = None
         """The value whose every byte it writes without reading one."""
 
@@ -99,18 +99,18 @@ class CapturedValue:
         self.died: int | None = None
         """Tick of forward death."""
         self.let_go: int | None = None
-        """Tick at which the last handle died; None while one lives, or when there was none."""
+        """Tick at which the last handle died; None while one lives, or if there was none."""
         self.packed_version: int | None = None
         self.pinned_because = ""
 
 
 class Lifetimes:
-    """State: all values so far, and which storages and handles of theirs are alive.
+    """State: all values so far, and which of their storages and handles are alive.
 
     Parameters
     ----------
-    last_tick: tells the last tick so far.
-    gone: told each value that nothing holds any more.
+    last_tick: returns the last tick so far.
+    gone: called with each value that nothing holds any more.
     """
 
     def __init__(self, last_tick: Callable[[], int], gone: Callable[[CapturedValue], None]) -> None:
@@ -121,7 +121,7 @@ class Lifetimes:
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._copy_deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._stand_ins: dict[int, tuple[weakref.ref[torch.UntypedStorage], torch.UntypedStorage]] = {}
-        """Each with the storage that it stands for, which lives as long."""
+        """Each stand-in, with the storage that it stands for and that lives as long."""
         self._live_copies: Counter[int] = Counter()
         """Storages of copies, by value."""
         self._live_handles: dict[int, int] = {}
@@ -131,7 +131,7 @@ class Lifetimes:
         return self._by_key.get(storage_key(tensor), -1)
 
     def is_known(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a value lies there."""
+        """Whether a value lies in that storage."""
         return storage_identity(storage) in self._by_key
 
     def add(self, tensor: torch.Tensor, layer: str, born: int) -> int:
@@ -144,33 +144,33 @@ class Lifetimes:
         return number
 
     def storage_of(self, number: int) -> torch.UntypedStorage | None:
-        """The value's own, while it lives."""
+        """The value's own storage, while it lives."""
         reference = self._deaths.get(number)
         return None if reference is None else reference()
 
     def stands_in(self, storage: torch.UntypedStorage, own: torch.UntypedStorage) -> None:
-        """The value that lies in its ``own`` storage goes on in another one."""
+        """The value in its ``own`` storage continues in another one."""
         key = storage_identity(storage)
         self._by_key[key] = self._by_key[storage_identity(own)]
         self._stand_ins[key] = weakref.ref(storage, lambda _: self._stand_in_died(key)), own
 
     def held(self) -> set[int]:
-        """Values born in the step that something still holds: themselves, or autograd a handle."""
+        """Values made in the step that are still held: by other code, or by a handle of autograd."""
         saved = {number for number, handles in self._live_handles.items() if handles}
         return {number for number in self._deaths.keys() | saved if self.values[number].born >= 0}
 
     def holds(self, number: int) -> None:
-        """One holder more of the copy of a saved value: a handle, or what the handles share."""
+        """Adds a holder of the copy of a saved value: a handle, or an object that the handles share."""
         self._live_handles[number] = self._live_handles.get(number, 0) + 1
         self.values[number].let_go = None
 
     def let_go(self, number: int) -> None:
-        """One holder less."""
+        """Removes a holder."""
         self._live_handles[number] -= 1
         self._perhaps_let_go(number)
 
     def is_copied_to(self, storage: torch.UntypedStorage, number: int) -> None:
-        """The storage holds what was saved of a value: ops that read it read the value."""
+        """The storage holds the copy of a saved value: ops that read it read the value."""
         key = storage_identity(storage)
         if key not in self._copy_deaths:
             self._by_key[key] = number
@@ -196,7 +196,7 @@ class Lifetimes:
         self._perhaps_let_go(number)
 
     def _perhaps_let_go(self, number: int) -> None:
-        """Backward may hold what it has unpacked longer than the handle, as compiled backwards do."""
+        """Backward may hold an unpacked tensor longer than the handle, as compiled backwards do."""
         if not self._live_handles[number] and not self._live_copies[number]:
             self.values[number].let_go = self._last_tick()
             self._perhaps_gone(number)

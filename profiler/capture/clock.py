@@ -1,7 +1,7 @@
-"""How seconds are measured: one way for each kind of device.
+"""How seconds are measured, for each kind of device.
 
-On the CPU an op has ended when its call returns. On CUDA the call only queues it: events before and after it tell its
-time on the device, read once for the whole step, so that no op is followed by a wait.
+On the CPU an op has ended when its call returns. On CUDA the call only queues it. There, events before and after the op
+measure its time on the device. They are read once for the whole step, so that no op is followed by a wait.
 """
 
 from __future__ import annotations
@@ -19,29 +19,31 @@ _HEAD_START_CYCLES = 2_000_000
 
 
 class Clock:
-    """Seconds between two marks, told after :meth:`synchronize`: of the calling thread, on which ops of the CPU run."""
+    """Seconds between two marks, known after :meth:`synchronize`: those of the calling thread, on which ops of the CPU
+    run.
+    """
 
     def begin(self) -> Any:
         """A mark before an op."""
         return time.perf_counter()
 
     def end(self) -> Any:
-        """A mark behind it."""
+        """A mark after an op."""
         return time.perf_counter()
 
     def synchronize(self) -> None:
-        """Holds the calling thread until all marks have been passed."""
+        """Blocks the calling thread until all marks have been passed."""
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Between two marks that have been passed."""
+        """Seconds between two marks that have been passed."""
         return float(end - begin)
 
 
 class CudaClock(Clock):
     """Events on the calling thread's current stream.
 
-    A device that has nothing to do would reach the first event before the op is queued, and the time of queueing would
-    pass for the op's. So it is kept busy for a millisecond whenever it has caught up, and the ops queue up behind that.
+    An idle device would reach the first event before the op is queued, and the time of queueing would count as the
+    op's. So the device is kept busy for a millisecond whenever it has caught up, and the ops queue up behind that.
     """
 
     def __init__(self, where: torch.device) -> None:
@@ -70,7 +72,7 @@ class CudaClock(Clock):
 
 
 def current(where: torch.device) -> AbstractContextManager[object]:
-    """Has events and peaks be those of that device where no other is named."""
+    """Makes that device the one for events and peaks that name no other."""
     return torch.cuda.device(where) if where.type == "cuda" else nullcontext()
 
 
@@ -80,7 +82,7 @@ def clock_of(where: torch.device) -> Clock:
 
 
 def library_bytes(where: torch.device) -> int:
-    """Bytes that cuBLAS holds between ops, given back hereby; the next op takes them anew. 0 on the CPU."""
+    """Bytes that cuBLAS holds between ops. This call frees them; the next op takes them anew. 0 on the CPU."""
     if where.type != "cuda":
         return 0
     torch.cuda.synchronize(where)

@@ -1,7 +1,7 @@
-"""Calls of compiled callables in a capture, each one op, and each compiled backward another; of those with
-save points or arrivals, each part between two of them.
+"""Calls of compiled callables in a capture, each one op, and each compiled backward another op. With save points or
+deferred unpacks, each part between two of them is one op.
 
-No dispatch mode looks into them: what they take is measured at the allocator, or the step's log tells it.
+No dispatch mode looks inside: their memory is measured at the allocator, or read from the step's log.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .clock import Clock
 
 
 class Noting(Protocol):
-    """What compiled calls and nodes of a backward tell a capture, and ask of it."""
+    """What compiled calls and nodes of a backward report to a capture, and ask of it."""
 
     device_type: str
     model: torch.nn.Module
@@ -56,36 +56,38 @@ class Noting(Protocol):
 
 
 class Part(NamedTuple):
-    """A stretch of compiled code, up to a save point, an arrival or the end."""
+    """A stretch of compiled code, up to a save point, a deferred unpack or the end."""
 
     op: CapturedOp
     number: int
-    """Of the op."""
+    """Number of the op."""
     first_block: int
-    """What it takes has this number or a higher one."""
+    """Its blocks have this number or a higher one."""
 
 
 class CompiledCalls:
-    """State: what the compiled code that runs has saved, and what the compiled backward that runs has freed."""
+    """State: the values that the running compiled code has saved, and the bytes that the running compiled backward has
+    freed.
+    """
 
     def __init__(self, capture: Noting) -> None:
         self._capture, self._workspace = capture, capture.workspace
         self._meter = capture.workspace.compiled_meter()
         self._running: list[CapturedOp] = []
-        """A checkpoint has a compiled forward run again within a compiled backward."""
+        """More than one can run: a checkpoint runs a compiled forward again within a compiled backward."""
         self._backward = contextlib.ExitStack()
         self._parts: list[Part] = []
-        """Of the compiled backward that runs; empty outside one."""
+        """Parts of the running compiled backward; empty outside one."""
         self._forward = contextlib.ExitStack()
         self._forward_parts: list[Part] = []
-        """Of the compiled forward that runs; empty outside one, and within backward."""
+        """Parts of the running compiled forward; empty outside one, and within backward."""
         self._saves_now = False
         self._freed_bytes = 0
-        """Of the values of which the last hold has ended since a part of a compiled backward began."""
+        """Bytes of the values whose last hold has ended since a part of a compiled backward began."""
         self._saved: list[torch.UntypedStorage] | None = None
-        """Held until the compiled code that runs ends, as autograd would hold it; None outside one."""
+        """Held until the running compiled code ends, as autograd would hold it; None outside one."""
         self.unmeasured = 0
-        """Runs of compiled code of which nobody knows what they took."""
+        """Number of runs of compiled code whose memory is unknown."""
 
     @property
     def is_running(self) -> bool:
@@ -93,12 +95,12 @@ class CompiledCalls:
         return self._saved is not None
 
     def saves(self, storage: torch.UntypedStorage) -> None:
-        """Something is saved; at a save point forward lets go of it by itself."""
+        """A tensor is saved. At a save point the forward releases it itself."""
         if self._saved is not None and not self._saves_now:
             self._saved.append(storage)
 
     def bearer_of(self, storage: torch.UntypedStorage) -> Part | None:
-        """The part of the compiled forward that runs in which the storage was taken; None outside one."""
+        """The part of the running compiled forward that took the storage; None outside one."""
         return self._part_with(self._forward_parts, storage) if self._forward_parts else None
 
     def _part_with(self, parts: list[Part], storage: torch.UntypedStorage) -> Part:
@@ -106,18 +108,18 @@ class CompiledCalls:
         return parts[max(0, bisect_right(parts, block, key=lambda part: part.first_block) - 1)]
 
     def freed(self, size_bytes: int, rounded_bytes: int, born: int) -> None:
-        """The last hold of a value has ended that the ``born``-th op has borne."""
+        """The last hold has ended of a value that is an output of op number ``born``."""
         self._freed_bytes += rounded_bytes
         self._meter.freed(size_bytes)
         if self._running and not (self.is_running and born == len(self._capture.ops) - 1):
             self._workspace.freed(size_bytes)
 
     def set_aside(self) -> contextlib.AbstractContextManager[object]:
-        """A block of which nothing that is allocated is the compiled code's."""
+        """A block whose allocations do not belong to the compiled code."""
         return self._meter.set_aside()
 
     def around(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """What is to be called in the place of a compiled callable."""
+        """The callable that replaces a compiled callable."""
 
         def compiled(*args: Any, **kwargs: Any) -> Any:
             capture = self._capture
@@ -150,7 +152,7 @@ class CompiledCalls:
     def _run(
         self, op: CapturedOp, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[Any, int | None, list[Part]]:
-        """Its result, what it took, and its parts, of which ``op`` is the first."""
+        """Returns the result, the memory, and the parts of a call, of which ``op`` is the first."""
         self._saved = []
         parts = list[Part]()
         outer, self._forward_parts, self._forward = (self._forward_parts, self._forward), parts, contextlib.ExitStack()
@@ -174,7 +176,7 @@ class CompiledCalls:
 
     @contextlib.contextmanager
     def _save_point(self) -> Iterator[None]:
-        """A block in which a compiled forward saves a tensor: a part of it ends before, another begins."""
+        """A block in which a compiled forward saves a tensor. One part ends before it, and the next begins."""
         self._forward_part_ends(Taker.FORWARD_PART)
         self._saves_now = True
         try:
@@ -185,8 +187,8 @@ class CompiledCalls:
 
     @contextlib.contextmanager
     def point(self) -> Iterator[None]:
-        """A block in which a compiled forward saves a tensor, or a compiled backward is given one: a part of it ends
-        before, another begins.
+        """A block in which a compiled forward saves a tensor, or a compiled backward gets one. One part ends before it,
+        and the next begins.
         """
         if self.is_running:
             with self._save_point():
@@ -217,7 +219,7 @@ class CompiledCalls:
         self._backward.enter_context(self._capture.timed(op))
 
     def _part_ends(self, taker: Taker) -> tuple[CapturedOp, int | None]:
-        """Its op, and what it took."""
+        """Ends a part: records its op and its memory."""
         assert self._running, "a compiled backward ends that has not begun"
         op = self._running[-1]
         self._backward.close()

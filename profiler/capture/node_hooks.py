@@ -1,7 +1,7 @@
-"""Nodes of backward: each is told where it begins and ends, by hooks on it.
+"""Nodes of backward: hooks on each node report its begin and end.
 
-No mode looks on where gradients are used: under one torch computes some of them by other formulas (``prod(dim=)``,
-``linalg.lstsq``), and adds gradients up out of place.
+No mode observes a backward whose gradients are used. Under a mode torch computes some gradients by other formulas
+(``prod(dim=)``, ``linalg.lstsq``), and does not add gradients in place.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 class NodeListener:
-    """A base. State: whether nodes are told of, and which of them runs; what runs inside of that is part of it."""
+    """Base class. State: whether nodes are observed, and which of them runs; code inside a node is part of it."""
 
     def __init__(self) -> None:
         self._is_on = False
         self._node: Any = None
         self.failure: Exception | None = None
-        """What listening has raised. It ends the listening, never the backward, whose gradients are used."""
+        """The exception raised while listening. It ends the listening and never the backward, whose gradients are
+        used.
+        """
 
     def node_begins(self, node: Any, gradients: Gradients) -> None:
-        """It is about to run, with these."""
+        """A node is about to run, with these gradients."""
 
     def node_ends(self, node: Any, gradients: Gradients) -> None:
-        """It has run and gives these."""
+        """A node has run and returns these gradients."""
 
     def passes_on(self, node: Any, gradients: Gradients) -> None:
-        """The same, also of compiled nodes, whose begin and end others tell."""
+        """The same, also for compiled nodes, whose begin and end other code reports."""
 
     @property
     def is_inside(self) -> bool:
@@ -45,9 +47,9 @@ class NodeListener:
 
     @contextlib.contextmanager
     def told_of(self, outputs: Any) -> Iterator[None]:
-        """A block that runs backward from the outputs. Compiled nodes are told of by others.
+        """A block that runs a backward from the outputs with hooks on its nodes. Other code reports compiled nodes.
 
-        Nodes may outlive it, such as those that accumulate: no hook does.
+        Nodes such as those that accumulate may outlive the block; no hook does.
         """
         handles = []
         self._is_on = True
@@ -65,11 +67,11 @@ class NodeListener:
                 handle.remove()
 
     def leave(self) -> None:
-        """What nodes do from here on is not looked at."""
+        """Nodes are no longer observed."""
         self._is_on, self._node = False, None
 
     def tell(self, told: Callable[..., None], *args: Any) -> None:
-        """Calls it with these, and listens no more where it raises."""
+        """Calls the listener with these arguments. If it raises, listening ends."""
         try:
             told(*args)
         except Exception as error:
@@ -92,7 +94,7 @@ class NodeListener:
 
 
 def nodes_behind(outputs: Any) -> list[Any]:
-    """The nodes that a backward from these may run; an output is a tensor, or an edge of the graph."""
+    """The nodes that a backward from these outputs may run; an output is a tensor, or an edge of the graph."""
     pending = [_node_of(output) for output in outputs]
     seen: dict[Any, None] = {}
     while pending:
@@ -110,45 +112,45 @@ def _node_of(output: Any) -> Any:
 
 
 def name_of(node: Any) -> str:
-    """As a profile has it: ``autograd.AddmmBackward0``."""
+    """The node's name in a profile: ``autograd.AddmmBackward0``."""
     return f"autograd.{str(node.name()).rsplit('::', 1)[-1]}"
 
 
 Stretches = list[tuple[Any, Any]]
-"""Marks of a clock: what lies between the two of each pair."""
+"""Pairs of clock marks; each pair delimits a stretch of time."""
 
 
 class NodeClock:
-    """How long nodes take, each with what torch does up to the next, such as adding gradients up."""
+    """Times of nodes. A node's time includes torch's work up to the next node, such as adding gradients."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._began: Any = None
         self.stretches: Stretches = []
-        """Of the node that began last; it may get another one."""
+        """Stretches of the node that began last; it may get another one."""
 
     def begins(self) -> None:
-        """A node does."""
+        """A node begins."""
         self.stretches = []
         self.goes_on()
 
     def stops(self) -> None:
-        """What follows is not the node's."""
+        """The following code does not belong to the node."""
         if self._began is not None:
             self.stretches.append((self._began, self._clock.end()))
             self._began = None
 
     def goes_on(self) -> None:
-        """What follows is the node's, or torch's behind it."""
+        """The following code belongs to the node, or is torch's own after it."""
         self._began = self._clock.begin()
 
     def forget(self) -> None:
-        """What has begun was none: no node came behind it."""
+        """Discards the last begin, because no node followed it."""
         self._began = None
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """A block that is not the node's."""
+        """A block that does not belong to the node."""
         was_on = self._began is not None
         self.stops()
         try:

@@ -1,8 +1,8 @@
-"""NodeOps: the nodes of a backward as ops of a capture, one each.
+"""NodeOps: the nodes of a backward as ops of a capture, one op each.
 
-Torch writes the sum of several gradients for one place where the first of them lies, if nobody else holds that, and
-else to new memory. Where a capture has looked at a gradient's storage it holds it, and all sums are new ones. So what
-torch does without it is worked out.
+Torch writes the sum of several gradients for one place into the first of them if nothing else holds it, and otherwise
+into new memory. A capture that has looked at a gradient's storage holds it, so all sums are new. The sums that torch
+makes without a capture are therefore derived.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .compiled_calls import Noting
 from .node_hooks import Gradients, NodeClock, NodeListener, name_of
 
 Edge = tuple[Any, int]
-"""The node that is given a gradient, and in which place."""
+"""The node that gets a gradient, and the place in it."""
 
 
 class NodeOps(NodeListener):
-    """State: the op of the node that runs, and whether one has run in this backward."""
+    """State: the op of the running node, and whether a node has run in this backward."""
 
     def __init__(self, capture: Noting) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class NodeOps(NodeListener):
         self._sums = Sums(capture.lifetimes)
 
     def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
-        """What ``run()`` gives, a backward from the outputs."""
+        """The result of ``run()``, a backward from the outputs."""
         self._has_run = False
         with self.told_of(outputs):
             results = run()
@@ -54,7 +54,7 @@ class NodeOps(NodeListener):
         return results
 
     def leave(self) -> None:
-        """Also in the middle of a node, as where it raises: then it is no op."""
+        """Also called in the middle of a node, for example when it raises: then it is no op."""
         if self._op is not None:
             self._meter.end()
             self._workspace.compiled_ends(self._op, Taker.BACKWARD_COMPILED)
@@ -68,7 +68,9 @@ class NodeOps(NodeListener):
         self._ran_another = True
 
     def gradients_arrive(self, gradients: Gradients, node: Any = None) -> None:
-        """The node is about to use these. What is new is a sum of several, or of a hook between nodes."""
+        """The node is about to use these. New ones are sums of several gradients, or results of a hook between
+        nodes.
+        """
         self._clock.stops()
         for place, gradient in enumerate(gradients):
             pending = self._sums.pop((node, place), None)
@@ -124,14 +126,14 @@ class NodeOps(NodeListener):
         self._clock.goes_on()
 
     def _left_behind(self) -> list[torch.Tensor]:
-        """What a forward has made that ran again within the node, as checkpoints have it, or a backward within it."""
+        """Values left by a forward that ran again within the node, as with checkpoints, or by a backward within it."""
         there = census(self._capture.device_type, 1).values()
         made = [one for one in there if self._workspace.block_of(one) >= self._first_block]
         gradients = (parameter.grad for parameter in self._capture.model.parameters())
         return [*map(bytes_of, made), *(one for one in gradients if one is not None)]
 
     def reads(self, number: int) -> None:
-        """Backward unpacks what was saved of that value."""
+        """Backward unpacks a saved tensor of that value."""
         if self._op is not None and number not in self._op.inputs:
             self._op.inputs.append(number)
 
@@ -144,33 +146,33 @@ class NodeOps(NodeListener):
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        """A block that is none of the node's."""
+        """A block that does not belong to the node."""
         with self._clock.paused(), self._meter.set_aside():
             yield
 
 
 @dataclass
 class Pending:
-    """What waits for a node in one place."""
+    """The gradient that waits for a node in one place."""
 
     number: int
     """The value that came first; -1 for none."""
     is_dense: bool
     own: torch.UntypedStorage | None = None
-    """That of the first, which the sum is written to."""
+    """The value of the first gradient, into which the sum is written."""
     made_behind: int = -1
-    """The op behind which the sum was made; -1 where there is none, or it is no new value."""
+    """The op after which the sum was made; -1 if there is none, or if it is no new value."""
 
 
 class Sums(dict[Edge, Pending]):
-    """By where they go."""
+    """Pending sums by their place."""
 
     def __init__(self, lifetimes: Lifetimes) -> None:
         super().__init__()
         self._lifetimes = lifetimes
 
     def adds(self, edge: Edge, number: int, behind: int, *, is_dense: bool) -> None:
-        """That value goes there, behind that op."""
+        """That value goes to that place, after that op."""
         pending = self.get(edge)
         if edge[0] is None or pending is None:
             self[edge] = Pending(number, is_dense)

@@ -1,14 +1,15 @@
-"""What a step's log tells: the blocks that each op takes, its workspace, and what is taken between ops. Pure functions.
+"""Facts from a step's log: the blocks that each op takes, its workspace, and memory that is taken between ops. Pure
+functions.
 
-The events of an op are those of ``AllocationLog`` between the marks before and behind it. Blocks count as the device's
-allocator is asked to count them: those of less than ``LEAST_COUNTED_BYTES`` nothing, all others rounded up.
+The events of an op are those of ``AllocationLog`` between the marks before and after it. Blocks count in the device
+allocator's units: those of less than ``LEAST_COUNTED_BYTES`` count nothing, all others are rounded up.
 
-A backward that waits for arrivals is several ops, its parts, and so is a forward with save points. What one part makes
-and a later one lets go of is an output of the op that makes it, and of the op that lets go of it what dies of other
-ops' values in it is: there as it begins.
+A backward with deferred unpacks is several ops, its parts, and so is a forward with save points. A block that one part
+makes and a later one releases is an output of the op that makes it. Values of other ops that die in the releasing op
+exist when that op begins.
 
-Strays are taken between ops and are no value's, as a checkpoint's states of generators. Points of the runtime's clock
-are marked too, so it is known between which two ticks a stray was taken, and between which it was given back.
+Strays are taken between ops and are no values, such as the generator states of a checkpoint. Points of the runtime's
+clock are marked too. So it is known between which two ticks a stray was taken, and between which it was given back.
 """
 
 from __future__ import annotations
@@ -24,57 +25,58 @@ from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, LEAST_PLACED_BY
 from poochplan.runtime.allocator.library import BIRTH, DEATH, MARK, Table
 
 BEGINS, ENDS, POINT = 1, 0, 2
-"""Marks before and behind an op, and behind a point of the runtime's clock. Negative ones are bytes that are freed
-in compiled code where the log does not see it: of a value that was there before, which lies in a copy."""
+"""Marks before and after an op, and after a point of the runtime's clock. Negative marks are bytes freed in compiled
+code where the log does not see it: those of a value from before, which lies in a copy."""
 
 Event = tuple[int, int, int, int]
-"""Kind, block, bytes, value, as the log has them."""
+"""Kind, block, bytes and value, as in the log."""
 STEM = "step/between ops"
 
 
 class Taker(Enum):
-    """Who takes the blocks; it decides what is live at the op's tick of what dies while it runs."""
+    """Who takes the blocks. It decides which of the blocks that die while the op runs are live at its tick."""
 
     OP = "op"
     FORWARD_COMPILED = "forward of compiled code"
-    """What dies in it is live at its tick."""
+    """A block that dies in it is live at its tick."""
     FORWARD_PART = "part of a compiled forward, behind which others come"
     """The same."""
     BACKWARD_COMPILED = "backward of compiled code"
-    """What dies in it was let go of at a tick before, although it is there when the code begins. A node of a backward
-    that only hooks look at takes what it takes likewise."""
+    """A block that dies in it was released at an earlier tick, although it exists when the code begins. The same holds
+    for a node of a backward that only hooks observe."""
     PART = "part of a compiled backward, behind which others come"
     """The same."""
 
 
 _PART_OF = {Taker.FORWARD_PART: Taker.FORWARD_COMPILED, Taker.PART: Taker.BACKWARD_COMPILED}
-"""Of which the last part is told as."""
+"""For each, the taker that stands for its last part."""
 
 
 class Taken(NamedTuple):
-    """What one op takes."""
+    """The memory that one op takes."""
 
     blocks: tuple[OpBlock, ...]
-    """Small ones aside; empty where they are its outputs in their order."""
+    """Without small ones; empty if the blocks are its outputs in their order."""
     workspace_bytes: int
-    """Most bytes beyond those of its outputs and of what else is live at its tick."""
+    """Most bytes beyond those of its outputs and of other memory that is live at its tick."""
 
 
 def taken_in(events: Iterable[Event], outputs: Mapping[int, int], output_count: int, taker: Taker = Taker.OP) -> Taken:
-    """What an op with that many outputs takes; ``outputs`` says by block which of them lies in it."""
+    """The memory of an op with that many outputs; ``outputs`` says which output lies in which block."""
     own = list(_of_taker(events, taker))
     return Taken(_blocks(own, outputs, output_count, taker), _workspace_bytes(own, taker))
 
 
 def counted_bytes(size_bytes: int) -> int:
-    """What a block of that size counts."""
+    """Bytes that a block of that size counts."""
     return rounded_up(size_bytes) if size_bytes >= LEAST_COUNTED_BYTES else 0
 
 
 def events_by_op(events: Table) -> Iterator[list[Event]]:
     """The events between the two marks of each op, in the order of their ends.
 
-    Where a checkpoint has a compiled forward run again within a compiled backward, its events are its own alone.
+    If a checkpoint runs a compiled forward again within a compiled backward, the forward's events belong only to
+    itself.
     """
     running: list[list[Event]] = []
     for event in events.tolist():
@@ -88,7 +90,9 @@ def events_by_op(events: Table) -> Iterator[list[Event]]:
 
 
 def _of_taker(events: Iterable[Event], taker: Taker) -> Iterator[Event]:
-    """Of compiled code births, deaths of what is born in it, and marks of what else is freed; else births, deaths."""
+    """For compiled code births, deaths of blocks born in it, and marks of other freed memory; else births and
+    deaths.
+    """
     born: set[int] = set()
     for event in events:
         kind, block, _, value = event
@@ -117,7 +121,9 @@ def _workspace_bytes(events: Iterable[Event], taker: Taker) -> int:
 def _blocks(
     events: Iterable[Event], outputs: Mapping[int, int], output_count: int, taker: Taker
 ) -> tuple[OpBlock, ...]:
-    """In the order of the taking. Before them, of a compiled backward, what was there and is freed in it."""
+    """Blocks in the order of being taken. For a compiled backward, memory that existed and is freed in it comes
+    first.
+    """
     is_backward = taker in (Taker.BACKWARD_COMPILED, Taker.PART)
     freed = [-value for kind, _, _, value in events if kind == MARK] if is_backward else []
     blocks = [OpBlock(size_bytes, -1, -1) for size_bytes in freed if size_bytes >= LEAST_PLACED_BYTES]
@@ -143,27 +149,27 @@ def _ends(blocks: list[OpBlock], place: int) -> None:
 
 @dataclass
 class CarriedBlock:
-    """One block; ops are given by their number."""
+    """One block; ops are given by number."""
 
     block: int
     size_bytes: int
     made_in: int
     let_go_in: int | None = None
-    """None where no part lets go of it."""
+    """None if no part releases it."""
 
 
 @dataclass
 class Parts:
-    """The events of each op, and the blocks that parts carry to each other, in the order of their making."""
+    """The events of each op, and the blocks that parts pass to each other, in the order of their making."""
 
     events: list[list[Event]] = field(default_factory=list)
     carried: list[CarriedBlock] = field(default_factory=list)
 
 
 def carried_in(events_by_op: Iterable[list[Event]], takers: Sequence[Taker], outputs: Collection[int]) -> Parts:
-    """Of ops that take as ``takers`` say; ``outputs`` are the blocks in which outputs of ops lie.
+    """Parts of ops that take memory as ``takers`` says; ``outputs`` are the blocks with outputs of ops.
 
-    What a part lets go of that an earlier one has made is a mark in its events, as for values from before.
+    If a part releases a block that an earlier part has made, its events have a mark, as for values from before.
     """
     found = Parts()
     by_direction: dict[Taker, dict[int, CarriedBlock]] = {end: {} for end in _PART_OF.values()}
@@ -207,25 +213,25 @@ class Moment(NamedTuple):
     """Between two ticks, or inside an op."""
 
     ops: int
-    """That had run."""
+    """Number of ops that had run."""
     points: int
-    """That had been passed."""
+    """Number of points that had been passed."""
     inside: int = 0
-    """Of so many ops that were running, one in the other."""
+    """The number of ops that were running, one inside the other."""
 
 
 class Stray(NamedTuple):
     """One block."""
 
     size_bytes: int
-    """As asked for."""
+    """Bytes as requested."""
     born: Moment
     died: Moment | None
-    """None where it outlived the step."""
+    """None if it outlived the step."""
 
 
 def strays_in(events: Iterable[Event], known: Collection[int]) -> list[Stray]:
-    """What was born between ops and lies in none of the ``known`` blocks, in the order of deaths."""
+    """Blocks born between ops that are none of the ``known`` blocks, in the order of deaths."""
     alive: dict[int, tuple[int, Moment]] = {}
     found: list[Stray] = []
     now = Moment(0, 0)
@@ -253,7 +259,7 @@ def is_passing(stray: Stray) -> bool:
 
 
 def passing_bytes(strays: Iterable[Stray]) -> Counter[int]:
-    """Bytes of those that pass, by the op that comes next: the most at once are at most their sum."""
+    """Bytes of passing strays, by the op that comes next: at any moment at most their sum is taken."""
     found: Counter[int] = Counter()
     for stray in filter(is_passing, strays):
         found[stray.born.ops] += counted_bytes(stray.size_bytes)
@@ -261,9 +267,9 @@ def passing_bytes(strays: Iterable[Stray]) -> Counter[int]:
 
 
 def stray_values(strays: Iterable[Stray], op_ticks: Sequence[int], tick_count: int) -> tuple[Value, ...]:
-    """Those that do not pass as values that no op bears and nobody decides about.
+    """Strays that do not pass, as values that are no op's output and about which no decision is made.
 
-    Small ones of one lifetime are one value.
+    Small ones with the same lifetime are one value.
     """
     small: Counter[tuple[int, int, int]] = Counter()
     found: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
@@ -292,7 +298,7 @@ def stray_values(strays: Iterable[Stray], op_ticks: Sequence[int], tick_count: i
 
 
 def _tick(moment: Moment) -> int:
-    """The first one behind a moment between ticks."""
+    """The first tick after a moment between ticks."""
     return moment.ops + moment.points
 
 

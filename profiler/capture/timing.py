@@ -27,11 +27,11 @@ from .clock import Clock
 
 @dataclass(frozen=True)
 class DispatchedOp:
-    """What tells an op of one step from that of another."""
+    """The facts that identify an op of one step in another step."""
 
     name: str
     layer: str
-    """Empty in backward, where the capture's own hooks have a part in it."""
+    """Empty in backward, because hooks of the capture influence it there."""
     shapes: Shapes
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class OpTimer(ToggledMode):
         self._part_began: Any = None
         self._in_compiled_backward = False
         self._forward_path: str | None = None
-        """Of the compiled callable that runs; None outside one."""
+        """Path of the running compiled callable; None outside one."""
 
     def enter(self, phase: Phase) -> None:
         """The phase that begins."""
@@ -69,7 +69,7 @@ class OpTimer(ToggledMode):
         return outputs
 
     def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """What is to be called in the place of a compiled callable."""
+        """The callable that replaces a compiled callable."""
 
         def compiled(*args: Any, **kwargs: Any) -> Any:
             if self.nodes.is_inside:
@@ -89,12 +89,12 @@ class OpTimer(ToggledMode):
         return compiled
 
     def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
-        """What ``run()`` gives, a backward from the outputs that is looked at node by node."""
+        """The result of ``run()``, a backward from the outputs that is observed node by node."""
         with self.away(), self.nodes.told_of(outputs):
             return run()
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        """A block that is no node's."""
+        """A block that belongs to no node."""
         return self.nodes.clock.paused()
 
     def switch_off(self) -> None:
@@ -119,8 +119,8 @@ class OpTimer(ToggledMode):
 
     @contextlib.contextmanager
     def point(self) -> Iterator[None]:
-        """A block in which a compiled forward saves a tensor, or a compiled backward is given one: a part of it ends
-        before, another begins.
+        """A block in which a compiled forward saves a tensor, or a compiled backward gets one. One part ends before it,
+        and the next begins.
         """
         path = self._forward_path if self._forward_path is not None else "" if self._in_compiled_backward else None
         if path is None:
@@ -145,7 +145,7 @@ class OpTimer(ToggledMode):
 
 
 class NodeTimes(NodeListener):
-    """Tells name, shapes of gradients and time of each node."""
+    """Reports name, gradient shapes and time of each node."""
 
     def __init__(self, clock: Clock, told: Callable[[str, Shapes, Stretches], None]) -> None:
         super().__init__()
@@ -167,8 +167,8 @@ class NodeTimes(NodeListener):
 
 
 class OpRuns:
-    """What timed steps have said so far of the ops of the captured one. ``steps``: their seconds, the instruments
-    included.
+    """Times of the captured step's ops from the timed steps so far. ``steps``: seconds of these steps, with the
+    instruments.
     """
 
     def __init__(self, captured: list[CapturedOp]) -> None:
@@ -178,7 +178,7 @@ class OpRuns:
         self._differences: dict[str, str] = {}
 
     def add(self, timer: OpTimer, seconds: PhaseSeconds) -> None:
-        """One step, and what it took; it is used if it dispatched the same ops, also where their shapes differ."""
+        """Adds a step with its times. It is used if it dispatched the same ops, even if their shapes differ."""
         self.steps.append(seconds)
         what, difference = _first_difference(self._wanted, timer.ops)
         if what:
@@ -188,12 +188,12 @@ class OpRuns:
 
     @property
     def seconds(self) -> Floats | None:
-        """Of each op in each step that dispatched the same, (steps, ops); None when none did."""
+        """Seconds of each op in each step that dispatched the same ops, (steps, ops); None if none did."""
         return np.array(self._runs) if self._runs else None
 
     @property
     def notes(self) -> list[str]:
-        """Where and how steps differ, and what the durations are then; none when they do not."""
+        """Where and how steps differ, and what the durations then are; empty if they do not differ."""
         note = _note(self._differences, len(self._runs), len(self.steps))
         return [note] if note else []
 

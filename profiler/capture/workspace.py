@@ -1,4 +1,4 @@
-"""What an op takes and gives back inside, and which blocks it leaves behind, as the device's allocator tells."""
+"""The memory that an op takes and gives back inside, and the blocks that it leaves, from the device's allocator."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .op_blocks import BEGINS, ENDS, POINT, Stray, Taker, carried_in, events_by_
 
 
 class CompiledMeter(Protocol):
-    """Bytes that compiled code takes, what the capture copies meanwhile set aside."""
+    """Bytes that compiled code takes, without copies that the capture makes meanwhile."""
 
     def begin(self) -> None:
         """Before the code."""
 
     def end(self) -> int | None:
-        """Most bytes above what was live as it began; None where they are not known."""
+        """Most bytes above those live at its begin; None if unknown."""
 
     def freed(self, size_bytes: int) -> None:
         """A storage of that size dies."""
 
     def set_aside(self) -> contextlib.AbstractContextManager[object]:
-        """A block whose allocations are not the code's."""
+        """A block whose allocations do not belong to the code."""
 
 
 class CudaMeter:
@@ -68,60 +68,60 @@ class CudaMeter:
 
 
 class Workspace:
-    """By itself of a CPU without the compiled allocator, and of steps without memory: the meter of compiled code
-    alone tells what it knows.
+    """This class itself serves a CPU without the compiled allocator, and steps without memory: only compiled code is
+    measured, as far as its meter can.
     """
 
     memory = Memory.LIVE
-    """Whether it knows what ops take."""
+    """Whether it knows the memory inside ops."""
 
     def compiled_meter(self) -> CompiledMeter:
         """The meter of compiled code."""
         return CpuMeter()
 
     def running(self) -> contextlib.AbstractContextManager[None]:
-        """A block whose ops are asked about; behind it their blocks are known."""
+        """A block whose ops are measured; after it their blocks are known."""
         return contextlib.nullcontext()
 
     def begin(self) -> None:
         """Before an op."""
 
     def end(self, op: CapturedOp) -> None:
-        """Behind it, while its outputs live: notes its workspace."""
+        """After an op, while its outputs live: records its workspace."""
 
     def compiled_begins(self) -> None:
         """Before compiled code, or its backward."""
 
     def compiled_ends(self, op: CapturedOp, taker: Taker) -> None:
-        """Behind it."""
+        """After compiled code, or its backward."""
 
     def freed(self, size_bytes: int) -> None:
-        """The last hold of a value ends in compiled code that has not borne it."""
+        """The last hold of a value ends in compiled code that has not made it."""
 
     def passes_point(self) -> None:
         """A point of the runtime's clock has been passed."""
 
     def holds(self, op: CapturedOp, output: int, storage: torch.UntypedStorage) -> None:
-        """That output of the op lies there."""
+        """That output of the op lies in the block."""
 
     def knows(self, storage: torch.UntypedStorage) -> None:
-        """A value lies there."""
+        """A value lies in the block."""
 
     def next_block(self) -> int:
-        """The number of the block that is taken next; they count up."""
+        """Number of the next block; numbers ascend."""
         return 0
 
     def block_of(self, storage: torch.UntypedStorage) -> int:
-        """The number of the block in which it lies."""
+        """Number of the block in which the tensor lies."""
         return 0
 
     def strays(self) -> Sequence[Stray]:
-        """What was taken between ops and is no value's, as a checkpoint's states of generators."""
+        """Memory taken between ops that is no value, such as the generator states of a checkpoint."""
         return ()
 
 
 class CudaWorkspace(Workspace):
-    """The caching allocator's peak during the op, less what is allocated behind it."""
+    """The caching allocator's peak during the op, minus the memory allocated after it."""
 
     memory = Memory.ALLOCATED
 
@@ -140,23 +140,23 @@ class CudaWorkspace(Workspace):
 
 
 class LoggedMeter:
-    """Of compiled code the step's log tells what they take, once it has ended."""
+    """The memory of compiled code, from the step's log after the step has ended."""
 
     def begin(self) -> None:
-        """The log has a mark there."""
+        """Marks the log."""
 
     def end(self) -> int:
         return 0
 
     def freed(self, size_bytes: int) -> None:
-        """The log is told."""
+        """Reports it to the log."""
 
     def set_aside(self) -> contextlib.AbstractContextManager[object]:
         return aside()
 
 
 class LoggedWorkspace(Workspace):
-    """The compiled allocator's log of the step's blocks, with marks before and behind ops, and behind points."""
+    """The compiled allocator's log of the step's blocks, with marks before and after ops, and after points."""
 
     memory = Memory.ALLOCATED
 
@@ -165,7 +165,7 @@ class LoggedWorkspace(Workspace):
         self._log: AllocationLog | None = None
         self._ops: list[tuple[CapturedOp, Taker]] = []
         self._outputs: dict[int, int] = {}
-        """By block: which of its op's outputs lies in it."""
+        """By block: index of the op's output that lies in it."""
         self._known: set[int] = set()
         """Blocks in which values lie."""
         self._strays: Sequence[Stray] = ()
@@ -248,7 +248,9 @@ class LoggedWorkspace(Workspace):
 
 
 def _of_this_thread(events: Table, first: int) -> Table:
-    """Without deaths of what other threads of the scope have given birth to since ``first``: that is not logged."""
+    """Leaves out deaths of blocks that other threads of the scope have made since ``first``, because their births are
+    not logged.
+    """
     born = events["block"][events["kind"] == BIRTH]
     is_other = (events["kind"] == DEATH) & (events["block"] >= first) & ~np.isin(events["block"], born)
     found: Table = events[~is_other]
@@ -256,7 +258,7 @@ def _of_this_thread(events: Table, first: int) -> Table:
 
 
 def workspace_of(where: torch.device) -> Workspace:
-    """The meter of that device."""
+    """The meter for that device."""
     if where.type == "cuda":
         return CudaWorkspace(where)
     scope = step_scope()

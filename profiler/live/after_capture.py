@@ -1,5 +1,5 @@
-"""Segments behind the captured one: timed, with nothing in the way but the hooks, whose time is taken off, or op by op;
-and those in which replays are tried.
+"""Segments after the captured one. Some are timed as a whole, with only hooks on, whose time is subtracted, or op by
+op. In others, replays are tried.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Hook = Callable[[Any], Any]
 
 
 class HookSeconds:
-    """CPU seconds inside of hooks, each counted on the thread on which autograd calls it."""
+    """CPU seconds inside hooks, each counted on the thread on which autograd calls the hook."""
 
     def __init__(self) -> None:
         self.pack_s = self.unpack_s = 0.0
@@ -59,7 +59,7 @@ class HookSeconds:
 
 
 class Keeping(Follow):
-    """Follows instructions that keep all. ``differs``: where the segment was not the captured one."""
+    """Follows instructions that keep all values. ``differs``: how the segment differed from the captured one."""
 
     def __init__(self, instructions: Instructions) -> None:
         super().__init__(Course.of(instructions), SwapEach(at_once=True))
@@ -71,10 +71,10 @@ class Keeping(Follow):
 
 
 class PhaseTiming(Watch):
-    """``seconds`` of each phase, without those in hooks. What follows a backward counts up to the optimizer's step,
-    if there is one.
+    """``seconds`` of each phase, without those in hooks. Code after a backward counts up to the optimizer's step, if
+    there is one.
 
-    ``arena``: from what a step function has its memory; None for the ordinary allocator.
+    ``arena``: the arena of a step function; None for the ordinary allocator.
     """
 
     def __init__(self, scene: Scene, policy: StepPolicy | None, arena: RepeatedStep | None = None) -> None:
@@ -129,13 +129,13 @@ class PhaseTiming(Watch):
         self._since_s = now_s
 
     def _now_s(self) -> float:
-        """Now, with all that was queued behind us, on a clock that stands still in hooks."""
+        """The present time, once all queued work is done, on a clock that stops in hooks."""
         self.scene.clock.synchronize()
         return time.perf_counter() - self.hooks_s
 
 
 class OpTiming(PhaseTiming):
-    """``timer`` has the seconds of each op; those of the phases have the instruments in them."""
+    """``timer`` has the seconds of each op. The seconds of the phases include the instruments."""
 
     def __init__(self, scene: Scene, policy: StepPolicy | None, arena: RepeatedStep | None = None) -> None:
         super().__init__(scene, policy, arena)
@@ -169,8 +169,8 @@ class OpTiming(PhaseTiming):
 
 
 class Summing(Watch):
-    """``sums`` has one over each tensor that forward saves; 0 for values at the save points that are ``unwritten``, and
-    none at all where these are None.
+    """``sums`` has one sum for each tensor that forward saves. The sum is 0 for values at the save points that are
+    ``unwritten``; there are no sums if these are None.
     """
 
     def __init__(self, scene: Scene, policy: StepPolicy, unwritten: Container[int] | None) -> None:
@@ -187,7 +187,7 @@ class Summing(Watch):
 
 
 class Verifying(Summing):
-    """``verify`` has the verdicts; its copies are on the host where something is swapped."""
+    """``verify`` has the results; its copies are on the host if values are swapped."""
 
     def __init__(self, scene: Scene, instructions: Instructions, unwritten: Container[int] | None = None) -> None:
         swaps = any(value.decision is Decision.SWAP for value in instructions.values)
@@ -210,8 +210,8 @@ class Verifying(Summing):
 
 
 def _sum(tensor: torch.Tensor, kind: str) -> int:
-    """Over what lies in its storage, as numbers of four bytes; 0 where it has none, or is a part of a larger one, or
-    lies elsewhere than what is replayed.
+    """Sum of the tensor's storage, read as numbers of four bytes. 0 if it has no storage, is a part of a larger one, or
+    lies elsewhere than the replayed values.
     """
     if not has_storage(tensor, kind) or tensor.untyped_storage().nbytes() > 2 * tensor.nbytes:
         return 0

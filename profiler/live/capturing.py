@@ -1,4 +1,6 @@
-"""Capturing: the segment in which ops and values are noted. Everything swaps meanwhile, so that it cannot run out."""
+"""Capturing: the segment in which ops and values are recorded. Every value is swapped meanwhile, so that memory cannot
+run out.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,13 @@ from poochplan.torch_private.tensor_internals import pytree
 from .watch import Pack, Scene, Unpack, Watch
 
 NAMED = 100
-"""So many of the largest tensors that live beside the step are values of their own; the rest is one."""
+"""Each of this many largest tensors outside the step is a value; all others together are one value."""
 
 
 class Moving(SwapEach):
-    """Swaps all that the step has made; in a loop, what was there before stays where others hold it."""
+    """Swaps every value that the step has made. In a loop, values from before the step stay if other code holds
+    them.
+    """
 
     def __init__(self, capture: Capture, *, all_of_it: bool) -> None:
         super().__init__(at_once=True)
@@ -48,10 +52,12 @@ class Moving(SwapEach):
 
 
 class Capturing(Watch):
-    """``capture`` has what the segment did, ``kinds`` what its values are, ``beside_bytes`` what else was there."""
+    """``capture`` has the segment's ops and values, ``kinds`` the values' kinds, ``beside_bytes`` the bytes of other
+    memory.
+    """
 
     def __init__(self, scene: Scene, capture: Capture | None = None) -> None:
-        """``capture``: one of a step without memory, which has hooks of its own."""
+        """``capture``: for a step without memory, which has its own hooks."""
         self.capture = capture or Capture(scene.model, scene.where)
         super().__init__(scene, Moving(self.capture, all_of_it=scene.is_repeated) if capture is None else None)
         self.swaps_once = True
@@ -61,7 +67,7 @@ class Capturing(Watch):
         self.has_gradients = False
         self._number = self._bucket_bytes = 0
         self._model_notes: list[str] = []
-        """Of the model as the step has left it."""
+        """Notes on the model, as the step has left it."""
 
     @contextlib.contextmanager
     def instruments(self, segment: Segment) -> Iterator[None]:
@@ -82,7 +88,7 @@ class Capturing(Watch):
             self.capture.inputs = input_signature(args, kwargs)
 
     def _look_around(self, segment: Segment) -> None:
-        """What is there before the segment: what the model and optimizers hold, and what lives beside the step."""
+        """Records the memory before the segment: that of the model and the optimizers, and that outside the step."""
         model, kinds = self.scene.model, self.kinds
         self._bucket_bytes = bucket_bytes(model)
         kinds.note(model.parameters(), Kind.PARAMETER)
@@ -132,16 +138,18 @@ class Capturing(Watch):
         )
 
     def _unmet_bucket_bytes(self) -> int:
-        """Buckets of data-parallel training that no op of the step has met: Python knows no tensor on them."""
+        """Bytes of the buckets of data-parallel training that no op of the step has used: Python knows no tensor on
+        them.
+        """
         met = (one for number, one in enumerate(self.capture.values) if one.born < 0 and number not in self.kinds)
         return max(0, self._bucket_bytes - sum(rounded_up(one.size_bytes) for one in met))
 
     def untimed(self, mode: Literal["run", "fake"]) -> Profile:
-        """One for its values and lifetimes alone: the link is a preset, and no step was timed."""
+        """A profile with values and lifetimes alone: the link is a preset, and no step was timed."""
         return self.draft(mode, self.capture.durations(), [dict.fromkeys(Phase, 0.0)], [], link=preset_link("pcie4"))
 
     def grown_bytes(self) -> int:
-        """What lives beside the steps of a loop by now, or will one day, and did not when this one was captured."""
+        """Bytes outside the steps of a loop that exist now, or will, and did not when this step was captured."""
         if self.scene.is_repeated:
             return 0
         return max(self.foreseen_bytes, census_bytes(self.scene.where.type) - (self.base_bytes or 0))
@@ -193,19 +201,19 @@ SAVES_AFTER_USE = "it saves more after its backward has begun"
 
 
 class Kinds(dict[int, Kind]):
-    """Kind by value, for those that somebody has told; the first to tell counts."""
+    """The kinds of values; the first kind that is reported for a value counts."""
 
     def __init__(self, capture: Capture) -> None:
         super().__init__()
         self._capture = capture
 
     def note(self, tensors: Iterable[Any], kind: Kind) -> None:
-        """The tensors among these, and those that sparse and nested ones are made of, are of that kind."""
+        """Sets the kind of these tensors, and of the tensors that sparse and nested ones consist of."""
         for tensor in tensors:
             for part in parts_of(tensor) if isinstance(tensor, torch.Tensor) else ():
                 if has_storage(part, self._capture.device_type):
                     self.setdefault(self._capture.value_of(part), kind)
 
     def note_gradients(self, model: torch.nn.Module) -> None:
-        """Those that are there."""
+        """Sets the kind of the gradients that exist."""
         self.note((parameter.grad for parameter in model.parameters()), Kind.GRADIENT)

@@ -1,4 +1,4 @@
-"""Which segments are of one kind, and how far each kind's study is."""
+"""Which segments are of one kind, and the progress of each kind's study."""
 
 from __future__ import annotations
 
@@ -15,39 +15,41 @@ from .study import Hurry
 from .watch import NewWatch, Studied, Watch
 
 MOST_LOST = 20
-"""Segments in a row that told nothing, after which a kind is given up."""
+"""After this many segments in a row without a result, a kind is given up."""
 PATIENCE = 12
-"""Segments of other inputs in a row, after which a study makes do with the one segment that it has captured."""
+"""After this many segments of other inputs in a row, a study uses only the one segment that it has captured."""
 MOST_KINDS = 24
-"""So many are studied at once, of which none has a profile yet."""
+"""At most this many kinds without a profile are studied at once."""
 SLACK = 0.005
-"""Segments are alike where there is more beside one by no more than this share of what is beside the other."""
+"""Two segments are alike if the memory outside one exceeds that outside the other by at most this share."""
 
 
 class Key(NamedTuple):
-    """What tells one kind of segment from another."""
+    """The facts that distinguish kinds of segments."""
 
     after: int
-    """Which optimizer stepped last, of those that the loop has."""
+    """Which of the loop's optimizers stepped last."""
     place: int
-    """How many segments there were since then."""
+    """Number of segments since that step."""
     inputs: Signature
     gradients: bool
-    """Whether gradients are there from the segments before."""
+    """Whether gradients of earlier segments exist."""
     switches: str
-    """Autocast, precision and the like, as it begins: see :class:`~poochplan.tensors.signatures.Switches`."""
+    """Autocast, precision and similar settings when it begins: see :class:`~poochplan.tensors.signatures.Switches`."""
 
     def is_beside(self, other: Key) -> bool:
-        """Whether they differ in their inputs alone."""
+        """Whether the two differ only in their inputs."""
         return self._replace(inputs=other.inputs) == other
 
     def is_larger(self, other: Key) -> bool:
-        """Whether a plan for this kind serves the other."""
+        """Whether a plan for this kind also fits the other."""
         return self.is_beside(other) and is_larger(self.inputs, other.inputs)
 
 
 class Line:
-    """One kind of segment. States: *studied* (``next_watch``), then *profiled* (``profile``) or *refused*."""
+    """The study of one kind of segment. States: *studied* (``next_watch``), then *profiled* (``profile``) or
+    *refused*.
+    """
 
     def __init__(self, key: Key, study: Studied, most_bytes: int = 0) -> None:
         self.key = key
@@ -55,16 +57,19 @@ class Line:
         self.refused = ""
         """Why there will be no profile."""
         self.segments = 0
-        """So many have been watched."""
+        """Number of segments that have been watched."""
         self.growth = Growth()
-        """Of what lives beside its segments."""
+        """Growth of the memory outside its segments."""
         self.foreseen_bytes = 0
-        """How much more than the profile has will live beside them one day, as far as optimizers say."""
+        """Bytes beyond the profile that will exist outside its segments one day, as far as optimizers determine
+        them.
+        """
         self._lost = self._waited = 0
         self.shape: tuple[int, ...] | None = None
-        """See :func:`shape_of`, of the first one that told something."""
+        """The shape (see :func:`shape_of`) of its first segment with a result."""
         self.base_bytes = 0
-        """What was alive as that one began, and what was foreseen then: growth that is foreseen does not change it."""
+        """Bytes that were alive when that segment began, plus those foreseen then, so foreseen growth does not change
+        the sum."""
         self._most_bytes = most_bytes
         self._study = study
         self.next_watch: NewWatch | None = next(study)
@@ -90,11 +95,11 @@ class Line:
 
     @property
     def is_studied(self) -> bool:
-        """Whether its study goes on."""
+        """Whether its study continues."""
         return self.next_watch is not None
 
     def waits(self) -> bool:
-        """A segment of other inputs was there in place of one of these; whether the study ends with that."""
+        """A segment of other inputs came in place of one of this kind. Returns whether the study ends with that."""
         self._waited += 1
         if self._waited < PATIENCE or not self.segments or not self.is_studied:
             return False
@@ -111,8 +116,8 @@ class Line:
                 self.profile = with_bytes_beside(studied.value, self._most_bytes - self.base_bytes)
 
     def stands_beside(self, base_bytes: int) -> None:
-        """So much was alive or foreseen as another segment of the kind began: the profile is to hold where that is
-        more.
+        """That many bytes were alive or foreseen when another segment of the kind began. If they are more, the profile
+        must include them.
         """
         self._most_bytes = max(self._most_bytes, base_bytes)
 
@@ -123,34 +128,34 @@ class Line:
 
 
 class _Stood(NamedTuple):
-    """What is known of a segment: its shape, and what was alive or foreseen as it began."""
+    """Facts of a segment: its shape, and the bytes that were alive or foreseen when it began."""
 
     shape: tuple[int, ...]
     base_bytes: int
 
 
 class Lines(dict[Key, Line]):
-    """By kind. State: which kinds were found to be like which others, such as one micro-batch like the next, and a step
-    behind one that the optimizer left out; and which were found not to be.
+    """The studies by kind. State: which kinds were found to be alike, such as one micro-batch and the next, or a step
+    after one that the optimizer skipped; and which were found to differ.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._alike: dict[Key, Key] = {}
         self._apart: dict[Key, _Stood | None] = {}
-        """With what was seen of one segment; None where that tells nothing."""
+        """With the facts of one segment; None if it has no result."""
         self._most_bytes: dict[Key, int] = {}
 
     def kind_of(self, key: Key) -> Key:
-        """The kind that segments of this key are of."""
+        """The kind of segments with this key."""
         return self._alike.get(key, key)
 
     def may_be_known(self, key: Key) -> bool:
-        """Whether a segment of a new key may be of a known kind, as far as can be told before it has run."""
+        """Whether a segment with a new key may be of a known kind, judged before it has run."""
         return key not in self and key not in self._apart and any(self._seen(key))
 
     def compared(self, key: Key, segment: Segment, base_bytes: int) -> None:
-        """A segment of a new key is over: it is like those of a known kind, or it is not."""
+        """A segment with a new key is over: decides whether it is like those of a known kind."""
         shape = shape_of(segment)
         if segment.outcome is Outcome.USED:
             for other, seen in self._seen(key):
@@ -162,7 +167,7 @@ class Lines(dict[Key, Line]):
             self._apart[key] = _Stood(shape, base_bytes) if segment.outcome is Outcome.USED else None
 
     def _seen(self, key: Key) -> Iterator[tuple[Key, _Stood]]:
-        """Kinds that a segment of that key may be of; such as have no study yet among them."""
+        """Kinds that a segment with that key may belong to, including kinds that have no study yet."""
         for other, line in self.items():
             if line.shape is not None and _may_be(other, key):
                 yield other, _Stood(line.shape, line.base_bytes)
@@ -177,31 +182,31 @@ class Lines(dict[Key, Line]):
             self._most_bytes[key] = max(self._most_bytes.get(key, 0), base_bytes)
 
     def stood(self, key: Key) -> int:
-        """Most bytes that were alive or foreseen as a segment began of that kind, which has no line yet."""
+        """Most bytes that were alive or foreseen when a segment of that kind began; the kind has no line yet."""
         return self._most_bytes.get(key, 0)
 
     @property
     def alike(self) -> list[tuple[Key, Key]]:
-        """Keys with the kinds that they are like."""
+        """Keys, with the kinds that they are like."""
         return list(self._alike.items())
 
     def take(self, alike: list[tuple[Key, Key]]) -> None:
-        """Another process has found these alike."""
+        """Takes over kinds that another process has found to be alike."""
         self._alike.update(alike)
 
     def part(self, key: Key) -> None:
-        """Segments of that key are of a kind of their own from now on."""
+        """Segments with that key are a separate kind from now on."""
         if self._alike.pop(key, None) is not None:
             self._apart[key] = None
 
     @property
     def are_too_many(self) -> bool:
-        """Whether no more kinds are to be studied for now."""
+        """Whether no further kinds are to be studied for now."""
         return sum(line.next_watch is not None for line in self.values()) >= MOST_KINDS
 
 
 def shape_of(segment: Segment) -> tuple[int, ...]:
-    """How much a segment saves and uses, of earlier ones too."""
+    """The numbers of saves and uses of a segment, including uses of values from earlier segments."""
     return segment.saves, segment.packs, segment.uses, segment.saved_bytes, segment.earlier_uses
 
 
@@ -209,12 +214,12 @@ def _may_be(one: Key, other: Key) -> bool:
     return one[2:] == other[2:]  # they differ in their place alone
 
 
-UNUSED = "nothing of it is used by a backward"
+UNUSED = "no backward uses the saved tensors"
 _WHY_NOT = {
-    Outcome.RAISED: "its forward raised",
+    Outcome.RAISED: "the forward raised",
     Outcome.UNUSED: UNUSED,
-    Outcome.LEFT_OVER: "a later part of the loop uses what it saves",
+    Outcome.LEFT_OVER: "a later part of the loop uses the saved tensors",
 }
-"""A segment that ended so tells nothing of a whole one."""
+"""Outcomes of a segment that say nothing about a complete one."""
 _TRIES = {Outcome.LEFT_OVER: 3, Outcome.UNUSED: 3}
-"""So many such in a row are enough, where that is how the loop is."""
+"""This many such outcomes in a row suffice, if the loop always does this."""

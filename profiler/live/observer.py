@@ -1,4 +1,4 @@
-"""Observer: the segments of a loop studied where they happen, kind by kind, until each has a profile."""
+"""Observer: studies the segments of a running loop, kind by kind, until each kind has a profile."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from .watch import Scene, Watch
 
 TOO_MANY = "inputs come in too many shapes, none of them often: pad them to a few lengths"
 MOST_WARMUP = 8
-"""Segments without a step of an optimizer, after which studies begin all the same."""
+"""After this many segments without a step of an optimizer, studies begin anyway."""
 
 
 class Observer(PlanSource):
-    """A source of plans that makes none: segments whose study is over go on as they were studied. State: the kinds of
-    segments (``lines``), and the watch that is on.
+    """A source of plans that makes no plans: after the study, segments run as they did in it. State: the kinds of
+    segments (``lines``), and the active watch.
 
     Parameters
     ----------
     model: all of the models together.
-    optimizers: those that are known; others are met when they step.
+    optimizers: the known ones; others are found when they step.
     where: the models' device.
-    options: what each kind's study is asked for.
+    options: of each kind's study.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Observer(PlanSource):
         self._watch: Watch | None = None
         self._line: Line | None = None
         self._key: Key | None = None
-        """Of the open segment, before it is known what it is like."""
+        """The key of the open segment, before its kind is known."""
         self._compared: tuple[Key, int] | None = None
         self._segments = 0
         self._study_options = options
@@ -67,15 +67,17 @@ class Observer(PlanSource):
     # -- what becomes of segments that are not watched -------------------------------------------------------------
 
     def known(self, key: Key, segment: Segment) -> StepPolicy | Watch | None:
-        """What decides in a segment of that kind where no study is needed; a watch for one that is to be observed."""
+        """The policy of a segment of that kind if it needs no study; a watch if it is to be observed."""
         return None
 
     def unplanned(self) -> StepPolicy:
-        """The step policy of a segment that nothing is known of."""
+        """The step policy of a segment about which nothing is known."""
         return SwapEach(at_once=True)
 
     def policy(self, line: Line | None) -> StepPolicy:
-        """The step policy for a segment whose study is over, or that of larger inputs (None) is not."""
+        """The step policy for a segment whose study is over. None stands for a segment while larger inputs are still
+        being studied.
+        """
         fits = line is not None and line.profile is not None and line.profile.mode == "run"
         return KeepAll() if fits else SwapEach(at_once=True)
 
@@ -83,7 +85,7 @@ class Observer(PlanSource):
         """The study of a kind is over: it has a profile, or was refused."""
 
     def is_planning(self, line: Line) -> bool:
-        """Whether a plan for that kind is under way."""
+        """Whether a plan for that kind is being made."""
         return False
 
     # -- the chooser ------------------------------------------------------------------------------------------
@@ -127,7 +129,7 @@ class Observer(PlanSource):
             self._watch.begin(segment)
 
     def _line_of(self, key: Key) -> Line | None:
-        """The study of that kind, begun here if need be; None where that of larger inputs is under way."""
+        """The study of that kind, which begins here if necessary. None while that of larger inputs is running."""
         beside = [line for other, line in self.lines.items() if other != key and other.is_beside(key)]
         for line in beside:
             if line.waits():
@@ -197,7 +199,7 @@ class Observer(PlanSource):
             self._take_off(stepped=True)
 
     def _take_off(self, *, stepped: bool) -> Watch | None:
-        """The segment has ended: nothing that follows is its own."""
+        """The segment has ended: the following events do not belong to it."""
         watch = self._watch
         if watch is not None:
             watch.end(stepped=stepped)
@@ -231,7 +233,7 @@ class Observer(PlanSource):
 
 
 def _gives_up(policy: StepPolicy) -> bool:
-    """Whether anything may leave the device from the segment's begin on."""
+    """Whether values may leave the device from the segment's begin on."""
     if policy.instructions is not None:
         return any(value.decision is not Decision.KEEP for value in policy.instructions.values)
     return isinstance(policy, SwapEach) and not isinstance(policy, KeepWhileRoom)

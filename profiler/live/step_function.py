@@ -1,4 +1,4 @@
-"""StepFunction: a step that somebody has given, run by itself or under the watches of a study."""
+"""StepFunction: a user's step function, run alone or under the watches of a study."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ W = TypeVar("W", bound=Watch)
 
 
 class StepFunction:
-    """A context manager: the host tier is there from the first step in which something moves to its end. State: the
-    watch that is on.
+    """A context manager: the host tier exists from the first step in which a value moves to the end of the block.
+    State: the active watch.
 
     Parameters
     ----------
     step: runs forward and returns the loss; backward and the optimizer's step are called here.
-    accumulate: whether gradients of the step before live through forward.
-    beside: what lives beside the step and no op of it meets.
-    in_core: whether the step fits, so that what is moved may stay in the memory that it is in.
+    accumulate: whether gradients of the previous step live through forward.
+    beside: memory outside the step that no op of it uses.
+    in_core: whether the step fits, so that moved values may stay in the same memory.
     """
 
     alternatives = ()
@@ -62,7 +62,9 @@ class StepFunction:
         optimizers = [] if optimizer is None else [optimizer]
         self.scene = Scene(model, where, clock_of(where), spill_dir, optimizers, there_before=self._there_before)
         self.loss: torch.Tensor | None = None
-        """Of the last step: it lives on through the next forward, as it does in ``loss = step()`` of a user's loop."""
+        """The loss of the last step. It lives on through the next forward, as with ``loss = step()`` in a user's
+        loop.
+        """
         self._accumulates, self._beside, self._in_core = accumulate, beside, in_core
         self._checked = False
         self._watch: Watch | None = None
@@ -77,7 +79,7 @@ class StepFunction:
     # -- steps ------------------------------------------------------------------------------------------------
 
     def run(self, watch: W) -> W:
-        """The watch, behind one step that ran under it."""
+        """Runs one step under the watch, and returns the watch."""
         self._let_go_of_gradients()
         self._watch = watch
         with self._under(watch) as segment:
@@ -90,7 +92,7 @@ class StepFunction:
         return watch
 
     def one_step(self) -> None:
-        """Runs it, under nothing but what the caller has put around it."""
+        """Runs the step, under nothing except what the caller has installed."""
         self._let_go_of_gradients()
         first = inputs_explained(self.model) if not self._checked else contextlib.nullcontext()
         with forward_only(self.model), first:
@@ -120,20 +122,20 @@ class StepFunction:
                     return cast(Profile, profiled.value)
 
     def _let_go_of_gradients(self) -> None:
-        """Before a step, where they are not to live through forward."""
+        """Called before a step whose gradients must not live through forward."""
         if not self._accumulates:
             for parameter in self.model.parameters():
                 parameter.grad = None
 
     def _there_before(self) -> list[Any]:
-        """What a step finds beside model and optimizer: the loss of the one before, and what lives beside it."""
+        """The memory before a step, besides model and optimizer: the previous loss, and memory outside the step."""
         return [self.loss, *_gradients_held_by(self.loss, set(self.model.parameters())), *self._beside]
 
     # -- what they run under ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _under(self, watch: Watch) -> Iterator[Segment]:
-        """A block that is one step: of the engine's, where the watch has a policy."""
+        """A block that is one step of the engine, if the watch has a policy."""
         if watch.policy is None:
             with around_compiled(self.model, watch.around_call):
                 yield Segment(0, 0)
@@ -154,7 +156,7 @@ class StepFunction:
         return engine
 
     def choose(self, segment: Segment) -> StepPolicy | None:
-        """The watch's; see :class:`~poochplan.runtime.step_policies.step_policy.Chooser`."""
+        """The watch's policy; see :class:`~poochplan.runtime.step_policies.step_policy.Chooser`."""
         assert self._watch is not None, "steps of the engine's are run under watches"
         return self._watch.policy
 
@@ -172,8 +174,8 @@ def _unpack(watch: Watch, engine: Engine, handle: object) -> torch.Tensor:
 
 
 class OnTheDevice:
-    """A device for steps that fit: what is copied to the host tier stays in the device's memory, to the step's end or
-    as long as its value lives.
+    """A device for steps that fit: copies to the host tier stay in the device's memory until the step ends or the value
+    dies.
     """
 
     error = None
@@ -205,12 +207,14 @@ class OnTheDevice:
 
 
 def _gradients_held_by(loss: torch.Tensor | None, parameters: set[torch.Tensor]) -> list[torch.Tensor]:
-    """Gradients of what the step before made a leaf of (as wav2vec2 its input): the graph of its loss keeps them."""
+    """Gradients of tensors that the previous step made leaves (wav2vec2 does so with its input): the graph of its loss
+    keeps them.
+    """
     return [leaf.grad for leaf in _leaves_of(loss) if leaf not in parameters and leaf.grad is not None]
 
 
 def _leaves_of(loss: torch.Tensor | None) -> list[torch.Tensor]:
-    """The leaves that the loss's graph gives gradients to."""
+    """The leaves to which the loss's graph gives gradients."""
     pending = [loss.grad_fn if loss is not None else None]
     seen: set[torch.autograd.graph.Node] = set()
     found: list[torch.Tensor] = []

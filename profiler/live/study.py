@@ -1,7 +1,7 @@
-"""Study: what is done with the steps of one kind until there is a profile of them, in a running loop or of a step
-function. It is a generator that asks for one step after another: CAPTURE (1), TIME (whole, then op by op), VERIFY.
+"""Study: the steps of one kind from the first to a profile, in a running loop or of a step function. It is a generator
+that asks for one step after another: CAPTURE (1), TIME (whole, then op by op), VERIFY.
 
-The steps of a step function may be repeated. So they are timed without hooks and from an arena, and it is known of them
+Steps of a step function may be repeated. So they are timed without hooks and from an arena, and the study finds out
 whether recording changes bits.
 """
 
@@ -42,57 +42,59 @@ from .capturing import Capturing
 from .watch import NewWatch, Scene, Studied
 
 TIMED = 3
-"""Segments of a loop that are timed whole, and as many op by op."""
+"""Number of a loop's segments that are timed whole, and again op by op."""
 KEPT_STEPS = 2
-"""So many of a step function keep everything under the engine, which tells what its hooks take."""
+"""Number of steps of a step function that keep every value under the engine, to measure the time of its hooks."""
 LIVE = "profiled inside a running training loop"
 HURRIED = "its inputs did not come again: times are of one captured step, and no replay was tried, so none is planned"
 NO_ROOM = "the budget leaves no room to compare values with their replays: no replay was tried, so none is planned"
 
 
 KeepAll = Callable[[], Instructions | None]
-"""Gives the instructions of a step that is about to begin; None where it has to swap."""
+"""Returns the instructions of a step that is about to begin; None if it must swap."""
 
 
 class Hurry(Exception):  # noqa: N818 - a word to the study
-    """No more segments of this kind come: it is to make do with what it knows."""
+    """No further segments of this kind will come: the study must finish with the facts that it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions:
-    """What a study is asked for."""
+    """The options of a study."""
 
     link: Callable[[], Link]
     """Called once."""
     fits: Callable[[Profile], bool]
-    """Whether the step may run in-core, by a profile without times; otherwise every step swaps."""
+    """Whether the step may run in-core, judged by a profile without times; otherwise every step swaps."""
     room: Callable[[Profile], float] = lambda _: math.inf
-    """Most bytes that a step may take; where that leaves none to compare in, no replay is tried and none is planned."""
+    """Most bytes that a step may take. If that leaves no room for comparisons, no replay is tried and none is
+    planned.
+    """
     with_costs: Callable[[Profile, Sequence[HookSeconds]], Profile]
-    """Gives the profile with what the runtime takes; the steps kept every value."""
+    """Adds the runtime's costs to the profile; the given steps kept every value."""
     workload: str = ""
     timed: int = TIMED
     notes: Sequence[str] = (LIVE,)
     plain_s: float | None = None
-    """Seconds of a step by PyTorch alone, where that was timed before."""
+    """Seconds of a step by PyTorch alone, if that was timed before."""
     say: Callable[[str], None] = lambda _: None
     """Called with a line of text at each stage."""
 
 
 class Timed(NamedTuple):
-    """What the timed steps say."""
+    """The results of the timed steps."""
 
     steps: list[PhaseSeconds]
-    """Those that the ops' seconds are to add up to."""
+    """The steps to whose seconds the ops' seconds are to add up."""
     runs: Floats | None
-    """Seconds of each op, (steps, ops); None where no step was like the captured one."""
+    """Seconds of each op, (steps, ops); None if no step matched the captured one."""
     notes: list[str]
     unserved_s: float | None
-    """The shortest step of the ordinary allocator, where the others were served from an arena."""
+    """The shortest step with the ordinary allocator, if the others were served from an arena."""
 
 
 def study(scene: Scene, options: StudyOptions) -> Studied:
-    """Asks for watches, is sent each back when its step has told something, and gives the profile."""
+    """Asks for watches, receives each back when its step has a result, and returns the profile."""
     options.say("capturing one step")
     seen: Capturing = yield lambda: Capturing(scene)
     options.say("measuring the link")
@@ -121,7 +123,9 @@ def study(scene: Scene, options: StudyOptions) -> Studied:
 
 
 def _keep_all(seen: Capturing, in_core: Profile, fits: Callable[[Profile], bool]) -> KeepAll:
-    """What gives the instructions that keep all in a step that is about to begin; None where it has to swap."""
+    """A function that returns the instructions to keep all values in a step that is about to begin; None if it must
+    swap.
+    """
     keeps, twice = keeping(in_core), with_bytes_beside(in_core, in_core.in_core_peak_bytes)
 
     def keep_all() -> Instructions | None:
@@ -139,10 +143,11 @@ def _keep_all(seen: Capturing, in_core: Profile, fits: Callable[[Profile], bool]
 def _timed(
     scene: Scene, options: StudyOptions, capture: Capture, keep_all: KeepAll, in_hooks: list[HookSeconds]
 ) -> Generator[NewWatch, Any, Timed]:
-    """The segments of a loop, under hooks whose time is taken off; ``in_hooks`` gets that of those that keep all.
+    """Times the segments of a loop, under hooks whose time is subtracted; ``in_hooks`` gets the time of steps that keep
+    all values.
 
-    A step that may be repeated runs as planned steps do: on the CPU from one arena, where it can be laid out, for else
-    the pages of fresh memory would be in the seconds of ops.
+    A repeatable step runs as planned steps do: on the CPU from one arena, if it can be laid out. Otherwise the seconds
+    of ops would include fresh pages of memory.
     """
     arena: RepeatedStep | None = None
 
@@ -189,8 +194,8 @@ def _timed(
 
 
 def _kept(scene: Scene, profile: Profile, timed: list[PhaseSeconds], in_hooks: list[HookSeconds]) -> Studied:
-    """Steps that keep everything under the engine; ``in_hooks`` gets what they took there. The profile has a note, and
-    somebody is warned, where they contradict the ``timed`` ones.
+    """Steps that keep every value under the engine; ``in_hooks`` gets the time of their hooks. If they contradict the
+    ``timed`` ones, the profile gets a note and a warning is given.
     """
     seconds = []
     for _ in range(KEPT_STEPS):
@@ -210,8 +215,9 @@ def _kept(scene: Scene, profile: Profile, timed: list[PhaseSeconds], in_hooks: l
 def _verified(scene: Scene, profile: Profile, room_bytes: float) -> Studied:
     """The profile with ``unreplayable`` set on every value whose replay was tried and failed.
 
-    Replays are compared with what a recorded step has saved; of a step that may be repeated that is compared with what
-    one has saved that no mode saw. Where these differ nothing is recomputed, since recording alone would change bits.
+    Replays are compared with the tensors saved in a recorded step. For a repeatable step, these are also compared with
+    the tensors of a step without any mode. If they differ nothing is recomputed, because recording alone would change
+    bits.
     """
     replay_bytes = _replay_bytes(profile)
     is_tight = profile.mode == "swap-all" or profile.in_core_peak_bytes + replay_bytes > room_bytes
@@ -235,12 +241,12 @@ def _verified(scene: Scene, profile: Profile, room_bytes: float) -> Studied:
 
 
 def _replay_bytes(profile: Profile) -> int:
-    """About what a step takes more that compares values with their replays: two of the largest."""
+    """About how many bytes more a step takes that compares values with their replays: two of the largest."""
     return 2 * max((profile.rounded_bytes(profile.values[one].size_bytes) for one in saved_values(profile)), default=0)
 
 
 def _smallest_bytes(profile: Profile) -> int:
-    """What a step takes that swaps."""
+    """Bytes of a step that swaps."""
     from poochplan.planner.planning import smallest_budget  # here, for most steps have room
 
     return smallest_budget(profile)
@@ -255,11 +261,11 @@ def _unwritten(profile: Profile) -> frozenset[int]:
 def _sums(
     scene: Scene, profile: Profile, unwritten: frozenset[int]
 ) -> Generator[NewWatch, Any, tuple[list[int], list[int]]]:
-    """What two steps have saved that no mode sees; nothing of the second where the step does not repeat itself, since
-    that tells nothing of recording.
+    """Sums of the tensors saved in two steps without any mode. The second is left out if the step does not repeat
+    itself, since then it says nothing about recording.
 
-    What a kernel leaves unwritten holds whatever memory held. So these steps get memory of other bytes each, and what
-    differs between them is not compared.
+    Memory that a kernel leaves unwritten keeps its old contents. So the two steps get memory with different bytes, and
+    places that differ between them are not compared.
     """
     rest = Decision.SWAP if profile.mode == "swap-all" else Decision.KEEP  # memory is about what verification takes
     every = [Decision.KEEP if profile.values[one].pinned else rest for one in saved_values(profile)]

@@ -1,4 +1,4 @@
-"""Watch: one segment of the user's loop under observation, by a step policy and by instruments that see its ops."""
+"""Watch: observes one segment of the user's loop, by a step policy and by instruments that see its ops."""
 
 from __future__ import annotations
 
@@ -39,52 +39,52 @@ class Scene:
     clock: Clock
     spill_dir: str | Path | None
     optimizers: Sequence[torch.optim.Optimizer]
-    """Those that have stepped, or were named."""
+    """The optimizers that have stepped or were named."""
     there_before: Callable[[], Sequence[Any]] | None = None
-    """Of a step function, whose gradients nobody uses: what a step finds beside model and optimizers. None in a loop,
-    where that is all that lives, and where no mode may be on the stack in backward."""
+    """For a step function, whose gradients are discarded: the memory before a step besides model and optimizers. None
+    in a loop: there it is all live memory, and no mode may be on the stack in backward."""
 
     @property
     def is_repeated(self) -> bool:
-        """Whether a step may be run again as it was, and its gradients are nobody's."""
+        """Whether a step may be run again unchanged, because its gradients are discarded."""
         return self.there_before is not None
 
 
 class Watch:
-    """Of one segment. A base: it lets everything happen, and knows which phase the segment is in.
+    """Base class: observes one segment, changes nothing, and knows the segment's phase.
 
-    Phases are seen: backward is what runs through autograd's one entrance; what comes behind it, such as clipping, is
-    the optimizer's.
+    Phases are recognised: backward is the code that runs through autograd's one entrance; later code, such as clipping,
+    belongs to the optimizer.
     """
 
     def __init__(self, scene: Scene, policy: StepPolicy | None) -> None:
         self.scene = scene
         self.policy = policy
-        """None for a step of a step function in which autograd saves by itself."""
+        """None for a step of a step function in which autograd saves without hooks."""
         self.rebuild: Rebuild = rebuild_together
         self.why_not = ""
-        """Why the segment tells nothing; empty while it does."""
+        """Why the segment has no result; empty while it may have one."""
         self.is_final = False
-        """Whether that holds for every other segment of its kind."""
+        """Whether the same is true of every other segment of its kind."""
         self.swaps_once = False
-        """Whether values leave the device for what is seen by that, and not because memory is short."""
+        """Whether values leave the device for the sake of observation, and not because memory is short."""
         self.base_bytes: int | None = None
-        """What was alive as the segment began, where that was looked at."""
+        """Bytes that were alive when the segment began, if that was measured."""
         self.foreseen_bytes = 0
-        """How much more that will be one day, as far as optimizers say."""
+        """Bytes that will be added one day, as far as optimizers determine them."""
         self.phase = Phase.FORWARD
         self.hooks_s = 0.0
-        """Seconds on the wall that were spent aside, in hooks."""
+        """Wall-clock seconds spent in hooks."""
         self.seconds: PhaseSeconds = dict.fromkeys(Phase, 0.0)
-        """Of each phase, where they are timed."""
+        """Seconds of each phase, if they are timed."""
         self.nodes: NodeListener | None = None
-        """What listens to the nodes of backward."""
+        """The listener on the nodes of backward."""
         self._thread = threading.get_ident()
         self._is_in_backward = False
         self._stack = contextlib.ExitStack()
 
     def begin(self, segment: Segment) -> None:
-        """The segment begins: instruments are put on."""
+        """The segment begins: installs the instruments."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(intercept_autograd(self._backward))
             stack.enter_context(self.instruments(segment))
@@ -92,21 +92,21 @@ class Watch:
 
     @contextlib.contextmanager
     def instruments(self, segment: Segment) -> Iterator[None]:
-        """On for the length of the block."""
+        """The instruments are on for the length of the block."""
         yield
 
     def look_around(self) -> None:
-        """The segment is about to begin: what is alive is counted."""
+        """The segment is about to begin: counts live memory."""
         kind = self.scene.where.type
         self.base_bytes = census_bytes(kind)
         self.foreseen_bytes = foreseen_bytes(self.scene.optimizers, kind)
 
     def enter(self, phase: Phase) -> None:
-        """The phase that begins."""
+        """Enters the phase that begins."""
         self.phase = phase
 
     def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """What is to be called in the place of a compiled callable."""
+        """Returns the callable that replaces a compiled callable."""
         return call
 
     def pack(self, tensor: torch.Tensor, pack: Pack) -> Handle:
@@ -123,8 +123,8 @@ class Watch:
         return unpack(handle)
 
     def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
-        """What ``run()`` gives, the user's backward from these outputs. Its gradients are used: no mode of ours may be
-        on the stack meanwhile.
+        """The result of ``run()``, the user's backward from these outputs. Its gradients are used, so no mode of ours
+        may be on the stack meanwhile.
         """
         return run()
 
@@ -132,7 +132,7 @@ class Watch:
         """A backward begins within a backward."""
 
     def end(self, *, stepped: bool) -> None:
-        """The segment has ended, ``stepped`` with a step of the optimizer: instruments are taken off. Idempotent."""
+        """The segment has ended, ``stepped`` with a step of the optimizer: removes the instruments. Idempotent."""
         self._stack.close()
 
     def _backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,4 +164,4 @@ BACKWARD_RAISED = "its backward raised"
 
 NewWatch = Callable[[], Watch]
 Studied = Generator[NewWatch, Any, Profile]
-"""Asks for watches, is sent each back when its segment has told something, and gives the profile."""
+"""Asks for watches, receives each back when its segment has a result, and returns the profile."""

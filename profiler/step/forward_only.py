@@ -1,6 +1,7 @@
-"""What a step may not do in forward: run backward, take gradients, step the optimizer. Told as it happens.
+"""Actions that a step may not take in forward: run backward, take gradients, step the optimizer. They are reported when
+they happen.
 
-Every way of running autograd from Python passes one function of torch's, also for a graph that saves nothing and that
+Every way to run autograd from Python goes through one function of torch, even for a graph that saves nothing and that
 no hook sees.
 """
 
@@ -33,7 +34,7 @@ STEPS_OPTIMIZER = (
 
 @contextlib.contextmanager
 def forward_only(model: torch.nn.Module) -> Iterator[None]:
-    """Raises ``StepError`` where the block runs backward, takes gradients or steps an optimizer of the model."""
+    """Raises ``StepError`` if the block runs backward, takes gradients or steps an optimizer of the model."""
 
     def refusing(run: Callable[..., Any]) -> Callable[..., Any]:
         def refuse(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,14 +62,14 @@ def forward_only(model: torch.nn.Module) -> Iterator[None]:
 
 
 def is_the_compilers(outputs: Any) -> bool:
-    """Whether it is the compiler that runs this backward: it traces one while it compiles forward."""
+    """Whether the compiler runs this backward: it traces one while it compiles forward."""
     traced = all(isinstance(x, (FunctionalTensor, FakeTensor)) and not stands_for_memory(x) for x in outputs)
     return traced or is_tracing()
 
 
 @contextlib.contextmanager
 def inputs_explained(model: torch.nn.Module) -> Iterator[None]:
-    """One clear line for what fails in the block because an input of the model lies on another device than it.
+    """One clear line for a failure in the block because an input of the model is on another device than the model.
 
     An input elsewhere is no error in itself: the model may move it.
     """
@@ -115,7 +116,7 @@ def checked_loss(loss: Any, model: torch.nn.Module) -> torch.Tensor:
 
 
 def check_real(loss: torch.Tensor | None) -> None:
-    """Raises ``StepError`` where a step with data gave a loss without: what it once made is kept outside the model."""
+    """Raises ``StepError`` if a step with data returned a loss without data: it keeps a tensor outside the model."""
     if loss is not None and stands_for_memory(loss):
         raise StepError(
             "step(): expected a loss with data, found that it uses a tensor of a step without memory, which it kept "
@@ -124,9 +125,10 @@ def check_real(loss: torch.Tensor | None) -> None:
 
 
 def check_trains(model: torch.nn.Module, leaves: set[torch.Tensor]) -> None:
-    """Raises ``StepError`` where the step trains nothing of the model. After backward; ``leaves`` are the loss's.
+    """Raises ``StepError`` if the step trains nothing of the model. Called after backward; ``leaves`` are those of the
+    loss.
 
-    Gradients alone do not tell, since hooks may have used them up; nor do the leaves, which a checkpoint hides.
+    Gradients alone do not show this, because hooks may have used them up. Nor do the leaves, which a checkpoint hides.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if leaves.isdisjoint(parameters) and all(parameter.grad is None for parameter in parameters):

@@ -15,8 +15,8 @@ from poochplan.torch_private.tensor_internals import backward_node, in_backward,
 class LayerTracker:
     """State: the stack of running modules, and the layer of each autograd node by its sequence number.
 
-    ``ran_again`` has the outermost modules whose forward ran in backward, in order, as checkpoints have it. Autograd
-    shuts itself off there: where it is on, it is no module that only a backward calls.
+    ``ran_again`` has the outermost modules whose forward ran in backward, in order, as with checkpoints. Autograd is
+    off there. If it is on, the module is not one that only a backward calls.
     """
 
     def __init__(self) -> None:
@@ -27,8 +27,8 @@ class LayerTracker:
 
     @contextlib.contextmanager
     def on(self, model: torch.nn.Module) -> Iterator[LayerTracker]:
-        """Follows ``model`` for the length of a block. Modules inside compiled ones get no hooks, or they would compile
-        again.
+        """Follows ``model`` for the length of a block. Modules inside compiled ones get no hooks, because these would
+        compile them again.
         """
         compiled = compiled_modules(model)
         with contextlib.ExitStack() as stack:
@@ -54,8 +54,8 @@ class LayerTracker:
         return self._last_backward_layer
 
     def running_again(self, compiled: str | None = None) -> str:
-        """Path of the outermost module that runs within backward, which may be ``compiled``; where none does, of the
-        module that is differentiated.
+        """Path of the outermost module that runs within backward, which may be ``compiled``; if none does, that of the
+        module that is being differentiated.
         """
         if self._running:
             return self._running[0]

@@ -1,5 +1,5 @@
-"""Leaves the user's model, optimizer and generators as they were before the profile: all of it, or an error that says
-what is not.
+"""Leaves the user's model, optimizer and generators as they were before the profile. If that fails, an error says what
+differs.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from poochplan.torch_private.tensor_internals import (
 
 _NAMED_IN_MESSAGE = 3
 Action = tuple[str, Callable[[], object]]
-"""What it restores, for a message; and the call that does so, which may be made again."""
+"""The name of what it restores, for a message, and the call that does so; the call may be repeated."""
 NamedTensor = tuple[str, torch.Tensor]
 
 
 @contextlib.contextmanager
 def preserved(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Restores, after the block and on every path out of it: parameters, gradients, buffers, modules and their training
+    """Restores after the block, on every path out of it: parameters, gradients, buffers, modules and their training
     flags, optimizer state and groups, and generators (each state says what it does not cover). Tensors keep their
-    identity and storage. What they held is kept in host memory, so that the device holds what it holds in training; it
-    and a checksum before and after take about as long as reading it four times, some 2 s for 1 GB.
+    identity and storage. Their contents are kept in host memory, so that the device has what it has in training. That
+    and a checksum before and after take about as long as reading the contents four times, some 2 s for 1 GB.
 
     Raises
     ------
     UsageError
-        Before the block: something in the model or the optimizer could not be restored.
+        Before the block: a part of the model or the optimizer could not be restored.
     StepError
-        After it: something is not as it was. All that could be restored is.
+        After it: a part is not as it was. Everything that could be restored is.
     """
     check_restorable(model)
     with restored(*_states(model, optimizer)):
@@ -65,7 +65,7 @@ def _states(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> 
 
 
 def check_restorable(model: torch.nn.Module) -> None:
-    """Raises ``UsageError`` for a model with modules or parameters that nothing could put back as they were."""
+    """Raises ``UsageError`` for a model with modules or parameters that cannot be restored."""
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UsageError(
@@ -83,7 +83,7 @@ def check_restorable(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def restored(*states: State) -> Iterator[None]:
-    """Puts the states back after the block, on every path out of it; raises ``StepError`` where one is not back."""
+    """Restores the states after the block, on every path out of it; raises ``StepError`` if one is not restored."""
     try:
         yield
     finally:
@@ -91,7 +91,9 @@ def restored(*states: State) -> Iterator[None]:
 
 
 def restore(states: Sequence[State]) -> None:
-    """Attempts every action of every state, then asks each what is not as it was. An interrupt meanwhile waits."""
+    """Attempts every action of every state, then asks each state what is not as it was. An interrupt meanwhile is
+    delayed.
+    """
     failed: dict[str, str] = {}
     interrupt: KeyboardInterrupt | None = None
     with torch.no_grad():
@@ -116,7 +118,7 @@ def _checking(state: State, found: list[str]) -> Callable[[], object]:
 
 
 def _attempt(action: Action, failed: dict[str, str]) -> KeyboardInterrupt | None:
-    """Runs it to its end; notes under its name why it failed."""
+    """Runs the action to its end; records under its name why it failed."""
     name, run = action
     interrupt = None
     while True:
@@ -140,7 +142,9 @@ def _message(failed: dict[str, str]) -> str:
 
 
 class _Kept(NamedTuple):
-    """One tensor. ``whole`` is a copy of a sparse or nested one, ``alias`` what any other one was a view of."""
+    """One tensor. ``whole`` is a copy of a sparse or nested one; ``alias`` is the base of any other one that was a
+    view.
+    """
 
     tensor: torch.Tensor
     whole: torch.Tensor | None
@@ -149,10 +153,10 @@ class _Kept(NamedTuple):
 
 
 class TensorContents:
-    """What the tensors hold and how each lies in its storage. They are kept storage by storage, each once: tied tensors
-    share one, and elements of an expanded one overlap. Sparse and nested tensors are copied.
+    """The contents of the tensors, and their geometry on their storages. Each storage is kept once: tied tensors share
+    one, and elements of an expanded tensor overlap. Sparse and nested tensors are copied.
 
-    Raises ``UsageError`` naming the first tensor that has nothing which could be kept.
+    Raises ``UsageError`` naming the first tensor without contents that can be kept.
     """
 
     def __init__(self, tensors: Iterable[NamedTensor]) -> None:
@@ -223,7 +227,7 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _checksum(tensor: torch.Tensor, sums: dict[int, int]) -> tuple[Any, ...]:
-    """Of how it lies in its storages, and of their bytes; ``sums`` has those that were read already."""
+    """Checksum of the tensor's geometry and of its storages' bytes; ``sums`` has those that were read already."""
     found: list[Any] = [type(tensor), tensor.shape, tensor.dtype]
     if is_made_of_parts(tensor):  # which may be made anew each time, and lie elsewhere
         found += [(part.shape, part.dtype, _crc(part.clone().untyped_storage())) for part in parts_of(tensor)]
@@ -246,14 +250,14 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 class State(Protocol):
-    """Taken when it is made."""
+    """A state; it is read when the object is made."""
 
     def actions(self) -> Iterable[Action]:
-        """What puts it back; each is attempted, whatever the others do."""
+        """The actions that restore it; each is attempted, even if others fail."""
         ...
 
     def changed(self) -> list[str]:
-        """Names of what is not as it was."""
+        """Names of the parts that are not as they were."""
         ...
 
 
@@ -300,18 +304,18 @@ def _plain(state: Any) -> list[Any]:
 
 
 class OptimizerState:
-    """The optimizer's state and parameter groups: which containers there are, what each holds, and which tensors.
+    """The optimizer's state and parameter groups: their containers, the entries of each, and the tensors.
 
-    Containers and tensors keep their identity; what the tensors hold is for :class:`TensorContents`. Other
-    values are deep copies; ``UsageError`` where there can be none. Attributes of the optimizer beside ``state`` and
-    ``param_groups`` are not covered, nor is what goes with it: schedulers, gradient scalers.
+    Containers and tensors keep their identity; :class:`TensorContents` restores the tensors' contents. Other values are
+    deep copies; ``UsageError`` if they cannot be copied. Other attributes of the optimizer than ``state`` and
+    ``param_groups`` are not covered, nor are related objects: schedulers, gradient scalers.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str] | None = None) -> None:
         self._names = names or {}
         self._containers: dict[int, tuple[str, Any, Any]] = {}
         self.tensors: list[NamedTensor] = []
-        """All of them, parameters apart."""
+        """All of its tensors, without parameters."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._names.setdefault(parameter, f"parameter {len(self._names)} of the optimizer")
@@ -326,7 +330,7 @@ class OptimizerState:
 
     @property
     def parameters(self) -> list[NamedTensor]:
-        """Those named by the caller, and all others of the optimizer."""
+        """The parameters named by the caller, and all others of the optimizer."""
         return [(name, parameter) for parameter, name in self._names.items()]
 
     def actions(self) -> Iterator[Action]:
@@ -337,7 +341,7 @@ class OptimizerState:
         return [name for name, container, content in self._containers.values() if not _same(container, content)]
 
     def _keep(self, value: Any, path: str) -> Any:
-        """``value`` itself where it is to be back itself, a copy otherwise."""
+        """``value`` itself if its identity is to be restored, otherwise a copy."""
         if isinstance(value, torch.Tensor):
             if value not in self._names:
                 self.tensors.append((path, value))
@@ -368,7 +372,7 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def _same(container: Any, content: Any) -> bool:
-    """Whether both hold the very same things in the same order."""
+    """Whether both hold the same objects in the same order."""
     found, kept = (
         list(x) if isinstance(x, list) else [part for item in x.items() for part in item] for x in (container, content)
     )
@@ -386,7 +390,7 @@ class _Module(NamedTuple):
 
 
 class ModuleStates:
-    """Of each module its parameters, buffers and submodules, as objects under their names, its class (which a
+    """For each module its parameters, buffers and submodules, as objects under their names, its class (which a
     parametrization changes) and its training flag. Other attributes and hooks are not covered.
     """
 
@@ -429,7 +433,7 @@ def _is_back(kept: _Module) -> bool:
 
 
 class GradientStates:
-    """Which tensor is each parameter's gradient, and whether it takes one; what it holds is not covered."""
+    """Each parameter's gradient tensor, and whether it requires one; the gradients' contents are not covered."""
 
     def __init__(self, parameters: Iterable[NamedTensor]) -> None:
         self._kept = [(f"gradient of {name}", p, p.grad, p.requires_grad) for name, p in parameters]

@@ -1,1 +1,1 @@
-"""Steps under plans that nobody solved: swapping all, comparing replays, timing the runtime."""
+"""Steps under plans made without a search: swapping all values, comparing replays, timing the runtime."""

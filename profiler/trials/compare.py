@@ -1,10 +1,10 @@
-"""Verification: every value that could be recomputed is, once, and compared bitwise with what was saved.
+"""Verification: every value that could be recomputed is recomputed once, and compared bitwise with the saved value.
 
-What the dispatcher does not see (a kernel that writes through numpy, an operator that draws random numbers without
-saying so) shows only here. A value whose replay differs, or changes what was there before the step, or raises, or that
-the runtime cannot replay, is marked in the profile with the reason, and no plan recomputes it.
+Only this finds effects that the dispatcher does not see: a kernel that writes through numpy, or an operator that draws
+random numbers without declaring it. A value is marked in the profile with the reason, and no plan recomputes it, if its
+replay differs, changes memory from before the step, or raises, or if the runtime cannot replay it.
 
-Not all values can be replayed in one step where the step itself does not fit; they are then tried in parts.
+If the step itself does not fit, not all values can be replayed in one step; they are then tried in parts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .verify_replays import Verify
 
 MOST_ROUNDS = 5
 MOST_TRIES = 3
-"""Steps until one follows the profile."""
+"""Most steps until one follows the profile."""
 DIFFERS = "its replay gave other bits when it was tried"
 RECORDED = "its step saves other bits where a mode records it"
 UNVERIFIED = "its replay could not be verified: steps differ in what they save, or came once"
@@ -78,7 +78,7 @@ def verification(profile: Profile, *, is_tight: bool = False) -> Generator[Instr
 
 
 def _refusal_notes(unverified: Profile, verified: Profile) -> list[str]:
-    """A line for each reason why verification has marked values, but for that no step was like the captured one."""
+    """A line for each reason why verification has marked values, except that no step matched the captured one."""
     names: dict[str, list[str]] = {}
     for before, after in zip(unverified.values, verified.values, strict=True):
         if after.unreplayable not in (before.unreplayable, UNVERIFIED):
@@ -102,7 +102,7 @@ def _marked(profile: Profile, reasons: dict[int, str]) -> Profile:
 
 
 def without_replays(profile: Profile, reason: str = UNVERIFIED) -> Profile:
-    """The profile, as one of which nothing was verified, for that reason."""
+    """The profile with no value verified, for that reason."""
     return _marked(profile, dict.fromkeys(_recomputed(profile), reason))
 
 
@@ -113,10 +113,10 @@ def _recomputed(profile: Profile) -> set[int]:
 
 
 def _trials(profile: Profile, parts: int) -> list[Instructions]:
-    """Instructions that together recompute every value that may be, each when it is first used.
+    """Instructions that together recompute every value that may be recomputed, each when it is first used.
 
-    A lone trial keeps all others; of several, each swaps those of the other parts, so that memory stays about that of
-    swapping everything.
+    A single trial keeps all others. If there are several, each swaps the values of the other parts, so that memory
+    stays about that of swapping everything.
     """
     saves = saved_values(profile)
     part_of = parts_of(profile, parts) if parts > 1 else [0] * len(saves)
@@ -133,19 +133,19 @@ def _trials(profile: Profile, parts: int) -> list[Instructions]:
 
 
 def parts_of(profile: Profile, parts: int) -> list[int]:
-    """A part per saved value, in the order of first packs, such that replays hold little beyond their own values.
+    """A part for each saved value, in the order of first packs, such that replays hold little beyond their own values.
 
-    When one part's values are recomputed and all others swapped, a replay of a value brings back those it starts from:
-    from the host, or, of its own part, by replaying them and all that they start from. Chains (the residual stream of a
-    transformer) would have one replay bring back the whole step. So each value, in the order of saving, goes to the
-    part in which its replay holds the fewest bytes. With two parts that is at most 9% over the largest replay alone on
-    the workloads of ``configs/``, where taking every other value makes it up to seven times as much.
+    When one part's values are recomputed and all others swapped, a replay of a value brings back the values from which
+    it starts: from the host, or, in its own part, by replaying them and all that they start from. With chains (the
+    residual stream of a transformer) one replay could bring back the whole step. So each value, in the order of saving,
+    goes to the part in which its replay holds the fewest bytes. With two parts that is at most 9% over the largest
+    replay alone on the workloads of ``configs/``; taking every other value makes it up to seven times as much.
     """
     replays = build_problem(profile).replay
     sizes = [replays.value_bytes[value] for value in replays.value_of]
     part_of: list[int] = []
     held: list[set[int]] = []
-    """Per value: what its replay holds, itself among it."""
+    """Per value: the values that its replay holds, itself included."""
     for value, replay in enumerate(replays.replays):
         sources = [source for source in (replay.inputs if replay else ()) if source < value]
         holds = [
@@ -160,8 +160,8 @@ def parts_of(profile: Profile, parts: int) -> list[int]:
 
 
 def instructions_for(profile: Profile, decisions: list[Decision]) -> Instructions:
-    """Those that decide so on each saved value, in the order of first packs: what is swapped leaves when it is saved,
-    and all comes back when it is first used. Recording is on throughout.
+    """Instructions with these decisions about the saved values, in the order of first packs: swapped values leave when
+    they are saved, and all come back when they are first used. Recording is always on.
     """
     saves = saved_values(profile)
     position = {value: index for index, value in enumerate(saves)}
@@ -194,8 +194,8 @@ def under(
     unpack: Callable[[Any], Any],
     around_call: AroundCall = lambda _, call: call,
 ) -> Iterator[None]:
-    """The block is one step of the engine's; ``pack`` and ``unpack`` are its own, or call them. ``around_call`` gives
-    what is called in the place of a compiled callable.
+    """The block is one step of the engine. ``pack`` and ``unpack`` are the engine's, or call them. ``around_call``
+    returns the callable that replaces a compiled callable.
     """
 
     def quietly(path: str, call: Callable[..., Any]) -> Callable[..., Any]:

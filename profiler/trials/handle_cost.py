@@ -1,6 +1,6 @@
-"""What the launching thread takes for ops and for the runtime, in CPU time: on a small network, step against step; the
-runtime's hooks on the profiled model itself where that fits, since among a real step's ops they find less in the
-processor's cache.
+"""The launching thread's CPU time for ops and for the runtime, on a small network, step against step. The hooks are
+also timed on the profiled model itself if it fits, because among a real step's ops the processor's cache has less of
+their data.
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ from poochplan.tensors.modes import uncompiled_hooks
 from .compare import instructions_for, under
 
 COLUMNS, LAYERS_OF_ONE_ROW, LAYERS, ROWS = 1024, 100, 20, 64
-"""Swapping is timed on a few values of 256 KiB, large enough that their pages go back to the system, as those of saved
-values do; all else on many values of one row, which cost next to nothing themselves."""
+"""Swapping is timed on a few values of 256 KiB. They are large enough that their pages return to the system, as those
+of saved values do. Everything else is timed on many values of one row, which cost almost nothing themselves."""
 OPS_OF_A_LAYER = 2
 _PAIRS = 4
-"""Steps without the engine are short, and of each kind the shortest counts."""
+"""Steps without the engine are short; the shortest of each kind counts."""
 LEAST_ROUNDS, MOST_ROUNDS = 7, 21
 """With 7 samples, all above 0, the 95% interval of the median is above 0."""
 SIGNIFICANCE = 0.05
 
 
 def step_clock(device_type: str) -> Callable[[], float]:
-    """CPU seconds of what launches a step: of the calling thread; on CUDA backward has a thread of its own."""
+    """CPU seconds of the code that launches a step: those of the calling thread; on CUDA, where backward has its own
+    thread, those of the process.
+    """
     return time.thread_time if device_type == "cpu" else time.process_time
 
 
@@ -57,9 +59,10 @@ def is_above_zero(samples: Sequence[float]) -> bool:
 
 
 def costs_of(a_round: Callable[[], Mapping[str, float]]) -> tuple[dict[str, float], tuple[str, ...]]:
-    """The median of each cost over as many rounds as it takes, and the names of those that stay untold and count as 0.
+    """The median of each cost over as many rounds as necessary, and the names of those that are still not distinguished
+    from 0 and count as 0.
 
-    The first round is thrown away.
+    The first round is discarded.
     """
     a_round()
     rounds: list[Mapping[str, float]] = []
@@ -87,22 +90,22 @@ class Chain(nn.Module):
 
 
 class Measured(NamedTuple):
-    """What the launching thread takes, measured on the small network."""
+    """The launching thread's times, measured on the small network."""
 
     cost: RuntimeCost
     call_s: float
-    """Of ``cost.handle_s``: for calling two hooks, however little they do."""
+    """The part of ``cost.handle_s`` for calling two hooks, however little they do."""
 
 
 @functools.cache
 def measured_on(where: torch.device, threads: int) -> Measured | None:
-    """What is measured once on this machine, for a device and a number of threads; None where there is no disk or no
-    memory to swap to.
+    """The times measured once on this machine, for a device and a number of threads; None if there is no disk or memory
+    to swap to.
     """
     measured = None
     with contextlib.suppress(SpillError, torch.OutOfMemoryError), restored(GeneratorStates()), current(where):
         measured = measure_runtime(where)
-    gc.collect()  # engines and networks are in cycles, and would be there beside the loop's steps
+    gc.collect()  # the networks lie in reference cycles with their engines, and would count as memory beside the loop
     return measured
 
 
@@ -166,7 +169,7 @@ def measure_runtime(where: torch.device) -> Measured:
 
 
 def measured_from(found: dict[str, float], untold: tuple[str, ...], device_type: str) -> Measured:
-    """The costs as a profile says them; ``untold`` names those that could not be told from 0."""
+    """The costs as a profile has them; ``untold`` names those that could not be distinguished from 0."""
     call_s = found["call_s"]
     cost = RuntimeCost(
         handle_s=found["handle_s"],
@@ -182,18 +185,18 @@ def measured_from(found: dict[str, float], untold: tuple[str, ...], device_type:
 
 
 class _Seconds(HookSeconds):
-    """Of one step: in its hooks, and in all."""
+    """Seconds of one step: in its hooks, and in total."""
 
     whole_s = forward_s = 0.0
 
     @property
     def outside_s(self) -> float:
-        """Of forward, outside of the pack hooks."""
+        """Seconds of forward outside the pack hooks."""
         return self.forward_s - self.pack_s
 
 
 class _Network:
-    """A chain, its step, and what there is to count of it."""
+    """A chain, its step, and the counts of its ops and values."""
 
     def __init__(self, layers: int, rows: int, where: torch.device) -> None:
         self.where, self.model = where, Chain(layers).to(where)
@@ -214,7 +217,7 @@ class _Network:
         return self.model(self._batch).sum()
 
     def run(self, seconds: _Seconds) -> None:
-        """One step, timed; what the device was given before is over, and what it is given now is not waited for."""
+        """One timed step. The device's earlier work has ended, and its new work is not waited for."""
         if self.where.type == "cuda":
             torch.cuda.synchronize(self.where)
         start_s, forward_start_s = self._clock(), time.thread_time()
@@ -224,7 +227,7 @@ class _Network:
         seconds.whole_s = self._clock() - start_s
 
     def step(self, pack: Hook | None, unpack: Hook | None) -> _Seconds:
-        """One without the engine, under other hooks or none."""
+        """A step without the engine, under other hooks or none."""
         seconds = _Seconds()
         with contextlib.ExitStack() as stack:
             if pack is not None and unpack is not None:

@@ -1,8 +1,8 @@
-"""HostStore: storages in a host tier of its own, copies to compare replays with.
+"""HostStore: storages in a separate host tier, as copies for comparison with replays.
 
 An operator may write a parameter, a buffer or an input without declaring it (running statistics, a counter), and would
-do so once more with each replay; nothing that autograd or the dispatcher knows tells of it. So while replays are
-verified the bytes themselves are kept, compared and, where they differ, put back.
+do so again with each replay; neither autograd nor the dispatcher shows it. So while replays are verified the bytes
+themselves are kept, compared and, if they differ, restored.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from poochplan.tensors.storages import Geometry
 
 
 class HostStore:
-    """Contents of storages in a host tier of its own, one behind the other."""
+    """Contents of storages in a separate host tier, one behind another."""
 
     def __init__(self, where: torch.device, spill_dir: str | Path | None) -> None:
         self.device: Device = open_device(where, spill_dir)
         self._end_bytes = 0
 
     def put(self, storage: torch.UntypedStorage) -> int:
-        """Copies the storage there and waits; its offset. Raises ``SpillError`` when it cannot be written."""
+        """Copies the storage there, waits, and returns its offset. Raises ``SpillError`` if it cannot be written."""
         offset = self._end_bytes
         self._end_bytes += host_aligned(storage.nbytes())
         copy = copy_out(self.device, storage, offset)
@@ -39,7 +39,7 @@ class HostStore:
         return offset
 
     def get(self, offset: int, size_bytes: int) -> torch.UntypedStorage:
-        """A new storage of ``size_bytes`` with what was put at ``offset``; raises ``SpillError``."""
+        """A new storage of ``size_bytes`` with the contents stored at ``offset``; raises ``SpillError``."""
         storage = self.device.allocate(size_bytes)
         copy = copy_in(self.device, storage, offset)
         copy.wait()
@@ -47,7 +47,7 @@ class HostStore:
         return storage
 
     def close(self) -> None:
-        """Gives the host tier back."""
+        """Releases the host tier."""
         self.device.close()
 
 
@@ -62,17 +62,17 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 class Untouched:
-    """Copies of what the ops of one replay take of the storages that were there before the step.
+    """Copies of those bytes of storages from before the step that the ops of one replay read.
 
-    They live as long as that replay and hold only the bytes that its ops see, so that they come to the weights of a
-    layer or two, also where many tensors share one storage (weights mapped from a file).
+    They live as long as that replay and hold only the bytes that its ops see. So they amount to the weights of a layer
+    or two, even if many tensors share one storage (weights mapped from a file).
     """
 
     def __init__(self, ops: list[RecordedOp], there: Leaves) -> None:
         self._kept = [(record, part, part.clone()) for record, part in _parts(ops, there)]
 
     def restore(self) -> list[StorageRecord]:
-        """The storages that are not what they were; they are again."""
+        """Restores the storages that have changed, and returns them."""
         changed = [(record, part, copy) for record, part, copy in self._kept if not torch.equal(part, copy)]
         for _, part, copy in changed:
             part.copy_(copy)
@@ -80,7 +80,7 @@ class Untouched:
 
 
 def _parts(ops: list[RecordedOp], there: Leaves) -> Iterator[tuple[StorageRecord, torch.Tensor]]:
-    """The bytes that the ops see of each storage that was there, in pieces that do not overlap."""
+    """The bytes that the ops see of each earlier storage, in pieces that do not overlap."""
     storages: dict[StorageRecord, torch.UntypedStorage] = {}
     extents: dict[StorageRecord, set[tuple[int, int]]] = {}
     for op in ops:
@@ -105,12 +105,12 @@ def _merged(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _was_there(view: View, op: RecordedOp, there: Leaves) -> bool:
-    """Whether it is a part of something that the step has not made (or not where recording could see it)."""
+    """Whether it is a part of a storage that the step has not made (or has made where recording could not see it)."""
     return view.record.birth is None and view.record not in op.writes and (view.record, view.generation) in there
 
 
 def _extent(geometry: Geometry) -> tuple[int, int]:
-    """First byte on the storage, and the one behind the last."""
+    """First byte on the storage, and the byte after the last."""
     count = 0
     if 0 not in geometry.shape:
         count = 1 + sum((size - 1) * stride for size, stride in zip(geometry.shape, geometry.stride, strict=True))

@@ -1,5 +1,6 @@
-"""What a profile says of the machine and not of the step, the link and what the runtime takes: left to another process,
-so that a training loop does not stand still while it is measured.
+"""The parts of a profile that describe the machine and not the step: the link, and the runtime's own cost.
+
+Another process measures them, so that a training loop does not stand still meanwhile.
 """
 
 from __future__ import annotations
@@ -25,52 +26,52 @@ from .handle_cost import Measured, measured_on, with_handles
 
 _ANY = LinkDirection(latency_s=0.0, bandwidth_bytes_per_s=1e9)
 UNMEASURED = Link(name="unmeasured", outward=_ANY, inward=_ANY)
-"""In the place of a link that is to be measured."""
+"""Stands for a link that is still to be measured."""
 _OWN = "call_s"
-"""Among the ``unmeasured`` of a cost of which the step's own handles alone are known."""
+"""In ``unmeasured``, if only the costs of the step's own handles are known."""
 VERSION = 1
-"""Of the way costs are measured; files of another one are measured anew."""
+"""Version of how costs are measured; files of other versions are measured anew."""
 
 
 T = TypeVar("T")
 
 
-def aside(work: Callable[[], T]) -> T:
-    """What it gives; the calling thread waits for it, and what it raises is raised here.
+def on_worker_thread(work: Callable[[], T]) -> T:
+    """Runs ``work`` on another thread and returns its result; an exception is raised here. The calling thread waits.
 
-    Random numbers that it draws are none of the loop's: torch's generators are then as they were.
+    Torch's generators are restored afterwards, so random numbers that ``work`` draws do not change the loop's.
     """
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with (
         torch.random.fork_rng(devices=gpus),
-        ThreadPoolExecutor(1, thread_name_prefix="poochplan-aside") as pool,
+        ThreadPoolExecutor(1, thread_name_prefix="poochplan-worker") as pool,
     ):
         return pool.submit(work).result()
 
 
 def with_cached_cost(profile: Profile, where: torch.device, steps: Sequence[HookSeconds]) -> Profile:
-    """With what the runtime takes; measured now, where it never was on this machine."""
-    return with_handles(profile, aside(lambda: cached_cost(where)), steps)
+    """The profile with the runtime's cost, which is measured now if this machine was never measured."""
+    return with_handles(profile, on_worker_thread(lambda: cached_cost(where)), steps)
 
 
 def with_known_cost(profile: Profile, where: torch.device, steps: Sequence[HookSeconds]) -> Profile:
-    """With what the runtime takes, as far as this machine has been measured; ``steps`` kept every value."""
+    """The profile with the runtime's cost, as far as this machine has been measured; ``steps`` kept every value."""
     own = RuntimeCost(handle_s=0.0, swap_s=0.0, record_s=0.0, unmeasured=(_OWN,))
     return with_handles(profile, known_cost(where) or Measured(own, 0.0), steps)
 
 
 def unmeasured(throttle_bytes_per_s: float | None) -> Link:
-    """In the place of a link that is held to that rate."""
+    """Stands for a link that is limited to that rate."""
     return msgspec.structs.replace(UNMEASURED, throttle_bytes_per_s=throttle_bytes_per_s)
 
 
 def is_complete(profile: Profile) -> bool:
-    """Whether nothing is left to be measured of the machine."""
+    """Whether all facts of the machine have been measured."""
     return profile.link.name != UNMEASURED.name and not _lacks_costs(profile)
 
 
 def completed(profile: Profile, spill_dir: str | Path | None) -> Profile:
-    """The same with the link and the costs of this machine. Raises ``SpillError``."""
+    """The profile with the link and the costs of this machine. Raises ``SpillError``."""
     where, throttle = torch.device(profile.device.kind), profile.link.throttle_bytes_per_s
     if profile.link.name == UNMEASURED.name:
         link = known_link(where, spill_dir, throttle) or _measured_link(where, spill_dir, throttle)
@@ -80,7 +81,7 @@ def completed(profile: Profile, spill_dir: str | Path | None) -> Profile:
 
 @functools.cache
 def _measured_link(where: torch.device, spill_dir: str | Path | None, throttle_bytes_per_s: float | None) -> Link:
-    """Once in a process, whatever it profiles."""
+    """Measured once in a process, for all profiles."""
     return measure_link(where, spill_dir, throttle_bytes_per_s)
 
 
@@ -89,7 +90,7 @@ def _lacks_costs(profile: Profile) -> bool:
 
 
 def _with_costs(profile: Profile, where: torch.device) -> Profile:
-    """Handles as they were measured on the model itself, all else as on the small network."""
+    """Handles as measured on the model itself, all other costs as on the small network."""
     if profile.device.threads not in (None, torch.get_num_threads()):
         torch.set_num_threads(profile.device.threads)
     measured, own = cached_cost(where), profile.runtime
@@ -109,9 +110,9 @@ class CachedCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cached_cost(where: torch.device) -> Measured | None:
-    """As it was measured here once, else measured now and kept; None where nothing could be measured.
+    """The stored cost, else one that is measured now and stored; None if nothing could be measured.
 
-    Takes some seconds then. Not under hooks or modes of anybody's: they would be measured too.
+    Measuring takes some seconds. Do not call it under other hooks or modes: they would be measured too.
     """
     found = known_cost(where)
     if found is not None:
@@ -124,7 +125,7 @@ def cached_cost(where: torch.device) -> Measured | None:
 
 
 def known_cost(where: torch.device) -> Measured | None:
-    """As it was measured here once; None where it was not."""
+    """The stored cost; None if there is none."""
     found = _load().get(_key(where))
     return None if found is None else Measured(*found)
 

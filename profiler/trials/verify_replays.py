@@ -1,4 +1,4 @@
-"""Verify: a step policy under which each replay is tried alone and compared bitwise with a copy of what was saved."""
+"""Verify: a step policy that tries each replay alone and compares it bitwise with a copy of the saved value."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from .host_store import HostStore, Untouched, bytes_of
 
 PIECE_BYTES = 65536
 Copied = Callable[[int, int], torch.UntypedStorage]
-"""Gives so many bytes of a copy, from an offset on: a storage for the caller to keep."""
+"""Returns that many bytes of a copy, from an offset on: a storage for the caller to keep."""
 
 
 class Verify(Follow):
-    """Follows instructions that recompute values, and keeps a copy of each: it is compared when its replay is back.
+    """Follows instructions that recompute values. It keeps a copy of each, which is compared when its replay has
+    brought the value back.
 
-    No replay moves anything in the step: what it changes is put back, and where it raises the value's copy stands in.
-    :meth:`rebuild` is to be the engine's.
+    No replay changes the step: its changes are undone, and if it raises the value's copy takes its place.
+    :meth:`rebuild` must be the engine's.
 
-    ``store``: where the copies are; None for in memory.
+    ``store``: where the copies are kept; None for memory.
     """
 
     def __init__(self, instructions: Instructions, model: torch.nn.Module, store: HostStore | None = None) -> None:
@@ -47,7 +48,7 @@ class Verify(Follow):
         self._model = model
         self._store = store
         self._changed: list[StorageRecord] = []
-        """What was there before the step and the replay under way has changed."""
+        """Earlier memory that the running replay has changed."""
         self._copies: dict[int, Copied] = {}
 
     # -- the step policy --------------------------------------------------------------------------------------
@@ -68,7 +69,7 @@ class Verify(Follow):
         return super().diverged(reason)
 
     def _copied(self, storage: torch.UntypedStorage) -> Copied:
-        """A call that gives what is there now."""
+        """A function that returns the present contents."""
         if self._store is None:
             copy = storage.clone()
             return lambda start, size: copy if size == copy.nbytes() else _part(copy, start, size)
@@ -78,7 +79,7 @@ class Verify(Follow):
     # -- replays ----------------------------------------------------------------------------------------------
 
     def rebuild(self, value: SavedValue, mechanism: Mechanism) -> None:
-        """One value at a time, so that it is known whose replay it is that fails."""
+        """Rebuilds one value at a time, so that a failure belongs to one replay."""
         for one in _waiting_for(value):
             if one.waits_for_replay:
                 self._rebuild_one(one, mechanism)
@@ -142,7 +143,7 @@ class Verify(Follow):
         return f"replaying it needs {self._name(reason.record)} as it was, and the step writes that after it was read"
 
     def _name(self, record: StorageRecord) -> str:
-        """What the model calls a storage, for the reader of a reason."""
+        """The model's name for a storage, for the reader of a reason."""
         storage = record.storage()
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
             if any(memory_of(part) is storage for part in tensor_parts(tensor)):
@@ -155,9 +156,10 @@ def _part(storage: torch.UntypedStorage, start: int, size_bytes: int) -> torch.U
 
 
 def _waiting_for(value: SavedValue) -> list[SavedValue]:
-    """Those of the saved values it is to be replayed from that wait for a replay too, each behind its own; itself last.
+    """The saved values from which it is replayed that wait for a replay too, each after those that it needs; itself
+    last.
 
-    No recursion: in a residual stream they are as many as the network has layers.
+    It does not recurse: in a residual stream there are as many as the network has layers.
     """
     order: dict[SavedValue, None] = {}
     pending = [(value, False)]

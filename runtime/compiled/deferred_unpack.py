@@ -1,9 +1,9 @@
-"""Deferred unpacks: a compiled backward is given placeholders, and each saved tensor where it is first needed.
+"""Deferred unpacks: a compiled backward gets placeholders first, and each saved tensor where it first needs it.
 
-A placeholder lies as the saved tensor does, on torch's device without memory. The op ``poochplan::deferred_unpack``
-(``points.py``) is given it and returns the tensor. A placeholder is only handed out where the code that is about to run
-was read to have that op: caches may serve code that was made without our partitioner, and a compiler may leave an op
-out. Of code that cannot be read nothing is deferred.
+A placeholder has the geometry of the saved tensor, and is on torch's device without memory. The op
+``poochplan::deferred_unpack`` (``points.py``) takes it and returns the tensor. A placeholder is only handed out if the
+source of the code that is about to run was read and has that op: caches may return code that was made without our
+partitioner, and a compiler may drop an op. If the source cannot be read, no unpack is deferred.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Unpack = Callable[[Packed], torch.Tensor]
 
 
 def parts_are_measured(device_type: str) -> bool:
-    """Whether it can be known what the parts of a compiled backward take, between two deferred unpacks: only the log of
-    the compiled allocator tells what one part makes and another lets go of.
+    """Whether the memory of the parts of a compiled backward, between two deferred unpacks, can be known. Only the
+    compiled allocator's log shows which memory one part allocates and another frees.
     """
     return device_type == "cpu" and joined_count() is not None
 
@@ -39,13 +39,12 @@ def parts_are_measured(device_type: str) -> bool:
 
 
 _WAITING: dict[int, tuple[Callable[[], torch.Tensor], bool, weakref.ref[torch.UntypedStorage]]] = {}
-"""By the identity of a placeholder's storage, which autograd leaves as it is where it makes tensors anew: what gives
-the tensor, whether again each time, and what ends the entry when the placeholder dies.
-"""
+"""By the identity of a placeholder's storage, which stays the same when autograd makes new tensors on it: the function
+that returns the tensor, whether it may be called more than once, and what ends the entry when the placeholder dies."""
 
 
 def placeholder_for(geometry: Geometry, unpack: Callable[[], torch.Tensor], *, again: bool = False) -> torch.Tensor:
-    """A placeholder of that geometry, for which ``unpack`` gives the tensor; ``again``: each time, not once."""
+    """A placeholder of that geometry, whose tensor ``unpack`` returns; ``again``: each time, not only once."""
     with unseen_by_modes():
         placeholder = torch.empty_strided(geometry.shape, geometry.stride, dtype=geometry.dtype, device="meta")
     storage = placeholder.untyped_storage()
@@ -55,14 +54,15 @@ def placeholder_for(geometry: Geometry, unpack: Callable[[], torch.Tensor], *, a
 
 
 def is_placeholder(tensor: torch.Tensor) -> bool:
-    """Whether it stands for a tensor that has not been unpacked for good."""
+    """Whether it stands for a tensor that was not finally unpacked."""
     return bool(_WAITING) and tensor.is_meta and storage_identity(tensor.untyped_storage()) in _WAITING
 
 
 def unpack_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-    """What gives the tensor that a placeholder stands for; None for any other tensor.
+    """The function that returns a placeholder's tensor; None for any other tensor.
 
-    Raises ``StepError`` for one that was filled before, or is nobody's: compiled code would read no memory.
+    Raises ``StepError`` for a placeholder that was filled before, or is unknown: compiled code would read memory that
+    does not exist.
     """
     if not tensor.is_meta:
         return None
@@ -80,7 +80,7 @@ def unpack_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
 
 
 def waiting() -> int:
-    """How many placeholders have been handed out and were neither filled for good nor died."""
+    """Number of placeholders that were handed out, were not finally filled, and are alive."""
     return len(_WAITING)
 
 
@@ -88,7 +88,7 @@ def waiting() -> int:
 
 
 class AtSavePoint:
-    """Given to a pack hook of :func:`deferring` in place of a tensor by a save point, which makes the placeholder."""
+    """A save point gives this to a pack hook of :func:`deferring` in place of a tensor. It makes the placeholder."""
 
     __slots__ = ("tensor",)
 
@@ -97,9 +97,9 @@ class AtSavePoint:
 
 
 class _Saved:
-    """What was packed inside a compiled callable: a tensor, or the placeholder that its save point has made. What else
-    is unpacked while a compiled backward runs, such as the input of a checkpoint around it, is none of its saved
-    tensors.
+    """A tensor that was packed inside a compiled callable, or the placeholder that its save point has made. Other
+    objects that are unpacked while a compiled backward runs, such as the input of a checkpoint around it, are not its
+    saved tensors.
     """
 
     __slots__ = ("packed", "placeholder")
@@ -115,10 +115,10 @@ def deferring(
     model: torch.nn.Module,
     device_type: str,
 ) -> tuple[Callable[[torch.Tensor], Any], Unpack[Any]]:
-    """The hooks that defer what compiled backwards of ``model`` need later; ``pack`` and ``unpack`` themselves where
-    none is compiled, or parts cannot be measured.
+    """Hooks that defer unpacks of compiled backwards of ``model``. If nothing of it is compiled, or parts cannot be
+    measured, ``pack`` and ``unpack`` themselves.
 
-    ``may_wait`` tells how the tensor lies that a packed one stands for; None for what is to be unpacked at once.
+    ``may_wait`` returns the geometry of the tensor behind a packed object; None if it must be unpacked at once.
     """
     if not compiled_modules(model) or not parts_are_measured(device_type):
         return pack, unpack
@@ -151,16 +151,18 @@ _DEFERRING: weakref.WeakSet[Callable[[torch.Tensor], Any]] = weakref.WeakSet()
 
 
 def defers(pack: Callable[[torch.Tensor], Any]) -> bool:
-    """Whether that hook is one of :func:`deferring`, which takes what a save point packs, and knows placeholders."""
+    """Whether that hook comes from :func:`deferring`, so that it takes objects of save points and knows
+    placeholders.
+    """
     return inspect.unwrap(pack) in _DEFERRING
 
 
 _RUN = "poochplan_run"
-"""On the node of a compiled backward: the backward pass that runs, and how many tensors it has unpacked."""
+"""On the node of a compiled backward: the running backward pass, and the number of tensors that it has unpacked."""
 
 
 def _next_position(node: Any) -> int:
-    """Which of its saved tensors the node unpacks now, in the order of unpacking."""
+    """The position of the node's next saved tensor, in the order of unpacking."""
     task, (run, unpacked) = graph_task(), getattr(node, _RUN, (None, 0))
     position = unpacked if run == task else 0
     setattr(node, _RUN, (task, position + 1))
@@ -177,11 +179,12 @@ _NAME = re.compile(r"\w+")
 
 _NOTHING: frozenset[int] = frozenset()
 _READ: weakref.WeakKeyDictionary[type, tuple[object, frozenset[int]]] = weakref.WeakKeyDictionary()
-"""By the class of the node, of which each compiled callable has its own: what is called there, and what was read."""
+"""By the class of the node (each compiled callable has its own): the function that it calls, and the result of reading
+it."""
 
 
 def deferred_positions(node: Any) -> frozenset[int]:
-    """Which of the node's saved tensors are deferred, by their place in the order of unpacking."""
+    """The positions of the node's deferred saved tensors, in the order of unpacking."""
     called, source, number_count = code_of_backward(node)
     read = _READ.get(type(node))
     if read is not None and read[0] is called:
@@ -194,10 +197,10 @@ def deferred_positions(node: Any) -> frozenset[int]:
 
 
 def deferred_arguments(source: str) -> frozenset[int]:
-    """Which arguments of the call that ``source`` defines are deferred, by their place among the arguments.
+    """The positions of the deferred arguments of the function ``call`` that ``source`` defines.
 
-    One counts only where the code names it in the list of its arguments, in one deferred unpack, and else only where it
-    is checked for its shape or let go of.
+    An argument counts only if the code names it in its list of arguments, in one deferred unpack, and elsewhere only to
+    check its shape or to delete it.
     """
     lines = list(_body(source))
     unpacking = [found for found in map(_ARGUMENTS.match, lines) if found]

@@ -36,10 +36,10 @@ _passes: Any = None
 
 @contextlib.contextmanager
 def compiled_deferring(model: torch.nn.Module, device_type: str) -> Iterator[None]:
-    """A block in which what is compiled of ``model`` gets deferred unpacks, where :func:`why_none_deferred` has nothing
-    against it.
+    """A block in which code compiled for ``model`` gets deferred unpacks, unless :func:`why_none_deferred` gives a
+    reason against it.
 
-    What was compiled before stays as it is. Blocks may lie in each other, or overlap.
+    Code compiled earlier stays unchanged. Such blocks may be nested, or overlap.
     """
     global _open_blocks, _passes_before, _passes
     if not compiled_modules(model) or why_none_deferred(model, device_type):
@@ -63,8 +63,8 @@ def compiled_deferring(model: torch.nn.Module, device_type: str) -> Iterator[Non
 
 
 def why_none_deferred(model: torch.nn.Module, device_type: str) -> str:
-    """Why compiled backwards of ``model`` get all that was saved at once; empty where they get it bit by bit, and where
-    nothing is compiled.
+    """Why compiled backwards of ``model`` get all saved tensors at once. Empty if they get each where they need it, and
+    if nothing is compiled.
     """
     if not compiled_modules(model):
         return ""
@@ -86,7 +86,7 @@ def why_none_deferred(model: torch.nn.Module, device_type: str) -> str:
 
 
 def why_no_graph_mode(device_type: str) -> str:
-    """Why graph mode can do nothing here; empty where it can."""
+    """Why graph mode is impossible here; empty if it is possible."""
     if device_type != "cpu":
         return "expected a model on the CPU, found it on " + device_type + "; plan it without torch.compile"
     missing = lacking_in_compiler()
@@ -98,8 +98,8 @@ def why_no_graph_mode(device_type: str) -> str:
 
 
 class GraphBackend:
-    """What ``torch.compile(backend=...)`` calls with each graph. ``replays``: what is recomputed in it; ``options``:
-    Inductor's own.
+    """The backend that ``torch.compile(backend=...)`` calls with each graph. ``replays``: the values recomputed in it;
+    ``options``: Inductor's own.
     """
 
     def __init__(self, replays: Replays | None = None, options: Mapping[str, Any] | None = None) -> None:
@@ -114,7 +114,7 @@ class GraphBackend:
 
 
 def _lowered(graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-    """One half of a graph as code; what a forward hands out at save points is reused by nothing in it."""
+    """One half of a graph as code. Code of a forward reuses no memory that it hands out at save points."""
     if kwargs.get("is_backward") or not graph.graph.find_nodes(op="call_function", target=SAVE):
         return compiled_by_inductor(graph, inputs, **kwargs)
     with inductor_settings().patch(allow_buffer_reuse=False, inplace_buffers=False):
@@ -123,15 +123,14 @@ def _lowered(graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
 
 _WRITTEN: weakref.WeakKeyDictionary[torch.nn.Module, tuple[weakref.ref[Any], frozenset[str]]]
 _WRITTEN = weakref.WeakKeyDictionary()
-"""By the model: what it was compiled to, and the replays in that."""
+"""By model: its compiled code, and the replays in it."""
 
 
 def compile_in_place(model: torch.nn.Module, replays: Iterable[str], options: Mapping[str, Any]) -> None:
     """Compiles the model's call in graph mode, with these replays as ``graph/node``; shapes are never dynamic.
     ``options``: ``fullgraph``, ``mode`` and ``options`` of ``torch.compile``.
 
-    What was compiled before in this process is let go of: of a function that has been compiled too often the compiler
-    makes no code.
+    Code that this process compiled before is dropped: the compiler refuses a function that was compiled too often.
     """
     forget_compiled()
     names = frozenset(replays)
@@ -146,6 +145,6 @@ def compile_in_place(model: torch.nn.Module, replays: Iterable[str], options: Ma
 
 
 def written_replays(model: torch.nn.Module) -> frozenset[str] | None:
-    """The replays in the graphs of a model that :func:`compile_in_place` has compiled; None of any other."""
+    """The replays in the graphs of a model that :func:`compile_in_place` has compiled; None for any other model."""
     compiled, names = _WRITTEN.get(model, (None, frozenset()))
     return names if compiled is not None and compiled() is getattr(model, call_attribute(model)) else None

@@ -1,17 +1,18 @@
-"""The partitioner: Inductor's own split, and then the points of the runtime's clock, and a plan's replays, in it.
+"""The partitioner: Inductor's own split of a joint graph, to which points of the runtime's clock and a plan's replays
+are added.
 
-It knows of no plan but a digest of the replays that one asks for, so the compiler's caches tell the code of one plan
-from that of another; what is kept and what is swapped is in no code.
+Of the plan it has only a digest of the requested replays, so the compiler's caches distinguish the code of two plans.
+The decisions keep and swap are in no code.
 
-A deferred unpack depends on nothing, so the compiler could move it to the begin of the backward, and fuse other things
-with each other. Its second argument, an anchor, holds it back, so that it stays right before the first use of its
-tensor. That is one more user of a node, and the compiler's patterns (an addition to a matrix product, for one) take
-nodes of one user: so anchors are only set when all patterns have been through.
+A deferred unpack depends on nothing, so the compiler could move it to the begin of the backward, and fuse other nodes
+than before. Its second argument, an anchor, keeps it right before the first use of its tensor. An anchor adds a user to
+a node, and the compiler's patterns (for example an addition to a matrix product) take nodes with one user. So anchors
+are set after all patterns have run.
 
-An anchor lies in memory from its making on, and what reads a deferred unpack comes behind the anchor. Both may keep two
-nodes out of one kernel, and what 16 bits tell is rounded between two kernels and not in one. So in graphs that tell
-anything in 16 bits, an anchor is read by no kernel before it would be in memory anyway, and all that reads the deferred
-unpack needs it.
+An anchor is in memory once it is made, and the readers of a deferred unpack come after the anchor. Both may keep two
+nodes out of one kernel. A 16-bit value is rounded between two kernels and not within one. So in graphs with 16-bit
+values, no kernel reads an anchor before the anchor would be in memory anyway, and every reader of the deferred unpack
+needs the anchor.
 """
 
 from __future__ import annotations
@@ -46,23 +47,23 @@ from .points import (
 from .rewriting import Split, write_replays
 
 Replays = Mapping[str, Collection[str]]
-"""By the key of a graph, the names of what it saves and a plan has recomputed."""
+"""By the key of a graph: names of the saved nodes that a plan recomputes."""
 _REPLAYS: dict[str, Replays] = {}
-"""By their digest. A partitioner holds no more than that: the compiler pickles it into its caches' keys."""
+"""By their digest. A partitioner holds only the digest, because the compiler pickles it into its caches' keys."""
 _UNCHECKED = "saved_tensor_with_no_vc_check"
-"""Of a node: it may be written behind the forward, autograd does not look."""
+"""Mark of a node that may be written after the forward, because autograd does not check its version."""
 VERSION = "poochplan-compiled-1"
-"""In the key of the compiler's caches, of this pass and of the partitioner; to be changed with what is done to graphs.
-"""
+"""In the key of the compiler's caches, for this pass and the partitioner. Change it whenever the changes to graphs
+change."""
 
 
 class Partitioner:
-    """Splits a joint graph as Inductor does by itself, so that what is saved and all bits are the same.
+    """Splits a joint graph as Inductor does, so that the saved tensors and all bits are the same.
 
-    In graph mode both halves then get ``replays`` and points. Without them (``None``), in compiled blocks of an eager
-    model, backwards get deferred unpacks, and one compile serves all plans. There a graph that tells anything in 16
-    bits stays as it is: which nodes share a kernel decides there what is rounded, the compiler may choose otherwise
-    where there are deferred unpacks, and nothing compares the steps of such blocks.
+    In graph mode both halves then get ``replays`` and points. Without replays (``None``), in compiled blocks of an
+    eager model, backwards get deferred unpacks, and one compile serves all plans. There a graph with 16-bit values
+    stays unchanged: fusion decides what is rounded, deferred unpacks may change the compiler's choice, and no step of
+    such blocks is compared.
     """
 
     def __init__(self, replays: Replays | None = None) -> None:
@@ -104,18 +105,18 @@ class Partitioner:
         return forward, backward
 
     def saw(self, key: str, split: Split) -> None:
-        """Told each graph in graph mode, its replays written, before its points are put in."""
+        """Called with each graph in graph mode, after its replays are written and before its points are inserted."""
 
     def uuid(self) -> str:
-        """What the compiler's caches know it by."""
+        """The key of this partitioner in the compiler's caches."""
         return f"{VERSION}-{self.digest}"
 
 
 def graph_key(graph: torch.fx.Graph, output_count: int, static: Collection[int]) -> str:
-    """What tells one graph from another, whatever order they are compiled in: a digest of a forward's ops, what they
-    are given, dtypes, shapes and strides, and which inputs are static.
+    """Identifies a graph, in any order of compilation: a digest of a forward's ops, their arguments, dtypes, shapes and
+    strides, and of which inputs are static.
 
-    Names of nodes are in it: a plan names what is replayed by them.
+    Names of nodes are part of it, because a plan names its replays by them.
     """
     digest = hashlib.sha256(f"{output_count} {sorted(static)}\n".encode())
     for node in graph.nodes:
@@ -132,10 +133,10 @@ def _lies(value: Any) -> str:
 
 
 def defer_unpacks(split: Split) -> set[str]:
-    """Puts a deferred unpack before the first use of each saved tensor, parameters and buffers not; returns the names
-    of those that it is put before.
+    """Inserts a deferred unpack before the first use of each saved tensor, except parameters and buffers. Returns the
+    names of the nodes before which they stand.
 
-    Until it is anchored, it only comes behind a gradient that is given.
+    Before it is anchored, it is only placed after a given gradient.
     """
     graph = split.backward.graph
     saved = {node.name for node in split.saved()} - split.static
@@ -155,24 +156,26 @@ def defer_unpacks(split: Split) -> set[str]:
 
 
 def _may_wait(node: Node) -> bool:
-    """Whether it is an ordinary tensor that the backward only reads, and does not hand on."""
+    """Whether it is an ordinary tensor that the backward only reads, and does not return."""
     if not isinstance(node.meta.get("val"), torch.Tensor) or not node.users:
         return False
     return not any(user.op == "output" or writes(user) for user in node.users)
 
 
 def saved_nodes(split: Split) -> list[Node]:
-    """What the forward makes and saves for backward, that a plan may decide about: in the order of its making."""
+    """The nodes that the forward makes and saves for backward, and about which a plan may decide, in the order of their
+    making.
+    """
     saved = set(split.saved())
     return [node for node in split.forward.graph.nodes if node in saved and _may_leave(node)]
 
 
 def add_save_points(split: Split, deferred: Collection[str]) -> None:
-    """Has the forward hand out each of what it saves, and what is deferred in the backward, as soon as it is made; each
-    behind the one before.
+    """Has the forward hand out each saved tensor whose unpack the backward defers, as soon as it is made; each after
+    the one before.
 
-    A view puts what it is of into memory, where that may round it for who reads it next: it is handed
-    out when that lies there anyway. What is no view lies there as an output, from its making on.
+    A view puts its base into memory. That may round the base for its next reader, so a view is handed out once the base
+    is in memory anyway. A node that is no view is in memory from its making on, because it is an output.
     """
     graph, output_count = split.forward.graph, split.output_count
     leaving = [node for node in saved_nodes(split) if node.name in deferred]
@@ -205,8 +208,8 @@ def add_save_points(split: Split, deferred: Collection[str]) -> None:
 
 
 def _holds_graphs(module: torch.fx.GraphModule) -> bool:
-    """Whether it calls graphs of its own (regions that are compiled once and called often, branches): it and they stay
-    as they are, since what these save is the result of a node.
+    """Whether the graph calls other graphs (regions that are compiled once and called often, branches). Such graphs
+    stay unchanged, because the saved tensors of the inner graph are the result of one node.
     """
     held = {str(node.target) for node in module.graph.find_nodes(op="get_attr")}
     return any(isinstance(getattr(module, name, None), torch.fx.GraphModule) for name in held)
@@ -220,9 +223,9 @@ def _may_leave(node: Node) -> bool:
 
 
 class AnchoringPass:
-    """Anchors the deferred unpacks of a backward, as ``post_grad_custom_post_pass``; other graphs stay as they are.
+    """Anchors the deferred unpacks of a backward, as ``post_grad_custom_post_pass``; other graphs stay unchanged.
 
-    ``first``: a pass that runs before it, of a compiler that takes one and no more.
+    ``first``: a pass that runs before it, for a compiler that takes only one.
     """
 
     def __init__(self, first: Any = None) -> None:
@@ -235,12 +238,12 @@ class AnchoringPass:
         anchor(graph)
 
     def uuid(self) -> Any:
-        """What the compiler's caches know it by."""
+        """The key of this pass in the compiler's caches."""
         return VERSION if self.first is None else (VERSION, self.first.uuid())
 
 
 def with_anchoring(passes: Any) -> Any:
-    """The passes that the setting holds (None, one, or some), and ours behind them."""
+    """The passes of the setting (None, one, or several), followed by ours."""
     given = without_anchoring(passes)
     if not takes_several_passes():
         return AnchoringPass(given)
@@ -248,7 +251,7 @@ def with_anchoring(passes: Any) -> Any:
 
 
 def without_anchoring(passes: Any) -> Any:
-    """What the setting holds without ours, which may be left where somebody puts settings back as they were."""
+    """The setting without our pass, which may remain in it when other code restores settings."""
     if isinstance(passes, AnchoringPass):
         return passes.first
     if not isinstance(passes, tuple | list) or not any(isinstance(one, AnchoringPass) for one in passes):
@@ -257,15 +260,15 @@ def without_anchoring(passes: Any) -> Any:
 
 
 Place = dict[torch.fx.Node, int]
-"""Of each node of a graph, where it stands."""
+"""The position of each node in a graph."""
 
 
 def anchor(graph: torch.fx.Graph) -> None:
-    """Moves each deferred unpack right before its first use, behind a tensor that is in memory by then whatever is
-    fused: the last of those that the first use depends on; where there is none, the last one made before it.
+    """Moves each deferred unpack right before its first use, after a tensor that is in memory by then however nodes are
+    fused: the last one that the first use depends on. If there is none, the last one made before it.
 
-    In graphs that tell anything in 16 bits, behind the last of those that lie in memory anyway and that all its users
-    depend on, if there is any.
+    In graphs with 16-bit values: after the last tensor that is in memory anyway and that all its users depend on, if
+    there is one.
     """
     unpacks = graph.find_nodes(op="call_function", target=DEFERRED_UNPACK)
     if not unpacks:
@@ -292,8 +295,9 @@ def anchor(graph: torch.fx.Graph) -> None:
 
 
 def in_memory_from(node: torch.fx.Node, place: Place) -> torch.fx.Node:
-    """Where it first lies in memory without our doing: itself, unless something that may be fused with it reads it, or
-    a view of it, before an op that no fusion takes up does; then that op, or its last reader where there is none.
+    """The node from which on it is in memory without our changes. This is the node itself, unless a node that may be
+    fused with it reads it or its view before an op that is never fused does. Then it is that op, or the last reader if
+    there is none.
     """
     ops = sorted((one for one in readers(node) if one.op == "call_function"), key=place.__getitem__)
     if _is_made_in_memory(node) or not ops or is_extern(ops[0]):
@@ -307,7 +311,7 @@ def _is_made_in_memory(node: torch.fx.Node) -> bool:
 
 
 def _in_memory(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Tensors that lie in memory: gradients that are given, and what ops take and make that no fusion takes up."""
+    """Tensors in memory: given gradients, and the inputs and results of ops that are never fused."""
     found = set(filter(is_gradient, inputs_of(graph)))
     for node in graph.nodes:
         if is_extern(node):
@@ -320,7 +324,7 @@ def _in_memory(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def _needed(nodes: list[torch.fx.Node], bits: dict[torch.fx.Node, int]) -> dict[torch.fx.Node, int]:
-    """Of each node, the bits of the anchors that it depends on, without what deferred unpacks come behind."""
+    """For each node, the bits of the anchors that it depends on. Inputs of deferred unpacks are not followed."""
     needed: dict[torch.fx.Node, int] = {}
     for node in nodes:
         inputs = () if node.target is DEFERRED_UNPACK else node.all_input_nodes

@@ -1,9 +1,9 @@
 """Points of the runtime's clock in compiled code, as two ops: deferred unpacks in backwards, save points in forwards.
 
 A save point stands where a graph-mode forward first has a tensor that backward needs. It packs the tensor as autograd
-would, with the hooks that are on, and gives a placeholder in its place, which the backward's deferred unpack fills. So
-the forward itself lets go of the tensor behind its last use, and a plan may have it leave. The compiled code must not
-reuse the memory of what it has handed out (``inductor.py`` sees to that).
+would, with the active hooks, and returns a placeholder, which the backward's deferred unpack fills. So the forward
+releases the tensor after its last use, and a plan may swap it. The compiled code must not reuse the memory of a tensor
+that it has handed out (``inductor.py`` ensures that).
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from .deferred_unpack import AtSavePoint, defers, parts_are_measured, placeholde
 
 Listener = Callable[[], contextlib.AbstractContextManager[None]]
 _LISTENERS: list[tuple[int, Listener]] = []
-"""Each with the thread that it is told of."""
+"""Each listener, with its thread."""
 Node = torch.fx.Node
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 _EXTERN = ("convolution", "attention")
 _SINGLE = 4
-"""Bytes of what kernels compute in at least."""
+"""Kernels compute in numbers of at least this many bytes."""
 
 
 @contextlib.contextmanager
 def told_of_points(around: Listener, device_type: str) -> Iterator[None]:
-    """Enters ``around()`` around what happens at each point of compiled code on this thread, for the length of a block.
+    """Within the block, ``around()`` is entered around each point of compiled code on this thread.
 
-    Never where the parts of compiled code cannot be measured.
+    It is never entered if the parts of compiled code cannot be measured.
     """
     if not parts_are_measured(device_type):
         yield
@@ -69,15 +69,15 @@ def _at_a_point() -> Iterator[None]:
 
 
 def deferred_unpack(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
-    """The tensor that a placeholder stands for, at its first use; any other tensor as it is."""
+    """The tensor of a placeholder, at its first use; any other tensor unchanged."""
     unpack = unpack_of(value)
     with _at_a_point() if _LISTENERS else contextlib.nullcontext():
         return value if unpack is None else unpack()
 
 
 def save(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
-    """A placeholder for the tensor, which our hooks have been given; it is held where no hooks are on. Hooks of others
-    get a copy when the forward ends: they may do anything with it, and an op must not give what it was given.
+    """A placeholder for the tensor, which our hooks have packed. Without hooks the tensor is held. Hooks of other tools
+    get a copy when the forward ends: they may do anything with it, and an op must not return its own input.
     """
     geometry, hooks = Geometry.of(value), topmost_hooks()
     with unseen_by_modes():
@@ -93,7 +93,7 @@ def save(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor
 
 
 def _copy_of(value: torch.Tensor) -> torch.Tensor:
-    """A copy that lies as the tensor does, also as a view with gaps: the code behind it relies on the strides."""
+    """A copy with the same geometry, even for a view with gaps: the code after it relies on the strides."""
     if not value.numel() or is_dense(value):
         return value.clone()
     reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
@@ -102,7 +102,7 @@ def _copy_of(value: torch.Tensor) -> torch.Tensor:
 
 
 def _held(value: torch.Tensor, version: int) -> torch.Tensor:
-    """As autograd does, which sees a placeholder in its place."""
+    """Holds the tensor as autograd does; autograd gets a placeholder instead."""
     if version_of(value) != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a saved "
@@ -115,13 +115,13 @@ def _held(value: torch.Tensor, version: int) -> torch.Tensor:
 
 
 def _unpack_traced(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
-    """The op under fake tensors; placeholders lie where those do, but none is traced with."""
+    """The op under fake tensors. Placeholders exist there too, but none is traced."""
     return deferred_unpack(value) if type(value) is torch.Tensor else value
 
 
 def _save_traced(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
-    """The op under fake tensors: what it gives counts as the same memory, so that no later op of the forward writes
-    into it. Torch also comes here with a real tensor, behind a placeholder, which has no memory.
+    """The op under fake tensors. Its result counts as the same memory, so that no later op of the forward writes into
+    it. Torch also calls this with a real tensor after a placeholder; it has no memory.
     """
     if type(value) is torch.Tensor and not value.is_meta:
         return save(value)
@@ -143,35 +143,35 @@ def _op(run: Callable[..., torch.Tensor], traced: Callable[..., torch.Tensor], s
 
 
 DEFERRED_UNPACK = _op(deferred_unpack, _unpack_traced, "(Tensor(a) value, Tensor? after=None) -> Tensor(a)")
-"""``after`` only says behind which op of the graph it comes."""
+"""``after`` only states which node it comes after."""
 SAVE = _op(save, _save_traced, "(Tensor value, Tensor? after=None) -> Tensor")
-"""``after`` is what another save point gave, behind which it comes."""
+"""``after`` is the result of another save point, which it comes after."""
 
 
 def inputs_of(graph: torch.fx.Graph) -> list[Node]:
-    """What the graph is given, in order; FX calls these nodes placeholders."""
+    """The inputs of the graph, in order; FX calls these nodes placeholders."""
     return list(graph.find_nodes(op="placeholder"))
 
 
 def is_gradient(node: Node) -> bool:
-    """Whether it is a gradient that the backward is given; of an input."""
+    """Whether this input is a gradient that the backward is given."""
     return node.name.startswith("tangents")
 
 
 def given_by(graph: torch.fx.Graph) -> tuple[Any, ...]:
-    """What a graph returns: nodes, numbers and None."""
+    """The results of a graph: nodes, numbers and None."""
     (outputs,) = graph.find_nodes(op="output")
     return tuple(outputs.args[0])
 
 
 def give(graph: torch.fx.Graph, given: tuple[Any, ...]) -> None:
-    """Has it return that."""
+    """Sets the results of a graph."""
     (outputs,) = graph.find_nodes(op="output")
     outputs.args = (given,)
 
 
 def is_view(node: Node) -> bool:
-    """Whether it takes no memory and lies in that of what it reads."""
+    """Whether it takes no memory and lies in that of its input."""
     return isinstance(node.target, OpOverload) and traits(node.target).pure_view
 
 
@@ -181,7 +181,7 @@ def is_part(node: Node) -> bool:
 
 
 def views_of(node: Node) -> list[Node]:
-    """The node, and what it is a view of, and so on to what is none."""
+    """The node, the node that it is a view of, and so on to one that is no view."""
     chain = [node]
     while is_view(chain[-1]) and len(chain[-1].all_input_nodes) == 1:
         chain.append(chain[-1].all_input_nodes[0])
@@ -189,14 +189,14 @@ def views_of(node: Node) -> list[Node]:
 
 
 def base_of(node: Node) -> Node:
-    """What made the memory in which it lies: itself, or what it is a view or a part of."""
+    """The node that made the memory in which it lies: itself, or the node that it is a view or a part of."""
     while (is_view(node) or is_part(node)) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def readers(node: Node) -> Iterator[Node]:
-    """Who reads it, or a view or a part of it."""
+    """The nodes that read it, or a view or a part of it."""
     for user in node.users:
         if is_view(user) or is_part(user):
             yield from readers(user)
@@ -205,7 +205,7 @@ def readers(node: Node) -> Iterator[Node]:
 
 
 def is_extern(node: Node) -> bool:
-    """Whether no fusion takes it up: a product, a convolution, attention."""
+    """Whether it is never fused: a product, a convolution, attention."""
     if not isinstance(node.target, OpOverload):
         return False
     name = schema_of(node.target).name.rpartition("::")[2]
@@ -213,16 +213,16 @@ def is_extern(node: Node) -> bool:
 
 
 def tells_16_bits(node: Node) -> bool:
-    """Whether it is rounded where it leaves a kernel, and not within."""
+    """Whether its value has 16 bits, so that it is rounded where it leaves a kernel and not within one."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize < _SINGLE
 
 
 def rounds_in_kernels(graph: torch.fx.Graph) -> bool:
-    """Whether anything in it is told in 16 bits: rounded where it leaves a kernel, and not within."""
+    """Whether a value in the graph has 16 bits, so that it is rounded where it leaves a kernel and not within one."""
     return any(map(tells_16_bits, graph.nodes))
 
 
 def writes(node: Node) -> bool:
-    """Whether its op writes into what it is given."""
+    """Whether its op writes into its arguments."""
     return isinstance(node.target, OpOverload) and bool(schema_of(node.target).is_mutable)

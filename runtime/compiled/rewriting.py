@@ -1,7 +1,7 @@
-"""A plan's replays, written into compiled graphs; ``docs/graph-mode.md`` has the rules and argues for them.
+"""Writes a plan's replays into compiled graphs. ``docs/graph-mode.md`` has the rules and the argument for them.
 
-A joint graph was split into a forward, which gives what it *saves*, and a backward, which takes it. To recompute a
-saved node is to save it no longer, and to have copies of the forward's nodes in the backward make it again.
+A joint graph was split into a forward, which returns the *saved* nodes, and a backward, which takes them. To recompute
+a saved node, the forward no longer saves it, and copies of forward nodes in the backward make it again.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ _ROUNDED = "its bits depend on where {name} is rounded to 16 bits, which depends
 
 
 class Split(NamedTuple):
-    """A forward and its backward, as the partitioner gives them."""
+    """A forward and its backward, as the partitioner returns them."""
 
     forward: torch.fx.GraphModule
     backward: torch.fx.GraphModule
     output_count: int
-    """Of the forward's outputs, those in front of what it saves."""
+    """Number of the forward's outputs before the saved ones."""
     static: frozenset[str]
-    """Names of inputs that are there all step long: parameters and buffers."""
+    """Names of inputs that exist all step long: parameters and buffers."""
 
     def saved(self) -> tuple[Node, ...]:
-        """What the forward saves, in the order in which it gives it; without numbers."""
+        """The nodes that the forward saves, in the order of its outputs, without numbers."""
         nodes = (one for one in given_by(self.forward.graph)[self.output_count :] if isinstance(one, Node))
         return tuple(node for node in nodes if isinstance(node.meta.get("val"), torch.Tensor))
 
 
 def why_never_replayed(split: Split, node: Node) -> str:
-    """Why a saved node cannot be made again in the backward; empty where it can."""
+    """Why a saved node cannot be made again in the backward; empty if it can."""
     saved, written = set(split.saved()), _written_inputs(split.forward)
     run: list[Node] = []
     for needed in _needs(node, saved):
@@ -71,9 +71,9 @@ def why_never_replayed(split: Split, node: Node) -> str:
 
 
 def write_replays(split: Split, names: Collection[str]) -> None:
-    """Has the backward make the saved nodes of these names again, each before it is first needed.
+    """Has the backward make the saved nodes of these names again, each before its first use.
 
-    Raises ``UsageError`` where one cannot be: the plan was made for other code.
+    Raises ``UsageError`` if one cannot be made again: the plan was made for other code.
     """
     saved = split.saved()
     replayed = dict.fromkeys(node for node in saved if node.name in names)
@@ -93,9 +93,7 @@ def write_replays(split: Split, names: Collection[str]) -> None:
 
 
 def _needs(node: Node, ends: Collection[Node]) -> Iterator[Node]:
-    """The nodes that a replay of ``node`` runs (itself among them), and those that it starts from: ``ends``, inputs and
-    seeds.
-    """
+    """The nodes that a replay of ``node`` runs (itself included), and ``ends``, where it starts: inputs and seeds."""
     pending, seen = [node], {node}
     while pending:
         one = pending.pop()
@@ -125,7 +123,9 @@ def _is_impure(node: Node) -> bool:
 
 
 def _draws(node: Node) -> bool:
-    """Whether an op that may draw does: not with a dropout of 0, and what is given a seed draws the same again."""
+    """Whether the op really draws random numbers: not with a dropout of 0, and an op that is given a seed draws the
+    same again.
+    """
     if "inductor_random" in str(node.target):
         return False
     by_place = dict(zip((argument.name for argument in schema_of(node.target).arguments), node.args, strict=False))
@@ -133,7 +133,7 @@ def _draws(node: Node) -> bool:
 
 
 def _written_inputs(forward: torch.fx.GraphModule) -> set[Node]:
-    """Inputs and constants that the graph itself writes, or that are written behind it."""
+    """Inputs and constants that the graph itself writes, or that are written after it."""
     written = mutated_inputs(forward.graph)
     for node in forward.graph.nodes:
         facts = traits(node.target)
@@ -144,8 +144,8 @@ def _written_inputs(forward: torch.fx.GraphModule) -> set[Node]:
 
 
 def _rounded_by_chance(split: Split, node: Node, run: list[Node]) -> Node | None:
-    """Of a replay of ``node`` that runs ``run``, what one kernel may both make and read: in the forward, or in the
-    replay and what reads that. Rounded to 16 bits or not, as the compiler likes.
+    """A node that one kernel may both make and read, in the replay of ``node`` (which runs ``run``) or by the replay's
+    readers. Whether its value is rounded to 16 bits is then the compiler's choice. None if there is no such node.
     """
     taken = [one for one in inputs_of(split.backward.graph) if one.name == node.name]
     read = [node] if any(_may_fuse(reader) for one in taken for reader in readers(one)) else []
@@ -154,13 +154,13 @@ def _rounded_by_chance(split: Split, node: Node, run: list[Node]) -> Node | None
 
 
 def _may_fuse(node: Node) -> bool:
-    """Whether it may be part of a kernel with others."""
+    """Whether it may be part of a kernel with other nodes."""
     return node.op == "call_function" and not (is_view(node) or is_part(node) or is_extern(node))
 
 
 def _save_also(split: Split, replayed: Collection[Node]) -> None:
-    """What these replays start from and nothing saves yet, parameters and seeds; in front of what is saved, where the
-    tensors stand whose versions autograd looks at.
+    """Also saves parameters and seeds from which these replays start, if nothing saves them yet. They come before the
+    other saved nodes, among the tensors whose versions autograd checks.
     """
     saved, graph = set(split.saved()), split.backward.graph
     starts = [one for node in replayed for one in _needs(node, saved) if one is not node and _is_start(one)]
@@ -185,7 +185,7 @@ def _save_no_more(split: Split, nodes: Collection[Node]) -> None:
 
 
 class _Replays:
-    """State: what the backward has of each forward node so far."""
+    """State: the backward's node for each forward node so far."""
 
     def __init__(self, split: Split, replayed: Collection[Node]) -> None:
         self._forward, self._backward, self._graph = split.forward, split.backward, split.backward.graph
@@ -197,7 +197,7 @@ class _Replays:
         self._made: dict[Node, Node] = {}
 
     def write(self) -> None:
-        """Each replay before the first node that needs what it makes."""
+        """Writes each replay before the first node that needs its result."""
         wanted = {self._there[node]: node for node in self._replayed}
         for user in list(self._graph.nodes):
             for taken in user.all_input_nodes:
@@ -205,7 +205,9 @@ class _Replays:
                     user.replace_input_with(taken, self._replay(wanted[taken], user))
 
     def _replay(self, node: Node, before: Node) -> Node:
-        """What makes ``node`` again; with the others that it starts from and that stay, and others of its own."""
+        """The copy of ``node``, preceded by the replays that it starts from, whose results stay, and by temporary
+        copies.
+        """
         if node in self._made:
             return self._made[node]
         own: dict[Node, Node] = {}

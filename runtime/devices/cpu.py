@@ -27,7 +27,7 @@ from .device import Event, Interval, Stream
 
 CHUNK_BYTES = 1 << 20
 _LOOK_AGAIN_S = 1.0
-"""How often one who waits looks whether the thread still lives."""
+"""Seconds after which a waiting thread checks again whether the copying thread still lives."""
 
 Move = Callable[[memoryview, int], int]
 SPILL_DIR_VARIABLE = "POOCH_SPILL_DIR"
@@ -36,9 +36,9 @@ _WRITE_CHUNK_BYTES = 8 << 20
 
 
 class SpillCopy:
-    """One queued copy, and the event of its end. States: queued, running, ended (``error`` tells whether well).
+    """One queued copy, and the event of its end. States: queued, running, ended (``error`` is set if it failed).
 
-    It holds the storage until then, so that whoever gives up waiting harms nothing.
+    It holds the storage until its end, so that a caller that stops waiting does no harm.
     """
 
     def __init__(self, stream: SpillStream, storage: torch.UntypedStorage, host_offset: int) -> None:
@@ -47,7 +47,7 @@ class SpillCopy:
         self.size_bytes = storage.nbytes()
         self.error: OSError | None = None
         self.began_s = self.ended_s = 0.0
-        """By ``time.perf_counter``, for a timeline; once it has ended."""
+        """Time by ``time.perf_counter``, for a timeline; set once it has ended."""
         self._stream = stream
         self._has_ended = False
         # A bare lock, not an Event: that one has a lock of its own, and a copy that the garbage collector finds while
@@ -59,9 +59,10 @@ class SpillCopy:
         return self._has_ended
 
     def wait(self) -> None:
-        """Blocks until it has ended; with an error when its thread has died before.
+        """Blocks until it has ended; with an error if its thread has died before.
 
-        Does nothing on a thread that copies, where the garbage collector may end a value too: it would wait for itself.
+        It does nothing on a copying thread, where the garbage collector may end a value too: the thread would wait for
+        itself.
         """
         if isinstance(threading.current_thread(), _SpillThread):
             return
@@ -72,11 +73,11 @@ class SpillCopy:
                 self._running.release()
 
     def fail(self, reason: str) -> None:
-        """Ends it without success."""
+        """Ends it as failed."""
         self._end(OSError(errno.EIO, reason))
 
     def run(self, move: Move, throttle_bytes_per_s: float | None) -> None:
-        """Moves all bytes in chunks, no faster than the throttle on average; never raises."""
+        """Copies all bytes in chunks, on average no faster than the throttle; never raises."""
         self.began_s = start_s = time.perf_counter()
         error: OSError | None = OSError(errno.EIO, "the copy was broken off")
         try:
@@ -120,7 +121,7 @@ DONE = _Done()
 
 
 class CallingThread:
-    """The compute stream: ops run as they are called, so that a wait blocks the caller."""
+    """The compute stream: ops run when they are called, so a wait blocks the caller."""
 
     def record(self) -> Event:
         return DONE
@@ -143,11 +144,11 @@ Stop: TypeAlias = "weakref.ref[SpillStream]"
 
 
 class SpillStream:
-    """One direction: a queue, and the thread that works it off. Copies wait for nothing but those before them.
+    """One direction: a queue, and the thread that processes it. Copies wait only for those before them.
 
-    The thread knows the queue and not the stream, so that it ends also where nobody closes: an interrupt may come
-    between any two steps of making one and keeping it. What ends it then runs no Python code, in which a waiting
-    signal would be raised and lost.
+    The thread refers to the queue and not to the stream, so that it ends even if the stream is never closed: an
+    interrupt may come between any two steps of making and storing a stream. The code that ends the thread then runs no
+    Python, in which a waiting signal would be raised and lost.
     """
 
     def __init__(self, name: str, move: Move, throttle_bytes_per_s: float | None) -> None:
@@ -164,14 +165,14 @@ class SpillStream:
         self.thread.start()
 
     def is_alive(self) -> bool:
-        """Whether copies still come to an end. Daemon threads are frozen, not ended, when the interpreter goes."""
+        """Whether copies still end. When the interpreter exits, daemon threads are frozen and do not end."""
         return self.thread.is_alive() and not sys.is_finalizing()
 
     def record(self) -> Event:
         return self._last
 
     def wait(self, event: Event) -> float:
-        """Of the calling thread's events only, which have always come."""
+        """Waits only for events of the calling thread, which have always happened."""
         assert event.done()
         return 0.0
 
@@ -185,8 +186,8 @@ class SpillStream:
         return job
 
     def close(self) -> None:
-        """Ends the thread; copies that nobody waited for are broken off. It has ended also when this is interrupted:
-        while it runs the file must stay open, or it would write to whatever is opened next.
+        """Ends the thread; copies that nothing waited for are cancelled. The thread has ended even if this call is
+        interrupted: while it runs the file must stay open, or it would write to the next file that is opened.
         """
         self._closing.set()
         self._jobs.put(self._stop)
@@ -204,7 +205,9 @@ class SpillStream:
 def _serve(
     jobs: queue.SimpleQueue[SpillCopy | Stop], stop: Stop, move: Move, throttle_bytes_per_s: float | None
 ) -> None:
-    """Until ``stop`` is in the queue: put there by ``close``, or by itself when the stream dies while this holds it."""
+    """Processes the queue until ``stop`` is in it. ``close`` puts it there. If the stream dies, ``stop`` (a weak
+    reference that this function keeps alive) puts itself there.
+    """
     while isinstance(job := jobs.get(), SpillCopy):
         job.run(move, throttle_bytes_per_s)
         del job  # or the thread would hold the last copy until the next
@@ -225,7 +228,7 @@ class CpuDevice:
     Parameters
     ----------
     directory: where to spill; see :func:`choose_spill_dir` for the default and the errors.
-    throttle_bytes_per_s: hold each direction to this rate, so that the link is a known constant.
+    throttle_bytes_per_s: limit each direction to this rate, so that the link is a known constant.
     """
 
     kind = "cpu"
@@ -249,13 +252,11 @@ class CpuDevice:
             self._stack = stack.pop_all()
 
     def reserve_host(self, size_bytes: int, first: int = 0) -> None:
-        """Makes the file that long, every block from ``first`` on written once. Raises ``OSError`` when the disk is
-        full.
-        """
+        """Extends the file, and writes every block from ``first`` on once. Raises ``OSError`` if the disk is full."""
         self.file.write_ahead(first + size_bytes, first)
 
     def trim_host(self, taken: Sequence[Interval]) -> None:
-        """Cuts the file behind the last of them; a file has no holes to give back."""
+        """Cuts the file after the last of them; it has no holes that could be released."""
         self.file.cut(max((behind for _, behind in taken), default=0))
 
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
@@ -300,7 +301,7 @@ class CpuDevice:
 
 
 def file_system_type(directory: Path) -> str:
-    """Type of the file system ``directory`` lies on, such as ``ext4``; empty where the kernel does not tell."""
+    """Type of the file system of ``directory``, such as ``ext4``; empty if the kernel does not report it."""
     device = directory.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     found = ""
@@ -360,12 +361,12 @@ class SpillFile:
     def write_ahead(self, size_bytes: int, first: int = 0) -> None:
         """Allocates the file up to there and writes it once: the first write of a block costs ten times the later ones.
 
-        What lies before ``first`` is not touched: it may be somebody's.
+        Bytes before ``first`` are not touched: a value may lie there.
 
         Raises
         ------
         OSError
-            The disk has not so much room, and nothing is written; or it is full by now, and the file keeps what it got.
+            The disk has too little room, and nothing is written; or it has become full, and the file keeps what it got.
         """
         self.size_bytes = max(self.size_bytes, first)
         free_bytes = shutil.disk_usage(self.directory).free
@@ -377,13 +378,13 @@ class SpillFile:
             self.size_bytes += os.pwrite(self.descriptor, zeros[:wanted], self.size_bytes)
 
     def cut(self, size_bytes: int) -> None:
-        """Gives the disk back what lies beyond the first ``size_bytes``, and nothing where it does not take it."""
+        """Releases the disk space after the first ``size_bytes``, if the file system allows it."""
         with contextlib.suppress(OSError):
             if os.fstat(self.descriptor).st_size > size_bytes:
                 os.ftruncate(self.descriptor, size_bytes)
                 self.size_bytes = min(self.size_bytes, size_bytes)
 
     def close(self) -> None:
-        """Gives the space back. Idempotent."""
+        """Releases the space. Idempotent."""
         self.descriptor = -1
         self._close()

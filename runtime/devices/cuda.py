@@ -1,8 +1,8 @@
 """The CUDA device: the user's streams compute, two streams copy, and the host tier is pinned memory.
 
-High water: the allocator has one mark of each kind, and whoever begins it anew takes it from all others. So what the
-marks were is kept, and every public call of torch that reads them is given the higher of the two: peaks of single steps
-spoil no peak that the user reads. A reset of the user's ends that.
+High water: the allocator has one mark of each kind, and whoever resets it does so for all. So the marks are kept here
+before a reset, and every public call of torch that reads them returns the higher of the two: peaks of single steps
+change no peak that the user reads. A reset by the user ends that.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ Mark = tuple[str, str]
 
 
 class CudaEvent(msgspec.Struct, gc=False, eq=False):
-    """One recording. Whoever may still ask for it holds this; when it dies, the event is used again: who waits for it
-    waits for what was recorded when the wait was queued.
+    """One recording. Code that may still query it holds this object. After its death the event is reused: a queued wait
+    waits for the recording that was current when it was queued.
     """
 
     event: torch.cuda.Event
@@ -67,14 +67,14 @@ class CudaEvent(msgspec.Struct, gc=False, eq=False):
 
 
 class CudaStream:
-    """Waits are queued on the stream; the host is never held up."""
+    """Waits are queued on the stream; the host is never blocked."""
 
     __slots__ = ("spare", "stream")
 
     def __init__(self, stream: torch.cuda.Stream, spare: list[torch.cuda.Event]) -> None:
         self.stream = stream
         self.spare = spare
-        """Events of this device that nobody needs any more; some microseconds each are spent on making one."""
+        """Events of this device that are no longer used; making one takes some microseconds."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CudaStream) and (self.stream is other.stream or self.stream == other.stream)
@@ -96,14 +96,14 @@ class CudaStream:
 
 
 class SeenStreams(dict[int, torch.cuda.Stream]):
-    """The user's streams that values or copies of today may be of, by address. Held by these alone: a stream of the
-    user's that is gone is not waited for ever after.
+    """The user's streams to which live values or copies may belong, by address. Only these values and copies keep them
+    here, so a stream that is gone is not waited for ever after.
     """
 
 
 class ComputeStream(CudaStream):
-    """One of the user's streams. What it waits for all of them wait for: a buffer that is let go returns to the stream
-    it was allocated on, which need not be the one that lets it go.
+    """One of the user's streams. All of them wait for what one waits for: a released buffer returns to the stream on
+    which it was allocated, which may differ from the one that releases it.
     """
 
     __slots__ = ("__weakref__", "address", "queued", "seen")
@@ -123,7 +123,7 @@ class ComputeStream(CudaStream):
 
 
 class CudaCopy:
-    """One queued copy; ``error`` when there was no host memory for it."""
+    """One queued copy; ``error`` is set if there was no host memory for it."""
 
     __slots__ = ("_seen", "error")
 
@@ -133,14 +133,14 @@ class CudaCopy:
 
 
 class CudaDevice:
-    """Two streams and the pinned host tier from construction to :meth:`close`.
+    """Two streams and the pinned host tier, from construction to :meth:`close`.
 
     Parameters
     ----------
     where: which GPU.
-    host_limit_bytes: the most pinned memory for what a plan did not foresee (a step that left it); see
+    host_limit_bytes: the most pinned memory for values without a place in the plan (in a step that diverged); see
         :class:`~.pinned.PinnedTier` for the default.
-    spans: name each copy and replay in an NVTX range, for Nsight Systems; some microseconds each.
+    spans: name each copy and replay in an NVTX range, for Nsight Systems; this takes some microseconds each.
     """
 
     kind = "cuda"
@@ -158,16 +158,16 @@ class CudaDevice:
         near = processors_near(self.where)
 
         def pin(size_bytes: int) -> PinnedMemory:
-            with torch.cuda.device(self.where):  # or a GPU that nobody uses is given a context
+            with torch.cuda.device(self.where):  # otherwise an unused GPU would get a context
                 return PinnedMemory(size_bytes, cupy, near)
 
         self._host = PinnedTier(pin, limit_bytes=host_limit_bytes, most_ahead=MOST_AHEAD)
         self._streams: weakref.ref[SeenStreams] | None = None
         self._latest: weakref.ref[ComputeStream] | None = None
         self._peaks = MemoryPeaks(allocated_bytes=0, reserved_bytes=0)
-        """Of what came before the step."""
+        """Peaks from before the step."""
         self._retries = 0
-        """Of the allocator's, before the peaks began."""
+        """The allocator's retries before the peaks began."""
         self._lock = threading.RLock()  # a copy that ends may ask on any thread, also inside of this
 
     @property
@@ -185,7 +185,7 @@ class CudaDevice:
         return latest
 
     def _seen(self) -> SeenStreams:
-        """Since anything was last alive that a stream was seen for."""
+        """The streams seen since any value or copy was last alive."""
         with self._lock:
             seen = self._streams() if self._streams is not None else None
             if seen is None:
@@ -202,12 +202,12 @@ class CudaDevice:
         return new_storage(size_bytes, self.where)
 
     def reserve_host(self, size_bytes: int, first: int = 0) -> None:
-        """Pins what is not pinned of them, at its exact size."""
+        """Pins those bytes that are not pinned, at their exact size."""
         self._host.reserve(size_bytes, first)
 
     def trim_host(self, taken: Sequence[Interval]) -> None:
-        """Holds the calling thread where there is something to give back: the values there are dead, but perhaps not
-        their last copies.
+        """Blocks the calling thread if there is memory to release: the values there are dead, but perhaps not their
+        last copies.
         """
         self._host.forget_ahead()
         if self._host.idle(taken):
@@ -259,7 +259,9 @@ class CudaDevice:
     # -- streams of the user's --------------------------------------------------------------------------------
 
     def use(self, storage: torch.UntypedStorage, home: Stream) -> None:
-        """Has the current stream wait for the one the storage came back on, and the allocator know of both."""
+        """Makes the current stream wait for the stream on which the storage came back, and tells the allocator about
+        both.
+        """
         now = self.compute
         if home is now or home == now:
             return
@@ -269,7 +271,9 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
-        """Inputs may be of any stream of forward, and go back to it: all wait for each other before and after."""
+        """Inputs may belong to any stream of forward, and results go back to it. So all streams wait for each other
+        before and after.
+        """
         now = self.compute
         others = [stream for stream in tuple(now.seen.values()) if stream != now.stream]
         for stream in others:
@@ -282,7 +286,7 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """An NVTX range; the engine asks for it where ``spans`` says so."""
+        """An NVTX range; the engine asks for it if ``spans`` is true."""
         torch.cuda.nvtx.range_push(name)
         try:
             yield
@@ -292,7 +296,7 @@ class CudaDevice:
     # -- memory -----------------------------------------------------------------------------------------------
 
     def start_peaks(self) -> None:
-        """Begins new peaks of the caching allocator, without what it keeps of earlier steps."""
+        """Starts new peaks of the caching allocator, without memory that it caches from earlier steps."""
         torch.cuda.empty_cache()
         self._peaks = MemoryPeaks(allocated_bytes=0, reserved_bytes=0)
         self._retries = high_water().count(self._index, _RETRIES)
@@ -303,7 +307,7 @@ class CudaDevice:
         high_water().begin(self._index)
 
     def step_peak_bytes(self) -> int:
-        """Of what was asked for, where the allocator counts that: a block that it hands out may be larger by a MiB."""
+        """Most requested bytes, if the allocator counts requests; a block that it hands out may be larger by a MiB."""
         return high_water().since_begin(self._index, self._counted)
 
     def peaks(self) -> MemoryPeaks:
@@ -324,12 +328,12 @@ class CudaDevice:
 
 
 def _with_index(where: torch.device) -> torch.device:
-    """``cuda`` is the current device: some calls want to be told which."""
+    """``cuda`` with the index of the current device, because some calls require it."""
     return torch.device("cuda", torch.cuda.current_device()) if where.index is None else where
 
 
 def _counted_bytes() -> str:
-    """The statistic that a step's peak is told by. Raises ``UsageError`` for an allocator that keeps none."""
+    """The statistic that gives a step's peak. Raises ``UsageError`` for an allocator that keeps none."""
     backend = torch.cuda.get_allocator_backend()
     if backend == "native":
         return "requested_bytes"
@@ -345,7 +349,7 @@ def _counted_bytes() -> str:
 
 
 def refuse_graphs(model: torch.nn.Module) -> None:
-    """Raises ``UsageError`` for a model of which compiled parts run as CUDA graphs."""
+    """Raises ``UsageError`` for a model with compiled parts that run as CUDA graphs."""
     for path, module in compiled_modules(model).items():
         if captures_graphs(module):
             raise UsageError(
@@ -355,7 +359,7 @@ def refuse_graphs(model: torch.nn.Module) -> None:
 
 
 def refuse_capture() -> None:
-    """Raises ``UsageError`` where the current stream records a CUDA graph."""
+    """Raises ``UsageError`` if the current stream records a CUDA graph."""
     if torch.cuda.is_current_stream_capturing():
         raise UsageError(
             "CUDA graph: expected steps that run op by op inside a session, found one that is being captured; capture "
@@ -365,7 +369,9 @@ def refuse_capture() -> None:
 
 @contextlib.contextmanager
 def hard_cap(where: torch.device, cap_bytes: int) -> Iterator[None]:
-    """Within the block the caching allocator takes no more than ``cap_bytes`` of the GPU: more is out of memory."""
+    """Within the block the caching allocator takes at most ``cap_bytes`` of the GPU; a request beyond that is out of
+    memory.
+    """
     where = _with_index(where)
     total_bytes = torch.cuda.get_device_properties(where).total_memory
     before = torch.cuda.get_per_process_memory_fraction(where)
@@ -378,7 +384,7 @@ def hard_cap(where: torch.device, cap_bytes: int) -> Iterator[None]:
 
 
 class HighWater:
-    """State: of each GPU, how high each mark was before it was begun anew here.
+    """State: for each GPU, the height of each mark before it was reset here.
 
     Parameters
     ----------
@@ -394,12 +400,12 @@ class HighWater:
         self._lock = threading.RLock()
 
     def stats(self, index: int) -> dict[str, Any]:
-        """What the user is to read: as if nothing had been begun anew here."""
+        """The statistics that the user reads, as if nothing had been reset here."""
         with self._lock:
             return self._raised(index, self._stats(index))
 
     def accelerator_stats(self, index: int) -> dict[str, Any]:
-        """The same where ``torch.accelerator`` asks."""
+        """The same for ``torch.accelerator``."""
         assert self._of_accelerator is not None
         with self._lock:
             return self._raised(index, self._of_accelerator(index))
@@ -412,13 +418,13 @@ class HighWater:
         return found
 
     def reset(self, index: int) -> None:
-        """The user begins the marks anew."""
+        """The user resets the marks."""
         with self._lock:
             self._kept.pop(index, None)
             self._reset(index)
 
     def begin(self, index: int) -> None:
-        """A step begins: its peaks are to be told apart from all before."""
+        """A step begins: its peaks are separated from all before."""
         with self._lock:
             self._kept[index] = {
                 (name, pool): mark["peak"]
@@ -434,7 +440,7 @@ class HighWater:
         return int(self._stats(index)[name]["all"]["peak"])
 
     def count(self, index: int, name: str) -> int:
-        """How often something has happened; 0 where this allocator does not count it."""
+        """How often an event has happened; 0 if this allocator does not count it."""
         return int(self._stats(index).get(name, 0))
 
 
@@ -443,7 +449,9 @@ _installed: HighWater | None = None
 
 
 def high_water() -> HighWater:
-    """The one of this process. It stays before torch's calls once it was asked for: the user may read long after."""
+    """The object of this process. Once made, it stays in front of torch's calls, because the user may read the marks
+    long after.
+    """
     global _installed
     with _LOCK:
         if _installed is None or memory_stats_calls()[0] != _installed.stats:

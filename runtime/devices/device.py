@@ -1,9 +1,9 @@
-"""The device protocol: all that the engine knows of a machine.
+"""The device protocol: everything that the engine knows about a machine.
 
-Work is queued on *streams* and ordered by *events*, as on CUDA. Three devices speak it: ``cuda.py``, ``cpu.py``, and
-the adversarial one of the tests, which runs every copy as late as its events allow.
+Work is queued on *streams* and ordered by *events*, as on CUDA. Three devices follow the protocol: ``cuda.py``,
+``cpu.py``, and the adversarial one of the tests, which runs every copy as late as its events allow.
 
-Stopwatches tell what the compute stream spends between two places, without ever waiting for it.
+Stopwatches measure how long the compute stream takes between two places, without ever waiting for it.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ import torch
 from poochplan.runtime.run_report import MemoryPeaks
 
 Interval = tuple[int, int]
-"""Bytes of the host tier: the first one, and the one behind the last."""
+"""Bytes of the host tier: the first byte, and the byte after the last."""
 
 
 class Event(Protocol):
-    """A place in a stream: all that was queued before it."""
+    """A place in a stream: after all work queued before it."""
 
     def done(self) -> bool:
-        """Whether all of that has ended."""
+        """Whether all of that work has ended."""
 
 
 class Stream(Protocol):
     """A queue of work that runs first in, first out."""
 
     def record(self) -> Event:
-        """The place behind what is queued now."""
+        """The place after all work that is queued now."""
 
     def wait(self, event: Event) -> float:
-        """What is queued from now on runs after ``event``; seconds that the calling thread was held up."""
+        """Work queued from now on runs after ``event``. Returns the seconds for which the calling thread was
+        blocked.
+        """
 
 
 class Job(Protocol):
@@ -44,16 +46,16 @@ class Job(Protocol):
 
     @property
     def error(self) -> OSError | None:
-        """Why it failed; None while it runs and when it went well."""
+        """Why it failed; None while it runs, and after success."""
 
 
 class Device(Protocol):
-    """Storages, a host tier, and a stream for each direction beside those that compute."""
+    """Storages, a host tier, and one stream for each direction in addition to those that compute."""
 
     kind: str
     where: torch.device
     spans: bool
-    """Whether what is queued is to be named (:meth:`span`), for a timeline."""
+    """Whether queued work is to be named (:meth:`span`), for a timeline."""
 
     @property
     def outward(self) -> Stream:
@@ -68,53 +70,59 @@ class Device(Protocol):
         """The stream on which the calling thread's ops are queued."""
 
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
-        """A device storage of exactly ``size_bytes``, contents undefined; its own stream is the calling thread's."""
+        """A device storage of exactly ``size_bytes`` with undefined contents. It belongs to the calling thread's
+        stream.
+        """
 
     def reserve_host(self, size_bytes: int, first: int = 0) -> None:
-        """Makes the ``size_bytes`` of the host tier from ``first`` on ready ahead of their use.
+        """Prepares the ``size_bytes`` of the host tier from ``first`` on for their use.
 
-        No value lies there; copies of dead ones may still be queued. What lies elsewhere stays as it is. Raises
-        ``OSError`` where that is not to be had.
+        No value lies there, but copies of dead values may still be queued. Other places stay unchanged. Raises
+        ``OSError`` if the memory is not available.
         """
 
     def trim_host(self, taken: Sequence[Interval]) -> None:
-        """Gives back what the host tier takes elsewhere, as far as that can be done.
+        """Releases other places of the host tier, as far as possible.
 
-        No value lies elsewhere any more; copies of dead ones may still be queued.
+        No value lies there any more, but copies of dead values may still be queued.
         """
 
     def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> Job:
         """Queues a copy of the whole storage to the host tier, on ``outward``. The caller keeps the storage alive.
 
-        One that fails later says so in its ``error``; nothing is raised then.
+        If the copy fails later, its ``error`` says so; nothing is raised then.
         """
 
     def copy_in(self, storage: torch.UntypedStorage, host_offset: int) -> Job:
         """Queues a copy of the whole storage from the host tier, on ``inward``. The caller keeps the storage alive."""
 
     def use(self, storage: torch.UntypedStorage, home: Stream) -> None:
-        """Ops on the calling thread's stream are about to use a storage that came (back) on the stream ``home``."""
+        """Ops on the calling thread's stream are about to use a storage that was made or came back on the stream
+        ``home``.
+        """
 
     def replaying(self) -> AbstractContextManager[None]:
         """Ops of forward run again inside, on the calling thread's stream."""
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """Names what is queued inside, for a timeline."""
+        """Names the work queued inside, for a timeline."""
 
     def stopwatch(self) -> Stopwatch | None:
-        """Tells what the compute stream spends in waits or replays; None where the calling thread is that stream."""
+        """Measures how long the compute stream spends in waits or replays; None if the calling thread is that
+        stream.
+        """
 
     def synchronize(self) -> None:
-        """Holds the calling thread until all that is queued has ended."""
+        """Blocks the calling thread until all queued work has ended."""
 
     def start_peaks(self) -> None:
-        """Begins new peaks of the allocator's, where there is one."""
+        """Starts new peaks of the allocator, if there is one."""
 
     def start_step_peak(self) -> None:
         """A step begins: :meth:`step_peak_bytes` counts from here. The peaks that the user reads stay as they were."""
 
     def step_peak_bytes(self) -> int | None:
-        """The most that was asked of the allocator and in use since then; None where there is none that tells."""
+        """Most bytes requested from the allocator and in use since then; None if no allocator reports them."""
 
     def peaks(self) -> MemoryPeaks | None:
         """The allocator's peaks; None where there is none."""
@@ -124,20 +132,20 @@ class Device(Protocol):
 
 
 class Stopwatch(Protocol):
-    """Seconds that the compute stream spends on what is queued inside the blocks."""
+    """Seconds that the compute stream spends on the work queued inside the blocks."""
 
     def running(self) -> AbstractContextManager[None]:
-        """Counts what is queued inside, waits for other streams included."""
+        """Counts the work queued inside, including waits for other streams."""
 
     def take(self) -> float:
-        """Seconds of the blocks that have been passed since the last call; those not yet passed come with a later one.
+        """Seconds of the blocks that have been passed since the last call. A later call returns those of the others.
 
-        Never holds the calling thread. After ``Device.synchronize`` none are missing.
+        It never blocks the calling thread. After ``Device.synchronize`` none are missing.
         """
 
 
 class CudaStopwatch:
-    """Two timing events around each block, on the stream that ``current`` gives. Events are used again."""
+    """Two timing events around each block, on the stream that ``current`` returns. Events are reused."""
 
     def __init__(self, current: Callable[[], torch.cuda.Stream]) -> None:
         self._current = current

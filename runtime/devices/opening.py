@@ -14,9 +14,9 @@ from .device import Device
 
 
 def usable_device(name: str) -> torch.device:
-    """The device of that name (``"cpu"``, ``"cuda"``, ``"cuda:1"``); raises ``UsageError`` where there is none.
+    """The device of that name (``"cpu"``, ``"cuda"``, ``"cuda:1"``); raises ``UsageError`` if there is none.
 
-    Everything that profiles or runs asks here first, so it is here that another system than Linux is told.
+    Everything that profiles or runs calls this first, so another system than Linux is refused here.
     """
     if not sys.platform.startswith("linux"):
         raise UsageError(
@@ -39,10 +39,10 @@ def usable_device(name: str) -> torch.device:
 
 
 def model_device(model: torch.nn.Module, kind: str) -> torch.device:
-    """The one device of that kind on which all of the model's parameters lie.
+    """The one device of that kind that has all of the model's parameters.
 
-    Raises ``UsageError`` where there is no such device, or a parameter lies elsewhere, or a buffer neither there nor in
-    host memory.
+    Raises ``UsageError`` if there is no such device, if a parameter is elsewhere, or if a buffer is neither there nor
+    in host memory.
     """
     asked = usable_device(kind)
     where = None if asked.index is None else asked
@@ -63,7 +63,7 @@ def model_device(model: torch.nn.Module, kind: str) -> torch.device:
 
 
 def check_cap(cap_bytes: int | None, where: torch.device) -> None:
-    """Raises ``UsageError`` for a limit of an allocator that takes none."""
+    """Raises ``UsageError`` for a limit on a device whose allocator takes none."""
     if cap_bytes is not None and where.type != "cuda":
         raise UsageError(f"cap: expected a model on cuda, whose allocator takes a limit, found one on {where.type}")
 
@@ -82,9 +82,9 @@ def open_device(
     *,
     spans: bool = False,
 ) -> Device:
-    """The device that runs on ``where``; ``spill_dir`` and the throttle are the CPU device's, the rest is CUDA's.
+    """The device that runs on ``where``. ``spill_dir`` and the throttle are for the CPU device, the rest is for CUDA.
 
-    Raises ``SpillError`` when the spill directory cannot be used.
+    Raises ``SpillError`` if the spill directory cannot be used.
     """
     if where.type == "cpu":
         return CpuDevice(choose_spill_dir(spill_dir), throttle_bytes_per_s=throttle_bytes_per_s)

@@ -49,7 +49,7 @@ from .device import Interval
 PAGE_BYTES = 64 << 20
 MOST_AHEAD = 8
 SHARE_OF_AVAILABLE = 0.75
-"""Of the host memory that is available when the first page is pinned, the pages take no more than this."""
+"""Share of the host memory available when the first page is pinned. All pages take at most this."""
 PCI_DEVICES, NODES = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/node")
 _MOST_THREADS = 8
 _LEAST_BYTES_A_THREAD = 16 << 20
@@ -62,14 +62,14 @@ class Memory(Protocol):
     size_bytes: int
 
     def free(self) -> None:
-        """Gives it back; no copy may be under way. Idempotent."""
+        """Releases it; no copy may be running. Idempotent."""
 
 
 M = TypeVar("M", bound=Memory)
 
 
 class Part(NamedTuple, Generic[M]):
-    """Bytes of a value that lie in one piece: ``size_bytes`` at ``offset`` of ``memory``."""
+    """Bytes of a value in one piece of memory: ``size_bytes`` at ``offset`` of ``memory``."""
 
     memory: M
     offset: int
@@ -77,7 +77,7 @@ class Part(NamedTuple, Generic[M]):
 
 
 class Piece(NamedTuple, Generic[M]):
-    """Bytes of the tier that are pinned together: from ``first`` to before ``behind``."""
+    """Bytes of the tier that are pinned together: from ``first`` up to, and without, ``behind``."""
 
     first: int
     behind: int
@@ -85,14 +85,14 @@ class Piece(NamedTuple, Generic[M]):
 
 
 class PinnedTier(Generic[M]):
-    """Where each offset of the host tier lies. State: what is pinned, in order, which bytes are ready for a plan, and
-    which pages are being pinned ahead.
+    """The memory at each offset of the host tier. State: the pinned pieces in order, the bytes prepared for a plan, and
+    the pages being pinned ahead.
 
     Parameters
     ----------
-    pin: gives so many bytes of pinned memory; raises ``OSError`` where they are not to be had.
+    pin: returns that many bytes of pinned memory; raises ``OSError`` if they are not available.
     most_ahead: pages that a thread may pin ahead.
-    limit_bytes: the most that all pages take; None for a share of what is available (``SHARE_OF_AVAILABLE``).
+    limit_bytes: the most that all pages take; None for a share of the available memory (``SHARE_OF_AVAILABLE``).
     """
 
     def __init__(
@@ -115,26 +115,26 @@ class PinnedTier(Generic[M]):
 
     @property
     def pinned_bytes(self) -> int:
-        """What all of it takes."""
+        """Bytes of all pieces."""
         return sum(piece.behind - piece.first for piece in self._pieces)
 
     @property
     def behind_bytes(self) -> int:
-        """What those pieces take that are not wholly a plan's."""
+        """Bytes of the pieces that do not belong completely to a plan."""
         first, behind = self._room
         return sum(one.behind - one.first for one in self._pieces if one.first < first or one.behind > behind)
 
     def reserve(self, size_bytes: int, first: int = 0) -> None:
-        """Pins what is missing of the ``size_bytes`` from ``first`` on, at its exact size. Raises ``OSError``."""
+        """Pins the missing part of the ``size_bytes`` from ``first`` on, at its exact size. Raises ``OSError``."""
         for missing in list(self._missing(first, first + size_bytes)):
             self._add(missing)
         self.forget_ahead()  # a plan has few steps that need more
         self._room = (first, first + size_bytes)
 
     def parts(self, offset: int, size_bytes: int) -> list[Part[M]]:
-        """Where the ``size_bytes`` at ``offset`` lie, in order.
+        """The pieces of memory for the ``size_bytes`` at ``offset``, in order.
 
-        Raises ``OSError`` where pages are missing that cannot be pinned, or that the limit does not allow.
+        Raises ``OSError`` if pages are missing that cannot be pinned, or that exceed the limit.
         """
         index = self._index(offset)
         if index >= 0:
@@ -147,11 +147,11 @@ class PinnedTier(Generic[M]):
         return list(self._parts(offset, end))
 
     def _index(self, offset: int) -> int:
-        """Of the last piece that does not begin behind ``offset``; -1 if there is none."""
+        """Index of the last piece that begins at or before ``offset``; -1 if there is none."""
         return bisect_right(self._pieces, offset, key=_first_of) - 1
 
     def _parts(self, offset: int, end: int) -> Iterator[Part[M]]:
-        """Of bytes that are all pinned."""
+        """The parts of bytes that are all pinned."""
         at, index = offset, self._index(offset)
         while at < end:
             piece = self._pieces[index]
@@ -160,7 +160,7 @@ class PinnedTier(Generic[M]):
             at, index = at + count, index + 1
 
     def _missing(self, first: int, behind: int) -> Iterator[Interval]:
-        """What of these bytes is not pinned."""
+        """Those of the bytes that are not pinned."""
         at = first
         for piece in self._pieces[max(0, self._index(first)) :]:
             if at < min(piece.first, behind):
@@ -170,7 +170,7 @@ class PinnedTier(Generic[M]):
             yield at, behind
 
     def _add_pages(self, missing: list[Interval]) -> None:
-        """Pins the pages that the missing bytes lie on."""
+        """Pins the pages that contain the missing bytes."""
         pages = [page for interval in missing for page in self._pages(*interval)]
         if self._limit_bytes is None:
             self._limit_bytes = int(SHARE_OF_AVAILABLE * available_bytes())
@@ -187,8 +187,8 @@ class PinnedTier(Generic[M]):
         self._pin_ahead()
 
     def _pages(self, first: int, behind: int) -> Iterator[Interval]:
-        """Those that missing bytes lie on: they lie one behind the other, from where the piece before ends on, and end
-        where the next one begins.
+        """The pages of missing bytes: one behind another, from the end of the previous piece to the begin of the next
+        one.
         """
         index = self._index(first)
         start = self._pieces[index].behind if index >= 0 else 0
@@ -206,7 +206,7 @@ class PinnedTier(Generic[M]):
         self._pieces.insert(self._index(first) + 1, Piece(first, behind, memory))
 
     def _pin_ahead(self) -> None:
-        """Has the thread pin pages that the limit allows."""
+        """Has the thread pin pages, as the limit allows."""
         assert self._limit_bytes is not None
         allowed = (self._limit_bytes - self.behind_bytes) // self._page_bytes
         wanted = min(self._pages_pinned, self._most_ahead, allowed) - len(self._ahead)
@@ -217,7 +217,7 @@ class PinnedTier(Generic[M]):
             self._ahead.append(self._thread.submit(self._pin, self._page_bytes))
 
     def forget_ahead(self) -> None:
-        """Gives back what was pinned ahead: nothing lies there. Waits for the page that is being pinned."""
+        """Releases pages that were pinned ahead, on which no value lies. Waits for the page that is being pinned."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown(cancel_futures=True)
@@ -227,7 +227,7 @@ class PinnedTier(Generic[M]):
                 page.result().free()
 
     def idle(self, taken: Sequence[Interval]) -> list[Piece[M]]:
-        """The pieces that none of these intervals lies on."""
+        """The pieces that contain none of these intervals."""
         return [
             piece
             for piece in self._pieces
@@ -235,13 +235,13 @@ class PinnedTier(Generic[M]):
         ]
 
     def trim(self, taken: Sequence[Interval]) -> None:
-        """Gives the pieces back that none of these intervals lies on; no copy of theirs may be under way."""
+        """Releases the pieces that contain none of these intervals; no copy of theirs may be running."""
         for piece in self.idle(taken):
             self._pieces.remove(piece)
             piece.memory.free()
 
     def free(self) -> None:
-        """Gives everything back; no copy may be under way. Idempotent."""
+        """Releases everything; no copy may be running. Idempotent."""
         self.forget_ahead()
         self.trim(())
         self._room = (0, 0)
@@ -263,9 +263,10 @@ def cupy_or_none() -> Any:
 
 @functools.lru_cache(maxsize=4)
 def fitting_cupy(cupy: Any, where: torch.device) -> Any:
-    """It, if it pins memory and copies there as it should; else None, and one line says why. Tried once for each GPU.
+    """CuPy, if it pins memory and copies to it correctly; else None, and one line says why. It is tried once for each
+    GPU.
 
-    What was built for another CUDA than the driver's imports well, and fails at its first call.
+    A build for another CUDA than the driver's can be imported, and fails at its first call.
     """
     reason = _misfit(cupy, where) if cupy is not None else ""
     if not reason:
@@ -280,7 +281,7 @@ def fitting_cupy(cupy: Any, where: torch.device) -> Any:
 
 
 def _misfit(cupy: Any, where: torch.device) -> str:
-    """What is wrong with it; empty where nothing is."""
+    """What is wrong with it; empty if nothing is."""
     try:
         with torch.cuda.device(where), without_modes():
             pinned = cupy.cuda.PinnedMemory(_TRIED_BYTES)
@@ -299,10 +300,11 @@ MemcpyAsync = Callable[[int, int, int, int, int], object]
 
 
 def memcpy_async(cupy: Any) -> MemcpyAsync | None:
-    """CuPy's; without it that of the CUDA runtime that torch has loaded; None where that is not found by its name.
+    """CuPy's function; without CuPy that of the CUDA runtime that torch has loaded; None if that is not found by its
+    name.
 
-    A ``copy_`` of torch queues the same copy. It wants a tensor for each side, and the stream made the current one and
-    back: some ten Python calls.
+    A ``copy_`` of torch queues the same copy. It needs a tensor for each side, and the stream must be made the current
+    one and restored: about ten Python calls.
     """
     if cupy is not None:
         return cast(MemcpyAsync, cupy.cuda.runtime.memcpyAsync)
@@ -322,11 +324,12 @@ def _raised(status: int) -> None:
 
 
 class PinnedMemory:
-    """``size_bytes`` of pinned memory at ``pointer``; ``tensor`` is a view of them. Given back by :meth:`free`.
+    """``size_bytes`` of pinned memory at ``pointer``; ``tensor`` is a view of them. :meth:`free` releases them.
 
-    ``processors`` are those that should touch it first (:func:`processors_near`); none for any.
+    ``processors`` should touch it first (:func:`processors_near`); if empty, any processors may.
 
-    Raises ``OSError`` where so much is not to be had, before it is touched: a page too many would end the process.
+    Raises ``OSError`` if that much memory is not available, before it is touched: one page too many would end the
+    process.
     """
 
     def __init__(self, size_bytes: int, cupy: Any, processors: frozenset[int] = frozenset()) -> None:
@@ -355,7 +358,7 @@ class PinnedMemory:
         self._registered = True
 
     def free(self) -> None:
-        """Gives it back; no copy may be under way. Idempotent."""
+        """Releases it; no copy may be running. Idempotent."""
         if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self.pointer)
             self._registered = False
@@ -405,7 +408,7 @@ def _touch(address: int, size_bytes: int, processors: frozenset[int]) -> None:
 
 @contextlib.contextmanager
 def _running_on(processors: frozenset[int]) -> Iterator[None]:
-    """The calling thread runs on these alone within the block, where the system lets it."""
+    """Within the block the calling thread runs only on these processors, if the system allows it."""
     before = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, processors or before)
@@ -417,7 +420,7 @@ def _running_on(processors: frozenset[int]) -> Iterator[None]:
 
 
 def _forget_error() -> None:
-    """CUDA keeps the last failure, and torch would report it of the next kernel; here that is one of no use."""
+    """CUDA keeps the last failure, and torch would report it for the next kernel. Here that failure does not matter."""
     with contextlib.suppress(RuntimeError), without_modes():
         torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()))
 

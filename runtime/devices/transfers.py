@@ -1,11 +1,11 @@
 """Transfers: every copy between device and host tier, and every wait that makes it safe (engine rule 3).
 
-* A copy out starts behind what the compute stream has queued: the value's last writer.
-* A copy in starts there too: its new buffer may be one that earlier ops still use.
-* Whoever gives a copy's storage up, or uses what it filled, has the compute stream wait for its end first. That holds
-  on every path, also when a handle dies in an exception or on an unused branch: a copy that goes waits.
-* What a signal raises in such a wait (Ctrl-C) Python would drop, as all that ``__del__`` raises: it is held back and
-  raised at the next point of the step, or when the session ends.
+* A copy out starts after the work queued on the compute stream, so after the value's last writer.
+* A copy in starts there too: its new buffer may still be in use by earlier ops.
+* Before a copy's storage is released, or its result is used, the compute stream waits for the copy's end. That holds on
+  every path, also when a handle dies in an exception or on an unused branch: a dying copy waits.
+* Python would drop an exception that a signal raises in such a wait (Ctrl-C), as it drops all that ``__del__`` raises.
+  So it is held back and raised at the next point of the step, or when the session ends.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from .device import Device, Event, Job
 
 held_back: list[BaseException] = []
-"""Looked at in each hook; see :func:`raise_held_back`."""
+"""Checked in each hook; see :func:`raise_held_back`."""
 
 
 def raise_held_back() -> None:
-    """Raises what was raised where nobody could catch it, once."""
+    """Raises, once, an exception that was raised where no caller could catch it."""
     if held_back:
         error = held_back[0]
         held_back.clear()
@@ -27,7 +27,7 @@ def raise_held_back() -> None:
 
 
 def forget_held_back() -> None:
-    """What was held back has been heard of another way."""
+    """Forgets the exception that was held back, because it was reported in another way."""
     held_back.clear()
 
 
@@ -44,15 +44,15 @@ class Copy:
 
     @property
     def error(self) -> OSError | None:
-        """Why it failed; known once it was waited for."""
+        """Why it failed; known once a caller has waited for it."""
         return self._job.error
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with or without success."""
         return self._ended.done()
 
     def wait(self) -> float:
-        """Makes the compute stream wait for it; seconds the calling thread was held up."""
+        """Makes the compute stream wait for it. Returns the seconds for which the calling thread was blocked."""
         held_up_s = self._device.compute.wait(self._ended)
         self.storage = None
         return held_up_s
@@ -67,14 +67,14 @@ class Copy:
 
 
 def copy_out(device: Device, storage: torch.UntypedStorage, host_offset: int) -> Copy:
-    """Queues a copy of ``storage`` to the host tier, behind what the compute stream has queued."""
+    """Queues a copy of ``storage`` to the host tier, after the work queued on the compute stream."""
     device.outward.wait(device.compute.record())
     job = device.copy_out(storage, host_offset)
     return Copy(device, storage, job, device.outward.record())
 
 
 def copy_in(device: Device, storage: torch.UntypedStorage, host_offset: int) -> Copy:
-    """Queues a copy from the host tier into ``storage``, behind what the compute stream has queued."""
+    """Queues a copy from the host tier into ``storage``, after the work queued on the compute stream."""
     device.inward.wait(device.compute.record())
     job = device.copy_in(storage, host_offset)
     return Copy(device, storage, job, device.inward.record())

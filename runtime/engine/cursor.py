@@ -1,17 +1,18 @@
-"""The cursor: where in a segment the step is. Only here is it said that one begins or ends. StepEvents: who is told of
-what happens.
+"""Cursor: where in a segment the step is. It alone decides where a segment begins and ends. StepEvents: the functions
+that are called at these places.
 
-A *segment* is what one plan is for: from a first save to the uses of what was saved. Most steps are one segment; a step
-of several micro-batches is several. A segment begins
+A *segment* (micro-step) is the part of a step that one plan covers: from a first save to the uses of the saved values.
+Most steps are one segment; a step of several micro-batches has several. A segment begins
 
-* where a model is called, when nothing of the one before is held any more, or some of that has been used, or when that
-  was none of a model's steps;
-* at a save, when no segment is open, or when the open one has been used, or its forward has raised, and nothing of it
+* when a model is called, if no value of the previous segment is held any more, or one of them has been used, or the
+  previous segment belonged to no step;
+* at a save, if no segment is open, or if the open one has been used or its forward has raised, and none of its values
   is held any more;
-* where the caller says so (``session.step()``); the model's calls begin none from then on.
+* where the caller announces it (``session.step()``); from then on calls of the model begin no segment.
 
-It ends where the next one begins, or with the step of an optimizer of the model's once something of it has been used.
-Handles that are alive then are *left over*: they stay usable, and their bytes count as there before the next segment.
+It ends when the next one begins. If one of its values has been used, it also ends with a step of the model's optimizer.
+Handles that are still alive then are *left over*: they stay usable, and their bytes count as existing before the next
+segment.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ class Outcome(StrEnum):
 
     USED = "used"
     UNUSED = "unused"
-    """Nothing that it saved was used."""
+    """None of its saved values was used."""
     RAISED = "raised"
     """Its forward ended with an exception."""
     LEFT_OVER = "left over"
-    """Some of its handles were alive when the next began."""
+    """Some of its handles were alive when the next segment began."""
 
 
 class Segment:
-    """What is known of one segment.
+    """The state of one segment.
 
     ``saves``, ``packs`` and ``uses`` count its points and handles so far.
     """
@@ -76,39 +77,39 @@ class Segment:
 
     def __init__(self, number: int, ordinal: int) -> None:
         self.number = number
-        """Counts from 1; 0 is none."""
+        """Counts from 1; 0 means that there is no segment yet."""
         self.ordinal = ordinal
-        """How many there were since the last optimizer step."""
+        """Number of segments since the last optimizer step."""
         self.announced = False
-        """Whether the caller said that it begins, and not a save or a call of a model."""
+        """Whether the caller announced it. Otherwise a save or a call of a model began it."""
         self.model: str | None = None
-        """Name of the model that it is of: the one that was announced, or called first; None before."""
+        """Name of the model that it belongs to: the one that was announced or called first. None before that."""
         self.calls = 0
-        """How often a model was called in it."""
+        """Number of calls of a model in it."""
         self.aside = False
-        """Whether it is none of a model's steps: what it saves is kept, and the next call of a model begins a step."""
+        """Whether it belongs to no step: its saved values are kept, and the next call of a model begins a step."""
         self.given: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
-        """Storages of what its first model was called with, and their bytes."""
+        """Storages of the inputs of its first model, and their bytes."""
         self.inputs: Signature | None = None
-        """Of the model's first call in it; None before."""
+        """Inputs of the model's first call in it; None before."""
         self.saves_next = False
-        """Whether something is about to be saved: its step policy has to be known."""
+        """Whether the next event is a save, so that its step policy must be known."""
         self.gradient_bytes = 0
-        """Gradients of the model's that were live as it began."""
+        """Bytes of the model's gradients that were live when it began."""
         self.left_over_bytes = 0
-        """Device bytes of what earlier segments saved and others still hold."""
+        """Device bytes of values that earlier segments saved and that are still held."""
         self.report = StepReport(steps=1 if number else 0)
         self.saves = 0
         self.saved_bytes = 0
-        """Of the storages that it has saved."""
+        """Bytes of the storages that it has saved."""
         self.packs = 0
         self.uses = 0
         self.earlier_uses = 0
-        """First uses, in it, of what earlier segments saved."""
+        """Number of first uses, in it, of values that earlier segments saved."""
         self.used = False
-        """Whether a handle of it has been used, also where it has diverged."""
+        """Whether one of its handles has been used, even if it has diverged."""
         self.diverged = False
-        """Whether it is not the planned one, or there was no plan for it."""
+        """Whether it differs from its plan, or has no plan."""
         self.raised = False
         self.outcome: Outcome | None = None
         """None while it is open."""
@@ -134,28 +135,28 @@ class Cursor:
     # -- where segments begin and end -------------------------------------------------------------------------
 
     def forward_begins_one(self) -> bool:
-        """The model is called: whether a segment begins here."""
+        """Whether a segment begins when the model is called now."""
         segment = self.segment
         return not self._announced and (segment.used or segment.aside or not segment.is_held)
 
     def save_begins_one(self) -> bool:
-        """Something is saved: whether a segment begins here."""
+        """Whether a segment begins with a tensor that is saved now."""
         segment = self.segment
         return not self.is_open or ((segment.used or segment.raised) and not segment.is_held)
 
     def announced(self) -> None:
-        """The caller says that one begins here, and will say so from now on."""
+        """The caller begins a segment here, and will announce all later ones."""
         self._announced = True
 
     def begin(self) -> Segment:
-        """The next segment; the last one has ended."""
+        """Begins the next segment; the last one has ended."""
         self.segment = Segment(self.segment.number + 1, self._since_optimizer)
         self._since_optimizer += 1
         self.is_open = True
         return self.segment
 
     def end(self) -> None:
-        """The open segment, if there is one, has ended."""
+        """Ends the open segment, if there is one."""
         if self.is_open:
             self.is_open = False
             self.segment.outcome = self._outcome()
@@ -168,7 +169,7 @@ class Cursor:
         return Outcome.USED if self.segment.used else Outcome.UNUSED
 
     def optimizer_stepped(self) -> bool:
-        """An optimizer of the model's has stepped: whether the open segment ends with that."""
+        """An optimizer of the model has stepped. Returns whether this ends the open segment."""
         self._since_optimizer = 0
         return self.is_open and self.segment.used
 
@@ -176,11 +177,11 @@ class Cursor:
 
     @property
     def holds_values(self) -> bool:
-        """Whether a handle on a saved value is still alive, of whatever segment."""
+        """Whether a handle of a saved value of any segment is still alive."""
         return self._whole is not None and self._whole() is not None
 
     def lease(self) -> Lease:
-        """What each handle of the segment holds."""
+        """The object that each handle of the segment holds."""
         segment = self.segment
         lease = segment.lease() if segment.lease is not None else None
         if lease is None:
@@ -189,7 +190,7 @@ class Cursor:
         return lease
 
     def _lease_of_all(self) -> Lease:
-        """``on_idle`` is called when nobody holds it any more."""
+        """The lease of all segments. ``on_idle`` is called when its last holder is gone."""
         whole = self._whole() if self._whole is not None else None
         if whole is None:
             whole = Lease()
@@ -199,41 +200,44 @@ class Cursor:
 
 
 def nothing(*_: Any) -> None:
-    """Of what nobody wants to be told."""
+    """The default of each event: does nothing."""
 
 
 @dataclass(frozen=True)
 class StepEvents:
-    """Each is called on the thread of the step, and does nothing by default."""
+    """Functions that are called on the thread of the step. By default each does nothing."""
 
     chosen: Callable[[Segment], None] = nothing
     """A segment has its step policy, which has done nothing yet."""
     point: Callable[[int], None] | None = None
-    """At each save and use point, before anything is done there: how many of the segment have been passed. None costs
-    least."""
+    """Called at each save and use point before any action there, with the number of the segment's points passed so far.
+    None costs least."""
     backward: Callable[[bool], None] = nothing
     """Autograd is about to compute a backward (true), or has ended (false)."""
     over: Callable[[Segment], None] = nothing
-    """A segment's step is over, before other things run: its optimizer has stepped, a model is called without
-    gradients, what follows is in-core, or the next begins."""
+    """A segment's step is over, before other code runs: its optimizer has stepped, a model is called without gradients,
+    the code that follows is in-core, or the next segment begins."""
     ended: Callable[[Segment], None] = nothing
-    """All is known of a segment, as the next begins."""
+    """A segment has ended and all its facts are known; the next one begins."""
     departed: Callable[[], None] = nothing
-    """A segment has left its plan, or its forward has raised."""
+    """A segment has diverged from its plan, or its forward has raised."""
     resting: Callable[[], None] = nothing
-    """What runs next is no step that follows a plan: a model is called without gradients, or steps run in-core."""
+    """The code that runs next is no step that follows a plan: a model is called without gradients, or steps run
+    in-core."""
     optimizing: Callable[[torch.optim.Optimizer], None] = nothing
-    """An optimizer of the models' is about to step."""
+    """An optimizer of the models is about to step."""
     stepped: Callable[[torch.optim.Optimizer], None] = nothing
-    """It has, and the segment that was used has ended with that."""
+    """An optimizer has stepped, and the segment that was used has ended with that step."""
 
 
 NO_EVENTS = StepEvents()
-"""Nobody is told."""
+"""All events do nothing."""
 
 
 def weakly(session: Any, method: Callable[..., Any]) -> Callable[..., None]:
-    """The method of a session, for those whom the session is not to be held by; nothing where it is gone."""
+    """A method of a session for callers that must not keep the session alive. It does nothing once the session is
+    gone.
+    """
     reference = weakref.ref(session)
 
     @functools.wraps(method)

@@ -92,7 +92,7 @@ class Engine:
         self._chooser = chooser
         self._policy: StepPolicy | None = None
         self._ended: StepPolicy | None = None
-        """That of a segment that has ended, until it is told so."""
+        """The policy of a segment that has ended, until it is informed of the end."""
         self.model = model
         self._parts = parts
         self._events = events
@@ -105,23 +105,25 @@ class Engine:
         return self.cursor.segment
 
     def model_of(self, segment: Segment) -> torch.nn.Module:
-        """The model that a segment is of; all of them where that is not known yet."""
+        """The model that a segment belongs to; all models if that is not known yet."""
         return self._parts.get(segment.model or "", self.model)
 
     @property
     def follows(self) -> Instructions | None:
-        """Those of the plan that the open segment follows; None where it follows none."""
+        """The instructions of the plan that the open segment follows; None if it follows none."""
         return self._policy.instructions if self._policy is not None else None
 
     @property
     def awaits_inputs(self) -> bool:
-        """Whether a segment has begun and :meth:`model_is_called` has to tell its inputs before it has a policy."""
+        """Whether a segment has begun and needs :meth:`model_is_called` to pass its inputs before it has a policy."""
         return self.cursor.is_open and self._policy is None
 
     # -- segments ---------------------------------------------------------------------------------------------
 
     def begin(self, name: str | None = None, *, announced: bool = False) -> None:
-        """A segment begins; the open one ends. ``announced``: the caller says so, and of the model of what name."""
+        """A segment begins; the open one ends. ``announced``: the caller has announced it, for the model of that
+        name.
+        """
         self.end()
         self.tell_end()
         before, segment = self.segment, self.cursor.begin()
@@ -137,8 +139,8 @@ class Engine:
         self._choose(segment)
 
     def make_room(self, alternatives: Sequence[Instructions]) -> None:
-        """From now on these may be followed too. Raises ``OSError`` where the host tier cannot be made that large:
-        values that do not fit are kept.
+        """Steps may follow these instructions too from now on. Raises ``OSError`` if the host tier cannot be made that
+        large: values that do not fit are kept.
         """
         with self._lock:
             room = self.host.grow(alternatives)
@@ -147,7 +149,7 @@ class Engine:
                 self.device.reserve_host(behind - first, first)
 
     def model_is_called(self, inputs: Callable[[], Signature], name: str = "") -> None:
-        """The model of that name is called. ``inputs`` are asked for if it matters."""
+        """The model of that name is called. ``inputs`` is called only if the inputs matter."""
         segment = self.segment
         segment.calls += 1
         if segment.model is None:
@@ -160,7 +162,7 @@ class Engine:
             self._choose(segment)
 
     def end(self) -> None:
-        """The open segment ends; what is still held stays usable."""
+        """The open segment ends; handles that are still held stay usable."""
         self.recorder.switch_off()
         if self.cursor.is_open:
             self._events.over(self.segment)
@@ -168,25 +170,25 @@ class Engine:
         self._policy, self._ended = None, self._policy or self._ended
 
     def tell_end(self) -> None:
-        """The last segment is over, and what its report says is final."""
+        """The last segment is over, and its report is final."""
         self.mechanism.take_times()
         if self.segment.number:
             self._events.ended(self.segment)
         self.tell_policy()
 
     def tell_policy(self) -> None:
-        """Tells the step policy of the segment that has ended, once."""
+        """Informs the step policy of the segment that has ended, once."""
         segment, policy, self._ended = self.segment, self._ended, None
         if policy is not None and segment.outcome is not None:
             policy.end(segment, segment.outcome)
 
     def optimizer_stepped(self) -> None:
-        """An optimizer of the model's has stepped."""
+        """An optimizer of the model has stepped."""
         if self.cursor.optimizer_stepped():
             self.end()
 
     def forward_raised(self) -> None:
-        """What the caller runs now is not of the step, and is not recorded."""
+        """The code that the caller runs now does not belong to the step, and is not recorded."""
         self.segment.raised = True
         self.recorder.switch_off()
 
@@ -198,7 +200,9 @@ class Engine:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """A block in which autograd computes (Rule 11). Recording goes on behind it if it has used nothing."""
+        """A block in which autograd computes (Rule 11). If autograd has used no saved value, recording continues after
+        it.
+        """
         segment, was_on = self.segment, self.recorder.is_on
         if was_on:  # else a compiler may trace a backward, while recording is away and comes back
             self.recorder.switch_off()
@@ -240,7 +244,7 @@ class Engine:
         self.tape.static = static
 
     def left_over_storages(self) -> list[torch.UntypedStorage]:
-        """Device storages of what earlier segments saved and others still hold."""
+        """Device storages of values that earlier segments saved and that are still held."""
         if not self.cursor.holds_values:
             return []
         values = (value for value in self.tape.earlier_values() if isinstance(value, SavedValue))
@@ -249,7 +253,7 @@ class Engine:
     # -- pack -------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Handle:
-        """Forward saves ``tensor``: returns what autograd holds in its place."""
+        """Forward saves ``tensor``. Returns the object that autograd holds in its place."""
         start_s = time.perf_counter()
         with self._lock:
             try:
@@ -343,7 +347,7 @@ class Engine:
     # -- unpack -----------------------------------------------------------------------------------------------
 
     def unpack(self, handle: Handle) -> torch.Tensor:
-        """Backward asks for a saved tensor: brings its value back if need be."""
+        """Backward asks for a saved tensor: brings its value back if necessary."""
         start_s = time.perf_counter()
         with self._lock:
             try:
@@ -355,7 +359,9 @@ class Engine:
                 self.segment.report.hooks_s += time.perf_counter() - start_s
 
     def may_wait(self, handle: Handle) -> Geometry | None:
-        """How the tensor lies that :meth:`unpack` gives, where a compiled backward may ask for it later; else None."""
+        """The geometry of the tensor that :meth:`unpack` returns, if a compiled backward may ask for it later; else
+        None.
+        """
         if handle.value is None:
             return None
         with self._lock:

@@ -1,4 +1,4 @@
-"""The host tier as places: where each value goes. Planned offsets first; what is not planned goes beside them."""
+"""The places of values in the host tier. Planned values have planned offsets; others lie beside the planned bytes."""
 
 from __future__ import annotations
 
@@ -15,56 +15,60 @@ from poochplan.runtime.devices.device import Interval
 from .saved_value import SavedValue
 
 QUIET_STEPS = 10
-"""After so many steps in a row that placed nothing beside the planned bytes, what nobody is on there is given back."""
+"""After this many steps in a row without a value beside the planned bytes, unused places there are released."""
 
 
 class _Place(weakref.ref[SavedValue]):
-    """Where a value lies beside the planned bytes; nowhere yet when an interrupt comes before it is known."""
+    """Where a value lies beside the planned bytes. It has no offset yet if an interrupt comes before that is known."""
 
     offset = -1
     size_bytes = 0
 
 
 class HostTier:
-    """State: who occupies each planned place, and who lies beside them. Large enough for any of the instructions.
+    """State: the values on the planned places, and those beside them. The tier is large enough for any of the
+    instructions.
 
     A place beside the planned bytes is free again when its value dies or could not be written, even while a copy of it
-    is still queued. Whoever comes next is safe there:
+    is still queued. The next value there is safe:
 
     * Copies out run in order on one stream. So the next value's bytes are written after those of the dead one.
-    * The next value is fetched only after its own copy out was waited for, and that copy is behind the dead one's.
-    * A copy back of the dead value may read the next one's bytes. Nobody looks at the buffer that it fills.
+    * The next value is fetched only after its own copy out was waited for, and that copy runs after the dead one's.
+    * A copy back of the dead value may read the next one's bytes. Nothing reads the buffer that it fills.
 
-    Values die on any thread, also where the garbage collector finds them on one that copies. So nothing is locked and
-    no Python runs there: the dead reference is put into a queue, which the next placement works off.
+    Values die on any thread, even on a copying thread when the garbage collector runs there. So death takes no lock and
+    runs no Python: the dead reference goes into a queue, which the next placement processes.
     """
 
     def __init__(self, alternatives: Sequence[Instructions]) -> None:
         self._followed: Instructions | None = None
         self.planned_bytes = self._first = self._room_bytes = 0
-        """Where the planned places end and begin, and the bytes between."""
+        """The end of the planned places, their begin, and the bytes between."""
         self._occupants: dict[int, weakref.ref[SavedValue]] = {}
         self._of_others: list[weakref.ref[SavedValue]] = []
-        """Who was placed by other instructions and may still be there: its places overlap with those of this one."""
+        """Values that were placed by other instructions and may still be alive: their places overlap with the present
+        ones."""
         self._taken = Intervals()
-        """The planned bytes are, and the places beside them."""
+        """The planned bytes and the places beside them, as occupied intervals."""
         self._places: dict[int, _Place] = {}
-        """Who lies beside the planned bytes, by offset."""
+        """The values beside the planned bytes, by offset."""
         self._died: deque[_Place] = deque()
         self._placed_beside = False
         self._quiet_steps = 0
         self.grow(alternatives)
 
     def taken(self) -> list[Interval]:
-        """Every value that is alive lies on one of these; the planned bytes are one."""
+        """The occupied intervals: every live value lies in one of them. The planned bytes are one interval."""
         self._free_the_dead()
         room = [(self._first, self.planned_bytes)] if self._room_bytes else []
         return room + [(place.offset, place.offset + place.size_bytes) for place in self._places.values()]
 
     def grow(self, alternatives: Sequence[Instructions]) -> Interval | None:
-        """From now on these may be followed too; where the planned bytes lie, if these need more of them.
+        """Steps may follow these instructions too from now on. Moves the planned bytes if these instructions need more
+        of them.
 
-        Nobody is there then. Who was on those of before stays, in a place that is free again when it dies.
+        No value is on the new planned bytes then. Values on the old ones stay, in places that are free again when they
+        die.
         """
         room_bytes = _planned_bytes(alternatives)
         if room_bytes <= self._room_bytes:
@@ -81,7 +85,7 @@ class HostTier:
         return first, first + room_bytes
 
     def _places_of_planned(self) -> Iterator[_Place]:
-        """Of each value that is alive on the planned bytes, a place that it leaves when it dies."""
+        """A place for each live value on the planned bytes. The value leaves it when it dies."""
         for reference in (*self._of_others, *self._occupants.values()):
             value = reference()
             if value is not None and value.host_offset >= 0:
@@ -93,7 +97,7 @@ class HostTier:
         return place
 
     def follow(self, instructions: Instructions) -> None:
-        """From now on values are placed by these."""
+        """Values are placed by these instructions from now on."""
         if instructions is self._followed:
             return
         self._followed = instructions
@@ -102,13 +106,13 @@ class HostTier:
         self._occupants = {}
 
     def step_begins(self) -> bool:
-        """Whether what is not ``taken`` has not been needed for long, and is to be given back now."""
+        """Returns whether the bytes outside ``taken`` have been unused for long, and are to be released now."""
         self._quiet_steps = 0 if self._placed_beside else self._quiet_steps + 1
         self._placed_beside = False
         return self._quiet_steps > 0 and self._quiet_steps % QUIET_STEPS == 0
 
     def place(self, value: SavedValue) -> int:
-        """Byte offset for the value: its planned place unless somebody of an earlier step is still there."""
+        """Byte offset for the value: its planned place, unless a value of an earlier step is still there."""
         planned = -1
         if self._followed is not None and value.index is not None:
             planned = self._followed.values[value.index].host_offset
@@ -166,12 +170,12 @@ _NO_END = sys.maxsize
 
 
 class Intervals:
-    """Of bytes behind one another: taken at the lowest free place that fits, and given back.
+    """Intervals of bytes, one behind another. They are taken at the lowest free place that fits, and given back.
 
-    State: the holes between what is taken, as (first byte, byte behind), lowest first; the last one has no end.
+    State: the free holes as (first byte, byte after the hole), lowest first; the last one has no end.
 
-    Taking looks at the holes, never at what is taken; giving back finds its neighbours by bisection. Each changes the
-    list in one assignment: an interrupt (Ctrl-C) may cost an interval, and never hands one out twice.
+    Taking examines only the holes. Giving back finds its neighbours by bisection. Each changes the list in one
+    assignment: an interrupt (Ctrl-C) may lose an interval, and never hands one out twice.
     """
 
     def __init__(self, start_bytes: int = 0) -> None:
@@ -188,7 +192,7 @@ class Intervals:
         return start
 
     def take_at(self, start: int, size_bytes: int) -> None:
-        """The interval of that size at ``start``, which is free."""
+        """Takes the interval of that size at ``start``, which is free."""
         end = start + _rounded(size_bytes)
         index = bisect_right(self._holes, (start, _NO_END)) - 1
         first, behind = self._holes[index]

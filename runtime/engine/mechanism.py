@@ -1,6 +1,7 @@
-"""The mechanism: moves saved values to the host and back, lets go of them, and has them rebuilt (engine rules 3, 9).
+"""The mechanism: swaps saved values to the host and back, releases their storages, and has them replayed (engine rules
+3, 9).
 
-It alone touches their storages. It decides nothing: what it does is asked of it, by value or as the actions of a point.
+It alone touches their storages. It decides nothing: callers ask it for one value, or for all actions of a point.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from .saved_value import SavedValue, State
 
 
 class Rebuild(Protocol):
-    """Brings a value back that waits for a replay, and those that it is replayed from."""
+    """Brings back a value that waits for a replay, and the values that the replay needs."""
 
     def __call__(self, value: SavedValue, mechanism: Mechanism) -> None: ...
 
 
 def rebuild_together(value: SavedValue, mechanism: Mechanism) -> None:
-    """One replay for the value and all of the recomputed ones that it needs."""
+    """One replay for the value and all recomputed values that it needs."""
     mechanism.replay(value, run_ops)
 
 
 class Mechanism:
-    """State: the report of the step, in which it counts; and whether it times the compute stream where that is not the
-    calling thread (``timed``), by two events for each wait.
+    """State: the report of the step, to which it adds its counts; and whether it times the compute stream (``timed``)
+    by two events for each wait, where that stream is not the calling thread.
 
-    ``copy_failed`` is told a value that the host did not take, which stays on the device.
+    ``copy_failed`` is called with a value that the host could not take; the value stays on the device.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Mechanism:
         self._copy_failed = copy_failed
 
     def carry_out(self, actions: Actions) -> None:
-        """What a point asks for, in order (rule 7)."""
+        """Carries out the actions of a point, in order (rule 7)."""
         queue_out, give_up, bring_back, rebuild, _ = actions
         for value in queue_out:
             self.queue_out(value)
@@ -70,7 +71,7 @@ class Mechanism:
             self.rebuild(value)
 
     def queue_out(self, value: SavedValue) -> None:
-        """Starts its copy to the host, if it is to be swapped and has none."""
+        """Queues the value's copy to the host, if it is to be swapped and has no copy yet."""
         if value.state is not State.ON_DEVICE or value.decision is not Decision.SWAP:
             return
         assert value.storage is not None
@@ -80,7 +81,7 @@ class Mechanism:
         self.report.out_bytes += value.size_bytes
 
     def give_up(self, value: SavedValue) -> None:
-        """Waits for its copy and lets go of its storage; a value without a copy stays."""
+        """Waits for its copy and releases its storage. A value without a copy stays."""
         if value.state not in (State.COPIED, State.ARRIVING):
             return
         assert value.out_copy is not None
@@ -96,7 +97,7 @@ class Mechanism:
         value.is_given_up()
 
     def bring_back(self, value: SavedValue) -> None:
-        """Starts its copy back, if it lies on the host alone."""
+        """Queues its copy back, if only the host has it."""
         if value.state is not State.ON_HOST:
             return
         with self._named("prefetch", value):
@@ -105,11 +106,11 @@ class Mechanism:
         self.report.in_bytes += value.size_bytes
 
     def drop(self, value: SavedValue, recipe: Recipe) -> None:
-        """Lets go of its storage; the recipe brings it back."""
+        """Releases its storage; the recipe brings the value back."""
         value.is_dropped(recipe)
 
     def rebuild(self, value: SavedValue) -> None:
-        """Replays it, if it waits for that."""
+        """Replays the value, if it waits for a replay."""
         if value.state is not State.TO_REPLAY:
             return
         start_s = time.perf_counter()
@@ -119,7 +120,7 @@ class Mechanism:
             self.report.replay_s += time.perf_counter() - start_s
 
     def replay(self, value: SavedValue, run: Run) -> list[SavedValue]:
-        """One replay, its ops run by ``run``; all that came back."""
+        """One replay, whose ops ``run`` runs; brings back all values that it rebuilds."""
         back = [_saved(one) for one in replay(value, self._source, self.device.kind, run)]
         for rebuilt in back:
             rebuilt.home = self.device.compute
@@ -127,7 +128,7 @@ class Mechanism:
         return back
 
     def resident(self, value: SavedValue) -> torch.UntypedStorage:
-        """The value's device storage, filled: waits for its copy, fetches it, or replays it."""
+        """The value's device storage, filled. Waits for its copy, fetches it, or replays it."""
         if value.state is State.TO_REPLAY:
             self.rebuild(value)
         elif value.state is State.ON_HOST:
@@ -141,7 +142,7 @@ class Mechanism:
         return value.storage
 
     def take_times(self) -> None:
-        """Adds to the report what the compute stream has spent, as far as it has come; the rest comes another time."""
+        """Adds the compute stream's times to the report, for waits that have ended; the others are added later."""
         if self._stalls is not None and self._replays is not None:
             self.report.stall_s += self._stalls.take()
             self.report.replay_s += self._replays.take()

@@ -1,4 +1,4 @@
-"""SavedValue: the life of one value in the engine's hands, as states and the transitions between them. Handle: what
+"""SavedValue: the life of one value in the engine, as states and the transitions between them. Handle: the object that
 autograd holds for one pack of it.
 """
 
@@ -20,16 +20,16 @@ from poochplan.torch_private.tensor_internals import detached_alias, version_of
 
 
 class State(Enum):
-    """Where a saved value is, and with that which of its fields mean something."""
+    """Where a saved value is. The state decides which of its fields are valid."""
 
     ON_DEVICE = "on the device"
     """``storage``; nothing on the host."""
     COPIED = "on the device and on the host"
-    """``storage`` and ``out_copy``, which may still be under way."""
+    """``storage`` and ``out_copy``, which may still be running."""
     ON_HOST = "on the host"
     """``host_offset``, and ``out_copy``, which has ended."""
     ARRIVING = "on its way back"
-    """``storage`` and ``in_copy``, which fills it; on the host as well."""
+    """``storage`` and ``in_copy``, which fills it. The host has the value too."""
     TO_REPLAY = "to be replayed"
     """``recipe``."""
 
@@ -43,24 +43,24 @@ _TRANSITIONS = {
     "is_dropped": (State.ON_DEVICE,),
     "came_back": (State.TO_REPLAY,),
 }
-"""What may happen to a value, and in which states."""
+"""The events that may happen to a value, and the states in which they may."""
 
 
 class SavedValue(msgspec.Struct, eq=False, weakref=True):
-    """A saved value. Lives as long as a handle or a recipe refers to it, or a step policy that awaits another handle.
+    """A saved value. It lives as long as a handle, a recipe, or a step policy that expects another handle refers to it.
 
-    Whoever interrupts a transition (Ctrl-C) leaves the old state or the new one: a state that promises a filled
-    storage is entered last, one that promises nothing of it first.
+    An interrupt (Ctrl-C) in a transition leaves the old state or the new one. A state that guarantees a filled storage
+    is entered last; a state that guarantees nothing about it is entered first.
     """
 
     decision: Decision
     record: StorageRecord
     generation: int
     probe: torch.Tensor
-    """Shares its version counter; of a value that is kept it is the first handle's tensor as well."""
+    """It shares the value's version counter. For a value that is kept it is also the first handle's tensor."""
     version: int
     geometry: Geometry | None
-    """How its tensor lies on the storage; None where the probe is that tensor."""
+    """The geometry of its tensor on the storage; None if the probe is that tensor."""
     size_bytes: int
     storage: torch.UntypedStorage | None
     home: Stream | None = None
@@ -76,7 +76,7 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
 
     @classmethod
     def of(cls, decision: Decision, record: StorageRecord, tensor: torch.Tensor, home: Stream | None) -> SavedValue:
-        """Of a tensor that is on the device, on whose storage nobody has made one that still stands for it."""
+        """The value of a tensor that is on the device, if no other value still stands for its storage."""
         storage = tensor.untyped_storage()
         if decision is Decision.KEEP:
             probe, geometry = detached_alias(tensor), None
@@ -87,14 +87,15 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
 
     @property
     def unwritten(self) -> bool:
-        """Whether its version counter says that nobody has written it since it was saved."""
+        """Whether its version counter shows no write since it was saved."""
         return version_of(self.probe) == self.version
 
     def stands_for(self, tensor: torch.Tensor) -> bool:
-        """Whether a later pack of the same storage is of this same content.
+        """Whether a later pack of the same storage has the same content.
 
-        The profile knows that nobody wrote between the packs of a planned value. Without a plan only the very same part
-        of the storage counts: chunks with version counters of their own may have been written unseen.
+        From the profile it is known that nothing wrote between the packs of a planned value. Without a plan only
+        exactly the same part of the storage counts: chunks with separate version counters may have been written
+        unnoticed.
         """
         if not self.unwritten:
             return False
@@ -114,13 +115,13 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
         self._enter(State.COPIED, "is_copied")
 
     def is_given_up(self) -> None:
-        """Its device storage goes; the host has it."""
+        """Its device storage is released; the host has the value."""
         self._enter(State.ON_HOST, "is_given_up")
         self.in_copy = None  # a copy that goes waits
         self.storage = None
 
     def copy_has_failed(self) -> None:
-        """The host does not have it: it stays on the device, for good."""
+        """The host does not have the value: it stays on the device permanently."""
         self._enter(State.ON_DEVICE, "copy_has_failed")
         self.host_offset, self.out_copy, self.decision = -1, None, Decision.KEEP
 
@@ -131,7 +132,9 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
         self._enter(State.ARRIVING, "is_fetched")
 
     def arrived(self) -> float:
-        """Waits for the copy that fills it, if any; seconds waited. Raises ``SpillError`` when the read failed."""
+        """Waits for the copy that fills it, if there is one. Returns the seconds waited. Raises ``SpillError`` if the
+        read failed.
+        """
         if self.in_copy is None or self.state is not State.ARRIVING:
             return 0.0
         waited_s = self.in_copy.wait()
@@ -147,13 +150,13 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
         return waited_s
 
     def is_dropped(self, recipe: Recipe) -> None:
-        """Its device storage goes; the recipe brings it back."""
+        """Its device storage is released; the recipe brings the value back."""
         self.recipe = recipe
         self._enter(State.TO_REPLAY, "is_dropped")
         self.storage = None
 
     def came_back(self, storage: torch.UntypedStorage) -> None:
-        """A replay has rebuilt it: the recipe, and all it claimed, goes."""
+        """A replay has rebuilt it. The recipe, and all that it claimed, is released."""
         if storage.nbytes() != self.size_bytes:
             raise RuntimeError(f"a replay gave {storage.nbytes()} bytes where {self.size_bytes} were saved")
         self.storage = storage
@@ -166,9 +169,9 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
 
 
 class Lease:
-    """Held by each handle on a segment's values: it dies with the last one, whatever interrupts their making or end.
+    """Every handle on a segment's values holds its lease. So it dies with the last handle, wherever an interrupt comes.
 
-    ``whole`` is held by the leases of all segments, and dies with the last of these.
+    The leases of all segments hold ``whole``, which dies with the last of them.
     """
 
     __slots__ = ("__weakref__", "whole")
@@ -178,13 +181,15 @@ class Lease:
 
 
 class Handle(msgspec.Struct, gc=False, eq=False):
-    """One pack. ``value`` is None for what the engine does not touch; ``segment`` is the number of its segment.
+    """One pack. ``value`` is None for a tensor that the engine does not touch; ``segment`` is the number of its
+    segment.
 
-    The garbage collector knows of none (``gc=False``): autograd holds them, where it could not see them either.
+    The garbage collector does not track handles (``gc=False``): autograd holds them, where the collector could not see
+    them anyway.
     """
 
     tensor: torch.Tensor
-    """What is handed back, detached; where there is a ``geometry``, a version probe of it."""
+    """The tensor that is returned, detached. If there is a ``geometry``, it is a version probe of that tensor."""
     version: int
     geometry: Geometry | None = None
     value: SavedValue | None = None
@@ -195,24 +200,24 @@ class Handle(msgspec.Struct, gc=False, eq=False):
 
     @classmethod
     def untouched(cls, tensor: torch.Tensor) -> Handle:
-        """Of a tensor that the engine leaves alone."""
+        """A handle of a tensor that the engine leaves alone."""
         return cls(tensor.detach(), 0 if tensor.is_inference() else version_of(tensor))  # engine rule 4
 
     @classmethod
     def first(cls, value: SavedValue, lease: Lease, segment: int, ordinal: int) -> Handle:
-        """Of the tensor that a value was made of, with which it shares what it holds."""
+        """The handle of the tensor from which a value was made. It shares the value's fields."""
         return cls(value.probe, value.version, value.geometry, value, lease, segment, ordinal)
 
     @classmethod
     def another(cls, tensor: torch.Tensor, value: SavedValue, lease: Lease, segment: int, ordinal: int) -> Handle:
-        """Of another view of a value."""
+        """A handle of another view of a value."""
         version = version_of(tensor)
         if value.decision is Decision.KEEP:
             return cls(detached_alias(tensor), version, None, value, lease, segment, ordinal)
         return cls(version_probe(tensor), version, Geometry.of(tensor), value, lease, segment, ordinal)
 
     def check_version(self) -> None:
-        """Raises what autograd raises when a saved tensor was written in place since it was saved (engine rule 5)."""
+        """Raises autograd's error if a saved tensor was written in place since it was saved (engine rule 5)."""
         watched = self.tensor
         if watched.is_inference() or version_of(watched) == self.version:
             return

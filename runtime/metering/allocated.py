@@ -1,7 +1,8 @@
-"""Bytes that the CPU's allocator hands out: what a step takes, all that its ops take and give back inside among it.
+"""Bytes that the CPU's allocator hands out: all that a step takes, including memory that its ops take and give back
+inside.
 
-It needs the compiled allocator, which counts by thread. A thread that has joined stays: what it makes between steps
-and lets go of in one has to be counted in both.
+This needs the compiled allocator, which counts by thread. A thread that has joined stays in the count: memory that it
+allocates between steps and frees within one must count in both.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from poochplan.runtime.allocator.library import ThreadScope, too_many
 
 @functools.cache
 def step_scope() -> ThreadScope | None:
-    """That of all threads that run steps; None where there is no compiled allocator."""
+    """The scope of all threads that run steps; None without a compiled allocator."""
     try:
         return ThreadScope()
     except AllocatorError:
@@ -40,7 +41,7 @@ def _counted() -> ByteCount | None:
 
 
 def joined_count() -> ByteCount | None:
-    """The count of this process, which never ends; the calling thread's allocations are in it from here on."""
+    """The count of this process, which never ends. From here on it includes the calling thread's allocations."""
     scope, count = step_scope(), _counted()
     if scope is not None:
         scope.join()
@@ -48,27 +49,27 @@ def joined_count() -> ByteCount | None:
 
 
 def aside() -> contextlib.AbstractContextManager[None]:
-    """A block of which nothing that this thread allocates counts: the runtime's own notes."""
-    scope = step_scope() if step_scope.cache_info().currsize else None  # nobody counts before anybody has asked
+    """A block in which allocations of this thread do not count, for the runtime's own notes."""
+    scope = step_scope() if step_scope.cache_info().currsize else None  # nothing counts before the scope exists
     return scope.set_aside() if scope is not None else contextlib.nullcontext()
 
 
 class AllocatedPeak:
-    """Most bytes allocated in a step: what was there as it began, as a census has it, and what the allocator counts.
-    An arena counts whole, holes and all, and not its blocks.
+    """Most bytes allocated in a step: the memory that existed when it began, from a census, plus the allocator's count.
+    An arena counts as a whole, with its holes, and its blocks do not count separately.
 
-    Steps without a census go on from the last one. What was there before the allocator dies unseen by it: such storages
-    of a census are watched.
+    Steps without a census continue from the last one. The allocator does not see the death of memory from before it was
+    loaded, so such storages of a census are watched.
     """
 
     def __init__(self) -> None:
         self._count = joined_count()
         self._beside_bytes: int | None = None
-        """What is to be added to the count: all that lived at the last census."""
+        """To be added to the count: everything that was live at the last census."""
         self._beside_arena_bytes = 0
-        """The same of what lies in no arena."""
+        """The same for memory that lies in no arena."""
         self.arena_bytes = 0
-        """Of the arena that serves the step; to be kept true by whoever knows."""
+        """Size of the arena that serves the step. The caller keeps it up to date."""
         self._most_bytes = 0
         self._unknown: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -76,18 +77,18 @@ class AllocatedPeak:
 
     @property
     def has_allocator(self) -> bool:
-        """Whether there is one that counts."""
+        """Whether there is an allocator that counts."""
         return self._count is not None
 
     def step_begins(self) -> None:
-        """On the thread of the step."""
+        """A step begins, on this thread."""
         if self._count is not None:
             joined_count()
             self._count.reset_peak()
             self._most_bytes = 0
 
     def looked_around(self, storages: Mapping[int, torch.UntypedStorage], unseen_bytes: int = 0) -> None:
-        """These, and no others, are there now; so are ``unseen_bytes`` that no tensor shows."""
+        """A census found exactly these storages, and ``unseen_bytes`` that no tensor shows."""
         if self._count is None:
             return
         library = self._count.library
@@ -101,21 +102,21 @@ class AllocatedPeak:
                 self._watch(key, storage)
 
     def mark(self, number: int) -> None:
-        """It is asked at each."""
+        """Nothing to do: the peak is computed when it is read."""
 
     def now(self) -> Told | None:
-        """None before there was a census."""
+        """The peak so far; None before the first census."""
         if self._count is None or self._beside_bytes is None:
             return None
         return Told(self.peak_bytes, self.blocks_peak_bytes)
 
     def ends(self) -> Told | None:
-        """It was known before."""
+        """Nothing to do: the peak was known before."""
         return None
 
     @property
     def peak_bytes(self) -> int:
-        """Since the step began."""
+        """The peak since the step began."""
         assert self._count is not None
         if not self.arena_bytes:
             return self.blocks_peak_bytes
@@ -124,7 +125,7 @@ class AllocatedPeak:
 
     @property
     def blocks_peak_bytes(self) -> int:
-        """The same with an arena's blocks in place of the arena."""
+        """The same, with an arena's blocks in place of the arena."""
         assert self._count is not None
         return max(self._most_bytes, (self._beside_bytes or 0) + self._count.peak_bytes)
 
@@ -147,9 +148,9 @@ def _rounded_bytes(storage: torch.UntypedStorage) -> int:
 class ByteCount:
     """Signed bytes of a scope's live blocks since :meth:`begin`, each rounded up to ``unit_bytes``.
 
-    Births on threads of the scope count. So do deaths, on any thread, of the scope's blocks and of those that the
-    beginning thread had allocated before, which make the count negative. What other threads allocate never counts, and
-    no block does that was there before the allocator.
+    Births on threads of the scope count. Deaths count on any thread, for the scope's blocks and for blocks that the
+    beginning thread had allocated before; the latter make the count negative. Allocations of other threads never count.
+    Nor does a block from before the allocator was loaded.
     """
 
     def __init__(self, scope: ThreadScope, unit_bytes: int = ALLOCATION_UNIT_BYTES) -> None:
@@ -159,7 +160,7 @@ class ByteCount:
         self._unit_bytes = unit_bytes
 
     def begin(self) -> None:
-        """Counts from 0. One count of a scope at a time: a second begin starts anew.
+        """Counts from 0. A scope has one count at a time: a second begin starts anew.
 
         Raises
         ------
@@ -170,37 +171,37 @@ class ByteCount:
             raise too_many()
 
     def end(self) -> None:
-        """Stops; what was counted can still be read."""
+        """Stops the count; the results can still be read."""
         self.library.count_end(self._handle)
 
     @property
     def live_bytes(self) -> int:
-        """Live now, above what was at the begin."""
+        """Bytes live now minus those at the begin."""
         return self.library.count_live(self._handle)
 
     @property
     def peak_bytes(self) -> int:
-        """Most that was live at any time since the begin, or since :meth:`reset_peak`; at least 0 after a begin."""
+        """Most live bytes at any time since the begin, or since :meth:`reset_peak`; at least 0 after a begin."""
         return self.library.count_most(self._handle)
 
     def reset_peak(self) -> None:
-        """Both peaks begin anew at what is live."""
+        """Both peaks restart at the present live bytes."""
         self.library.count_reset_most(self._handle)
 
     @property
     def outside_live_bytes(self) -> int:
-        """As :attr:`live_bytes`, of the blocks that lie in no arena."""
+        """Like :attr:`live_bytes`, for blocks that lie in no arena."""
         return self.library.count_outside(self._handle)
 
     @property
     def outside_peak_bytes(self) -> int:
-        """As :attr:`peak_bytes`, of the blocks that lie in no arena."""
+        """Like :attr:`peak_bytes`, for blocks that lie in no arena."""
         return self.library.count_outside_most(self._handle)
 
     def mark_peak(self) -> int:
-        """Most that was live since the last mark (or the begin), in bytes; the next begins at what is live now.
+        """Most live bytes since the last mark (or the begin). The next mark starts at the present live bytes.
 
-        Apart from :attr:`peak_bytes`, and cheap enough to be called after each op.
+        It is independent of :attr:`peak_bytes`, and cheap enough to be called after each op.
         """
         return self.library.count_mark(self._handle)
 
@@ -212,30 +213,30 @@ class Told(NamedTuple):
     blocks_bytes: int
     """The same with an arena's blocks in place of the arena."""
     mark: int | None = None
-    """Behind which it was, where that is known."""
+    """The mark that the peak followed, if it is known."""
 
 
 class StepPeak(Protocol):
-    """Of one step after another."""
+    """The peak of one step after another."""
 
     arena_bytes: int
-    """Of the arena that serves the step, which counts whole; to be kept true by whoever knows."""
+    """Size of the arena that serves the step, which counts as a whole. The caller keeps it up to date."""
 
     @property
     def needs_census(self) -> bool:
-        """Whether somebody has to say what was there before."""
+        """Whether a census of the memory before the step is needed."""
 
     def step_begins(self) -> None:
-        """On the thread of the step."""
+        """A step begins, on this thread."""
 
     def looked_around(self, storages: Mapping[int, torch.UntypedStorage], unseen_bytes: int = 0) -> None:
-        """These, and no others, are there now; so are ``unseen_bytes`` that no tensor shows."""
+        """A census found exactly these storages, and ``unseen_bytes`` that no tensor shows."""
 
     def mark(self, number: int) -> None:
-        """The step has come to that point."""
+        """The step has reached that point."""
 
     def now(self) -> Told | None:
-        """By now; None where it is not known."""
+        """The peak so far; None if it is not known."""
 
     def ends(self) -> Told | None:
-        """Of the whole step, where that is known only now. Idempotent."""
+        """The peak of the whole step, if it is known only now. Idempotent."""

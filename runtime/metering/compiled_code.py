@@ -1,7 +1,8 @@
-"""Compiled code: what a call of a compiled callable, or its backward, allocates where no dispatch mode looks.
+"""Compiled code: the memory that a call of a compiled callable, or its backward, allocates where no dispatch mode
+observes it.
 
-Modes are away in a compiled forward, and a compiler such as Inductor allocates past the dispatcher. So it is
-measured at the allocator: on the CPU by what it tells a profiler, event by event.
+Modes are off in a compiled forward, and a compiler such as Inductor allocates past the dispatcher. So memory is
+measured at the allocator: on the CPU from the events that it reports to a profiler.
 """
 
 from __future__ import annotations
@@ -35,42 +36,43 @@ class CpuMeter:
         self._is_open = False
 
     def begin(self) -> None:
-        """Starts; what was begun and never ended, as where backward raised, is forgotten."""
+        """Starts. A measurement that was begun and never ended, for example because backward raised, is discarded."""
         self.end()
         self._is_open = log_allocations()
 
     def events(self) -> list[Event] | None:
-        """Ends the log: what it has. None where there is none, as under another profiler."""
+        """Ends the log and returns its events. None if there is no log, for example under another profiler."""
         if not self._is_open:
             return None
         self._is_open = False
         return allocation_events()
 
     def end(self) -> int | None:
-        """Ends the log: most bytes above what was live as it began, each storage rounded up to the allocation unit.
+        """Ends the log. Returns the most bytes above those live at the begin, each storage rounded up to the allocation
+        unit.
 
-        None where that is not known.
+        None if that is unknown.
         """
         events = self.events()
         return None if events is None else most_bytes(events)
 
     def mark(self, name: str) -> None:
-        """An event of that name."""
+        """Adds an event of that name."""
         if self._is_open:
             with allocation_mark(name):
                 pass
 
     def freed(self, size_bytes: int) -> None:
-        """A storage of that size dies: the allocator does not say so of one that was made before the code."""
+        """A storage of that size dies. The allocator does not report this for one that was made before the code."""
         self.mark(f"{_FREED}{size_bytes}")
 
     def set_aside(self) -> contextlib.AbstractContextManager[object]:
-        """A block of which nothing that is allocated counts."""
+        """A block whose allocations do not count."""
         return allocation_mark(_SET_ASIDE) if self._is_open else contextlib.nullcontext()
 
 
 def most_bytes(events: list[Event]) -> int:
-    """Of the running sum of (kind, name, bytes) events, without those within blocks that were set aside."""
+    """Most bytes of the running sum of (kind, name, bytes) events, without those in blocks that were set aside."""
     live = most = 0
     for change in changes(events):
         live += change
@@ -79,12 +81,12 @@ def most_bytes(events: list[Event]) -> int:
 
 
 def changes(events: list[Event], least_bytes: int = 0) -> Iterator[int]:
-    """Of live bytes by each event, rounded, of less than ``least_bytes`` none; a storage's death that is told twice, by
-    mark and by allocator, is one.
+    """Changes of live bytes by event, rounded; those of less than ``least_bytes`` are left out. If mark and allocator
+    both report a storage's death, it counts once.
     """
     depth, aside = 0, 0
     marked = told = 0
-    """Bytes of the event before, where it was a mark, or the allocator's."""
+    """Bytes of the previous event, if it was a mark, or the allocator's."""
     for kind, name, size_bytes in events:
         change = 0
         if kind == "push":
@@ -120,8 +122,8 @@ def around_backward(
     begins: Callable[[list[torch.Tensor]], Any],
     ends: Callable[[list[torch.Tensor]], Any],
 ) -> None:
-    """Has ``begins(gradients)`` called before each backward of what a call has just compiled, with those it is given,
-    and ``ends(gradients)`` behind it, with those it gives.
+    """Calls ``begins(gradients)`` before each backward of the code that a call has just compiled, with its input
+    gradients, and ``ends(gradients)`` after it, with its results.
 
     ``outputs`` are the call's; ``node_before`` is the number of the last autograd node that was made before it.
     """

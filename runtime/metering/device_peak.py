@@ -1,5 +1,5 @@
-"""What tells the peaks of steps on a device: its own allocator, or, on a CPU without the compiled one, what torch's
-allocator tells a profiler.
+"""The source of step peaks on a device: its own allocator, or, on a CPU without the compiled one, the events that
+torch's allocator reports to a profiler.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MARK = "poochplan.mark:"
 
 
 class DevicePeak:
-    """As the device's own allocator tells: CUDA's."""
+    """The peak from the device's own allocator: CUDA's."""
 
     needs_census = False
 
@@ -34,10 +34,10 @@ class DevicePeak:
         self._device.start_step_peak()
 
     def looked_around(self, storages: Mapping[int, torch.UntypedStorage], unseen_bytes: int = 0) -> None:
-        """It knows."""
+        """Nothing to do: the allocator knows this."""
 
     def mark(self, number: int) -> None:
-        """It is asked at each."""
+        """Nothing to do: the peak is read when it is needed."""
 
     def now(self) -> Told | None:
         found = self._device.step_peak_bytes()
@@ -48,8 +48,8 @@ class DevicePeak:
 
 
 def step_peak_of(device: Device, memory: Memory) -> StepPeak:
-    """The device's allocator if it tells; the compiled one of the CPU where there is one, and what it hands out is to
-    count; else torch's log for profilers.
+    """The device's allocator if it reports peaks. The CPU's compiled allocator if there is one and allocated bytes
+    count. Otherwise torch's log for profilers.
     """
     if device.step_peak_bytes() is not None:
         return DevicePeak(device)
@@ -58,15 +58,15 @@ def step_peak_of(device: Device, memory: Memory) -> StepPeak:
 
 
 class LoggedPeak:
-    """Most bytes of a step: what was there as it began, as a census has it, and what torch logs of the thread.
+    """Most bytes of a step: the memory that existed when it began, from a census, plus torch's log of the thread.
 
-    It is known once the log has ended, and not at all under another profiler. The log sees ops as a profiler does, so
-    that no dispatch mode is needed.
+    It is known once the log has ended, and never under another profiler. The log observes ops as a profiler does, so it
+    needs no dispatch mode.
 
     Parameters
     ----------
-    memory: of allocated bytes all count at every moment. Live ones count between ops alone: what an op that no dispatch
-        mode would look into takes and gives back inside is not live.
+    memory: allocated bytes all count at every moment. Live bytes count only between ops: memory that an op takes and
+        gives back inside, where no dispatch mode would look, is not live.
     """
 
     needs_census = True
@@ -83,22 +83,22 @@ class LoggedPeak:
         """The log begins with the census."""
 
     def looked_around(self, storages: Mapping[int, torch.UntypedStorage], unseen_bytes: int = 0) -> None:
-        """A step begins, and these, and no others, are there; so are ``unseen_bytes`` that no tensor shows."""
+        """A step begins, and exactly these storages exist, plus ``unseen_bytes`` that no tensor shows."""
         sizes = [one.nbytes() for one in storages.values() if one.nbytes() >= self._least_bytes]
         self._began_bytes = unseen_bytes + sum(map(rounded_up, sizes))
         self._watched = {key: self._watch(storage) for key, storage in storages.items()}
         self._meter.begin()
 
     def mark(self, number: int) -> None:
-        """The step has come to that point."""
+        """The step has reached that point."""
         self._meter.mark(f"{_MARK}{number}")
 
     def now(self) -> Told | None:
-        """Nobody knows before the end."""
+        """None: the peak is not known before the end."""
         return None
 
     def ends(self) -> Told | None:
-        """None where nothing is known. Idempotent."""
+        """None if the peak is unknown. Idempotent."""
         self._watched.clear()
         events = self._meter.events()
         if events is None:
@@ -130,8 +130,8 @@ def most_behind(events: list[Event], *, of_live: bool, least_bytes: int) -> tupl
 
 
 def _steps(events: list[Event], least_bytes: int) -> Iterator[tuple[int, str, bool]]:
-    """Of each event: the change of live bytes, its name, and whether it is inside an op that is one to a dispatch mode:
-    one that is not made of others.
+    """For each event: the change of live bytes, its name, and whether it is inside an op that a dispatch mode sees as
+    one, and not as several.
     """
     inside: list[bool] = []
     for (kind, name, _), change in zip(events, changes(events, least_bytes), strict=True):

@@ -1,8 +1,8 @@
-"""What a tape is written in: storages as recording has seen them, and the ops that bore, read and wrote them.
+"""The types of a tape: storages as seen by recording, and the ops that created, read and wrote them.
 
 A :class:`StorageRecord` stands for one storage. An op's tensor arguments become :class:`View`s on such records, so that
-a tape keeps nothing alive; what a replay needs to stay is held by its recipe (``replay.py``). Saved values and recipes
-are known here by what is asked of them alone.
+a tape keeps nothing alive; the recipe (``replay.py``) holds what a replay needs. Saved values and recipes appear here
+only as protocols.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from poochplan.tensors.storages import Geometry, version_probe
 from poochplan.torch_private.tensor_internals import version_of
 
 OFF = 0
-"""Stands for the number of a window where nothing is recorded."""
+"""Stands for the number of a window when nothing is recorded."""
 
 
 class Content(Protocol):
-    """A saved value, as far as a tape knows it."""
+    """A saved value, as the tape sees it."""
 
     record: StorageRecord
     generation: int
 
     @property
     def unwritten(self) -> bool:
-        """Whether nobody has written it since it was saved."""
+        """Whether it was not written since it was saved."""
 
     @property
     def waits_for_replay(self) -> bool:
@@ -42,7 +42,7 @@ class Content(Protocol):
 
 
 class Claim(Protocol):
-    """A recipe, as far as a tape knows it."""
+    """A recipe, as the tape sees it."""
 
     def refresh_if_possible(self) -> None:
         """A storage that it reads has become a saved value."""
@@ -53,23 +53,23 @@ class Claim(Protocol):
 
 
 class View(msgspec.Struct, gc=False, eq=False):
-    """A tensor argument: where it lay, and which content it read."""
+    """A tensor argument: its geometry, and the content that it read."""
 
     record: StorageRecord
     generation: int
-    """Recorded writes to the storage before it was read."""
+    """Number of recorded writes to the storage before it was read."""
     geometry: Geometry
     watch: tuple[torch.Tensor, int] | None
     """For a storage that cannot be rebuilt: a version probe, and the version that was read."""
 
     @property
     def still_there(self) -> bool:
-        """Whether the storage still holds what was read, when it cannot be rebuilt."""
+        """Whether a storage that cannot be rebuilt still has the content that was read."""
         return self.watch is None or version_of(self.watch[0]) == self.watch[1]
 
 
 class Scratch(NamedTuple):
-    """Stands for running statistics in training: a replay gives the op a throw-away tensor in their place."""
+    """Stands for running statistics in training: a replay gives the op a temporary tensor in their place."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -77,7 +77,7 @@ class Scratch(NamedTuple):
 
 
 class Birth(msgspec.Struct, gc=False, eq=False):
-    """A storage that an op has borne, and the position of the tensor on it among the op's flat outputs."""
+    """A storage that an op has created, and the position of its tensor among the op's flat outputs."""
 
     position: int
     record: StorageRecord
@@ -94,16 +94,16 @@ class RecordedOp(msgspec.Struct, gc=False, eq=False):
     """Those of the arguments that are views."""
     spec: Layout
     grad_enabled: bool
-    """Some kernels ask (oneDNN's LSTM returns its workspace only then)."""
+    """Some kernels depend on it (oneDNN's LSTM returns its workspace only with it)."""
     usable: bool = True
     """Whether it can be run again."""
     uninitialised: bool = False
-    """Bears storages whose contents are undefined."""
+    """Creates storages with undefined contents."""
     overwrites: StorageRecord | None = None
     """The storage whose every byte it writes without reading one."""
     births: tuple[Birth, ...] = ()
     writes: tuple[StorageRecord, ...] = ()
-    """Storages that were there before and are written in place."""
+    """Storages from before the op that it writes in place."""
     generator: torch.Generator | None = None
     state: bytearray | None = None
     """Generator state before the op, when it is random."""
@@ -117,40 +117,42 @@ class RecordedOp(msgspec.Struct, gc=False, eq=False):
 
 
 class StorageRecord(msgspec.Struct, gc=False, eq=False):
-    """One storage, as far as recording has seen it.
+    """One storage, as seen by recording.
 
-    Contents are told apart by *generation*, the number of writes that recording knows of, not by torch's version
-    counters: chunks of ``unsafe_split`` (GRU cells) have counters of their own on one storage. What was written where
-    recording was off is one generation more, which nothing can rebuild.
+    Contents are told apart by *generation*, the number of writes that recording knows, and not by torch's version
+    counters: chunks of ``unsafe_split`` (GRU cells) have separate counters on one storage. A write while recording was
+    off makes another generation, which nothing can rebuild.
     """
 
     storage: weakref.ref[torch.UntypedStorage]
     version: int
-    """What its version counter says if every write was recorded (:class:`CounterBefore` settles what one moved it)."""
+    """Value of its version counter if every write was recorded (:class:`CounterBefore` settles how far one moved
+    it).
+    """
     was_there: bool = False
-    """Whether it is known to have lived before the step began."""
+    """Whether it is known to be from before the step."""
     birth: RecordedOp | None = None
     writes: tuple[RecordedOp | None, ...] = ()
-    """What wrote it in place, in order: ``writes[k]`` made generation ``k + 1``; None where it was not recorded."""
+    """The in-place writes in order: ``writes[k]`` made generation ``k + 1``; None for an unrecorded one."""
     broken: bool = False
     """Whether one of the writes was not recorded or cannot be run again."""
     seen_in: int = OFF
-    """The window of recording in which it was last met."""
+    """The window of recording in which it was last seen."""
     value: weakref.ref[Content] | None = None
     packed: bool = False
     """Whether it has had its save point."""
     save_point: int | None = None
-    """Which of the planned ones that was; None before it, and outside the plan."""
+    """Its planned save point; None before it, and outside the plan."""
     waiting: tuple[weakref.ref[Claim], ...] = ()
-    """Recipes that read this storage before it was packed: they claim its value when it comes."""
+    """Recipes that read this storage before it was packed: they claim its value once it is."""
 
     def meet(self, version: int, window: int) -> None:
-        """It is read or packed, in that window of recording (or ``OFF``), through a tensor of that version.
+        """It is read or packed, in that window of recording (or ``OFF``), through a tensor with that version.
 
-        A counter that is ahead tells of a write that was not recorded. One that is behind is another's than the
-        storage was met by before (a chunk's, that of ``.data``). At zero nobody has ever written through it. Behind
-        and not at zero it says nothing, and between windows that is taken for a write, until the save point; from there
-        on the plan answers for it, since what is written after its save is never planned to be read by a replay.
+        A counter that is ahead shows an unrecorded write. A counter that is behind is not the one by which the storage
+        was seen before (it is a chunk's, or that of ``.data``). At zero nothing has ever written through it. If it is
+        behind and not at zero it shows nothing. Between windows that counts as a write until the save point. After the
+        save point the plan guarantees it: a planned replay never reads a content that was written after its save.
         """
         if version < self.version and not version:
             return
@@ -161,7 +163,7 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
         self.seen_in = window
 
     def was_written_unseen(self) -> None:
-        """Something that was not recorded has written it in place."""
+        """Code that was not recorded has written it in place."""
         self.writes = (*self.writes, None)
         self.broken = True
 
@@ -171,7 +173,7 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
         self.broken |= not op.usable
 
     def attach(self, value: Content) -> None:
-        """The storage has become a saved value: recipes that read it claim the value instead of what they held."""
+        """The storage has become a saved value: recipes that read it now claim the value instead of what they held."""
         self.value = weakref.ref(value)
         waiting, self.waiting = self.waiting, ()
         for reference in waiting:
@@ -185,15 +187,15 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
             self.waiting = (*self.waiting, weakref.ref(recipe))
 
     def value_at(self, generation: int) -> Content | None:
-        """The saved value of this storage, when it is still there and holds just this content."""
+        """The saved value of this storage, if it still exists and has exactly this content."""
         value = self.value() if self.value is not None else None
         return value if value is not None and value.generation == generation and value.unwritten else None
 
     def writers_up_to(self, generation: int) -> list[RecordedOp] | None:
-        """The ops that make this content from nothing; None when one of them was not recorded or cannot be run again.
+        """The ops that make this content from nothing; None if one of them was not recorded or cannot be run again.
 
-        A storage born uninitialised counts only if the first write was seen and covers it: what is written past the
-        dispatcher before is then overwritten.
+        A storage that was created uninitialised counts only if the first write was seen and covers it. Earlier writes
+        past the dispatcher are then overwritten.
         """
         if self.birth is None or (self.birth.uninitialised and not self._overwritten(generation)):
             return None
@@ -208,7 +210,7 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
 
     @property
     def is_known(self) -> bool:
-        """Whether its birth and every write since were recorded, as ops that make its content from nothing."""
+        """Whether its creation and every write since were recorded, as ops that make its content from nothing."""
         if self.birth is None or not self.birth.usable or self.broken:
             return False
         return not self.birth.uninitialised or self._overwritten(len(self.writes))
@@ -221,10 +223,9 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
 class CounterBefore(NamedTuple):
     """The version counter of a tensor that a recorded op is about to write.
 
-    Torch moves a counter after the op has left the dispatcher, and only where the op was called above
-    ``ADInplaceOrView``: a kernel's own ``copy_`` moves none, and inside a dispatch mode both look alike. So what the
-    write has moved is read off the counter itself when the next op or pack is met. It is once at most for each tensor:
-    what is more tells of a write beside it that was not recorded.
+    Torch moves a counter after the op has left the dispatcher, and only if the op was called above ``ADInplaceOrView``:
+    a kernel's own ``copy_`` moves none, and inside a dispatch mode both look alike. So the counter itself is read when
+    the next op or pack is seen. A write moves it at most once for each tensor: more shows another, unrecorded write.
     """
 
     record: StorageRecord
@@ -233,18 +234,18 @@ class CounterBefore(NamedTuple):
 
     @classmethod
     def of(cls, record: StorageRecord, tensor: torch.Tensor) -> CounterBefore:
-        """The counter as it stands."""
+        """The counter as it is now."""
         return cls(record, version_probe(tensor), version_of(tensor))
 
     @property
     def moved(self) -> int:
-        """By how much it has moved since."""
+        """How far it has moved since."""
         return version_of(self.probe) - self.version
 
 
 def state_of(generator: torch.Generator) -> bytearray:
-    """The generator's state, a copy in Python's memory, since no budget has room for it: each random op on a tape has
-    one, which is of 5056 bytes for the CPU's generator.
+    """The generator's state, copied into Python's memory, because no budget has room for it: each random op on a tape
+    has one, of 5056 bytes for the CPU's generator.
     """
     with aside():
         state = generator.get_state()
@@ -252,5 +253,5 @@ def state_of(generator: torch.Generator) -> bytearray:
 
 
 def set_state_of(generator: torch.Generator, state: bytearray) -> None:
-    """Puts the generator in the state; takes nothing of the device's memory."""
+    """Puts the generator into the state; takes no memory of the device."""
     generator.set_state(torch.frombuffer(state, dtype=torch.uint8))

@@ -1,7 +1,7 @@
-"""Replay: bringing a recomputed value back by running its recorded writers again, bitwise. Its closure says which
-recorded ops run, from which contents, and what has to stay until then.
+"""Replay: brings a recomputed value back by running its recorded writers again, bitwise equal. Its closure gives the
+recorded ops that run, the contents from which they start, and what must stay until then.
 
-``docs/semantics.md`` says what a replay needs and what is freed when; planner and simulator follow the same rules.
+``docs/semantics.md`` defines what a replay needs and what is freed when; planner and simulator follow the same rules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .recorded import Content, RecordedOp, Scratch, StorageRecord, View, set_sta
 
 WRITTEN_SINCE = "an input of the replay was written in place since it was read"
 Leaves = dict[tuple[StorageRecord, int], torch.UntypedStorage]
-"""What a replay starts from: the storage of each content that it does not build."""
+"""The starting points of a replay: the storage of each content that it does not build."""
 Run = Callable[[list[RecordedOp], Leaves, set[StorageRecord], str], dict[StorageRecord, torch.UntypedStorage]]
 """Like :func:`run_ops`."""
 
@@ -28,7 +28,7 @@ Run = Callable[[list[RecordedOp], Leaves, set[StorageRecord], str], dict[Storage
 class NotReplayable(Exception):  # noqa: N818 - a verdict, caught where the recipe is made
     """A writer was not recorded, is opaque, or an input is gone; the value is swapped instead.
 
-    ``record``: the input that it is about, where it is about one.
+    ``record``: the input concerned, if there is one.
     """
 
     def __init__(self, reason: str, record: StorageRecord | None = None) -> None:
@@ -37,18 +37,20 @@ class NotReplayable(Exception):  # noqa: N818 - a verdict, caught where the reci
 
 
 class Closure:
-    """All that a need comes to: the ops to run, the contents they start from, and the values they bring back."""
+    """Everything that a need requires: the ops to run, the contents from which they start, and the values that they
+    bring back.
+    """
 
     def __init__(self) -> None:
         self.ops: dict[int, RecordedOp] = {}
         self.leaves: dict[tuple[StorageRecord, int], Content | None] = {}
-        """Contents that are there already: saved values, or (None) what recording found in place."""
+        """Contents that exist already: saved values, or (None) storages found in place."""
         self.rebuilt: dict[StorageRecord, None] = {}
         self.targets: list[tuple[StorageRecord, Content]] = []
         """Saved values that wait for a replay themselves and are brought back along the way."""
 
     def in_order(self) -> list[RecordedOp]:
-        """The ops as they ran."""
+        """The ops in the order in which they ran."""
         return [self.ops[order] for order in sorted(self.ops)]
 
 
@@ -94,7 +96,7 @@ def closure_of(root: StorageRecord, generation: int, *, follow_recipes: bool) ->
 
 
 def _check(closure: Closure) -> None:
-    """Raises ``NotReplayable`` when an op writes what the replay does not own, or an input is not what it was."""
+    """Raises ``NotReplayable`` if an op writes a storage that the replay does not own, or an input has changed."""
     ops, rebuilt, leaves = closure.ops.values(), closure.rebuilt, closure.leaves
     for op in ops:
         for written in op.writes:
@@ -108,10 +110,10 @@ def _check(closure: Closure) -> None:
 
 
 class Recipe(msgspec.Struct, eq=False, weakref=True):
-    """What the replay of one value needs to stay, held from its save point until it is back.
+    """Everything that the replay of one value needs to stay, held from its save point until the value is back.
 
-    ``values`` are saved values it reads (on the device, on the host, or recipes of their own); ``storages`` what was
-    there before recording began: parameters, buffers, inputs.
+    ``values`` are saved values that it reads (on the device, on the host, or with recipes of their own). ``storages``
+    existed before recording began: parameters, buffers, inputs.
     """
 
     record: StorageRecord
@@ -123,14 +125,14 @@ class Recipe(msgspec.Struct, eq=False, weakref=True):
         self.refresh()
 
     def refresh_if_possible(self) -> None:
-        """Like :meth:`refresh`; when something it reads was written meanwhile it keeps what it holds, and the replay
-        will say so.
+        """Like :meth:`refresh`. If a storage that it reads was written meanwhile, it keeps what it holds, and the
+        replay will report that.
         """
         with contextlib.suppress(NotReplayable):
             self.refresh()
 
     def refresh(self) -> None:
-        """Works out anew what has to stay; called again when a storage on the way has become a saved value."""
+        """Determines again what must stay. Called again when a storage on the way has become a saved value."""
         closure = closure_of(self.record, self.generation, follow_recipes=False)
         values, storages = [], []
         for (record, _), value in closure.leaves.items():
@@ -183,7 +185,9 @@ def replay(
 def run_ops(
     ops: list[RecordedOp], there: Leaves, keep: set[StorageRecord], device_type: str
 ) -> dict[StorageRecord, torch.UntypedStorage]:
-    """Runs the ops in order; returns the storages of the records in ``keep``. Temporaries go after their last use."""
+    """Runs the ops in order and returns the storages of the records in ``keep``. Temporaries are freed after their last
+    use.
+    """
     last_use = {view.record: op.order for op in ops for view in op.reads}
     built: dict[StorageRecord, torch.UntypedStorage] = {}
     with outside_transforms(), contextlib.ExitStack() as stack:  # no graph comes of it: what goes in is detached

@@ -1,5 +1,5 @@
-"""The tape: what ran in the recorded stretches of forward, as references that hold no memory (``recorded.py``). The
-recorder writes it; it is switched on and off at planned points.
+"""The tape: the ops of the recorded stretches of forward, as references that hold no memory (``recorded.py``). The
+recorder writes the tape; it is switched on and off at planned points.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from .recorded import OFF, Birth, Content, CounterBefore, RecordedOp, Scratch, S
 
 
 class Recorder(ToggledMode):
-    """A dispatch mode. State: whether it is on, and whether the op in which that was asked for may still run.
+    """A dispatch mode. State: whether it is on, and whether the op during which it was switched on may still be
+    running.
 
-    A save point lies within an op. What its kernel calls from there on is not recorded: in there views have version
-    counters of their own, which look as if the storage was another.
+    A save point lies within an op. Later calls of that op's kernel are not recorded: their views have separate version
+    counters, as if they were on another storage.
     """
 
     def __init__(self, tape: Tape) -> None:
@@ -53,7 +54,7 @@ class Recorder(ToggledMode):
         super().switch_on()
 
     def switch_off(self) -> None:
-        """Ends the window: what is written from here on is not recorded."""
+        """Ends the window: later writes are not recorded."""
         super().switch_off()
         self.tape.settle()
 
@@ -71,9 +72,10 @@ class Recorder(ToggledMode):
         return outputs
 
     def _is_of_that_op(self, facts: Traits, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether the call is of the op in which recording was switched on; the first that is not ends the question.
+        """Whether the call belongs to the op during which recording was switched on. The first call that does not ends
+        the question.
 
-        What makes a tensor of none looks alike in both, and is recorded.
+        A call that makes a tensor from none looks the same in both cases, and is recorded.
         """
         if facts.makes_alike or not any(isinstance(leaf, torch.Tensor) for leaf in flatten(args, kwargs)[0]):
             return False
@@ -81,7 +83,7 @@ class Recorder(ToggledMode):
         return self._within_op
 
     def _pass_over(self, facts: Traits, args: Any, kwargs: dict[str, Any]) -> None:
-        """What this call writes nobody will have recorded."""
+        """Marks the writes of this call as unrecorded."""
         for tensor in self._writes(facts, args, kwargs).in_place:
             record = self.tape.known(tensor) if is_plain(tensor, self._device_type) else None
             if record is not None:
@@ -110,7 +112,7 @@ class Recorder(ToggledMode):
         return op, self._written(op, facts, args, kwargs) if facts.may_write else _NONE
 
     def _written(self, op: RecordedOp, facts: Traits, args: Any, kwargs: dict[str, Any]) -> list[CounterBefore]:
-        """What the op writes in place; completes what is known of it."""
+        """The storages that the op writes in place; completes the facts about the op."""
         writes = self._writes(facts, args, kwargs)
         if writes.scratch:
             arguments = list(op.arguments)
@@ -172,36 +174,36 @@ def _generator_of(flat: list[Any], device_type: str) -> torch.Generator:
 
 
 class Tape:
-    """What ran in a step. State: the registry of storages, the number of ops, and the window they are seen in.
+    """The ops of a step. State: the registry of storages, the number of ops, and the current window.
 
-    The registry is by identity, which another storage has once the first is gone: a record is a storage's only as long
-    as its weak reference says so.
+    The registry uses identity, which another storage gets once the first is gone: a record belongs to a storage only as
+    long as its weak reference says so.
     """
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self.static: dict[int, int] = {}
-        """Storage keys of parameters and buffers, in this step, and what their version counters said at its begin."""
+        """Storage keys of parameters and buffers in this step, and their version counters at its begin."""
         self.window = OFF
-        """The stretch that is being recorded, or was last; stretches count from 1."""
+        """Number of the window that is being recorded, or was last; windows count from 1."""
         self._registry: dict[int, StorageRecord] = {}
         self._earlier: dict[int, StorageRecord] = {}
-        """Storages that were there before the step, as far as it knows: met in an earlier one, or given to this one."""
+        """Storages known to be from before the step: seen in an earlier step, or passed to this one."""
         self._recorded: list[StorageRecord] = []
         self._kept: list[tuple[Callable[[], bool], list[StorageRecord]]] = []
-        """Recorded in earlier steps whose handles may still be replayed from it."""
+        """Records of earlier steps whose handles may still be replayed from them."""
         self._count = 0
         self._unsettled: list[CounterBefore] = []
-        """Of the last write, until torch has moved its counters."""
+        """Counters of the last write, until torch has moved them."""
 
     def __del__(self) -> None:
         for records in (self._recorded, *(records for _, records in self._kept)):
             _break_circles(records)
 
     def forget(self, is_held: Callable[[], bool] = lambda: False) -> None:
-        """Begins with no records. All that was recorded goes, as soon as ``is_held`` says that no handle of it is left.
+        """Starts without records. Old records are dropped as soon as ``is_held`` says that no handle of theirs is left.
 
-        Records and ops refer to each other, and nobody else would find out that they are garbage.
+        Records and ops refer to each other, and nothing else would discover that they are garbage.
         """
         self._earlier, self._registry = self._registry, {}
         self._kept.append((is_held, self._recorded))
@@ -215,11 +217,13 @@ class Tape:
         self._kept = kept
 
     def __len__(self) -> int:
-        """How many storages of this step are alive."""
+        """Number of live storages of this step."""
         return sum(record.storage() is not None for record in self._registry.values())
 
     def is_given(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The step, which has just begun, is handed these: what is a part of something larger was there before it."""
+        """The step, which has just begun, gets these tensors. A tensor that is a part of a larger storage existed
+        before the step.
+        """
         for tensor in tensors:
             if is_plain(tensor, self.device_type) and tensor.nbytes < tensor.untyped_storage().nbytes():
                 storage = tensor.untyped_storage()
@@ -234,7 +238,7 @@ class Tape:
                 yield value
 
     def has_met(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the step has saved a tensor that lies there, or a recorded op has read one."""
+        """Whether the step has saved a tensor on that storage, or a recorded op has read one."""
         record = self._registry.get(storage_identity(storage))
         return record is not None and record.storage() is storage
 
@@ -245,7 +249,7 @@ class Tape:
         return record if record is not None and record.storage() is storage else None
 
     def record_of(self, tensor: torch.Tensor) -> StorageRecord:
-        """The record of the tensor's storage, made when it is new."""
+        """The record of the tensor's storage, made if it is new."""
         return self.known(tensor) or self._new(tensor, tensor.untyped_storage())
 
     def _new(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> StorageRecord:
@@ -259,7 +263,7 @@ class Tape:
         return record
 
     def met(self, tensor: torch.Tensor, storage: torch.UntypedStorage, window: int) -> StorageRecord:
-        """The record of a tensor that is read or packed in that window; what was written unrecorded shows here."""
+        """The record of a tensor that is read or packed in that window. Unrecorded writes are detected here."""
         if self._unsettled:
             self.settle()
         record = self._registry.get(storage_identity(storage))
@@ -271,12 +275,12 @@ class Tape:
     def next_op(
         self, func: Any, arguments: tuple[Any, ...], reads: tuple[View, ...], spec: Layout, *, usable: bool
     ) -> RecordedOp:
-        """An op that is about to run, the next in order."""
+        """An op that is about to run, the next one in order."""
         self._count += 1
         return RecordedOp(self._count, func, arguments, reads, spec, torch.is_grad_enabled(), usable)
 
     def was_born(self, op: RecordedOp, position: int, output: torch.Tensor, storage: torch.UntypedStorage) -> None:
-        """The op has given its output at ``position``: with a storage that is not known it has borne that."""
+        """The op has returned its output at ``position``. If the storage is unknown, the op has created it."""
         key = storage_identity(storage)
         record = self._registry.get(key)
         if record is not None and record.storage() is storage:
@@ -287,7 +291,7 @@ class Tape:
         op.births = (*op.births, Birth(position, record))
 
     def were_written(self, op: RecordedOp, counters: list[CounterBefore]) -> None:
-        """The op has written these in place; their counters may move until the next op is met."""
+        """The op has written these in place; their counters may move until the next op is seen."""
         self._unsettled = counters
         op.writes = tuple(dict.fromkeys(counter.record for counter in counters))
         for record in op.writes:
@@ -295,7 +299,7 @@ class Tape:
             self._recorded.append(record)
 
     def settle(self) -> None:
-        """The last recorded write has left torch: its records expect what it has moved their counters to."""
+        """Torch has finished the last recorded write: its records now expect the counters as moved."""
         unsettled, self._unsettled = self._unsettled, []
         moved: dict[StorageRecord, list[int]] = {}
         for counter in unsettled:

@@ -1,4 +1,4 @@
-"""Follow: does what a plan says, as long as the step is the planned one (engine rules 7 and 8)."""
+"""Follow: carries out a plan, as long as the step matches it (engine rules 7 and 8)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from .step_policy import NOTHING, Actions, Diverged, KeepAll, StepPolicy, SwapEa
 
 
 class DivergencePolicy(StrEnum):
-    """What a step that is not the planned one does."""
+    """What happens in a step that diverges from its plan."""
 
     WARN = "warn"
-    """Says so once a session; the rest of the step swaps every saved value."""
+    """One warning in a session; the rest of the step swaps every saved value."""
     ERROR = "error"
     """Raises ``DivergenceError``."""
 
     def judge(self, reason: Diverged) -> None:
-        """Raises ``DivergenceError`` if that is what is to be done."""
+        """Raises ``DivergenceError`` if this is the policy."""
         if self is DivergencePolicy.ERROR:
             advice = reason.advice or "make a new profile and plan for this step"
             raise DivergenceError(f"{reason}: {advice}")
@@ -44,10 +44,11 @@ class Follow:
 
     Parameters
     ----------
-    course: what to follow.
-    safe: what decides when the step is not the planned one, and for values that cannot be recomputed.
-    policy: whether such a step is an error.
-    expected: what else is known of the step; one that calls its model has values of layers only once it is called.
+    course: the plan to follow.
+    safe: decides if the step diverges, and for values that cannot be recomputed.
+    policy: whether a diverged step is an error.
+    expected: other facts of the planned step. If the step calls its model, values of layers are saved only after that
+        call.
     """
 
     def __init__(
@@ -67,11 +68,12 @@ class Follow:
         self._policy = policy
         self._values: dict[int, weakref.ref[SavedValue]] = {}
         self._to_come: dict[int, SavedValue] = {}
-        """Values of which a handle is still to be made, by the last: autograd may let go of those so far before."""
+        """Values that still expect a handle, by the position of the last one. Autograd may release their present
+        handles before that."""
         self._expected = expected
         self._awaits_call: Segment | None = None
         self._found: Found | None = None
-        """Where the step differs."""
+        """How the step differs from the plan."""
 
     def begin(self, segment: Segment) -> Actions:
         self._segment = segment
@@ -92,7 +94,7 @@ class Follow:
         return self._planned[index].decision
 
     def _before_the_call(self, index: int) -> None:
-        """What a layer would save is not the planned value while the model has not been called."""
+        """If the model has not been called, a tensor is not the planned value of a layer."""
         assert self._awaits_call is not None
         if self._awaits_call.model is not None:
             self._awaits_call = None
@@ -155,13 +157,13 @@ class Follow:
         return [value for value in found if value is not None]
 
     def before_drop(self, value: SavedValue) -> None:
-        """The plan says so."""
+        """Nothing to do: the plan decided it."""
 
     def not_replayable(self, value: SavedValue, reason: NotReplayable) -> Actions:
         return self._safe.take([value])
 
     def copy_failed(self, value: SavedValue, error: OSError) -> None:
-        """It is kept: larger than planned, not wrong."""
+        """The value is kept: more memory than planned, and no wrong result."""
 
     def diverged(self, reason: Diverged) -> tuple[StepPolicy, Actions]:
         self._to_come.clear()
@@ -178,7 +180,9 @@ class Follow:
 
 
 class Always:
-    """A chooser that gives every segment a policy of one make. ``alternatives``: the instructions that these follow."""
+    """A chooser that gives every segment a policy from one factory. ``alternatives``: the instructions that these
+    follow.
+    """
 
     def __init__(self, make: Callable[[], StepPolicy], alternatives: Sequence[Instructions] = ()) -> None:
         self._make = make
@@ -186,7 +190,7 @@ class Always:
 
     @classmethod
     def following(cls, instructions: Instructions) -> Always:
-        """Segments follow these."""
+        """A chooser whose segments follow these instructions."""
         course = Course.of(instructions)
         return cls(lambda: Follow(course, SwapEach()), [instructions])
 
@@ -196,24 +200,24 @@ class Always:
 
 @dataclass(frozen=True, eq=False)
 class Course:
-    """Instructions with their actions by point.
+    """Instructions, with their actions by point.
 
-    ``exact``: whether each save has to have the planned shape and bytes. Otherwise it may be smaller, so that a plan
-    for larger inputs serves: no storage takes more than was planned, on the device and on the host.
+    ``exact``: whether each save must have the planned shape and bytes. Otherwise it may be smaller, so that a plan for
+    larger inputs can be used: no storage takes more than planned, on the device and on the host.
     """
 
     instructions: Instructions
     at_save: tuple[PointActions | None, ...]
     at_use: tuple[PointActions | None, ...]
     dtypes: tuple[torch.dtype, ...]
-    """Of the values."""
+    """The dtypes of the values."""
     last_handles: tuple[int, ...]
-    """Of each value the handle that is made last, or -1 where it has but one."""
+    """For each value the handle that is made last, or -1 if it has only one."""
     exact: bool = True
 
     @classmethod
     def of(cls, instructions: Instructions, *, exact: bool = True) -> Course:
-        """Raises ``UsageError`` where torch has no such dtype as a value is said to have."""
+        """Raises ``UsageError`` if torch lacks the dtype of a value."""
         at_save = {actions.index: actions for actions in instructions.schedule if actions.at == "save"}
         at_use = {actions.index: actions for actions in instructions.schedule if actions.at == "use"}
         return cls(
@@ -259,11 +263,11 @@ class Course:
         return f"backward: planned {wanted}, found {self._of_handle(ordinal)}"
 
     def planned_at(self, index: int) -> PlannedValue | None:
-        """The value of this save point; None behind the last one."""
+        """The value of this save point; None after the last one."""
         return self.instructions.values[index] if index < len(self.instructions.values) else None
 
     def layers_from(self, index: int) -> bool:
-        """Whether a layer of the model saves something from this save point on."""
+        """Whether a layer of the model saves a value from this save point on."""
         return any(value.layer for value in self.instructions.values[index:])
 
     def _instead(self, index: int, found: str, also: str = "") -> str:

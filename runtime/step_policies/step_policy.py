@@ -1,6 +1,6 @@
-"""Step policy: what decides, in one segment, about each saved value. Chooser: what gives each segment its step policy.
+"""StepPolicy decides about each saved value of one segment. Chooser gives each segment its step policy.
 
-KeepAll is the simplest one, and a base for others.
+KeepAll is the simplest policy, and a base for others.
 
 A step policy never touches a storage. It answers with a decision, or with :class:`Actions`: data that the engine's
 mechanism carries out.
@@ -25,25 +25,25 @@ from poochplan.runtime.run_report import FallbackKind
 
 
 class Actions(NamedTuple):
-    """What is to be done at one point, in this order."""
+    """The actions at one point, in this order."""
 
     queue_out: Sequence[SavedValue] = ()
     """Start their copies to the host."""
     give_up: Sequence[SavedValue] = ()
-    """Wait for these copies, and let go of the device storages."""
+    """Wait for these copies, and release the device storages."""
     bring_back: Sequence[SavedValue] = ()
     """Start their copies back."""
     rebuild: Sequence[SavedValue] = ()
     """Replay them."""
     record: bool | None = None
-    """From the next op on record, or do not; None for no change."""
+    """Record from the next op on (true) or stop (false); None for no change."""
 
 
 NOTHING = Actions()
 
 
 class Diverged(Exception):  # noqa: N818 - a verdict, caught by the engine
-    """What is saved or used is not what the step policy was made for; it has done nothing about it."""
+    """The save or use is not the one that the step policy expects. The policy has done nothing about it."""
 
     def __init__(
         self, reason: str, kind: FallbackKind = FallbackKind.DIVERGED, departure: Departure | None = None
@@ -53,7 +53,7 @@ class Diverged(Exception):  # noqa: N818 - a verdict, caught by the engine
         self.kind = kind
         self.departure = departure
         self.advice = ""
-        """What has changed and what to do, where somebody knows; for those who read the message."""
+        """The change and the remedy, for the reader of the message, if they are known."""
 
 
 _SAID = {
@@ -63,44 +63,48 @@ _SAID = {
 
 
 class StepPolicy(Protocol):
-    """Decides in one segment. Any of its answers may be ``Diverged`` raised, or ``DivergenceError``."""
+    """Decides in one segment. Each of its methods may raise ``Diverged`` or ``DivergenceError``."""
 
     @property
     def instructions(self) -> Instructions | None:
-        """Whose planned places in the host tier its values take; None when they have none."""
+        """The instructions whose planned places in the host tier its values take; None if they have no planned
+        places.
+        """
 
     def begin(self, segment: Segment) -> Actions:
         """The segment begins."""
 
     def saved(self, index: int | None, tensor: torch.Tensor, record: StorageRecord) -> Decision:
-        """A tensor is saved whose storage is no live value yet: what becomes of it. Final but for a failed recipe.
+        """Decides about a tensor whose storage is not a live value yet. The decision is final, unless the recipe fails.
 
-        ``index``: its save point; None when its storage has had one (written since, or nothing held it any more).
+        ``index``: its save point; None if its storage has had one, and was written since or is no longer held.
         """
 
     def handle(self, ordinal: int, index: int | None, tensor: torch.Tensor) -> None:
-        """The ``ordinal``-th handle of the segment is made, of what had save point ``index``; None outside a plan."""
+        """The ``ordinal``-th handle of the segment is made, for the value of save point ``index`` (None outside a
+        plan).
+        """
 
     def at_save(self, value: SavedValue, index: int | None) -> Actions:
-        """The value that was just decided about is there: what happens at its save point ``index``."""
+        """Actions at save point ``index``; the value that was just decided about exists."""
 
     def at_use(self, number: int, handle: Handle, saves: int) -> Actions:
-        """The ``number``-th use point, after ``saves`` save points: the first use of this handle."""
+        """Actions at the ``number``-th use point, after ``saves`` save points: the first use of this handle."""
 
     def before_drop(self, value: SavedValue) -> None:
-        """It has its recipe, and is about to be let go of."""
+        """The value has its recipe, and is about to be dropped."""
 
     def not_replayable(self, value: SavedValue, reason: NotReplayable) -> Actions:
-        """No recipe could be made for it: it is to be swapped now."""
+        """No recipe could be made for the value: it is swapped now."""
 
     def copy_failed(self, value: SavedValue, error: OSError) -> None:
-        """The host does not take it: it is kept (rule 9). Raises when it must not be."""
+        """The host could not take the value: it is kept (rule 9). Raises if the value must not be kept."""
 
     def diverged(self, reason: Diverged) -> tuple[StepPolicy, Actions]:
-        """Who decides for the rest of the segment, and what becomes of the values that are there."""
+        """Returns the policy for the rest of the segment, and the actions for the values that exist."""
 
     def end(self, segment: Segment, outcome: Outcome) -> None:
-        """The segment has ended; ``segment.report`` says what it took."""
+        """The segment has ended; its totals are in ``segment.report``."""
 
 
 class Chooser(Protocol):
@@ -108,17 +112,18 @@ class Chooser(Protocol):
 
     @property
     def alternatives(self) -> Sequence[Instructions]:
-        """All that a segment may be given to follow: the host tier is made large enough for any of them."""
+        """All instructions that a segment may follow. The host tier is made large enough for each of them."""
 
     def choose(self, segment: Segment) -> StepPolicy | None:
-        """The step policy of a segment; None while its inputs have to be known first.
+        """The step policy of a segment; None if the segment's inputs must be known first.
 
-        It is asked as the segment begins, when the model is called, and at the first save; there it has to say.
+        It is called when the segment begins, when the model is called, and at the first save, where it must return a
+        policy.
         """
 
 
 class KeepAll:
-    """Nothing is moved or replayed: the step is the in-core one, but for what the hooks themselves take. Stateless."""
+    """Moves and replays nothing: the step is the in-core one plus the time of the hooks. Stateless."""
 
     instructions: Instructions | None = None
 
@@ -154,14 +159,14 @@ class KeepAll:
 
 
 class SwapEach(KeepAll):
-    """State: the value that was swapped last, which is let go of when the next one comes.
+    """State: the value that was swapped last. It is released when the next one is saved.
 
-    What was there before the step is kept: others hold it all the same.
+    Values that existed before the step are kept: other code holds them anyway.
 
     Parameters
     ----------
-    at_once: wait for each copy and let go of its value at its own save; a value that cannot be written is an error
-        then, since the step does not fit with it.
+    at_once: wait for each copy and release the value at its own save. A value that cannot be written is then an error,
+        because the step does not fit with it.
     """
 
     def __init__(self, *, at_once: bool = False) -> None:
@@ -175,7 +180,7 @@ class SwapEach(KeepAll):
         return self.take([value])
 
     def take(self, values: Iterable[SavedValue]) -> Actions:
-        """Swaps these, in order."""
+        """Swaps these values, in order."""
         coming = tuple(values)
         if self._at_once:
             return Actions(queue_out=coming, give_up=coming)
@@ -191,7 +196,7 @@ class SwapEach(KeepAll):
 
 
 def no_room(error: OSError, what: str) -> SpillError:
-    """What a step raises that does not fit without the host tier, when a value cannot be ``what`` there."""
+    """The error of a step that does not fit without the host tier, when a value cannot be ``what`` there."""
     return SpillError(
         f"profile: a saved value could not be {what} on the host tier ({error.strerror}); "
         "expected room for all that the step saves; free space, or name another spill directory"
@@ -199,29 +204,31 @@ def no_room(error: OSError, what: str) -> SpillError:
 
 
 def _is_part_of_data(tensor: torch.Tensor, record: StorageRecord) -> bool:
-    """Whether it looks like a part of a data set, such as a batch of labels: swapping it would free nothing."""
+    """Whether it looks like a part of a data set, such as a batch of labels. Swapping it would free nothing."""
     is_part = tensor.nbytes < tensor.untyped_storage().nbytes()
     return is_part and tensor.is_leaf and not tensor.requires_grad and record.birth is None
 
 
 SHARE_BETWEEN_LOOKS = 0.1
-"""Of the room that was found last: when so much more has been kept, it is looked at again."""
+"""Share of the free memory that was found last. When the values kept since then exceed it, the free memory is read
+again."""
 LOOKS_SHARE = 0.02
-"""Of a loop's time that looks between steps may take: one look reads some files of the system."""
+"""Share of a loop's time that reading the free memory may take. One reading opens some files of the system."""
 WORKSPACE = 2
-"""So many of the largest value that the step has saved are left free for what its ops take beside their results."""
+"""This many times the largest value that the step has saved is left free, for memory that ops use besides their
+results."""
 
 
 class KeepWhileRoom(SwapEach):
-    """State: what was kept since the last look at the room, and whether there was too little of it in this step.
+    """State: the bytes kept since the free memory was last read, and whether memory was too short in this step.
 
-    What was kept stays where it is. From the first save without room on each value is swapped at its own save. One
-    serves many steps.
+    Kept values stay where they are. From the first save without room on, each value is swapped at its own save. One
+    object serves many steps.
 
     Parameters
     ----------
-    room: bytes that may still be taken, less what is known to come (gradients, the state of optimizers).
-    is_short: told once per step, before the first value is swapped.
+    room: bytes that may still be taken, minus the known future needs (gradients, the state of optimizers).
+    is_short: called once in a step, before its first value is swapped.
     """
 
     def __init__(self, room: Callable[[], int], is_short: Callable[[], None]) -> None:

@@ -1,1 +1,3 @@
-"""What each step takes, beside what was promised: the census, the meter's schedule, and who holds an excess."""
+"""The memory of each step compared with the prediction: the census, the meter's schedule, and the holders of an
+excess.
+"""

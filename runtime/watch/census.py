@@ -1,9 +1,9 @@
-"""The census: which device storages live right now, whoever made them, and how many bytes each takes.
+"""The census: which device storages are live now, and how many bytes each takes, whatever code created them.
 
-A meter that sees ops alone knows what lives beside the step only where an op meets it. Python's garbage collector knows
-every tensor that Python has, so a data set, a copy of the weights or a kept loss counts without being told.
+A meter that sees only ops knows memory outside the step only if an op uses it. Python's garbage collector knows every
+tensor that Python has. So a data set, a copy of the weights or a kept loss counts automatically.
 
-What grows there is told too: how fast, and how much an optimizer will still add.
+It also measures growth outside the step: how fast it is, and how much an optimizer will still add.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from poochplan.torch_private.tensor_internals import pytree, storage_identity, w
 T = TypeVar("T")
 DataParallel = torch.nn.parallel.DistributedDataParallel
 LEAST_BYTES = 4096
-"""What is smaller and is met by no op is left out: constants of libraries, of which every process has some."""
+"""Smaller storages that no op uses are left out: constants of libraries, which every process has."""
 
 EVERY = 50
-"""Of the steps behind the first ones, every so many begins at a census: memory changes in a long run, too."""
+"""After the first steps, one step in this many begins with a census, because memory also changes later in a run."""
 
 Storages = dict[int, torch.UntypedStorage]
-"""By identity."""
+"""Storages by identity."""
 
 _LEFT_OUT: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 SEEN = 3
-"""Growth counts where it was seen twice in a row: what has come once, such as a copy of the weights, does not grow."""
+"""Growth counts if it was seen this many times in a row. Memory that appeared once, such as a copy of the weights, is
+no growth."""
 
 
 def leave_out(tensors: Iterable[torch.Tensor]) -> None:
-    """No census counts these: what a check of steps keeps of them is not the training's."""
+    """No census counts these tensors: a check of steps keeps them, and training does not."""
     for tensor in tensors:
         for storage in storages_of(tensor, tensor.device.type):
             key = storage_identity(storage)
@@ -51,7 +52,7 @@ def leave_out(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def census(device_type: str, least_bytes: int = LEAST_BYTES) -> Storages:
-    """The storages of at least that many bytes on that device that a Python tensor lies on."""
+    """Storages on that device of at least that many bytes that a Python tensor uses."""
     found: Storages = {}
     with without_modes(), without_torch_function():
         for tensor in live(torch.Tensor):
@@ -65,8 +66,8 @@ def census(device_type: str, least_bytes: int = LEAST_BYTES) -> Storages:
 
 
 def census_bytes(device_type: str, most_bytes: float = math.inf) -> int:
-    """Bytes of all storages, however small, each rounded up to what is allocated at once. If they are more than
-    ``most_bytes``, what waits for Python's collector is freed and not counted.
+    """Bytes of all storages, even small ones, each rounded up to the allocation unit. If they exceed ``most_bytes``,
+    values that wait for Python's collector are freed and not counted.
     """
     found_bytes = sum(rounded_up(storage.nbytes()) for storage in census(device_type, 1).values())
     if found_bytes <= most_bytes:
@@ -76,7 +77,7 @@ def census_bytes(device_type: str, most_bytes: float = math.inf) -> int:
 
 
 class _IsWanted(dict[type, bool]):
-    """By type and not by ``isinstance``, which runs code of proxies."""
+    """Tests the type and does not call ``isinstance``, which runs code of proxies."""
 
     def __missing__(self, kind: type) -> bool:
         found = self[kind] = issubclass(kind, _WANTED)
@@ -94,8 +95,8 @@ _moment = _Moment()
 
 @contextlib.contextmanager
 def one_moment() -> Iterator[None]:
-    """Looks in the block see what its first look saw, except what has died since. A look at the 400,000 objects of a
-    usual process takes as long as a short step.
+    """Within the block, every census sees the objects of the first one, except those that have died since. Looking at
+    the 400,000 objects of a usual process takes as long as a short step.
     """
     _moment.is_one = True
     try:
@@ -116,7 +117,7 @@ def live(kind: type[T]) -> list[T]:
 
 
 def storages_of(tensor: torch.Tensor, device_type: str) -> Iterator[torch.UntypedStorage]:
-    """The storages on that device of a tensor, whatever its class, or of what it is made of."""
+    """The storages on that device of a tensor of any class, or of the tensors that it consists of."""
     try:
         for part in parts_of(tensor) if is_made_of_parts(tensor) else [tensor]:
             storage = memory_of(part) if part.device.type == device_type else None
@@ -127,7 +128,7 @@ def storages_of(tensor: torch.Tensor, device_type: str) -> Iterator[torch.Untype
 
 
 def wrapper_of(model: torch.nn.Module) -> DataParallel | None:
-    """The model for data-parallel training that is this one, or that has been put around it."""
+    """The wrapper for data-parallel training that the model is, or that contains it."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     if isinstance(model, DataParallel):
@@ -136,7 +137,7 @@ def wrapper_of(model: torch.nn.Module) -> DataParallel | None:
 
 
 def bucket_bytes(model: torch.nn.Module) -> int:
-    """What its buckets take: as much as the gradients, where these do not lie in them."""
+    """Bytes of the wrapper's buckets: as many as the gradients, if these do not lie in the buckets."""
     wrapper = wrapper_of(model)
     if wrapper is None or wrapper.gradient_as_bucket_view:
         return 0
@@ -144,8 +145,8 @@ def bucket_bytes(model: torch.nn.Module) -> int:
 
 
 class Growth:
-    """State: the last few sizes of what lives beside segments of one kind, with the segments' numbers; that of the
-    segment which is to be looked at next.
+    """State: the last few sizes of the memory outside segments of one kind, with the segments' numbers, and the number
+    of the segment whose memory is to be measured next.
     """
 
     def __init__(self) -> None:
@@ -153,26 +154,26 @@ class Growth:
         self._next: float = math.inf
 
     def saw(self, number: int, size_bytes: int) -> None:
-        """So many bytes were there as that segment began."""
+        """That many bytes existed when the segment began."""
         if not self._seen or number > self._seen[-1][0]:
             self._seen.append((number, size_bytes))
 
     @property
     def latest_bytes_per_segment(self) -> float:
-        """Between the last two looks; 0 where it did not become more."""
+        """Growth between the last two measurements; 0 if memory did not increase."""
         return max(0.0, self._rates()[-1]) if len(self._seen) > 1 else 0.0
 
     @property
     def steady_bytes_per_segment(self) -> float:
-        """What it has grown by each time; 0 where it did not each time."""
+        """Growth that occurred each time; 0 if it did not."""
         return max(0.0, min(self._rates())) if len(self._seen) == SEEN else 0.0
 
     def is_due(self, number: int) -> bool:
-        """Whether that segment is to be looked at because of what was seen before."""
+        """Whether that segment's memory is to be measured because of earlier growth."""
         return number >= self._next
 
     def outgrown(self, number: int, profile: Profile, plan: Plan, device_type: str) -> int:
-        """Bytes that live now, as a segment begins, and did not when it was profiled; 0 where the plan fits its budget
+        """Bytes that are live when a segment begins and were not when it was profiled; 0 if the plan fits its budget
         with them.
         """
         there = (value for value in profile.values if value.born < 0 and value.born_tick is None)
@@ -187,8 +188,8 @@ class Growth:
         return more_bytes if room_bytes < 0 else 0
 
     def ahead_bytes(self, number: int, foreseen_bytes: int) -> int:
-        """To be left free for growth: what is foreseen, else as much as it grows while the loop goes on for as long
-        again as it has.
+        """Bytes to leave free for growth: the known future growth, else as much as memory grows if the loop runs for as
+        long again as it has.
         """
         return foreseen_bytes or int(self.steady_bytes_per_segment * max(EVERY, number))
 
@@ -197,7 +198,7 @@ class Growth:
 
 
 def state_of_optimizers(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """What the optimizers hold that step any of these parameters."""
+    """The state of the optimizers that step any of these parameters."""
     mine = set(parameters)
     found = live(torch.optim.Optimizer)
     own = [one for one in found if any(not mine.isdisjoint(group["params"]) for group in one.param_groups)]
@@ -206,9 +207,9 @@ def state_of_optimizers(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor
 
 
 def foreseen_bytes(optimizers: Iterable[torch.optim.Optimizer], device_type: str) -> int:
-    """Bytes that the states of these will take beyond what they take now, where that is known: LBFGS's history.
+    """Bytes that the states of these optimizers will add, if that is known: LBFGS's history.
 
-    Of each of its iterations LBFGS keeps two flat vectors of all parameters and two numbers, up to ``history_size``.
+    LBFGS keeps two flat vectors of all parameters and two numbers for each of its iterations, up to ``history_size``.
     """
     return sum(_history_bytes(one, device_type) for one in optimizers if isinstance(one, torch.optim.LBFGS))
 
@@ -225,7 +226,7 @@ def _history_bytes(optimizer: torch.optim.LBFGS, device_type: str) -> int:
 
 
 def left_free(ahead_bytes: int, room_bytes: int) -> int:
-    """How much of the room between the smallest budget and this one is left to growth: all that is wanted if it fits,
-    else half of the room, for plans need some.
+    """How much of the room between the smallest budget and this one is left for growth: all that is wanted if it fits,
+    else half of the room, because plans need some.
     """
     return ahead_bytes if ahead_bytes <= room_bytes else room_bytes // 2

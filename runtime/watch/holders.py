@@ -1,4 +1,4 @@
-"""Holders: who holds what lives beside the step, in words and bytes. Asked only where a message is to be written."""
+"""Holders: which objects hold memory outside the step, as names and bytes. It is only used to write a message."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ from .census import LEAST_BYTES, bucket_bytes, census, live, one_moment, storage
 
 _DEPTH = 5
 _OPTIMIZED = 0x1
-"""``CO_OPTIMIZED``: a function's frame, whose locals are no dictionary of their own."""
+"""``CO_OPTIMIZED``: the frame of a function, whose locals are not a separate dictionary."""
 MOST = 8
-"""So many storages are traced to a name; the largest."""
+"""At most this many storages, the largest ones, are traced to a name."""
 BUCKETS = "buckets of DistributedDataParallel (profile the wrapped model)"
 NOBODY = "memory that no Python object holds"
 EARLIER = "what earlier steps saved, or this one before its model was called, and whose loss or output is kept"
 
 
 class Holder(NamedTuple):
-    """Somebody, and the bytes of the storages that are held."""
+    """The name of a holder, and the bytes of the storages that it holds."""
 
     name: str
     size_bytes: int
 
 
 class Own(NamedTuple):
-    """What the step itself has, and the plan knows of."""
+    """The memory of the step itself, which the plan includes."""
 
     model: torch.nn.Module
-    """Of the segment."""
+    """The segment's model."""
     left_over: Iterable[torch.UntypedStorage]
-    """What earlier segments saved and others still hold."""
+    """Storages that earlier segments saved and that are still held."""
     left_over_bytes: int
-    """How much that was as the step began."""
+    """Their bytes when the step began."""
     inputs: Iterable[tuple[torch.UntypedStorage | None, int]]
-    """What the model was called with in the step, and its bytes; None where it is gone by now."""
+    """Storages of the model's inputs in the step, and their bytes; None for a storage that has died."""
     predicted: Mapping[str, int]
     """Bytes by kind, as in ``Plan.static_bytes``."""
 
 
 def holders(kind: str, own: Own) -> list[Holder]:
-    """Who holds bytes on that kind of device beyond what was predicted; the most first.
+    """The holders of bytes on that kind of device beyond the prediction, largest first.
 
-    The model's parameters, buffers and gradients are nobody's excess, nor is an optimizer's state as far as it was
-    predicted, nor so much of the smallest others as the step's inputs were predicted to take.
+    The model's parameters, buffers and gradients are left out. So is an optimizer's state up to the predicted bytes,
+    and as many of the smallest other storages as the step's inputs were predicted to take.
     """
     with one_moment(), without_modes(), without_torch_function():
         sizes = {key: storage.nbytes() for key, storage in census(kind).items()}
@@ -88,7 +88,7 @@ _STATE = "the state of "
 
 
 def _known(kind: str, own: Own) -> dict[str, set[int]]:
-    """Keys of storages by who has them, without asking for referrers; those of "" were predicted."""
+    """Keys of storages by their known holder, found without a search of referrers. Those of "" were predicted."""
     mine = set(own_tensors(own.model))
     known: dict[str, set[int]] = {"": _keys(kind, (x for p in mine for x in (p, p.grad if p.is_leaf else None)))}
     known[EARLIER] = {storage_identity(storage) for storage in own.left_over}
@@ -111,7 +111,7 @@ def _keys(kind: str, tensors: Iterable[torch.Tensor | None]) -> set[int]:
 
 
 def _traced(kind: str, sizes: Mapping[int, int]) -> dict[str, int]:
-    """The others by name; what is small in comparison has none of its own."""
+    """The other storages by name. Comparatively small ones get no separate name."""
     largest = set(sorted(sizes, key=lambda key: -sizes[key])[:MOST])
     tensors: dict[int, list[torch.Tensor]] = defaultdict(list)
     for tensor in live(torch.Tensor):
@@ -127,7 +127,7 @@ def _traced(kind: str, sizes: Mapping[int, int]) -> dict[str, int]:
 
 
 def _beyond_inputs(found: Mapping[str, int], inputs_bytes: int) -> dict[str, int]:
-    """Those that are left when the smallest are taken for the step's inputs."""
+    """The storages that remain when the smallest ones are taken for the step's inputs."""
     beyond, left = dict(found), inputs_bytes
     for name, size_bytes in sorted(found.items(), key=lambda one: one[1]):
         if size_bytes > left:
@@ -138,9 +138,10 @@ def _beyond_inputs(found: Mapping[str, int], inputs_bytes: int) -> dict[str, int
 
 
 def name_of(things: Sequence[Any], unseen: Sequence[Any]) -> str:
-    """The nearest name for one of the things: a variable, or an attribute of an object; empty where nobody holds them.
+    """The nearest name for one of the objects: a variable, or an attribute of an object; empty if no named object holds
+    them.
 
-    Containers are looked through. ``unseen``: containers of the caller's own, which are no holders.
+    Containers are searched too. ``unseen``: the caller's own containers, which do not count as holders.
     """
     hidden = {id(one) for one in unseen}
     level: list[Any] = list(things)
@@ -178,7 +179,7 @@ def _variable(things: Sequence[Any]) -> str:
 
 
 def _frames() -> Iterator[FrameType]:
-    """Of this thread, without those of this package."""
+    """Frames of this thread, without those of this package."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not str(frame.f_globals.get("__name__", "")).startswith("poochplan."):
@@ -187,7 +188,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _owner(holder: Any, held: Sequence[Any], hidden: set[int]) -> str:
-    """What the holder is called, with the attribute or the key by which it holds; empty for a plain container."""
+    """Name of the holder, with the attribute or the key by which it holds the object; empty for a plain container."""
     wanted = {id(one) for one in held}
     if isinstance(holder, dict):
         name = next((str(key) for key, value in holder.items() if id(value) in wanted), "")

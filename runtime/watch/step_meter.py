@@ -1,4 +1,4 @@
-"""StepMeter: what each step took at most, and where in it, as the device's allocator tells; no op is looked at."""
+"""StepMeter: the peak of each step and its moment, from the device's allocator. It observes no ops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ When = Literal["first-steps", "always", "never"]
 
 
 class Part(StrEnum):
-    """Of a step."""
+    """A part of a step."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -36,14 +36,14 @@ class Part(StrEnum):
 
 
 class Moment(NamedTuple):
-    """Where in a step: the points of the runtime's clock that it has passed."""
+    """A moment in a step, as the points of the runtime's clock that the step has passed."""
 
     part: Part
     saves: int
     uses: int
 
     def layer(self, instructions: Instructions) -> str:
-        """The layer that saves or uses there, in the words of a plan; empty where none does."""
+        """The layer that saves or uses a value there, as a plan names it; empty if none does."""
         if self.part is Part.FORWARD and instructions.values:
             return instructions.values[min(self.saves, len(instructions.values) - 1)].layer
         if self.part is Part.BACKWARD and 0 < self.uses <= len(instructions.uses):
@@ -52,19 +52,19 @@ class Moment(NamedTuple):
 
 
 class StepMeter:
-    """Only the step is metered: from where its segment begins to its optimizer's step, or to the next segment.
+    """Meters only the step: from the begin of its segment to its optimizer's step, or to the next segment.
 
-    A :class:`~poochplan.runtime.metering.allocated.StepPeak` tells. No dispatch mode is needed, under which autograd
-    would take other formulas. Where the peak was is read at the points of the runtime's clock.
+    A :class:`~poochplan.runtime.metering.allocated.StepPeak` gives the bytes. This needs no dispatch mode, under which
+    autograd would use other formulas. The moment of the peak is read at the points of the runtime's clock.
 
-    States: *off*, *on* (in a step), *over* (its figures stand until the next begins).
+    States: *off*, *on* (in a step), *over* (its figures are valid until the next step begins).
 
     Parameters
     ----------
     kind: of the device.
-    when: ``"always"`` begins each step at a census, and ``"first-steps"`` those that are said to. Without a compiled
-        allocator these steps alone are metered.
-    memory: what the figures count.
+    when: ``"always"`` begins each step with a census; ``"first-steps"`` only the steps that are due. Without a compiled
+        allocator only these steps are metered.
+    memory: which memory the figures count.
     """
 
     def __init__(self, kind: str, when: When, memory: Memory = Memory.ALLOCATED) -> None:
@@ -73,25 +73,24 @@ class StepMeter:
         self._when = when
         self._is_due = False
         self.is_certain = False
-        """False where this step's peak was told without a census as it began, which it needs: what other threads have
-        made and this one has let go of may be in it.
-        """
+        """False if this step needed a census when it began and had none. Memory that other threads have allocated and
+        this one has freed may then be in the peak."""
         self._small: Known = {}
-        """Small storages that were there as this step began, and are left out unless the step meets them."""
+        """Small storages that existed when this step began. They are left out unless the step uses them."""
         self._met: Known = {}
-        """Such ones that earlier steps have met."""
+        """Small storages that earlier steps have used."""
         self._engine: Engine | None = None
         self._open = False
         self._source: StepPeak | None = None
-        """From the first step on."""
+        """Set from the first step on."""
         self._told: Told | None = None
         self._passed: list[Moment] = []
-        """The points of this step, where it is to be known which of them the peak was behind."""
+        """The points that this step has passed, if the moment of the peak is wanted."""
         self._peak_at = 0
-        """Behind which of them."""
+        """The passed point that the peak followed."""
 
     def step_begins(self, engine: Engine, device: Device, *, is_due: bool) -> None:
-        """A segment has begun on this thread; ``is_due``: at a census."""
+        """A segment has begun on this thread. ``is_due``: begin with a census."""
         self._engine, self._open, self._told = engine, True, None
         self._passed, self._peak_at = [], 0
         if self._when == "never":
@@ -116,7 +115,7 @@ class StepMeter:
         self._passed.append(self._where(part))
 
     def step_is_over(self) -> None:
-        """What runs from here on is not of the step. Idempotent."""
+        """Code that runs from here on does not belong to the step. Idempotent."""
         if not self._open:
             return
         self._read()
@@ -127,7 +126,7 @@ class StepMeter:
         self._count_what_was_met()
 
     def _count_what_was_met(self) -> None:
-        """Small storages that the step was given or has saved count from its begin on, and in steps to come."""
+        """Small storages that the step was given or has saved count from its begin on, and in later steps."""
         small, self._small = self._small, {}
         engine = self._engine
         given = {id(one()) for one, _ in engine.segment.given} if engine is not None else set()
@@ -140,29 +139,29 @@ class StepMeter:
                     self._told = Told(self._told.peak_bytes + size_bytes, self._told.blocks_bytes + size_bytes)
 
     def served_from(self, arena_bytes: int) -> None:
-        """The step that runs has an arena of so many bytes, or none (0): it counts whole."""
+        """The running step has an arena of that size, which counts as a whole; 0 for none."""
         if self._source is not None:
             self._source.arena_bytes = arena_bytes
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most of this step so far; None where it is not metered, and until its end where a log has it."""
+        """The peak of this step so far; None if it is not metered, or if a log gives it only at the end of the step."""
         self._read()
         return None if self._told is None else self._told.peak_bytes
 
     @property
     def blocks_peak_bytes(self) -> int | None:
-        """The same without the holes of an arena: what steps are compared by, since an arena comes after some."""
+        """The same without the holes of an arena. Steps are compared by it, because only later steps have an arena."""
         self._read()
         return None if self._told is None else self._told.blocks_bytes
 
     @property
     def moment(self) -> Moment | None:
-        """Where that was; None where the step did not begin at a census."""
+        """The moment of the peak; None if the step did not begin with a census."""
         return self._passed[self._peak_at] if self._told is not None and self._peak_at < len(self._passed) else None
 
     def _read(self) -> None:
-        """What the allocator tells by now. Where it is more than at the last point, the peak is behind that."""
+        """Reads the allocator. If it reports more than at the last point, the peak comes after that point."""
         found = self._source.now() if self._open and self._source is not None else None
         if found is not None:
             if self._passed and found.peak_bytes > (self._told.peak_bytes if self._told is not None else 0):
@@ -179,9 +178,10 @@ class StepMeter:
         return Moment(part or (Part.BACKWARD if in_backward() else Part.FORWARD), segment.saves, segment.uses)
 
     def _live(self, engine: Engine) -> Storages:
-        """All that is there as a step begins: what Python knows, the model's and its optimizers', what autograd holds.
+        """All storages when a step begins: those that Python knows, those of the model and its optimizers, and those
+        that autograd holds.
 
-        Small ones that are none of these count where a step has met them.
+        Small storages of no such owner count if a step has used them.
         """
         every, own = census(self._kind, 1), self._own(engine)
         self._met = {key: one for key, one in self._met.items() if key in every and one() is every[key]}
@@ -199,7 +199,7 @@ class StepMeter:
 
 
 def described(moment: Moment | None, plan: Plan) -> str:
-    """The moment in words; empty where it is not known."""
+    """The moment in words; empty if it is not known."""
     if moment is None:
         return ""
     layer = moment.layer(plan.instructions)
@@ -207,7 +207,7 @@ def described(moment: Moment | None, plan: Plan) -> str:
 
 
 def held_beside(engine: Engine, segment: Segment, plan: Plan) -> list[Holder]:
-    """Who holds more on the engine's device than the plan of that segment knows of."""
+    """The holders of more memory on the engine's device than the segment's plan includes."""
     inputs = [(reference(), size_bytes) for reference, size_bytes in segment.given]
     own = Own(engine.model_of(segment), engine.left_over_storages(), segment.left_over_bytes, inputs, plan.static_bytes)
     return holders(engine.device.kind, own)

@@ -1,4 +1,4 @@
-"""Tally: what the steps of a session did in all, how many followed their plan, and what to say where none did."""
+"""Tally: the totals of a session's steps, how many followed their plan, and the complaints if none did."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from poochplan.torch_private.compiler_internals import compiled_graphs
 
 
 class Tally:
-    """State: the sum over the steps that have ended, and the last of them; by name of the model, its steps, those that
-    followed, those that nothing was seen of, and calls elsewhere; how many graphs had been compiled before.
+    """State: the sum over the steps that have ended, and the last of them; for each model its steps, those that
+    followed, those of which no saved tensor reached the session, and its calls on other threads; and how many graphs
+    had been compiled before.
     """
 
     def __init__(self, models: Mapping[str, torch.nn.Module]) -> None:
@@ -35,11 +36,11 @@ class Tally:
         self._elsewhere[name] += 1
 
     def is_new(self, segment: Segment) -> bool:
-        """Whether it is a step, and not counted yet."""
+        """Whether it is a step that was not counted yet."""
         return bool(segment.number) and not segment.aside and segment is not self._last
 
     def count(self, segment: Segment, plan: Plan | None) -> None:
-        """A new step has ended, which followed the plan or was to."""
+        """A new step has ended, which followed the plan or was meant to."""
         self._last = segment
         self.total.add(segment.report)
         name = self._name(segment)
@@ -52,12 +53,12 @@ class Tally:
             self._unseen[name] += 1
 
     def _name(self, segment: Segment) -> str:
-        """Of the model that a segment is of."""
+        """Name of the model that a segment belongs to."""
         return segment.model if segment.model is not None else next(iter(self._models))
 
     @property
     def status(self) -> SessionStatus:
-        """All steps together, in a word."""
+        """One word for all steps together."""
         steps, followed = self._steps.total(), self._followed.total()
         if not steps:
             return SessionStatus.NO_STEPS
@@ -66,7 +67,9 @@ class Tally:
         return SessionStatus.FOLLOWED if followed == steps else SessionStatus.PARTLY_FOLLOWED
 
     def complaints(self) -> Iterator[str]:
-        """What is to be said at the end: a line for each model whose plan was not followed in silence."""
+        """Lines for the end of the session: one for each model whose plan was not followed without any earlier
+        message.
+        """
         for name, model in self._models.items():
             called = f"{type(model).__name__}{f' ({name!r})' if name else ''}"
             if self._elsewhere[name]:
@@ -95,7 +98,9 @@ class Tally:
         arena: ArenaReport | None,
         certificate: Certificate | None,
     ) -> Report:
-        """With the open segment as the last step, and the plan that it followed, or was to."""
+        """The report, with the open segment as the last step, and with the plan that it followed or was meant to
+        follow.
+        """
         tally = copy.copy(self)
         if self.is_new(segment):
             tally = copy.deepcopy(self, {id(self._models): self._models, id(self._last): self._last})
@@ -118,7 +123,7 @@ class Tally:
 
 
 def follows(segment: Segment, instructions: Instructions) -> bool:
-    """Whether the segment has done all that is planned up to its backward."""
+    """Whether the segment has done everything in its plan, up to its backward."""
     if segment.diverged or segment.saves != len(instructions.values):
         return False
     return segment.used or not instructions.uses

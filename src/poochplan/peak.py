@@ -1,4 +1,6 @@
-"""explain_peak: the moment at which a step takes most memory, and who holds it; and the simulation of a plan."""
+"""explain_peak: the moment at which a step takes most memory, and the holders of that memory; and the simulation of a
+plan.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,11 @@ from poochplan.planner.whatif import as_followed
 from poochplan.units import format_bytes
 
 WORKSPACE, REPLAY = "workspace", "replay"
-"""Kinds of holders that are no values: what the op takes and gives back, and all that one replay takes."""
+"""Kinds of holders that are no values: memory that the op takes and gives back, and all memory of one replay."""
 OF_THE_MODEL = "(model and optimizer)"
-"""In place of a layer: parameters and what belongs to them, which profiles do not tell apart by layer."""
+"""In place of a layer: parameters and related values, whose layers a profile does not have."""
 SHOWN = 5
-"""Layers, and values, in the text."""
+"""Number of layers, and of values, in the text."""
 _WORDS = {
     "activation": "activations",
     "parameter": "parameters",
@@ -43,7 +45,7 @@ _FATES = {Decision.KEEP: "kept", Decision.SWAP: "swapped", Decision.RECOMPUTE: "
 
 @dataclass(frozen=True)
 class Holder:
-    """One value, or what the op or a replay takes beside values."""
+    """One value, or the memory that the op or a replay takes in addition to values."""
 
     name: str
     layer: str
@@ -51,13 +53,14 @@ class Holder:
     kind: str
     """A ``Kind``, ``"workspace"`` or ``"replay"``."""
     size_bytes: int
-    """Rounded up as the allocator does."""
+    """Rounded up as by the allocator."""
     decision: str = ""
-    """Of a saved value under a plan; it is there all the same, before its copy out or after its way back."""
+    """Decision about a saved value under a plan. The value is on the device at this moment anyway: before its copy out,
+    or after its way back."""
 
     @property
     def where(self) -> str:
-        """The layer, or in words what stands in place of one."""
+        """The layer, or words in place of one."""
         of_the_model = self.kind in (Kind.PARAMETER, Kind.BUFFER, Kind.GRADIENT, Kind.OPTIMIZER_STATE)
         return self.layer or (OF_THE_MODEL if of_the_model else OUTSIDE)
 
@@ -70,11 +73,11 @@ class Holder:
 
 @dataclass(frozen=True)
 class PeakExplanation:
-    """The first moment at which most is live, of the planned step or of the in-core one. ``str()`` is its text."""
+    """The first moment at which most bytes are live, in the planned or in-core step. ``str()`` gives its text."""
 
     workload: str
     size_bytes: int
-    """The predicted peak; what the holders hold, to the byte."""
+    """The predicted peak; the holders add up to it, to the byte."""
     in_core_peak_bytes: int
     budget_bytes: int | None
     """None in-core."""
@@ -82,16 +85,16 @@ class PeakExplanation:
     tick_count: int
     phase: str
     layer: str
-    """Of the op; empty outside the model."""
+    """Layer of the op; empty outside the model."""
     op: str
-    """Its name, or in words the save or use of a value between two ops."""
+    """Name of the op, or words for the save or use of a value between two ops."""
     holders: tuple[Holder, ...]
     """Largest first."""
     measured_peak_bytes: int | None = None
 
     @property
     def moment(self) -> str:
-        """Such as ``"backward, at aten.mm.default in layer1.0"``."""
+        """The moment, for example ``"backward, at aten.mm.default in layer1.0"``."""
         return f"{self.phase}, at {self.op}{f' in {self.layer}' if self.layer else ''}"
 
     def by_kind(self) -> dict[str, int]:
@@ -102,7 +105,7 @@ class PeakExplanation:
         return dict(found.most_common())
 
     def by_layer(self) -> dict[str, dict[str, int]]:
-        """Bytes of each layer, those that hold most first, by kind and decision in words."""
+        """Bytes of each layer, by kind and decision in words; the largest layers first."""
         found: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for holder in self.holders:
             found[holder.where][holder.what] += holder.size_bytes
@@ -110,7 +113,7 @@ class PeakExplanation:
         return {layer: dict(found[layer].most_common()) for layer in order}
 
     def lines(self) -> tuple[str, ...]:
-        """The moment; then who holds it: kinds, the largest layers, the largest values."""
+        """The moment, then the holders: kinds, the largest layers, the largest values."""
         counts = Counter(holder.what for holder in self.holders)
         found = [self._moment()]
         for what, size_bytes in self.by_kind().items():
@@ -138,7 +141,7 @@ class PeakExplanation:
 def explain_peak(
     profile: Profile, plan: Plan | None = None, *, measured_peak_bytes: int | None = None
 ) -> PeakExplanation:
-    """Where the predicted peak of a step is, and what holds it: of the planned step, or of the in-core one.
+    """Where the predicted peak of a step is, and what holds it: in the planned step, or in the in-core one.
 
     Parameters
     ----------
@@ -212,7 +215,7 @@ def _planned(profile: Profile, plan: Plan, tick: int) -> Iterator[Holder]:
 
 
 def _values(profile: Profile, values: range | list[int], tick: int) -> Iterator[Holder]:
-    """Those of the in-core step that are live at ``tick``, and the workspace of its op."""
+    """Values of the in-core step that are live at ``tick``, and the workspace of its op."""
     born = born_ticks(profile, values)
     freed = ints(profile.values[value].freed for value in values)
     for place in np.flatnonzero((born <= tick) & (tick <= freed)):
@@ -232,7 +235,7 @@ def _op_at(profile: Profile, tick: int) -> int | None:
 
 
 def _moment_of(profile: Profile, tick: int) -> tuple[str, str, str]:
-    """Phase, layer and op; between two ops the save or use that is there."""
+    """Phase, layer and op; between two ops, the save or use at that tick."""
     index = _op_at(profile, tick)
     if index is not None:
         op = profile.ops[index]

@@ -88,7 +88,7 @@ def replanned(profile: Profile, plan: Plan, beside_bytes: int) -> Plan:
 
     It is searched for as long as ``plan`` was, and at most :data:`REPLAN_S`. Raises ``InfeasibleError``.
     """
-    from poochplan.planner.planning import plan as make_plan  # here: training needs none of what planning loads
+    from poochplan.planner.planning import plan as make_plan  # here: training does not need the planner
     from poochplan.planner.whatif import with_bytes_beside
 
     changed = with_bytes_beside(profile, beside_bytes)

@@ -1,4 +1,6 @@
-"""traced_step: runs one planned step and measures when what happens: ops, copies, waits, replays and live bytes."""
+"""traced_step: runs one planned step and records the times of its ops, copies, waits and replays, and its live
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,10 @@ def traced_step(
     spill_dir: str | Path | None = None,
     force: bool = False,
 ) -> StepTrace:
-    """Builds the workload, trains it under ``plan`` until steps are alike, and measures one step more.
+    """Builds the workload, trains it under ``plan`` until steps are alike, and measures one further step.
 
-    Measuring takes some 10 us an op, so that the traced step is slower than it is without; ``pooch run`` has timed it
-    before. On CUDA compute and copies are timed by events on their streams. Raises what ``poochplan.apply`` raises.
+    Measuring takes about 10 us an op, so the traced step is slower than others; ``pooch run`` has timed steps before.
+    On CUDA, events on their streams time compute and copies. Raises what ``poochplan.apply`` raises.
     """
     seed_everything(seed)
     workload = build()
@@ -121,13 +123,13 @@ def _train(workload: Workload, log: StepLog) -> None:
 
 
 class TraceClock(Protocol):
-    """Marks, and how many seconds after the origin each was passed."""
+    """Marks, and the seconds after the origin at which each was passed."""
 
     def start(self) -> None:
         """The origin is now."""
 
     def mark(self, stream: Any = None) -> Any:
-        """Now; of a device's stream, the place behind what is queued on it."""
+        """A mark now; on a device's stream, the place after all queued work."""
 
     def seconds(self, mark: Any) -> float:
         """From the origin to a mark that has been passed."""
@@ -178,7 +180,7 @@ class _Entry(NamedTuple):
 
 
 class StepLog:
-    """State: whether it listens, and what it has heard. ``clock`` is the compute stream's, ``host`` the thread's."""
+    """State: whether it records, and its records. ``clock`` is the compute stream's, ``host`` the thread's."""
 
     def __init__(self, where: torch.device) -> None:
         self.host = HostClock()
@@ -198,7 +200,7 @@ class StepLog:
 
     @contextlib.contextmanager
     def block(self, row: str, what: str, label: str) -> Iterator[None]:
-        """What is queued on the compute stream inside; on the row of the thread, what it does inside."""
+        """The block's work on the compute stream, or, for the thread's row, the thread's work in the block."""
         if not self.is_on:
             yield
             return
@@ -210,22 +212,24 @@ class StepLog:
             self.took(row, what, label, begin, clock.mark(), clock)
 
     def took(self, row: str, what: str, label: str, begin: Any, end: Any, clock: TraceClock | None = None) -> None:
-        """Something ran between two marks, of the compute stream's clock unless another is named."""
+        """Work ran between two marks, of the compute stream's clock unless another is named."""
         read = (clock or self.clock).seconds
         self.took_later(row, what, label, lambda: read(begin), lambda: read(end))
 
     def took_later(self, row: str, what: str, label: str, begin: Callable[[], float], end: Callable[[], float]) -> None:
-        """The same for what has perhaps not yet run: asked for seconds since the origin when the step is over."""
+        """The same for work that may not have run yet: it is called for seconds since the origin when the step is
+        over.
+        """
         if self.is_on:
             self._entries.append(_Entry(row, what, label, begin, end))
 
     def live(self, size_bytes: int) -> None:
-        """So many bytes are live from here on."""
+        """That many bytes are live from here on."""
         if self.is_on:
             self._sizes.append((self.clock.mark(), size_bytes))
 
     def bars(self) -> tuple[Bar, ...]:
-        """All that was heard of, in order of begin; nothing begins before the step."""
+        """All recorded bars, in order of begin; none begins before the step."""
         read = [Bar(one.row, one.what, max(0.0, one.begin()), one.end(), one.label) for one in self._entries]
         return tuple(sorted((bar for bar in read if bar.end_s >= bar.start_s), key=lambda bar: bar.start_s))
 
@@ -239,11 +243,11 @@ class StepLog:
 
 
 class TracingMeter(ToggledMode):
-    """Tells a log each op that takes time, with its layer, and live bytes whenever they change: those of device
-    storages, each rounded up to what is allocated at once. State: these storages.
+    """Reports each op that takes time to a log, with its layer, and live bytes whenever they change: those of device
+    storages, each rounded up to the allocation unit. State: these storages.
 
-    A storage that is first met as an argument was there before. For steps whose gradients nobody uses: under a mode
-    autograd takes other formulas.
+    A storage that is first seen as an argument existed before. It is only for steps whose gradients are discarded:
+    under a mode autograd uses other formulas.
     """
 
     def __init__(self, device_type: str, log: StepLog, tracker: LayerTracker) -> None:
@@ -296,7 +300,9 @@ class TracingMeter(ToggledMode):
 
 
 class Named:
-    """What the mechanism is at: ``"swap out NAME"``, ``"prefetch NAME"`` or ``"replay NAME"``. State: the innermost."""
+    """The present action of the mechanism: ``"swap out NAME"``, ``"prefetch NAME"`` or ``"replay NAME"``. State: the
+    innermost action.
+    """
 
     def __init__(self, log: StepLog) -> None:
         self._log = log
@@ -304,7 +310,7 @@ class Named:
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """The thread queues it inside, but for a replay: that runs on the compute stream."""
+        """The thread queues the action inside, except for a replay, which runs on the compute stream."""
         what = next((known for known in (*_QUEUED, "replay") if name.startswith(known)), name)
         outer, self.label = self.label, name.removeprefix(what).strip()
         row, shown = (COMPUTE, "replay") if what == "replay" else (THREAD, f"queue {_QUEUED.get(what, what)}")
@@ -316,7 +322,7 @@ class Named:
 
 
 class WaitingThread(CallingThread):
-    """The compute stream of the CPU, which tells of each wait. State: the name of each copy's value."""
+    """The compute stream of the CPU, which reports each wait. State: the name of each copy's value."""
 
     def __init__(self, log: StepLog) -> None:
         self._log = log

@@ -56,15 +56,15 @@ class Run:
     """Steps of one workload, in-core or planned."""
 
     records: list[StepRecord]
-    """One for each compared step; none when nothing is compared."""
+    """One for each compared step; empty if nothing is compared."""
     seconds: list[float]
-    """Of each timed step."""
+    """Seconds of each timed step."""
     step_reports: list[StepReport]
     """One for each step under a plan."""
     report: Report | None = None
-    """The session's own, for a run under a plan."""
+    """The session's report, for a run under a plan."""
     plan: Plan | None = None
-    """The one that the last step followed or diverged from."""
+    """The plan that the last step followed or diverged from."""
 
     @property
     def step_s(self) -> float:
@@ -81,7 +81,7 @@ class Comparison:
     in_core: Run
     planned: Run
     difference: str | None
-    """Step, kind and name of the first tensor that differs, and by how much; None when all are bitwise equal."""
+    """Step, kind and name of the first tensor that differs, and by how much; None if all are bitwise equal."""
     compared_steps: int
     compared_tensors: int
 
@@ -103,10 +103,10 @@ def run_steps(
     record: bool = True,
     progress: Progress | None = None,
 ) -> Run:
-    """Runs ``steps`` training steps, recorded when ``record``, and then ``timed_steps`` whose time is taken.
+    """Runs ``steps`` training steps, recorded if ``record``, and then ``timed_steps`` steps that are timed.
 
     Each step is ``zero_grad(set_to_none=True)``, forward, backward, ``optimizer.step()``. The caller has entered
-    ``session``, if any. Between the two come as many steps as it takes that none of the timed ones is cold or metered.
+    ``session``, if any. Between the two parts, steps run until none of the timed ones is cold or metered.
 
     Raises
     ------
@@ -137,7 +137,7 @@ def run_steps(
 
 
 def _train(workload: Workload, gradients: Tensors | None) -> tuple[float, torch.Tensor]:
-    """One step; its seconds (copying the gradients is not in them) and its loss."""
+    """Runs one step; returns its loss, and its seconds without copying the gradients."""
     _drop_gradients(workload)
     _wait_for_device(workload)
     start_s = time.perf_counter()
@@ -218,15 +218,15 @@ def check(
 ) -> Comparison:
     """Runs ``steps`` steps in-core and under the plan from the same seed, and compares them bit by bit.
 
-    ``build`` is called for each run and must make a new model. ``in_core_build`` makes those that run in-core, where
-    they are others: of a model compiled with a plan inside, the same one compiled without. ``timed_steps`` more steps
-    of each are only timed; a step time is the median. In-core steps are timed before the session, where nothing is set
-    for it yet, and after it: a machine that gets slower or faster meanwhile tells on both.
+    ``build`` is called for each run and must make a new model. ``in_core_build`` makes the models that run in-core, if
+    these differ: for a model compiled with a plan inside, the same one compiled without. ``timed_steps`` further steps
+    of each run are only timed; a step time is the median. In-core steps are timed before the session, with no setting
+    of a session, and again after it. So a machine that becomes slower or faster meanwhile affects both runs.
 
     Raises
     ------
     StepError
-        ``build`` gives the same model twice, or the step returns no scalar loss.
+        ``build`` returns the same model twice, or the step returns no scalar loss.
     """
     say = progress or (lambda text: None)
     builds, in_core_builds = _Fresh(build), _Fresh(in_core_build or build)
@@ -275,7 +275,7 @@ def check(
 
 
 def certificate_of(compared: Comparison, seed: int) -> Certificate:
-    """What a comparison has compared; ``seed`` is that of its runs."""
+    """The certificate of a comparison; ``seed`` is that of its runs."""
     plan = compared.planned.plan
     assert plan is not None
     return certificate(
@@ -289,7 +289,9 @@ def certificate_of(compared: Comparison, seed: int) -> Certificate:
 
 
 class _Fresh:
-    """Calls ``build`` and refuses a model it has seen before: the second run would not start where the first did."""
+    """Calls ``build`` and refuses a model that it has seen before: the second run would not start where the first
+    did.
+    """
 
     def __init__(self, build: Build) -> None:
         self._build = build
@@ -318,7 +320,7 @@ def _record(workload: Workload, loss: torch.Tensor, gradients: Tensors) -> StepR
 
 
 def _copies(tensors: Iterator[tuple[str, torch.Tensor]]) -> Tensors:
-    """In host memory, or they would take from the device what the steps to come need."""
+    """Copies in host memory: on the device they would take memory from later steps."""
     with without_modes(), aside():  # or a meter would count the copies as the step's own
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
         leave_out(copies.values())
@@ -338,7 +340,7 @@ def _wait_for_device(workload: Workload) -> None:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What a step left behind: copies, by name."""
+    """The results of a step: copies, by name."""
 
     loss: torch.Tensor
     gradients: Tensors
@@ -347,16 +349,16 @@ class StepRecord:
     parameters: Tensors
     """After the optimizer's step."""
     generators: Tensors = field(default_factory=dict)
-    """States of torch's random number generators then, by kind of device."""
+    """States of torch's random number generators at that time, by kind of device."""
 
     def digests(self) -> StepDigests:
-        """Of all of it."""
+        """Digests of all of these."""
         of_kinds = {f"{kind}s": digests(getattr(self, f"{kind}s").items()) for kind in _KINDS}
         return StepDigests(loss=digest(self.loss), **of_kinds)
 
 
 def first_difference(expected: list[StepRecord], found: list[StepRecord]) -> str | None:
-    """Step, kind and name of the first tensor that is not bitwise equal, and by how much; None when all are."""
+    """Step, kind and name of the first tensor that is not bitwise equal, and by how much; None if all are equal."""
     if len(expected) != len(found):
         return f"{len(expected)} steps against {len(found)}"
     for step, (left, right) in enumerate(zip(expected, found, strict=True)):

@@ -18,7 +18,7 @@ LINES = [
     telling.profiled(8, 1),
     telling.profiled(8, 2),
     *(teller.arena_too_large(int(31.4 * MIB), int(30.8 * MIB), is_smaller=one) for one in (True, False)),
-    telling.without_plan("a later part of the loop uses what it saves", Unplanned.IN_CORE),
+    telling.without_plan("a later part of the loop uses the saved tensors", Unplanned.IN_CORE),
     teller.host_is_full(3 * MIB << 9, "no space"),
     teller.no_arena("expected a C++ compiler"),
     telling.not_planned("no room"),

@@ -46,7 +46,7 @@ def test_a_given_plan_is_made_anew_by_default_where_its_profile_is_given() -> No
     plan = poochplan.plan(profile, int(profile.in_core_peak_bytes * 0.9), evaluations=50, arena="off")
     kept = torch.zeros((plan.budget_bytes - plan.prediction.peak_bytes) // 4 + 8192)
     with (
-        pytest.warns(RuntimeWarning, match="from the next step on a plan is followed that knows of") as told,
+        pytest.warns(RuntimeWarning, match="from the next step on a plan is followed that has room for") as told,
         poochplan.apply(plan, model, profile=profile, meter="always") as session,
     ):
         for _ in range(4):
@@ -87,7 +87,7 @@ def test_a_studied_plan_that_was_broken_is_made_anew_with_what_was_measured(
     options = {"cache": tmp_path, "quiet": True, "link": LINK, "time_limit_s": 0.5, "arena": "off"}
     plans = []
     with (
-        pytest.warns(RuntimeWarning, match="another plan is made that knows of [0-9.]+ KiB more") as told,
+        pytest.warns(RuntimeWarning, match="another plan is made that has room for [0-9.]+ KiB more") as told,
         poochplan.auto(model, optimizer, budget="80%", **options) as session,  # type: ignore[arg-type]
     ):
         for _ in range(40):

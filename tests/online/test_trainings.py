@@ -14,7 +14,7 @@ from tests.online.trainings import TRAININGS
 SHARES = {"checkpointing_inside": 0.8}
 """Of the in-core peak; 60% for the others."""
 REFUSED = {
-    "gan": ("a later part of the loop uses what it saves", "which layer judge"),
+    "gan": ("a later part of the loop uses the saved tensors", "which layer judge"),
 }
 """Why a part of the loop is not planned."""
 COMES_LATE = {"evaluated_between"}

@@ -1,4 +1,4 @@
-"""What the launching thread takes is measured once for a process and device, and told from 0 or said to be untold."""
+"""The launching thread's costs are measured once for a process and device; those not distinguished from 0 are named."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_profile_notes_what_could_not_be_measured(monkeypatch: pytest.MonkeyPa
     profile = poochplan.profile(lambda: linear(torch.ones(2, 4)).sum(), model=linear, mode="fake", link=LINK)
     assert profile.runtime is cost
     assert profile.notes[-1] == runtime_notes(cost)[0]
-    assert "swap_s could not be told from 0" in profile.notes[-1]
+    assert "swap_s could not be distinguished from 0" in profile.notes[-1]
 
 
 def test_what_is_unmeasured_is_in_the_cost_and_what_unpacking_takes_is_no_more_than_the_handle() -> None:

@@ -1,5 +1,5 @@
-"""The rounds of graph mode: a step is compiled as it is and measured; its graphs are planned, compiled with the plan's
-replays, and measured; and what they save is planned. ``docs/graph-mode.md`` says it step by step.
+"""The rounds of graph mode. A step is compiled without a plan and measured. Its graphs are planned, compiled with the
+plan's replays, and measured. The tensors that they then save are planned. ``docs/graph-mode.md`` describes each stage.
 """
 
 from __future__ import annotations
@@ -28,35 +28,37 @@ from poochplan.units import format_bytes, parse_budget, share_of_peak
 from poochplan.verify import StepRecord
 
 ROUNDS = 3
-"""Times that graphs are planned and compiled at most."""
+"""Graphs are planned and compiled at most this often."""
 DEARER = 0.05
-"""How much more of a step a plan may cost than its graphs promise, before less is tried to be swapped."""
+"""If a plan costs more than its graphs predict by this share of a step, a smaller budget for the graphs is tried."""
 _BRIEFLY, _TIMED = 2, 3
-"""Iterations in which steps are measured where the user has not said how many: of the step that is compiled as it is,
-which is not planned, and of the one with points."""
+"""Measured iterations if the user gave no number: for the step compiled without a plan, which is not planned, and for
+the one with points."""
 _SHARE_OF_LIMIT = 1 / 3
-"""Of the time for a plan, what one for the graphs has: its seconds are shares, and are measured behind it."""
+"""Share of a plan's time limit that a plan of the graphs has: its seconds are only shares, and are measured
+afterwards.
+"""
 SHARES = "cpu-core"
-"""The roofline by which ops have their shares of a measured step."""
+"""The roofline that divides a measured step among its ops."""
 
 
 @dataclass
 class Compiling:
-    """A step whose model is compiled in one way and another, and how it is profiled: see ``poochplan.compile``."""
+    """A step whose model is compiled in different ways, and how it is profiled: see ``poochplan.compile``."""
 
     step: Callable[[], Any]
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer | None
     options: dict[str, Any]
     link: Link | None
-    """Measured once where none is given."""
+    """Measured once if none is given."""
     spill_dir: str | Path | None
     throttle: str | float | None
     iterations: int | None
     say: Callable[[str], None]
 
     def compile(self, replays: tuple[str, ...] | None) -> None:
-        """In place: as it is where ``replays`` is None, else with points and these replays in the code."""
+        """Compiles in place: without points if ``replays`` is None, else with points and these replays in the code."""
         if replays is None:
             forget_compiled()
             compile_module(self.model, **self.options, dynamic=False)
@@ -67,7 +69,7 @@ class Compiling:
         return bits_of_a_step(self.step, self.model, self.optimizer)
 
     def measured(self, iterations: int) -> Profile:
-        """``iterations``: where the user has not said how many."""
+        """``iterations``: the number used if the user gave none."""
         found = profiled(
             self.step,
             model=self.model,
@@ -83,7 +85,7 @@ class Compiling:
 
 
 def planned_within(compiling: Compiling, budget: str | int | float, time_limit_s: float) -> Plan:
-    """The plan for that budget, with which the model is compiled then; raises what ``compile`` raises."""
+    """The plan for that budget, with which the model is then compiled; raises what ``compile`` raises."""
     say = compiling.say
     say("compiling the step as it is")
     compiling.compile(None)
@@ -109,7 +111,9 @@ def planned_within(compiling: Compiling, budget: str | int | float, time_limit_s
 
 
 def _unequal(compiling: Compiling, plan: Plan, stock: StepDigests) -> str:
-    """What differs in one planned step from one of the model compiled as it is; empty where nothing does."""
+    """The first difference between one planned step and one of the model compiled without a plan; empty if they are
+    equal.
+    """
     compiling.say("comparing one step with that of the model compiled as it is")
     with apply(plan, compiling.model, spill_dir=compiling.spill_dir, meter="never"):
         found = compiling.bits()
@@ -123,7 +127,9 @@ def _unequal(compiling: Compiling, plan: Plan, stock: StepDigests) -> str:
 def bits_of_a_step(
     step: Callable[[], Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> StepDigests:
-    """Of the loss, each gradient and each buffer behind a step. Model, optimizer and generators stay as they were."""
+    """Digests of the loss, each gradient and each buffer after a step. Model, optimizer and generators stay as they
+    were.
+    """
     with preserved(model, optimizer):
         for parameter in model.parameters():
             parameter.grad = None
@@ -135,9 +141,9 @@ def bits_of_a_step(
 
 
 def _rounds(compiling: Compiling, graphs: Profile, in_core: Profile, budget_bytes: int, time_limit_s: float) -> Plan:
-    """Plans the graphs, compiles and measures what comes of it, and plans that; again with a lower goal where it does
-    not fit, or costs far more than its graphs promise, since what the compiler makes of a graph with replays is only
-    known then. The plan that costs least is the one that the model is compiled with in the end.
+    """Plans the graphs, compiles and measures the result, and plans that. It repeats this with a smaller goal if the
+    result does not fit, or costs far more than its graphs predict: only then is it known how the compiler treats a
+    graph with replays. In the end the model is compiled with the cheapest plan.
     """
     found: dict[tuple[str, ...], Plan] = {}
     smallest: dict[tuple[str, ...], int] = {}
@@ -182,7 +188,7 @@ def _rounds(compiling: Compiling, graphs: Profile, in_core: Profile, budget_byte
 
 
 def _planned_graphs(graphs: Profile, goal_bytes: int, time_limit_s: float) -> Plan:
-    """The plan for that goal; for the smallest one that there is a plan for where that is larger."""
+    """The plan for that goal; if no plan fits it, the plan for the smallest budget that has one."""
     try:
         return planned(graphs, max(goal_bytes, 1), time_limit_s=time_limit_s, arena="off")
     except InfeasibleError as error:
@@ -193,9 +199,10 @@ def _planned_graphs(graphs: Profile, goal_bytes: int, time_limit_s: float) -> Pl
 
 
 def as_measured(graphs: Profile, measured: Profile) -> Profile:
-    """The profile of the graphs, with the seconds of the measured step: each phase's ops keep their shares of it.
+    """The profile of the graphs, with the seconds of the measured step, which are divided among each phase's ops in
+    their proportions.
 
-    Link, machine and what the runtime takes are the measured step's.
+    Link, machine and the runtime's costs are those of the measured step.
     """
     seconds = {Phase.FORWARD: measured.times.forward_s, Phase.BACKWARD: measured.times.backward_s}
     seconds[Phase.OPTIMIZER] = measured.times.optimizer_s
@@ -215,7 +222,7 @@ def as_measured(graphs: Profile, measured: Profile) -> Profile:
 
 
 def recomputed_nodes(profile: Profile, plan: Plan) -> tuple[str, ...]:
-    """The nodes, as ``graph/node``, that save what the plan recomputes; sorted."""
+    """The nodes, as ``graph/node``, whose saved tensors the plan recomputes; sorted."""
     saves = saved_values(profile)
     nodes = (
         node
@@ -227,12 +234,12 @@ def recomputed_nodes(profile: Profile, plan: Plan) -> tuple[str, ...]:
 
 
 def graph_budget(budget_bytes: int, graphs: Profile, measured: Profile) -> int:
-    """The budget of the measured step, for the graphs' profile: as far below its own in-core peak."""
+    """The measured step's budget translated to the graphs' profile: as far below that profile's in-core peak."""
     return graphs.in_core_peak_bytes - (measured.in_core_peak_bytes - budget_bytes)
 
 
 def with_replays(plan: Plan, replays: tuple[str, ...], graphs: Profile) -> Plan:
-    """The plan for code in which these nodes are recomputed, with a note of it."""
+    """The plan for code in which these nodes are recomputed, with a note about them."""
     if not replays:
         return plan
     wanted = set(replays)
@@ -242,17 +249,18 @@ def with_replays(plan: Plan, replays: tuple[str, ...], graphs: Profile) -> Plan:
 
 
 def without_replays(graphs: Profile) -> Profile:
-    """The profile of the graphs, with nothing that may be recomputed."""
+    """The profile of the graphs, with no value that may be recomputed."""
     why = "kernels that are fused otherwise gave other bits"
     values = (msgspec.structs.replace(one, unreplayable=one.unreplayable or why) for one in graphs.values)
     return msgspec.structs.replace(graphs, values=tuple(values))
 
 
 def beside_in_core(plan: Plan, in_core: Profile, graphs: Prediction) -> Plan:
-    """The plan, its prediction beside the step that is compiled as it is: its peak, and its seconds, which are those of
-    the code with replays, everything kept, less the share that replays have by ``graphs``, the graphs' own prediction.
+    """The plan, with its prediction relative to the step compiled without a plan: its peak, and its seconds. These are
+    the seconds of the code with replays that keeps everything, minus the share of replays by ``graphs``, the graphs'
+    own prediction.
 
-    Both codes are not timed in one run, and a machine is not as fast in one run as in the next.
+    The two compiled codes are not timed in one run, and a machine's speed differs from run to run.
     """
     promised = plan.prediction
     share = graphs.in_core_step_s / (graphs.in_core_step_s + graphs.replay_s) if graphs.replay_s else 1.0

@@ -22,11 +22,12 @@ from poochplan.workload import Workload, load_workload, parameter_values, parse_
 Say = Callable[[str], None]
 Take = Callable[[int], Profile]
 BYTES_ALONE = "h200"
-"""Roofline of profiles that are asked for bytes alone, which no roofline changes."""
+"""The roofline of profiles that are only used for bytes, which no roofline changes."""
 ITERATIONS = 2
 """Timed steps of a real profile: enough for a plan, and few enough to look at several values."""
 Target = str | Callable[..., Workload]
-"""What :func:`poochplan.workload.load_workload` takes: a name, a TOML, a function's name, or the function itself."""
+"""The argument of :func:`poochplan.workload.load_workload`: a name, a TOML file, a function's name, or the function
+itself."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,13 @@ class Family:
     """The workload's short name."""
     parameter: str
     own: int | None
-    """The value that the workload has unless another is given; None where it has none."""
+    """The workload's default value; None if it has none."""
     settings: Mapping[str, Any]
-    """Of other parameters, as ``--set`` gives them."""
+    """Settings of other parameters, as ``--set`` gives them."""
     assumed: Mapping[str, int]
     """Whole-number parameters that are not varied: sizes of images, sequences and layers."""
     batch: int
-    """Samples of a step, where another parameter says so; else 1."""
+    """Samples of a step, if another parameter gives them; else 1."""
     seed: int = 0
 
     def workload(self, value: int) -> Workload:
@@ -53,19 +54,21 @@ class Family:
         return load_workload(self.target, {**self.settings, self.parameter: value}).workload
 
     def items(self, value: int) -> int:
-        """What a step works on, in units of :attr:`unit`."""
+        """Number of items that a step processes, in units of :attr:`unit`."""
         return value * self.batch if self.is_comparable else self.batch
 
     @property
     def unit(self) -> str:
-        """What throughput counts: samples, positions of sequences, or steps where nothing says how many samples."""
+        """The unit of throughput: samples, positions of sequences, or steps if the number of samples is unknown."""
         if _is_length(self.parameter):
             return "positions"
         return "samples" if self.batch > 1 or _is_batch(self.parameter) else "steps"
 
     @property
     def is_comparable(self) -> bool:
-        """Whether items per second of two values say which is better: the items are alike, and more is more work."""
+        """Whether items per second of two values show which is better: the items are alike, and more items are more
+        work.
+        """
         return _is_batch(self.parameter) or _is_length(self.parameter)
 
 
@@ -77,7 +80,7 @@ def family_of(target: Target, parameter: str, settings: Mapping[str, Any] | None
     Raises
     ------
     UsageError
-        The parameter is set as well, or what it has is no whole number; or the workload is not found.
+        The parameter is set as well, or its value is no whole number; or the workload is not found.
     """
     given = {
         name: parse_override(value) if isinstance(value, str) else value for name, value in (settings or {}).items()
@@ -114,10 +117,10 @@ def _is_length(parameter: str) -> bool:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that is asked about."""
+    """The machine that the question is about."""
 
     budget_bytes: int
-    """What the step may take of its memory."""
+    """Bytes of its memory that the step may take."""
     roofline: str | None = None
     link: str | float | None = None
     compute_scale: float | None = None
@@ -125,16 +128,16 @@ class Machine:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is this one, so that what is found can be run."""
+        """Whether it is this machine, so that the result can be run."""
         return self.roofline is None and self.link in (None, MEASURED) and self.compute_scale in (None, 1)
 
     def measured_link(self) -> Link | None:
-        """This machine's link, measured once; None where a roofline brings its own."""
+        """This machine's link, measured once; None if a roofline has its own link."""
         return None if self.roofline is not None else cached_link(torch.device("cpu"), self.spill_dir)[0]
 
 
 def bytes_alone(family: Family, machine: Machine, say: Say) -> Take:
-    """Profiles without memory by a roofline; where it is not that of the machine, only their bytes mean something."""
+    """Profiles without memory by a roofline. If it is not that of the machine, only their bytes are meaningful."""
     roofline = machine.roofline or BYTES_ALONE
 
     def take(value: int) -> Profile:
@@ -145,7 +148,7 @@ def bytes_alone(family: Family, machine: Machine, say: Say) -> Take:
 
 
 def with_times(family: Family, machine: Machine, say: Say) -> Take:
-    """Profiles without memory, with the times of the machine: each distinct op is run by itself on this one."""
+    """Profiles without memory, with the machine's times: each distinct op is run by itself on this machine."""
 
     def take(value: int) -> Profile:
         say(f"{family.parameter} {value}, without memory, each op timed by itself")
@@ -156,7 +159,7 @@ def with_times(family: Family, machine: Machine, say: Say) -> Take:
 
 
 def of_real_steps(family: Family, machine: Machine, say: Say) -> Take:
-    """Profiles of steps that run here, in-core where that fits this machine's memory, and else swapping."""
+    """Profiles of steps that run here: in-core if that fits this machine's memory, otherwise swapping."""
 
     def take(value: int) -> Profile:
         say(f"{family.parameter} {value}, real steps")
@@ -179,18 +182,18 @@ def _profiled(family: Family, value: int, machine: Machine, mode: Literal["auto"
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What running the value found."""
+    """The result of running the value."""
 
     value: int
     steps: int
     peak_bytes: int | None
-    """Most that a metered step took."""
+    """Most bytes of any metered step."""
     is_within: bool
     """Whether each step stayed within the budget."""
     is_bitwise: bool | None
-    """Whether losses, gradients, buffers and parameters are those of in-core steps; None where in-core does not fit."""
+    """Whether losses, gradients, buffers and parameters equal those of in-core steps; None if in-core does not fit."""
     difference: str | None = None
-    """The first that differs."""
+    """The first tensor that differs."""
 
 
 def tried(
@@ -203,7 +206,9 @@ def tried(
     spill_dir: str | None,
     say: Say,
 ) -> Trial:
-    """Runs ``steps`` steps under the plan, and where ``in_core`` the same without one; raises what ``apply`` raises."""
+    """Runs ``steps`` steps under the plan and, with ``in_core``, the same steps without one; raises what ``apply``
+    raises.
+    """
 
     def build() -> Workload:
         return family.workload(value)

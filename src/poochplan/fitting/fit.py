@@ -1,4 +1,4 @@
-"""fit(): a workload, a parameter and a memory in; the largest value that trains there out, and what it costs."""
+"""fit(): the largest value of a workload's parameter that trains in a given memory, and its cost."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def fit(
 
 
 class _Search:
-    """One search; state: profiles and plans that were made, and the largest in-core value."""
+    """One search. State: the profiles and plans that were made, and the largest in-core value."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class _Search:
         budget_bytes = machine.budget_bytes
         self.quick = Probes(bytes_alone(family, machine, say), budget_bytes, effort, most_overhead)
         self.judge = self.quick
-        """Profiles that have the last word: those of real steps, of another machine's times, or of its roofline."""
+        """The profiles that decide: those of real steps, of another machine's times, or of its roofline."""
         if not machine.roofline:
             take = (of_real_steps if machine.is_here else with_times)(family, machine, say)
             self.judge = Probes(take, budget_bytes, effort, most_overhead, exists=self._exists)
@@ -181,9 +181,9 @@ class _Search:
         return self.quick.has_plan(value) is not None
 
     def run(self) -> Found:
-        """The value by profiles without memory, settled by real ones where the machine is this one.
+        """The value by profiles without memory. If the machine is this one, profiles of real steps then decide.
 
-        Raises ``InfeasibleError`` where the smallest value does not fit, and what the first value raises.
+        Raises ``InfeasibleError`` if the smallest value does not fit, and what the first value raises.
         """
         self.quick.sight(self.start)
         found = self._largest(Probes.has_plan, Probes.smallest, self.high, NEIGHBOURS)
@@ -198,8 +198,8 @@ class _Search:
         return found
 
     def _largest(self, fits: Fits, size_bytes: Bytes, high: int, neighbours: int) -> Found:
-        """The largest value that fits; searched from where the bytes of a few say it is, by the judge from what the
-        quick profiles found: it may know of more bytes, such as what ops take inside.
+        """The largest value that fits. The quick profiles search from where the bytes of a few values suggest; the
+        deciding profiles continue from their result, because they may know more bytes, such as memory inside ops.
         """
         budget_bytes, quick, judge = self.machine.budget_bytes, self.quick, self.judge
         guess = aimed(partial(size_bytes, quick), budget_bytes, min(self.start, high), self.low, high)
@@ -214,7 +214,7 @@ class _Search:
         return largest(partial(fits, judge), guess, self.low, high, Gait.STEP, 1)
 
     def _infeasible(self, found: Found) -> InfeasibleError:
-        """Nothing fits: what the smallest value would take."""
+        """The error if nothing fits: the memory of the smallest value."""
         probes = self.judge
         smallest = found.following if found.following is not None else self.start
         name, peak_bytes = f"{self.family.parameter} {smallest}", probes.sight(smallest).smallest_peak_bytes
@@ -235,7 +235,7 @@ class _Search:
         )
 
     def trial(self, value: int, steps: int) -> Trial | None:
-        """Steps of the value under its plan, where the machine is this one."""
+        """Steps of the value under its plan, if the machine is this one."""
         if not self.machine.is_here or not steps:
             return None
         in_core = self.judge.sight(value).profile.mode == "run"
@@ -255,13 +255,13 @@ class _Search:
         return ladder(self.family, values, self.judge, is_measured=self.machine.is_here)
 
     def following(self, found: Found) -> Rung | None:
-        """What the next value would take."""
+        """The memory of the next value."""
         if found.following is None:
             return None
         return bytes_of(found.following, self.judge.sight(found.following), is_measured=self.machine.is_here)
 
     def notes(self, found: Found) -> list[str]:
-        """What a person should know about the value found."""
+        """Notes on the value found."""
         name, lines = self.family.parameter, []
         if found.misfits:
             misfits = ", ".join(map(str, found.misfits))

@@ -1,8 +1,8 @@
-"""The largest whole number of which something is true, in few questions: a search that knows no workload.
+"""The largest whole number with a property, found in few questions: a search that knows no workload.
 
-It grows until the answer is no, halves what lies between, and then asks for the neighbours one by one: what is asked
-for need not be monotonic. An answer may also be that there is no such value (an image size that is no multiple of 16);
-then the nearest value that exists is asked for instead.
+The number grows until the answer is no, and the interval is then halved. Finally the neighbours are tried one by one,
+because the property need not be monotonic. The answer may also be that a value does not exist (an image size that is no
+multiple of 16); then the nearest value that exists is tried instead.
 """
 
 from __future__ import annotations
@@ -12,21 +12,23 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 NEIGHBOURS = 3
-"""So many values above the one found are asked for, each by itself."""
+"""This many values above the one found are tried, each separately."""
 SCAN = 64
-"""So far on either side a value that exists is looked for, where there is none."""
+"""If a value does not exist, one that does is looked for within this distance on either side."""
 
 LOOKS = 3
-"""Most values that are looked at beside the first."""
+"""Most values that are tried besides the first."""
 
 Answer = Callable[[int], bool | None]
-"""Whether a value fits; None where there is no such value."""
+"""Whether a value fits; None if the value does not exist."""
 Size = Callable[[int], int | None]
-"""Bytes that a value takes; None where there is no such value."""
+"""Bytes of a value; None if the value does not exist."""
 
 
 class Gait(StrEnum):
-    """How a search leaves its first value: by factors, or by steps of one value, two, four where it is a good guess."""
+    """How a search moves away from its first value: by factors, or, from a good guess, by steps of one value, two,
+    four.
+    """
 
     DOUBLE = "double"
     STEP = "step"
@@ -41,20 +43,20 @@ class Gait(StrEnum):
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found."""
+    """The result of a search."""
 
     value: int | None
-    """The largest value that fits; None where none does that was asked for."""
+    """The largest value that fits; None if none of the tried ones does."""
     following: int | None
-    """The smallest value above it that was asked for and does not fit; None where the range ends before."""
+    """The smallest value above it that was tried and does not fit; None if the range ends before."""
     misfits: tuple[int, ...]
-    """Smaller values that do not fit: where there are any, the property is not monotonic."""
+    """Smaller values that do not fit. If there are any, the property is not monotonic."""
     answers: Mapping[int, bool | None]
-    """All that was asked."""
+    """All answers."""
 
     @property
     def refused(self) -> tuple[int, ...]:
-        """Values that there are not, of those that were asked for."""
+        """The tried values that do not exist."""
         return tuple(sorted(value for value, answer in self.answers.items() if answer is None))
 
 
@@ -63,9 +65,9 @@ def largest(
 ) -> Found:
     """The largest value from ``low`` to ``high`` that fits, found from ``start``.
 
-    Of a monotonic property it is the largest there is. Of any other it is one that fits, while the next
-    ``neighbours`` values that exist do not. Values that do not exist must lie less than :data:`SCAN` from one that
-    does, or are taken for the end of the range. No value is asked for twice.
+    If the property is monotonic, it is the largest there is. Otherwise it fits, and the next ``neighbours`` existing
+    values do not. Values that do not exist must lie less than :data:`SCAN` from one that does; otherwise they count as
+    the end of the range. No value is tried twice.
     """
     asked = _Asked(fits, low, high)
     start = min(max(start, low), high)
@@ -93,7 +95,7 @@ class _Asked:
         return self.answers[value]
 
     def existing(self, values: Iterator[int]) -> int | None:
-        """The first of the values that exists; None where there is none of them."""
+        """The first of the values that exists; None if none of them does."""
         return next((value for value in values if self(value) is not None), None)
 
     def found(self, value: int | None) -> Found:
@@ -103,7 +105,9 @@ class _Asked:
 
 
 def _bracket(asked: _Asked, start: int, gait: Gait) -> tuple[int, int | None]:
-    """A value that fits, or the one before the range, and a larger one that does not fit or exist; None without one."""
+    """A value that fits, or the one before the range, and a larger one that does not fit or exist; None if there is no
+    larger one.
+    """
     if asked(start):
         below, count = start, 1
         while below < asked.high:
@@ -123,7 +127,7 @@ def _bracket(asked: _Asked, start: int, gait: Gait) -> tuple[int, int | None]:
 
 
 def _halved(asked: _Asked, below: int, above: int) -> int:
-    """The largest value that fits between the two, of a monotonic property; ``below`` where none does."""
+    """The largest value between the two that fits, for a monotonic property; ``below`` if none does."""
     while above - below > 1:
         middle = (below + above) // 2
         value = asked.existing(_around(middle, below, above))
@@ -160,9 +164,9 @@ def _past_neighbours(asked: _Asked, below: int, neighbours: int) -> int:
 
 
 def aimed(size_bytes: Size, limit_bytes: int, start: int, low: int, high: int) -> int:
-    """A value from ``low`` to ``high`` about as large as ``limit_bytes`` hold, by secants through sizes from ``start``.
+    """A value from ``low`` to ``high`` of about ``limit_bytes``, by secants through sizes from ``start``.
 
-    For sizes that are a constant and a share of the value it is the largest that fits. It is a guess for any other.
+    If sizes are a constant plus a multiple of the value, it is the largest that fits. Otherwise it is a guess.
     """
     size = size_bytes(start)
     if size is None:

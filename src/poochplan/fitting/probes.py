@@ -1,4 +1,4 @@
-"""Values of the parameter as profiles and plans show them, each asked for once; and the ladder of them."""
+"""Values of the parameter with their profiles and plans, each taken once; and the ladder of values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from poochplan.planner.planning import plan, smallest_budget
 from .family import Family
 
 MOST_RUNGS = 8
-"""Powers of two of a ladder; of more, as many are taken evenly."""
+"""Most powers of two in a ladder; of more, this many are taken evenly."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Effort:
 
 @dataclass(frozen=True, eq=False)
 class Sight:
-    """One value as a profile shows it."""
+    """The profile of one value."""
 
     profile: Profile
     smallest_peak_bytes: int
@@ -35,7 +35,9 @@ class Sight:
 
 
 class Probes:
-    """Profiles of values by one way to take them, what fits, and plans; state: what was seen, planned and refused."""
+    """Profiles of values, taken in one way, with the answers and plans. State: the profiles, plans and refusals so
+    far.
+    """
 
     def __init__(
         self,
@@ -46,13 +48,13 @@ class Probes:
         *,
         exists: Callable[[int], bool] | None = None,
     ) -> None:
-        """``exists`` says which values the workload takes; without it, those whose profile raises nothing."""
+        """``exists`` says which values the workload takes; without it, those whose profile raises no error."""
         self._take, self._exists = take, exists
         self.budget_bytes, self._effort, self._most_overhead = budget_bytes, effort, most_overhead
         self._seen: dict[int, Sight] = {}
         self._plans: dict[int, Plan] = {}
         self.refusals: dict[int, Exception] = {}
-        """Values that the workload does not take, and what it said."""
+        """Values that the workload does not take, with its error."""
 
     def sight(self, value: int) -> Sight:
         """The value's profile and bytes; raises what building or profiling it raises."""
@@ -62,7 +64,7 @@ class Probes:
         return self._seen[value]
 
     def plan(self, value: int) -> Plan:
-        """The plan of the value within the budget; raises ``InfeasibleError`` where it has none."""
+        """The plan of the value within the budget; raises ``InfeasibleError`` if it has none."""
         if value not in self._plans:
             effort = self._effort
             self._plans[value] = plan(
@@ -75,7 +77,7 @@ class Probes:
         return self._plans[value]
 
     def in_core(self, value: int) -> bool | None:
-        """Whether the value fits with everything kept; None where the workload does not take it."""
+        """Whether the value fits with everything kept; None if the workload does not take it."""
         return self._asked(value, lambda: self.sight(value).profile.in_core_peak_bytes <= self.budget_bytes)
 
     def has_plan(self, value: int) -> bool | None:
@@ -83,15 +85,15 @@ class Probes:
         return self._asked(value, lambda: self.sight(value).smallest_peak_bytes <= self.budget_bytes)
 
     def smallest(self, value: int) -> int | None:
-        """Bytes of the smallest possible peak; None where the workload does not take the value."""
+        """Bytes of the smallest possible peak; None if the workload does not take the value."""
         return None if self.has_plan(value) is None else self.sight(value).smallest_peak_bytes
 
     def in_core_peak(self, value: int) -> int | None:
-        """Bytes of the in-core peak; None where the workload does not take the value."""
+        """Bytes of the in-core peak; None if the workload does not take the value."""
         return None if self.has_plan(value) is None else self.sight(value).profile.in_core_peak_bytes
 
     def fits(self, value: int) -> bool | None:
-        """Whether a plan was found that fits, and within the overhead that is asked for."""
+        """Whether a plan was found that fits, and that is within the requested overhead."""
         if self._most_overhead is None or not self.has_plan(value):
             return self.has_plan(value)
         try:
@@ -134,7 +136,9 @@ class Rung:
 
 
 def ladder_values(in_core: int | None, largest: int, smallest: int, most: int = MOST_RUNGS) -> tuple[int, ...]:
-    """The largest in-core value, powers of two above it, and the largest; from the smallest where none is in-core."""
+    """The largest in-core value, powers of two above it, and the largest value; from the smallest value if none is
+    in-core.
+    """
     first = smallest if in_core is None else in_core
     powers = [1 << exponent for exponent in range(largest.bit_length()) if first < 1 << exponent < largest]
     if len(powers) > most:
@@ -161,7 +165,7 @@ def rung_at(family: Family, value: int, probes: Probes, *, is_measured: bool) ->
 
 
 def bytes_of(value: int, sight: Sight, *, is_measured: bool) -> Rung:
-    """A rung without a plan: what the value would take."""
+    """A rung without a plan: the memory of the value."""
     in_core_bytes, smallest_bytes = sight.profile.in_core_peak_bytes, sight.smallest_peak_bytes
     return Rung(
         value=value,

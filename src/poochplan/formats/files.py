@@ -1,4 +1,4 @@
-"""Reading and writing profile and plan files: typed, atomic, never over a user's file unless asked."""
+"""Reads and writes profile and plan files: typed, atomic, and never over a user's file unless asked."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ C = TypeVar("C")
 OLDEST_SCHEMA_VERSION = 1
 """Files of every version from this one on can be read."""
 MOST_FILE_BYTES = 1 << 29
-"""Of a file that is read, decompressed: a hundred times the largest profile there is so far."""
+"""Largest size of a file that is read, decompressed: a hundred times the largest profile so far."""
 MOST_SAID = 300
-"""Characters of what a file holds, or a library says of it, in a message."""
+"""Most characters of a file's content, or of a library's message about it, that a message quotes."""
 Rows = Sequence[Sequence[str]]
-"""Each as long as the headings; the first cell names the row."""
+"""Each row is as long as the headings; the first cell names the row."""
 _LEFT = ' style="text-align: left; vertical-align: top"'
 
 
@@ -55,7 +55,8 @@ def check_output(path: str | Path, *, force: bool = False) -> Path:
 
 
 def write_atomic(path: str | Path, data: bytes, *, force: bool = False) -> Path:
-    """Writes ``data`` to a temporary neighbour and moves it into place, so no half-written file is ever seen.
+    """Writes ``data`` to a temporary file next to the path and moves it into place, so no half-written file is ever
+    visible.
 
     A path that ends in ``.gz`` is compressed. Raises what :func:`check_output` raises.
     """
@@ -87,7 +88,7 @@ def write_atomic(path: str | Path, data: bytes, *, force: bool = False) -> Path:
 
 
 def package_version() -> str:
-    """The release that writes a file. Asked late, since the package imports this."""
+    """The release that writes a file. It is read late, because the package imports this module."""
     return str(importlib.import_module(__name__.partition(".")[0]).__version__)
 
 
@@ -98,26 +99,26 @@ def cache_folder() -> Path:
 
 
 def write_cache(path: Path, data: bytes) -> None:
-    """Writes ``data`` whole or not at all; a cache that cannot be written is no reason to fail."""
+    """Writes ``data`` completely or not at all. A cache that cannot be written is no error."""
     with contextlib.suppress(OSError, PoochError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, data, force=True)
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
-    """A JSON file of this package. Subclasses say their kind first, then their schema version."""
+    """A JSON file of this package. Subclasses write their kind first, then their schema version."""
 
     newest: ClassVar[int] = 1
-    """The schema version that is written; every older one is read too."""
+    """The schema version that is written; all older ones can be read too."""
     heading: ClassVar[str]
-    """What the table shows above its rows, with the workload in place of ``{}``."""
+    """The heading of the table, with ``{}`` for the workload."""
 
     def rows(self) -> dict[str, str]:
-        """What a reader wants to know first, in words."""
+        """The most important facts, in words."""
         raise NotImplementedError
 
     def faults(self) -> Iterator[str]:
-        """What is wrong between its fields, in words: where, what was expected, what was found."""
+        """Faults between its fields, in words: where, what was expected, what was found."""
         return iter(())
 
     @property
@@ -125,12 +126,12 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
         return self.heading.format(self.workload)  # type: ignore[attr-defined]
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
-        """Writes it as JSON (compressed when the name ends in ``.gz``); never over a file unless ``force``."""
+        """Writes it as JSON (compressed if the name ends in ``.gz``); over an existing file only with ``force``."""
         return write_struct(path, self, force=force)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads one; raises ``UsageError`` or ``InputFileError`` with one clear line."""
+        """Reads a file; raises ``UsageError`` or ``InputFileError`` with one clear line."""
         what = next(field.default for field in msgspec.structs.fields(cls) if field.name == "kind")
         return read_struct(path, cls, what=what, schema_version=cls.newest, faults=cls.faults)
 
@@ -144,7 +145,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_struct(path: str | Path, value: msgspec.Struct, *, force: bool = False) -> Path:
-    """Writes a struct as JSON in a stable field order, one line per list element, so that a diff can be read."""
+    """Writes a struct as JSON in a stable field order, one line per list element, so that a diff is readable."""
     return write_atomic(path, encode_readable(value), force=force)
 
 
@@ -180,8 +181,8 @@ def read_struct(
 ) -> T:
     """The struct in a JSON (or ``.gz``) file.
 
-    ``what`` is "profile" or "plan", for messages; ``schema_version`` is the newest this release reads, every older one
-    among them; ``faults`` are those of fields against each other, in words.
+    ``what`` is "profile" or "plan", for messages. ``schema_version`` is the newest one that this release reads; it
+    reads all older ones too. ``faults`` returns the faults between fields, in words.
 
     Raises
     ------
@@ -189,7 +190,7 @@ def read_struct(
         The file does not exist.
     InputFileError
         The file is truncated, is not JSON, has a newer schema, or a field is missing, of the wrong type, out of its
-        range or at odds with the others.
+        range or inconsistent with the others.
     """
     source = Path(path)
     data = read_data(source, f"a {what}", f"no such {what} file; make one with `pooch {what}`")
@@ -211,14 +212,15 @@ def read_struct(
 
 
 def read_data(source: Path, what: str, missing: str) -> bytes:
-    """What is in a file, a compressed one's too; ``what`` is expected in it, and ``missing`` is said where it is not.
+    """The content of a file, decompressed if necessary. ``what`` is expected in it; ``missing`` is the message if it
+    does not exist.
 
     Raises
     ------
     UsageError
         The file does not exist.
     InputFileError
-        It cannot be read, or is larger than any that this package writes.
+        It cannot be read, or is larger than any file that this package writes.
     """
     try:
         with source.open("rb") as file:
@@ -237,7 +239,7 @@ def read_data(source: Path, what: str, missing: str) -> bytes:
 
 
 def _decompressed(data: bytes) -> bytes:
-    """No more than a byte above what a file may have; a small file may say that it is a thousand times as large."""
+    """At most one byte more than a file may have: a small file may decompress to a thousand times its size."""
     found = b""
     while data and len(found) <= MOST_FILE_BYTES:
         member = zlib.decompressobj(zlib.MAX_WBITS | 16)
@@ -249,7 +251,7 @@ def _decompressed(data: bytes) -> bytes:
 
 
 def read_cache(path: Path, kind: type[C]) -> C | None:
-    """What a JSON file in the user's cache folder holds; None where there is none or it is broken."""
+    """The content of a JSON file in the user's cache folder; None if it is missing or broken."""
     try:
         return msgspec.json.decode(read_data(path, "a cache", "none"), type=kind)
     except (PoochError, msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError):
@@ -257,7 +259,7 @@ def read_cache(path: Path, kind: type[C]) -> C | None:
 
 
 def one_line(error: object) -> str:
-    """What it says, on one line of no more than a few hundred characters; an error without words, its name."""
+    """The error's message on one line of at most a few hundred characters; the error's name if it has no message."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]}..."
 
@@ -271,7 +273,9 @@ _HEADER = re.compile(rb'\s*{\s*"kind"\s*:\s*"\w+"\s*,\s*"schema_version"\s*:')
 
 
 def _says(data: bytes, found: msgspec.Struct, what: str, schema_version: int) -> bool:
-    """Whether it says first that it is one of these, as all that are written here do: a struct has defaults."""
+    """Whether the file begins with one of these kinds, as every file of this package does. The check is needed because
+    structs have defaults.
+    """
     kind, version = getattr(found, "kind", what), getattr(found, "schema_version", 0)
     return _HEADER.match(data) is not None and kind == what and OLDEST_SCHEMA_VERSION <= version <= schema_version
 
@@ -305,7 +309,7 @@ _STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")
 
 
 def _found_there(data: bytes, place: str) -> str:
-    """What stands at a place, such as ``.values[3].size_bytes``, where a field is wrong and not one of it missing."""
+    """The value at a path such as ``.values[3].size_bytes``, if a field there is wrong and not missing."""
     try:
         found = msgspec.json.decode(data)
         for name, index in _STEP.findall(place):

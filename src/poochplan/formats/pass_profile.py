@@ -1,7 +1,7 @@
-"""The PassProfile: what a forward pass without gradients takes, block by block, and its layout in one arena.
+"""The PassProfile: the memory of an inference forward (*pass*), block by block, and its layout in one arena.
 
-It is a file of its own, for a Profile says what a training step saves for backward, and here nothing is saved: there is
-nothing to decide, and so neither link, handles nor points.
+It is a separate file. A Profile describes what a training step saves for backward. A pass saves nothing, so there is
+nothing to decide, and no link, handles or points.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ SCHEMA_VERSION = 1
 
 
 class PassBlock(NamedTuple):
-    """One block that the pass takes: bytes, and the events of its log between which it lives."""
+    """One block of the pass: its bytes, and the events of the log between which it lives."""
 
     size_bytes: Bytes
-    """As asked for."""
+    """Bytes as requested."""
     start: Index
-    """Position in the order of all that is taken and given back."""
+    """Position in the order of all allocations and releases."""
     end: Index
-    """The same; the length of that order where the pass does not give it back."""
+    """The same; the length of that order if the pass does not release the block."""
     offset: Offset
-    """In the arena; -1 outside."""
+    """Offset in the arena; -1 outside."""
     layer: Text
     """The part of the model that was called last."""
 
 
 class PassProfile(Document, frozen=True, kw_only=True):
-    """One pass of a model in eval, without gradients.
+    """One pass of a model in eval mode, without gradients.
 
-    Blocks are rounded up to 512 bytes, and those of less than 64 count nothing. What the pass takes is that of its
-    blocks, what it returns among them; ``static_bytes`` come on top.
+    Blocks are rounded up to 512 bytes, and those of less than 64 bytes do not count. The pass's memory consists of its
+    blocks, results included; ``static_bytes`` are additional.
     """
 
     heading: ClassVar[str] = "Forward pass of {}"
@@ -52,35 +52,35 @@ class PassProfile(Document, frozen=True, kw_only=True):
     inputs: tuple[Input, ...]
     """``path dtype[shape]`` of each tensor that the model is called with."""
     calls: Count
-    """Of the model in a step of the workload. The first is this pass."""
+    """Number of calls of the model in a step of the workload. The first one is this pass."""
     pass_s: Seconds
     """Median, with the ordinary allocator."""
     spread_s: Seconds
     """Interquartile range."""
     iterations: Count
     static_bytes: dict[Text, Bytes]
-    """What is there before: parameters, buffers, inputs."""
+    """Memory from before the pass: parameters, buffers, inputs."""
     live_peak_bytes: Bytes
-    """Most bytes of tensors that the pass has made and that live at once."""
+    """Most bytes of tensors made by the pass that live at once."""
     allocated_peak_bytes: Bytes
-    """The same with what ops take and give back inside."""
+    """The same, including memory that ops take and give back inside."""
     total_bytes: Bytes
-    """Sum of all blocks, each taken separately."""
+    """Sum of all blocks, each allocated separately."""
     arena_bytes: Bytes
-    """One arena for the blocks that the pass gives back and that have 4096 bytes or more."""
+    """Bytes of one arena for the blocks of 4096 bytes or more that the pass releases."""
     arena_live_bytes: Bytes
     """Most of these that live at once: no arena is smaller."""
     separate_bytes: Bytes
-    """Their sum."""
+    """Sum of these."""
     outside_bytes: Bytes
-    """Most of the other blocks that live at once."""
+    """Most bytes of the other blocks that live at once."""
     caching_bytes: Bytes
-    """What PyTorch's caching allocator would reserve for all blocks on a GPU, by the planner's model of it."""
+    """Bytes that PyTorch's caching allocator would reserve for all blocks on a GPU, by the planner's model of it."""
     notes: tuple[Text, ...] = ()
     blocks: tuple[PassBlock, ...]
 
     def rows(self) -> dict[str, str]:
-        """What ``pooch profile --inference`` and ``pooch show`` say."""
+        """The rows that ``pooch profile --inference`` and ``pooch show`` print."""
         static_bytes = sum(self.static_bytes.values())
         static = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.static_bytes.items() if size)
         taken_bytes = self.arena_bytes + self.outside_bytes

@@ -34,13 +34,14 @@ from .profile_parts import (
 )
 
 SCHEMA_VERSION = 6
-"""2 says of the search what ended it (``evaluations``, ``seed``); in 3 the step holds the runtime's own seconds; 4 says
-what the peaks count, and has the layout of an arena; 5 what is recomputed inside compiled graphs; in 6 overheads are
-beside PyTorch alone."""
+"""Version 2 has what ended the search (``evaluations``, ``seed``); 3 has the runtime's own seconds in the step; 4 has
+what the peaks count, and the layout of an arena; 5 has what is recomputed inside compiled graphs; 6 has overheads
+relative to PyTorch alone."""
 RUNTIME_IN_STEP = 3
 """The first version whose ``Prediction.step_s`` holds ``runtime_s``."""
 MOST_OF_COPIES = 10
-"""The copies of a step, one after the other, take no more than so many times its seconds, or seconds of a clock."""
+"""The copies of a step, run one after the other, take at most this many times the step's seconds, or the seconds of a
+clock."""
 
 
 class Decision(StrEnum):
@@ -64,7 +65,7 @@ class PlannedValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     host_offset: Offset = -1
     """Byte offset in the host slab or spill file; -1 when the value is not swapped."""
     why: Text = ""
-    """Why it could not be anything else: pinned, or too small to matter."""
+    """Why no other decision was possible: it is pinned, or too small to matter."""
 
 
 class PointActions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -82,7 +83,7 @@ class PointActions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     replay: tuple[Index, ...] = ()
     """Values recomputed here, in this order."""
     record: Literal["on", "off", ""] = ""
-    """Recording of ops for replay is switched from the next op on."""
+    """Switches the recording of ops for replay on or off, from the next op on."""
 
 
 OUTSIDE = -1
@@ -93,47 +94,51 @@ class Place(NamedTuple):
     """Where one block of a planned step lies in the arena."""
 
     point: Index
-    """Points of the runtime's clock that have been passed when it is taken."""
+    """Number of points of the runtime's clock that have been passed when the block is taken."""
     size_bytes: Bytes
-    """As asked for."""
+    """Bytes as requested."""
     offset: Offset
     """In the arena, or ``OUTSIDE``."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """One arena for what a planned step takes and gives back."""
+    """The arena of a planned step, and the places of its blocks."""
 
     arena_bytes: Bytes
     least_bytes: Bytes
     """Smaller blocks lie outside; so do those from before the first point."""
     places: tuple[Place, ...]
-    """Of all blocks of that size or more behind the first point, in the order in which they are taken."""
+    """The places of all blocks of at least that size after the first point, in the order in which they are taken."""
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """What the simulator says this plan will do."""
+    """The simulator's prediction for this plan."""
 
     peak_bytes: Bytes
-    """Most bytes at any moment, from the second step on: live ones, or allocated ones where ``memory`` says so."""
+    """Most bytes at any moment, from the second step on: live bytes, or allocated bytes if ``memory`` says so."""
     live_peak_bytes: Bytes | None = None
-    """The most that storages alone take; None in files that do not say."""
+    """Most bytes of storages alone; None in files that lack it."""
     memory: Memory = Memory.LIVE
-    """What the peaks count."""
+    """Which memory the peaks count."""
     first_step_peak_bytes: Bytes
     """The same in the first step, before the optimizer has state."""
     allocated_peak_bytes: Bytes | None = None
-    """On a GPU, the most in blocks that torch's allocator hands out: one of more than 1 MiB may be larger by up to
-    that, unless segments are expandable. So ``torch.cuda.max_memory_allocated`` says no more. None on the CPU."""
+    """On a GPU, the most bytes in blocks of torch's allocator. A block of more than 1 MiB may be larger than requested
+    by up to 1 MiB, unless segments are expandable. ``torch.cuda.max_memory_allocated`` returns at most this. None on
+    the CPU."""
     in_core_peak_bytes: Bytes
     in_core_step_s: Seconds
-    """By PyTorch alone, where that was timed; else the sum of the in-core step's ops. Without a session."""
+    """Seconds of the step without a session, by PyTorch alone. If that was not timed, the sum of the in-core step's
+    ops."""
     is_timed_alone: bool = False
     """Whether ``in_core_step_s`` was timed by PyTorch alone."""
     kept_step_s: Seconds | None = None
-    """Of a session's step that keeps everything, what the runtime takes in it: no plan's step is shorter. None in files
-    that do not say."""
+    """Seconds of a session's step that keeps everything, with the runtime's own time: no plan's step is shorter. None
+    in files that lack it."""
     step_s: Seconds
-    """What a clock will show: ops, waits, replays, and what the runtime itself takes of the compute stream."""
+    """Predicted seconds of a step by the clock: ops, waits, replays, and the runtime's own use of the compute
+    stream.
+    """
     overhead: Change
     """``step_s / in_core_step_s - 1``."""
     stall_s: Seconds
@@ -142,28 +147,29 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     interference_s: Seconds
     """Seconds lost because compute runs slower beside copies."""
     runtime_s: Seconds = 0.0
-    """Seconds of ``step_s`` that the runtime itself takes. On the CPU these are its work for handles, swaps, recording
-    and replays; on CUDA the compute stream's waits for what the thread has not launched yet."""
+    """The runtime's own part of ``step_s``. On the CPU this is its work for handles, swaps, recording and replays. On
+    CUDA it is the time in which the compute stream waits for launches by the thread."""
     out_bytes: Bytes
     in_bytes: Bytes
     host_bytes: Bytes
     arena_bytes: Bytes | None = None
-    """What one static arena for all that the step allocates would need, without what is there before the step; None
-    where it was not worked out."""
+    """Bytes of one static arena for all that the step allocates, without the memory that existed before the step; None
+    if it was not computed."""
     arena_live_bytes: Bytes | None = None
     """Most of these bytes that are live at any moment: no arena is smaller."""
     arena_peak_bytes: Bytes | None = None
-    """The arena, and the most that lies outside at any moment; what was there before the step included."""
+    """The arena and the most bytes that lie outside it at any moment, including the memory that existed before the
+    step."""
 
     @property
     def in_core_text(self) -> str:
-        """The seconds that the overhead is beside, and by what."""
+        """The reference time of the overhead, and how it was obtained."""
         seconds = format_seconds(self.in_core_step_s)
         return f"PyTorch alone {seconds}" if self.is_timed_alone else f"in-core ops {seconds}, PyTorch alone not timed"
 
     @property
     def peak_text(self) -> str:
-        """The larger peak of the first and later steps; with the live one where allocated bytes are counted."""
+        """The larger peak of the first and later steps. If allocated bytes are counted, the live peak too."""
         peak = format_bytes(max(self.peak_bytes, self.first_step_peak_bytes))
         if self.memory is Memory.LIVE or self.live_peak_bytes is None:
             return peak
@@ -204,15 +210,18 @@ class Solve(msgspec.Struct, frozen=True, kw_only=True):
     """``step_s / bound_s - 1``."""
     wall_s: Seconds
     rounds: Count
-    """Times a model was solved: relaxed, tightened where the simulated peak was over budget, with integrality."""
+    """Number of times that a model was solved: relaxed, tightened because the simulated peak exceeded the budget, or
+    with integrality."""
     evaluations: Count | None = None
-    """Simulations that the search was allowed, where these ended it and no clock did; None for a time limit."""
+    """Number of simulations that the search was allowed, if this limit ended it and not a clock; None for a time
+    limit.
+    """
     seed: int = 0
-    """Of the search's random walks."""
+    """Seed of the search's random walks."""
 
 
 class Instructions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the runtime does in one step, and by what it tells that step from another. Promises nothing."""
+    """What the runtime does in one step, and how it recognises that step. It contains no predictions."""
 
     record_from_start: bool = False
     values: tuple[PlannedValue, ...] = ()
@@ -225,15 +234,15 @@ class Departure(msgspec.Struct, frozen=True, kw_only=True):
     """The place at which a step left its plan: what was planned there, and what was found."""
 
     step: Count = 0
-    """Of the session, from 1 on."""
+    """Number of the step in the session, from 1 on."""
     at: Literal["save", "pack", "use"]
     """A save point, the pack of a further handle, or a use point."""
     index: Index
-    """Which of those: into ``Plan.values``, ``Plan.handles`` or ``Plan.uses``."""
+    """Index of that point in ``Plan.values``, ``Plan.handles`` or ``Plan.uses``."""
     layer: Text
-    """Of the planned value; empty outside the model, and where nothing was planned."""
+    """Layer of the planned value; empty outside the model, and if nothing was planned there."""
     value: Text
-    """Name of the planned value; empty where nothing was planned."""
+    """Name of the planned value; empty if nothing was planned there."""
     planned: Text
     found: Text
 
@@ -360,7 +369,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         return {one: [value.size_bytes for value in self.values if value.decision == one] for one in Decision}
 
     def arena_rows(self) -> dict[str, str]:
-        """The arena of the step; where there is none for lack of the compiled allocator, that; else empty."""
+        """Rows on the arena of the step. If the compiled allocator was missing, a row that says so. Otherwise empty."""
         found = self.prediction
         if not found.arena_bytes or not found.arena_live_bytes:
             return {}
@@ -411,7 +420,9 @@ def _out_of_list(where: str, indices: Sequence[int], count: int, of: str) -> Ite
 
 
 def _places_on_host(values: Sequence[PlannedValue]) -> Iterator[str]:
-    """They lie behind one another, in whatever order: in no more than their sizes together, and apart."""
+    """The places lie one behind another, in any order. They do not overlap, and take no more than the sum of the
+    sizes.
+    """
     room_bytes = sum(host_aligned(one.size_bytes) for one in values if one.decision is Decision.SWAP)
     places = []
     for number, value in enumerate(values):
@@ -441,7 +452,7 @@ def _copies_that_do_not_end(plan: Plan) -> Iterator[str]:
 
 
 _STEPS = {"swap_out": "", "release": "swap_out", "prefetch": "release", "replay": ""}
-"""What is done to a value, and what has to come before."""
+"""The actions on a value, and the action that each requires before it."""
 
 
 def _schedule_faults(plan: Plan) -> Iterator[str]:
@@ -465,7 +476,7 @@ def _schedule_faults(plan: Plan) -> Iterator[str]:
 def _action_fault(
     plan: Plan, where: str, name: str, needed: str, value: int, saved: int, last: dict[int, str]
 ) -> Iterator[str]:
-    """``saved``: so many values are there by then. ``last``: what was done to each value last."""
+    """``saved``: the number of values that exist by then. ``last``: the last action on each value."""
     if value >= saved:
         yield f"{where}: expected one of {saved} values that are saved by then, found {value}"
         return
@@ -494,7 +505,7 @@ def _layout_faults(plan: Plan) -> Iterator[str]:
 
 
 def _with_runtime_in_step(prediction: Prediction) -> Prediction:
-    """What an earlier version said beside the step, in it."""
+    """Moves the runtime's seconds into the step; an earlier version stored them separately."""
     step_s = prediction.step_s + prediction.runtime_s
     overhead = step_s / prediction.in_core_step_s - 1 if prediction.in_core_step_s > 0 else 0.0
     return msgspec.structs.replace(prediction, step_s=step_s, overhead=overhead)

@@ -1,12 +1,12 @@
-"""The Profile: what one training step does, op by op and value by value, and what the machine's link costs.
+"""The Profile: one training step, op by op and value by value, and the cost of the machine's link.
 
-A profile says nothing that only eager mode knows: ops, values, and the points of the runtime's clock. ``profile_parts``
-says what each is, and what ticks are.
+A profile contains nothing that exists only in eager mode: ops, values, and the points of the runtime's clock.
+``profile_parts`` defines each of them, and ticks.
 
-Links have names: what a transfer path of that kind carries, for plans made away from the machine. The rates are
-those of pinned copies in one direction, below the wire's nominal rate: PCIe 3, 4 and 5 x16 carry about three quarters
-to nine tenths of their 15.8, 31.5 and 63 GB/s; NVLink 1 between POWER8 and P100 (2 bricks, 40 GB/s), NVLink 2 between
-POWER9 and V100 (3 bricks, 75 GB/s) and NVLink-C2C of Grace Hopper (450 GB/s) likewise. A measured link is better than
+Links have names: the rates of transfer paths of that kind, for plans made away from the machine. The rates are those of
+pinned copies in one direction, below the wire's nominal rate. PCIe 3, 4 and 5 x16 carry about three quarters to nine
+tenths of their 15.8, 31.5 and 63 GB/s. The same holds for NVLink 1 between POWER8 and P100 (2 bricks, 40 GB/s), NVLink
+2 between POWER9 and V100 (3 bricks, 75 GB/s) and NVLink-C2C of Grace Hopper (450 GB/s). A measured link is better than
 any of these.
 """
 
@@ -80,7 +80,7 @@ __all__ = [
 
 _OF_OPS = ("inputs", "outputs", "writes")
 LEAST_SHOWN = 0.02
-"""Share of a phase below which ``rows`` leaves out how its ops were reconciled."""
+"""``rows`` leaves out the reconciliation of a phase's ops if its share of the phase is below this."""
 
 
 class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
@@ -169,7 +169,7 @@ class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
     def faults(self) -> Iterator[str]:
         """Each fault between fields, in words: where, what was expected, what was found.
 
-        A profile has tens of thousands of indices. Only the largest of each kind is looked at, unless it is too large.
+        A profile has tens of thousands of indices. Only the largest of each kind is checked, unless it is too large.
         """
         ops, values, points = self.ops, self.values, self.points
         lists = chain.from_iterable(map(attrgetter(*_OF_OPS), ops))
@@ -248,9 +248,9 @@ PRESET_LATENCY_S = 10e-6
 
 
 def preset_link(name: str) -> Link:
-    """The link of that name: the same in both directions, full duplex, and no loss of compute beside copies.
+    """The link of that name: the same in both directions, full duplex, and without slowing compute.
 
-    Raises ``UsageError`` with the list of names when there is none of that name.
+    Raises ``UsageError`` with the list of names if the name is unknown.
     """
     if name not in tuple(LinkPreset):
         close = difflib.get_close_matches(name, LinkPreset, n=1)

@@ -1,13 +1,14 @@
-"""What a profile is made of: ops, values, the points of the runtime's clock, the link; and all of it together.
+"""The parts of a profile: ops, values, the points of the runtime's clock, and the link. ``ProfileData`` holds them all.
 
-**Ticks.** Time inside a step is counted in ticks. The merged order of all ops and all points is numbered from 0;
-a point with ``op == k`` comes before op ``k`` and after op ``k - 1``, points with the same ``op`` in list order.
-A value is live at tick ``t`` when ``born_tick <= t <= death``; bytes at an op's tick include its outputs.
+**Ticks.** Time inside a step is counted in ticks. The merged order of all ops and all points is numbered from 0. A
+point with ``op == k`` comes before op ``k`` and after op ``k - 1``. Points with the same ``op`` follow in list order. A
+value is live at tick ``t`` when ``born_tick <= t <= death``. The bytes at an op's tick include its outputs.
 
-Structs of which a profile has thousands are out of the garbage collector's sight (``gc=False``): they can be in no
-cycle, and a large profile is read in two thirds of the time.
+A profile has thousands of some structs. Python's garbage collector does not track these (``gc=False``): they can be in
+no cycle, and a large profile is read in two thirds of the time.
 
-Fields have a range. What is out of it is refused where it is read, so that sums and quotients of the rest are numbers.
+Fields have a range. A value out of range is refused when the file is read, so sums and quotients of the others are
+numbers.
 """
 
 from __future__ import annotations
@@ -22,37 +23,36 @@ from msgspec import Meta
 from .files import Document
 
 SCHEMA_VERSION = 6
-"""2 says more of what the launching thread takes (``RuntimeCost``), 3 how the step was run (``StepFacts``), 4 which
-blocks each op takes (``OpBlock``), 5 which nodes of compiled graphs save a value, 6 what the step takes
-by PyTorch alone (``StepTimes.plain_step_s``).
-"""
+"""Version 2 has more costs of the launching thread (``RuntimeCost``); 3 has how the step was run (``StepFacts``); 4 has
+the blocks that each op takes (``OpBlock``); 5 has which nodes of compiled graphs save a value; 6 has the step's time by
+PyTorch alone (``StepTimes.plain_step_s``)."""
 HOST_ALIGNMENT_BYTES = 4096
 """Every swapped value begins at a multiple of this in host memory and in the spill file."""
 ALLOCATION_UNIT_BYTES = 512
 LEAST_COUNTED_BYTES = 64
-"""Of memory allocated on the CPU: smaller blocks count nothing; Python's numbers become such on their way into ops."""
+"""On the CPU, smaller blocks of allocated memory do not count: Python's numbers become such blocks on their way into
+ops."""
 LEAST_PLACED_BYTES = 4096
-"""Smaller blocks lie in no arena, and in no list of blocks unless they are an output: they are many, and together they
-are little.
-"""
+"""Smaller blocks lie in no arena. They are in no list of blocks either, unless they are an output: they are many, and
+together they take little memory."""
 ROOFLINE = " (roofline)"
-"""Behind the name of a device that is not there."""
+"""This follows the name of a device that is not there."""
 MOST_BYTES = 2**48
-"""Bytes and elements are below this, 256 TiB: tens of thousands of them together are an int64."""
+"""Numbers of bytes and elements are below this, 256 TiB. The sum of tens of thousands of them fits into an int64."""
 MOST_ITEMS = 2**31
-"""Lengths of lists, places in them and ticks are below this."""
+"""Lengths of lists, positions in them, and ticks are below this."""
 MOST_S = 1e9
 """Some thirty years."""
 
 Bytes = Annotated[int, Meta(ge=0, lt=MOST_BYTES)]
 Offset = Annotated[int, Meta(ge=-1, lt=MOST_BYTES)]
-"""-1 for none."""
+"""-1 means no offset."""
 Unit = Annotated[int, Meta(ge=1, le=2**30)]
-"""Bytes that others are rounded up to."""
+"""Bytes; other sizes are rounded up to a multiple of it."""
 Count = Annotated[int, Meta(ge=0, lt=MOST_ITEMS)]
 Index = Annotated[int, Meta(ge=0, lt=MOST_ITEMS)]
 IndexOrNone = Annotated[int, Meta(ge=-1, lt=MOST_ITEMS)]
-"""-1 for none."""
+"""-1 means no index."""
 Seconds = Annotated[float, Meta(ge=0, le=MOST_S)]
 Rate = Annotated[float, Meta(ge=1, le=1e18)]
 """Bytes per second."""
@@ -74,7 +74,7 @@ def host_aligned(size_bytes: int) -> int:
 
 
 def rounded_up(size_bytes: int, unit_bytes: int = ALLOCATION_UNIT_BYTES) -> int:
-    """Bytes as an allocator takes them."""
+    """The bytes that an allocator takes for a request."""
     return -(-size_bytes // unit_bytes) * unit_bytes
 
 
@@ -87,7 +87,7 @@ class Phase(StrEnum):
 
 
 class Kind(StrEnum):
-    """What a value is to the step."""
+    """The role of a value in the step."""
 
     ACTIVATION = "activation"  # created in forward and saved for backward
     PARAMETER = "parameter"
@@ -106,7 +106,7 @@ class PointKind(StrEnum):
 
 
 class Memory(StrEnum):
-    """What peaks count."""
+    """Which memory peaks count."""
 
     LIVE = "live"  # storages alone
     ALLOCATED = "allocated"  # all that the device's allocator hands out, what ops take and give back inside among it
@@ -117,9 +117,9 @@ class OpBlock(NamedTuple):
 
     size_bytes: Bytes
     output: IndexOrNone
-    """Which of the op's outputs lies in it; -1 for none of them."""
+    """Index of the op's output that lies in the block; -1 if no output does."""
     until: IndexOrNone
-    """How many blocks the op has taken by the time this one is given back; -1 where the op leaves it behind."""
+    """The number of blocks that the op has taken when it gives this one back; -1 if it leaves the block behind."""
 
 
 class Op(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -133,24 +133,24 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False
     duration_s: Seconds
     """Median seconds, reconciled so that all durations add up to the uninstrumented step."""
     spread_s: Seconds = 0.0
-    """Interquartile range over the timed steps, scaled as ``duration_s`` where that is scaled down; 0 where the op was
-    timed once or not at all."""
+    """Interquartile range over the timed steps. It is scaled like ``duration_s`` if that was scaled down. It is 0 if
+    the op was timed once or not at all."""
     inputs: tuple[Index, ...] = ()
     """Values read, in argument order, each once (also those in ``writes``)."""
     outputs: tuple[Index, ...] = ()
-    """Values created."""
+    """Values that the op creates."""
     writes: tuple[Index, ...] = ()
-    """Values that were there before and are written in place."""
+    """Values that existed before the op, which writes them in place."""
     random: bool = False
-    """Draws from a generator; a replay needs its recorded state."""
+    """The op draws from a generator; a replay needs its recorded state."""
     opaque: bool = False
-    """Cannot be replayed: a compiled region, an uninitialised allocation, or data from outside torch."""
+    """The op cannot be replayed: a compiled region, an uninitialised allocation, or data from outside torch."""
     workspace_bytes: Bytes = 0
-    """Bytes taken and given back inside the op. On the CPU they need the compiled allocator; without it only those of
-    compiled regions are known, and all others 0."""
+    """Bytes taken and given back inside the op. On the CPU the compiled allocator measures them. Without it only those
+    of compiled regions are known, and all others are 0."""
     blocks: tuple[OpBlock, ...] = ()
-    """What it takes of the allocator, in the order of the taking; empty where that is its outputs in their order and
-    nothing else, or is not known."""
+    """The blocks that the op takes from the allocator, in that order. The list is empty if these are exactly its
+    outputs in their order, or if the blocks are not known."""
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -165,12 +165,12 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     dtype: Text
     shape: Shape
     born: IndexOrNone
-    """Op that created it; -1 when it was there before the step. Of what no op creates, the last one before that."""
+    """The op that created it; -1 if it existed before the step. If no op creates it, the last op before it."""
     born_tick: Index | None = None
-    """First tick at which it is live, where no op creates it: of what the step takes between ops."""
+    """The first tick at which it is live, if no op creates it because the step takes it between ops."""
     forward_death: Index
-    """Last tick at which something other than autograd holds it (may lie in backward; the last tick of the step
-    when it outlives it)."""
+    """The last tick at which something other than autograd holds it. It may lie in backward. It is the last tick of the
+    step if the value outlives the step."""
     freed: Index
     """Last tick at which the in-core step holds it, autograd included."""
     pinned: Text = ""
@@ -178,7 +178,7 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     unreplayable: Text = ""
     """Why it cannot be recomputed; empty when its writers can be replayed."""
     nodes: tuple[Text, ...] = ()
-    """Which nodes of which compiled graphs save it, as ``graph/node``; empty where no graph was looked into."""
+    """The nodes of compiled graphs that save it, as ``graph/node``. Empty if no graph was examined."""
 
 
 class Handle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -197,7 +197,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     handle: Index
     """Handle whose pack or unpack this is: its ordinal in pack order."""
     op: Index
-    """Ops completed before this point."""
+    """Number of ops completed before this point."""
 
 
 class LinkDirection(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,9 +205,9 @@ class LinkDirection(msgspec.Struct, frozen=True, kw_only=True):
 
     latency_s: Seconds
     bandwidth_bytes_per_s: Rate
-    """Of the line that comes nearest to the curve (``profiler/link.py``)."""
+    """From the line that fits the curve best (``profiler/link.py``)."""
     curve: tuple[tuple[Bytes, Seconds], ...] = ()
-    """Measured (bytes, seconds), from small to large."""
+    """Measured pairs (bytes, seconds), from small to large."""
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,24 +220,26 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     duplex: Share = 1.0
     """Share of its own rate that each direction keeps while both run; 1 means full duplex."""
     interference_out: Factor = 0.0
-    """How much slower compute runs while a copy out runs: 0.2 means an op takes 1.2 times as long."""
+    """How much slower compute is while a copy out runs: 0.2 means that an op takes 1.2 times as long."""
     interference_in: Factor = 0.0
-    """The same while a copy in runs; while both run the two add up."""
+    """The same while a copy in runs. While both run, the two add up."""
     throttle_bytes_per_s: Rate | None = None
-    """Rate that the copies were held to, so that the link is a known constant; the runtime holds them to it too."""
+    """The rate that the copies were limited to while they were measured, so that the link is a known constant. The
+    runtime limits its copies to it too."""
     pageable_out: LinkDirection | None = None
-    """Copies to pageable host memory, on CUDA, to compare: the runtime's are pinned, as ``outward`` is."""
+    """Copies to pageable host memory, on CUDA, for comparison. The runtime copies to pinned memory, which ``outward``
+    describes."""
     pageable_in: LinkDirection | None = None
     """The same from pageable memory."""
 
     @property
     def out_bytes_per_s(self) -> float:
-        """Bandwidth of copies out, as far as the throttle lets it."""
+        """Bandwidth of copies out, at most the throttle."""
         return self._held(self.outward)
 
     @property
     def in_bytes_per_s(self) -> float:
-        """Bandwidth of copies in, as far as the throttle lets it."""
+        """Bandwidth of copies in, at most the throttle."""
         return self._held(self.inward)
 
     def out_seconds(self, size_bytes: int) -> float:
@@ -263,7 +265,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """What the device is in, by its make; never by its name."""
+    """The machine that the device is in, described by its make and never by its name."""
 
     processor: Text
     system: Text
@@ -271,8 +273,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Uninstrumented seconds of the in-core step, and the spread over ``iterations``: ``step_s`` is the median, and the
-    phases are their own medians, scaled so that they add up to it.
+    """Seconds of the in-core step without instruments, and their spread over ``iterations``. ``step_s`` is the median.
+    Each phase is its own median, scaled so that the phases add up to ``step_s``.
     """
 
     forward_s: Seconds
@@ -280,31 +282,33 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     optimizer_s: Seconds
     step_s: Seconds
     spread_s: Seconds
-    """Interquartile range of ``step_s``; the three below are those of its phases."""
+    """Interquartile range of ``step_s``; the next three are those of its phases."""
     forward_spread_s: Seconds = 0.0
     backward_spread_s: Seconds = 0.0
     optimizer_spread_s: Seconds = 0.0
     iterations: Count
     forward_scale: Factor
-    """Factor that brought the summed op durations of forward to ``forward_s``; also for the two below."""
+    """The factor by which the sum of forward's op durations became ``forward_s``; the next two are those of the other
+    phases."""
     backward_scale: Factor
     optimizer_scale: Factor
     plain_step_s: Seconds | None = None
-    """The median step by PyTorch alone, timed before anything was set for sessions: what overheads are beside. None
-    where it was not run, as where it does not fit."""
+    """The median step by PyTorch alone, timed before any setting of a session: the reference of every overhead. None if
+    it was not timed, for example because the step does not fit."""
     unserved_step_s: Seconds | None = None
-    """Where the timed steps had their memory from one arena, as planned steps have: the same where each tensor is fresh
-    memory that is given back as it is freed, as in steps that are not served. None where they were such themselves."""
+    """Set if the timed steps allocated from one arena, as planned steps do. It is then the time of the step in which
+    each tensor is fresh memory, which is returned when it is freed, as in steps without an arena. None if the timed
+    steps had no arena themselves."""
 
 
 class LayerTimes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """Seconds of a layer's ops together, in each timed step: medians and interquartile ranges over the steps.
+    """Seconds of all ops of a layer, in each timed step: medians and interquartile ranges over the steps.
 
-    The phase's reconciliation is in them, so that they compare with the durations of ops.
+    They include the phase's reconciliation, so they can be compared with the durations of ops.
     """
 
     layer: Text
-    """Empty for the ops outside the model."""
+    """Empty for ops outside the model."""
     forward_s: Seconds = 0.0
     forward_spread_s: Seconds = 0.0
     backward_s: Seconds = 0.0
@@ -312,10 +316,10 @@ class LayerTimes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class RuntimeCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of the launching thread: for a plain op, and for what the runtime does beside the step's ops.
+    """Seconds of the launching thread: for a plain op, and for the runtime's work between the step's ops.
 
-    Measured on a small network of its own; of a profile of mode ``run``, what handles take on the model itself.
-    ``docs/semantics.md`` says where in a step they are spent. All are at least 0.
+    They are measured on a separate small network. In a profile of mode ``run``, the time of handles is measured on the
+    model itself. ``docs/semantics.md`` says where in a step they are spent. All are at least 0.
     """
 
     handle_s: Seconds
@@ -323,42 +327,42 @@ class RuntimeCost(msgspec.Struct, frozen=True, kw_only=True):
     swap_s: Seconds
     """For each swapped value: queueing its copies, giving it up, taking memory for it again."""
     record_s: Seconds
-    """For each recorded op, beside the op itself."""
+    """For each recorded op, in addition to the op itself."""
     replay_s: Seconds = 0.0
-    """For each replayed op, beside the op itself: its part of the recipe and of the replay."""
+    """For each replayed op, in addition to the op itself: its part of the recipe and of the replay."""
     launch_s: Seconds = 0.0
-    """For each plain op, on a device that works behind the thread; 0 on the CPU, where an op's duration holds it."""
+    """For each plain op, on a device that works behind the thread. 0 on the CPU, where an op's duration includes it."""
     unpack_s: Seconds = 0.0
-    """Of ``handle_s``, what the unpack takes."""
+    """The unpack's part of ``handle_s``."""
     fetch_s: Seconds = 0.0
-    """Of ``swap_s``, what the way back takes."""
+    """The part of ``swap_s`` for the way back."""
     unmeasured: tuple[Text, ...] = ()
-    """Those of the above that could not be told from 0 and stand as 0."""
+    """Those of the above that could not be distinguished from 0 and count as 0."""
 
 
 class StepFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the captured step was run: what decides how much a plan can do for it."""
+    """How the captured step was run. These facts limit what a plan can do for it."""
 
     modules: Count = 0
-    """Of the model, itself included."""
+    """Number of modules of the model, itself included."""
     eval_modules: Count = 0
-    """Those of them in eval mode."""
+    """Number of these modules that are in eval mode."""
     checkpointed: tuple[Text, ...] = ()
     """Layers whose forward ran again in backward (activation checkpointing), in that order."""
     garbage_bytes: Bytes = 0
-    """Of values that only Python's garbage collector frees."""
+    """Bytes of the values that only Python's garbage collector frees."""
     kept_bytes: Bytes = 0
-    """Of saved tensors that are sparse, nested or of a subclass, which no plan decides about."""
+    """Bytes of saved tensors that are sparse, nested or of a subclass. No plan decides about them."""
     graph_mode: bool = False
-    """Whether ``poochplan.compile`` has compiled the model: what is saved leaves within a compiled forward."""
+    """Whether ``poochplan.compile`` has compiled the model. Saved tensors then leave within a compiled forward."""
     unmeasured_regions: Count = 0
-    """Calls of compiled modules whose inner allocations are unknown."""
+    """Number of calls of compiled modules whose inner allocations are unknown."""
     unmeasured_ops: Count = 0
-    """Distinct ops whose inner allocations are unknown, where those of others are known (mode ``fake``)."""
+    """Number of distinct ops whose inner allocations are unknown, if those of others are known (mode ``fake``)."""
 
 
 class ModelSignature(msgspec.Struct, frozen=True, kw_only=True):
-    """Which model this is: every parameter and buffer in order, independent of the machine."""
+    """Identifies the model: every parameter and buffer in order, independent of the machine."""
 
     fingerprint: Text
     tensors: tuple[Text, ...]
@@ -366,7 +370,7 @@ class ModelSignature(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProfileData(Document, frozen=True, kw_only=True, dict=True):
-    """The fields of a :class:`~.profile.Profile`, and what follows from them alone."""
+    """The fields of a :class:`~.profile.Profile`, and queries that need only these fields."""
 
     kind: Literal["profile"] = "profile"
     schema_version: int = SCHEMA_VERSION
@@ -374,41 +378,41 @@ class ProfileData(Document, frozen=True, kw_only=True, dict=True):
     mode: Literal["run", "swap-all", "fake"]
     device: Device
     versions: dict[Text, Text]
-    """Of poochplan, torch, python, and on CUDA of that and cuDNN."""
+    """Versions of poochplan, torch and Python; on CUDA also of CUDA and cuDNN."""
     switches: dict[Text, Text] = msgspec.field(default_factory=dict)
-    """Of torch, that decide which kernels a GPU runs: precision, cuDNN, determinism. Empty on the CPU, and in files
-    that do not say."""
+    """Torch's switches that decide which kernels a GPU runs: precision, cuDNN, determinism. Empty on the CPU, and in
+    files that lack them."""
     host: Host | None = None
-    """Where it was measured; None in files that do not say."""
+    """The machine that it was measured on; None in files that lack it."""
     model: ModelSignature
     inputs: tuple[Input, ...] = ()
-    """``path dtype[shape]`` of each tensor that the model is first called with; empty when the step never calls it."""
+    """``path dtype[shape]`` of each tensor that the model is first called with; empty if the step never calls it."""
     ops_fingerprint: Text
     """Digest of the sequence of ops and points, without durations."""
     times: StepTimes
     layer_times: tuple[LayerTimes, ...] = ()
-    """Of each layer; empty where the ops were not timed in several steps."""
+    """Times of each layer; empty if the ops were not timed in several steps."""
     in_core_peak_bytes: Bytes
-    """Most bytes live at any tick with everything kept, each value rounded up to the allocation unit, workspace
-    included."""
+    """Most bytes live at any tick with everything kept. Each value is rounded up to the allocation unit, and workspace
+    is included."""
     in_core_live_peak_bytes: Bytes | None = None
     """The same without workspace; None in profiles of schema 3 and before."""
     memory: Memory = Memory.LIVE
-    """Whether workspace is known, and so what peaks and budgets count."""
+    """Whether workspace is known, and therefore which memory peaks and budgets count."""
     in_core_peak_layer: Text
     static_bytes: dict[Text, Bytes]
     """Bytes that live through the step, by kind."""
     gradients_live_through_forward: bool
-    """Whether gradients of the step before are still there in forward (accumulation)."""
+    """Whether gradients of the previous step still exist in forward (accumulation)."""
     allocation_unit_bytes: Unit = ALLOCATION_UNIT_BYTES
     link: Link
     runtime: RuntimeCost | None = None
-    """What ops and the runtime take of the launching thread; None where it was not measured."""
+    """Seconds that ops and the runtime take of the launching thread; None if they were not measured."""
     facts: StepFacts | None = None
     """How the step was run; None in profiles of schema 2 and before."""
     notes: tuple[Text, ...] = ()
     assumed: tuple[Text, ...] = ()
-    """What stands in place of a measurement (``planner/whatif.py``); plans made from it are estimates."""
+    """Assumptions in place of measurements (``planner/whatif.py``); plans made from them are estimates."""
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
     handles: tuple[Handle, ...]
@@ -439,7 +443,7 @@ class ProfileData(Document, frozen=True, kw_only=True, dict=True):
 
     @property
     def plain_scale(self) -> float:
-        """From the seconds of the ops to those of the step by PyTorch alone; 1 where that was not timed."""
+        """Factor from the seconds of the ops to those of the step by PyTorch alone; 1 if the latter was not timed."""
         plain_s, ops_s = self.times.plain_step_s, sum(op.duration_s for op in self.ops)
         return 1.0 if plain_s is None or ops_s <= 0 else plain_s / ops_s
 

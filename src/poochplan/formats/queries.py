@@ -1,5 +1,5 @@
-"""What can be asked of a profile: a row per layer, op or value, and words for how its seconds came about; and what it
-advises: what in the way the step is run keeps plans from doing more.
+"""Queries on a profile: a row per layer, op or value; how its seconds were obtained; and its advice, about how the step
+is run where that limits plans.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from .profile_parts import LayerTimes, Phase, PointKind, ProfileData, Value
 COMPILED_REGION = "compiled_region"
 """Name of the op that stands for a call of a compiled module."""
 LARGE_SHARE = 0.5
-"""Of what is saved, in one compiled module: nothing of it leaves before its forward ends."""
+"""Share of the saved bytes in one compiled module; none of these leaves before the module's forward ends."""
 FIXED_SHARE = 0.25
-"""Of what is saved, that no plan can swap or recompute."""
+"""Share of the saved bytes that no plan can swap or recompute."""
 GARBAGE_SHARE = 0.05
-"""Of the in-core peak, that waits for the garbage collector."""
+"""Share of the in-core peak that waits for the garbage collector."""
 
 
 if TYPE_CHECKING:
-    import pandas as pd  # in the functions that need it, for a training loop asks for none of them
+    import pandas as pd  # in the functions that need it, because a training loop calls none of them
 
 OUTSIDE = "(outside the model)"
 
@@ -45,7 +45,7 @@ def profile_frame(profile: ProfileData, kind: str) -> pd.DataFrame:
 
 
 def saved_values(profile: ProfileData) -> list[int]:
-    """Values that autograd saves, in the order of first packs: those a plan decides on."""
+    """The values that autograd saves, in the order of first packs; a plan decides about these."""
     saves = (point.handle for point in profile.points if point.kind is PointKind.SAVE)
     return list(dict.fromkeys(profile.handles[handle].value for handle in saves))
 
@@ -61,12 +61,12 @@ def writers_by_value(profile: ProfileData) -> list[list[int]]:
 
 
 def swap_seconds(profile: ProfileData, size_bytes: int) -> float:
-    """Seconds out and back in over the profile's link, nothing hidden behind compute."""
+    """Seconds of copies out and back over the profile's link, without overlap with compute."""
     return profile.link.out_seconds(size_bytes) + profile.link.in_seconds(size_bytes)
 
 
 def reconciliation(profile: ProfileData, least: float = 0.0) -> dict[str, str]:
-    """How the ops' seconds were brought to the step's, in words; see :meth:`~.profile.Profile.reconciliation`."""
+    """How the ops' seconds were adapted to the step's, in words; see :meth:`~.profile.Profile.reconciliation`."""
     times = profile.times
     counts = Counter(op.phase for op in profile.ops)
     told = {}
@@ -190,7 +190,7 @@ FRAMES: dict[str, Callable[[ProfileData], pd.DataFrame]] = {"layers": _layers, "
 
 
 def advice(profile: ProfileData) -> tuple[str, ...]:
-    """What to change about the step, a line each, what matters most first; empty where there is nothing to say."""
+    """Changes to the step that would help plans, a line each, the most important first; empty if there are none."""
     unknown = [_unmeasured(profile), _unmeasured_ops(profile)]
     lines = [*limits(profile), _eval_mode(profile), _garbage(profile), _fixed(profile), _benchmark(profile), *unknown]
     return tuple(line for line in lines if line)

@@ -1,4 +1,6 @@
-"""What ``pooch run`` writes: a RunRecord, to be compared with its plan later, and a Certificate of its bits."""
+"""The files that ``pooch run`` writes: a RunRecord, to be compared with its plan later, and a Certificate of its
+bits.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,14 @@ from .plan import Departure, Plan
 from .profile_parts import Bytes, Change, Count, Host, Memory, Seconds, Text
 
 SCHEMA_VERSION = 1
-"""Of both."""
+"""The version of both."""
 MUCH_FRAGMENTATION = 0.1
 
 
 class RunRecord(Document, frozen=True, kw_only=True):
-    """What a run found, beside what its plan had promised. Bytes and seconds are of one step: medians over steps."""
+    """The results of a run, next to the predictions of its plan. Bytes and seconds are those of one step: medians over
+    steps.
+    """
 
     heading: ClassVar[str] = "Run of {}"
     kind: Literal["run"] = "run"
@@ -28,17 +32,17 @@ class RunRecord(Document, frozen=True, kw_only=True):
     plan_fingerprint: Text
     """``Plan.fingerprint`` of the plan that was followed."""
     versions: dict[Text, Text] = msgspec.field(default_factory=dict)
-    """Of the run: poochplan, torch, python."""
+    """Versions in the run: poochplan, torch, python."""
     host: Host | None = None
-    """Where it ran."""
+    """The machine of the run."""
     in_core_peak_bytes: Bytes
     budget_bytes: Bytes
     predicted_peak_bytes: Bytes
     measured_peak_bytes: Bytes | None
-    """The largest of any metered step; None when none was metered."""
+    """The largest peak of any metered step; None if none was metered."""
     in_core_step_s: Seconds
     in_core_step_measured: bool
-    """Whether it was measured beside the planned steps; otherwise it is the profile's."""
+    """Whether it was measured next to the planned steps; otherwise it is the profile's."""
     predicted_step_s: Seconds
     planned_step_s: Seconds
     """Measured."""
@@ -50,50 +54,50 @@ class RunRecord(Document, frozen=True, kw_only=True):
     replayed_values: Count
     stall_s: Seconds
     contradiction: Text
-    """How the measured time contradicts the profile; empty where it does not."""
+    """How the measured time contradicts the profile; empty if it does not."""
     fallbacks: Count
     fallback_reasons: tuple[Text, ...]
     departures: tuple[Departure, ...]
-    """Where steps left the plan."""
+    """Where steps diverged from the plan."""
     bitwise_equal: bool | None
-    """None when it was not checked."""
+    """None if it was not checked."""
     difference: Text | None
     allocated_peak_bytes: Bytes | None
     reserved_peak_bytes: Bytes | None
     arena_bytes: Bytes | None
     arena_live_bytes: Bytes | None
     arena_peak_bytes: Bytes | None = None
-    """These three as the plan has them; in all that follows, files that do not say have the default."""
+    """These three are the plan's. All fields below have their defaults in files that lack them."""
     memory: Memory = Memory.LIVE
-    """What the peaks count."""
+    """Which memory the peaks count."""
     predicted_live_peak_bytes: Bytes | None = None
     served_arena_bytes: Bytes | None = None
-    """Of the arena that the last steps were served from; None where there was none."""
+    """Size of the arena that served the last steps; None if there was none."""
     served_blocks: Count = 0
-    """Of the last step that was served; so are the four that follow."""
+    """Blocks of the last step that was served; the next four fields are of that step too."""
     served_bytes: Bytes = 0
     unserved_blocks: Count = 0
-    """That lay outside against the plan."""
+    """Number of blocks that lay outside contrary to the plan."""
     unserved_bytes: Bytes = 0
     unserved: tuple[Text, ...] = ()
-    """The first of them, and why."""
+    """The first of these blocks, and the reasons."""
     why_not_served: Text = ""
-    """Why no step was served; empty where one was."""
+    """Why no step was served; empty if one was."""
     steps: Count = 0
-    """Under the plan, timed ones too."""
+    """Number of steps under the plan, including timed ones."""
     left_steps: Count = 0
-    """That left the plan, wholly or in one value."""
+    """Number of steps that differed from the plan, completely or in one value."""
     compared_steps: Count = 0
     """Steps whose tensors were compared with the in-core ones."""
     compared_tensors: Count = 0
 
     @property
     def is_over(self) -> bool:
-        """Whether a metered step took more than the budget."""
+        """Whether a metered step exceeded the budget."""
         return self.measured_peak_bytes is not None and self.measured_peak_bytes > self.budget_bytes
 
     def rows(self, plan: Plan | None = None) -> dict[str, str]:
-        """What was promised and what was found, in words; of its ``plan`` too, where that is at hand."""
+        """Predictions and results, in words; with ``plan`` also those of the plan itself."""
         share = share_of_peak(self.budget_bytes, self.in_core_peak_bytes)
         peak = format_bytes(self.predicted_peak_bytes)
         if self.memory is Memory.ALLOCATED and self.predicted_live_peak_bytes is not None:
@@ -142,7 +146,9 @@ class RunRecord(Document, frozen=True, kw_only=True):
         return f"yes (and loss, buffers, parameters: {self.compared_tensors} tensors in {self.compared_steps} steps)"
 
     def _allocator_rows(self, plan: Plan | None) -> dict[str, str]:
-        """The peaks of CUDA's caching allocator, and the arena that an allocator which knew the plan would need."""
+        """The peaks of CUDA's caching allocator, and the arena that an allocator with knowledge of the plan would
+        need.
+        """
         if self.allocated_peak_bytes is None or self.reserved_peak_bytes is None:
             return {}
         fragmentation = fragmentation_text(self.allocated_peak_bytes, self.reserved_peak_bytes)
@@ -153,7 +159,7 @@ class RunRecord(Document, frozen=True, kw_only=True):
         }
 
     def _arena_rows(self) -> dict[str, str]:
-        """What of a step the arena served; what not, and why."""
+        """The blocks of a step that the arena served, and the others with the reasons."""
         if self.served_arena_bytes is None:
             return {"served from the arena": f"nothing: {self.why_not_served}"} if self.why_not_served else {}
         served = f"{self.served_blocks} blocks, {format_bytes(self.served_bytes)} a step"
@@ -167,7 +173,7 @@ class RunRecord(Document, frozen=True, kw_only=True):
 
 
 def fragmentation_text(allocated_bytes: int, reserved_bytes: int) -> str:
-    """The share of the reserved bytes that was never in use; where it is large, the setting that lowers it."""
+    """The share of the reserved bytes that was never in use; if it is large, also the setting that lowers it."""
     share = 1 - allocated_bytes / reserved_bytes if reserved_bytes else 0.0
     text = f" ({share:.0%} fragmentation)"
     settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
@@ -177,24 +183,24 @@ def fragmentation_text(allocated_bytes: int, reserved_bytes: int) -> str:
 
 
 class StepDigests(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one step: SHA-256 of dtype, shape and bytes of each tensor, rows in order, by name."""
+    """Digests of one step: SHA-256 of dtype, shape and bytes of each tensor, rows in order, by name."""
 
     loss: Text
-    """What ``backward()`` was called on; of several, of their digests."""
+    """The tensor on which ``backward()`` was called; for several, a digest of their digests."""
     gradients: dict[Text, Text]
     """Before the optimizer's step."""
     buffers: dict[Text, Text]
-    """After it, like the two below."""
+    """After the optimizer's step; so are the next two."""
     parameters: dict[Text, Text]
     generators: dict[Text, Text]
-    """State of torch's random number generator of each kind of device."""
+    """States of torch's random number generators, by kind of device."""
 
 
 class Certificate(Document, frozen=True, kw_only=True):
-    """Digests of steps in-core and of the same steps under a plan from the same seed, for a supplement; or of the steps
-    of one session, to be compared with those of another.
+    """Digests of in-core steps and of the same steps under a plan from the same seed, for a supplement; or of the steps
+    of one session, for comparison with another session.
 
-    Whoever has the same versions, machine and flags can run the workload plainly and find the same digests.
+    Anyone with the same versions, machine and flags can run the workload without a plan and find the same digests.
     """
 
     heading: ClassVar[str] = "Certificate of {}"
@@ -204,22 +210,23 @@ class Certificate(Document, frozen=True, kw_only=True):
     plan_fingerprint: Text
     """``Plan.fingerprint`` of the plan that was followed; empty without one."""
     seed: int
-    """A session has that of torch as it was opened."""
+    """For a session, torch's seed when it was opened."""
     versions: dict[Text, Text]
     host: Host | None = None
     flags: dict[Text, Text]
     """Settings of torch that can change bits."""
     equal: bool | None
-    """None for a session, which has no other run to compare with."""
+    """None for a session, which has no other run for comparison."""
     in_core: tuple[StepDigests, ...]
-    """A session has its ``away()`` steps here, which are others than the planned ones."""
+    """For a session, its ``away()`` steps, which differ from the planned ones."""
     planned: tuple[StepDigests, ...]
     followed: tuple[Text, ...] = ()
-    """Of each planned step of a session, the fingerprint of the plan that it followed up to its backward; or empty."""
+    """For each planned step of a session, the fingerprint of the plan that it followed up to its backward; empty if it
+    diverged."""
 
     @property
     def steps(self) -> tuple[StepDigests, ...]:
-        """The planned ones, or else those in-core."""
+        """The planned steps, or else the in-core ones."""
         return self.planned or self.in_core
 
     def rows(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""AllocatorBuild: the compiled allocator, built in the background where it is not there yet."""
+"""AllocatorBuild: builds the compiled allocator in the background if it is missing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .telling import BUILDING
 
 
 class AllocatorBuild:
-    """State: whether it is in force. The first segments are profiled behind it, since a profile that was begun without
-    it would never have what ops take.
+    """State: whether the allocator is active. The first segments are profiled after the build: a profile begun without
+    the allocator would never have the memory inside ops.
 
-    Raises ``UsageError`` where the mode is ``"on"`` and there can be no arena.
+    Raises ``UsageError`` if the mode is ``"on"`` and an arena is impossible.
     """
 
     def __init__(self, mode: ArenaMode, where: torch.device, teller: Teller) -> None:
@@ -41,17 +41,17 @@ class AllocatorBuild:
 
     @staticmethod
     def _build() -> None:
-        with contextlib.suppress(NativeError):  # who loads it is told why
+        with contextlib.suppress(NativeError):  # loading it reports why
             build()
 
     def wait(self, wait_s: float | None) -> None:
-        """Until it is built, or for so long."""
+        """Waits until it is built, or until the timeout."""
         if self._thread is not None:
             self._thread.join(wait_s)
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is in force, or there will be none."""
+        """Whether it is active, or will never be."""
         if self._thread is not None and self._thread.is_alive():
             return False
         if not self._is_loaded:

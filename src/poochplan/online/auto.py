@@ -1,4 +1,4 @@
-"""auto: a training loop as it is, profiled, planned and run within a budget of memory."""
+"""auto: an unmodified training loop, profiled, planned and run within a memory budget."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from poochplan.formats.profile import Link
 from poochplan.planner.simulator.evaluator import begin_build
 from poochplan.profiler.link import known_link, measure_link
 from poochplan.profiler.request import checked_device
-from poochplan.profiler.trials.machine_facts import aside, unmeasured
+from poochplan.profiler.trials.machine_facts import on_worker_thread, unmeasured
 from poochplan.runtime.attachment import together
 from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.device import Device
@@ -36,7 +36,7 @@ from .studied_plans import StudiedPlans
 Models = torch.nn.Module | Mapping[str, torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 MOST_PERCENT = 100
-"""A number up to this is no amount of bytes that anybody means."""
+"""A number up to this is implausible as an amount of bytes."""
 
 
 def auto(
@@ -133,7 +133,7 @@ def auto(
         _listed(optimizer),
         where,
         spill_dir=folder,
-        link=lambda: aside(lambda: link or known_link(where, folder, rate) or measured()),
+        link=lambda: on_worker_thread(lambda: link or known_link(where, folder, rate) or measured()),
         known=KnownPlans(budget, asked, kept, teller, policy, refused, measures_here=measures_here),
         build=AllocatorBuild(arena, where, teller),
         before_plan=before,
@@ -157,7 +157,7 @@ def auto(
 
 
 def check_budget(budget: str | int | float) -> None:
-    """Raises ``UsageError`` for a budget that cannot be read, and for a few bytes, which were meant as a share."""
+    """Raises ``UsageError`` for a budget that cannot be read, and for a few bytes where a share was meant."""
     parse_budget(budget, 1 << 60)
     if not isinstance(budget, str) and 1 < budget <= MOST_PERCENT:
         raise UsageError(f'budget: expected "60%", "8GiB" or bytes, found {budget}; did you mean "{budget}%"?')
@@ -171,6 +171,6 @@ def _listed(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The one that steps, of one that a library (accelerate, Lightning) has wrapped."""
+    """The optimizer that really steps, of one that a library (accelerate, Lightning) has wrapped."""
     wrapped = getattr(optimizer, "optimizer", None)
     return _inner(wrapped) if isinstance(wrapped, torch.optim.Optimizer) else optimizer

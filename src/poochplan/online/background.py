@@ -1,4 +1,4 @@
-"""Background: planning in a process of its own, one at a time, and what came of it."""
+"""Background: makes one plan at a time in a separate process, and returns the result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import msgspec
 from poochplan.errors import PoochError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
-from poochplan.profiler.trials.machine_facts import aside, completed, is_complete
+from poochplan.profiler.trials.machine_facts import completed, is_complete, on_worker_thread
 
 from .before_plan import Earned, has_no_processor_to_spare
 from .planning_process import Asked
@@ -23,18 +23,19 @@ from .planning_process import Asked
 END_S = 5.0
 """A process that was asked to end is killed after this."""
 MEASURING_S = 0.5
-"""What a loop is to have earned before it stands still for the measurements of the machine."""
+"""Seconds of pause that a loop must have earned before it pauses for the measurements of the machine."""
 
 
 class Background:
-    """One plan, wanted and then under way (:meth:`start`). Ended, at the latest, by :meth:`close`.
+    """One plan: first requested, then being made (:meth:`start`). :meth:`close` ends it at the latest.
 
-    What the profile lacks of the machine is measured there, or before by :meth:`measure`: :meth:`profile` has it.
+    The process measures facts of the machine that the profile lacks, unless :meth:`measure` has done so before;
+    :meth:`profile` includes them.
     """
 
     def __init__(self, profile: Profile, asked: Asked) -> None:
         self.lacks_facts = not is_complete(profile)
-        """Whether something of the machine is to be measured yet."""
+        """Whether some facts of the machine are still to be measured."""
         self._profile = profile
         self._asked = msgspec.structs.replace(asked, is_complete=not self.lacks_facts)
         self._process: subprocess.Popen[bytes] | None = None
@@ -43,17 +44,17 @@ class Background:
         profile.save(self._at / "profile.json")
 
     def measure(self, _: float) -> None:
-        """Measures here what the profile lacks, however long that takes: less than a process takes to begin. What
-        cannot be measured is left to that, which tells why.
+        """Measures in this process what the profile lacks, however long it takes: that is less than a process takes to
+        start. A measurement that fails is left to the planning process, which reports why.
         """
         self.lacks_facts = False
         with contextlib.suppress(PoochError, OSError):
-            profile = aside(lambda: completed(self._profile, self._asked.spill_dir))
+            profile = on_worker_thread(lambda: completed(self._profile, self._asked.spill_dir))
             profile.save(self._at / "profile.json", force=True)
             self._asked = msgspec.structs.replace(self._asked, is_complete=True)
 
     def start(self) -> None:
-        """Planning begins. Idempotent."""
+        """Starts planning. Idempotent."""
         if self._process is not None:
             return
         (self._at / "asked.json").write_bytes(msgspec.json.encode(self._asked))
@@ -68,7 +69,7 @@ class Background:
             )
 
     def is_done(self, wait_s: float | None = 0.0) -> bool:
-        """Whether it has been started and has ended, after at most ``wait_s`` (None: however long that takes)."""
+        """Whether planning was started and has ended, after waiting at most ``wait_s`` (None: without limit)."""
         if self._process is None:
             return False
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -76,11 +77,11 @@ class Background:
         return self._process.returncode is not None
 
     def profile(self) -> Profile:
-        """The profile, of one that is done."""
+        """The profile, once planning is done."""
         return Profile.load(self._at / "profile.json")
 
     def plan(self) -> Plan:
-        """The plan, of one that is done. Raises ``PoochError`` with what it said where there is none."""
+        """The plan, once planning is done. Raises ``PoochError`` with the process's message if there is none."""
         if (self._at / "plan.json").exists():
             return Plan.load(self._at / "plan.json")
         assert self._process is not None
@@ -101,7 +102,7 @@ class Background:
 
 
 class Plannings(dict[Any, Background]):
-    """Plans that are wanted, by what for; they are made one at a time, for the loop needs the processors too."""
+    """Requested plans, by what they are for. They are made one at a time, because the loop needs the processors too."""
 
     def __init__(self, earned: Earned, *, measures_here: bool) -> None:
         super().__init__()
@@ -115,13 +116,13 @@ class Plannings(dict[Any, Background]):
         self._start_the_first()
 
     def go_on(self) -> None:
-        """Between two steps: the loop stands still for the first of them, as long as it has earned."""
+        """Called between two steps. The loop pauses for the first plan, as long as it has earned."""
         self._start_the_first()
         if self:
             self._earned.spend(next(iter(self.values())).is_done)
 
     def take_done(self) -> list[tuple[Any, Background]]:
-        """Those that are done, which are no more in here; the next one begins."""
+        """Removes and returns the plans that are done; the next one is started."""
         done = [(key, planning) for key, planning in self.items() if planning.is_done()]
         for key, _ in done:
             del self[key]
@@ -129,7 +130,7 @@ class Plannings(dict[Any, Background]):
         return done
 
     def wait(self, wait_s: float | None) -> None:
-        """For the first of them."""
+        """Waits for the first plan."""
         first = next(iter(self.values()))
         first.start()
         first.is_done(wait_s)

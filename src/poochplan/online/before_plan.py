@@ -1,4 +1,4 @@
-"""BeforePlan: how steps run that follow no plan, because there is none yet or none fits."""
+"""BeforePlan: how steps without a plan run, because no plan exists yet or none fits."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from poochplan.tensors.host_memory import memory_left
 from poochplan.tensors.storages import own_tensors
 
 SHARE_TAKEN = 0.9
-"""Of the memory that is free."""
+"""Share of the free memory that may be taken."""
 STATES_PER_PARAMETER = 2
-"""Tensors like a parameter that an optimizer may hold beside it (Adam's two), before its first step tells."""
+"""Number of tensors of a parameter's size that an optimizer may add for it (Adam adds two), assumed until its first
+step."""
 AT_ONCE_S = 2.0
 SHARE = 0.1
-"""Of what the loop has run, where that is more."""
+"""Share of the loop's run time, if that is more."""
 LEAST_S = 0.05
-"""Less is not worth a pause."""
+"""A shorter pause is not worth it."""
 
 
 class Unplanned(StrEnum):
-    """How a step runs that follows no plan."""
+    """How a step without a plan runs."""
 
     IN_CORE = "in-core"
-    """Everything is kept as long as memory has room, and swapped from there on."""
+    """Values are kept as long as memory has room, and swapped afterwards."""
     SWAP = "swap"
     """Every saved value is swapped."""
 
@@ -40,14 +41,14 @@ Mode = Literal["in-core", "swap"]
 
 
 class BeforePlan:
-    """Gives such steps their policies. Memory is that of the device, as it is when it is asked for.
+    """Gives steps without a plan their policies. The device's memory is read when it is needed.
 
     Parameters
     ----------
-    before: while there is no plan.
-    refused: where none fits the budget.
-    model: all of the models together; ``optimizers`` those of the loop, as far as they are known.
-    is_short: told when a step is about to swap.
+    before: how steps run while there is no plan.
+    refused: how steps run if no plan fits the budget.
+    model: all of the models together; ``optimizers``: the known ones of the loop.
+    is_short: called when a step is about to swap.
     """
 
     def __init__(
@@ -64,19 +65,21 @@ class BeforePlan:
         self._while_room = KeepWhileRoom(self._room, is_short)
 
     def policy(self) -> StepPolicy:
-        """Of a step that is to have a plan."""
+        """Policy of a step that is to get a plan."""
         return self._by(self.before)
 
     def refused_policy(self) -> StepPolicy:
-        """Of a step that will have none."""
+        """Policy of a step that will get none."""
         return self._by(self.refused)
 
     def room_of(self, budget_bytes: int) -> int:
-        """Most bytes that a step may take while it is profiled: the budget, or what the device has."""
+        """Most bytes that a step may take while it is profiled: the budget, or the device's memory."""
         return budget_bytes if self.before is Unplanned.SWAP else max(budget_bytes, self._device_bytes())
 
     def has_room(self, needed_bytes: int, budget_bytes: int) -> bool:
-        """Whether a step that is profiled may take so many bytes, with all that lives. A census is its last resort."""
+        """Whether a profiled step may take that many bytes in addition to all live memory. It takes a census only as
+        the last resort.
+        """
         is_free = self.before is Unplanned.IN_CORE and needed_bytes <= SHARE_TAKEN * free_bytes(self._where)
         return is_free or needed_bytes <= self.room_of(budget_bytes)
 
@@ -87,11 +90,11 @@ class BeforePlan:
         return int(SHARE_TAKEN * free_bytes(self._where)) - self._to_come_bytes()
 
     def _device_bytes(self) -> int:
-        """What lives, and what may be taken beside it."""
+        """Live bytes, and bytes that may be taken in addition."""
         return census_bytes(self._where.type) + int(SHARE_TAKEN * free_bytes(self._where))
 
     def _to_come_bytes(self) -> int:
-        """Gradients that are not there yet, and the state of optimizers that have not stepped."""
+        """Bytes of gradients that do not exist yet, and of the state of optimizers that have not stepped."""
         parameters = [one for one in own_tensors(self._model) if one.is_leaf and one.requires_grad]
         stateful = {id(one) for optimizer in self._optimizers for one in optimizer.state}
         tensors = ((one.grad is None) + STATES_PER_PARAMETER * (not stateful) for one in parameters)
@@ -99,8 +102,8 @@ class BeforePlan:
 
 
 def free_bytes(where: torch.device) -> int:
-    """Bytes that one process may still take there, with what torch's allocator has reserved; ranks of a host share its
-    memory.
+    """Bytes that one process may still take there, including memory that torch's allocator has reserved. The ranks of a
+    host share its memory.
     """
     left_bytes = memory_left(where)
     if where.type == "cuda":
@@ -109,28 +112,28 @@ def free_bytes(where: torch.device) -> int:
 
 
 def checked(name: str, mode: Mode) -> Unplanned:
-    """The mode of that argument; raises ``UsageError``."""
+    """The mode that the argument names; raises ``UsageError``."""
     if mode not in tuple(Unplanned):
         raise UsageError(f'{name}: expected "in-core" or "swap", found {mode!r}')
     return Unplanned(mode)
 
 
 def ranks_here() -> int:
-    """So many processes of this training share the host."""
+    """Number of processes of this training on the host."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(1, int(ranks)) if ranks.isdigit() else 1
 
 
 def has_no_processor_to_spare() -> bool:
-    """Whether training computes on all processors. What runs beside it then is dear: threads of one op wait for the one
-    whose processor is taken, and for each other. To stand still meanwhile takes less.
+    """Whether training computes on all processors. Background work is then expensive: threads of one op wait for the
+    one whose processor is taken, and for each other. A pause costs less.
     """
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return torch.get_num_threads() * ranks_here() >= there
 
 
 class Earned:
-    """State: since when the loop runs, and how long it has stood still."""
+    """State: when the loop began, and how long it has paused."""
 
     def __init__(self) -> None:
         self._since_s = time.monotonic()
@@ -138,12 +141,12 @@ class Earned:
 
     @property
     def left_s(self) -> float:
-        """Seconds that the loop may stand still now."""
+        """Seconds that the loop may still pause now."""
         return max(AT_ONCE_S, SHARE * (time.monotonic() - self._since_s)) - self._spent_s
 
     def spend(self, work: Callable[[float], object], least_s: float = LEAST_S) -> bool:
-        """Runs ``work(most_s)`` while the loop stands still, where that is better than beside it and has been earned;
-        whether it ran.
+        """Runs ``work(most_s)`` during a pause of the loop, if a pause is better than background work and has been
+        earned. Returns whether it ran.
         """
         left_s = self.left_s
         if left_s < least_s or not has_no_processor_to_spare():

@@ -1,4 +1,6 @@
-"""KnownPlans: the plans of a running loop, by kind of segment: under way, found in the cache, in force; or why none."""
+"""KnownPlans: the plans of a running loop, by kind of segment: being made, found in the cache, active; or why there is
+none.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,16 @@ from .telling import KNOWN, in_force, infeasible, not_planned
 
 
 class KnownPlans:
-    """State: profiles, plans under way and plans ``in_force``, and the kinds that no plan fits.
+    """State: profiles, plans being made, active plans (``in_force``), and the kinds that no plan fits.
 
     Parameters
     ----------
     budget: as the user gave it.
     asked: how all kinds are planned.
     policy: whether a budget that no plan fits is an error.
-    on_refusal: how steps go on that no plan fits.
-    measures_here: whether the machine may be measured in the training process: that takes some megabytes, for which a
-        budget that is kept from the first step on has no room.
+    on_refusal: how steps continue if no plan fits.
+    measures_here: whether the training process may measure the machine. That takes some megabytes; a budget that is
+        kept from the first step on has no room for them.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class KnownPlans:
         self.in_force: dict[Key, PlanInForce] = {}
         self.profiles: dict[Key, Profile] = {}
         self.ready: list[tuple[Key, Plan]] = []
-        """Found, and in force once somebody has put them so: where there are ranks, all of them at once."""
+        """Plans that were found and are not active yet. With data-parallel ranks, all ranks activate them at once."""
         self._cache, self._teller = cache, teller
         self.earned = Earned()
         self._pending = Plannings(self.earned, measures_here=measures_here)
@@ -68,27 +70,27 @@ class KnownPlans:
         self._looked_up: set[Key] = set()
         self._doubted: set[Key] = set()
         self._smallest_bytes = 0
-        """The largest of the smallest possible budgets that were told."""
+        """The largest of the smallest possible budgets that were reported."""
 
     def budget_of(self, profile: Profile) -> int:
-        """In bytes, for the segments of a profile."""
+        """The budget in bytes, for the segments of a profile."""
         return parse_budget(self._budget, profile.in_core_peak_bytes)
 
     @property
     def is_planning(self) -> bool:
-        """Whether a plan is under way."""
+        """Whether a plan is being made."""
         return bool(self._pending)
 
     def is_under_way(self, key: Key) -> bool:
-        """Whether the plan for that kind is."""
+        """Whether the plan for that kind is being made."""
         return key in self._pending
 
     def waits_in_vain(self, key: Key) -> bool:
-        """Whether that kind is profiled, and has no plan: not yet, or never."""
+        """Whether that kind is profiled and has no plan, yet or ever."""
         return (key in self._pending and key not in self.in_force) or key in self._hopeless
 
     def is_promised(self, key: Key) -> bool:
-        """Whether that kind has had a plan: its budget is kept from there on."""
+        """Whether that kind has had a plan. From then on its budget is kept."""
         return key in self._promised
 
     def is_refused(self, key: Key) -> bool:
@@ -96,7 +98,9 @@ class KnownPlans:
         return key in self._hopeless
 
     def is_refused_whatever_lives(self, key: Key) -> bool:
-        """Whether no plan would fit that kind if none of its inputs were alive: so it will be in the next run."""
+        """Whether no plan would fit that kind even if none of its inputs were alive. The next run will then fail in the
+        same way.
+        """
         if key not in self._hopeless:
             return False
         profile = self.profiles[key]
@@ -109,13 +113,15 @@ class KnownPlans:
         return any(key not in self.in_force for key in self._pending)
 
     def wait(self, end_s: float | None) -> None:
-        """Until no plan is under way, or until then by the monotonic clock; those that are made are in force."""
+        """Waits until no plan is being made, or until that time of the monotonic clock. Finished plans become
+        active.
+        """
         while self._pending and (end_s is None or time.monotonic() < end_s):
             self._pending.wait(None if end_s is None else max(0.0, end_s - time.monotonic()))
             self.poll()
 
     def choose(self, key: Key) -> tuple[PlanInForce, Course] | None:
-        """The plan for just that kind; else that of the nearest larger inputs at the same place."""
+        """The plan for exactly that kind; else that of the nearest larger inputs at the same place of the loop."""
         exact = self.in_force.get(key)
         if exact is not None:
             return exact, exact.course
@@ -131,10 +137,10 @@ class KnownPlans:
     # -- where plans come from --------------------------------------------------------------------------------
 
     def want(self, key: Key, profile: Profile, ahead_bytes: int) -> bool:
-        """Whether one is under way now; it is said why not. ``ahead_bytes`` are to be left free for growth, as far as
-        the budget has room.
+        """Requests a plan and returns whether one is being made now. If not, a message says why. ``ahead_bytes`` are
+        left free for growth, as far as the budget has room.
 
-        Raises ``InfeasibleError`` where there is none and that is the policy.
+        Raises ``InfeasibleError`` if no plan fits and the policy is an error.
         """
         self.profiles[key] = profile
         budget_bytes = self.budget_of(profile)
@@ -162,7 +168,7 @@ class KnownPlans:
         self._teller.warn(text)
 
     def poll(self) -> None:
-        """What has been planned meanwhile is found now."""
+        """Finds the plans that were finished since the last call."""
         self._pending.go_on()
         for key, pending in self._pending.take_done():
             try:
@@ -176,8 +182,8 @@ class KnownPlans:
                 pending.close()
 
     def look_up(self, key: Key, ahead_bytes: int) -> None:
-        """What an earlier run has kept for that kind is found, once; its profile is planned, or refused again, where
-        that is all.
+        """Finds what an earlier run has stored for that kind, once. A profile without a plan is planned, or refused
+        again.
         """
         if key in self._looked_up or key in self.in_force:
             return
@@ -197,13 +203,13 @@ class KnownPlans:
             self.ready.append((key, plan))
 
     def doubt(self, key: Key) -> None:
-        """What the plan in force promises is not so: the next one takes its place whatever it promises."""
+        """The active plan's prediction is wrong: the next plan replaces it, whatever that one predicts."""
         self._doubted.add(key)
 
     # -- what is in force, and what is kept -------------------------------------------------------------------
 
     def put_in_force(self, key: Key, plan: Plan) -> None:
-        """Segments of that kind follow it from now on."""
+        """Segments of that kind follow the plan from now on."""
         self.withdraw(key)
         self.in_force[key] = PlanInForce(key, plan)
         self._teller.say(in_force(plan))
@@ -214,17 +220,19 @@ class KnownPlans:
             self._promised.add(key)
 
     def leave(self, key: Key) -> None:
-        """As :meth:`withdraw`. What is kept stays, for it may be right for another run; another one is looked for."""
+        """Like :meth:`withdraw`. The stored plan stays, because it may fit another run; another one is looked up."""
         self.withdraw(key)
         self._looked_up.discard(key)
         self._cache.leave(key)
 
     def keep_profile(self, key: Key, profile: Profile) -> None:
-        """The next run goes on from it."""
+        """Stores the profile, so that the next run continues from it."""
         self._cache.keep(key, profile)
 
     def keep_for_the_next_run(self, alike: list[tuple[Key, Key]]) -> None:
-        """Plans that nobody has followed yet, and which kinds are alike: it has nothing to compare them with."""
+        """Stores plans that no step has followed yet, and which kinds are alike. The next run cannot find the latter by
+        comparison.
+        """
         for key, profile, plan in self._done():
             self.profiles[key] = profile
             self._cache.keep(key, profile, plan)
@@ -237,7 +245,7 @@ class KnownPlans:
                 self._cache.keep(key, self.profiles[like])
 
     def close(self) -> None:
-        """Planning ends."""
+        """Ends planning."""
         self._pending.close()
 
     def _done(self) -> Iterator[tuple[Key, Profile, Plan]]:

@@ -30,27 +30,28 @@ from poochplan.runtime.watch.census import live
 from poochplan.torch_private.compiler_internals import compiled_with
 
 VERSION = 2
-"""Of the way that loops are profiled and planned; what another one has kept is made anew."""
+"""Version of how loops are profiled and planned. Entries of other versions are made anew."""
 MOST_KEPT = 2
-"""So many are kept of one fingerprint: steps may differ in what it does not tell."""
+"""Number of entries for one fingerprint: steps may differ in facts that it lacks."""
 LONGEST_REFUSED_S = 24 * 3600.0
-"""A profile without a plan is measured anew after that: it may be one that no plan fits because it is wrong."""
+"""A profile without a plan is measured anew after this: perhaps no plan fits because the profile is wrong."""
 MOST_CALLS = 100
-"""So many functions and what they hold are looked at of one replaced forward."""
+"""At most this many functions, with what they hold, are examined for one replaced forward."""
 
 
 class PlanCache:
-    """What is wrong or missing there is no error: it is profiled and planned anew.
+    """A wrong or missing entry is no error: the segment is profiled and planned anew.
 
-    A fingerprint is of all that is known to change a step or its plan, before the first one has run:
+    A fingerprint covers everything known before the first step that can change a step or its plan:
 
     * the code that defines the model's classes, and the program (a plan's replays were tried with that code);
     * the model: its tensors, flags, compiled and wrapped calls;
-    * the kind of segment, with the switches of torch as it begins;
-    * device, threads, host, budget, arena, whether the allocator tells what ops take, and whether gradients are scaled;
+    * the kind of segment, with torch's switches when it begins;
+    * device, threads, host, budget, arena, whether the allocator counts the memory inside ops, and whether gradients
+      are scaled;
     * the versions of torch and of poochplan.
 
-    What does not fit all the same is left, and not deleted: it may be another run's.
+    An entry that still does not fit is left and not deleted: another run may need it.
     """
 
     def __init__(
@@ -61,12 +62,12 @@ class PlanCache:
         digests = self._model.fingerprint, code_digest(model), switches_digest(model)
         self._asked = (*digests, repr(budget), arena)
         self._at: dict[Key, Path] = {}
-        """Where what is found and kept of a kind lies."""
+        """The folder in which entries of a kind are found and stored."""
         self._left: set[Path] = set()
 
     @functools.cached_property
     def _process(self) -> tuple[object, ...]:
-        """As it is when the first segment begins: by then all that the loop uses is there."""
+        """The process when the first segment begins: by then all modules that the loop uses are loaded."""
         machine, tells = this_machine(self._where), self._where.type == "cpu" and step_scope() is not None
         return (
             *(machine.kind, machine.name, machine.memory_bytes, machine.threads, platform.node(), tells),
@@ -74,8 +75,8 @@ class PlanCache:
         )
 
     def find(self, key: Key) -> tuple[Profile, Plan | None] | None:
-        """Profile and plan for a kind of segment. The profile alone where the loop ended before its plan was made, or
-        where no plan fitted.
+        """Profile and plan for a kind of segment. The profile alone if the loop ended before its plan was made, or if
+        no plan fitted.
         """
         for folder in self._kept(key):
             with contextlib.suppress(PoochError):
@@ -97,7 +98,7 @@ class PlanCache:
         return None
 
     def keep(self, key: Key, profile: Profile, plan: Plan | None = None) -> None:
-        """Writes them, the plan last, so that one that is found has its profile."""
+        """Writes both, the plan last, so that every plan that is found has its profile."""
         if key not in self._at:
             self._at[key] = self._free(key)
         folder = self._at[key]
@@ -108,23 +109,25 @@ class PlanCache:
             write_cache(folder / "plan.json", encode_readable(plan))
 
     def leave(self, key: Key) -> None:
-        """What is kept for that kind is not what its segments do in this run; what is kept next lies elsewhere."""
+        """The entry for that kind does not match its segments in this run. The next entry is stored in another
+        place.
+        """
         folder = self._at.pop(key, None)
         if folder is not None:
             self._left.add(folder)
 
     def was_right(self, key: Key) -> None:
-        """What is kept for that kind was followed to the end; the next run looks at it first."""
+        """The plan of that entry was followed to the end. The next run tries it first."""
         if key in self._at:
             with contextlib.suppress(OSError):
                 os.utime(self._at[key] / "profile.json")
 
     def _kept(self, key: Key) -> list[Path]:
-        """Folders of that kind, the one that was right last first."""
+        """Folders of that kind; the one that matched last comes first."""
         return sorted((one for one in self._folders(key) if _kept_at(one)), key=_kept_at, reverse=True)
 
     def _free(self, key: Key) -> Path:
-        """Where something new is kept: where nothing is, else in place of what was right least recently."""
+        """The folder for a new entry: an empty one, else the one that matched least recently."""
         return min(self._folders(key), key=_kept_at)
 
     def _folders(self, key: Key) -> list[Path]:
@@ -134,19 +137,19 @@ class PlanCache:
 
 
 def _kept_at(folder: Path) -> float:
-    """When something was kept there, or was right; 0 where nothing is."""
+    """When an entry was stored there or last matched; 0 for an empty folder."""
     with contextlib.suppress(OSError):
         return (folder / "profile.json").stat().st_mtime
     return 0.0
 
 
 def scales_gradients() -> bool:
-    """Whether a gradient scaler is there that is switched on."""
+    """Whether a gradient scaler exists that is switched on."""
     return any(one.is_enabled() for one in live(torch.amp.GradScaler))
 
 
 def code_digest(model: torch.nn.Module) -> str:
-    """Of the files that define the classes of the model's modules, and of the program itself."""
+    """Digest of the files that define the classes of the model's modules, and of the program itself."""
     names = sorted({type(module).__module__ for module in model.modules()} | {"__main__"})
     digest = hashlib.sha256()
     for name in names:
@@ -157,8 +160,8 @@ def code_digest(model: torch.nn.Module) -> str:
 
 
 def switches_digest(model: torch.nn.Module) -> str:
-    """Of what changes steps and no code: plain attributes of modules and of their ``config``, such as gradient
-    checkpointing or a probability; replaced and compiled calls, and autocast that they are wrapped in.
+    """Digest of settings that change steps and are no code: plain attributes of modules and of their ``config``, such
+    as gradient checkpointing or a probability; replaced and compiled calls, and autocast that wraps them.
     """
     digest = hashlib.sha256()
     for name, module in model.named_modules():
@@ -171,7 +174,7 @@ def switches_digest(model: torch.nn.Module) -> str:
 
 
 def _plain(attributes: Mapping[str, object]) -> list[tuple[str, str]]:
-    """By name; without modes, and without numbers that libraries give their objects to tell them apart."""
+    """Plain attributes by name, without modes and without numbers by which libraries distinguish their objects."""
     kinds = (bool, float, str, torch.dtype)
     return sorted(
         (name, repr(one))
@@ -181,7 +184,7 @@ def _plain(attributes: Mapping[str, object]) -> list[tuple[str, str]]:
 
 
 def _calls(forward: object) -> list[str]:
-    """What a replaced forward goes through: functions by name, and autocast with its settings."""
+    """The functions through which a replaced forward goes, by name, and autocast with its settings."""
     found: list[str] = []
     pending, seen = [forward], set[int]()
     while pending:
@@ -200,7 +203,7 @@ def _calls(forward: object) -> list[str]:
 
 
 def _held_by(function: object) -> Iterator[object]:
-    """What the cells of a function hold."""
+    """The objects in the cells of a function."""
     for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # one that is empty yet
             yield cell.cell_contents

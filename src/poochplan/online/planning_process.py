@@ -1,9 +1,9 @@
-"""The process that plans beside a training loop, at low priority, gone when its parent is.
+"""The process that plans for a training loop, at low priority. It ends when its parent does.
 
     python -m poochplan.online.planning_process FOLDER
 
-The folder has a profile and what is asked (:class:`Asked`). Link and costs of the machine are measured here where the
-profile has none; it is written anew then, and the plan beside it.
+The folder has a profile and a request (:class:`Asked`). If the profile lacks the link and the costs of the machine,
+this process measures them and writes the profile anew, with the plan next to it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 PR_SET_PDEATHSIG = 1
 LEAST_PRIORITY = 10
 GAP = 0.02
-"""The search ends within this of the proven bound: the loop needs the processors."""
+"""The search ends within this share of the proven bound, because the loop needs the processors."""
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -30,26 +30,26 @@ class Asked(msgspec.Struct, frozen=True):
     time_limit_s: float
     arena: Literal["auto", "on", "off"]
     spill_dir: str | None
-    """Of the link, which is measured where the profile has none."""
+    """Spill folder of the link, which is measured there if the profile has none."""
     budget_bytes: int = 0
     is_complete: bool = False
-    """Whether the profile has all that is to be measured of the machine: then torch is not loaded."""
+    """Whether the profile has all facts of the machine. Then torch is not loaded."""
 
 
 def ends_with_its_parent() -> None:
-    """Has the system end this process when its parent has ended, however that came."""
+    """Has the system end this process when its parent has ended, for whatever reason."""
     with contextlib.suppress(OSError, AttributeError):  # no Linux: the parent ends it where it can
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def yields_to_others() -> None:
-    """Where another thread wants the processor that this process has, it gets it at once."""
+    """If another thread wants this process's processor, it gets it at once."""
     with contextlib.suppress(OSError):
         os.nice(LEAST_PRIORITY)
 
 
 def plan_in(folder: Path) -> None:
-    """Reads what is asked there, and writes the plan. Raises ``PoochError``."""
+    """Reads the request in that folder, and writes the plan. Raises ``PoochError``."""
     from poochplan.formats.profile import Profile
     from poochplan.planner.planning import plan
 
@@ -65,7 +65,7 @@ def plan_in(folder: Path) -> None:
 
 
 def main(folder: str) -> int:
-    """The exit code; a failure is one line on stderr."""
+    """Returns the exit code. A failure is one line on stderr."""
     from poochplan.errors import PoochError
 
     try:

@@ -1,4 +1,4 @@
-"""StudiedPlans: a running loop is profiled, has its plans made by another process, and follows them."""
+"""StudiedPlans: profiles a running loop, has its plans made by another process, and follows them."""
 
 from __future__ import annotations
 
@@ -49,13 +49,14 @@ from .telling import (
 )
 
 MOST_STUDIES = 3
-"""Of one kind of segment, where its plans are not what it does."""
+"""A kind of segment is studied at most this often, if its segments differ from its plans."""
 MISSES = 2
-"""Segments in a row that leave their plan, after which they are studied anew."""
+"""After this many segments in a row that diverge from their plan, the kind is studied anew."""
 STEPS = 10
-"""So many are looked at; their median is not moved by the first two, of which an arena is learned."""
+"""Number of steps that are compared with the prediction. The first two, in which an arena is recorded, do not move
+their median."""
 MOST = 1.25
-"""Of what was promised; more is told."""
+"""A step is slow if it takes more than this factor of its predicted time."""
 
 COPIES = "copies to the host and back take longer than was measured"
 UNSERVED = "their memory does not come from one arena yet"
@@ -64,13 +65,13 @@ SLOWER = "operations take longer than when they were measured"
 
 
 class StudiedPlans(Observer):
-    """State: the plan that the open segment follows; by kind of segment, what lives beside it, how often it has left
-    its plan, been studied, and been planned anew.
+    """State: the plan that the open segment follows; by kind of segment, the memory outside it, how often it has
+    diverged from its plan, been studied, and been planned anew.
 
     Parameters
     ----------
     known: profiles and plans.
-    build: of the allocator: nothing is profiled before.
+    build: the allocator's build; nothing is profiled before it is done.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class StudiedPlans(Observer):
         self._following: PlanInForce | None = None
         self._last: PlanInForce | None = None
         self._began_s = self._took_s = 0.0
-        """When the open segment began, and how long it took up to the optimizer's step; 0 where there was none."""
+        """When the open segment began, and how long it took up to the optimizer's step; 0 without one."""
         self._promises: dict[Key, Promise] = {}
         self._beside = defaultdict[Key, Growth](Growth)
         self._missed, self._studies, self._times = Counter[Key](), Counter[Key](), Counter[Key]()
@@ -182,13 +183,13 @@ class StudiedPlans(Observer):
         return self._before.policy()
 
     def policy(self, line: Line | None) -> StepPolicy:
-        """Until there is a plan, and where there will be none."""
+        """The policy before there is a plan, and if there will be none."""
         if line is None:
             return self._before.policy()
         return self._without_plan(line.key, line.profile, is_refused=bool(line.refused))
 
     def _without_plan(self, key: Key, profile: Profile | None, *, is_refused: bool) -> StepPolicy:
-        """Keeps all where that is known to fit the budget, and swaps where the budget was promised."""
+        """Keeps all values if that is known to fit the budget, and swaps if the budget was guaranteed."""
         if profile is not None and profile.in_core_peak_bytes <= self._known.budget_of(profile):
             return KeepAll()
         if is_refused:
@@ -213,7 +214,7 @@ class StudiedPlans(Observer):
             self._keeps_promise(key, plan, segment)
 
     def _keeps_promise(self, key: Key, plan: PlanInForce, segment: Segment) -> None:
-        """Steps dearer than promised are told of; where copies are the reason, less is swapped from now on: once."""
+        """Reports, once, steps that are slower than predicted. If copies are the reason, a new plan swaps less."""
         promise = self._promises.get(key)
         if promise is None or promise.plan is not plan.plan:
             promise = self._promises[key] = Promise(plan.plan)
@@ -231,7 +232,7 @@ class StudiedPlans(Observer):
     # -- plans, and what they lack --------------------------------------------------------------------------------
 
     def profiled(self, line: Line) -> None:
-        """Has the profile planned, or says why there is none."""
+        """Has the profile planned, or says why there is no plan."""
         profile = line.profile
         if profile is None:
             if line.refused != UNUSED:  # there is nothing to plan
@@ -248,18 +249,20 @@ class StudiedPlans(Observer):
         return self._known.is_under_way(line.key)
 
     def plan_again(self, plan: PlanInForce, more_bytes: int) -> str:
-        """In the other process; segments swap until the plan is there. Not where there are ranks, each of which has
-        measured its own: they go on as they do, together.
+        """Plans in the other process; segments swap until the plan is ready. Ranks get no new plan, because each has
+        measured its own bytes: they continue together as before.
         """
         key = self._key_of(plan)
         profile = self._known.profiles.get(key)
         if profile is None or self._ranks is not None:
             return REMEDY
         if self._times[key] == MOST_PLANS:
-            return f"it has been planned anew {MOST_PLANS} times, and grows on: let go of what is kept"
+            return (
+                f"it has been planned again {MOST_PLANS} times and still grows: release the tensors that the loop keeps"
+            )
         self._times[key] += 1
         self._want_another(key, profile, more_bytes)
-        return f"another plan is made that knows of {format_bytes(more_bytes)} more"
+        return f"another plan is made that has room for {format_bytes(more_bytes)} more"
 
     def _want_another(self, key: Key, profile: Profile, more_bytes: int) -> None:
         self._known.withdraw(key)
@@ -267,7 +270,7 @@ class StudiedPlans(Observer):
         self._known.want(key, with_bytes_beside(profile, more_bytes), ahead_bytes)
 
     def _is_outgrown(self, plan: PlanInForce, number: int) -> bool:
-        """Whether so much lives beside the step by now that the plan would break its budget; another is made then."""
+        """Whether the memory outside the step now makes the plan exceed its budget. If so, another plan is made."""
         key = self._key_of(plan)
         profile, beside = self._known.profiles.get(key), self._beside[key]
         if self._known.policy is not OverBudget.REPLAN or profile is None:
@@ -292,7 +295,7 @@ class StudiedPlans(Observer):
 
     @property
     def _foreseen_bytes(self) -> int:
-        """What the optimizers will come to hold."""
+        """Bytes that the optimizers will still add."""
         return foreseen_bytes(self.scene.optimizers, self.scene.where.type)
 
     # -- ranks ----------------------------------------------------------------------------------------------------
@@ -312,7 +315,7 @@ class StudiedPlans(Observer):
         return bool(known.in_force or known.ready) and not known.is_planning and not self._is_studying
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Ranks are told here: they have all come to the same step."""
+        """Ranks share their plans here, because all of them have come to the same step."""
         super().stepped(optimizer)
         self._took_s = time.perf_counter() - self._began_s
         if self._ranks is not None:
@@ -320,14 +323,14 @@ class StudiedPlans(Observer):
             self._tell_ranks()
 
     def _take_ready(self) -> bool:
-        """What has been planned is in force from now on; whether that is all for now."""
+        """Activates finished plans. Returns whether there are no more for now."""
         ready, self._known.ready = self._known.ready, []
         for key, plan in ready:
             self._known.put_in_force(key, plan)
         return self._is_all_planned
 
     def _tell_ranks(self, *, even_nothing: bool = False) -> bool:
-        """All ranks follow what rank 0 has planned; whether that is all for now, as it says."""
+        """All ranks follow the plans that rank 0 has made. Returns whether rank 0 has no more for now."""
         assert self._ranks is not None
         ready = self._known.ready
         told = Shared(ready, self.lines.alike, self._is_all_planned) if ready or even_nothing else None
@@ -352,16 +355,16 @@ class Promise:
 
     @property
     def step_s(self) -> float:
-        """Of the steps, the median."""
+        """Median seconds of these steps."""
         return median(self._seconds)
 
     @property
     def stall_s(self) -> float:
-        """That a step waits for copies, the median."""
+        """Median seconds in which a step waits for copies."""
         return median(report.stall_s for report in self._reports)
 
     def took(self, seconds: float, report: StepReport) -> str:
-        """A step has followed the plan; why steps are dearer than promised, told once, else empty."""
+        """A step has followed the plan. Returns why steps are slower than predicted, once; else empty."""
         if len(self._seconds) == STEPS:
             return ""
         self._seconds.append(seconds)
@@ -378,7 +381,7 @@ class Promise:
         return BUSY if os.getloadavg()[0] > (os.cpu_count() or 1) else SLOWER
 
     def link_found(self, link: Link) -> Link:
-        """The link as these steps have found it: slower by what they waited."""
+        """The link as these steps show it: slower by the time that they waited."""
         report = self._reports[-1]
         copies_s = report.out_bytes / link.outward.bandwidth_bytes_per_s
         copies_s += report.in_bytes / link.inward.bandwidth_bytes_per_s

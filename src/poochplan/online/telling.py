@@ -1,4 +1,4 @@
-"""What ``auto`` says while it runs, beside what every session does (``runtime/watch/teller.py``)."""
+"""Messages of ``auto`` in addition to those of every session (``runtime/watch/teller.py``)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ ONE_REGION = (
     "the model is compiled as a whole, which leaves nothing to plan: steps run in-core as long as memory has room; "
     "poochplan.compile compiles it with a plan inside, or compile its blocks one by one"
 )
-BUILDING = "building the allocator that counts what ops take, in the background; once for this torch"
+BUILDING = "building the allocator that counts the memory inside ops, in the background; once for this torch"
 PLANNING = "planning in another process"
 KNOWN = f"profiled in an earlier run; {PLANNING}"
-ENDED_UNPLANNED = "the loop has ended while a plan was being made; the next run goes on from its profile"
+ENDED_UNPLANNED = "the loop has ended while a plan was being made; the next run continues from its profile"
 ENDED_UNPROFILED = "the loop has ended before it was profiled, which takes a dozen steps: nothing was planned"
 OUTGROWN = "there is more in memory than when the step was profiled: planning again"
-LEFT = "steps are not the planned ones any more: profiling again"
+LEFT = "steps differ from their plan now: profiling again"
 
 
 def described(plan: Plan) -> str:
-    """What a plan is, in one line."""
+    """Describes a plan in one line."""
     decisions = [value.decision for value in plan.values]
     counts = ", ".join(
         f"{decisions.count(decision)} {word}"
@@ -43,7 +43,7 @@ def described(plan: Plan) -> str:
 
 
 def infeasible(profile: Profile, budget_bytes: int, smallest_bytes: int, way: Unplanned) -> str:
-    """That no plan fits, what does, and how steps go on."""
+    """Says that no plan fits, which budget would, and how steps continue."""
     where = f"layer {profile.in_core_peak_layer}" if profile.in_core_peak_layer else "the step"
     share = share_that_holds(smallest_bytes, profile.in_core_peak_bytes)
     also = "".join(f"; {line}" for line in limits(profile))
@@ -55,30 +55,30 @@ def infeasible(profile: Profile, budget_bytes: int, smallest_bytes: int, way: Un
 
 
 def profiled(steps: int, number: int) -> str:
-    """That so many steps have been measured; of the ``number``-th sort of steps, from 1."""
+    """Says how many steps have been measured, for the ``number``-th kind of step, from 1."""
     which = "" if number == 1 else " more, of other inputs or another part of the loop"
     return f"profiled in {steps} steps{which}; {PLANNING}"
 
 
 def in_force(plan: Plan) -> str:
-    """What steps follow from now on."""
+    """Says which plan steps follow from now on."""
     return f"from the next step on {described(plan)}"
 
 
 def dearer(step_s: float, promised_s: float, why: str, *, is_planned_again: bool) -> str:
-    """That steps under a plan take longer than it has promised, and what comes of that."""
-    then = "another plan is made that knows of it" if is_planned_again else "the plan stays in force"
+    """Says that steps under a plan are slower than predicted, and what follows from that."""
+    then = "another plan is made for the slower link" if is_planned_again else "the plan stays in force"
     return f"steps take {format_seconds(step_s)} where {format_seconds(promised_s)} were predicted: {why}; {then}"
 
 
 def not_planned(reason: str) -> str:
-    """Why a plan could not be made."""
+    """Says why a plan could not be made."""
     return f"steps go on without a plan: {reason}"
 
 
 def without_plan(reason: str, way: Unplanned) -> str:
-    """Why steps will have no plan, and how they go on."""
-    return f"no plan is made for some of the steps, for {reason}; {_HOW[way]}"
+    """Says why steps will have no plan, and how they continue."""
+    return f"no plan is made for some of the steps: {reason}; {_HOW[way]}"
 
 
 _HOW = {

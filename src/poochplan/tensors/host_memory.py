@@ -33,7 +33,7 @@ _MOST = (1 << 31) - 1
 _lock = threading.RLock()  # reentrant: a session may end in a finalizer, which runs anywhere
 _holders: set[object] = set()
 MARGIN = 1.1
-"""The in-core step has to fit with a tenth to spare: what allocators and threads take is nobody's value."""
+"""The in-core step must fit with a tenth to spare, because memory of allocators and threads belongs to no value."""
 
 
 def available_bytes() -> int:
@@ -56,7 +56,7 @@ def _machine_bytes() -> int:
 
 
 def _cgroup_bytes() -> list[int]:
-    """What each limited cgroup of this process, version 1 or 2, has left."""
+    """Bytes that each limited cgroup of this process, version 1 or 2, has left."""
     left = []
     for line in _lines(Path("/proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
@@ -140,13 +140,13 @@ def _fill_new(byte: int) -> None:
 
 
 def give_back_freed() -> None:
-    """What the C library keeps of freed blocks leaves resident memory now; nothing happens where it cannot be asked."""
+    """Releases the freed blocks that the C library has kept; without effect if the library has no call for it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _settle() -> None:
-    """Sets what holds now, with or without a block. Within one, what was freed before it is given back too."""
+    """Applies the present setting, within a block or not. Within one, memory that was freed before is released too."""
     try:
         library = ctypes.CDLL(None)
         mallopt, trim = library.mallopt, library.malloc_trim
@@ -164,7 +164,7 @@ def _within() -> dict[int, int]:
 
 
 def _afterwards(environment: Mapping[str, str]) -> dict[int, int]:
-    """What glibc would go by, as far as it can be told."""
+    """The thresholds that glibc would use, as far as they can be determined."""
     asked = {name: _asked(environment, name, variable) for name, variable in _VARIABLES.items()}
     rule_is_off = any(value is not None for value in asked.values())
     kept = dict.fromkeys(_KEPT_BYTES, _FIXED_BYTES) if rule_is_off else dict(_KEPT_BYTES)
@@ -191,7 +191,9 @@ def _address_space_is_limited() -> bool:
 
 
 def fitting_mode(needed_bytes: int, free_bytes: int) -> tuple[Literal["run", "swap-all"], str]:
-    """``run`` or ``swap-all`` for a step that takes ``needed_bytes`` beside what is there, and why in words."""
+    """``run`` or ``swap-all`` for a step that takes ``needed_bytes`` in addition to the present memory, and the reason
+    in words.
+    """
     mode: Literal["run", "swap-all"] = "run" if needed_bytes * MARGIN <= free_bytes else "swap-all"
     verb = "fits" if mode == "run" else "does not fit"
     return mode, (

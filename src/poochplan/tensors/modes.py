@@ -203,7 +203,7 @@ def around_compiled(
 ) -> Iterator[None]:
     """Puts ``wrap(path, call)`` in the place of each compiled callable of ``model`` for the length of a block.
 
-    No hook is put on a compiled module: a hook is part of what was compiled, and adding one compiles again.
+    A compiled module gets no hook: hooks are part of the compiled code, and adding one compiles it again.
     """
     undo: list[Callable[[], None]] = []
     try:
@@ -247,9 +247,9 @@ def _noticed(call: Callable[..., Any]) -> Callable[..., Any]:
 def before_forward(model: torch.nn.Module, tell: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
     """Calls ``tell(args, kwargs)`` before each call of ``model`` for the length of a block.
 
-    By a hook; where the model itself is compiled, around its callable. Entered after another :func:`around_compiled`
-    it is told first. Copies and pickles of the model have no part in it: torch leaves out what a compiled module is
-    called through, and the hook is left out here.
+    It uses a hook. If the model itself is compiled, it wraps its callable. If it is entered after another
+    :func:`around_compiled`, its call comes first. Copies and pickles of the model do not carry it: torch leaves out the
+    attribute through which a compiled module is called, and the hook is left out here.
     """
     if "" in compiled_modules(model):
 
@@ -273,9 +273,9 @@ def before_forward(model: torch.nn.Module, tell: Callable[[tuple[Any, ...], dict
 
 @contextlib.contextmanager
 def where_forward_raises(model: torch.nn.Module, tell: Callable[[], None]) -> Iterator[None]:
-    """Calls ``tell()`` where a call of ``model`` ends with an exception, for the length of a block.
+    """Calls ``tell()`` when a call of ``model`` ends with an exception, for the length of a block.
 
-    By the means of :func:`before_forward`.
+    It uses the means of :func:`before_forward`.
     """
     if "" in compiled_modules(model):
 

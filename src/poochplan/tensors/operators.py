@@ -28,7 +28,7 @@ from poochplan.torch_private.tensor_internals import (
 
 from .storages import is_plain, storage_key
 
-# Allocations whose contents nobody has written yet: what is done to them outside the dispatcher is not seen.
+# Allocations whose contents are not written yet: writes to them outside the dispatcher are not seen.
 _UNINITIALISED = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_", "set_"}
 )
@@ -88,11 +88,11 @@ class Traits(NamedTuple):
     """Positions of running statistics that a replay must not change again."""
     random: bool
     uninitialised: bool
-    """Bears storages that nobody has written yet."""
+    """Creates storages that have not been written yet."""
     overwriting: bool
     """Writes the whole of its first argument without reading it."""
     trusted: bool
-    """Does what its schema says, so that it can be run again."""
+    """Whether it does what its schema says, so that it can be run again."""
     partly_unwritten: frozenset[int] = frozenset()
     """Positions of outputs that are never bitwise the same; the others are."""
     may_write: bool = True
@@ -167,8 +167,8 @@ def held_to_their_way() -> torch.library.Library | None:
 
 
 def _rrelu(op: Any, tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """What it saves is kept where there are saved-tensors hooks: it saves its noise before the kernel has drawn that,
-    and a hook that copies would have what was there before. Torch's database of operators has no other such op.
+    """Its saved values are kept if there are saved-tensors hooks: it saves its noise before the kernel has drawn it, so
+    a hook that copies would copy older contents. Torch's database of operators has no other such op.
     """
     if topmost_hooks() is None or not is_plain(tensor, tensor.device.type):
         found: torch.Tensor = op.decompose(tensor, *rest)
@@ -218,7 +218,7 @@ def _is_of_cudnn(log_probs: torch.Tensor, *others: Any) -> bool:
 
 
 class Writes(NamedTuple):
-    """What a call writes of what was there before."""
+    """The existing storages that a call writes."""
 
     in_place: list[torch.Tensor]
     """The arguments whose contents are others afterwards, and stay so when the call is replayed."""
@@ -228,14 +228,16 @@ class Writes(NamedTuple):
     overwritten: torch.Tensor | None
     """The argument of which every byte of the storage is written and none is read."""
     repeatable: bool
-    """Whether it can be run again: the operator does what its schema says, by the same algorithm on any thread, and
-    the statistics are buffers of the model's."""
+    """Whether it can be run again: the operator does what its schema says, by the same algorithm on any thread, and its
+    statistics are buffers of the model."""
 
 
 def writes_of(
     facts: Traits, args: tuple[Any, ...], kwargs: dict[str, Any], *, static: Container[int], device_type: str
 ) -> Writes:
-    """What the call writes; asked before it runs. ``static``: storage keys of the model's parameters and buffers."""
+    """The writes of the call, determined before it runs. ``static``: storage keys of the model's parameters and
+    buffers.
+    """
     scratch = _statistics(facts, args)
     foreign = [tensor for tensor in scratch.values() if storage_key(tensor) not in static]
     declared = [x for x in _declared(facts, args, kwargs) if not any(x is one for one in scratch.values())]
@@ -306,7 +308,7 @@ def unflatten(leaves: list[Any], layout: Layout) -> tuple[tuple[Any, ...], dict[
 
 
 def outputs_of(outputs: Any) -> list[Any]:
-    """The leaves of what an op returned."""
+    """The leaves of an op's result."""
     if isinstance(outputs, torch.Tensor):
         return [outputs]
     if type(outputs) is tuple and all(type(output) in _LEAVES for output in outputs):

@@ -1,5 +1,5 @@
-"""What tells one model, call or step from another, in words: the tensors of a model and of a call, a line each, and the
-switches of torch and of a model that change the ops of a step, or their bits.
+"""Texts that identify a model, a call or a step: the tensors of a model and of a call, a line each, and the switches of
+torch and of a model that change the ops of a step, or their bits.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def model_tensors(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def input_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """One line for each tensor in the arguments of a call, wherever it is nested: ``0 float32[32, 3, 224, 224]``,
-    ``input_ids int64[8, 128]``, ``1.mask bool[8]``. What is no tensor is left out.
+    """One line for each tensor in the arguments of a call, at any depth: ``0 float32[32, 3, 224, 224]``, ``input_ids
+    int64[8, 128]``, ``1.mask bool[8]``. Other arguments are left out.
     """
     return tuple(_line(path, leaf) for path, leaf in (*tensor_leaves("", args), *tensor_leaves("", kwargs)))
 
@@ -93,19 +93,19 @@ def _line(path: str, tensor: torch.Tensor) -> str:
 
 
 def torch_switches() -> dict[str, str]:
-    """All that torch itself can be set to, by name; autocast is the calling thread's."""
+    """All switches of torch by name; autocast is that of the calling thread."""
     return {name: str(_read(flag)) for name, flag in _FLAGS.items()}
 
 
 def kernel_switches(kind: str) -> dict[str, str]:
-    """Precision, cuDNN and determinism: what decides which kernels of a GPU a step runs, their seconds, workspace and
-    bits. Empty on the CPU, where a profile says its threads.
+    """Precision, cuDNN and determinism: the switches that decide which kernels of a GPU a step runs, with their
+    seconds, workspace and bits. Empty on the CPU, where a profile has its number of threads.
     """
     return {name: str(_read(_FLAGS[name])) for name in _OF_KERNELS} if kind == "cuda" else {}
 
 
 class Switches:
-    """State: the modules and parameters that the model has now; their flags are read whenever they are asked for."""
+    """State: the model's present modules and parameters; their flags are read on each query."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules, self._parameters = tuple(model.modules()), tuple(model.parameters())

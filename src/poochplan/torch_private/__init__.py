@@ -1,5 +1,5 @@
-"""Every private name of torch that poochplan stands on, and what each is for. No other module names one.
+"""Every private name of torch that poochplan uses, and its purpose. No other module names one.
 
-torch promises nothing about these: when another version breaks, it is here that one looks. A test holds the rest of the
-package to it. `make test-torch VERSION=...` tells whether a version still has them all, and that they mean the same.
+torch guarantees none of them: if another version breaks poochplan, look here first. A test enforces this for the rest
+of the package. `make test-torch VERSION=...` checks whether a version still has all of them, with the same meaning.
 """

@@ -1,4 +1,4 @@
-"""Private names of torch's compiler, and what each is for."""
+"""Private names of torch's compiler, and the purpose of each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def compiled_with(module: torch.nn.Module) -> str:
-    """By what and how a module is compiled, in words; empty for one that is not."""
+    """The compiler of a module and its settings, in words; empty for a module that is not compiled."""
     if not is_compiled(module):
         return ""
     found: Any = getattr(module, "dynamo_ctx", None)
@@ -40,8 +40,9 @@ def compiled_with(module: torch.nn.Module) -> str:
 
 
 def compile_module(module: torch.nn.Module, **options: Any) -> None:
-    """``module.compile()``, which leaves uncompiled what is all torch's own, such as an ``nn.Sequential`` of layers:
-    the compiler passes over the frames of torch's files. ``torch.compile(module)`` traces them, and so does this.
+    """``module.compile()``. Unlike it, this also compiles modules that consist only of torch's own code, such as an
+    ``nn.Sequential`` of layers: the compiler skips the frames of torch's files, but ``torch.compile(module)`` traces
+    them.
     """
     from torch._dynamo.external_utils import wrap_inline
 
@@ -52,20 +53,20 @@ def compile_module(module: torch.nn.Module, **options: Any) -> None:
 
 
 def uncompile(module: torch.nn.Module) -> None:
-    """Takes back ``module.compile()``."""
+    """Undoes ``module.compile()``."""
     module._compiled_call_impl = None
 
 
 def forget_compiled() -> None:
-    """Lets go of all that was compiled in this process; what is called again is compiled again, by the caches.
+    """Drops all code that was compiled in this process. Later calls compile again, from the caches.
 
-    What was compiled before counts where a function is compiled again, and beyond eight times it is silently not.
+    Earlier compilations count when a function is compiled again; beyond eight, it is silently not compiled.
     """
     torch.compiler.reset()
 
 
 def compiled_graphs() -> int:
-    """How many graphs torch.compile has compiled in this process, those that caches served too."""
+    """Number of graphs that torch.compile has compiled in this process, including those from caches."""
     if not _compiler_is_there():
         return 0
     from torch._dynamo.utils import counters
@@ -75,7 +76,9 @@ def compiled_graphs() -> int:
 
 @contextlib.contextmanager
 def more_compiles(factor: int) -> Iterator[None]:
-    """A block in which a function may be compiled so many times as often as else before it is silently not."""
+    """A block in which a function may be compiled that many times as often as otherwise before it is silently not
+    compiled.
+    """
     from torch._dynamo import config
 
     with config.patch(recompile_limit=factor * config.recompile_limit):
@@ -90,14 +93,14 @@ def captures_graphs(module: torch.nn.Module) -> bool:
 
 
 def call_attribute(module: torch.nn.Module) -> str:
-    """The attribute through which a compiled module is called: what stands in its place is called instead."""
+    """The attribute through which a compiled module is called; an object in its place is called instead."""
     return "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"
 
 
 def hidden_from_compiler(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The hook, into which the compiler does not look when a region that it has compiled calls it.
+    """The hook, which the compiler does not trace when a compiled region calls it.
 
-    Where nothing compiled runs, which asks no more than one look at the compiler's callback, it is called as it is.
+    If no compiled code runs, which is one check of the compiler's callback, it is called directly.
     ``torch.compiler.disable`` alone would switch the compiler off and on around each call.
     """
     if not _compiler_is_there():  # nothing is compiled, and importing it takes seconds
@@ -113,7 +116,7 @@ def hidden_from_compiler(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def dispatch_hidden_from_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for the ``__torch_dispatch__`` of a class of modes, in place of what torch wraps it in."""
+    """The same for the ``__torch_dispatch__`` of a class of modes, replacing torch's wrapper of it."""
     hidden: Callable[..., Any] | None = None
 
     def run(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -142,13 +145,13 @@ def _skip_code(function: Any) -> None:
 
 
 def is_tracing() -> bool:
-    """Whether the compiler traces in this thread: the backward it runs then is not the step's."""
+    """Whether the compiler traces in this thread: a backward that it runs then is not the step's."""
     return TracingContext.try_get() is not None
 
 
 def mutated_inputs(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Of a forward that the compiler has split off, the inputs that are written behind each call of it; all of them
-    where that is not told.
+    """Those inputs of a forward split off by the compiler that are written after each call of it; all inputs if that is
+    unknown.
     """
     from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
@@ -162,15 +165,16 @@ def mutated_inputs(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def is_compiled_backward(node: Any) -> bool:
-    """Whether a node of autograd runs a backward that the compiler has made."""
+    """Whether a node of autograd runs a compiled backward."""
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
 def code_of_backward(node: Any) -> tuple[object, str, int]:
-    """Of a node with a compiled backward: what is called in it, its source where Inductor made it (else empty), and how
-    many numbers it is given before the saved tensors.
+    """For a node with a compiled backward: the function that it calls, its source if Inductor made it (else empty), and
+    the number of integers that it gets before the saved tensors.
 
-    It is given these in the order in which they are unpacked. What is compiled when it first runs is None before that.
+    It gets these in the order in which they are unpacked. For code that is compiled when it first runs, the result is
+    None before that.
     """
     called = getattr(getattr(type(node), "_forward_cls", None), "compiled_bw", None)
     source = getattr(called, "source_code", "")
@@ -202,14 +206,15 @@ _USED = {
     "torch._inductor.ir": ("ExternKernel.require_exact_strides", "FlexibleLayout.stride_ordered_for_memory_format"),
     "torch._inductor.lowering": ("fallback_handler", "lowerings", "register_lowering"),
 }
-"""What is used here of the compiler's, by module."""
+"""The compiler's names that are used here, by module."""
 
 
 @functools.cache
 def lacking_in_compiler() -> str:
-    """The first name that is used of the compiler and is not there; empty where all are. Imports it, in seconds.
+    """The first of the compiler's used names that is missing; empty if none is. It imports the compiler, which takes
+    seconds.
 
-    What generated code looks like is not asked here: of code that cannot be read nothing arrives.
+    It does not check the form of generated code: if code cannot be read, no unpack is deferred.
     """
     for module, names in _USED.items():
         try:
@@ -225,8 +230,8 @@ def lacking_in_compiler() -> str:
 
 
 def counts_as(kind: type, what: Literal["CustomPartitionerFn", "CustomGraphPass"]) -> None:
-    """Has Inductor take instances of the class as a partitioner, or as passes that its caches know. It is loaded; for
-    constructors.
+    """Has Inductor accept instances of the class as a partitioner, or as passes that its caches know. Inductor is
+    loaded; for constructors.
     """
     import torch._inductor.custom_graph_pass
 
@@ -234,24 +239,24 @@ def counts_as(kind: type, what: Literal["CustomPartitionerFn", "CustomGraphPass"
 
 
 def takes_several_passes() -> bool:
-    """Whether a setting of passes takes a list of them, and not one alone."""
+    """Whether a setting of passes accepts a list of them, and not only one."""
     import torch._inductor.custom_graph_pass
 
     return hasattr(torch._inductor.custom_graph_pass, "get_custom_graph_passes")
 
 
 def stock_partition(joint: Any, inputs: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """What Inductor splits a joint graph with where nobody sets a partitioner: the forward, and the backward."""
+    """Inductor's default split of a joint graph: the forward, and the backward."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
 
 def compile_with_inductor(graph: Any, inputs: Any, lower: Callable[..., Any], settings: dict[str, Any]) -> Any:
-    """What Inductor's backend makes of a graph under these of its settings; ``lower`` makes code of each half of it.
+    """The result of Inductor's backend for a graph under these settings; ``lower`` makes code of each half of it.
 
-    Saved tensors are not donated to the backward: it would write into what only stands for one. The backward is lowered
-    with its forward, and not when it first runs, by when what arrives in it would have to be known.
+    Saved tensors are not donated to the backward: it would write into placeholders. The backward is lowered together
+    with its forward, and not when it first runs, because its deferred unpacks must be known before.
     """
     import torch._functorch._aot_autograd.graph_compile as steps
     from torch._functorch import config
@@ -268,15 +273,15 @@ def compile_with_inductor(graph: Any, inputs: Any, lower: Callable[..., Any], se
 
 
 def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """The callable, which is given a list of its arguments that it may empty."""
+    """The callable, with a list of its arguments that it may empty."""
     setattr(run, "_boxed_call", True)  # noqa: B010
     return run
 
 
 @contextlib.contextmanager
 def not_lowered(run: Callable[..., Any], partitioner: Any) -> Iterator[None]:
-    """A block in which Inductor splits graphs by ``partitioner`` and makes no code of the halves: ``run`` gives what is
-    called in its place. What is compiled meanwhile is in no cache.
+    """A block in which Inductor splits graphs by ``partitioner`` and generates no code for the halves: ``run`` returns
+    the callable that is used instead. Results compiled meanwhile are in no cache.
     """
     import torch._inductor.compile_fx
     from torch._functorch import config
@@ -297,8 +302,8 @@ def not_lowered(run: Callable[..., Any], partitioner: Any) -> Iterator[None]:
 
 
 def lowered_as_output(op: Any) -> None:
-    """Has Inductor make what ``op`` is given first as it would make an output of the graph at the place of the op's
-    result: in the strides that its graph tells, or channels last. So no copy is made of the result, to lay it so.
+    """Has Inductor lay out the first argument of ``op`` as it would lay out an output of the graph at the place of the
+    op's result: in the graph's strides, or channels last. So no copy of the result is needed to change its layout.
     """
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import V
@@ -320,7 +325,7 @@ def lowered_as_output(op: Any) -> None:
 
 
 def inductor_mode(mode: str) -> dict[str, Any]:
-    """What a mode of ``torch.compile`` sets of Inductor's settings."""
+    """Inductor's settings for a mode of ``torch.compile``."""
     import torch._inductor
 
     return torch._inductor.list_mode_options(mode)

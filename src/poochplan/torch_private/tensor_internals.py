@@ -1,4 +1,4 @@
-"""Private names of torch's tensors, autograd, modules and devices, and what each is for."""
+"""Private names of torch's tensors, autograd, modules and devices, and the purpose of each."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ FAKE_LOG = "torch._subclasses.fake_tensor"
 # --- Tensors and storages: read for each op, so these are C functions ----------------------------------------------
 
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-"""How often a tensor was written in place, counted together with its views: whether a value is still what it was."""
+"""The number of in-place writes to a tensor and its views: it shows whether a value has changed."""
 
 storage_identity: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """The address of a storage's implementation: one number for all tensors on it, for as long as it lives."""
@@ -97,7 +97,9 @@ _NOTHING = contextlib.nullcontext()
 
 
 def packet_of(func: Any) -> Any:
-    """The op without its overload, the key of torch's table of floating point operations; None for what has none."""
+    """The op without its overload, the key of torch's table of floating point operations; None for an op without
+    one.
+    """
     return getattr(func, "_overloadpacket", None)
 
 
@@ -128,7 +130,7 @@ def covers_itself_once(tensor: torch.Tensor) -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie next to each other, in whatever order, and none lies on another."""
+    """Whether its elements lie next to each other, in any order, and no two share memory."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return False
     sizes, strides = tensor.shape, tensor.stride()
@@ -211,7 +213,7 @@ _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward pass: what is saved or run there belongs to no forward."""
+    """Whether this thread runs a backward pass: saves and ops there belong to no forward."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -235,9 +237,9 @@ def topmost_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torc
 
 @contextlib.contextmanager
 def stand_aside(hooks: torch.autograd.graph.saved_tensors_hooks) -> Iterator[None]:
-    """A block in which these hooks are off wherever torch asks for a thread without any, as ``torch.func.grad`` does.
+    """A block in which these hooks are off whenever torch asks for a thread without any, as ``torch.func.grad`` does.
 
-    Else it would raise. What is saved there stays with autograd.
+    Torch would raise otherwise. Autograd keeps the tensors that are saved there.
     """
     with _ASIDE_LOCK:
         _ASIDE.append(hooks)
@@ -273,7 +275,8 @@ _DISABLE = torch.autograd.graph.disable_saved_tensors_hooks
 
 @contextlib.contextmanager
 def outside_transforms() -> Iterator[None]:
-    """A block whose ops no transform around it sees: no ``vmap``, as of batched gradients, and none of ``torch.func``.
+    """A block whose ops are outside every surrounding transform: ``vmap``, as of batched gradients, and those of
+    ``torch.func``.
 
     Otherwise random ops raise, or draw for each entry of a batch.
     """
@@ -308,10 +311,10 @@ def last_sequence_number() -> int:
 
 @contextlib.contextmanager
 def intercept_autograd(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """A block in which ``around(run)`` stands for the one function through which Python runs autograd.
+    """A block in which ``around(run)`` replaces the one function through which Python runs autograd.
 
-    ``backward``, ``torch.autograd.grad`` and ``torch.func`` all pass it, also for a graph that saves nothing. The last
-    block that was entered is told first. Blocks of several threads may end in any order.
+    ``backward``, ``torch.autograd.grad`` and ``torch.func`` all go through it, even for a graph that saves nothing. The
+    block that was entered last is called first. Blocks of several threads may end in any order.
     """
     entry = object()
     with _AROUND_LOCK:
@@ -337,7 +340,7 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
 
 
 _AROUND: dict[object | None, Callable[..., Any]] = {}
-"""Torch's own function, and what stands around it, in the order of entering; empty where nothing does."""
+"""Torch's own function, and its replacements in the order of entering; empty if there are none."""
 _AROUND_LOCK = threading.Lock()
 
 
@@ -382,9 +385,10 @@ def set_non_persistent_buffers(module: torch.nn.Module, names: set[str]) -> None
 
 
 def log_allocations() -> bool:
-    """Starts to log what this thread allocates on the CPU; False where a profiler is on already, which there is one of.
+    """Starts to log this thread's allocations on the CPU. Returns false if a profiler is active already, because there
+    can be only one.
 
-    By the profiler of old: it starts in microseconds, and says nothing on stderr.
+    It uses the older profiler, which starts in microseconds and prints nothing on stderr.
     """
     if _profiling._profiler_enabled():
         return False
@@ -417,7 +421,7 @@ _profiling: Any = torch.autograd
 
 
 def clear_cublas_workspaces() -> None:
-    """Gives back what cuBLAS holds between ops, which no tensor shows: so its bytes can be counted."""
+    """Frees the memory that cuBLAS holds between ops and that no tensor shows, so that its bytes can be counted."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
@@ -450,6 +454,6 @@ def raw_stream(index: int) -> int:
 
 
 def gpu_sleep(cycles: int, where: torch.device) -> None:
-    """Keeps its current stream busy, so that what is queued behind it is timed without the host's gaps."""
+    """Keeps its current stream busy, so that work queued behind it is timed without the host's gaps."""
     with torch.cuda.device(where):
         torch.cuda._sleep(cycles)
