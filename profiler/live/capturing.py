@@ -26,6 +26,7 @@ from poochplan.runtime.watch.census import bucket_bytes, census, census_bytes
 from poochplan.tensors.modes import before_forward
 from poochplan.tensors.signatures import input_signature
 from poochplan.tensors.storages import has_storage, parts_of
+from poochplan.torch_private.sharding import is_sharded
 from poochplan.torch_private.tensor_internals import pytree
 
 from .watch import Pack, Scene, Unpack, Watch
@@ -207,5 +208,9 @@ class Kinds(dict[int, Kind]):
                     self.setdefault(self._capture.value_of(part), kind)
 
     def note_gradients(self, model: torch.nn.Module) -> None:
-        """Those that are there."""
-        self.note((parameter.grad for parameter in model.parameters()), Kind.GRADIENT)
+        """Those that are there. FSDP2 makes some behind the last op of a backward, where none was before."""
+        gradients = [one.grad for one in model.parameters() if one.grad is not None]
+        if self._capture.phase is Phase.OPTIMIZER and is_sharded(model):
+            for one in gradients:
+                self._capture.arise(one)
+        self.note(gradients, Kind.GRADIENT)

@@ -173,6 +173,10 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     when it outlives it)."""
     freed: Index
     """Last tick at which the in-core step holds it, autograd included."""
+    stretch_of: IndexOrNone = -1
+    """Of a storage that gives up its memory and takes it again, as FSDP's gathered weights: the value of the first
+    stretch in which it has memory in this step. Each stretch is a value, from ``born_tick`` to ``freed``, and replays
+    read it there alone."""
     pinned: Text = ""
     """Why it must be kept; empty when it may be swapped."""
     unreplayable: Text = ""

@@ -14,6 +14,7 @@ from poochplan.formats.files import encode_readable
 from poochplan.formats.plan import Plan
 from poochplan.profiler.live.lines import Key
 from poochplan.runtime.watch.census import wrapper_of
+from poochplan.torch_private.sharding import is_sharded
 
 
 class Shared(msgspec.Struct, frozen=True):
@@ -35,10 +36,10 @@ class Ranks:
 
     @classmethod
     def of(cls, models: Iterable[torch.nn.Module]) -> Ranks | None:
-        """None where no model is trained by several processes. The model may be the one within the wrapper, as
-        trainers give it.
+        """None where no model is trained by several processes: by a wrapper around it, which may not be the one that
+        is given here, or sharded by FSDP2.
         """
-        wrapped = any(wrapper_of(model) is not None for model in models)
+        wrapped = any(wrapper_of(model) is not None or is_sharded(model) for model in models)
         return cls() if wrapped and dist.get_world_size() > 1 else None
 
     def share(self, what: Shared | None) -> Shared | None:
