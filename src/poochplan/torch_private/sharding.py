@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -17,9 +18,9 @@ Resized = Callable[[torch.UntypedStorage, int], None]
 """Told a storage that has another size now, and the bytes it had."""
 
 
-def sharded_units(model: torch.nn.Module) -> Iterator[object]:
+def sharded_units(model: torch.nn.Module) -> Iterator[Any]:
     """The states of FSDP2 of a model's units, each once."""
-    seen: set[object] = set()
+    seen: set[Any] = set()
     pending = [model]
     while pending:
         module = pending.pop()
@@ -44,21 +45,27 @@ def gathered_weights(model: torch.nn.Module) -> tuple[list[torch.Tensor], bool]:
     """
     found: list[torch.Tensor] = []
     is_all = True
-    for state in sharded_units(model):
-        for group in _groups(state):
-            for one in group.fsdp_params:  # type: ignore[attr-defined]
-                tensors = [*one.all_gather_outputs, *getattr(one, "_unsharded_inner_tensors", ())]
-                is_all &= bool(tensors)
-                found += tensors
+    for one in _weights(model):
+        tensors = [*one.all_gather_outputs, *getattr(one, "_unsharded_inner_tensors", ())]
+        is_all &= bool(tensors)
+        found += tensors
     return found, is_all
 
 
-def _groups(state: object) -> list[object]:
-    several = getattr(state, "_fsdp_param_groups", None)
-    if several is not None:
-        return list(several)
-    one = getattr(state, "_fsdp_param_group", None)  # of older versions
-    return [] if one is None else [one]
+def sharded_parameters(model: torch.nn.Module) -> dict[int, torch.Tensor]:
+    """The parameters that the model has between steps, by the ``id`` of the gathered ones that stand in their place."""
+    there = ((getattr(one, "_unsharded_param", None), one.sharded_param) for one in _weights(model))
+    return {id(gathered): sharded for gathered, sharded in there if gathered is not None}
+
+
+def _weights(model: torch.nn.Module) -> Iterator[Any]:
+    """What FSDP2 knows of each weight that it shards."""
+    for state in sharded_units(model):
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # older versions have one
+            groups = [state._fsdp_param_group]
+        for group in groups:
+            yield from () if group is None else group.fsdp_params
 
 
 @contextlib.contextmanager
