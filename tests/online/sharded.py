@@ -1,6 +1,7 @@
 """Loops under FSDP2 on several processes: ``torchrun ... -m tests.online.sharded FOLDER NAME ...``.
 
-Each of the named kinds trains without a session, then with one. What came of it goes to ``rankN.json`` in the FOLDER.
+Each of the named kinds trains without a session, then with ``auto``, then with a plan that recomputes all that may be.
+What came of it goes to ``rankN.json`` in the FOLDER.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.utils.checkpoint import checkpoint
 
 import poochplan
+from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.writing import with_decisions
 from tests.allocated_bytes import AllocatedBytes, allocated_bytes
 from tests.runtime.nets import LINK
 
@@ -104,18 +107,14 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str, number: 
     return loss.item()
 
 
-def train(kind: str, meter: AllocatedBytes, cache: Path | None) -> dict[str, Any]:
-    """What came of it. The peak is that of the last steps, which follow the plan."""
+def train(kind: str, meter: AllocatedBytes, session_of: Callable[..., Any]) -> tuple[dict[str, Any], Any]:
+    """What came of it, and the session. The peak is that of the last steps, which follow the plan."""
     gc.collect()
     model = KINDS[kind]()
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3)
-    losses, peak_bytes, before_bytes = [], 0, meter.live
+    losses, peak_bytes = [], 0
     torch.manual_seed(1 + torch.distributed.get_rank())
-    options = {"quiet": True, "link": LINK, "time_limit_s": 0.5, "arena": "off"}
-    entered: Any = nullcontext()
-    if cache is not None:
-        entered = poochplan.auto(model, optimizer, budget=BUDGET, cache=cache / kind, **options)
-    with entered as session:
+    with session_of(model, optimizer) as session:
         for number in range(STEPS):
             if session is not None and number == PLANNED_AT:
                 session.wait_until_planned()
@@ -124,7 +123,29 @@ def train(kind: str, meter: AllocatedBytes, cache: Path | None) -> dict[str, Any
             peak_bytes = max(peak_bytes, meter.peak if number > PLANNED_AT + 1 else 0)
     bits = b"".join(one.detach().to_local().numpy().tobytes() for one in model.parameters())  # type: ignore[attr-defined]
     found = {"losses": losses, "parameters": hashlib.sha256(bits).hexdigest(), "peak_bytes": peak_bytes}
-    return found if session is None else found | facts_of(session) | {"before_bytes": before_bytes}
+    return (found if session is None else found | facts_of(session)), session
+
+
+def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    return nullcontext()
+
+
+def with_auto(cache: Path) -> Callable[..., Any]:
+    options: dict[str, Any] = {"quiet": True, "link": LINK, "time_limit_s": 0.5, "arena": "off", "cache": cache}
+    return lambda model, optimizer: poochplan.auto(model, optimizer, budget=BUDGET, **options)
+
+
+def with_plan(file: Path) -> Callable[..., Any]:
+    return lambda model, optimizer: poochplan.apply(poochplan.Plan.load(file), model, arena="off")
+
+
+def write_all_recomputed(session: Any, file: Path) -> None:
+    """A plan of the profile that recomputes all that may be."""
+    profile = session.profile
+    problem = build_problem(profile)
+    values = zip(problem.names, problem.must_keep, problem.replay.replays, strict=True)
+    names = [name for name, must_keep, replay in values if not must_keep and replay is not None]
+    with_decisions(profile, session.plan, dict.fromkeys(names, "recompute")).save(file)
 
 
 def facts_of(session: Any) -> dict[str, Any]:
@@ -148,7 +169,15 @@ def main(folder: Path, kinds: list[str]) -> None:
     rank = torch.distributed.get_rank()
     found = {}
     for kind in kinds:
-        found[kind] = {"plain": train(kind, meter, None), "planned": train(kind, meter, folder / "cache")}
+        found[kind] = {"plain": train(kind, meter, plain)[0]}
+        found[kind]["planned"], session = train(kind, meter, with_auto(folder / kind))
+        if kind != "accumulating":  # which has a plan for each of its two kinds of micro-steps
+            file = folder / f"{kind}.json"
+            if rank == 0:
+                write_all_recomputed(session, file)
+            del session
+            torch.distributed.barrier()
+            found[kind]["recomputed"], _ = train(kind, meter, with_plan(file))
         (folder / f"rank{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
