@@ -98,7 +98,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str, number: 
         if count > 1:
             model.set_requires_gradient_sync(micro == count - 1)  # type: ignore[operator]
         tokens = torch.randint(0, 100, (BATCH,))
-        loss = nn.functional.cross_entropy(model(tokens).float(), tokens)
+        loss = nn.functional.cross_entropy(model(tokens).float(), torch.randint(0, 100, (BATCH,)))
         loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -107,8 +107,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str, number: 
     return loss.item()
 
 
-def train(kind: str, meter: AllocatedBytes, session_of: Callable[..., Any]) -> tuple[dict[str, Any], Any]:
-    """What came of it, and the session. The peak is that of the last steps, which follow the plan."""
+def train(kind: str, meter: AllocatedBytes, session_of: Callable[..., Any], file: Path | None = None) -> dict[str, Any]:
+    """What came of it. The peak is that of the last steps, which follow the plan. Another plan goes to the file."""
     gc.collect()
     model = KINDS[kind]()
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3)
@@ -123,7 +123,9 @@ def train(kind: str, meter: AllocatedBytes, session_of: Callable[..., Any]) -> t
             peak_bytes = max(peak_bytes, meter.peak if number > PLANNED_AT + 1 else 0)
     bits = b"".join(one.detach().to_local().numpy().tobytes() for one in model.parameters())  # type: ignore[attr-defined]
     found = {"losses": losses, "parameters": hashlib.sha256(bits).hexdigest(), "peak_bytes": peak_bytes}
-    return (found if session is None else found | facts_of(session)), session
+    if file is not None and torch.distributed.get_rank() == 0:
+        write_all_recomputed(session, file)
+    return found if session is None else found | facts_of(session)
 
 
 def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -169,15 +171,14 @@ def main(folder: Path, kinds: list[str]) -> None:
     rank = torch.distributed.get_rank()
     found = {}
     for kind in kinds:
-        found[kind] = {"plain": train(kind, meter, plain)[0]}
-        found[kind]["planned"], session = train(kind, meter, with_auto(folder / kind))
-        if kind != "accumulating":  # which has a plan for each of its two kinds of micro-steps
-            file = folder / f"{kind}.json"
-            if rank == 0:
-                write_all_recomputed(session, file)
-            del session
-            torch.distributed.barrier()
-            found[kind]["recomputed"], _ = train(kind, meter, with_plan(file))
+        file = None if kind == "accumulating" else folder / f"{kind}.json"  # which has two plans
+        found[kind] = {
+            "plain": train(kind, meter, plain),
+            "planned": train(kind, meter, with_auto(folder / kind), file),
+        }
+        torch.distributed.barrier()
+        if file is not None:
+            found[kind]["recomputed"] = train(kind, meter, with_plan(file))
         (folder / f"rank{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import poochplan
 from poochplan.errors import UsageError
 from poochplan.formats.profile import Profile
+from poochplan.online.ranks import Ranks, Shared
 from poochplan.runtime.replays.replay import NotReplayable, _with_memory
 from poochplan.tensors.signatures import model_tensors
 from poochplan.torch_private.sharding import gathered_weights, is_sharded, told_of_resizes
@@ -101,3 +102,12 @@ def test_profile_refuses_a_sharded_model_in_one_line(trained: Any) -> None:
     model, _ = trained
     with pytest.raises(UsageError, match=r"^model: expected one that FSDP2 does not shard, found .*; use poochplan"):
         poochplan.profile(lambda: model(torch.randn(2, 64)).sum(), model=model)
+
+
+def test_ranks_talk_behind_each_step_until_all_is_settled_then_behind_one_in_fifty() -> None:
+    ranks = Ranks()
+    assert all(ranks.are_due() for _ in range(20))
+    assert ranks.share(Shared([], [], is_all=True, is_settled=True)) is not None
+    assert sum(ranks.are_due() for _ in range(100)) == 2
+    ranks.share(Shared([], [], is_all=False))
+    assert ranks.are_due()

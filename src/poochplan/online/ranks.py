@@ -13,18 +13,19 @@ from poochplan.errors import UsageError
 from poochplan.formats.files import encode_readable
 from poochplan.formats.plan import Plan
 from poochplan.profiler.live.lines import Key
-from poochplan.runtime.watch.census import wrapper_of
+from poochplan.runtime.watch.census import EVERY, wrapper_of
 from poochplan.torch_private.sharding import is_sharded
 
 
 class Shared(msgspec.Struct, frozen=True):
     """What rank 0 tells the others: plans that are in force from now on, which kinds are like which, whether that is
-    all for now.
+    all for now, and whether nothing more is under way.
     """
 
     plans: list[tuple[Key, Plan]]
     alike: list[tuple[Key, Key]]
     is_all: bool
+    is_settled: bool = False
 
 
 class Ranks:
@@ -33,6 +34,9 @@ class Ranks:
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo")
         self.is_first = dist.get_rank() == 0
+        self.is_settled = False
+        """As rank 0 has said last."""
+        self._steps = 0
 
     @classmethod
     def of(cls, models: Iterable[torch.nn.Module]) -> Ranks | None:
@@ -41,6 +45,13 @@ class Ranks:
         """
         wrapped = any(wrapper_of(model) is not None or is_sharded(model) for model in models)
         return cls() if wrapped and dist.get_world_size() > 1 else None
+
+    def are_due(self) -> bool:
+        """Whether they are to share behind this step, which every rank asks: behind each until all is settled, then
+        behind one in so many.
+        """
+        self._steps += 1
+        return not self.is_settled or self._steps % EVERY == 0
 
     def share(self, what: Shared | None) -> Shared | None:
         """Called by every rank after the same step; gives what rank 0 has brought, if that is something.
@@ -58,7 +69,9 @@ class Ranks:
         dist.broadcast(content, 0, self._group)
         received = content.numpy().tobytes()
         self._check(received)
-        return msgspec.json.decode(received, type=Shared)
+        shared = msgspec.json.decode(received, type=Shared)
+        self.is_settled = shared.is_settled
+        return shared
 
     def _check(self, received: bytes) -> None:
         digest = int.from_bytes(hashlib.sha256(received).digest()[:7], "big")
