@@ -111,3 +111,10 @@ def test_ranks_talk_behind_each_step_until_all_is_settled_then_behind_one_in_fif
     assert sum(ranks.are_due() for _ in range(100)) == 2
     ranks.share(Shared([], [], is_all=False))
     assert ranks.are_due()
+
+
+def test_a_plan_that_did_not_arrive_alike_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks()
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda bounds, *_: bounds.add_(1))  # another rank's digest
+    with pytest.raises(UsageError, match="plan: expected the same one on all ranks, found that they differ"):
+        ranks.share(Shared([], [], is_all=True))

@@ -21,10 +21,10 @@ from msgspec import Meta
 
 from .files import Document
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 """2 says more of what the launching thread takes (``RuntimeCost``), 3 how the step was run (``StepFacts``), 4 which
 blocks each op takes (``OpBlock``), 5 which nodes of compiled graphs save a value, 6 what the step takes
-by PyTorch alone (``StepTimes.plain_step_s``).
+by PyTorch alone (``StepTimes.plain_step_s``), 7 which values are stretches of one storage (``Value.stretch_of``).
 """
 HOST_ALIGNMENT_BYTES = 4096
 """Every swapped value begins at a multiple of this in host memory and in the spill file."""
