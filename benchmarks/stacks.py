@@ -101,7 +101,7 @@ def ranks_row() -> Row:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-        subprocess.run([*command, "-m", "tests.examples.ranks", folder], check=True, env=environment)
+        subprocess.run([*command, "-m", "tests.examples.ranks", folder, "ddp"], check=True, env=environment)
         found = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     worst = max(found, key=lambda facts: facts["planned"]["peak_bytes"])
     same = all({**one["planned"], "peak_bytes": 0} == {**one["plain"], "peak_bytes": 0} for one in found)

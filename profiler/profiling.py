@@ -44,7 +44,16 @@ from poochplan.tensors.host_memory import available_bytes, fitting_mode, memory_
 from poochplan.units import parse_rate
 
 from .link import measure_link
-from .request import Options, Progress, check_backward, check_mode, check_optimizer, checked_device, tensors_beside
+from .request import (
+    Options,
+    Progress,
+    check_backward,
+    check_mode,
+    check_optimizer,
+    check_whole,
+    checked_device,
+    tensors_beside,
+)
 
 NewSteps = Callable[..., StepFunction]
 """Makes the step function for one try, which is told ``in_core``."""
@@ -128,6 +137,7 @@ def profile(
     """
     check_no_session("profile()", [model])
     begin_build()
+    check_whole(model)
     where = checked_device(model, device, iterations, warmup)
     check_mode(mode, roofline, iterations, where, throttle)
     check_backward(backward, mode, roofline)

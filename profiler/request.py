@@ -15,6 +15,7 @@ from poochplan.errors import StepError, UsageError
 from poochplan.formats.profile import Link
 from poochplan.runtime.devices.opening import model_device
 from poochplan.tensors.storages import own_tensors, parts_of
+from poochplan.torch_private.sharding import is_sharded
 
 Progress = Callable[[str], None]
 STAGES = ("warming up", "capturing", "measuring the link", "timing", "running", "verifying")
@@ -50,6 +51,15 @@ def _kind(model: torch.nn.Module) -> str:
     """The kind of device of the first parameter on a usable device."""
     kinds = [parameter.device.type for parameter in model.parameters()]
     return next((kind for kind in kinds if kind in ("cpu", "cuda")), "cpu")
+
+
+def check_whole(model: torch.nn.Module) -> None:
+    """Raises ``UsageError`` for a model that FSDP2 shards."""
+    if is_sharded(model):
+        raise UsageError(
+            f"model: expected one that FSDP2 does not shard, found {type(model).__name__}: profiling repeats steps, "
+            "and ranks would not repeat as many; use poochplan.auto(model, optimizer, budget=...) and its session.plan"
+        )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer | None) -> None:

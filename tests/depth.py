@@ -35,7 +35,7 @@ REST = {
     "gpu": "suite_dry_run",
     "integrations": "onnx_models",
     "judges": "judges",
-    "online": "growth kinds_of_run trainings",
+    "online": "growth kinds_of_run ranks trainings",
     "packaging": "installed",
     "profiler": "swap_all",
     "runtime": "autograd_steps compiled compiled_budget copies_of_the_model deferred_unpacks mutants points_in_16_bits "

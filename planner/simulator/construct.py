@@ -82,9 +82,11 @@ def _in_order(
 
 
 def may_replay_at(problem: Problem, value: int, point: int) -> bool:
-    """Whether a use point is early enough for a replay of ``value``: what it starts from is still held."""
-    use = problem.first_use_point[value]
-    return point <= use if use >= 0 else problem.point_tick_list[point] <= problem.freed[value]
+    """Whether a use point is early enough for a replay of ``value``: what it starts from is still held; and late enough
+    that the gathered weights which it reads have memory.
+    """
+    use, tick = problem.first_use_point[value], problem.point_tick_list[point]
+    return problem.replay.may_run(value, tick) and (point <= use if use >= 0 else tick <= problem.freed[value])
 
 
 def replay_closure(problem: Problem, decisions: Sequence[Decision], value: int, back: Sequence[int]) -> tuple[int, ...]:

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from poochplan.formats.occupancy import ints, occupancy
 from poochplan.formats.profile import Kind, Op, Phase, Profile
 
+from .gathered import Stretches, reach_of
+
 
 def in_order(seconds: Iterable[float]) -> float:
     """The sum, added one after another: from Python 3.12 on ``sum`` rounds differently, and results must stay the
@@ -70,6 +72,8 @@ class ReplayGraph:
     value_bytes: tuple[int, ...]
     value_writers: tuple[tuple[int, ...], ...]
     """Per value: the forward ops that create or write it, in order."""
+    earliest_tick: tuple[int, ...] = ()
+    """Per saved value: no replay of it may run before this; empty where none reads a gathered weight."""
     _merged: dict[tuple[int, ...], MergedReplay] = field(default_factory=dict, repr=False)
 
     def of(self, value: int) -> Replay:
@@ -77,6 +81,10 @@ class ReplayGraph:
         replay = self.replays[value]
         assert replay is not None
         return replay
+
+    def may_run(self, value: int, tick: int) -> bool:
+        """Whether all gathered weights that a replay of the value may read have memory then, and to its first use."""
+        return not self.earliest_tick or tick >= self.earliest_tick[value]
 
     def to_record(self, ops: Iterable[int]) -> set[int]:
         """Everything that must be recorded so that ``ops`` can be replayed: these ops, and every other writer of their
@@ -174,7 +182,9 @@ class _Versions:
         return saved >= 0 and self.saved_version[saved] == version
 
     def is_preexisting(self, value: int) -> bool:
-        return self.profile.values[value].born < 0
+        """Also of a gathered weight: no replay rebuilds it."""
+        record = self.profile.values[value]
+        return record.born < 0 or record.stretch_of >= 0
 
 
 def build_replay_graph(
@@ -203,6 +213,7 @@ def build_replay_graph(
         replay, reason = _replay_of(versions, saved, value_of, save_tick, first_use_tick)
         replays.append(replay)
         reasons.append(reason)
+    earliest_tick = _within_stretches(profile, replays, reasons, first_use_tick)
     return ReplayGraph(
         replays=tuple(replays),
         reasons=tuple(reasons),
@@ -213,7 +224,27 @@ def build_replay_graph(
         op_temporaries=tuple(_temporaries(versions, index) for index in range(len(profile.ops))),
         value_bytes=tuple(profile.rounded_bytes(value.size_bytes) for value in profile.values),
         value_writers=tuple(map(tuple, writers)),
+        earliest_tick=earliest_tick,
     )
+
+
+def _within_stretches(
+    profile: Profile, replays: list[Replay | None], reasons: list[str], first_use_tick: Sequence[int]
+) -> tuple[int, ...]:
+    """Takes away the replays that may not find a gathered weight; how early the others may run."""
+    stretches = Stretches.in_profile(profile)
+    if not stretches.of:
+        return ()
+    found = reach_of(
+        stretches,
+        [() if one is None else one.ops for one in replays],
+        [() if one is None else one.inputs for one in replays],
+        first_use_tick,
+    )
+    for value, reason in enumerate(found.reasons):
+        if reason:
+            replays[value], reasons[value] = None, reason
+    return found.earliest_tick
 
 
 def _workspace_bytes(profile: Profile, op: Op) -> int:
@@ -279,7 +310,7 @@ def _replay_of(
 def _preexisting_reason(versions: _Versions, value: int, op: int, read: int, needed_tick: int) -> str:
     """Why a value from before the step cannot be read again by ``op`` at ``needed_tick``; empty when it can."""
     record = versions.profile.values[value]
-    if record.freed < min(needed_tick, versions.profile.tick_count - 1):
+    if record.stretch_of < 0 and record.freed < min(needed_tick, versions.profile.tick_count - 1):
         return f"its input {record.name} is gone before backward"
     if value in versions.profile.ops[op].writes:
         # Running statistics: the runtime replays such an op without updating them again.

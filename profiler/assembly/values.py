@@ -66,8 +66,10 @@ def build_values(capture: Capture, kinds: dict[int, Kind], last_tick: int) -> tu
                 dtype=captured.dtype,
                 shape=captured.shape,
                 born=captured.born,
+                born_tick=captured.born_tick,
                 forward_death=died,
                 freed=max(died, let_go),
+                stretch_of=captured.stretch_of,
                 pinned=_pinned(captured, number in saved, died, first_use.get(number)),
                 unreplayable=_unreplayable(capture, number, writers.get(number, [])) if number in saved else "",
             )
@@ -140,7 +142,7 @@ def _let_go(capture: Capture, number: int, last_tick: int) -> int:
 
 
 def _kind(captured: CapturedValue, saved: bool) -> Kind:
-    if captured.born < 0:
+    if captured.born < 0 and captured.born_tick is None:
         return Kind.INPUT
     return Kind.ACTIVATION if saved else Kind.TEMPORARY
 
@@ -192,7 +194,9 @@ def value_names(capture: Capture, kinds: dict[int, Kind]) -> list[str]:
     seen: Counter[str] = Counter()
     names = []
     for number, captured in enumerate(capture.values):
-        if captured.born >= 0:
+        if captured.born_tick is not None:
+            stem = f"{captured.layer or 'step'}/gathered"
+        elif captured.born >= 0:
             parts = capture.ops[captured.born].name.split(".")
             stem = f"{captured.layer or 'step'}/{parts[1] if len(parts) > 1 else parts[0]}"
         else:

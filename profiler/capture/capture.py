@@ -21,6 +21,7 @@ from poochplan.profiler.assembly.reconcile import Floats
 from poochplan.profiler.capture.node_hooks import Gradients, Stretches
 from poochplan.profiler.capture.workspace import Workspace, workspace_of
 from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.profiler.trials.host_store import bytes_of
 from poochplan.runtime.compiled.points import told_of_points
 from poochplan.runtime.engine.saved_value import Handle, SavedValue
 from poochplan.runtime.metering.allocated import aside
@@ -36,6 +37,7 @@ from poochplan.tensors.storages import (
     static_keys,
     storage_key,
 )
+from poochplan.torch_private.sharding import told_of_resizes
 from poochplan.torch_private.tensor_internals import in_backward, pytree, version_of
 
 from .captured import CapturedOp, CapturedValue, Lifetimes, shapes_of
@@ -98,7 +100,7 @@ class Capture(ToggledMode):
     def running(self) -> Iterator[None]:
         """Captures for the length of a block. Other code reports saves, uses and compiled callables."""
         points = told_of_points(self.compiled_calls.point, self.device_type)
-        with self.tracker.on(self.model), points, self.workspace.running():
+        with self.tracker.on(self.model), points, self.workspace.running(), told_of_resizes(self.resized):
             self.switch_on()
             try:
                 yield
@@ -263,6 +265,19 @@ class Capture(ToggledMode):
     def _new_value(self, tensor: torch.Tensor, layer: str, born: int) -> int:
         self.workspace.knows(tensor.untyped_storage())
         return self.lifetimes.add(tensor, layer, born)
+
+    def resized(self, storage: torch.UntypedStorage, before_bytes: int) -> None:
+        """A storage gives up its memory or takes it again, as those of FSDP's gathered weights do."""
+        if storage.device.type != self.device_type:
+            return
+        if before_bytes and not storage.nbytes():
+            self.lifetimes.gives_up(storage)
+            self.nodes.runs_another()
+        elif storage.nbytes() and not before_bytes:
+            self.workspace.knows(storage)
+            with self.paused():
+                whole = bytes_of(storage)
+            self.lifetimes.takes_again(whole, self.tracker.current(), len(self.ops) - 1)
 
     def gone(self, value: CapturedValue) -> None:
         """Reports a dead value to the running compiled code, or to the node."""

@@ -78,6 +78,7 @@ class CapturedValue:
 
     __slots__ = (
         "born",
+        "born_tick",
         "died",
         "dtype",
         "key",
@@ -87,6 +88,7 @@ class CapturedValue:
         "pinned_because",
         "shape",
         "size_bytes",
+        "stretch_of",
     )
 
     def __init__(self, tensor: torch.Tensor, layer: str, born: int) -> None:
@@ -102,6 +104,10 @@ class CapturedValue:
         """Tick at which the last handle died; None while one lives, or if there was none."""
         self.packed_version: int | None = None
         self.pinned_because = ""
+        self.born_tick: int | None = None
+        """Where no op bears it."""
+        self.stretch_of = -1
+        """The value of the first stretch of a storage that gives up its memory and takes it again."""
 
 
 class Lifetimes:
@@ -125,6 +131,8 @@ class Lifetimes:
         self._live_copies: Counter[int] = Counter()
         """Storages of copies, by value."""
         self._live_handles: dict[int, int] = {}
+        self._given_up: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        """Storages that have had no memory in this step, by identity, and the values of their first stretches."""
 
     def find(self, tensor: torch.Tensor) -> int:
         """The value that lies in the tensor's storage, or -1."""
@@ -142,6 +150,26 @@ class Lifetimes:
         self._by_key[value.key] = number
         self._deaths[number] = weakref.ref(tensor.untyped_storage(), lambda _: self._died(number))
         return number
+
+    def gives_up(self, storage: torch.UntypedStorage) -> None:
+        """The storage lives on without memory: what lay there is gone."""
+        key = storage_identity(storage)
+        number = self._by_key.get(key)
+        if number is None or self.values[number].key != key:
+            return
+        value = self.values[number]
+        if value.stretch_of < 0:
+            value.stretch_of = number
+        self._given_up[key] = weakref.ref(storage), value.stretch_of
+        self._died(number)
+
+    def takes_again(self, tensor: torch.Tensor, layer: str, born: int) -> None:
+        """The tensor's storage, which had no memory, has some: another stretch of it begins."""
+        number = self.add(tensor, layer, born)
+        value = self.values[number]
+        before, first = self._given_up.get(value.key, (None, number))
+        is_same = before is not None and before() is tensor.untyped_storage()
+        value.stretch_of, value.born_tick = first if is_same else number, self._last_tick() + 1
 
     def storage_of(self, number: int) -> torch.UntypedStorage | None:
         """The value's own storage, while it lives."""

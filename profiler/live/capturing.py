@@ -28,6 +28,7 @@ from poochplan.runtime.watch.census import bucket_bytes, census, census_bytes
 from poochplan.tensors.modes import before_forward
 from poochplan.tensors.signatures import input_signature
 from poochplan.tensors.storages import has_storage, parts_of
+from poochplan.torch_private.sharding import is_sharded
 from poochplan.torch_private.tensor_internals import pytree
 
 from .watch import Pack, Scene, Unpack, Watch
@@ -215,5 +216,9 @@ class Kinds(dict[int, Kind]):
                     self.setdefault(self._capture.value_of(part), kind)
 
     def note_gradients(self, model: torch.nn.Module) -> None:
-        """Sets the kind of the gradients that exist."""
-        self.note((parameter.grad for parameter in model.parameters()), Kind.GRADIENT)
+        """Sets the kind of the gradients that exist. FSDP2 makes some after the last op of a backward."""
+        gradients = [one.grad for one in model.parameters() if one.grad is not None]
+        if self._capture.phase is Phase.OPTIMIZER and is_sharded(model):
+            for one in gradients:
+                self._capture.arise(one)
+        self.note(gradients, Kind.GRADIENT)

@@ -116,17 +116,18 @@ def _trials(profile: Profile, parts: int) -> list[Instructions]:
     """Instructions that together recompute every value that may be recomputed, each when it is first used.
 
     A single trial keeps all others. If there are several, each swaps the values of the other parts, so that memory
-    stays about that of swapping everything.
+    stays about that of swapping everything. A replay that would read a gathered weight without memory is not tried.
     """
-    saves = saved_values(profile)
+    saves, graph = saved_values(profile), build_problem(profile).replay
+    is_away = [bool(graph.earliest_tick) and replay is None for replay in graph.replays]
     part_of = parts_of(profile, parts) if parts > 1 else [0] * len(saves)
     rest = Decision.SWAP if parts > 1 else Decision.KEEP
     trials = []
     for part in range(parts):
         decisions = []
-        for number, its_part in zip(saves, part_of, strict=True):
+        for number, its_part, away in zip(saves, part_of, is_away, strict=True):
             value = profile.values[number]
-            tried = its_part == part and not value.unreplayable
+            tried = its_part == part and not value.unreplayable and not away
             decisions.append(Decision.KEEP if value.pinned else Decision.RECOMPUTE if tried else rest)
         trials.append(instructions_for(profile, decisions))
     return trials

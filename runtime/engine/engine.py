@@ -6,7 +6,8 @@ segments begin and end, the *tape* knows what ran. States of a saved value: ``sa
 Rules, cited in the code:
 
 1. A value is looked up by its storage; all views of one storage are one value, moved once.
-2. Parameters, buffers, subclasses, sparse tensors and tensors of other devices are never touched.
+2. Parameters (whole ones that FSDP2 gathers, too), buffers, subclasses, sparse tensors and tensors of other devices
+   are never touched.
 3. No device storage is let go, and nothing that a copy fills is used, before the compute stream has waited for the
    copy's end: see ``devices/transfers.py``.
 4. What is packed is stored detached: a graph must not hold itself alive through us.
@@ -45,7 +46,8 @@ from poochplan.runtime.run_report import FallbackKind, Fallbacks
 from poochplan.runtime.step_policies.step_policy import NOTHING, Actions, Chooser, Diverged, StepPolicy
 from poochplan.runtime.watch.census import one_moment
 from poochplan.tensors.modes import Unseen
-from poochplan.tensors.storages import Geometry, has_storage, keys_of, own_tensors, plain_storage
+from poochplan.tensors.storages import Geometry, has_storage, keys_of, own_tensors, plain_storage, storage_key
+from poochplan.torch_private.sharding import gathered_weights
 from poochplan.torch_private.tensor_internals import in_backward, mode_count, storage_identity, version_of
 
 from .cursor import NO_EVENTS, Cursor, Segment, StepEvents
@@ -97,6 +99,8 @@ class Engine:
         self._parts = parts
         self._events = events
         self.fallbacks = Fallbacks()
+        self._knows_gathered = True
+        """Whether all storages are there into which FSDP2 gathers weights."""
         self._lock = threading.RLock()
 
     @property
@@ -231,7 +235,8 @@ class Engine:
     def _look_at_model(self, segment: Segment) -> None:
         kind, static = self.device.kind, dict[int, int]()
         segment.gradient_bytes = 0
-        for tensor in own_tensors(self.model_of(segment)):
+        model = self.model_of(segment)
+        for tensor in own_tensors(model):
             storage = plain_storage(tensor, kind)
             if storage is not None:
                 key = storage_identity(storage)
@@ -241,6 +246,8 @@ class Engine:
             grad = tensor.grad if tensor.is_leaf else None
             if grad is not None and has_storage(grad, kind):
                 segment.gradient_bytes += grad.untyped_storage().nbytes()
+        gathered, self._knows_gathered = gathered_weights(model)
+        static.update((storage_key(one), version_of(one)) for one in gathered if one.device.type == kind)
         self.tape.static = static
 
     def left_over_storages(self) -> list[torch.UntypedStorage]:
@@ -288,6 +295,8 @@ class Engine:
         return Handle.another(tensor, known, cursor.lease(), segment.number, ordinal)
 
     def _outside_the_plan(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        if not self._knows_gathered:  # in the first forward, which makes them
+            self._look_at_model(self.segment)
         return (
             storage_identity(storage) in self.tape.static  # Rule 2
             or tensor.get_device() != self._index

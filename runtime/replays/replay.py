@@ -155,6 +155,13 @@ def storage_of(record: StorageRecord) -> torch.UntypedStorage:
     return storage
 
 
+def _with_memory(record: StorageRecord) -> torch.UntypedStorage:
+    storage = storage_of(record)
+    if not storage.nbytes():
+        raise NotReplayable("a weight that the replay reads is not gathered now")
+    return storage
+
+
 def replay(
     value: Content, resident: Callable[[Content], torch.UntypedStorage], device_type: str, run: Run
 ) -> list[Content]:
@@ -168,7 +175,8 @@ def replay(
     try:
         closure = closure_of(value.record, value.generation, follow_recipes=True)
         there = {
-            need: storage_of(need[0]) if source is None else resident(source) for need, source in closure.leaves.items()
+            need: _with_memory(need[0]) if source is None else resident(source)
+            for need, source in closure.leaves.items()
         }
     except NotReplayable as reason:
         raise RuntimeError(

@@ -24,6 +24,7 @@ EXAMPLES = {
     "accelerate": "accelerate_loop",
     "lightning": "lightning_module",
     "ddp": "ddp_torchrun",
+    "fsdp": "fsdp_torchrun",
 }
 """Pages whose code is run by the tests of an example, which has the names that the page takes for given."""
 Names = dict[str, Any]

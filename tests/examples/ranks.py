@@ -1,6 +1,6 @@
-"""One process of several, as torchrun starts them: the data-parallel example without a session, then with one.
+"""One process of several, as torchrun starts them: an example without a session, then with one.
 
-What came of it goes to ``rankN.json`` in the FOLDER that is the only argument.
+What came of it goes to ``rankN.json`` in the FOLDER that is the first argument; the second is ``ddp`` or ``fsdp``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import poochplan
 from tests.online.census import outside_meter
 from tests.runtime.nets import LINK
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "ddp_torchrun.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SHARES = {"ddp": 0.7, "fsdp": 0.8}
 
 
 def no_session(*_: Any, **__: Any) -> AbstractContextManager[Any]:
@@ -30,19 +31,21 @@ def no_session(*_: Any, **__: Any) -> AbstractContextManager[Any]:
 def run(example: dict[str, Any], **options: Any) -> tuple[dict[str, Any], Any]:
     with outside_meter() as meter:
         losses, model, session = example["main"](**options)
-    digest = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in model.parameters())).hexdigest()
+    whole = [getattr(one, "_local_tensor", one).detach() for one in model.parameters()]
+    digest = hashlib.sha256(b"".join(one.numpy().tobytes() for one in whole)).hexdigest()
     return {"losses": losses, "parameters": digest, "peak_bytes": meter.peak}, (model, session)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, name: str) -> None:
+    example = str(EXAMPLES / f"{name}_torchrun.py")
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     auto, poochplan.auto = poochplan.auto, no_session
-    plain, _ = run(runpy.run_path(str(EXAMPLE)))
+    plain, _ = run(runpy.run_path(example))
     poochplan.auto = auto
-    budget_bytes = int(plain["peak_bytes"] * 0.7)
+    budget_bytes = int(plain["peak_bytes"] * SHARES[name])
     planned, (model, session) = run(
-        runpy.run_path(str(EXAMPLE)),
+        runpy.run_path(example),
         budget=budget_bytes,
         before_plan="swap",
         cache=folder / "cache",
@@ -67,4 +70,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

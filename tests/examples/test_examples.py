@@ -11,7 +11,7 @@ import pytest
 from poochplan.workload import load_workload
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-STACKS = ("auto_loop", "accelerate_loop", "ddp_torchrun", "hf_trainer", "lightning_module")
+STACKS = ("auto_loop", "accelerate_loop", "ddp_torchrun", "fsdp_torchrun", "hf_trainer", "lightning_module")
 """Tried in ``test_stacks.py``."""
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +20,8 @@ from tests.examples.test_examples import EXAMPLES
 from tests.online.caches import empty_cache
 from tests.online.census import outside_meter
 from tests.runtime.nets import LINK
+from tests.torchrun import torchrun
 
-ROOT = EXAMPLES.parent
 QUICK: dict[str, Any] = {"before_plan": "swap", "time_limit_s": 1, "quiet": True, "link": LINK}
 
 
@@ -241,30 +237,20 @@ def test_a_loop_is_the_same_in_less_memory(
     assert peak_bytes <= budget_bytes
 
 
-def facts_of_ranks(module: str, folder: Path) -> list[dict[str, Any]]:
-    """What two processes that torchrun started have written."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "-m", module, str(folder)], env=environment, cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-
-
-def test_ranks_follow_one_plan_from_the_same_step_on_with_the_buckets_counted(tmp_path: Path) -> None:
-    first, second = facts_of_ranks("tests.examples.ranks", tmp_path)
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_ranks_follow_one_plan_from_the_same_step_on_with_the_buckets_counted(name: str, tmp_path: Path) -> None:
+    first, second = torchrun("tests.examples.ranks", tmp_path, name)
     for facts in (first, second):
         assert {**facts["planned"], "peak_bytes": 0} == {**facts["plain"], "peak_bytes": 0}
         assert facts["planned"]["peak_bytes"] <= facts["budget_bytes"]
         assert facts["fallbacks"] == 0
     assert first["plan"] == second["plan"] is not None
     assert first["followed"] == second["followed"] > 0
-    assert first["counts_buckets"]
+    assert first["counts_buckets"] == (name == "ddp")
 
 
 def test_the_trainer_of_transformers_on_two_processes_is_the_same_in_60_percent_of_its_memory(tmp_path: Path) -> None:
-    first, second = facts_of_ranks("tests.examples.trainer_ranks", tmp_path)
+    first, second = torchrun("tests.examples.trainer_ranks", tmp_path)
     for facts in (first, second):
         assert facts["planned"] == facts["plain"]
         assert facts["peak_bytes"] <= facts["budget_bytes"]

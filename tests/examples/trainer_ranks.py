@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerCallback
 
 from poochplan.integrations.hf import PlanCallback
-from tests.examples.ranks import EXAMPLE
+from tests.examples.ranks import EXAMPLES
 from tests.online.census import outside_meter
 from tests.runtime.nets import LINK
 
@@ -30,7 +30,7 @@ class Waits(TrainerCallback):
 
 
 def run(folder: Path, *callbacks: TrainerCallback) -> tuple[dict[str, Any], int]:
-    main = runpy.run_path(str(EXAMPLE.with_name("hf_trainer.py")))["main"]
+    main = runpy.run_path(str(EXAMPLES / "hf_trainer.py"))["main"]
     with outside_meter() as meter:
         trainer = main(*callbacks, folder=str(folder))
     digest = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in trainer.model.parameters())).hexdigest()

@@ -241,7 +241,7 @@ class _Judge:
             entries: set[int] = set()
 
             def need(value: int, version: int, is_root: bool = False) -> None:
-                if self.profile.values[value].born < 0:
+                if self._is_from_before(value):
                     return
                 if not is_root and self._is_entry(value, version):
                     entries.add(self.entry_of[value])
@@ -305,13 +305,26 @@ class _Judge:
         self.verdict.replayed_ops += ops
 
     def _found_elsewhere(self, value: int, op: int, wanted: set[int]) -> bool:
-        is_before = self.profile.values[value].born < 0
-        return is_before or (value not in wanted and self._is_entry(value, self._version_read(value, op)))
+        is_entry = value not in wanted and self._is_entry(value, self._version_read(value, op))
+        return is_entry or self._is_from_before(value)
+
+    def _is_from_before(self, value: int) -> bool:
+        """Or a gathered weight, which is as little the replay's to make."""
+        return self.profile.values[value].born < 0 or self.profile.values[value].stretch_of >= 0
+
+    def _is_gathered(self, storage: int, tick: int) -> bool:
+        for record in self.profile.values:
+            born = self.tick_of_op.get(record.born, 0) if record.born_tick is None else record.born_tick
+            if record.stretch_of == storage and born <= tick <= record.freed:
+                return True
+        return False
 
     def _check_input(self, tick: int, value: int, op: int, rebuilt: dict[int, int], wanted: set[int]) -> None:
         record = self.profile.values[value]
         version = self._version_read(value, op)
-        if record.born < 0:
+        if record.stretch_of >= 0:
+            _ensure(self._is_gathered(record.stretch_of, tick), f"op {op} reads {record.name}, which is not gathered")
+        elif record.born < 0:
             _ensure(tick <= record.freed, f"op {op} reads {record.name}, which is gone")
             if value in self.profile.ops[op].writes:
                 _ensure(record.kind.value == "buffer", f"op {op} would write {record.name} again")

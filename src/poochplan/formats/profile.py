@@ -179,6 +179,7 @@ class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
                 yield from _beyond("ops", name, largest, len(values), "values")
         for where, name, found, count, of in (
             ("values", "born", [value.born for value in values], len(ops), "ops"),
+            ("values", "stretch_of", [value.stretch_of for value in values], len(values), "values"),
             ("handles", "value", [handle.value for handle in self.handles], len(values), "values"),
             ("points", "handle", [point.handle for point in points], len(self.handles), "handles"),
             ("points", "op", [point.op for point in points], len(ops) + 1, "ops and one"),

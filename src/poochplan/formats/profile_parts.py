@@ -22,10 +22,11 @@ from msgspec import Meta
 
 from .files import Document
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 """Version 2 has more costs of the launching thread (``RuntimeCost``); 3 has how the step was run (``StepFacts``); 4 has
 the blocks that each op takes (``OpBlock``); 5 has which nodes of compiled graphs save a value; 6 has the step's time by
-PyTorch alone (``StepTimes.plain_step_s``)."""
+PyTorch alone (``StepTimes.plain_step_s``); 7 has the values that are stretches of one storage
+(``Value.stretch_of``)."""
 HOST_ALIGNMENT_BYTES = 4096
 """Every swapped value begins at a multiple of this in host memory and in the spill file."""
 ALLOCATION_UNIT_BYTES = 512
@@ -173,6 +174,10 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     step if the value outlives the step."""
     freed: Index
     """Last tick at which the in-core step holds it, autograd included."""
+    stretch_of: IndexOrNone = -1
+    """Some storages give up their memory and take it again, as FSDP2's gathered weights do. Each stretch of the step in
+    which such a storage has memory is a value, from ``born_tick`` to ``freed``; replays read the storage only there.
+    This is the value of its first stretch; -1 for all other values."""
     pinned: Text = ""
     """Why it must be kept; empty when it may be swapped."""
     unreplayable: Text = ""

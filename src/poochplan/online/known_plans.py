@@ -15,6 +15,7 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import Kind, Profile
 from poochplan.formats.profile_parts import rounded_up
+from poochplan.formats.queries import in_flight_bytes
 from poochplan.online.plan_cache import PlanCache
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.whatif import with_bytes_beside
@@ -138,7 +139,7 @@ class KnownPlans:
 
     def want(self, key: Key, profile: Profile, ahead_bytes: int) -> bool:
         """Requests a plan and returns whether one is being made now. If not, a message says why. ``ahead_bytes`` are
-        left free for growth, as far as the budget has room.
+        left free for growth, and more for collectives in flight, as far as the budget has room.
 
         Raises ``InfeasibleError`` if no plan fits and the policy is an error.
         """
@@ -149,7 +150,7 @@ class KnownPlans:
             self._hopeless[key] = smallest_bytes
             self._tell_infeasible(profile, budget_bytes, smallest_bytes)
             return False
-        left_bytes = left_free(ahead_bytes, budget_bytes - smallest_bytes)
+        left_bytes = left_free(ahead_bytes + in_flight_bytes(profile), budget_bytes - smallest_bytes)
         if left_bytes:
             profile = self.profiles[key] = with_bytes_beside(profile, left_bytes)
         try:

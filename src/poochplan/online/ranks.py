@@ -13,17 +13,19 @@ from poochplan.errors import UsageError
 from poochplan.formats.files import encode_readable
 from poochplan.formats.plan import Plan
 from poochplan.profiler.live.lines import Key
-from poochplan.runtime.watch.census import wrapper_of
+from poochplan.runtime.watch.census import EVERY, wrapper_of
+from poochplan.torch_private.sharding import is_sharded, rebuilds_buckets
 
 
 class Shared(msgspec.Struct, frozen=True):
     """What rank 0 tells the others: plans that are in force from now on, which kinds are like which, whether that is
-    all for now.
+    all for now, and whether nothing more is under way.
     """
 
     plans: list[tuple[Key, Plan]]
     alike: list[tuple[Key, Key]]
     is_all: bool
+    is_settled: bool = False
 
 
 class Ranks:
@@ -32,14 +34,32 @@ class Ranks:
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo")
         self.is_first = dist.get_rank() == 0
+        self.is_settled = False
+        """As rank 0 has said last."""
+        self._steps = 0
 
     @classmethod
     def of(cls, models: Iterable[torch.nn.Module]) -> Ranks | None:
-        """None where no model is trained by several processes. The model may be the one within the wrapper, as
-        trainers give it.
+        """None where no model is trained by several processes: by a wrapper around it, which may not be the one that
+        is given here, or sharded by FSDP2.
         """
-        wrapped = any(wrapper_of(model) is not None for model in models)
+        wrapped = any(wrapper_of(model) is not None or is_sharded(model) for model in models)
         return cls() if wrapped and dist.get_world_size() > 1 else None
+
+    @staticmethod
+    def are_ready(models: Iterable[torch.nn.Module], segment: int) -> bool:
+        """Whether the segments of these are as all later ones: gradient buckets are made anew in the second step. Some
+        compiled models keep theirs, and that is not waited for any longer.
+        """
+        wrappers = map(wrapper_of, models)
+        return segment > EVERY or not any(rebuilds_buckets(one) for one in wrappers if one is not None)
+
+    def are_due(self) -> bool:
+        """Whether they are to share behind this step, which every rank asks: behind each until all is settled, then
+        behind one in so many.
+        """
+        self._steps += 1
+        return not self.is_settled or self._steps % EVERY == 0
 
     def share(self, what: Shared | None) -> Shared | None:
         """Called by every rank after the same step; gives what rank 0 has brought, if that is something.
@@ -57,7 +77,9 @@ class Ranks:
         dist.broadcast(content, 0, self._group)
         received = content.numpy().tobytes()
         self._check(received)
-        return msgspec.json.decode(received, type=Shared)
+        shared = msgspec.json.decode(received, type=Shared)
+        self.is_settled = shared.is_settled
+        return shared
 
     def _check(self, received: bytes) -> None:
         digest = int.from_bytes(hashlib.sha256(received).digest()[:7], "big")

@@ -162,6 +162,8 @@ class StudiedPlans(Observer):
             self._known.earned.spend(self._build.wait)
         if not self._build.is_ready:  # nothing can be profiled before the allocator counts
             return self._before.policy()
+        if self._ranks is not None and not self._ranks.are_ready(self._attachment.models.values(), segment.number):
+            return self._before.policy()
         self._known.poll()
         if self._is_planner:
             self._known.look_up(key, self._foreseen_bytes)
@@ -314,11 +316,17 @@ class StudiedPlans(Observer):
         known = self._known
         return bool(known.in_force or known.ready) and not known.is_planning and not self._is_studying
 
+    @property
+    def _is_settled(self) -> bool:
+        """Whether nothing is profiled or planned, and something has been, or nothing ever will be."""
+        is_idle = not self._known.is_planning and not self._is_studying
+        return self._is_one_region or (is_idle and bool(self._known.profiles or self._known.in_force))
+
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Ranks share their plans here, because all of them have come to the same step."""
         super().stepped(optimizer)
         self._took_s = time.perf_counter() - self._began_s
-        if self._ranks is not None:
+        if self._ranks is not None and self._ranks.are_due():
             self._known.poll()
             self._tell_ranks()
 
@@ -332,8 +340,9 @@ class StudiedPlans(Observer):
     def _tell_ranks(self, *, even_nothing: bool = False) -> bool:
         """All ranks follow the plans that rank 0 has made. Returns whether rank 0 has no more for now."""
         assert self._ranks is not None
-        ready = self._known.ready
-        told = Shared(ready, self.lines.alike, self._is_all_planned) if ready or even_nothing else None
+        ready, is_settled = self._known.ready, self._is_settled
+        is_news = bool(ready) or is_settled is not self._ranks.is_settled
+        told = Shared(ready, self.lines.alike, self._is_all_planned, is_settled) if is_news or even_nothing else None
         shared = self._ranks.share(told if self._ranks.is_first else None)
         self._known.ready = []
         if shared is None:

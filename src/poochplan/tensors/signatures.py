@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from poochplan.torch_private.sharding import sharded_parameters
 from poochplan.torch_private.tensor_internals import pytree
 
 from .storages import parts_of
@@ -51,11 +52,13 @@ _OF_KERNELS = (
 def model_tensors(model: torch.nn.Module) -> tuple[str, ...]:
     """``name dtype[shape]`` of all parameters and buffers, in order, independent of the machine.
 
-    A model for data-parallel training has those of the one that it wraps.
+    A model for data-parallel training has those of the one that it wraps. Where FSDP2 has gathered weights, which may
+    be of another dtype, they are told as between steps.
     """
     inner = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+    between_steps = sharded_parameters(inner)
     return tuple(
-        _line(name.replace("_orig_mod.", ""), tensor)
+        _line(name.replace("_orig_mod.", ""), between_steps.get(id(tensor), tensor))
         for source in (inner.named_parameters(), inner.named_buffers())
         for name, tensor in source
     )

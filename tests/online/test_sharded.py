@@ -1,0 +1,129 @@
+"""FSDP2: sessions around loops of sharded models are bitwise what the loops are alone, and their memory is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+import poochplan
+from poochplan.errors import UsageError
+from poochplan.formats.profile import Profile
+from poochplan.online.ranks import Ranks, Shared
+from poochplan.runtime.replays.replay import NotReplayable, _with_memory
+from poochplan.tensors.signatures import model_tensors
+from poochplan.torch_private.sharding import gathered_weights, is_sharded, told_of_resizes
+from tests.runtime.nets import LINK
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Profile]:
+    """A model of one rank, and the profile of its loop."""
+    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)])
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"quiet": True, "link": LINK, "time_limit_s": 0.5, "cache": tmp_path_factory.mktemp("c")}
+    with poochplan.auto(model, optimizer, budget="90%", **options) as session:
+        for _ in range(14):
+            model(torch.randn(256, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        session.wait_until_planned()
+        assert session.profile is not None
+        return model, session.profile
+
+
+def test_each_gathered_weight_has_a_stretch_in_forward_and_one_in_backward(trained: Any) -> None:
+    _, profile = trained
+    stretches: dict[int, list[Any]] = {}
+    for value in profile.values:
+        if value.stretch_of >= 0:
+            stretches.setdefault(value.stretch_of, []).append(value)
+    assert len(stretches) == 8  # weight and bias of each block
+    for forward, backward in stretches.values():
+        assert forward.size_bytes == backward.size_bytes
+        assert forward.freed < backward.born_tick <= backward.freed
+    saved = {handle.value for handle in profile.handles}
+    assert saved.isdisjoint(number for number, value in enumerate(profile.values) if value.stretch_of >= 0)
+
+
+def test_a_sharded_model_is_told_as_between_steps_in_the_midst_of_one(trained: Any) -> None:
+    model, _ = trained
+    before = model_tensors(model)
+    seen = []
+    handle = model[0][0].register_forward_pre_hook(lambda *_: seen.append(model_tensors(model)))
+    model(torch.randn(2, 64)).sum().backward()
+    handle.remove()
+    assert seen == [before]
+
+
+def test_storages_of_gathered_weights_are_known_without_their_memory(trained: Any) -> None:
+    model, _ = trained
+    weights, is_all = gathered_weights(model)
+    assert is_all
+    assert len(weights) == 8
+    assert {one.untyped_storage().nbytes() for one in weights} == {0}
+    assert not is_sharded(torch.nn.Linear(2, 2))
+    fresh = fully_shard(torch.nn.Linear(2, 2))
+    assert gathered_weights(fresh) == ([], False)
+
+
+def test_a_replay_that_finds_a_weight_without_memory_raises() -> None:
+    class Record:
+        def storage(self) -> torch.UntypedStorage:
+            return torch.UntypedStorage(0)
+
+    with pytest.raises(NotReplayable, match="a weight that the replay reads is not gathered now"):
+        _with_memory(Record())  # type: ignore[arg-type]
+
+
+def test_resizes_are_told_in_the_block_alone() -> None:
+    storage, told = torch.UntypedStorage(8), list[tuple[int, int]]()
+    with told_of_resizes(lambda one, before_bytes: told.append((before_bytes, one.nbytes()))):
+        storage.resize_(0)
+        storage.resize_(16)
+    storage.resize_(4)
+    assert told == [(8, 0), (0, 16)]
+
+
+def test_profile_refuses_a_sharded_model_in_one_line(trained: Any) -> None:
+    model, _ = trained
+    with pytest.raises(UsageError, match=r"^model: expected one that FSDP2 does not shard, found .*; use poochplan"):
+        poochplan.profile(lambda: model(torch.randn(2, 64)).sum(), model=model)
+
+
+def test_ranks_talk_behind_each_step_until_all_is_settled_then_behind_one_in_fifty() -> None:
+    ranks = Ranks()
+    assert all(ranks.are_due() for _ in range(20))
+    assert ranks.share(Shared([], [], is_all=True, is_settled=True)) is not None
+    assert sum(ranks.are_due() for _ in range(100)) == 2
+    ranks.share(Shared([], [], is_all=False))
+    assert ranks.are_due()
+
+
+def test_a_plan_that_did_not_arrive_alike_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks()
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda bounds, *_: bounds.add_(1))  # another rank's digest
+    with pytest.raises(UsageError, match="plan: expected the same one on all ranks, found that they differ"):
+        ranks.share(Shared([], [], is_all=True))
+
+
+def test_a_data_parallel_model_is_ready_once_its_buckets_are_those_of_later_steps() -> None:
+    model, seen = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)), []
+    for number in (1, 2, 3):
+        seen.append(Ranks.are_ready([model], number))
+        model(torch.ones(1, 2)).sum().backward()
+    assert seen == [False, False, True]
+    assert Ranks.are_ready([torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))], 51)
