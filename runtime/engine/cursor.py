@@ -6,8 +6,8 @@ of several micro-batches is several. A segment begins
 
 * where a model is called, when nothing of the one before is held any more, or some of that has been used, or when that
   was none of a model's steps;
-* at a save, when no segment is open, or when the open one has been used, or its forward has raised, and nothing of it
-  is held any more;
+* at a save outside backward, when no segment is open, or when the open one has been used, or its forward has raised,
+  and nothing of it is held any more;
 * where the caller says so (``session.step()``); the model's calls begin none from then on.
 
 It ends where the next one begins, or with the step of an optimizer of the model's once something of it has been used.
