@@ -222,21 +222,34 @@ class Stray(NamedTuple):
     born: Moment
     died: Moment | None
     """None where it outlived the step."""
+    is_early: bool = False
+    """Whether something died behind its birth and before the next tick: it was there with what the tick before had."""
+
+    @property
+    def first_tick(self) -> int:
+        """The first one that it counts at."""
+        return max(0, _tick(self.born) - self.is_early)
 
 
 def strays_in(events: Iterable[Event], known: Collection[int]) -> list[Stray]:
     """What was born between ops and lies in none of the ``known`` blocks, in the order of deaths."""
-    alive: dict[int, tuple[int, Moment]] = {}
-    found: list[Stray] = []
+    alive: dict[int, tuple[int, Moment, int]] = {}
+    found: list[tuple[int, Moment, int, Moment | None]] = []
     now = Moment(0, 0)
-    for kind, block, size_bytes, value in events:
+    last_death: dict[Moment, int] = {}
+    for place, (kind, block, size_bytes, value) in enumerate(events):
         if kind == MARK:
             now = _behind(now, value)
         elif kind == BIRTH and not now.inside and block not in known and size_bytes >= LEAST_COUNTED_BYTES:
-            alive[block] = size_bytes, now
-        elif kind == DEATH and block in alive:
-            found.append(Stray(*alive.pop(block), now))
-    return found + [Stray(*one, None) for one in alive.values()]
+            alive[block] = size_bytes, now, place
+        elif kind == DEATH:
+            taken = alive.pop(block, None)
+            if taken is not None:
+                found.append((*taken, now))
+            if taken is None or taken[1] != now:
+                last_death[now] = place
+    found += [(*taken, None) for taken in alive.values()]
+    return [Stray(size, born, died, last_death.get(born, -1) > place) for size, born, place, died in found]
 
 
 def _behind(now: Moment, mark: int) -> Moment:
@@ -248,8 +261,8 @@ def _behind(now: Moment, mark: int) -> Moment:
 
 
 def is_passing(stray: Stray) -> bool:
-    """Whether it lives at no tick: it is given back before the next op or point."""
-    return stray.born == stray.died
+    """Whether it counts at no tick: it is given back before the next op or point, and nothing else behind its birth."""
+    return stray.born == stray.died and not stray.is_early
 
 
 def passing_bytes(strays: Iterable[Stray]) -> Counter[int]:
@@ -270,7 +283,8 @@ def stray_values(strays: Iterable[Stray], op_ticks: Sequence[int], tick_count: i
     for stray in strays:
         if is_passing(stray):
             continue
-        done, first, last = stray.born.ops, _tick(stray.born), _last_tick(stray.died, op_ticks, tick_count)
+        done, first = stray.born.ops, stray.first_tick
+        last = max(first, _last_tick(stray.died, op_ticks, tick_count))
         if stray.size_bytes < LEAST_PLACED_BYTES:
             small[done, first, last] += counted_bytes(stray.size_bytes)
         else:
