@@ -223,23 +223,24 @@ class Stray(NamedTuple):
     died: Moment | None
     """None where it outlived the step."""
     is_early: bool = False
-    """Whether something died behind its birth and before the next tick: it was there with what the tick before had."""
-
-    @property
-    def first_tick(self) -> int:
-        """The first one that it counts at."""
-        return max(0, _tick(self.born) - self.is_early)
+    """Whether it was there together with all that lives at the tick of the op before."""
 
 
 def strays_in(events: Iterable[Event], known: Collection[int]) -> list[Stray]:
-    """What was born between ops and lies in none of the ``known`` blocks, in the order of deaths."""
+    """What was born between ops and lies in none of the ``known`` blocks, in the order of deaths.
+
+    Between its birth and the next tick something may die, or be let go of by a plan where that tick is a point. Then
+    it counts at the tick before as well: it is early where that is an op's, and born before that where it is a point's.
+    """
     alive: dict[int, tuple[int, Moment, int]] = {}
     found: list[tuple[int, Moment, int, Moment | None]] = []
-    now = Moment(0, 0)
-    last_death: dict[Moment, int] = {}
+    now, behind_points, last_end = Moment(0, 0), set[Moment](), dict[Moment, int]()
     for place, (kind, block, size_bytes, value) in enumerate(events):
         if kind == MARK:
-            now = _behind(now, value)
+            before, now = now, _behind(now, value)
+            if value == POINT:
+                last_end[before] = place
+                behind_points.add(now)
         elif kind == BIRTH and not now.inside and block not in known and size_bytes >= LEAST_COUNTED_BYTES:
             alive[block] = size_bytes, now, place
         elif kind == DEATH:
@@ -247,9 +248,14 @@ def strays_in(events: Iterable[Event], known: Collection[int]) -> list[Stray]:
             if taken is not None:
                 found.append((*taken, now))
             if taken is None or taken[1] != now:
-                last_death[now] = place
+                last_end[now] = place
     found += [(*taken, None) for taken in alive.values()]
-    return [Stray(size, born, died, last_death.get(born, -1) > place) for size, born, place, died in found]
+    return [
+        Stray(size, Moment(born.ops, born.points - 1), died)
+        if last_end.get(born, -1) > place and born in behind_points
+        else Stray(size, born, died, last_end.get(born, -1) > place)
+        for size, born, place, died in found
+    ]
 
 
 def _behind(now: Moment, mark: int) -> Moment:
@@ -261,15 +267,18 @@ def _behind(now: Moment, mark: int) -> Moment:
 
 
 def is_passing(stray: Stray) -> bool:
-    """Whether it counts at no tick: it is given back before the next op or point, and nothing else behind its birth."""
-    return stray.born == stray.died and not stray.is_early
+    """Whether it lives at no tick: it is given back before the next op or point."""
+    return stray.born == stray.died
 
 
-def passing_bytes(strays: Iterable[Stray]) -> Counter[int]:
-    """Bytes of those that pass, by the op that comes next: the most at once are at most their sum."""
+def bytes_beside_ops(strays: Iterable[Stray]) -> Counter[int]:
+    """Bytes that are there with what lives at the tick of an op, by the number of the op: of early ones with the op
+    before, of others that pass with the next. The most at once are at most their sum.
+    """
     found: Counter[int] = Counter()
-    for stray in filter(is_passing, strays):
-        found[stray.born.ops] += counted_bytes(stray.size_bytes)
+    for stray in strays:
+        if stray.is_early or is_passing(stray):
+            found[stray.born.ops - stray.is_early] += counted_bytes(stray.size_bytes)
     return found
 
 
@@ -283,8 +292,7 @@ def stray_values(strays: Iterable[Stray], op_ticks: Sequence[int], tick_count: i
     for stray in strays:
         if is_passing(stray):
             continue
-        done, first = stray.born.ops, stray.first_tick
-        last = max(first, _last_tick(stray.died, op_ticks, tick_count))
+        done, first, last = stray.born.ops, _tick(stray.born), _last_tick(stray.died, op_ticks, tick_count)
         if stray.size_bytes < LEAST_PLACED_BYTES:
             small[done, first, last] += counted_bytes(stray.size_bytes)
         else:
