@@ -152,8 +152,10 @@ class LaidArena:
 
     @property
     def held_bytes(self) -> int:
-        """Of the machine's memory, at most, while steps of the present layout are served; 0 where none is."""
-        return self._held_bytes if self._layout is not None else 0
+        """Of the machine's memory, at most, while steps of the present layout are served; 0 where none is, and while it
+        rests.
+        """
+        return self._held_bytes if self._layout is not None and not self._rests else 0
 
     def lay(self, layout: RecordedLayout | None, largest_bytes: int, room_bytes: int) -> bool:
         """Has the places of ``layout`` for the steps that begin from here on; None is none, and its memory goes.
@@ -208,7 +210,7 @@ class LaidArena:
         """What lies in the arena stays in it, and another one is made for the steps that begin from here on."""
         self.close()
         self.arena = self._layout = None
-        self._held_bytes = 0
+        self._held_bytes, self._rests = 0, False
 
     def close(self) -> None:
         """Nothing is served any more; its memory goes with the last tensor in it. Its counts can still be read."""
