@@ -55,7 +55,7 @@ class Taken(NamedTuple):
     """What one op takes."""
 
     blocks: tuple[OpBlock, ...]
-    """Small ones aside; empty where they are its outputs in their order."""
+    """Small ones as one, behind the others; empty where they are its outputs in their order, and the workspace."""
     workspace_bytes: int
     """Most bytes beyond those of its outputs and of what else is live at its tick."""
 
@@ -63,7 +63,12 @@ class Taken(NamedTuple):
 def taken_in(events: Iterable[Event], outputs: Mapping[int, int], output_count: int, taker: Taker = Taker.OP) -> Taken:
     """What an op with that many outputs takes; ``outputs`` says by block which of them lies in it."""
     own = list(_of_taker(events, taker))
-    return Taken(_blocks(own, outputs, output_count, taker), _workspace_bytes(own, taker))
+    blocks, workspace_bytes = _blocks(own, outputs, taker), _workspace_bytes(own, taker)
+    if [one.output for one in blocks] == list(range(output_count)):
+        return Taken((), workspace_bytes)
+    small_bytes = min(workspace_bytes, _small_bytes(own, outputs))
+    small = [OpBlock(small_bytes, -1, len(blocks) + 1)] if small_bytes else []
+    return Taken((*blocks, *small), workspace_bytes)
 
 
 def counted_bytes(size_bytes: int) -> int:
@@ -114,9 +119,7 @@ def _workspace_bytes(events: Iterable[Event], taker: Taker) -> int:
     return max(0, most - live)
 
 
-def _blocks(
-    events: Iterable[Event], outputs: Mapping[int, int], output_count: int, taker: Taker
-) -> tuple[OpBlock, ...]:
+def _blocks(events: Iterable[Event], outputs: Mapping[int, int], taker: Taker) -> list[OpBlock]:
     """In the order of the taking. Before them, of a compiled backward, what was there and is freed in it."""
     is_backward = taker in (Taker.BACKWARD_COMPILED, Taker.PART)
     freed = [-value for kind, _, _, value in events if kind == MARK] if is_backward else []
@@ -132,8 +135,21 @@ def _blocks(
             _ends(blocks, born[block])
         elif kind == MARK and is_backward and -value >= LEAST_PLACED_BYTES:
             _ends(blocks, next(held))
-    is_plain = [one.output for one in blocks] == list(range(output_count))
-    return () if is_plain else tuple(blocks)
+    return blocks
+
+
+def _small_bytes(events: Iterable[Event], outputs: Mapping[int, int]) -> int:
+    """The most that blocks take at once which are none of the outputs, and too small to have a place."""
+    alive: dict[int, int] = {}
+    live = most = 0
+    for kind, block, size_bytes, _ in events:
+        if kind == BIRTH and block not in outputs and size_bytes < LEAST_PLACED_BYTES:
+            alive[block] = counted_bytes(size_bytes)
+            live += alive[block]
+            most = max(most, live)
+        elif kind == DEATH:
+            live -= alive.pop(block, 0)
+    return most
 
 
 def _ends(blocks: list[OpBlock], place: int) -> None:
