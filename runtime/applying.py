@@ -23,7 +23,7 @@ from poochplan.runtime.served_runs import Pack
 from poochplan.runtime.step_policies.follow import DivergencePolicy
 from poochplan.runtime.watch.step_meter import When
 from poochplan.runtime.watch.teller import Teller, users_line
-from poochplan.tensors.signatures import kernel_switches, model_tensors
+from poochplan.tensors.signatures import kernel_switches, model_tensors, passing_buffers
 
 from .attachment import together
 from .plan_in_force import OverBudget
@@ -201,12 +201,15 @@ def model_signature(model: torch.nn.Module) -> ModelSignature:
 def check_model(expected: ModelSignature, model: torch.nn.Module, what: str) -> None:
     """Raises ``ModelMismatchError`` naming the first parameter or buffer that differs.
 
-    ``what`` is "plan" or "profile", for the message.
+    ``what`` is "plan" or "profile", for the message. Buffers that no state dict has may differ: a forward may make them
+    anew, and the first step of a fresh model is then another one than the planned.
     """
     found = model_signature(model)
     if found.fingerprint == expected.fingerprint:
         return
-    for wanted, seen in zip_longest(expected.tensors, found.tensors):
+    passing = passing_buffers(model)
+    lasting = ([line for line in one.tensors if line.partition(" ")[0] not in passing] for one in (expected, found))
+    for wanted, seen in zip_longest(*lasting):
         if wanted != seen:
             raise ModelMismatchError(
                 f"this {what} is for another model: expected {wanted or 'no further tensor'}, "

@@ -155,9 +155,9 @@ class LaidArena:
     @property
     def held_bytes(self) -> int:
         """The most memory of the machine that it holds while steps of the present layout are served; 0 without a
-        layout.
+        layout, and while it rests.
         """
-        return self._held_bytes if self._layout is not None else 0
+        return self._held_bytes if self._layout is not None and not self._rests else 0
 
     def lay(self, layout: RecordedLayout | None, largest_bytes: int, room_bytes: int) -> bool:
         """Gives the arena the places of ``layout`` for the next steps. None means no layout, and the arena's memory is
@@ -213,7 +213,7 @@ class LaidArena:
         """The blocks in the arena stay, and another arena is made for the next steps."""
         self.close()
         self.arena = self._layout = None
-        self._held_bytes = 0
+        self._held_bytes, self._rests = 0, False
 
     def close(self) -> None:
         """Nothing is served any more; the memory is freed with the last tensor in it. Its counts can still be read."""

@@ -399,6 +399,7 @@ class Session:
     def _resting(self) -> None:
         if self._serving is not None:
             self._serving.rests()
+            self._meter.served_from(self._serving.arena_bytes)
 
     def _departed(self) -> None:
         if self._serving is not None:

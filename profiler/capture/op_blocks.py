@@ -56,7 +56,7 @@ class Taken(NamedTuple):
     """The memory that one op takes."""
 
     blocks: tuple[OpBlock, ...]
-    """Without small ones; empty if the blocks are its outputs in their order."""
+    """Small ones as one, behind the others; empty if the blocks are its outputs in their order, and the workspace."""
     workspace_bytes: int
     """Most bytes beyond those of its outputs and of other memory that is live at its tick."""
 
@@ -64,7 +64,12 @@ class Taken(NamedTuple):
 def taken_in(events: Iterable[Event], outputs: Mapping[int, int], output_count: int, taker: Taker = Taker.OP) -> Taken:
     """The memory of an op with that many outputs; ``outputs`` says which output lies in which block."""
     own = list(_of_taker(events, taker))
-    return Taken(_blocks(own, outputs, output_count, taker), _workspace_bytes(own, taker))
+    blocks, workspace_bytes = _blocks(own, outputs, taker), _workspace_bytes(own, taker)
+    if [one.output for one in blocks] == list(range(output_count)):
+        return Taken((), workspace_bytes)
+    small_bytes = min(workspace_bytes, _small_bytes(own, outputs))
+    small = [OpBlock(small_bytes, -1, len(blocks) + 1)] if small_bytes else []
+    return Taken((*blocks, *small), workspace_bytes)
 
 
 def counted_bytes(size_bytes: int) -> int:
@@ -118,9 +123,7 @@ def _workspace_bytes(events: Iterable[Event], taker: Taker) -> int:
     return max(0, most - live)
 
 
-def _blocks(
-    events: Iterable[Event], outputs: Mapping[int, int], output_count: int, taker: Taker
-) -> tuple[OpBlock, ...]:
+def _blocks(events: Iterable[Event], outputs: Mapping[int, int], taker: Taker) -> list[OpBlock]:
     """Blocks in the order of being taken. For a compiled backward, memory that existed and is freed in it comes
     first.
     """
@@ -138,8 +141,21 @@ def _blocks(
             _ends(blocks, born[block])
         elif kind == MARK and is_backward and -value >= LEAST_PLACED_BYTES:
             _ends(blocks, next(held))
-    is_plain = [one.output for one in blocks] == list(range(output_count))
-    return () if is_plain else tuple(blocks)
+    return blocks
+
+
+def _small_bytes(events: Iterable[Event], outputs: Mapping[int, int]) -> int:
+    """The most that blocks take at once which are none of the outputs, and too small to have a place."""
+    alive: dict[int, int] = {}
+    live = most = 0
+    for kind, block, size_bytes, _ in events:
+        if kind == BIRTH and block not in outputs and size_bytes < LEAST_PLACED_BYTES:
+            alive[block] = counted_bytes(size_bytes)
+            live += alive[block]
+            most = max(most, live)
+        elif kind == DEATH:
+            live -= alive.pop(block, 0)
+    return most
 
 
 def _ends(blocks: list[OpBlock], place: int) -> None:
@@ -228,21 +244,41 @@ class Stray(NamedTuple):
     born: Moment
     died: Moment | None
     """None if it outlived the step."""
+    is_early: bool = False
+    """Whether it was live together with everything that is live at the tick of the previous op."""
 
 
 def strays_in(events: Iterable[Event], known: Collection[int]) -> list[Stray]:
-    """Blocks born between ops that are none of the ``known`` blocks, in the order of deaths."""
-    alive: dict[int, tuple[int, Moment]] = {}
-    found: list[Stray] = []
-    now = Moment(0, 0)
-    for kind, block, size_bytes, value in events:
+    """Blocks born between ops that are none of the ``known`` blocks, in the order of deaths.
+
+    Other memory may be freed between a block's birth and the next tick; a plan may also free some if that tick is a
+    point. The block then counts at the previous tick too: it is early if that is an op's tick, and its birth is moved
+    before it if that is a point's.
+    """
+    alive: dict[int, tuple[int, Moment, int]] = {}
+    found: list[tuple[int, Moment, int, Moment | None]] = []
+    now, behind_points, last_end = Moment(0, 0), set[Moment](), dict[Moment, int]()
+    for place, (kind, block, size_bytes, value) in enumerate(events):
         if kind == MARK:
-            now = _behind(now, value)
+            before, now = now, _behind(now, value)
+            if value == POINT:
+                last_end[before] = place
+                behind_points.add(now)
         elif kind == BIRTH and not now.inside and block not in known and size_bytes >= LEAST_COUNTED_BYTES:
-            alive[block] = size_bytes, now
-        elif kind == DEATH and block in alive:
-            found.append(Stray(*alive.pop(block), now))
-    return found + [Stray(*one, None) for one in alive.values()]
+            alive[block] = size_bytes, now, place
+        elif kind == DEATH:
+            taken = alive.pop(block, None)
+            if taken is not None:
+                found.append((*taken, now))
+            if taken is None or taken[1] != now:
+                last_end[now] = place
+    found += [(*taken, None) for taken in alive.values()]
+    return [
+        Stray(size, Moment(born.ops, born.points - 1), died)
+        if last_end.get(born, -1) > place and born in behind_points
+        else Stray(size, born, died, last_end.get(born, -1) > place)
+        for size, born, place, died in found
+    ]
 
 
 def _behind(now: Moment, mark: int) -> Moment:
@@ -258,11 +294,14 @@ def is_passing(stray: Stray) -> bool:
     return stray.born == stray.died
 
 
-def passing_bytes(strays: Iterable[Stray]) -> Counter[int]:
-    """Bytes of passing strays, by the op that comes next: at any moment at most their sum is taken."""
+def bytes_beside_ops(strays: Iterable[Stray]) -> Counter[int]:
+    """Bytes that are live together with everything at the tick of an op, by the number of the op: early strays count
+    with the previous op, other passing strays with the next one. At any moment at most their sum is taken.
+    """
     found: Counter[int] = Counter()
-    for stray in filter(is_passing, strays):
-        found[stray.born.ops] += counted_bytes(stray.size_bytes)
+    for stray in strays:
+        if stray.is_early or is_passing(stray):
+            found[stray.born.ops - stray.is_early] += counted_bytes(stray.size_bytes)
     return found
 
 

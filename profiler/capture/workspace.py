@@ -15,7 +15,18 @@ from poochplan.runtime.metering.allocated import aside, joined_count, step_scope
 from poochplan.runtime.metering.compiled_code import CpuMeter
 
 from .captured import CapturedOp
-from .op_blocks import BEGINS, ENDS, POINT, Stray, Taker, carried_in, events_by_op, passing_bytes, strays_in, taken_in
+from .op_blocks import (
+    BEGINS,
+    ENDS,
+    POINT,
+    Stray,
+    Taker,
+    bytes_beside_ops,
+    carried_in,
+    events_by_op,
+    strays_in,
+    taken_in,
+)
 
 
 class CompiledMeter(Protocol):
@@ -241,8 +252,8 @@ class LoggedWorkspace(Workspace):
             output_count = len(op.outputs) + len(op.carried)
             op.blocks, op.workspace_bytes = taken_in(own, self._outputs, output_count, taker)
         self._strays = strays_in(events.tolist(), self._known)
-        for number, size_bytes in passing_bytes(self._strays).items():
-            if number < len(self._ops):
+        for number, size_bytes in bytes_beside_ops(self._strays).items():
+            if 0 <= number < len(self._ops):
                 op, _ = self._ops[number]
                 op.workspace_bytes = max(op.workspace_bytes, size_bytes)
 

@@ -274,6 +274,8 @@ class Engine:
     def _pack(self, tensor: torch.Tensor) -> Handle:
         if held_back:
             raise_held_back()
+        if in_backward():  # create_graph, or a checkpoint that runs forward again: no part of a forward
+            return Handle.untouched(tensor)
         cursor = self.cursor
         if cursor.save_begins_one():
             self.begin()
@@ -300,7 +302,6 @@ class Engine:
         return (
             storage_identity(storage) in self.tape.static  # Rule 2
             or tensor.get_device() != self._index
-            or in_backward()  # packs inside backward: create_graph, reentrant checkpoint
         )
 
     def _policy_of_a_save(self) -> StepPolicy:

@@ -68,9 +68,9 @@ class AllocatedPeak:
         """To be added to the count: everything that was live at the last census."""
         self._beside_arena_bytes = 0
         """The same for memory that lies in no arena."""
-        self.arena_bytes = 0
-        """Size of the arena that serves the step. The caller keeps it up to date."""
-        self._most_bytes = 0
+        self._arena_bytes = 0
+        self._most = Told(0, 0)
+        """The peak of the step before the arena, or the memory beside the count, last changed."""
         self._unknown: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     needs_census = True
@@ -85,7 +85,7 @@ class AllocatedPeak:
         if self._count is not None:
             joined_count()
             self._count.reset_peak()
-            self._most_bytes = 0
+            self._most = Told(0, 0)
 
     def looked_around(self, storages: Mapping[int, torch.UntypedStorage], unseen_bytes: int = 0) -> None:
         """A census found exactly these storages, and ``unseen_bytes`` that no tensor shows."""
@@ -115,19 +115,37 @@ class AllocatedPeak:
         return None
 
     @property
+    def arena_bytes(self) -> int:
+        """Size of the arena that serves the step. The caller sets it when the arena gets or gives back its memory."""
+        return self._arena_bytes
+
+    @arena_bytes.setter
+    def arena_bytes(self, size_bytes: int) -> None:
+        if size_bytes != self._arena_bytes:
+            self._begin_anew()
+            self._arena_bytes = size_bytes
+
+    @property
     def peak_bytes(self) -> int:
         """The peak since the step began."""
         assert self._count is not None
-        if not self.arena_bytes:
-            return self.blocks_peak_bytes
-        with_arena = self.arena_bytes + self._beside_arena_bytes + self._count.outside_peak_bytes
-        return max(self.blocks_peak_bytes, with_arena)
+        most_bytes = max(self._most.peak_bytes, self.blocks_peak_bytes)
+        if not self._arena_bytes:
+            return most_bytes
+        return max(most_bytes, self._arena_bytes + self._beside_arena_bytes + self._count.outside_peak_bytes)
 
     @property
     def blocks_peak_bytes(self) -> int:
         """The same, with an arena's blocks in place of the arena."""
         assert self._count is not None
-        return max(self._most_bytes, (self._beside_bytes or 0) + self._count.peak_bytes)
+        return max(self._most.blocks_bytes, (self._beside_bytes or 0) + self._count.peak_bytes)
+
+    def _begin_anew(self) -> None:
+        """Keeps the peak so far: from now on the count is added to other bytes."""
+        found = self.now()
+        if found is not None and self._count is not None:
+            self._most = found
+            self._count.reset_peak()
 
     def _watch(self, key: int, storage: torch.UntypedStorage) -> None:
         size_bytes = _rounded_bytes(storage)
@@ -135,10 +153,9 @@ class AllocatedPeak:
 
     def _died(self, key: int, size_bytes: int) -> None:
         if self._unknown.pop(key, None) is not None and self._count is not None and self._beside_bytes is not None:
-            self._most_bytes = self.blocks_peak_bytes
+            self._begin_anew()
             self._beside_bytes -= size_bytes
             self._beside_arena_bytes -= size_bytes
-            self._count.reset_peak()
 
 
 def _rounded_bytes(storage: torch.UntypedStorage) -> int:

@@ -22,7 +22,7 @@ from poochplan.profiler.capture.op_blocks import (
     Event,
     Moment,
     Stray,
-    passing_bytes,
+    bytes_beside_ops,
     stray_values,
     strays_in,
 )
@@ -58,7 +58,7 @@ def events(*parts: tuple[Event, ...] | tuple[int, int, int]) -> list[Event]:
 def test_a_stray_is_born_and_dies_between_the_ops_and_points_that_the_log_has() -> None:
     log = events(OP, (BIRTH, 7, 5000), POINTED, OP, OP, (DEATH, 7, 5000), OP)
     (stray,) = strays_in(log, known=())
-    assert stray == Stray(5000, Moment(1, 0), Moment(3, 1))
+    assert stray == Stray(5000, Moment(1, 0), Moment(3, 1), is_early=True)
     (value,) = stray_values([stray], op_ticks=[0, 2, 3, 4], tick_count=5)
     assert (value.born, value.born_tick, value.freed) == (0, 1, 3)
 
@@ -82,7 +82,22 @@ def test_a_stray_that_nobody_gives_back_lives_to_the_end() -> None:
 def test_what_is_gone_before_the_next_op_counts_with_that_op_alone() -> None:
     strays = strays_in(events(OP, (BIRTH, 1, 5000), (DEATH, 1, 5000), OP), known=())
     assert stray_values(strays, op_ticks=[0, 1], tick_count=2) == ()
-    assert passing_bytes(strays) == {1: 5120}
+    assert bytes_beside_ops(strays) == {1: 5120}
+
+
+def test_what_is_taken_before_something_else_dies_counts_with_the_op_before() -> None:
+    log = events(OP, (BIRTH, 1, 5000), (DEATH, 2, 2048), (DEATH, 1, 5000), OP, (BIRTH, 3, 6000), (DEATH, 4, 64), OP)
+    strays = strays_in(log, known=())
+    assert bytes_beside_ops(strays) == {0: 5120, 1: 6144}
+    (value,) = stray_values(strays, op_ticks=[0, 1, 2], tick_count=3)
+    assert (value.size_bytes, value.born_tick, value.freed) == (6000, 2, 2)
+
+
+def test_what_is_taken_before_a_point_counts_with_what_a_plan_lets_go_of_there() -> None:
+    strays = strays_in(events(OP, (BIRTH, 1, 5000), POINTED, (BIRTH, 2, 6000), POINTED, OP), known=())
+    assert bytes_beside_ops(strays) == {0: 5120}
+    values = stray_values(strays, op_ticks=[0, 3], tick_count=4)
+    assert [(value.size_bytes, value.born_tick) for value in values] == [(5000, 1), (6000, 1)]
 
 
 def test_small_strays_of_one_lifetime_are_one_value_and_large_ones_their_own() -> None:
@@ -112,6 +127,24 @@ class Checkpoints(nn.Module):
 def _checkpoints() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
     batch = torch.randn(4, 16)
     return Checkpoints(), lambda model: model(batch).square().mean()
+
+
+def _checkpoints_within_one() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    """The outer one's forward runs again up to what the inner one saves first: its state, and all casts then go."""
+    layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+    batch = torch.randn(4, 16)
+
+    def inside(rows: torch.Tensor) -> torch.Tensor:
+        hidden = layers[1](layers[0](rows).tanh()).tanh().sin().cos().exp()
+        found: torch.Tensor = checkpoint(layers[2], hidden, use_reentrant=False)
+        return found
+
+    def step(model: nn.Module) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = checkpoint(inside, batch, use_reentrant=False)
+        return hidden.float().square().mean()
+
+    return layers, step
 
 
 CASE = Case(_checkpoints)
@@ -152,3 +185,12 @@ def test_a_stray_is_a_block_of_the_step_and_not_of_what_was_there_before() -> No
     states = sum(profile.values[number].size_bytes == STATE_BYTES for number in _strays_of(profile))
     assert sum(block.size_bytes == STATE_BYTES for block in blocks.by_ops) >= states >= 2
     assert not any(block.size_bytes == STATE_BYTES for block in blocks.before)
+
+
+@needs_allocator
+def test_a_state_that_is_taken_before_a_forward_in_backward_lets_go_of_its_casts_is_in_the_predicted_peak() -> None:
+    case = Case(_checkpoints_within_one)
+    profile = case.profile()
+    problem = build_problem(profile)
+    plan = random_plan(profile, 0, (1, 0, 0))
+    assert metered_peaks(case, plan)[1] <= simulate(problem, schedule_of(plan, problem)).peak_bytes

@@ -18,7 +18,7 @@ from poochplan.planner.planning import smallest_budget
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import simulate
-from poochplan.runtime.run_report import FallbackKind
+from poochplan.runtime.run_report import FallbackKind, StepReport
 from poochplan.runtime.session import Session
 from poochplan.runtime.watch.census import leave_out, live
 from tests.runtime.adversarial import AdversarialDevice, OpClock
@@ -201,14 +201,17 @@ class _Judge:
                 self._outcome.problems.append(f"does not follow: step {index}, {event}: {last.fallback_reasons}")
         else:
             counts["steps that followed"] += 1
-            self._compare_peak(index, event, last.peak_bytes)
+            self._compare_peak(index, event, last)
         if report.arena is not None:
             counts["steps behind which there is an arena"] += 1
             counts["blocks served"] += report.arena.served
             counts["blocks not served"] += report.arena.unplanned + report.arena.taken
 
-    def _compare_peak(self, index: int, event: str, peak_bytes: int | None) -> None:
-        predicted = self._tried.peak_bytes if index else self._tried.first_peak_bytes
+    def _compare_peak(self, index: int, event: str, report: StepReport) -> None:
+        """A step that an arena serves has the budget: its arena may be as large as that has room for."""
+        peak_bytes, predicted = report.peak_bytes, self._tried.peak_bytes if index else self._tried.first_peak_bytes
+        if predicted is not None and report.served_bytes:
+            predicted = max(predicted, self._tried.plan.budget_bytes)
         if (
             event not in SAME_STEP
             or peak_bytes is None

@@ -38,6 +38,48 @@ def test_an_arena_counts_whole_and_its_blocks_do_not_count_beside_it() -> None:
     arena.close()
 
 
+def test_what_is_gone_before_there_is_an_arena_does_not_count_beside_it_and_one_that_rests_has_counted() -> None:
+    peak = AllocatedPeak()
+    peak.step_begins()
+    peak.looked_around({})
+    gone = filled(OUTSIDE_BYTES, 2)
+    del gone
+    peak.arena_bytes = ARENA_BYTES
+    assert peak.peak_bytes == ARENA_BYTES
+    peak.arena_bytes = 0
+    outside = filled(OUTSIDE_BYTES, 2)
+    assert peak.peak_bytes == ARENA_BYTES
+    del outside
+
+
+def test_the_most_with_an_arena_stands_when_something_from_before_the_allocator_dies() -> None:
+    peak = AllocatedPeak()
+    earlier = torch.frombuffer(bytearray(SERVED_BYTES), dtype=torch.uint8).untyped_storage()
+    peak.step_begins()
+    peak.looked_around({0: earlier})
+    peak.arena_bytes = ARENA_BYTES
+    outside = filled(OUTSIDE_BYTES, 2)
+    del outside, earlier
+    assert peak.peak_bytes == ARENA_BYTES + SERVED_BYTES + OUTSIDE_BYTES
+
+
+def test_an_evaluation_within_a_step_has_the_memory_of_the_arena_that_rests_meanwhile() -> None:
+    with served("attention", meter="always") as loop:
+        assert loop.session is not None
+        peaks = []
+        for evaluates in (*[False] * SETTLED, True, False):
+            loop.optimizer.zero_grad(set_to_none=True)
+            loop.session.step()
+            if evaluates:
+                with torch.no_grad():
+                    loop.loss_of()
+                filled(loop.arena.size_bytes // 2, 1)
+            loop.step()
+            peaks.append(loop.session.report().last_step.peak_bytes)
+        assert loop.is_served_whole
+        assert peaks[-3] == peaks[-2] == peaks[-1]
+
+
 def test_what_lies_in_an_arena_as_a_step_begins_is_no_part_of_what_lies_beside_it() -> None:
     peak = AllocatedPeak()
     arena = Arena(places((SERVED_BYTES, 0, 0)), ARENA_BYTES)

@@ -194,3 +194,43 @@ def test_a_plan_for_another_model_is_refused_and_names_the_first_difference(plan
     two = poochplan.PlanSet([random_plan(profile_of(Detour, images_step(size)), 1) for size in (2, 3)])
     with pytest.raises(ModelMismatchError, match="make a new profile and plan for this model"):
         poochplan.apply(two, Detour(width=4))
+
+
+class MakesItsPositions(nn.Module):
+    """A buffer that no state dict has is made anew in the first forward, in the shape that the input needs."""
+
+    positions: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Linear(1, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("positions", torch.zeros(1, 1), persistent=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if len(self.positions) != len(rows):
+            self.positions = torch.arange(len(rows), dtype=rows.dtype).unsqueeze(1)
+        return self.mix(rows.tanh() + self.embed(self.positions).exp()).sin()
+
+
+def _rows(model: nn.Module) -> torch.Tensor:
+    rows = torch.ones(6, WIDTH, requires_grad=True)
+    return model(rows).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("weights", [(0, 1, 0), (0, 0, 1)], ids=["swap", "recompute"])
+def test_a_fresh_model_that_makes_a_buffer_in_its_first_forward_follows_the_plan_from_its_second_step_on(
+    weights: tuple[int, int, int],
+) -> None:
+    plan = random_plan(profile_of(MakesItsPositions, _rows), 0, weights)
+    model = fresh_model(MakesItsPositions)
+    assert model.positions.shape == (1, 1)
+    seen, fallbacks = [], []
+    with poochplan.apply(plan, model) as session, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(1)
+        for _ in range(3):
+            seen.append(gradients_of(model, _rows(model)))
+            fallbacks.append(session.report().last_step.fallbacks)
+    assert equal(seen, in_core_steps(MakesItsPositions, [_rows] * 3))
+    assert fallbacks[0] > 0
+    assert fallbacks[1:] == [0, 0]

@@ -102,7 +102,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         test_user_code.test_a_second_backward_and_a_second_look_at_a_saved_tensor_are_no_use_points,
     ),
     "what backward saves is outside the plan": (
-        (Engine, "_outside_the_plan", "in_backward()", "False"),
+        (Engine, "_pack", "in_backward()", "False"),
         test_user_code.test_what_backward_itself_saves_is_outside_the_plan,
     ),
     "a forward inside backward begins no step": (

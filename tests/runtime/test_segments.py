@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import poochplan
 from poochplan.runtime.devices.cpu import CpuDevice
@@ -16,6 +17,7 @@ from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy, SwapEach
 from poochplan.tensors.modes import before_forward, uncompiled_hooks
 from poochplan.tensors.signatures import input_signature
+from poochplan.torch_private.tensor_internals import in_backward
 from tests.runtime.nets import CASES
 from tests.runtime.random_plans import random_plan
 
@@ -110,6 +112,21 @@ def test_a_step_policy_is_told_the_bytes_and_the_seconds_of_its_segment_when_tha
     assert segment.report.hooks_s > 0
     assert segment.saves == 3
     assert segment.uses == segment.packs > 0
+
+
+def test_what_a_checkpoint_saves_in_backward_begins_no_segment_though_nothing_of_the_step_is_held_any_more() -> None:
+    model, batch, chooser = Chain(), torch.ones(4, 8, requires_grad=True), InTurn()
+
+    def inner(rows: torch.Tensor) -> torch.Tensor:
+        if not in_backward():  # the outer checkpoint has saved its input, for which a segment has begun
+            engine.begin()
+        found: torch.Tensor = checkpoint(model.layers, rows, use_reentrant=True)
+        return found
+
+    with under(chooser, model) as engine:
+        checkpoint(inner, batch, use_reentrant=False).square().mean().backward()
+        assert not engine.segment.is_held
+        assert (engine.segment.number, engine.segment.used) == (2, True)
 
 
 def test_a_segment_counts_from_the_last_step_of_an_optimizer_of_the_models() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from poochplan.torch_private.sharding import sharded_parameters
-from poochplan.torch_private.tensor_internals import pytree
+from poochplan.torch_private.tensor_internals import non_persistent_buffers, pytree
 
 from .storages import parts_of
 
@@ -55,13 +55,27 @@ def model_tensors(model: torch.nn.Module) -> tuple[str, ...]:
     A model for data-parallel training has those of the one that it wraps. Where FSDP2 has gathered weights, which may
     be of another dtype, they are told as between steps.
     """
-    inner = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+    inner = _unwrapped(model)
     between_steps = sharded_parameters(inner)
     return tuple(
         _line(name.replace("_orig_mod.", ""), between_steps.get(id(tensor), tensor))
         for source in (inner.named_parameters(), inner.named_buffers())
         for name, tensor in source
     )
+
+
+def passing_buffers(model: torch.nn.Module) -> set[str]:
+    """Names of the buffers that no state dict has. A forward may make them anew, in the shape that its inputs need."""
+    return {
+        f"{path}.{name}".lstrip(".").replace("_orig_mod.", "")
+        for path, module in _unwrapped(model).named_modules()
+        for name in non_persistent_buffers(module)
+    }
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    inner: torch.nn.Module = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+    return inner
 
 
 def input_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
