@@ -358,6 +358,7 @@ class Session:
         if self._serving is not None:
             if before is not None:
                 self._serving.forget(before.plan)
+                self._resting()  # the arena of the plan before is not to lie beside a step of this one
             if reason := self._serving.why_not(plan.plan):
                 self._teller.warn(no_arena(reason))
         try:

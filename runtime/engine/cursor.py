@@ -6,8 +6,8 @@ Most steps are one segment; a step of several micro-batches has several. A segme
 
 * when a model is called, if no value of the previous segment is held any more, or one of them has been used, or the
   previous segment belonged to no step;
-* at a save outside backward, if no segment is open, or if the open one has been used or its forward has raised, and none of
-  its values is held any more;
+* at a save outside backward, if no segment is open, or if the open one has been used or its forward has raised, and
+  none of its values is held any more;
 * where the caller announces it (``session.step()``); from then on calls of the model begin no segment.
 
 It ends when the next one begins. If one of its values has been used, it also ends with a step of the model's optimizer.
