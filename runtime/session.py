@@ -446,6 +446,7 @@ class Session:
             if self._arena_too_large is not segment:  # a step is looked at again as the next one begins
                 self._arena_too_large = segment
                 is_smaller = self._serving.exceeded(plan.plan, peak_bytes - plan.plan.budget_bytes)
+                self._resting()
                 self._teller.say(arena_too_large(peak_bytes, plan.plan.budget_bytes, is_smaller=is_smaller))
         elif not self._meter.is_certain and not self._is_ending:  # otherwise no other step is to come to be certain
             plan.check_next()
