@@ -21,7 +21,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from poochplan.formats.profile import Kind, OpBlock, Value
-from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, LEAST_PLACED_BYTES, rounded_up
+from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, LEAST_COUNTED_BYTES, LEAST_PLACED_BYTES, rounded_up
 from poochplan.runtime.allocator.library import BIRTH, DEATH, MARK, Table
 
 BEGINS, ENDS, POINT = 1, 0, 2
@@ -56,7 +56,9 @@ class Taken(NamedTuple):
     """The memory that one op takes."""
 
     blocks: tuple[OpBlock, ...]
-    """Small ones as one, behind the others; empty if the blocks are its outputs in their order, and the workspace."""
+    """Small ones are combined into a few, after the others; empty if the blocks are its outputs in their order, and the
+    workspace.
+    """
     workspace_bytes: int
     """Most bytes beyond those of its outputs and of other memory that is live at its tick."""
 
@@ -67,8 +69,8 @@ def taken_in(events: Iterable[Event], outputs: Mapping[int, int], output_count: 
     blocks, workspace_bytes = _blocks(own, outputs, taker), _workspace_bytes(own, taker)
     if [one.output for one in blocks] == list(range(output_count)):
         return Taken((), workspace_bytes)
-    small_bytes = min(workspace_bytes, _small_bytes(own, outputs))
-    small = [OpBlock(small_bytes, -1, len(blocks) + 1)] if small_bytes else []
+    sizes = _small_sizes(min(workspace_bytes, _small_bytes(own, outputs)))
+    small = [OpBlock(size_bytes, -1, len(blocks) + len(sizes)) for size_bytes in sizes]
     return Taken((*blocks, *small), workspace_bytes)
 
 
@@ -142,6 +144,12 @@ def _blocks(events: Iterable[Event], outputs: Mapping[int, int], taker: Taker) -
         elif kind == MARK and is_backward and -value >= LEAST_PLACED_BYTES:
             _ends(blocks, next(held))
     return blocks
+
+
+def _small_sizes(size_bytes: int) -> list[int]:
+    """Of as few blocks as have so many bytes, each too small for a place."""
+    most_bytes = LEAST_PLACED_BYTES - ALLOCATION_UNIT_BYTES
+    return [min(most_bytes, size_bytes - first) for first in range(0, size_bytes, most_bytes)]
 
 
 def _small_bytes(events: Iterable[Event], outputs: Mapping[int, int]) -> int:

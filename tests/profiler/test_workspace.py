@@ -67,15 +67,15 @@ def test_an_op_has_the_blocks_that_it_takes_in_their_order() -> None:
     assert profile.in_core_peak_bytes > profile.in_core_live_peak_bytes
 
 
-def test_what_an_op_takes_that_is_too_small_for_a_place_is_one_block_behind_the_others() -> None:
+def test_what_an_op_takes_that_is_too_small_for_a_place_is_counted_behind_the_others() -> None:
     large, result, first, second, third = range(5)
-    sizes = {large: 8192, result: 5000, first: 1000, second: 600, third: 500}
+    sizes = {large: 8192, result: 5000, first: 4000, second: 600, third: 500}
     born = {block: (BIRTH, block, size, 0) for block, size in sizes.items()}
     died = {block: (DEATH, block, size, 0) for block, size in sizes.items()}
     log = [born[large], born[first], born[second], died[first], born[third], died[second], died[third]]
     blocks, workspace_bytes = taken_in([*log, born[result], died[large]], {result: 0}, 1)
     assert workspace_bytes == 8192
-    assert [tuple(one) for one in blocks] == [(8192, -1, 2), (5000, 0, -1), (2048, -1, 3)]
+    assert [tuple(one) for one in blocks] == [(8192, -1, 2), (5000, 0, -1), (3584, -1, 4), (1536, -1, 4)]
 
 
 @needs_allocator
