@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from poochplan.errors import UsageError
 from poochplan.formats.occupancy import live_bytes
 from poochplan.formats.plan import Decision, Plan
-from poochplan.formats.profile import Kind, PointKind, Profile, Value
+from poochplan.formats.profile import Device, Kind, PointKind, Profile, Value
+from poochplan.formats.queries import in_flight_bytes
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.simulator.construct import fit, may_replay_at
 from poochplan.planner.simulator.problem import build_problem
@@ -70,6 +71,13 @@ def test_it_takes_memory_in_its_stretches_alone(profile: Profile) -> None:
     live = live_bytes(profile, weights, workspace=False)
     assert set(live.tolist()) == {0, 2 * WEIGHT_BYTES}
     assert (live_bytes(profile) <= live_bytes(whole())).all()
+
+
+def test_on_the_cpu_the_weights_of_a_unit_may_be_in_flight_beside_them(profile: Profile) -> None:
+    assert in_flight_bytes(profile) == 2 * WEIGHT_BYTES
+    assert in_flight_bytes(whole()) == 0
+    on_cuda = msgspec.structs.replace(profile, device=Device(kind="cuda", name="test", memory_bytes=2**40))
+    assert in_flight_bytes(on_cuda) == 0
 
 
 def test_a_value_is_recomputed_only_where_its_first_use_finds_the_weights(profile: Profile) -> None:

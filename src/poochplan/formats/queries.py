@@ -60,6 +60,18 @@ def writers_by_value(profile: ProfileData) -> list[list[int]]:
     return writers
 
 
+def in_flight_bytes(profile: ProfileData) -> int:
+    """On the CPU, what a step under FSDP2 may take beyond its lifetimes: threads of gloo let go of the buffer of the
+    last collective when they run again, and it is as large as the weights that are gathered at once.
+    """
+    at_once = Counter[int | None]()
+    if profile.device.kind == "cpu":
+        for value in profile.values:
+            if value.stretch_of >= 0:
+                at_once[value.born_tick] += profile.rounded_bytes(value.size_bytes)
+    return max(at_once.values(), default=0)
+
+
 def swap_seconds(profile: ProfileData, size_bytes: int) -> float:
     """Seconds out and back in over the profile's link, nothing hidden behind compute."""
     return profile.link.out_seconds(size_bytes) + profile.link.in_seconds(size_bytes)

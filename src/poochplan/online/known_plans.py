@@ -13,6 +13,7 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import Kind, Profile
 from poochplan.formats.profile_parts import rounded_up
+from poochplan.formats.queries import in_flight_bytes
 from poochplan.online.plan_cache import PlanCache
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.whatif import with_bytes_beside
@@ -131,8 +132,8 @@ class KnownPlans:
     # -- where plans come from --------------------------------------------------------------------------------
 
     def want(self, key: Key, profile: Profile, ahead_bytes: int) -> bool:
-        """Whether one is under way now; it is said why not. ``ahead_bytes`` are to be left free for growth, as far as
-        the budget has room.
+        """Whether one is under way now; it is said why not. ``ahead_bytes`` are to be left free for growth, and more
+        for collectives in flight, as far as the budget has room.
 
         Raises ``InfeasibleError`` where there is none and that is the policy.
         """
@@ -143,7 +144,7 @@ class KnownPlans:
             self._hopeless[key] = smallest_bytes
             self._tell_infeasible(profile, budget_bytes, smallest_bytes)
             return False
-        left_bytes = left_free(ahead_bytes, budget_bytes - smallest_bytes)
+        left_bytes = left_free(ahead_bytes + in_flight_bytes(profile), budget_bytes - smallest_bytes)
         if left_bytes:
             profile = self.profiles[key] = with_bytes_beside(profile, left_bytes)
         try:

@@ -14,7 +14,7 @@ from poochplan.formats.files import encode_readable
 from poochplan.formats.plan import Plan
 from poochplan.profiler.live.lines import Key
 from poochplan.runtime.watch.census import EVERY, wrapper_of
-from poochplan.torch_private.sharding import is_sharded
+from poochplan.torch_private.sharding import is_sharded, rebuilds_buckets
 
 
 class Shared(msgspec.Struct, frozen=True):
@@ -45,6 +45,12 @@ class Ranks:
         """
         wrapped = any(wrapper_of(model) is not None or is_sharded(model) for model in models)
         return cls() if wrapped and dist.get_world_size() > 1 else None
+
+    @staticmethod
+    def are_ready(models: Iterable[torch.nn.Module]) -> bool:
+        """Whether the steps of these are as all later ones: gradient buckets are made anew in the second one."""
+        wrappers = map(wrapper_of, models)
+        return not any(rebuilds_buckets(one) for one in wrappers if one is not None)
 
     def are_due(self) -> bool:
         """Whether they are to share behind this step, which every rank asks: behind each until all is settled, then

@@ -1,4 +1,5 @@
-"""Private names of FSDP2 (``torch.distributed.fsdp.fully_shard``), and of storages that are given up and taken again.
+"""Private names of data-parallel training: of FSDP2 (``torch.distributed.fsdp.fully_shard``), of storages that are
+given up and taken again, and of DDP's buckets.
 
 FSDP2 has one storage for each gathered weight for good. It takes memory for it before a unit's forward and before its
 backward, and gives it up behind each (``resize_``): between these the storage lives without memory.
@@ -27,7 +28,8 @@ def sharded_units(model: torch.nn.Module) -> Iterator[Any]:
         if module in seen:
             continue
         seen.add(module)
-        state = module._get_fsdp_state() if hasattr(type(module), "_get_fsdp_state") else None
+        state_of = getattr(type(module), "_get_fsdp_state", None)  # FSDPModule's: its import takes a second
+        state = None if state_of is None else state_of(module)
         if state is not None and state not in seen:
             seen.add(state)
             yield state
@@ -56,6 +58,12 @@ def sharded_parameters(model: torch.nn.Module) -> dict[int, torch.Tensor]:
     """The parameters that the model has between steps, by the ``id`` of the gathered ones that stand in their place."""
     there = ((getattr(one, "_unsharded_param", None), one.sharded_param) for one in _weights(model))
     return {id(gathered): sharded for gathered, sharded in there if gathered is not None}
+
+
+def rebuilds_buckets(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Whether a forward to come makes the buckets anew, in the order of the gradients: the second one, as a rule."""
+    is_to_come = wrapper.static_graph or not wrapper.find_unused_parameters
+    return is_to_come and not getattr(wrapper, "_has_rebuilt_buckets", True)
 
 
 def _weights(model: torch.nn.Module) -> Iterator[Any]:
