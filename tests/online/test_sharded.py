@@ -118,3 +118,12 @@ def test_a_plan_that_did_not_arrive_alike_is_refused_on_every_rank(monkeypatch: 
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda bounds, *_: bounds.add_(1))  # another rank's digest
     with pytest.raises(UsageError, match="plan: expected the same one on all ranks, found that they differ"):
         ranks.share(Shared([], [], is_all=True))
+
+
+def test_a_data_parallel_model_is_ready_once_its_buckets_are_those_of_later_steps() -> None:
+    model, seen = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)), []
+    for number in (1, 2, 3):
+        seen.append(Ranks.are_ready([model], number))
+        model(torch.ones(1, 2)).sum().backward()
+    assert seen == [False, False, True]
+    assert Ranks.are_ready([torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))], 51)

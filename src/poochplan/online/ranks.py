@@ -47,10 +47,12 @@ class Ranks:
         return cls() if wrapped and dist.get_world_size() > 1 else None
 
     @staticmethod
-    def are_ready(models: Iterable[torch.nn.Module]) -> bool:
-        """Whether the steps of these are as all later ones: gradient buckets are made anew in the second one."""
+    def are_ready(models: Iterable[torch.nn.Module], segment: int) -> bool:
+        """Whether the segments of these are as all later ones: gradient buckets are made anew in the second step. Some
+        compiled models keep theirs, and that is not waited for any longer.
+        """
         wrappers = map(wrapper_of, models)
-        return not any(rebuilds_buckets(one) for one in wrappers if one is not None)
+        return segment > EVERY or not any(rebuilds_buckets(one) for one in wrappers if one is not None)
 
     def are_due(self) -> bool:
         """Whether they are to share behind this step, which every rank asks: behind each until all is settled, then

@@ -161,7 +161,7 @@ class StudiedPlans(Observer):
             self._known.earned.spend(self._build.wait)
         if not self._build.is_ready:  # nothing can be profiled before the allocator counts
             return self._before.policy()
-        if self._ranks is not None and not self._ranks.are_ready(self._attachment.models.values()):
+        if self._ranks is not None and not self._ranks.are_ready(self._attachment.models.values(), segment.number):
             return self._before.policy()
         self._known.poll()
         if self._is_planner:
