@@ -9,7 +9,9 @@ from tests.online.sharded import KINDS
 from tests.torchrun import torchrun
 
 UNIT_BYTES = 132_864
-"""Gathered weights of one block: gloo's threads may hold the buffer of a collective a moment longer."""
+"""Gathered weights of one block: gloo's threads may hold the buffer of a collective a moment longer, and plans leave
+room for that.
+"""
 
 
 def test_two_ranks_are_bitwise_the_same_within_what_was_predicted(tmp_path: Path) -> None:
@@ -36,10 +38,10 @@ def check(kind: str, plain: dict[str, Any], planned: dict[str, Any], recomputed:
         if found is not None:
             assert (found["losses"], found["parameters"]) == (plain["losses"], plain["parameters"]), kind
             assert found["fallbacks"] == [], kind
-            spare_bytes = max(UNIT_BYTES, 0.03 * found["predicted_bytes"])
+            spare_bytes = UNIT_BYTES + 0.03 * found["predicted_bytes"]
             assert abs(found["peak_bytes"] - found["predicted_bytes"]) <= spare_bytes, kind
     assert planned["swapped_bytes"] > 0, kind
-    assert planned["peak_bytes"] <= planned["budget_bytes"] + UNIT_BYTES, kind
-    assert abs(plain["peak_bytes"] - planned["in_core_bytes"]) <= max(UNIT_BYTES, 0.03 * plain["peak_bytes"]), kind
+    assert planned["peak_bytes"] <= planned["budget_bytes"], kind
+    assert abs(plain["peak_bytes"] - planned["in_core_bytes"]) <= UNIT_BYTES + 0.03 * plain["peak_bytes"], kind
     if recomputed is not None:
         assert recomputed["replayed"] > 0, kind
