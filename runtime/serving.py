@@ -88,6 +88,10 @@ class Serving:
         fits = self._mode == "on" or plan.holds_arena
         return plan.layout is not None and fits and all(plan is not one for one in self._given_up)
 
+    def has_served(self, plan: Plan) -> bool:
+        """Whether the last step followed the plan, and may have been served."""
+        return self._known is not None and self._known.plan is plan
+
     def why_not(self, plan: Plan) -> str:
         """Why steps that follow the plan are not served although an arena was requested; else empty."""
         return NO_LAYOUT if self._mode == "on" and plan.layout is None else ""

@@ -346,6 +346,8 @@ class Session:
         if self._followed.get(plan.kind) is not plan:
             self._begins(plan)
         if self._is_metered:
+            if self._serving is not None and not self._serving.has_served(plan.plan):
+                self._meter.served_from(0)  # an arena of another plan is given back for this step
             self._meter.step_begins(self._engine, self._device, is_due=plan.is_due)
         plan.begins()
         if self._source.is_given:
@@ -443,7 +445,8 @@ class Session:
         if not plan.is_over(peak_bytes):
             return
         if self._serving is not None and self._serving.may_give_up and self._is_within_without_arena(plan.plan):
-            if self._arena_too_large is not segment:  # a step is looked at again as the next one begins
+            is_new = self._arena_too_large is not segment  # a step is looked at again as the next one begins
+            if is_new and self._serving.serves(plan.plan):
                 self._arena_too_large = segment
                 is_smaller = self._serving.exceeded(plan.plan, peak_bytes - plan.plan.budget_bytes)
                 self._resting()

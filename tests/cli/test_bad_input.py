@@ -219,7 +219,7 @@ def test_a_profile_of_a_newer_schema(pooch: Pooch, profile_path: Path, tmp_path:
     newer = edited(profile_path, tmp_path / "newer.json", schema_version=99)
     result = pooch("plan", newer, "--budget", "60%")
     assert result.code == 1
-    assert "expected profile schema 1 or 2 or 3 or 4 or 5 or 6, found schema 99; update poochplan" in result.error
+    assert "expected profile schema 1 or 2 or 3 or 4 or 5 or 6 or 7, found schema 99; update poochplan" in result.error
 
 
 def test_a_plan_of_a_newer_schema(pooch: Pooch, workloads: Path, plan_path: Path, tmp_path: Path) -> None:
