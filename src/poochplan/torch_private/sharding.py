@@ -8,6 +8,7 @@ backward, and gives it up behind each (``resize_``): between these the storage l
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +21,9 @@ Resized = Callable[[torch.UntypedStorage, int], None]
 
 
 def sharded_units(model: torch.nn.Module) -> Iterator[Any]:
-    """The states of FSDP2 of a model's units, each once."""
+    """The states of FSDP2 of a model's units, each once. Each step asks; without FSDP2 no module is looked at."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
     seen: set[Any] = set()
     pending = [model]
     while pending:
