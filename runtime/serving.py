@@ -88,9 +88,9 @@ class Serving:
         fits = self._mode == "on" or plan.holds_arena
         return plan.layout is not None and fits and all(plan is not one for one in self._given_up)
 
-    def has_served(self, plan: Plan) -> bool:
-        """Whether the last step followed the plan, and may have been served."""
-        return self._known is not None and self._known.plan is plan
+    def held_for(self, plan: Plan) -> int:
+        """Bytes of the arena that is there as a step of the plan begins; 0 if it is of another plan, since it goes."""
+        return self.arena_bytes if self._known is not None and self._known.plan is plan else 0
 
     def why_not(self, plan: Plan) -> str:
         """Why steps that follow the plan are not served although an arena was requested; else empty."""
@@ -101,12 +101,15 @@ class Serving:
         """Whether the arena may be given up, because the user did not request it explicitly."""
         return self._mode == "auto"
 
-    def exceeded(self, plan: Plan, over_bytes: int) -> bool:
+    def exceeded(self, plan: Plan, over_bytes: int) -> bool | None:
         """A served step exceeded its budget by ``over_bytes``. The next steps get a smaller arena, or none if it cannot
-        be so small. Returns whether there is one.
+        be so small. Returns whether there is one, and None if this has been done, as a step is looked at twice.
         """
         known = self._known
-        if known is not None and known.plan is plan and known.shrinks(over_bytes):
+        if not self.serves(plan) or known is None or known.plan is not plan or known.layout is None:
+            return None
+        if known.shrinks(over_bytes):
+            self._runs.laid.rests()
             return True
         self._given_up.append(plan)
         self.forget(plan)
@@ -171,6 +174,7 @@ class Serving:
         if self._known is not None and self._known.plan is plan:
             self.step_is_over()
             self._runs.events()
+            self._runs.laid.rests()
             self._known = None
         self._kinds.forget(plan)
 

@@ -91,8 +91,6 @@ class Session:
         """The plan that was followed last, by kind of step."""
         self._certifier: Certifier | None = None
         self._gradients_checked = self._is_ending = False
-        self._arena_too_large: Segment | None = None
-        """The last step that exceeded its budget because of its arena."""
         self._looks = True
         """Whether the session reacts to steps above their budgets."""
         self._attachment = Attachment(
@@ -346,8 +344,8 @@ class Session:
         if self._followed.get(plan.kind) is not plan:
             self._begins(plan)
         if self._is_metered:
-            if self._serving is not None and not self._serving.has_served(plan.plan):
-                self._meter.served_from(0)  # an arena of another plan is given back for this step
+            if self._serving is not None:
+                self._meter.served_from(self._serving.held_for(plan.plan))
             self._meter.step_begins(self._engine, self._device, is_due=plan.is_due)
         plan.begins()
         if self._source.is_given:
@@ -360,7 +358,6 @@ class Session:
         if self._serving is not None:
             if before is not None:
                 self._serving.forget(before.plan)
-                self._resting()  # the arena of the plan before is not to lie beside a step of this one
             if reason := self._serving.why_not(plan.plan):
                 self._teller.warn(no_arena(reason))
         try:
@@ -436,29 +433,21 @@ class Session:
             segment.report.peak_bytes = peak_bytes
 
     def _look(self, segment: Segment) -> None:
-        """Checks whether a step that followed its plan exceeded its budget. A step that did not follow has been
-        reported already.
-        """
+        """Reacts to a step above its budget. A step that left its plan has been reported already."""
         plan, peak_bytes = self._following, segment.report.peak_bytes
         if not self._looks or plan is None or peak_bytes is None or segment.report.fallbacks:
             return
         if not plan.is_over(peak_bytes):
             return
-        if self._serving is not None and self._serving.may_give_up and self._is_within_without_arena(plan.plan):
-            is_new = self._arena_too_large is not segment  # a step is looked at again as the next one begins
-            if is_new and self._serving.serves(plan.plan):
-                self._arena_too_large = segment
-                is_smaller = self._serving.exceeded(plan.plan, peak_bytes - plan.plan.budget_bytes)
-                self._resting()
+        within = (self._meter.blocks_peak_bytes or peak_bytes) <= plan.plan.budget_bytes  # without the arena's holes
+        if self._serving is not None and self._serving.may_give_up and within:
+            is_smaller = self._serving.exceeded(plan.plan, peak_bytes - plan.plan.budget_bytes)
+            if is_smaller is not None:
                 self._teller.say(arena_too_large(peak_bytes, plan.plan.budget_bytes, is_smaller=is_smaller))
         elif not self._meter.is_certain and not self._is_ending:  # otherwise no other step is to come to be certain
             plan.check_next()
         else:
             self._is_above(plan, segment, peak_bytes)
-
-    def _is_within_without_arena(self, plan: Plan) -> bool:
-        blocks_bytes = self._meter.blocks_peak_bytes
-        return blocks_bytes is not None and blocks_bytes <= plan.budget_bytes
 
     def _is_above(self, plan: PlanInForce, segment: Segment, peak_bytes: int) -> None:
         """Reports the excess, raises, or requests another plan."""

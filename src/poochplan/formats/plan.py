@@ -40,8 +40,7 @@ relative to PyTorch alone."""
 RUNTIME_IN_STEP = 3
 """The first version whose ``Prediction.step_s`` holds ``runtime_s``."""
 MOST_OF_COPIES = 10
-"""The copies of a step, run one after the other, take at most this many times the step's seconds, or the seconds of a
-clock."""
+"""The copies of a step, one after the other, take at most so many times its seconds, or the seconds of a clock."""
 
 
 class Decision(StrEnum):
@@ -128,17 +127,14 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     the CPU."""
     in_core_peak_bytes: Bytes
     in_core_step_s: Seconds
-    """Seconds of the step without a session, by PyTorch alone. If that was not timed, the sum of the in-core step's
-    ops."""
+    """Seconds of the step by PyTorch alone. If that was not timed, the sum of the in-core step's ops."""
     is_timed_alone: bool = False
     """Whether ``in_core_step_s`` was timed by PyTorch alone."""
     kept_step_s: Seconds | None = None
     """Seconds of a session's step that keeps everything, with the runtime's own time: no plan's step is shorter. None
     in files that lack it."""
     step_s: Seconds
-    """Predicted seconds of a step by the clock: ops, waits, replays, and the runtime's own use of the compute
-    stream.
-    """
+    """Predicted seconds of a step: ops, waits, replays, and the runtime's own use of the compute stream."""
     overhead: Change
     """``step_s / in_core_step_s - 1``."""
     stall_s: Seconds
@@ -147,19 +143,17 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     interference_s: Seconds
     """Seconds lost because compute runs slower beside copies."""
     runtime_s: Seconds = 0.0
-    """The runtime's own part of ``step_s``. On the CPU this is its work for handles, swaps, recording and replays. On
-    CUDA it is the time in which the compute stream waits for launches by the thread."""
+    """The runtime's own part of ``step_s``: on the CPU its work for handles, swaps, recording and replays; on CUDA the
+    compute stream's waits for launches by the thread."""
     out_bytes: Bytes
     in_bytes: Bytes
     host_bytes: Bytes
     arena_bytes: Bytes | None = None
-    """Bytes of one static arena for all that the step allocates, without the memory that existed before the step; None
-    if it was not computed."""
+    """Bytes of one static arena for all that the step allocates itself; None if it was not computed."""
     arena_live_bytes: Bytes | None = None
     """Most of these bytes that are live at any moment: no arena is smaller."""
     arena_peak_bytes: Bytes | None = None
-    """The arena and the most bytes that lie outside it at any moment, including the memory that existed before the
-    step."""
+    """The arena and the most bytes outside it at any moment, with the memory that existed before the step."""
 
     @property
     def in_core_text(self) -> str:
@@ -210,12 +204,9 @@ class Solve(msgspec.Struct, frozen=True, kw_only=True):
     """``step_s / bound_s - 1``."""
     wall_s: Seconds
     rounds: Count
-    """Number of times that a model was solved: relaxed, tightened because the simulated peak exceeded the budget, or
-    with integrality."""
+    """Number of solved models: relaxed, tightened because the simulated peak exceeded the budget, or integral."""
     evaluations: Count | None = None
-    """Number of simulations that the search was allowed, if this limit ended it and not a clock; None for a time
-    limit.
-    """
+    """Number of simulations that the search was allowed, if this ended it; None for a time limit."""
     seed: int = 0
     """Seed of the search's random walks."""
 
@@ -420,9 +411,7 @@ def _out_of_list(where: str, indices: Sequence[int], count: int, of: str) -> Ite
 
 
 def _places_on_host(values: Sequence[PlannedValue]) -> Iterator[str]:
-    """The places lie one behind another, in any order. They do not overlap, and take no more than the sum of the
-    sizes.
-    """
+    """The places do not overlap, and take no more than the sum of their sizes."""
     room_bytes = sum(host_aligned(one.size_bytes) for one in values if one.decision is Decision.SWAP)
     places = []
     for number, value in enumerate(values):

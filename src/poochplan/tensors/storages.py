@@ -16,8 +16,8 @@ from poochplan.torch_private.tensor_internals import (
     detached_alias,
     dispatch_keys,
     is_zero,
+    modules_of,
     owned_buffers,
-    owned_modules,
     owned_parameters,
     storage_identity,
     wraps_another,
@@ -203,17 +203,10 @@ def keys_of(tensor: torch.Tensor, device_type: str) -> Sequence[int]:
 
 def own_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """The parameters and buffers of a model, each module's once. Asked in each step, so without their names."""
-    seen: set[torch.nn.Module] = set()
-    pending = [model]
-    while pending:
-        module = pending.pop()
-        if module in seen:
-            continue
-        seen.add(module)
+    for module in modules_of(model):
         for tensor in (*owned_parameters(module).values(), *owned_buffers(module).values()):
             if tensor is not None:
                 yield tensor
-        pending += [child for child in owned_modules(module).values() if child is not None]
 
 
 _EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}

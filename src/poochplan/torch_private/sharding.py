@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .tensor_internals import owned_modules
+from .tensor_internals import modules_of
 
 Resized = Callable[[torch.UntypedStorage, int], None]
 """Told a storage that has another size now, and the bytes it had."""
@@ -25,18 +25,12 @@ def sharded_units(model: torch.nn.Module) -> Iterator[Any]:
     if "torch.distributed.fsdp" not in sys.modules:
         return
     seen: set[Any] = set()
-    pending = [model]
-    while pending:
-        module = pending.pop()
-        if module in seen:
-            continue
-        seen.add(module)
+    for module in modules_of(model):
         state_of = getattr(type(module), "_get_fsdp_state", None)  # FSDPModule's: its import takes a second
         state = None if state_of is None else state_of(module)
         if state is not None and state not in seen:
             seen.add(state)
             yield state
-        pending += [child for child in owned_modules(module).values() if child is not None]
 
 
 def is_sharded(model: torch.nn.Module) -> bool:

@@ -357,9 +357,16 @@ def owned_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
-def owned_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
-    """The module's own dictionary of modules, to walk a model without making names."""
-    return module._modules
+def modules_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The model and its modules, each once, without making names."""
+    seen: set[torch.nn.Module] = set()
+    pending = [model]
+    while pending:
+        module = pending.pop()
+        if module not in seen:
+            seen.add(module)
+            yield module
+            pending += [child for child in module._modules.values() if child is not None]
 
 
 def is_made(module: torch.nn.Module) -> bool:
