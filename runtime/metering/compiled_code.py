@@ -83,14 +83,19 @@ def most_bytes(events: list[Event]) -> int:
 def changes(events: list[Event], least_bytes: int = 0) -> Iterator[int]:
     """Changes of live bytes by event, rounded; those of less than ``least_bytes`` are left out. If mark and allocator
     both report a storage's death, it counts once.
+
+    What the allocator frees right after a mark is the marked storage, whatever size it reports: torch knows sizes by
+    address, and a block from before the log may lie where an earlier log had another one.
     """
     depth, aside = 0, 0
     marked = told = 0
     """Bytes of the previous event, if it was a mark, or the allocator's."""
+    is_right_after = False
     for kind, name, size_bytes in events:
         change = 0
         if kind == "push":
             depth += 1
+            is_right_after = name.startswith(_FREED)
             if name == _SET_ASIDE and not aside:
                 aside = depth
             if name.startswith(_FREED) and not aside:
@@ -103,11 +108,12 @@ def changes(events: list[Event], least_bytes: int = 0) -> Iterator[int]:
             aside = 0 if aside == depth else aside
             depth -= 1
         elif kind == "memory_alloc" and not aside:
+            is_counted = size_bytes < 0 and bool(marked) and (is_right_after or marked == -size_bytes)
             if size_bytes > 0:
                 change = _counted(size_bytes, least_bytes)
-            elif marked != -size_bytes:
+            elif not is_counted:
                 change = -_counted(-size_bytes, least_bytes)
-            told = size_bytes if size_bytes < 0 and marked != -size_bytes else 0
+            told = size_bytes if size_bytes < 0 and not is_counted else 0
             marked = 0
         yield change
 

@@ -51,6 +51,14 @@ def test_a_storage_whose_death_is_told_twice_makes_room_once() -> None:
     assert most_bytes([alloc, alloc, *mark, *mark, large]) == 8192
 
 
+def test_a_marked_storage_makes_room_for_its_own_bytes_where_torch_reports_those_of_an_earlier_one() -> None:
+    op = [("push", "aten::sin", 0), ("pop", "", 0)]
+    mark, stale = [("push", "poochplan.freed:4096", 0), ("pop", "", 0)], ("memory_alloc", "", -8192)
+    new = ("memory_alloc", "", 16384)
+    assert most_bytes([*mark, stale, new]) == 16384 - 4096
+    assert most_bytes([*mark, *op, stale, new]) == 16384 - 4096 - 8192  # another one, behind an op
+
+
 def test_a_meter_that_was_never_ended_is_forgotten() -> None:
     meter = CpuMeter()
     meter.begin()
