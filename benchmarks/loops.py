@@ -3,8 +3,9 @@
     python -m benchmarks.loops -o benchmarks/results/loops.json
     python -m benchmarks.stacks --seconds 20 -o benchmarks/results/stack-loops.json   # those of stack_loops.py
 
-Each loop in a process of its own: plain, with ``auto`` and empty caches, and with ``auto`` again. Seconds are from
-before the ``with`` block to behind it, without imports and the making of the model, which all three share. ``bitwise``:
+Each loop in a process of its own: with ``auto`` and empty caches, and with ``auto`` again, each in turns with a plain
+one (``benchmarks/turns.py``). Seconds are from before the ``with`` block to behind it, without imports and the making
+of the model, which all share. ``bitwise``:
 whether the parameters are those of the plain loop. ``memory_mib``: the most that was resident, less the plain loop's.
 ``most``: the share of the budget that steps under a plan took, by a meter from outside
 (``tests/allocated_bytes.py``); None where nothing was planned.
@@ -18,17 +19,17 @@ import hashlib
 import json
 import os
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.facts import facts_of_run, write_results
 from benchmarks.stack_loops import STACKS, Around, GoesOn, looped
+from benchmarks.turns import Turn, in_turns
 from tests.allocated_bytes import allocated_bytes
 
 LOOPS: dict[str, tuple[str, dict[str, str]]] = {
@@ -39,6 +40,8 @@ LOOPS: dict[str, tuple[str, dict[str, str]]] = {
     "resnet50": ("resnet50", {"batch_size": "8"}),
     "seq2seq": ("seq2seq", {}),
 }
+SHORT_S = 4.0
+"""Seconds of the plain loop that says how many steps a loop has."""
 LAST = 20
 """Steps at the end of which the median is told."""
 
@@ -46,7 +49,8 @@ LAST = 20
 class Watched:
     """State: what the steps of a loop took, and when it was planned. ``seconds`` of 0: it ends behind so many steps."""
 
-    def __init__(self, budget: str, seconds: float, steps: int) -> None:
+    def __init__(self, turn: Turn, budget: str, seconds: float, steps: int) -> None:
+        self._turn = turn
         self.took, self.most = list[float](), 0.0
         self.planned: dict[str, Any] | None = None
         self._counted, self._model = (0, 0), None
@@ -64,7 +68,9 @@ class Watched:
 
         torch.manual_seed(0)
         self._model = model
-        self.start_s = self.start_s or time.perf_counter()
+        if not self.start_s:
+            self._turn.wait()
+            self.start_s = time.perf_counter()
         self._last_s = time.perf_counter()
         auto = poochplan.auto(model, optimizer, budget=self._budget) if self._budget else contextlib.nullcontext()
         with auto as session:
@@ -79,6 +85,7 @@ class Watched:
         if session is not None and session.plan is not None:
             self._look(session, now_s)
         self._meter.restart()
+        self._turn.step_ended()
         self._last_s = time.perf_counter()
         return len(self.took) < self._steps or (not self._steps and now_s - self.start_s < self._seconds)
 
@@ -107,10 +114,11 @@ class Watched:
 
 def trained(name: str, budget: str, seconds: float, steps: int) -> dict[str, Any]:
     """The loop in this process: so many ``steps``, or as many as ``seconds`` have room for; plain without a budget."""
+    turn = Turn()  # before any module takes the clock by its name
     import torch
 
     torch.manual_seed(0)
-    watched = Watched(budget, seconds, steps)
+    watched = Watched(turn, budget, seconds, steps)
     (STACKS[name] if name in STACKS else partial(of_workload, name))(watched.around, watched.goes_on)
     session = watched.session
     return {
@@ -139,37 +147,46 @@ def of_workload(name: str, around: Around, goes_on: GoesOn) -> None:
     looped(workload.model, around, goes_on, step, workload.optimizer)
 
 
-def in_a_process(cache: str, *words: str) -> dict[str, Any]:
-    """The same in another one, with that cache folder."""
-    command = [sys.executable, "-m", "benchmarks.loops", "--one", *words]
-    environment = {**os.environ, "XDG_CACHE_HOME": cache}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {"failed": (done.stderr.strip().splitlines() or ["it says nothing"])[-1]}
-    said = [line[line.index("poochplan:") :] for line in done.stderr.splitlines() if "poochplan:" in line]
-    return {**json.loads(done.stdout.splitlines()[-1]), "said": said[1:]}
+def trained_in_turns(name: str, cache: str, runs: list[tuple[str, float, int]]) -> list[dict[str, Any]]:
+    """The loop in several processes, each with its budget, seconds and steps, which share a cache folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / f"{number}.json" for number in range(len(runs))]
+        commands = [["-m", "benchmarks.loops", "--one", name, *map(str, run)] for run in runs]
+        in_turns(commands, [{**os.environ, "XDG_CACHE_HOME": cache}] * len(runs), outputs)
+        return [_found(output) for output in outputs]
+
+
+def _found(output: Path) -> dict[str, Any]:
+    errors, printed = output.with_suffix(".err").read_text().splitlines(), output.read_text().splitlines()
+    if not printed:
+        return {"failed": (errors or ["it says nothing"])[-1]}
+    said = [line[line.index("poochplan:") :] for line in errors if "poochplan:" in line]
+    return {**json.loads(printed[-1]), "said": said[1:]}
 
 
 def row_of(name: str, budget: str, seconds: float, runs: int = 2) -> dict[str, Any]:
-    """Plain, and so many runs under ``auto`` that share a cache, of one loop."""
+    """So many runs under ``auto`` that share a cache, each in turns with a plain one, of one loop."""
     with tempfile.TemporaryDirectory() as cache:
-        plain = in_a_process(cache, name, "", str(seconds), "0")
-        if "failed" in plain:
-            return {"loop": name, **plain}
-        under = [in_a_process(cache, name, budget, "0", str(plain["steps"])) for _ in range(runs)]
+        short = trained_in_turns(name, cache, [("", SHORT_S, 0)])[0]
+        if "failed" in short:
+            return {"loop": name, **short}
+        steps = max(LAST, int(short["steps"] * seconds / short["total_s"]))
+        pairs = [trained_in_turns(name, cache, [("", 0, steps), (budget, 0, steps)]) for _ in range(runs)]
     told = {
         key: run
         if "failed" in run
         else {
             **{part: run[part] for part in ("total_s", "last_s", "planned", "served", "most", "promised_s", "said")},
+            "plain_s": plain["total_s"],
+            "plain_step_s": plain["last_s"],
             "ratio": round(run["total_s"] / plain["total_s"], 3),
             "last_ratio": round(run["last_s"] / plain["last_s"], 3),
             "memory_mib": run["resident_mib"] - plain["resident_mib"],
             "bitwise": run["digest"] == plain["digest"],
         }
-        for key, run in zip(("first", "second"), under, strict=False)
+        for key, (plain, run) in zip(("first", "second"), pairs, strict=False)
     }
-    return {"loop": name, "steps": plain["steps"], "plain_s": plain["total_s"], "plain_step_s": plain["last_s"], **told}
+    return {"loop": name, "steps": steps, **told}
 
 
 def main() -> None:
