@@ -25,7 +25,7 @@ class Recurrent:
 
 _TEXT = {"batch_size": 50, "sequence_length": 100, "width": 128, "chunks": 0, "unrolled": True}
 """Two layers of 128 and 50 rows of text, as char-rnn has it by itself; its own chunks are of 50 characters."""
-_OF_TEXT = ("earliest-first", "swap-all", OURS)
+_OF_TEXT = ("earliest-first", "latest-first", "swap-all", OURS)
 _LARGE_TEXT = {"batch_size": 256, "sequence_length": 256, "width": 512, "chunks": 2, "text": "large"}
 
 RECURRENT: dict[str, Recurrent] = {
