@@ -22,8 +22,8 @@ import torch
 
 from benchmarks.facts import facts_of_run, write_results
 from poochplan.native import FLAGS
-from poochplan.runtime.allocator.arena import Arena, Places
-from poochplan.runtime.allocator.library import AllocationLog, ThreadScope, build, compiler_name, is_built
+from poochplan.runtime.arena.arena import Arena, Places
+from poochplan.runtime.arena.library import AllocationLog, ThreadScope, build, compiler_name, is_built
 from poochplan.runtime.metering.allocated import ByteCount
 
 SIZES_BYTES = 64, 4096, 65536

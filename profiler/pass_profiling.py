@@ -21,9 +21,9 @@ from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, LEAST_PLACED_BY
 from poochplan.planner.arena.caching_allocator import peak_reserved
 from poochplan.planner.arena.packing import LOOKS_PER_BLOCK, Block, live_peak, pack
 from poochplan.profiler.assembly.assemble import this_host, this_machine, versions_here
-from poochplan.runtime.allocator.library import MARK, AllocationLog, Table, ThreadScope, library, lifetimes
 from poochplan.runtime.applying import model_signature
-from poochplan.runtime.pass_arena import around_calls, around_parts
+from poochplan.runtime.arena.library import MARK, AllocationLog, Table, ThreadScope, library, lifetimes
+from poochplan.runtime.arena.pass_arena import around_calls, around_parts
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import memory_of, own_tensors, parts_of

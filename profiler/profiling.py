@@ -32,7 +32,7 @@ from poochplan.profiler.step.forward_only import check_real
 from poochplan.profiler.step.preserve import preserved
 from poochplan.profiler.trials.handle_cost import measured_on, with_handles
 from poochplan.profiler.trials.machine_facts import on_worker_thread, with_cached_cost
-from poochplan.runtime.allocator.library import build, fresh_memory
+from poochplan.runtime.arena.library import build, fresh_memory
 from poochplan.runtime.attachment import check_no_session
 from poochplan.runtime.compiled.inductor import compiled_deferring
 from poochplan.runtime.devices.cpu import choose_spill_dir

@@ -15,20 +15,20 @@ from poochplan.errors import ModelMismatchError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import ModelSignature, Profile
+from poochplan.runtime.arena.recorded_layout import Pack
 from poochplan.runtime.compiled.inductor import written_replays
 from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.opening import check_cap, model_device, open_device
-from poochplan.runtime.served_runs import Pack
 from poochplan.runtime.step_policies.follow import DivergencePolicy
 from poochplan.runtime.watch.step_meter import When
 from poochplan.runtime.watch.teller import Teller, users_line
 from poochplan.tensors.signatures import kernel_switches, model_tensors, passing_buffers
 
+from .arena.serving import ArenaMode, serving_for
 from .attachment import together
 from .plan_in_force import OverBudget
 from .plan_source import GivenPlans, Replan
-from .serving import ArenaMode, serving_for
 from .session import Certifier, Explain, Session, Settings
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from poochplan.errors import UsageError
-from poochplan.runtime.allocator.library import fresh_memory
+from poochplan.runtime.arena.library import fresh_memory
 from poochplan.runtime.devices.cuda import refuse_capture, refuse_graphs
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.engine.cursor import NO_EVENTS, StepEvents

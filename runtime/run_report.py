@@ -16,7 +16,7 @@ from poochplan.runtime.watch.teller import users_line
 from poochplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from poochplan.runtime.allocator.arena import Arena
+    from poochplan.runtime.arena.arena import Arena
 
 MOST_REASONS = 20
 MOST_UNSERVED = 8

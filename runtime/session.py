@@ -28,11 +28,11 @@ from poochplan.runtime.watch.step_meter import StepMeter, When, described, held_
 from poochplan.runtime.watch.tally import Tally, follows
 from poochplan.runtime.watch.teller import Teller, arena_too_large, host_is_full, no_arena
 
+from .arena.serving import Serving
 from .attachment import Attachment
 from .plan_in_force import REMEDY, OverBudget, PlanInForce, out_of_memory_text, over_budget_text
 from .plan_source import PlanSource
 from .run_report import ArenaReport, MemoryPeaks, Report, StepReport
-from .serving import Serving
 
 Explain = Callable[[Profile, Plan | None, int | None], str]
 """Describes where a step takes most memory, and its holders; the runtime itself cannot."""

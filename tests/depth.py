@@ -40,7 +40,7 @@ REST = {
     "profiler": "swap_all",
     "runtime": "autograd_steps compiled compiled_budget copies_of_the_model deferred_unpacks mutants points_in_16_bits "
     "save_points third_party",
-    "runtime/allocator": "building_the_library",
+    "runtime/arena": "building_the_library",
     "runtime/inference": "outside_meter",
     "tensors": "malloc",
     ".": "hangs",

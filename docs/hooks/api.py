@@ -17,8 +17,8 @@ RETURNED = {
     "Report": ".runtime.run_report",
     "StepReport": ".runtime.run_report",
     "ArenaReport": ".runtime.run_report",
-    "PassArena": ".runtime.pass_arena",
-    "PassReport": ".runtime.pass_arena",
+    "PassArena": ".runtime.arena.pass_arena",
+    "PassReport": ".runtime.arena.pass_arena",
 }
 """What public functions return, without a public name of its own."""
 Documented = ast.FunctionDef | ast.ClassDef

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from poochplan.formats.profile import Kind, OpBlock, Value
 from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, LEAST_COUNTED_BYTES, LEAST_PLACED_BYTES, rounded_up
-from poochplan.runtime.allocator.library import BIRTH, DEATH, MARK, Table
+from poochplan.runtime.arena.library import BIRTH, DEATH, MARK, Table
 
 BEGINS, ENDS, POINT = 1, 0, 2
 """Marks before and after an op, and after a point of the runtime's clock. Negative marks are bytes freed in compiled

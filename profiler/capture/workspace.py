@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from poochplan.formats.profile import Memory
-from poochplan.runtime.allocator.library import BIRTH, DEATH, AllocationLog, Table, ThreadScope
+from poochplan.runtime.arena.library import BIRTH, DEATH, AllocationLog, Table, ThreadScope
 from poochplan.runtime.metering.allocated import aside, joined_count, step_scope
 from poochplan.runtime.metering.compiled_code import CpuMeter
 

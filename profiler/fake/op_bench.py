@@ -29,7 +29,7 @@ from poochplan.profiler.assembly.assemble import processor_name
 from poochplan.profiler.capture.captured import CapturedOp, CapturedValue
 from poochplan.profiler.capture.op_blocks import taken_in
 from poochplan.profiler.step.preserve import GeneratorStates, restored
-from poochplan.runtime.allocator.library import AllocationLog, Table, ThreadScope
+from poochplan.runtime.arena.library import AllocationLog, Table, ThreadScope
 from poochplan.runtime.metering.allocated import step_scope
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.operators import traits

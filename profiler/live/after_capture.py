@@ -18,10 +18,10 @@ from poochplan.profiler.capture.timing import OpTimer
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.trials.host_store import HostStore, bytes_of
 from poochplan.profiler.trials.verify_replays import PIECE_BYTES, Verify
+from poochplan.runtime.arena.known_steps import RepeatedStep
 from poochplan.runtime.compiled.points import told_of_points
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.saved_value import Handle
-from poochplan.runtime.known_steps import RepeatedStep
 from poochplan.runtime.step_policies.follow import Course, Follow
 from poochplan.runtime.step_policies.step_policy import Actions, Diverged, StepPolicy, SwapEach
 from poochplan.tensors.storages import has_storage

@@ -32,7 +32,7 @@ from poochplan.profiler.capture.timing import OpRuns
 from poochplan.profiler.step.preserve import preserved
 from poochplan.profiler.trials.compare import RECORDED, instructions_for, verification, without_replays
 from poochplan.profiler.trials.handle_cost import keeping
-from poochplan.runtime.known_steps import RepeatedStep
+from poochplan.runtime.arena.known_steps import RepeatedStep
 from poochplan.runtime.step_policies.follow import Course, Follow
 from poochplan.runtime.step_policies.step_policy import StepPolicy, SwapEach
 from poochplan.tensors.host_memory import is_freed_memory_given_back, new_memory_holds

@@ -18,7 +18,7 @@ import torch
 from poochplan.errors import AllocatorError
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
 from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, rounded_up
-from poochplan.runtime.allocator.library import ThreadScope, too_many
+from poochplan.runtime.arena.library import ThreadScope, too_many
 
 
 @functools.cache

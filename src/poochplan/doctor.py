@@ -28,7 +28,7 @@ from poochplan.profiler.assembly.assemble import model_notes, this_host
 from poochplan.profiler.capture.node_hooks import name_of, nodes_behind
 from poochplan.profiler.fake.fake_profile import needed_without_memory
 from poochplan.profiler.live.step_function import StepFunction
-from poochplan.runtime.allocator.library import ALLOCATOR
+from poochplan.runtime.arena.library import ALLOCATOR
 from poochplan.runtime.devices.cpu import SpillFile, choose_spill_dir, file_system_type
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.modes import compiled_modules

@@ -13,11 +13,11 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.peak import explain_peak
 from poochplan.planner.arena.packing import packed
-from poochplan.runtime.allocator.library import library, why_unavailable
 from poochplan.runtime.applying import Planner
 from poochplan.runtime.applying import apply as runtime_apply
+from poochplan.runtime.arena.library import library, why_unavailable
+from poochplan.runtime.arena.pass_arena import PassArena
 from poochplan.runtime.attachment import check_no_session
-from poochplan.runtime.pass_arena import PassArena
 from poochplan.runtime.session import Session
 from poochplan.runtime.watch.teller import users_line
 from poochplan.tensors.storages import own_tensors

@@ -41,8 +41,8 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 if TYPE_CHECKING:
     from poochplan.formats.plan import Plan
+    from poochplan.runtime.arena.serving import ArenaMode
     from poochplan.runtime.run_report import Report, StepReport
-    from poochplan.runtime.serving import ArenaMode
 
 METERED_STEPS = 2
 """A session meters its first two steps, which takes time; see ``poochplan.apply``."""

@@ -11,7 +11,7 @@ import pytest
 
 import poochplan
 from poochplan.formats.profile import Memory
-from poochplan.runtime.allocator.library import why_unavailable
+from poochplan.runtime.arena.library import why_unavailable
 
 Pooch = Any
 ARENA_FIELDS = {"arena_bytes", "arena_live_bytes", "arena_peak_bytes", "live_peak_bytes", "memory"}

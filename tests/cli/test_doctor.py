@@ -28,7 +28,7 @@ from poochplan.doctor import (
     torch_version,
     workload_findings,
 )
-from poochplan.runtime.allocator.library import compiler_name
+from poochplan.runtime.arena.library import compiler_name
 
 Pooch = Any
 OK, WARNING, MISSING = Status

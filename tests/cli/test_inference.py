@@ -11,7 +11,7 @@ import pytest
 
 from poochplan.formats.pass_profile import PassProfile
 from poochplan.formats.plan import OUTSIDE
-from poochplan.runtime.allocator.library import why_unavailable
+from poochplan.runtime.arena.library import why_unavailable
 
 Pooch = Any
 SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "inference.schema.json"

@@ -28,7 +28,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn  # noqa: E
 
 import poochplan  # noqa: E402
 from benchmarks.hooked import digest  # noqa: E402
-from poochplan.runtime.allocator.arena import Arena  # noqa: E402
+from poochplan.runtime.arena.arena import Arena  # noqa: E402
 from tests.runtime.nets import LINK  # noqa: E402
 
 TURNS, CHECKPOINT_AT = 44, 22

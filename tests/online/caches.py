@@ -12,7 +12,7 @@ import pytest
 
 from poochplan.errors import NativeError
 from poochplan.planner.simulator.evaluator import EVALUATOR, library
-from poochplan.runtime.allocator.library import ALLOCATOR
+from poochplan.runtime.arena.library import ALLOCATOR
 
 
 @contextmanager

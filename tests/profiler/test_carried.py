@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from poochplan.profiler.capture.op_blocks import Event, Taker, carried_in, taken_in
-from poochplan.runtime.allocator.library import BIRTH, DEATH, MARK
+from poochplan.runtime.arena.library import BIRTH, DEATH, MARK
 
 
 def _birth(block: int, size_bytes: int) -> Event:

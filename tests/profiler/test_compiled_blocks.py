@@ -19,7 +19,7 @@ from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import simulate
 from poochplan.profiler.capture.op_blocks import BEGINS, ENDS, Event, Taker, events_by_op, taken_in
-from poochplan.runtime.allocator.library import BIRTH, DEATH, EVENT, MARK, why_unavailable
+from poochplan.runtime.arena.library import BIRTH, DEATH, EVENT, MARK, why_unavailable
 from tests.runtime.nets import LINK
 from tests.runtime.random_plans import random_plan
 

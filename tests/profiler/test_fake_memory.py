@@ -18,7 +18,7 @@ import poochplan
 from poochplan.formats.profile import Memory, Op, Profile
 from poochplan.profiler.fake import op_bench
 from poochplan.profiler.fake.op_bench import OpBench, cache_path
-from poochplan.runtime.allocator.library import why_unavailable
+from poochplan.runtime.arena.library import why_unavailable
 from tests.profiler.test_op_bench import HERE, aten, spec
 from tests.profiler.test_workspace import Taking
 from tests.runtime.nets import CASES, LINK, Case

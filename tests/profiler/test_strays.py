@@ -26,7 +26,7 @@ from poochplan.profiler.capture.op_blocks import (
     stray_values,
     strays_in,
 )
-from poochplan.runtime.allocator.library import BIRTH, DEATH, MARK, why_unavailable
+from poochplan.runtime.arena.library import BIRTH, DEATH, MARK, why_unavailable
 from tests.depth import seeds
 from tests.profiler.test_workspace import takes_and_gives_back
 from tests.runtime.nets import Case, metered_peaks

@@ -18,7 +18,7 @@ from poochplan.profiler.capture import capture as capturing
 from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.capture.op_blocks import taken_in
 from poochplan.profiler.capture.workspace import Workspace, workspace_of
-from poochplan.runtime.allocator.library import BIRTH, DEATH, why_unavailable
+from poochplan.runtime.arena.library import BIRTH, DEATH, why_unavailable
 from poochplan.runtime.metering.allocated import joined_count
 from tests.runtime.nets import LINK
 

@@ -15,7 +15,7 @@ import poochplan
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Decision, Plan
 from poochplan.planner.writing import with_decisions
-from poochplan.runtime.allocator.library import library, why_unavailable
+from poochplan.runtime.arena.library import library, why_unavailable
 from poochplan.runtime.run_report import ArenaReport
 from poochplan.runtime.session import Session
 from tests.runtime.nets import CASES, Case, snapshot

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import poochplan
-from poochplan.runtime.allocator.arena import Arena
-from poochplan.runtime.allocator.library import library
+from poochplan.runtime.arena.arena import Arena
+from poochplan.runtime.arena.library import library
 from poochplan.runtime.metering.allocated import AllocatedPeak
 from poochplan.runtime.replays.recorded import set_state_of, state_of
-from tests.runtime.allocator.steps import filled, places
+from tests.runtime.arena.steps import filled, places
 from tests.runtime.nets import CASES
 from tests.runtime.served import SETTLED, Loop, arenas_mapped, needs_compiler, plan_of, served
 

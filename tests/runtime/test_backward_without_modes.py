@@ -12,8 +12,8 @@ from poochplan.errors import UsageError
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.writing import with_decisions
+from poochplan.runtime.arena.serving import ArenaMode
 from poochplan.runtime.metering import allocated
-from poochplan.runtime.serving import ArenaMode
 from poochplan.runtime.watch.step_meter import When
 from poochplan.torch_private.tensor_internals import mode_count
 from tests.runtime.nets import LINK

@@ -13,7 +13,7 @@ from torch import nn
 
 import poochplan
 from poochplan.formats.plan import Plan
-from poochplan.runtime.allocator.library import library
+from poochplan.runtime.arena.library import library
 from poochplan.runtime.attachment import Attachment
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.host_tier import HostTier, Intervals

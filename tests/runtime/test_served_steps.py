@@ -13,7 +13,7 @@ import torch
 
 import poochplan
 from poochplan.errors import UsageError
-from poochplan.runtime.allocator.arena import Arena
+from poochplan.runtime.arena.arena import Arena
 from tests.runtime.nets import CASES, equal, in_core
 from tests.runtime.served import (
     SETTLED,

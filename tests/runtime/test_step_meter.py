@@ -11,7 +11,7 @@ from torch import nn
 
 import poochplan
 from poochplan.formats.plan import Plan
-from poochplan.runtime.allocator.library import why_unavailable
+from poochplan.runtime.arena.library import why_unavailable
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.metering import allocated
 from poochplan.runtime.watch.census import LEAST_BYTES, census, leave_out

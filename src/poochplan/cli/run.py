@@ -36,7 +36,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from poochplan.runtime.serving import ArenaMode
+    from poochplan.runtime.arena.serving import ArenaMode
     from poochplan.verify import Build
     from poochplan.workload import LoadedWorkload, Workload
 
@@ -406,8 +406,8 @@ def _with_inductor(build: Build) -> Build:
 
 def _why_not_served(mode: ArenaMode, plan: Plan) -> str:
     """Why the steps could not be served from an arena, in one line; empty where they could."""
+    from poochplan.runtime.arena.serving import why_not_served
     from poochplan.runtime.metering.allocated import step_scope
-    from poochplan.runtime.serving import why_not_served
 
     if mode == "off":
         return "--arena off"

@@ -8,8 +8,8 @@ import threading
 import torch
 
 from poochplan.errors import AllocatorError, NativeError, UsageError
-from poochplan.runtime.allocator.library import build, is_built, is_loaded, library
-from poochplan.runtime.serving import ArenaMode, why_no_arena
+from poochplan.runtime.arena.library import build, is_built, is_loaded, library
+from poochplan.runtime.arena.serving import ArenaMode, why_no_arena
 from poochplan.runtime.watch.teller import Teller
 
 from .telling import BUILDING

@@ -15,12 +15,12 @@ from poochplan.planner.simulator.evaluator import begin_build
 from poochplan.profiler.link import known_link, measure_link
 from poochplan.profiler.request import checked_device
 from poochplan.profiler.trials.machine_facts import on_worker_thread, unmeasured
+from poochplan.runtime.arena.serving import ArenaMode, Serving, why_no_arena
 from poochplan.runtime.attachment import together
 from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.opening import check_cap, open_device
 from poochplan.runtime.plan_in_force import OverBudget
-from poochplan.runtime.serving import ArenaMode, Serving, why_no_arena
 from poochplan.runtime.session import Session, Settings
 from poochplan.runtime.watch.teller import Teller
 from poochplan.sessions import PLANNER

@@ -24,8 +24,8 @@ from poochplan.formats.profile import Profile
 from poochplan.profiler.assembly.assemble import this_machine
 from poochplan.profiler.live.lines import Key
 from poochplan.runtime.applying import model_signature
+from poochplan.runtime.arena.serving import ArenaMode
 from poochplan.runtime.metering.allocated import step_scope
-from poochplan.runtime.serving import ArenaMode
 from poochplan.runtime.watch.census import live
 from poochplan.torch_private.compiler_internals import compiled_with
 

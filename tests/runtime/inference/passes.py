@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import poochplan
-from poochplan.runtime.pass_arena import PassArena
+from poochplan.runtime.arena.pass_arena import PassArena
 
 SETTLED = 3
 """So many passes of a kind are ordinary, or written down: those behind them are served as laid out."""

@@ -16,13 +16,13 @@ import torch
 
 from poochplan.errors import AllocatorError, UsageError
 from poochplan.formats.plan import Plan
-from poochplan.runtime.allocator.library import why_unavailable
+from poochplan.runtime.arena.known_steps import Kind, KnownStep, KnownSteps
+from poochplan.runtime.arena.library import why_unavailable
+from poochplan.runtime.arena.recorded_layout import Pack, ServedRuns
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.known_steps import Kind, KnownStep, KnownSteps
 from poochplan.runtime.metering.allocated import step_scope
-from poochplan.runtime.served_runs import Pack, ServedRuns
 
-from .run_report import ArenaReport, StepReport, arena_report
+from ..run_report import ArenaReport, StepReport, arena_report
 
 ArenaMode = Literal["auto", "on", "off"]
 NO_LAYOUT = "a plan without a layout; plan again"

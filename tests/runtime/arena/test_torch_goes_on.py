@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.multiprocessing
 
-from poochplan.runtime.allocator.arena import Arena
-from poochplan.runtime.allocator.library import Library
-from tests.runtime.allocator.steps import filled, holds, places
+from poochplan.runtime.arena.arena import Arena
+from poochplan.runtime.arena.library import Library
+from tests.runtime.arena.steps import filled, holds, places
 
 KIB = 1024
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from poochplan.planner.arena.packing import Block, pack
-from poochplan.runtime.allocator.arena import Arena, Miss, Places, Tally
-from poochplan.runtime.allocator.library import Library, ThreadScope
+from poochplan.runtime.arena.arena import Arena, Miss, Places, Tally
+from poochplan.runtime.arena.library import Library, ThreadScope
 from tests.depth import seeds
-from tests.runtime.allocator.steps import Net, arena_of, filled, holds, places, recorded
+from tests.runtime.arena.steps import Net, arena_of, filled, holds, places, recorded
 
 KIB = 1024
 

@@ -11,8 +11,8 @@ from torch import nn
 from poochplan.formats.plan import OUTSIDE
 from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
 from poochplan.planner.arena.packing import Block, pack
-from poochplan.runtime.allocator.arena import Arena, Places
-from poochplan.runtime.allocator.library import AllocationLog, ThreadScope, lifetimes
+from poochplan.runtime.arena.arena import Arena, Places
+from poochplan.runtime.arena.library import AllocationLog, ThreadScope, lifetimes
 
 Clock = Callable[[int], None]
 

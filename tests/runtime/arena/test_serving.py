@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from poochplan.formats.plan import OUTSIDE
-from poochplan.runtime.allocator.arena import Arena, Fates, Miss, Places, Tally
-from poochplan.runtime.allocator.library import ThreadScope
+from poochplan.runtime.arena.arena import Arena, Fates, Miss, Places, Tally
+from poochplan.runtime.arena.library import ThreadScope
 from poochplan.torch_private.tensor_internals import allocation_events, log_allocations
-from tests.runtime.allocator.steps import Net, arena_of, filled, places, recorded
+from tests.runtime.arena.steps import Net, arena_of, filled, places, recorded
 
 NOTHING = Tally(0, 0)
 KIB = 1024

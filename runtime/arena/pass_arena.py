@@ -23,18 +23,18 @@ import torch
 from poochplan.errors import UsageError
 from poochplan.formats.files import html_table, text_table
 from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
-from poochplan.runtime.allocator.arena import Fates
-from poochplan.runtime.allocator.library import Table, ThreadScope
-from poochplan.runtime.known_steps import misses
-from poochplan.runtime.served_runs import Pack, RecordedLayout, ServedRuns, recorded_blocks, recorded_layout
+from poochplan.runtime.arena.arena import Fates
+from poochplan.runtime.arena.known_steps import misses
+from poochplan.runtime.arena.library import Table, ThreadScope
+from poochplan.runtime.arena.recorded_layout import Pack, RecordedLayout, ServedRuns, recorded_blocks, recorded_layout
 from poochplan.tensors.modes import around_compiled, compiled_modules, inside, left_out_of_copies
 from poochplan.tensors.signatures import input_signature
 from poochplan.torch_private.compiler_internals import is_tracing
 from poochplan.torch_private.tensor_internals import in_backward
 from poochplan.units import format_bytes
 
-from .attachment import is_in_session
-from .run_report import ArenaReport, arena_report
+from ..attachment import is_in_session
+from ..run_report import ArenaReport, arena_report
 
 _here = threading.local()
 """``arena``: the arena whose pass runs on this thread."""

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from poochplan.runtime.allocator.arena import Arena
-from poochplan.runtime.allocator.library import AllocationLog, Library, ThreadScope
+from poochplan.runtime.arena.arena import Arena
+from poochplan.runtime.arena.library import AllocationLog, Library, ThreadScope
 from poochplan.runtime.metering.allocated import ByteCount
-from tests.runtime.allocator.steps import filled, holds, places
+from tests.runtime.arena.steps import filled, holds, places
 
 KIB = 1024
 

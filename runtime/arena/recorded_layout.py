@@ -18,8 +18,8 @@ from poochplan.errors import AllocatorError
 from poochplan.formats.occupancy import occupancy
 from poochplan.formats.plan import OUTSIDE
 from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES
-from poochplan.runtime.allocator.arena import Arena, Fates, Places
-from poochplan.runtime.allocator.library import MARK, AllocationLog, Table, ThreadScope, lifetimes
+from poochplan.runtime.arena.arena import Arena, Fates, Places
+from poochplan.runtime.arena.library import MARK, AllocationLog, Table, ThreadScope, lifetimes
 from poochplan.tensors.host_memory import give_back_freed
 
 _lock = threading.Lock()

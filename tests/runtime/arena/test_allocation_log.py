@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import torch
 
-from poochplan.runtime.allocator.library import BIRTH, DEATH, MARK, AllocationLog, ThreadScope, lifetimes
-from tests.runtime.allocator.steps import Net, recorded
+from poochplan.runtime.arena.library import BIRTH, DEATH, MARK, AllocationLog, ThreadScope, lifetimes
+from tests.runtime.arena.steps import Net, recorded
 
 
 def test_births_deaths_and_marks_are_in_order(scope: ThreadScope) -> None:

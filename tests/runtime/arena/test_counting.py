@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from poochplan.runtime.allocator.library import ThreadScope
+from poochplan.runtime.arena.library import ThreadScope
 from poochplan.runtime.metering.allocated import AllocatedPeak, ByteCount, step_scope
 
 SMALL_BYTES, ROUNDED_BYTES = 576, 1024

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from poochplan.runtime.allocator.library import Library, ThreadScope, build, library, why_unavailable
+from poochplan.runtime.arena.library import Library, ThreadScope, build, library, why_unavailable
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from poochplan.errors import NativeError
-from poochplan.runtime.allocator import library
-from poochplan.runtime.allocator.library import Library, build, is_built, library_file, why_unavailable
+from poochplan.runtime.arena import library
+from poochplan.runtime.arena.library import Library, build, is_built, library_file, why_unavailable
 
 LOADS = """
 import torch
 early = torch.ones(100_000)
-from poochplan.runtime.allocator.library import library
+from poochplan.runtime.arena.library import library
 found = library()
 assert found.is_in_force() and found is library()
 early.resize_(200_000)

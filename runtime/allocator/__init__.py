@@ -1,1 +1,0 @@
-"""The optional compiled part: an allocator for torch on the CPU that counts, records and serves a step's blocks."""

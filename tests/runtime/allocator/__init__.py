@@ -1,1 +1,0 @@
-"""The compiled allocator: what it counts, records and serves, and how it is built."""
