@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 TURN_S = 2.0
 READ, WRITTEN = "POOCH_TURN_READ", "POOCH_TURN_WRITTEN"
@@ -87,6 +86,12 @@ class _Process:
         else:
             os.killpg(self._popen.pid, signal.SIGSTOP)
 
+    def end(self) -> None:
+        """Ends it if it still runs."""
+        if self._popen.poll() is None:
+            os.killpg(self._popen.pid, signal.SIGKILL)
+            self._popen.wait()
+
     def turn(self) -> None:
         os.killpg(self._popen.pid, signal.SIGCONT)
         os.write(self._to, b".")
@@ -99,8 +104,13 @@ def in_turns(
     """Python runs each command in an environment of its own, in turns; what they print is in ``outputs`` and, with the
     suffix ``.err``, beside them. Each calls :meth:`Turn.wait` once before its work.
     """
-    processes: list[Any] = [_Process(*one) for one in zip(commands, environments, outputs, strict=True)]
-    while processes:
-        for process in processes:
-            process.turn()
-        processes = [process for process in processes if not process.is_over]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no stopped process is left behind
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for one in zip(commands, environments, outputs, strict=True):
+            processes.append(_Process(*one))
+            stack.callback(processes[-1].end)
+        while processes:
+            for process in processes:
+                process.turn()
+            processes = [process for process in processes if not process.is_over]
