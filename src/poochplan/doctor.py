@@ -111,7 +111,7 @@ def threads(used: int, cores: int) -> Finding:
 
 
 def huge_pages(setting: str) -> Finding:
-    """Of the kernel: in a session each tensor of 64 KiB or more is fresh memory, which small pages make dear.
+    """Of the kernel: in a session each tensor of 1 MiB or more is fresh memory, which small pages make dear.
 
     ``setting`` is the kernel's line, with the chosen word in brackets; empty where it tells none.
     """

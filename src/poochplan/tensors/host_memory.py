@@ -14,7 +14,8 @@ import torch
 
 from poochplan.units import format_bytes
 
-GIVEN_BACK_BYTES = 64 << 10
+GIVEN_BACK_BYTES = 1 << 20
+"""Smaller tensors stay in the heap: for a network of many small ones, fresh pages cost most of a step's time again."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_PERTURB, _M_ARENA_MAX = -1, -3, -6, -8
 _KEPT_BYTES = {_M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 64 << 20}
 """Where glibc's own rule ends in a process that has freed a block of 32 MiB, the most it looks at."""
@@ -88,7 +89,7 @@ def _lines(path: Path) -> list[str]:
 
 @contextlib.contextmanager
 def freed_memory_given_back() -> Iterator[None]:
-    """Within the block each tensor of 64 KiB or more is a mapping of its own, which goes when it is freed.
+    """Within the block each tensor of 1 MiB or more is a mapping of its own, which goes when it is freed.
 
     What it costs is fresh pages for every tensor, up to half a step's time where tensors are large. Left alone, glibc
     raises the threshold to the largest block it ever freed and keeps such blocks in its heap (187 MiB of dropped
