@@ -33,7 +33,7 @@ from poochplan.tensors.modes import ToggledMode, around_compiled
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import has_storage
 from poochplan.torch_private.tensor_internals import pytree, storage_identity
-from poochplan.verify import METERED_STEPS, seed_everything
+from poochplan.verify import METERED_STEPS, drop_gradients, seed_everything
 from poochplan.workload import Workload
 
 __all__ = ["traced_step"]
@@ -109,9 +109,7 @@ def _trace_of(session: Session, log: StepLog, step_s: float) -> StepTrace:
 
 def _train(workload: Workload, log: StepLog) -> None:
     """One step, as ``pooch run`` trains."""
-    if workload.optimizer is not None:
-        workload.optimizer.zero_grad(set_to_none=True)
-    workload.model.zero_grad(set_to_none=True)
+    drop_gradients(workload)
     with log.block(STEP, Phase.FORWARD, ""):
         loss = checked_loss(workload.step(), workload.model)
     with log.block(STEP, Phase.BACKWARD, ""):
