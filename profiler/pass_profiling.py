@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,7 +69,8 @@ def profile_pass(
         progress("logging a pass op by op")
         live_bytes = live_tensors_peak(step, model)
     progress("laying it out")
-    laid = _laid_out(blocks, events)
+    offsets, figures = _laid_out(blocks, events)
+    note = f"a step calls the model {seen.calls} times; this is the first of them"
     return PassProfile(
         workload=workload,
         device=this_machine(torch.device("cpu")),
@@ -85,15 +86,9 @@ def profile_pass(
         live_peak_bytes=min(live_bytes, allocated_peak(blocks, events)),
         allocated_peak_bytes=allocated_peak(blocks, events),
         total_bytes=sum(rounded_up(block.size_bytes) for block in blocks),
-        notes=_notes(seen.calls),
-        blocks=tuple(
-            PassBlock(*block[:3], offset, block.layer) for block, offset in zip(blocks, laid.offsets, strict=True)
-        ),
-        arena_bytes=laid.arena_bytes,
-        arena_live_bytes=laid.live_bytes,
-        separate_bytes=laid.separate_bytes,
-        outside_bytes=laid.outside_bytes,
-        caching_bytes=laid.caching_bytes,
+        notes=() if seen.calls == 1 else (note,),
+        blocks=tuple(PassBlock(*block[:3], offset, block.layer) for block, offset in zip(blocks, offsets, strict=True)),
+        **figures,
     )
 
 
@@ -154,34 +149,19 @@ def _static_bytes(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
     return found
 
 
-class _Laid(NamedTuple):
-    """The offset of each block, -1 outside; and the figures of ``PassProfile``."""
-
-    offsets: list[int]
-    arena_bytes: int
-    live_bytes: int
-    separate_bytes: int
-    outside_bytes: int
-    caching_bytes: int
-
-
-def _laid_out(blocks: list[PassBlock], events: int) -> _Laid:
+def _laid_out(blocks: list[PassBlock], events: int) -> tuple[list[int], dict[str, int]]:
+    """The offset of each block, -1 outside; and the figures of ``PassProfile``, by their names there."""
     inside = [i for i, block in enumerate(blocks) if block.end < events and block.size_bytes >= LEAST_PLACED_BYTES]
     spans = [Block(block.start, block.end, block.size_bytes) for block in blocks]
     packed = pack([spans[i] for i in inside], LOOKS_PER_BLOCK * len(inside))
     places = dict(zip(inside, packed.offsets, strict=True))
-    return _Laid(
-        offsets=[places.get(i, OUTSIDE) for i in range(len(blocks))],
-        arena_bytes=packed.arena_bytes,
-        live_bytes=packed.lower_bound_bytes,
-        separate_bytes=sum(rounded_up(blocks[i].size_bytes) for i in inside),
-        outside_bytes=live_peak([span for i, span in enumerate(spans) if i not in places]),
-        caching_bytes=peak_reserved((), spans, events).reserved_bytes,
-    )
-
-
-def _notes(calls: int) -> tuple[str, ...]:
-    return () if calls == 1 else (f"a step calls the model {calls} times; this is the first of them",)
+    return [places.get(i, OUTSIDE) for i in range(len(blocks))], {
+        "arena_bytes": packed.arena_bytes,
+        "arena_live_bytes": packed.lower_bound_bytes,
+        "separate_bytes": sum(rounded_up(blocks[i].size_bytes) for i in inside),
+        "outside_bytes": live_peak([span for i, span in enumerate(spans) if i not in places]),
+        "caching_bytes": peak_reserved((), spans, events).reserved_bytes,
+    }
 
 
 def _spread(seconds: list[float]) -> float:
