@@ -11,7 +11,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -54,7 +54,43 @@ def aside() -> contextlib.AbstractContextManager[None]:
     return scope.set_aside() if scope is not None else contextlib.nullcontext()
 
 
-class AllocatedPeak:
+class Told(NamedTuple):
+    """The most bytes of a step so far."""
+
+    peak_bytes: int
+    blocks_bytes: int
+    """The same with an arena's blocks in place of the arena."""
+    mark: int | None = None
+    """The mark that the peak followed, if it is known."""
+
+
+class StepPeak:
+    """The peak of one step after another. This class itself knows none."""
+
+    arena_bytes = 0
+    """Size of the arena that serves the step, which counts as a whole. The caller keeps it up to date."""
+    needs_census = True
+    """Whether a census of the memory before the step is needed."""
+
+    def step_begins(self) -> None:
+        """A step begins, on this thread."""
+
+    def looked_around(self, storages: Mapping[int, torch.UntypedStorage], unseen_bytes: int = 0) -> None:
+        """A census found exactly these storages, and ``unseen_bytes`` that no tensor shows."""
+
+    def mark(self, number: int) -> None:
+        """The step has reached that point."""
+
+    def now(self) -> Told | None:
+        """The peak so far; None if it is not known."""
+        return None
+
+    def ends(self) -> Told | None:
+        """The peak of the whole step, if it is known only now. Idempotent."""
+        return None
+
+
+class AllocatedPeak(StepPeak):
     """Most bytes allocated in a step: the memory that existed when it began, from a census, plus the allocator's count.
     An arena counts as a whole, with its holes, and its blocks do not count separately.
 
@@ -72,8 +108,6 @@ class AllocatedPeak:
         self._most = Told(0, 0)
         """The peak of the step before the arena, or the memory beside the count, last changed."""
         self._unknown: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    needs_census = True
 
     @property
     def has_allocator(self) -> bool:
@@ -101,18 +135,11 @@ class AllocatedPeak:
             if library.block_at(storage.data_ptr()) < 0:
                 self._watch(key, storage)
 
-    def mark(self, number: int) -> None:
-        """Nothing to do: the peak is computed when it is read."""
-
     def now(self) -> Told | None:
         """The peak so far; None before the first census."""
         if self._count is None or self._beside_bytes is None:
             return None
         return Told(self.peak_bytes, self.blocks_peak_bytes)
-
-    def ends(self) -> Told | None:
-        """Nothing to do: the peak was known before."""
-        return None
 
     @property
     def arena_bytes(self) -> int:
@@ -221,39 +248,3 @@ class ByteCount:
         It is independent of :attr:`peak_bytes`, and cheap enough to be called after each op.
         """
         return self.library.count_mark(self._handle)
-
-
-class Told(NamedTuple):
-    """The most bytes of a step so far."""
-
-    peak_bytes: int
-    blocks_bytes: int
-    """The same with an arena's blocks in place of the arena."""
-    mark: int | None = None
-    """The mark that the peak followed, if it is known."""
-
-
-class StepPeak(Protocol):
-    """The peak of one step after another."""
-
-    arena_bytes: int
-    """Size of the arena that serves the step, which counts as a whole. The caller keeps it up to date."""
-
-    @property
-    def needs_census(self) -> bool:
-        """Whether a census of the memory before the step is needed."""
-
-    def step_begins(self) -> None:
-        """A step begins, on this thread."""
-
-    def looked_around(self, storages: Mapping[int, torch.UntypedStorage], unseen_bytes: int = 0) -> None:
-        """A census found exactly these storages, and ``unseen_bytes`` that no tensor shows."""
-
-    def mark(self, number: int) -> None:
-        """The step has reached that point."""
-
-    def now(self) -> Told | None:
-        """The peak so far; None if it is not known."""
-
-    def ends(self) -> Told | None:
-        """The peak of the whole step, if it is known only now. Idempotent."""
