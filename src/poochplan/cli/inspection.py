@@ -240,24 +240,14 @@ def _simulated_rows(plan: Plan, simulation: Simulation) -> dict[str, str]:
 
 
 def _simulated_data(profile: Profile, plan: Plan, simulation: Simulation) -> dict[str, Any]:
+    predicted = ("memory", "live_peak_bytes", "arena_bytes", "arena_live_bytes", "arena_peak_bytes")
+    memory = ("peak_bytes", "first_step_peak_bytes", "peak_layer", "out_bytes", "in_bytes")
+    seconds = ("step_s", "stall_s", "replay_s", "interference_s", "runtime_s")
     return {
         "workload": plan.workload,
         "budget_bytes": plan.budget_bytes,
         "in_core_peak_bytes": profile.in_core_peak_bytes,
         "in_core_step_s": plan.prediction.in_core_step_s,
-        "peak_bytes": simulation.peak_bytes,
-        "first_step_peak_bytes": simulation.first_step_peak_bytes,
-        "peak_layer": simulation.peak_layer,
-        "memory": plan.prediction.memory,
-        "live_peak_bytes": plan.prediction.live_peak_bytes,
-        "arena_bytes": plan.prediction.arena_bytes,
-        "arena_live_bytes": plan.prediction.arena_live_bytes,
-        "arena_peak_bytes": plan.prediction.arena_peak_bytes,
-        "step_s": simulation.step_s,
-        "stall_s": simulation.stall_s,
-        "replay_s": simulation.replay_s,
-        "interference_s": simulation.interference_s,
-        "runtime_s": simulation.runtime_s,
-        "out_bytes": simulation.out_bytes,
-        "in_bytes": simulation.in_bytes,
+        **{name: getattr(plan.prediction, name) for name in predicted},
+        **{name: getattr(simulation, name) for name in (*memory, *seconds)},
     }
