@@ -23,7 +23,7 @@ from poochplan.planner.arena.packing import LOOKS_PER_BLOCK, Block, live_peak, p
 from poochplan.profiler.assembly.assemble import this_host, this_machine, versions_here
 from poochplan.runtime.allocator.library import MARK, AllocationLog, Table, ThreadScope, library, lifetimes
 from poochplan.runtime.applying import model_signature
-from poochplan.runtime.pass_arena import around_calls, around_parts
+from poochplan.runtime.pass_arena import around_parts, around_passes
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import memory_of, own_tensors, parts_of
@@ -122,7 +122,7 @@ def _timed(step: Callable[[], object], model: torch.nn.Module, iterations: int, 
         if depth == 0 and seen.calls == 1:
             seen.seconds.append(time.perf_counter() - began_s)
 
-    with around_calls(model, begins, ends):
+    with around_passes(model, begins, ends):
         for _ in range(warmup + iterations):
             seen.calls = 0
             step()
@@ -260,7 +260,7 @@ class _FirstCall:
         self._is_over = False
 
     def __enter__(self) -> _FirstCall:
-        self._stack.enter_context(around_calls(self._model, self._begins, self._ends))
+        self._stack.enter_context(around_passes(self._model, self._begins, self._ends))
         return self
 
     def __exit__(self, *_: object) -> None:
