@@ -45,7 +45,6 @@ _SIGNATURES: Signatures = {
     "count_outside": (_INT64, (_HANDLE,)),
     "count_outside_most": (_INT64, (_HANDLE,)),
     "count_reset_most": (None, (_HANDLE,)),
-    "count_mark": (_INT64, (_HANDLE,)),
     "count_end": (None, (_HANDLE,)),
     "record_begin": (_INT, (_HANDLE,)),
     "record_mark": (None, (_HANDLE, _INT64)),

@@ -241,10 +241,3 @@ class ByteCount:
     def outside_peak_bytes(self) -> int:
         """Like :attr:`peak_bytes`, for blocks that lie in no arena."""
         return self.library.count_outside_most(self._handle)
-
-    def mark_peak(self) -> int:
-        """Most live bytes since the last mark (or the begin). The next mark starts at the present live bytes.
-
-        It is independent of :attr:`peak_bytes`, and cheap enough to be called after each op.
-        """
-        return self.library.count_mark(self._handle)
