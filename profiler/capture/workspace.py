@@ -202,18 +202,18 @@ class LoggedWorkspace(Workspace):
         self._mark(POINT)
 
     def holds(self, op: CapturedOp, output: int, storage: torch.UntypedStorage) -> None:
-        block = self._block_at(storage)
+        block = self.block_of(storage)
         if block >= 0:
             self._outputs[block] = output
 
     def knows(self, storage: torch.UntypedStorage) -> None:
-        self._known.add(self._block_at(storage))
+        self._known.add(self.block_of(storage))
 
     def next_block(self) -> int:
         return self._scope.library.next_block()
 
     def block_of(self, storage: torch.UntypedStorage) -> int:
-        return self._block_at(storage)
+        return self._scope.library.block_at(storage.data_ptr())
 
     def strays(self) -> Sequence[Stray]:
         return self._strays
@@ -221,9 +221,6 @@ class LoggedWorkspace(Workspace):
     def _mark(self, value: int) -> None:
         if self._log is not None:
             self._log.mark(value)
-
-    def _block_at(self, storage: torch.UntypedStorage) -> int:
-        return self._scope.library.block_at(storage.data_ptr())
 
     def _read(self, events: Table) -> None:
         parts = carried_in(events_by_op(events), [taker for _, taker in self._ops], self._outputs)
