@@ -190,18 +190,15 @@ def _rounded_bytes(storage: torch.UntypedStorage) -> int:
 
 
 class ByteCount:
-    """Signed bytes of a scope's live blocks since :meth:`begin`, each rounded up to ``unit_bytes``.
+    """Signed bytes of a scope's live blocks since :meth:`begin`, each rounded up to the allocation unit.
 
     Births on threads of the scope count. Deaths count on any thread, for the scope's blocks and for blocks that the
     beginning thread had allocated before; the latter make the count negative. Allocations of other threads never count.
     Nor does a block from before the allocator was loaded.
     """
 
-    def __init__(self, scope: ThreadScope, unit_bytes: int = ALLOCATION_UNIT_BYTES) -> None:
-        if unit_bytes < 1:
-            raise ValueError(f"expected a unit of 1 byte or more, found {unit_bytes}")
+    def __init__(self, scope: ThreadScope) -> None:
         self.library, self._handle = scope.library, scope.handle
-        self._unit_bytes = unit_bytes
 
     def begin(self) -> None:
         """Counts from 0. A scope has one count at a time: a second begin starts anew.
@@ -211,7 +208,7 @@ class ByteCount:
         AllocatorError
             Sixteen scopes count or record already.
         """
-        if not self.library.count_begin(self._handle, self._unit_bytes):
+        if not self.library.count_begin(self._handle, ALLOCATION_UNIT_BYTES):
             raise too_many()
 
     def end(self) -> None:
