@@ -147,10 +147,11 @@ def bytes_of(value: int, sight: Sight, *, is_measured: bool) -> Rung:
 def ladder(family: Family, values: tuple[int, ...], probes: Probes, *, is_measured: bool) -> tuple[Rung, ...]:
     """The rungs of those values that the workload takes."""
     taken = [value for value in values if probes.has_plan(value) is not None]
-    return tuple(_rung_at(family, value, probes, is_measured=is_measured) for value in taken)
+    return tuple(rung_at(family, value, probes, is_measured=is_measured) for value in taken)
 
 
-def _rung_at(family: Family, value: int, probes: Probes, *, is_measured: bool) -> Rung:
+def rung_at(family: Family, value: int, probes: Probes, *, is_measured: bool) -> Rung:
+    """The value's rung; raises what profiling it raises."""
     bare = bytes_of(value, probes.sight(value), is_measured=is_measured)
     if not probes.has_plan(value):
         return bare
