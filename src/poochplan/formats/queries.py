@@ -184,7 +184,7 @@ def advice(profile: ProfileData) -> Iterator[str]:
     """Changes to the step that would help plans, a line each, the most important first."""
     facts = profile.facts or StepFacts()
     yield from limits(profile)
-    if facts.modules and facts.eval_modules == facts.modules:
+    if facts.modules and facts.eval_modules >= facts.modules:
         yield (
             "the model was in eval mode while it was profiled: if it is trained in train mode, call model.train() first"
         )
