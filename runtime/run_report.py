@@ -207,7 +207,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
         rows = [
             row("peak", self._peak),
-            ("predicted peak", *map(format_bytes, (self.predicted_peak_bytes, largest_bytes))),
+            ("predicted peak", format_bytes(self.predicted_peak_bytes), format_bytes(largest_bytes)),
             row("swapped out", lambda step: format_bytes(step.out_bytes)),
             row("swapped in", lambda step: format_bytes(step.in_bytes)),
             row("recomputed", lambda step: f"{step.replayed_values} values, {format_seconds(step.replay_s)}"),
