@@ -149,7 +149,7 @@ def _static_bytes(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
     return found
 
 
-def _laid_out(blocks: list[PassBlock], events: int) -> tuple[list[int], dict[str, int]]:
+def _laid_out(blocks: list[PassBlock], events: int) -> tuple[list[int], dict[str, Any]]:
     """The offset of each block, -1 outside; and the figures of ``PassProfile``, by their names there."""
     inside = [i for i, block in enumerate(blocks) if block.end < events and block.size_bytes >= LEAST_PLACED_BYTES]
     spans = [Block(block.start, block.end, block.size_bytes) for block in blocks]
