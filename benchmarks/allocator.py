@@ -122,7 +122,7 @@ def calls_ns(scope: ThreadScope) -> dict[str, object]:
     arena = Arena(Places(*(np.zeros(0, np.int64) for _ in range(3))), 0)
     count.begin()
     with arena.serving():
-        found = {"mark_peak_ns": _each_ns(lambda _: count.mark_peak()), "at_ns": _each_ns(arena.at)}
+        found = {"peak_ns": _each_ns(lambda _: count.peak_bytes), "at_ns": _each_ns(arena.at)}
     count.end()
     return dict(found)
 

@@ -30,7 +30,7 @@ from benchmarks.facts import facts_of_run, write_results
 from benchmarks.instances import classifier
 from poochplan import Workload, fit
 from poochplan.fitting.family import Machine, bytes_alone, family_of
-from poochplan.fitting.probes import Effort, Probes, Rung, rung_at
+from poochplan.fitting.probes import Probes, Rung, rung_at
 from poochplan.workloads import sequence, volume
 
 MEMORY, MARGIN, LINK, DEVICE = "16GiB", "0.5GiB", "nvlink2", "v100"
@@ -108,14 +108,13 @@ HERE: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 def large(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """One network on the V100: the fit, and rungs at the multiples of the in-core batch."""
     started_s = time.perf_counter()
-    effort = Effort(arguments.time_limit, arguments.gap)
+    limits = {"time_limit_s": arguments.time_limit, "gap": arguments.gap}
     found = fit(
-        LARGE[name], "batch_size", MEMORY, roofline=DEVICE, link=LINK, margin=MARGIN,
-        time_limit_s=effort.time_limit_s, gap=effort.gap, progress=print,
+        LARGE[name], "batch_size", MEMORY, roofline=DEVICE, link=LINK, margin=MARGIN, progress=print, **limits,
     )  # fmt: skip
     family = family_of(LARGE[name], "batch_size")
     machine = Machine(found.budget_bytes, DEVICE, LINK)
-    probes = Probes(bytes_alone(family, machine, print), found.budget_bytes, effort)
+    probes = Probes(bytes_alone(family, machine, print), found.budget_bytes, limits)
     in_core = found.in_core_value or 0
     wanted = {multiple: round(multiple * in_core) for multiple in MULTIPLES}
     at = {

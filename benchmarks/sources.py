@@ -30,7 +30,7 @@ from poochplan import Plan, Profile, Workload
 from poochplan.errors import InfeasibleError
 from poochplan.fitting.family import Family, Machine, bytes_alone, family_of
 from poochplan.fitting.largest import Gait, aimed, largest
-from poochplan.fitting.probes import Effort, Probes
+from poochplan.fitting.probes import Probes
 from poochplan.planner import plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.units import parse_bytes
@@ -51,7 +51,9 @@ def batches(build: Callable[..., Workload], budget_bytes: int) -> tuple[int | No
     They are asked of bytes alone, which no device changes.
     """
     workloads = family(build)
-    probes = Probes(bytes_alone(workloads, Machine(budget_bytes), say), budget_bytes, Effort())
+    probes = Probes(
+        bytes_alone(workloads, Machine(budget_bytes), say), budget_bytes, {"time_limit_s": 20.0, "gap": 0.005}
+    )
     found = []
     for fits, size_bytes in ((probes.in_core, probes.in_core_peak), (probes.has_plan, probes.smallest)):
         guess = aimed(size_bytes, budget_bytes, workloads.own or 1, 1, MOST_BATCH)

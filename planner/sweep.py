@@ -298,7 +298,7 @@ def sweep(
         choose_solver(solving.solver)
     build_problem(profile)
     cells = list(dict.fromkeys(itertools.product(names, budgets)))
-    processes = min(processes or _usable_processors(), len(cells))
+    processes = min(processes or usable_processors(), len(cells))
     done = itertools.count(1)
 
     def tell(point: SweepPoint) -> None:
@@ -329,7 +329,7 @@ def default_budgets(
     return tuple(dict.fromkeys(first + (last - first) * index // steps for index in range(steps + 1)))
 
 
-def _usable_processors() -> int:
+def usable_processors() -> int:
     """Those that this process may use, where the system tells (Linux); else all."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

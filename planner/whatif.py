@@ -14,7 +14,7 @@ import msgspec
 from poochplan.errors import InfeasibleError, UsageError
 from poochplan.formats.occupancy import held_until, static_bytes
 from poochplan.formats.plan import Plan
-from poochplan.formats.profile import PRESET_LATENCY_S, Kind, Link, LinkDirection, LinkPreset, Profile, preset_link
+from poochplan.formats.profile import PRESET_BYTES_PER_S, Kind, Link, Profile, preset_link, rated_link
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import swap_all_on_demand
 from poochplan.units import format_bytes, format_rate, parse_bytes, parse_rate
@@ -112,7 +112,7 @@ def parse_link(text: str | float) -> Link:
         It is none of these; the message lists the presets.
     """
     name = str(text).strip()
-    if name in tuple(LinkPreset):
+    if name in PRESET_BYTES_PER_S:
         return preset_link(name)
     rates = name.split(",")
     try:
@@ -121,14 +121,10 @@ def parse_link(text: str | float) -> Link:
         outward, inward = (parse_rate(rate) for rate in (rates[0], rates[-1]))
     except UsageError:
         raise UsageError(
-            f"link: expected {', '.join(LinkPreset)}, {MEASURED}, a rate above 0 such as 12GB/s, or two "
+            f"link: expected {', '.join(PRESET_BYTES_PER_S)}, {MEASURED}, a rate above 0 such as 12GB/s, or two "
             f"(out,in) such as 12GB/s,25GB/s; found {str(text)!r}"
         ) from None
-    return Link(name=_rates_text(outward, inward), outward=_direction(outward), inward=_direction(inward))
-
-
-def _direction(bytes_per_s: float) -> LinkDirection:
-    return LinkDirection(latency_s=PRESET_LATENCY_S, bandwidth_bytes_per_s=bytes_per_s)
+    return rated_link(_rates_text(outward, inward), outward, inward)
 
 
 def link_text(link: Link) -> str:

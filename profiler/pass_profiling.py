@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from poochplan.planner.arena.packing import LOOKS_PER_BLOCK, Block, live_peak, p
 from poochplan.profiler.assembly.assemble import this_host, this_machine, versions_here
 from poochplan.runtime.applying import model_signature
 from poochplan.runtime.arena.library import MARK, AllocationLog, Table, ThreadScope, library, lifetimes
-from poochplan.runtime.arena.pass_arena import around_calls, around_parts
+from poochplan.runtime.arena.pass_arena import around_parts, around_passes
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import memory_of, own_tensors, parts_of
@@ -69,7 +69,8 @@ def profile_pass(
         progress("logging a pass op by op")
         live_bytes = live_tensors_peak(step, model)
     progress("laying it out")
-    laid = _laid_out(blocks, events)
+    offsets, figures = _laid_out(blocks, events)
+    note = f"a step calls the model {seen.calls} times; this is the first of them"
     return PassProfile(
         workload=workload,
         device=this_machine(torch.device("cpu")),
@@ -85,15 +86,9 @@ def profile_pass(
         live_peak_bytes=min(live_bytes, allocated_peak(blocks, events)),
         allocated_peak_bytes=allocated_peak(blocks, events),
         total_bytes=sum(rounded_up(block.size_bytes) for block in blocks),
-        notes=_notes(seen.calls),
-        blocks=tuple(
-            PassBlock(*block[:3], offset, block.layer) for block, offset in zip(blocks, laid.offsets, strict=True)
-        ),
-        arena_bytes=laid.arena_bytes,
-        arena_live_bytes=laid.live_bytes,
-        separate_bytes=laid.separate_bytes,
-        outside_bytes=laid.outside_bytes,
-        caching_bytes=laid.caching_bytes,
+        notes=() if seen.calls == 1 else (note,),
+        blocks=tuple(PassBlock(*block[:3], offset, block.layer) for block, offset in zip(blocks, offsets, strict=True)),
+        **figures,
     )
 
 
@@ -127,7 +122,7 @@ def _timed(step: Callable[[], object], model: torch.nn.Module, iterations: int, 
         if depth == 0 and seen.calls == 1:
             seen.seconds.append(time.perf_counter() - began_s)
 
-    with around_calls(model, begins, ends):
+    with around_passes(model, begins, ends):
         for _ in range(warmup + iterations):
             seen.calls = 0
             step()
@@ -154,34 +149,19 @@ def _static_bytes(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
     return found
 
 
-class _Laid(NamedTuple):
-    """The offset of each block, -1 outside; and the figures of ``PassProfile``."""
-
-    offsets: list[int]
-    arena_bytes: int
-    live_bytes: int
-    separate_bytes: int
-    outside_bytes: int
-    caching_bytes: int
-
-
-def _laid_out(blocks: list[PassBlock], events: int) -> _Laid:
+def _laid_out(blocks: list[PassBlock], events: int) -> tuple[list[int], dict[str, Any]]:
+    """The offset of each block, -1 outside; and the figures of ``PassProfile``, by their names there."""
     inside = [i for i, block in enumerate(blocks) if block.end < events and block.size_bytes >= LEAST_PLACED_BYTES]
     spans = [Block(block.start, block.end, block.size_bytes) for block in blocks]
     packed = pack([spans[i] for i in inside], LOOKS_PER_BLOCK * len(inside))
     places = dict(zip(inside, packed.offsets, strict=True))
-    return _Laid(
-        offsets=[places.get(i, OUTSIDE) for i in range(len(blocks))],
-        arena_bytes=packed.arena_bytes,
-        live_bytes=packed.lower_bound_bytes,
-        separate_bytes=sum(rounded_up(blocks[i].size_bytes) for i in inside),
-        outside_bytes=live_peak([span for i, span in enumerate(spans) if i not in places]),
-        caching_bytes=peak_reserved((), spans, events).reserved_bytes,
-    )
-
-
-def _notes(calls: int) -> tuple[str, ...]:
-    return () if calls == 1 else (f"a step calls the model {calls} times; this is the first of them",)
+    return [places.get(i, OUTSIDE) for i in range(len(blocks))], {
+        "arena_bytes": packed.arena_bytes,
+        "arena_live_bytes": packed.lower_bound_bytes,
+        "separate_bytes": sum(rounded_up(blocks[i].size_bytes) for i in inside),
+        "outside_bytes": live_peak([span for i, span in enumerate(spans) if i not in places]),
+        "caching_bytes": peak_reserved((), spans, events).reserved_bytes,
+    }
 
 
 def _spread(seconds: list[float]) -> float:
@@ -280,7 +260,7 @@ class _FirstCall:
         self._is_over = False
 
     def __enter__(self) -> _FirstCall:
-        self._stack.enter_context(around_calls(self._model, self._begins, self._ends))
+        self._stack.enter_context(around_passes(self._model, self._begins, self._ends))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -61,6 +61,12 @@ class MemoryPeaks(msgspec.Struct, frozen=True, kw_only=True):
         return 1 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
 
 
+_SUMMED = (
+    "steps", "out_bytes", "in_bytes", "replay_s", "replayed_values", "stall_s", "hooks_s", "served_bytes",
+    "unserved_bytes", "fallbacks",
+)  # fmt: skip
+
+
 class StepReport(msgspec.Struct, kw_only=True):
     """One step, or the sum over steps (peaks: the largest)."""
 
@@ -92,18 +98,10 @@ class StepReport(msgspec.Struct, kw_only=True):
     """Where steps diverged, once for each step; only the first ones."""
 
     def add(self, other: StepReport) -> None:
-        self.steps += other.steps
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         if other.peak_bytes is not None:
             self.peak_bytes = max(self.peak_bytes or 0, other.peak_bytes)
-        self.out_bytes += other.out_bytes
-        self.in_bytes += other.in_bytes
-        self.replay_s += other.replay_s
-        self.replayed_values += other.replayed_values
-        self.stall_s += other.stall_s
-        self.hooks_s += other.hooks_s
-        self.served_bytes += other.served_bytes
-        self.unserved_bytes += other.unserved_bytes
-        self.fallbacks += other.fallbacks
         for kind, times in other.fallback_kinds.items():
             self.fallback_kinds[kind] = self.fallback_kinds.get(kind, 0) + times
         for reason in other.fallback_reasons:
@@ -201,6 +199,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     def _rows(self) -> list[tuple[str, str, str]]:
         """Name, of the last step, of all steps; what never happened has no row."""
         steps = (self.last_step, self.total)
+        largest_bytes = max(self.predicted_peak_bytes, self.predicted_first_step_peak_bytes)
 
         def row(name: str, show: Callable[[StepReport], str]) -> tuple[str, str, str]:
             last, total = (show(step) for step in steps)
@@ -208,7 +207,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
         rows = [
             row("peak", self._peak),
-            ("predicted peak", format_bytes(self.predicted_peak_bytes), self._largest_predicted()),
+            ("predicted peak", format_bytes(self.predicted_peak_bytes), format_bytes(largest_bytes)),
             row("swapped out", lambda step: format_bytes(step.out_bytes)),
             row("swapped in", lambda step: format_bytes(step.in_bytes)),
             row("recomputed", lambda step: f"{step.replayed_values} values, {format_seconds(step.replay_s)}"),
@@ -233,9 +232,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             return "not metered"
         over = " (OVER THE BUDGET)" if step.peak_bytes > self.budget_bytes > 0 else ""
         return f"{format_bytes(step.peak_bytes)}{over}"
-
-    def _largest_predicted(self) -> str:
-        return format_bytes(max(self.predicted_peak_bytes, self.predicted_first_step_peak_bytes))
 
 
 _HEADINGS = ("", "last step", "all steps")

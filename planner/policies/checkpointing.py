@@ -77,15 +77,13 @@ def run_superneurons(given: PolicyInput) -> Candidate:
 
     def is_checkpoint(value: int) -> bool:
         op = given.producers[value]
-        return op < 0 or _is_heavy(given.op_kinds[op]) or sources[op] > 1 or readers[op] > 1
+        kind = given.op_kinds[op]
+        is_heavy = kind in _HEAVY or any(part in kind for part in _HEAVY_PARTS)
+        return op < 0 or is_heavy or sources[op] > 1 or readers[op] > 1
 
     recompute = [value for value in sorted(given.replayable) if not is_checkpoint(value)]
     swapped = sorted(set(given.movable).difference(recompute))
     return given.candidate(given.wish(swap=swapped, recompute=recompute))
-
-
-def _is_heavy(kind: str) -> bool:
-    return kind in _HEAVY or any(part in kind for part in _HEAVY_PARTS)
 
 
 def _checkpointed(given: PolicyInput, checkpoints: Collection[int]) -> Candidate:

@@ -160,7 +160,8 @@ class _Greedy:
         """Decides, unless that frees nothing at the peak or raises it."""
         wish = self._with(moves)
         memory = self._memory_of(wish)
-        if not _is_lower(memory, self.memory):
+        tick = int(np.argmax(self.memory))
+        if memory[tick] >= self.memory[tick] or memory.max() > self.memory[tick]:
             return False
         self.wish, self.memory = wish, memory
         self.step_s = self.step_s + sum(self.cost_s[move] for move in moves) if step_s is None else step_s
@@ -180,8 +181,3 @@ class _Greedy:
     def _memory_of(self, wish: list[Decision]) -> Ints:
         """The least memory that decisions can do with, tick by tick."""
         return self.given.evaluator.memory_bytes(wish, 0, ON_DEMAND)
-
-
-def _is_lower(memory: Ints, before: Ints) -> bool:
-    tick = int(np.argmax(before))
-    return bool(memory[tick] < before[tick] and memory.max() <= before[tick])

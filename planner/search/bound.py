@@ -326,12 +326,8 @@ class Proof:
         self._cancel, self._lock = Cancel(), threading.Lock()
         self._branching: Branching | None = None
         self._until: Allowance | None = None
-        self._bound_s = problem.keep_all_s
-
-    @property
-    def bound_s(self) -> float:
+        self.bound_s = problem.keep_all_s
         """No plan within the budget has a shorter step, unless one was found that is as short as this."""
-        return self._bound_s
 
     @property
     def is_late(self) -> bool:
@@ -379,4 +375,4 @@ class Proof:
 
     def _raise_to(self, bound_s: float) -> None:
         with self._lock:
-            self._bound_s = max(self._bound_s, bound_s)
+            self.bound_s = max(self.bound_s, bound_s)

@@ -60,7 +60,8 @@ class Incumbents:
         self._fitting = fitting
         self._lock = threading.Lock()
         self._plans: dict[tuple[bytes, int], EvaluatedPlan] = {}
-        self._step_s = inf
+        self.step_s = inf
+        """Seconds of the shortest step within the budget; infinite if there is none."""
 
     @property
     def fitting(self) -> Fitting | None:
@@ -71,11 +72,6 @@ class Incumbents:
     def within_bytes(self) -> int:
         """Live bytes that a plan may have: the budget minus the bytes that packing adds."""
         return self.budget_bytes if self.fitting is None else self.fitting.within_bytes
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of the shortest step within the budget; infinite if there is none."""
-        return self._step_s
 
     def offer(self, found: EvaluatedPlan) -> EvaluatedPlan:
         """Remembers a plan if it is among the best. A plan that needs more host memory than there is never is.
@@ -91,13 +87,13 @@ class Incumbents:
             if len(self._plans) > 2 * KEPT:
                 self._plans = dict(sorted(self._plans.items(), key=lambda item: self.rank(item[1]))[:KEPT])
             if found.needed_bytes <= self.budget_bytes:
-                self._step_s = min(self._step_s, found.step_s)
+                self.step_s = min(self.step_s, found.step_s)
         return found
 
     def _packed(self, found: EvaluatedPlan) -> EvaluatedPlan:
         """The plan with the bytes that its arena takes, or is estimated to take, if these exceed the budget."""
         fitting = self.fitting
-        if fitting is None or found.peak_bytes > self.budget_bytes or found.step_s >= self._step_s:
+        if fitting is None or found.peak_bytes > self.budget_bytes or found.step_s >= self.step_s:
             return found
         over_bytes = found.peak_bytes - fitting.within_bytes
         needed_bytes = self.budget_bytes + over_bytes if over_bytes > 0 else fitting.pack(self.simulated(found))

@@ -10,7 +10,7 @@ memory never asks to release is kept after all, and its copies are saved.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,6 +115,30 @@ def claim_for_never_replayed(problem: Problem, decisions: Sequence[Decision], ba
             claim[source] = max(int(claim[source]), until)
 
 
+def add_inside_replays(problem: Problem, runs: Iterable[tuple[int, tuple[int, ...]]], memory: Ints) -> None:
+    """Raises ``memory`` at each replay's tick to the most that is live inside the replays there. ``runs``: the tick of
+    each, and the values that it brings back.
+    """
+    by_tick: dict[int, list[tuple[int, ...]]] = {}
+    for tick, targets in runs:
+        by_tick.setdefault(tick, []).append(targets)
+    for tick, there in by_tick.items():
+        memory[tick] = max(memory[tick], *inside_replays(problem, there, int(memory[tick])))
+
+
+def inside_replays(problem: Problem, runs: Sequence[tuple[int, ...]], after_bytes: int) -> list[int]:
+    """Most bytes live inside each of the replays of one tick, one after another; ``after_bytes`` are live after
+    them.
+    """
+    target_bytes = [int(problem.rounded_bytes[list(targets)].sum()) for targets in runs]
+    live = after_bytes - sum(target_bytes)
+    most = []
+    for targets, brought_back in zip(runs, target_bytes, strict=True):
+        most.append(live + problem.replay.merged(targets).peak_bytes)
+        live += brought_back
+    return most
+
+
 LOOK_TICKS = 512
 """Memory is looked at in so many ticks at a time: what is over is most often near."""
 
@@ -164,19 +188,9 @@ class _Scheduler:
             (problem.point_ticks[back_point[back]], self.end[back], problem.rounded_bytes[back]),
         )
         curve: Ints = live + problem.base_bytes
-        self._add_inside_replays(curve)
+        runs = ((self.ticks[point], targets) for point, _, targets in self.needs.replays)
+        add_inside_replays(problem, runs, curve)
         return curve
-
-    def _add_inside_replays(self, curve: Ints) -> None:
-        """Raises ``curve`` at the ticks of replays, which run one after another where a point has several."""
-        results: dict[int, int] = {}
-        peaks: dict[int, int] = {}
-        for point, _, targets in self.needs.replays:
-            before = results.get(point, 0)
-            peaks[point] = max(peaks.get(point, 0), before + self.problem.replay.merged(targets).peak_bytes)
-            results[point] = before + sum(self.size[target] for target in targets)
-        for point, peak in peaks.items():
-            curve[self.ticks[point]] += max(0, peak - results[point])
 
     # -- releases -----------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ import numpy as np
 from poochplan.errors import NativeError
 from poochplan.formats.occupancy import Bytes, Floats, Ints
 from poochplan.formats.plan import Decision
-from poochplan.native import NativeBuild
+from poochplan.native import NativeBuild, Signatures, functions_of
 
 from .problem import Problem
 from .schedule import Style
@@ -31,7 +31,7 @@ EVALUATOR: Final = NativeBuild(
     "evaluator", Path(__file__).parent / "native", ("-std=c++17", "-ffp-contract=off")
 )  # sums in the order in which they are written
 _HANDLE, _INT64 = ctypes.c_void_p, ctypes.c_int64
-_SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
+_SIGNATURES: Final[Signatures] = {
     "evaluator_new": (_HANDLE, (_HANDLE, _INT64)),
     "evaluator_drop": (None, (_HANDLE,)),
     "evaluate": (None, (_HANDLE, _HANDLE, _INT64, _INT64, _HANDLE, _HANDLE)),
@@ -69,10 +69,7 @@ class _Loading:
     def _load(self) -> None:
         try:
             loaded = ctypes.CDLL(str(EVALUATOR.build()))
-            functions = {name: getattr(loaded, f"pooch_{name}") for name in _SIGNATURES}
-            for name, (result, arguments) in _SIGNATURES.items():
-                functions[name].restype, functions[name].argtypes = result, arguments
-            self.found = SimpleNamespace(**functions)
+            self.found = SimpleNamespace(**functions_of(loaded, _SIGNATURES))
         except (NativeError, OSError, AttributeError) as error:
             self.failure = str(error) or repr(error)
 

@@ -14,7 +14,13 @@ import numpy as np
 
 from poochplan.formats.occupancy import Floats, Ints, occupancy
 from poochplan.formats.plan import Decision
-from poochplan.planner.simulator.construct import claim_for_never_replayed, fit, replay_closure
+from poochplan.planner.simulator.construct import (
+    add_inside_replays,
+    claim_for_never_replayed,
+    fit,
+    inside_replays,
+    replay_closure,
+)
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.replays import in_order
 from poochplan.planner.simulator.schedule import AS_STYLED, Schedule, Style, Tuning
@@ -208,30 +214,8 @@ def _memory(problem: Problem, walk: Walk) -> Ints:
         problem.tick_count, (problem.born, first_end, size_bytes), (back[again], end[again], size_bytes[again])
     )
     memory: Ints = live + problem.base_bytes
-    _add_inside_replays(problem, walk.replays, memory)
+    add_inside_replays(problem, ((run.tick, run.targets) for run in walk.replays), memory)
     return memory
-
-
-def _add_inside_replays(problem: Problem, replays: Sequence[ReplayRun], memory: Ints) -> None:
-    """Raises ``memory`` at each replay's tick to the most that is live inside the replays there."""
-    by_tick: dict[int, list[ReplayRun]] = {}
-    for run in replays:
-        by_tick.setdefault(run.tick, []).append(run)
-    for tick, runs in by_tick.items():
-        memory[tick] = max(memory[tick], *inside_replays(problem, runs, int(memory[tick])))
-
-
-def inside_replays(problem: Problem, runs: Sequence[ReplayRun], after_bytes: int) -> list[int]:
-    """Most bytes live inside each of the replays of one tick, one after another; ``after_bytes`` are live after
-    them.
-    """
-    target_bytes = [int(problem.rounded_bytes[list(run.targets)].sum()) for run in runs]
-    live = after_bytes - sum(target_bytes)
-    most = []
-    for run, brought_back in zip(runs, target_bytes, strict=True):
-        most.append(live + run.peak_bytes)
-        live += brought_back
-    return most
 
 
 class _Timed(NamedTuple):
@@ -313,7 +297,7 @@ def held_at(problem: Problem, schedule: Schedule, tick: int) -> Held:
     saved = [*first.tolist(), *again.tolist()]
     runs = [run for run in walk.replays if run.tick == tick]
     after_bytes = int(problem.base_bytes[tick]) + int(problem.rounded_bytes[saved].sum())
-    inside = inside_replays(problem, runs, after_bytes)
+    inside = inside_replays(problem, [run.targets for run in runs], after_bytes)
     if not inside or max(inside) <= after_bytes:
         return Held(tuple(saved), None)
     at = inside.index(max(inside))

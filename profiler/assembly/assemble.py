@@ -15,16 +15,7 @@ import torch
 
 from poochplan.formats.files import package_version
 from poochplan.formats.occupancy import held_until, live_bytes
-from poochplan.formats.profile import (
-    Device,
-    Host,
-    Kind,
-    Link,
-    Memory,
-    Profile,
-    RuntimeCost,
-    StepFacts,
-)
+from poochplan.formats.profile import Device, Host, Kind, Link, Memory, Profile, RuntimeCost, StepFacts
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.op_blocks import stray_values
@@ -163,7 +154,7 @@ def step_facts(model: torch.nn.Module, capture: Capture) -> StepFacts:
         eval_modules=sum(not module.training for module in modules),
         checkpointed=tuple(capture.checkpointed),
         garbage_bytes=sum(capture.values[number].size_bytes for number in capture.garbage),
-        kept_bytes=sum({key: size for _, _, parts in capture.kept for key, size in parts.items()}.values()),
+        kept_bytes=_kept_bytes(capture),
         unmeasured_regions=capture.compiled_calls.unmeasured,
         graph_mode=written_replays(model) is not None,
         unmeasured_ops=capture.unmeasured_ops if capture.memory is Memory.ALLOCATED else 0,
@@ -174,14 +165,15 @@ def _kept_notes(capture: Capture) -> list[str]:
     """Notes on saved tensors about which no plan decides."""
     if not capture.kept:
         return []
-    sizes: dict[int, int] = {}
-    for _, _, parts in capture.kept:
-        sizes |= parts
     kind, layer, _ = capture.kept[0]
     return [
-        f"saved tensors that are sparse, nested or of a subclass are always kept: {format_bytes(sum(sizes.values()))} "
+        f"saved tensors that are sparse, nested or of a subclass are always kept: {format_bytes(_kept_bytes(capture))} "
         f"in {len(capture.kept)}, first {kind} in {layer or 'the step, outside the model'}"
     ]
+
+
+def _kept_bytes(capture: Capture) -> int:
+    return sum({key: size for _, _, parts in capture.kept for key, size in parts.items()}.values())
 
 
 def _garbage_notes(capture: Capture, kinds: dict[int, Kind]) -> list[str]:

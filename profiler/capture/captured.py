@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,87 +28,53 @@ def shapes_of(outputs: Any) -> Shapes:
     return tuple(map(shapes_of, outputs)) if isinstance(outputs, (tuple, list)) else ()
 
 
+@dataclass(eq=False, slots=True)
 class CapturedOp:
     """An op that will become a ``formats.profile.Op``."""
 
-    __slots__ = (
-        "blocks",
-        "carried",
-        "duration_s",
-        "inputs",
-        "layer",
-        "name",
-        "opaque",
-        "outputs",
-        "overwrites",
-        "partly_unwritten",
-        "phase",
-        "random",
-        "shapes",
-        "uninitialised",
-        "workspace_bytes",
-        "writes",
-    )
-
-    def __init__(self, name: str, layer: str, phase: Phase) -> None:
-        self.name = name
-        self.layer = layer
-        self.phase = phase
-        self.duration_s = 0.0
-        self.workspace_bytes = 0
-        self.blocks: tuple[OpBlock, ...] = ()
-        self.carried: list[tuple[int, CapturedOp]] = []
-        """For a part of a compiled backward: bytes of each block that it makes, and the later part that releases it."""
-        self.shapes: Shapes = ()
-        """Shapes of its results."""
-        self.inputs: list[int] = []
-        self.outputs: list[int] = []
-        self.writes: list[int] = []
-        self.random = False
-        self.opaque = False
-        self.uninitialised = False
-        """Whether its output storages have not been written yet."""
-        self.partly_unwritten: list[int] = []
-        """Those of its outputs that it does not write completely."""
-        self.overwrites: int | None = None
-        """The value whose every byte it writes without reading one."""
+    name: str
+    layer: str
+    phase: Phase
+    duration_s: float = 0.0
+    workspace_bytes: int = 0
+    blocks: tuple[OpBlock, ...] = ()
+    carried: list[tuple[int, CapturedOp]] = field(default_factory=list)
+    """For a part of a compiled backward: bytes of each block that it makes, and the later part that releases it."""
+    shapes: Shapes = ()
+    """Shapes of its results."""
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    writes: list[int] = field(default_factory=list)
+    random: bool = False
+    opaque: bool = False
+    uninitialised: bool = False
+    """Whether its output storages have not been written yet."""
+    partly_unwritten: list[int] = field(default_factory=list)
+    """Those of its outputs that it does not write completely."""
+    overwrites: int | None = None
+    """The value whose every byte it writes without reading one."""
 
 
+@dataclass(eq=False, slots=True)
 class CapturedValue:
     """One storage. Ticks are None while it lives."""
 
-    __slots__ = (
-        "born",
-        "born_tick",
-        "died",
-        "dtype",
-        "key",
-        "layer",
-        "let_go",
-        "packed_version",
-        "pinned_because",
-        "shape",
-        "size_bytes",
-        "stretch_of",
-    )
-
-    def __init__(self, tensor: torch.Tensor, layer: str, born: int) -> None:
-        self.size_bytes = tensor.untyped_storage().nbytes()
-        self.dtype = str(tensor.dtype).removeprefix("torch.")
-        self.shape = tuple(tensor.shape)
-        self.layer = layer
-        self.born = born
-        self.key = storage_key(tensor)
-        self.died: int | None = None
-        """Tick of forward death."""
-        self.let_go: int | None = None
-        """Tick at which the last handle died; None while one lives, or if there was none."""
-        self.packed_version: int | None = None
-        self.pinned_because = ""
-        self.born_tick: int | None = None
-        """Where no op bears it."""
-        self.stretch_of = -1
-        """The value of the first stretch of a storage that gives up its memory and takes it again."""
+    size_bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    layer: str
+    born: int
+    key: int
+    died: int | None = None
+    """Tick of forward death."""
+    let_go: int | None = None
+    """Tick at which the last handle died; None while one lives, or if there was none."""
+    packed_version: int | None = None
+    pinned_because: str = ""
+    born_tick: int | None = None
+    """Where no op bears it."""
+    stretch_of: int = -1
+    """The value of the first stretch of a storage that gives up its memory and takes it again."""
 
 
 class Lifetimes:
@@ -145,10 +112,11 @@ class Lifetimes:
     def add(self, tensor: torch.Tensor, layer: str, born: int) -> int:
         """The number of a new value, which lies in the tensor's storage."""
         number = len(self.values)
-        value = CapturedValue(tensor, layer, born)
+        storage, dtype = tensor.untyped_storage(), str(tensor.dtype).removeprefix("torch.")
+        value = CapturedValue(storage.nbytes(), dtype, tuple(tensor.shape), layer, born, storage_key(tensor))
         self.values.append(value)
         self._by_key[value.key] = number
-        self._deaths[number] = weakref.ref(tensor.untyped_storage(), lambda _: self._died(number))
+        self._deaths[number] = weakref.ref(storage, lambda _: self._died(number))
         return number
 
     def gives_up(self, storage: torch.UntypedStorage) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,23 +28,27 @@ from .op_blocks import (
 )
 
 
-class CompiledMeter(Protocol):
-    """Bytes that compiled code takes, without copies that the capture makes meanwhile."""
+class CompiledMeter:
+    """Bytes that compiled code takes, without copies that the capture makes meanwhile. This class itself leaves them to
+    the step's log, which is read after the step has ended.
+    """
 
     def begin(self) -> None:
         """Before the code."""
 
     def end(self) -> int | None:
         """Most bytes above those live at its begin; None if unknown."""
+        return 0
 
     def freed(self, size_bytes: int) -> None:
         """A storage of that size dies."""
 
     def set_aside(self) -> contextlib.AbstractContextManager[object]:
         """A block whose allocations do not belong to the code."""
+        return aside()
 
 
-class CudaMeter:
+class CudaMeter(CompiledMeter):
     """The caching allocator's peak since the code began."""
 
     def __init__(self, where: torch.device) -> None:
@@ -59,9 +62,6 @@ class CudaMeter:
     def end(self) -> int:
         self._look()
         return self._most_bytes
-
-    def freed(self, size_bytes: int) -> None:
-        """Nothing to do: the allocator knows."""
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -86,7 +86,7 @@ class Workspace:
     memory = Memory.LIVE
     """Whether it knows the memory inside ops."""
 
-    def compiled_meter(self) -> CompiledMeter:
+    def compiled_meter(self) -> CompiledMeter | CpuMeter:
         """The meter of compiled code."""
         return CpuMeter()
 
@@ -150,22 +150,6 @@ class CudaWorkspace(Workspace):
         op.workspace_bytes = int(taken["allocated_bytes.all.peak"] - taken["allocated_bytes.all.current"])
 
 
-class LoggedMeter:
-    """The memory of compiled code, from the step's log after the step has ended."""
-
-    def begin(self) -> None:
-        """Marks the log."""
-
-    def end(self) -> int:
-        return 0
-
-    def freed(self, size_bytes: int) -> None:
-        """Reports it to the log."""
-
-    def set_aside(self) -> contextlib.AbstractContextManager[object]:
-        return aside()
-
-
 class LoggedWorkspace(Workspace):
     """The compiled allocator's log of the step's blocks, with marks before and after ops, and after points."""
 
@@ -182,7 +166,7 @@ class LoggedWorkspace(Workspace):
         self._strays: Sequence[Stray] = ()
 
     def compiled_meter(self) -> CompiledMeter:
-        return LoggedMeter()
+        return CompiledMeter()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -218,18 +202,18 @@ class LoggedWorkspace(Workspace):
         self._mark(POINT)
 
     def holds(self, op: CapturedOp, output: int, storage: torch.UntypedStorage) -> None:
-        block = self._block_at(storage)
+        block = self.block_of(storage)
         if block >= 0:
             self._outputs[block] = output
 
     def knows(self, storage: torch.UntypedStorage) -> None:
-        self._known.add(self._block_at(storage))
+        self._known.add(self.block_of(storage))
 
     def next_block(self) -> int:
         return self._scope.library.next_block()
 
     def block_of(self, storage: torch.UntypedStorage) -> int:
-        return self._block_at(storage)
+        return self._scope.library.block_at(storage.data_ptr())
 
     def strays(self) -> Sequence[Stray]:
         return self._strays
@@ -237,9 +221,6 @@ class LoggedWorkspace(Workspace):
     def _mark(self, value: int) -> None:
         if self._log is not None:
             self._log.mark(value)
-
-    def _block_at(self, storage: torch.UntypedStorage) -> int:
-        return self._scope.library.block_at(storage.data_ptr())
 
     def _read(self, events: Table) -> None:
         parts = carried_in(events_by_op(events), [taker for _, taker in self._ops], self._outputs)

@@ -36,12 +36,11 @@ from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.capture.workspace import Workspace
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import (
-    GeneratorStates,
-    GradientStates,
-    ModuleStates,
-    OptimizerState,
-    State,
+    KeptOptimizer,
     check_restorable,
+    kept_generators,
+    kept_gradients,
+    kept_modules,
     restored,
 )
 from poochplan.runtime.compiled.deferred_unpack import deferring
@@ -275,8 +274,8 @@ def faked(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> It
     check_restorable(model)
     mode = _mode_of(model) or StepMode()
     with contextlib.ExitStack() as undo:
-        states: list[State] = [ModuleStates(model), GradientStates(model.named_parameters()), GeneratorStates(model)]
-        undo.enter_context(restored(*states, *([OptimizerState(optimizer)] if optimizer is not None else [])))
+        kept = [*kept_modules(model), *kept_gradients(model.named_parameters()), *kept_generators(model)]
+        undo.enter_context(restored(kept + (KeptOptimizer(optimizer).parts() if optimizer is not None else [])))
         undo.callback(_TORCH_LOG.setLevel, _TORCH_LOG.level)
         _TORCH_LOG.setLevel(logging.CRITICAL)  # it logs the frames of what is raised anyway
         fakes: dict[torch.Tensor, torch.Tensor] = {}

@@ -103,11 +103,8 @@ def needed_without_memory(steps: StepFunction) -> int | None:
     except Exception:  # whatever the step does to tensors without content
         return None
     draft = seen.untimed("fake")
-    return draft.in_core_peak_bytes - there_bytes - _bytes_before(draft)
-
-
-def _bytes_before(draft: Profile) -> int:
-    return sum(draft.static_bytes[kind] for kind in (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT))
+    before_bytes = sum(draft.static_bytes[kind] for kind in (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT))
+    return draft.in_core_peak_bytes - there_bytes - before_bytes
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -28,7 +28,7 @@ from poochplan.formats.profile_parts import Bytes, Seconds
 from poochplan.profiler.assembly.assemble import processor_name
 from poochplan.profiler.capture.captured import CapturedOp, CapturedValue
 from poochplan.profiler.capture.op_blocks import taken_in
-from poochplan.profiler.step.preserve import GeneratorStates, restored
+from poochplan.profiler.step.preserve import kept_generators, restored
 from poochplan.runtime.arena.library import AllocationLog, Table, ThreadScope
 from poochplan.runtime.metering.allocated import step_scope
 from poochplan.tensors.host_memory import available_bytes
@@ -150,7 +150,7 @@ class OpBench:
         found: dict[str, OpCost] = {}
         distinct = {spec.key: spec for spec in specs}
         say(f"running {len(distinct)} distinct ops by themselves")
-        with restored(GeneratorStates()):
+        with restored(kept_generators()):
             for key, spec in distinct.items():
                 found[key] = self._one(spec)
         write_cache(self._path, msgspec.json.encode(self._known))

@@ -269,15 +269,10 @@ def _rnn_layer(args: Any) -> int:
     return int(2 * length * batch * (args[1].numel() + args[2].numel()))
 
 
-def _rnn_layer_backward(args: Any) -> int:
-    """Twice the forward: gradients of the input and of the weights."""
-    return 2 * _rnn_layer(args)
-
-
 _FORMULAS: dict[str, Callable[[Any], int]] = {
     "aten.convolution_backward": _convolution_backward,
     "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "aten.mkldnn_rnn_layer": _rnn_layer,
-    "aten.mkldnn_rnn_layer_backward": _rnn_layer_backward,
+    "aten.mkldnn_rnn_layer_backward": lambda args: 2 * _rnn_layer(args),  # gradients of the input and of the weights
 }

@@ -10,7 +10,8 @@ import ctypes
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,15 +29,24 @@ from poochplan.torch_private.tensor_internals import (
 )
 
 _NAMED_IN_MESSAGE = 3
-Action = tuple[str, Callable[[], object]]
-"""The name of what it restores, for a message, and the call that does so; the call may be repeated."""
 NamedTensor = tuple[str, torch.Tensor]
+
+
+class Kept(NamedTuple):
+    """A part of the user's state, as it was when this was made."""
+
+    name: str
+    """For a message."""
+    put_back: Callable[[], object]
+    """Restores it; may be repeated."""
+    is_back: Callable[[], bool]
+    """Whether it is as it was."""
 
 
 @contextlib.contextmanager
 def preserved(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
     """Restores after the block, on every path out of it: parameters, gradients, buffers, modules and their training
-    flags, optimizer state and groups, and generators (each state says what it does not cover). Tensors keep their
+    flags, optimizer state and groups, and generators (each function says what it does not cover). Tensors keep their
     identity and storage. Their contents are kept in host memory, so that the device has what it has in training. That
     and a checksum before and after take about as long as reading the contents four times, some 2 s for 1 GB.
 
@@ -48,20 +58,24 @@ def preserved(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -
         After it: a part is not as it was. Everything that could be restored is.
     """
     check_restorable(model)
-    with restored(*_states(model, optimizer)):
+    with restored(_all_of(model, optimizer)):
         yield
 
 
-def _states(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> list[State]:
+def _all_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> list[Kept]:
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    optimizers = [OptimizerState(optimizer, names)] if optimizer is not None else []
+    optimizers = [KeptOptimizer(optimizer, names)] if optimizer is not None else []
     parameters = optimizers[0].parameters if optimizers else [(name, p) for p, name in names.items()]
-    gradients = GradientStates(parameters)
-    contents = TensorContents(
-        [*parameters, *model.named_buffers(), *gradients.tensors, *(t for state in optimizers for t in state.tensors)]
-    )
+    gradients = [(f"gradient of {name}", p.grad) for name, p in parameters if p.grad is not None]
+    tensors = [*parameters, *model.named_buffers(), *gradients, *(t for one in optimizers for t in one.tensors)]
     # In this order: a gradient fits a parameter whose tensor is back.
-    return [ModuleStates(model), contents, gradients, *optimizers, GeneratorStates(model)]
+    return [
+        *kept_modules(model),
+        *kept_contents(tensors),
+        *kept_gradients(parameters),
+        *(part for one in optimizers for part in one.parts()),
+        *kept_generators(model),
+    ]
 
 
 def check_restorable(model: torch.nn.Module) -> None:
@@ -82,44 +96,38 @@ def check_restorable(model: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def restored(*states: State) -> Iterator[None]:
-    """Restores the states after the block, on every path out of it; raises ``StepError`` if one is not restored."""
+def restored(parts: Sequence[Kept]) -> Iterator[None]:
+    """Restores the parts after the block, on every path out of it; raises ``StepError`` if one is not restored.
+
+    Every part is attempted, even if others fail. An interrupt meanwhile is delayed.
+    """
     try:
         yield
     finally:
-        restore(states)
+        _restore(parts)
 
 
-def restore(states: Sequence[State]) -> None:
-    """Attempts every action of every state, then asks each state what is not as it was. An interrupt meanwhile is
-    delayed.
-    """
+def _restore(parts: Sequence[Kept]) -> None:
     failed: dict[str, str] = {}
     interrupt: KeyboardInterrupt | None = None
+
+    def check(part: Kept) -> None:
+        if not part.is_back():
+            failed.setdefault(part.name, "")
+
     with torch.no_grad():
-        for state in states:
-            for action in state.actions():
-                interrupt = _attempt(action, failed) or interrupt
-        for state in states:
-            found: list[str] = []
-            interrupt = _attempt((f"all of {type(state).__name__}", _checking(state, found)), failed) or interrupt
-            failed |= {name: failed.get(name, "") for name in found}
+        for part in parts:
+            interrupt = _attempt(part.name, part.put_back, failed) or interrupt
+        for part in parts:
+            interrupt = _attempt(part.name, partial(check, part), failed) or interrupt
     if failed:
         raise StepError(_message(failed)) from interrupt
     if interrupt is not None:
         raise interrupt
 
 
-def _checking(state: State, found: list[str]) -> Callable[[], object]:
-    def check() -> None:
-        found[:] = state.changed()
-
-    return check
-
-
-def _attempt(action: Action, failed: dict[str, str]) -> KeyboardInterrupt | None:
-    """Runs the action to its end; records under its name why it failed."""
-    name, run = action
+def _attempt(name: str, run: Callable[[], object], failed: dict[str, str]) -> KeyboardInterrupt | None:
+    """Runs it to its end; records under the name why it failed."""
     interrupt = None
     while True:
         try:
@@ -141,69 +149,53 @@ def _message(failed: dict[str, str]) -> str:
     )
 
 
-class _Kept(NamedTuple):
-    """One tensor. ``whole`` is a copy of a sparse or nested one; ``alias`` is the base of any other one that was a
-    view.
-    """
-
-    tensor: torch.Tensor
-    whole: torch.Tensor | None
-    alias: torch.Tensor | None
-    checksum: tuple[Any, ...]
-
-
-class TensorContents:
+def kept_contents(tensors: Iterable[NamedTensor]) -> list[Kept]:
     """The contents of the tensors, and their geometry on their storages. Each storage is kept once: tied tensors share
     one, and elements of an expanded tensor overlap. Sparse and nested tensors are copied.
 
     Raises ``UsageError`` naming the first tensor without contents that can be kept.
     """
+    parts: list[Kept] = []
+    storages: dict[int, Kept] = {}
+    for name, tensor in tensors:
+        try:
+            parts.append(_kept_tensor(name, tensor, storages))
+        except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+            raise UsageError(
+                f"{name}: expected a tensor whose content can be kept and restored after the profile, found a "
+                f"{_kind(tensor)} ({first_line(error)}); give it data, or leave it out of what is profiled"
+            ) from error
+    return [*parts, *storages.values()]
 
-    def __init__(self, tensors: Iterable[NamedTensor]) -> None:
-        self._saved: dict[int, tuple[str, torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._kept: dict[str, _Kept] = {}
-        sums: dict[int, int] = {}
-        for name, tensor in tensors:
-            try:
-                self._kept[name] = self._keep(name, tensor, sums)
-            except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-                raise UsageError(
-                    f"{name}: expected a tensor whose content can be kept and restored after the profile, found a "
-                    f"{_kind(tensor)} ({first_line(error)}); give it data, or leave it out of what is profiled"
-                ) from error
 
-    def actions(self) -> Iterator[Action]:
-        for name, kept in self._kept.items():
-            yield name, lambda kept=kept: _put_contents_back(kept)  # type: ignore[misc]
-        for name, storage, saved in self._saved.values():
-            yield name, lambda storage=storage, saved=saved: _write(storage, saved)  # type: ignore[misc]
-
-    def changed(self) -> list[str]:
-        sums: dict[int, int] = {}
-        return [name for name, kept in self._kept.items() if _checksum(kept.tensor, sums) != kept.checksum]
-
-    def _keep(self, name: str, tensor: torch.Tensor, sums: dict[int, int]) -> _Kept:
-        if is_made_of_parts(tensor) and not hasattr(tensor, "__tensor_flatten__"):
-            return _Kept(tensor, tensor.detach().to("cpu", copy=True), None, _checksum(tensor, sums))
+def _kept_tensor(name: str, tensor: torch.Tensor, storages: dict[int, Kept]) -> Kept:
+    """The tensor without the bytes of its storages, which are added to ``storages`` by their keys."""
+    if is_made_of_parts(tensor) and not hasattr(tensor, "__tensor_flatten__"):
+        put_back = partial(_copy_back, tensor, tensor.detach().to("cpu", copy=True))
+    else:
+        put_back = partial(_lay_back, tensor, None if is_made_of_parts(tensor) else tensor.data)
         for part in parts_of(tensor):
-            if is_zero(part):  # nothing can write it
-                continue
-            key = storage_key(part)
-            if key not in self._saved:
-                storage = part.untyped_storage()
-                self._saved[key] = name, storage, _on_host(storage, copy=True)
-        alias = None if is_made_of_parts(tensor) else tensor.data
-        return _Kept(tensor, None, alias, _checksum(tensor, sums))
+            if not is_zero(part) and storage_key(part) not in storages:  # nothing can write a zero
+                storages[storage_key(part)] = _kept_storage(name, part.untyped_storage())
+    facts = _facts(tensor)
+    return Kept(name, put_back, lambda: _facts(tensor) == facts)
 
 
-def _put_contents_back(kept: _Kept) -> None:
-    tensor, alias = kept.tensor, kept.alias
-    if kept.whole is not None:
-        if tensor.layout is torch.sparse_coo:
-            tensor.data = kept.whole.to(tensor.device)  # copy_ gives it new parts, and its alias alone would have them
-        else:
-            tensor.data.copy_(kept.whole)
-    elif alias is not None and _geometry(tensor) != _geometry(alias):
+def _kept_storage(name: str, storage: torch.UntypedStorage) -> Kept:
+    saved = _on_host(storage, copy=True)
+    checksum = _crc(saved)
+    return Kept(name, partial(_write, storage, saved), lambda: _crc(storage) == checksum)
+
+
+def _copy_back(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    if tensor.layout is torch.sparse_coo:
+        tensor.data = whole.to(tensor.device)  # copy_ gives it new parts, and its alias alone would have them
+    else:
+        tensor.data.copy_(whole)
+
+
+def _lay_back(tensor: torch.Tensor, alias: torch.Tensor | None) -> None:
+    if alias is not None and _geometry(tensor) != _geometry(alias):
         tensor.data = alias
 
 
@@ -226,16 +218,12 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
     return *place, tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
-def _checksum(tensor: torch.Tensor, sums: dict[int, int]) -> tuple[Any, ...]:
-    """Checksum of the tensor's geometry and of its storages' bytes; ``sums`` has those that were read already."""
-    found: list[Any] = [type(tensor), tensor.shape, tensor.dtype]
+def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The tensor's type and geometry; for one that is made of parts, also the checksums of their bytes."""
+    found = type(tensor), tensor.shape, tensor.dtype
     if is_made_of_parts(tensor):  # which may be made anew each time, and lie elsewhere
-        found += [(part.shape, part.dtype, _crc(part.clone().untyped_storage())) for part in parts_of(tensor)]
-        return tuple(found)
-    key = storage_key(tensor)
-    if key not in sums:
-        sums[key] = 0 if is_zero(tensor) else _crc(tensor.untyped_storage())
-    return (*found, _geometry(tensor), sums[key])
+        return *found, *((part.shape, part.dtype, _crc(part.clone().untyped_storage())) for part in parts_of(tensor))
+    return *found, _geometry(tensor)
 
 
 def _crc(storage: torch.UntypedStorage) -> int:
@@ -249,39 +237,23 @@ def _kind(tensor: torch.Tensor) -> str:
     return f"{type(tensor).__name__} of {str(tensor.layout).removeprefix('torch.')} layout on {tensor.device}"
 
 
-class State(Protocol):
-    """A state; it is read when the object is made."""
-
-    def actions(self) -> Iterable[Action]:
-        """The actions that restore it; each is attempted, even if others fail."""
-        ...
-
-    def changed(self) -> list[str]:
-        """Names of the parts that are not as they were."""
-        ...
-
-
 def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rstrip(".")
 
 
-class GeneratorStates:
+def kept_generators(model: torch.nn.Module | None = None) -> list[Kept]:
     """States of the global generators of torch (the CPU's, and every CUDA device's once CUDA is in use), NumPy and
     Python, and of each ``torch.Generator`` that is an attribute of one of ``model``'s modules.
 
     Not covered: generators that only the step, a data set or a sampler holds, and ``numpy.random.Generator`` and
     ``random.Random`` objects.
     """
+    return [_kept_generator(*one) for one in _generators(model)]
 
-    def __init__(self, model: torch.nn.Module | None = None) -> None:
-        self._kept = [(name, get, put, get()) for name, get, put in _generators(model)]
 
-    def actions(self) -> Iterator[Action]:
-        for name, _, put, state in self._kept:
-            yield name, lambda put=put, state=state: put(state)  # type: ignore[misc]
-
-    def changed(self) -> list[str]:
-        return [name for name, get, _, state in self._kept if _plain(get()) != _plain(state)]
+def _kept_generator(name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> Kept:
+    state = get()
+    return Kept(name, partial(put, state), lambda: _plain(get()) == _plain(state))
 
 
 def _generators(model: torch.nn.Module | None) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
@@ -303,10 +275,10 @@ def _plain(state: Any) -> list[Any]:
     return [leaf.tobytes() if isinstance(leaf, np.ndarray) else leaf for leaf in arrays]
 
 
-class OptimizerState:
+class KeptOptimizer:
     """The optimizer's state and parameter groups: their containers, the entries of each, and the tensors.
 
-    Containers and tensors keep their identity; :class:`TensorContents` restores the tensors' contents. Other values are
+    Containers and tensors keep their identity; :func:`kept_contents` restores the tensors' contents. Other values are
     deep copies; ``UsageError`` if they cannot be copied. Other attributes of the optimizer than ``state`` and
     ``param_groups`` are not covered, nor are related objects: schedulers, gradient scalers.
     """
@@ -333,12 +305,12 @@ class OptimizerState:
         """The parameters named by the caller, and all others of the optimizer."""
         return [(name, parameter) for parameter, name in self._names.items()]
 
-    def actions(self) -> Iterator[Action]:
-        for name, container, content in self._containers.values():
-            yield name, lambda container=container, content=content: _refill(container, content)  # type: ignore[misc]
-
-    def changed(self) -> list[str]:
-        return [name for name, container, content in self._containers.values() if not _same(container, content)]
+    def parts(self) -> list[Kept]:
+        """The containers, each with its entries."""
+        return [
+            Kept(name, partial(_refill, container, content), partial(_same, container, content))
+            for name, container, content in self._containers.values()
+        ]
 
     def _keep(self, value: Any, path: str) -> Any:
         """``value`` itself if its identity is to be restored, otherwise a copy."""
@@ -381,77 +353,50 @@ def _same(container: Any, content: Any) -> bool:
     )
 
 
-class _Module(NamedTuple):
-    module: torch.nn.Module
-    type: type[torch.nn.Module]
-    tables: dict[str, tuple[Any, dict[str, Any]]]
-    non_persistent: set[str]
-    training: bool
-
-
-class ModuleStates:
+def kept_modules(model: torch.nn.Module) -> list[Kept]:
     """For each module its parameters, buffers and submodules, as objects under their names, its class (which a
     parametrization changes) and its training flag. Other attributes and hooks are not covered.
     """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._kept = {f"module {path}" if path else "the model": _taken(m) for path, m in model.named_modules()}
-
-    def actions(self) -> Iterator[Action]:
-        for name, kept in self._kept.items():
-            yield name, lambda kept=kept: _put_back(kept)  # type: ignore[misc]
-
-    def changed(self) -> list[str]:
-        return [name for name, kept in self._kept.items() if not _is_back(kept)]
+    return [_kept_module(f"module {path}" if path else "the model", module) for path, module in model.named_modules()]
 
 
-def _taken(module: torch.nn.Module) -> _Module:
+def _kept_module(name: str, module: torch.nn.Module) -> Kept:
+    kind, training, non_persistent = type(module), module.training, set(non_persistent_buffers(module))
     tables = {name: (module.__dict__[name], dict(module.__dict__[name])) for name in OWN_DICTIONARIES}
-    return _Module(module, type(module), tables, set(non_persistent_buffers(module)), module.training)
+
+    def put_back() -> None:
+        if type(module) is not kind:
+            module.__class__ = kind
+        for name, (table, content) in tables.items():
+            module.__dict__[name] = table
+            _refill(table, content)
+        set_non_persistent_buffers(module, non_persistent)
+        if module.training != training:  # assigned to a compiled module, it is a reason to compile again
+            module.training = training
+
+    def is_back() -> bool:
+        return (
+            type(module) is kind
+            and module.training == training
+            and non_persistent_buffers(module) == non_persistent
+            and all(module.__dict__[name] is t and _same(t, content) for name, (t, content) in tables.items())
+        )
+
+    return Kept(name, put_back, is_back)
 
 
-def _put_back(kept: _Module) -> None:
-    module = kept.module
-    if type(module) is not kept.type:
-        module.__class__ = kept.type
-    for name, (table, content) in kept.tables.items():
-        module.__dict__[name] = table
-        _refill(table, content)
-    set_non_persistent_buffers(module, kept.non_persistent)
-    if module.training != kept.training:  # assigned to a compiled module, it is a reason to compile again
-        module.training = kept.training
-
-
-def _is_back(kept: _Module) -> bool:
-    module = kept.module
-    return (
-        type(module) is kept.type
-        and module.training == kept.training
-        and non_persistent_buffers(module) == kept.non_persistent
-        and all(module.__dict__[name] is t and _same(t, content) for name, (t, content) in kept.tables.items())
-    )
-
-
-class GradientStates:
+def kept_gradients(parameters: Iterable[NamedTensor]) -> list[Kept]:
     """Each parameter's gradient tensor, and whether it requires one; the gradients' contents are not covered."""
-
-    def __init__(self, parameters: Iterable[NamedTensor]) -> None:
-        self._kept = [(f"gradient of {name}", p, p.grad, p.requires_grad) for name, p in parameters]
-
-    @property
-    def tensors(self) -> list[NamedTensor]:
-        return [(name, gradient) for name, _, gradient, _ in self._kept if gradient is not None]
-
-    def actions(self) -> Iterator[Action]:
-        for name, *kept in self._kept:
-            yield name, lambda kept=kept: _put_gradient_back(*kept)  # type: ignore[misc]
-
-    def changed(self) -> list[str]:
-        return [n for n, p, gradient, wanted in self._kept if p.grad is not gradient or p.requires_grad != wanted]
+    return [_kept_gradient(f"gradient of {name}", parameter) for name, parameter in parameters]
 
 
-def _put_gradient_back(parameter: torch.Tensor, gradient: torch.Tensor | None, requires_grad: bool) -> None:
-    if parameter.requires_grad != requires_grad:
-        parameter.requires_grad_(requires_grad)
-    if parameter.grad is not gradient:
-        parameter.grad = gradient
+def _kept_gradient(name: str, parameter: torch.Tensor) -> Kept:
+    gradient, requires_grad = parameter.grad, parameter.requires_grad
+
+    def put_back() -> None:
+        if parameter.requires_grad != requires_grad:
+            parameter.requires_grad_(requires_grad)
+        if parameter.grad is not gradient:
+            parameter.grad = gradient
+
+    return Kept(name, put_back, lambda: parameter.grad is gradient and parameter.requires_grad == requires_grad)

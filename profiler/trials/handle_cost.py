@@ -26,7 +26,7 @@ from poochplan.profiler.capture.clock import current
 from poochplan.profiler.live.after_capture import Hook, HookSeconds
 from poochplan.profiler.live.capturing import Capturing
 from poochplan.profiler.live.step_function import StepFunction
-from poochplan.profiler.step.preserve import GeneratorStates, restored
+from poochplan.profiler.step.preserve import kept_generators, restored
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.step_policies.follow import Always
@@ -103,7 +103,7 @@ def measured_on(where: torch.device, threads: int) -> Measured | None:
     to swap to.
     """
     measured = None
-    with contextlib.suppress(SpillError, torch.OutOfMemoryError), restored(GeneratorStates()), current(where):
+    with contextlib.suppress(SpillError, torch.OutOfMemoryError), restored(kept_generators()), current(where):
         measured = measure_runtime(where)
     gc.collect()  # the networks lie in reference cycles with their engines, and would count as memory beside the loop
     return measured

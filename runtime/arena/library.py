@@ -17,18 +17,18 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from poochplan.errors import AllocatorError, NativeError
-from poochplan.native import NativeBuild
+from poochplan.native import NativeBuild, Signatures, functions_of
 from poochplan.tensors.host_memory import freed_memory_given_back
 
 _HANDLE, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+_SIGNATURES: Signatures = {
     "install": (_INT, ()),
     "is_in_force": (_INT, ()),
     "live_blocks": (_INT64, ()),
@@ -45,7 +45,6 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "count_outside": (_INT64, (_HANDLE,)),
     "count_outside_most": (_INT64, (_HANDLE,)),
     "count_reset_most": (None, (_HANDLE,)),
-    "count_mark": (_INT64, (_HANDLE,)),
     "count_end": (None, (_HANDLE,)),
     "record_begin": (_INT, (_HANDLE,)),
     "record_mark": (None, (_HANDLE, _INT64)),
@@ -88,52 +87,17 @@ Table = npt.NDArray[Any]
 class Library:
     """The functions of the compiled allocator; handles are addresses, which stay valid for the whole process."""
 
-    install: Callable[[], int]
-    is_in_force: Callable[[], int]
-    live_blocks: Callable[[], int]
-    next_block: Callable[[], int]
-    block_at: Callable[[int], int]
-    is_served: Callable[[int], int]
-    scope_new: Callable[[], int | None]
-    scope_join: Callable[[int | None], int | None]
-    set_aside: Callable[[int], None]
-    want_huge_pages: Callable[[int], None]
-    count_begin: Callable[[int, int], int]
-    count_live: Callable[[int], int]
-    count_most: Callable[[int], int]
-    count_outside: Callable[[int], int]
-    count_outside_most: Callable[[int], int]
-    count_reset_most: Callable[[int], None]
-    count_mark: Callable[[int], int]
-    count_end: Callable[[int], None]
-    record_begin: Callable[[int], int]
-    record_mark: Callable[[int, int], None]
-    record_end: Callable[[int], int]
-    record_take: Callable[[int, int, int], None]
-    arena_new: Callable[[int, int, int, int, int, int], int | None]
-    arena_lay_out: Callable[[int, int, int, int, int, int, int], int]
-    arena_begin: Callable[[int, int], int]
-    arena_join: Callable[[int], int]
-    arena_leave: Callable[[int], None]
-    arena_at: Callable[[int, int], None]
-    arena_end: Callable[[int], None]
-    arena_drop: Callable[[int], None]
-    arena_counts: Callable[[int, int], None]
-    arena_misses: Callable[[int, int, int], int]
-    arena_live_blocks: Callable[[int], int]
-    arena_resident_bytes: Callable[[int], int]
-    arenas_mapped: Callable[[], int]
-
     def __init__(self, file: Path) -> None:
         try:
             loaded = ctypes.PyDLL(str(file), mode=os.RTLD_NOW | os.RTLD_NODELETE)
         except OSError as error:
             line = " ".join(str(error).split())
             raise AllocatorError(f"{file}: cannot be loaded ({line}); remove it, and it is built anew") from None
-        for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(loaded, f"pooch_{name}")
-            function.restype, function.argtypes = result, arguments
-            setattr(self, name, function)
+        vars(self).update(functions_of(loaded, _SIGNATURES))
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
 
 _lock = threading.Lock()

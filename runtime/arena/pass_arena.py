@@ -12,7 +12,7 @@ import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -27,7 +27,7 @@ from poochplan.runtime.arena.arena import Fates
 from poochplan.runtime.arena.known_steps import misses
 from poochplan.runtime.arena.library import Table, ThreadScope
 from poochplan.runtime.arena.recorded_layout import Pack, RecordedLayout, ServedRuns, recorded_blocks, recorded_layout
-from poochplan.tensors.modes import around_compiled, compiled_modules, inside, left_out_of_copies
+from poochplan.tensors.modes import Begins, Ends, around_calls, compiled_modules, inside, left_out_of_copies
 from poochplan.tensors.signatures import input_signature
 from poochplan.torch_private.compiler_internals import is_tracing
 from poochplan.torch_private.tensor_internals import in_backward
@@ -55,8 +55,6 @@ are."""
 
 Call = tuple[str, int]
 """A part of the model by its path, and how often it has been called in the pass."""
-Begins = Callable[[tuple[Any, ...], dict[str, Any]], None]
-Ends = Callable[[Any], None]
 
 
 @functools.cache
@@ -99,7 +97,7 @@ class PassArena:
         self._stack = ExitStack()
         if not reason:
             with ExitStack() as stack:
-                stack.enter_context(around_calls(model, self._call_begins, self._call_ends))
+                stack.enter_context(around_passes(model, self._call_begins, self._call_ends))
                 stack.enter_context(around_parts(model, self._part_is_called))
                 self._stack = stack.pop_all()
 
@@ -372,13 +370,8 @@ class PassReport(ArenaReport, frozen=True, kw_only=True):
         ]
 
 
-@contextmanager
-def around_calls(model: torch.nn.Module, begins: Begins, ends: Ends) -> Iterator[None]:
-    """Within the block, calls ``begins(args, kwargs)`` before each call of ``model`` and ``ends(result)`` after it. The
-    result is None if the call raised.
-
-    It uses hooks. If the model itself is compiled, it wraps its callable. Torch calls no hook after an interrupt, so a
-    call may begin and never end. Copies and pickles of the model do not carry the hooks.
+def around_passes(model: torch.nn.Module, begins: Begins, ends: Ends) -> AbstractContextManager[None]:
+    """See :func:`~poochplan.tensors.modes.around_calls`.
 
     Raises
     ------
@@ -390,35 +383,7 @@ def around_calls(model: torch.nn.Module, begins: Begins, ends: Ends) -> Iterator
             "model: expected one whose ops are the same with hooks, found torch.nn.TransformerEncoderLayer, "
             "which then leaves its fast path; give the module that it is a part of, or torch.nn.Sequential(layer)"
         )
-    if "" in compiled_modules(model):
-        with around_compiled(model, lambda _, call: _told(call, begins, ends)):
-            yield
-        return
-
-    def before(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        begins(args, kwargs)
-
-    def behind(_: torch.nn.Module, __: Any, result: Any) -> None:
-        ends(result)
-
-    with (
-        left_out_of_copies(model.register_forward_pre_hook(before, with_kwargs=True)),
-        left_out_of_copies(model.register_forward_hook(behind, always_call=True)),
-    ):
-        yield
-
-
-def _told(call: Callable[..., Any], begins: Begins, ends: Ends) -> Callable[..., Any]:
-    def told(*args: Any, **kwargs: Any) -> Any:
-        result = None
-        begins(args, kwargs)
-        try:
-            result = call(*args, **kwargs)
-        finally:
-            ends(result)
-        return result
-
-    return told
+    return around_calls(model, begins, ends)
 
 
 @contextmanager

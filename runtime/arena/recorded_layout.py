@@ -41,12 +41,9 @@ class ServedRuns:
         self.laid = LaidArena()
         self._scope = scope
         self._log: AllocationLog | None = None
-        self._is_served = self._goes_on = False
-
-    @property
-    def is_served(self) -> bool:
+        self._goes_on = False
+        self.is_served = False
         """Whether the blocks of the run that began last have places."""
-        return self._is_served
 
     def begin(
         self, layout: RecordedLayout | None, *, largest_bytes: int = 0, room_bytes: int = 0, log: bool, point: int = 0
@@ -56,11 +53,11 @@ class ServedRuns:
         ``largest_bytes`` and ``room_bytes`` are those of :meth:`LaidArena.lay`. With ``log`` the run is logged, unless
         another run is being logged: the next run is then as good an example.
         """
-        self._is_served = self.laid.lay(layout, largest_bytes, room_bytes) and self.laid.begin(point)
+        self.is_served = self.laid.lay(layout, largest_bytes, room_bytes) and self.laid.begin(point)
         self._goes_on = True
         if log:
             self._write_down(point)
-        return self._is_served
+        return self.is_served
 
     def _write_down(self, point: int) -> None:
         if self._scope is None:
@@ -91,7 +88,7 @@ class ServedRuns:
 
     def serves_at(self, point: int) -> None:
         """The clock is at ``point`` of the layout that serves the run."""
-        if self._is_served and self.laid.arena is not None:
+        if self.is_served and self.laid.arena is not None:
             self.laid.arena.at(point)
 
     def marks(self, point: int) -> None:
@@ -107,14 +104,14 @@ class ServedRuns:
             self._goes_on = False
             if self._log is not None:
                 self._log.mark(RUN_END)
-            if self._is_served and self.laid.arena is not None:
+            if self.is_served and self.laid.arena is not None:
                 self.laid.arena.end()
         return self.fates
 
     @property
     def fates(self) -> Fates | None:
         """The fates of the blocks of the run that began last; None if they had no places."""
-        return self.laid.arena.counts().step if self._is_served and self.laid.arena is not None else None
+        return self.laid.arena.counts().step if self.is_served and self.laid.arena is not None else None
 
     def events(self) -> Table | None:
         """The log of the run that began last, which ends here; None if it was not logged."""
@@ -128,7 +125,7 @@ class ServedRuns:
         """The code that runs next has no places. The machine gets the arena's memory back for it, except for live
         blocks.
         """
-        self._is_served = self.laid.lay(None, 0, 0)
+        self.is_served = self.laid.lay(None, 0, 0)
 
     def close(self) -> None:
         """Nothing is served any more; blocks in the arena stay. Idempotent."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -44,76 +44,51 @@ class Outcome(StrEnum):
     """Some of its handles were alive when the next segment began."""
 
 
+@dataclass(eq=False, slots=True)
 class Segment:
     """The state of one segment.
 
     ``saves``, ``packs`` and ``uses`` count its points and handles so far.
     """
 
-    __slots__ = (
-        "announced",
-        "aside",
-        "calls",
-        "diverged",
-        "earlier_uses",
-        "given",
-        "gradient_bytes",
-        "inputs",
-        "lease",
-        "left_over_bytes",
-        "model",
-        "number",
-        "ordinal",
-        "outcome",
-        "packs",
-        "raised",
-        "report",
-        "saved_bytes",
-        "saves",
-        "saves_next",
-        "used",
-        "uses",
-    )
-
-    def __init__(self, number: int, ordinal: int) -> None:
-        self.number = number
-        """Counts from 1; 0 means that there is no segment yet."""
-        self.ordinal = ordinal
-        """Number of segments since the last optimizer step."""
-        self.announced = False
-        """Whether the caller announced it. Otherwise a save or a call of a model began it."""
-        self.model: str | None = None
-        """Name of the model that it belongs to: the one that was announced or called first. None before that."""
-        self.calls = 0
-        """Number of calls of a model in it."""
-        self.aside = False
-        """Whether it belongs to no step: its saved values are kept, and the next call of a model begins a step."""
-        self.given: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
-        """Storages of the inputs of its first model, and their bytes."""
-        self.inputs: Signature | None = None
-        """Inputs of the model's first call in it; None before."""
-        self.saves_next = False
-        """Whether the next event is a save, so that its step policy must be known."""
-        self.gradient_bytes = 0
-        """Bytes of the model's gradients that were live when it began."""
-        self.left_over_bytes = 0
-        """Device bytes of values that earlier segments saved and that are still held."""
-        self.report = StepReport(steps=1 if number else 0)
-        self.saves = 0
-        self.saved_bytes = 0
-        """Bytes of the storages that it has saved."""
-        self.packs = 0
-        self.uses = 0
-        self.earlier_uses = 0
-        """Number of first uses, in it, of values that earlier segments saved."""
-        self.used = False
-        """Whether one of its handles has been used, even if it has diverged."""
-        self.diverged = False
-        """Whether it differs from its plan, or has no plan."""
-        self.raised = False
-        self.outcome: Outcome | None = None
-        """None while it is open."""
-        self.lease: weakref.ref[Lease] | None = None
+    number: int
+    """Counts from 1; 0 means that there is no segment yet."""
+    ordinal: int
+    """Number of segments since the last optimizer step."""
+    announced: bool = False
+    """Whether the caller announced it. Otherwise a save or a call of a model began it."""
+    model: str | None = None
+    """Name of the model that it belongs to: the one that was announced or called first. None before that."""
+    calls: int = 0
+    """Number of calls of a model in it."""
+    aside: bool = False
+    """Whether it belongs to no step: its saved values are kept, and the next call of a model begins a step."""
+    given: list[tuple[weakref.ref[torch.UntypedStorage], int]] = field(default_factory=list)
+    """Storages of the inputs of its first model, and their bytes."""
+    inputs: Signature | None = None
+    """Inputs of the model's first call in it; None before."""
+    saves_next: bool = False
+    """Whether the next event is a save, so that its step policy must be known."""
+    gradient_bytes: int = 0
+    """Bytes of the model's gradients that were live when it began."""
+    left_over_bytes: int = 0
+    """Device bytes of values that earlier segments saved and that are still held."""
+    report: StepReport = field(default_factory=StepReport)
+    saves: int = 0
+    saved_bytes: int = 0
+    """Bytes of the storages that it has saved."""
+    packs: int = 0
+    uses: int = 0
+    earlier_uses: int = 0
+    """Number of first uses, in it, of values that earlier segments saved."""
+    used: bool = False
+    """Whether one of its handles has been used, even if it has diverged."""
+    diverged: bool = False
+    """Whether it differs from its plan, or has no plan."""
+    raised: bool = False
+    outcome: Outcome | None = None
+    """None while it is open."""
+    lease: weakref.ref[Lease] | None = None
 
     @property
     def is_held(self) -> bool:
@@ -150,7 +125,7 @@ class Cursor:
 
     def begin(self) -> Segment:
         """Begins the next segment; the last one has ended."""
-        self.segment = Segment(self.segment.number + 1, self._since_optimizer)
+        self.segment = Segment(self.segment.number + 1, self._since_optimizer, report=StepReport(steps=1))
         self._since_optimizer += 1
         self.is_open = True
         return self.segment

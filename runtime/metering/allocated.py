@@ -11,7 +11,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -54,7 +54,43 @@ def aside() -> contextlib.AbstractContextManager[None]:
     return scope.set_aside() if scope is not None else contextlib.nullcontext()
 
 
-class AllocatedPeak:
+class Told(NamedTuple):
+    """The most bytes of a step so far."""
+
+    peak_bytes: int
+    blocks_bytes: int
+    """The same with an arena's blocks in place of the arena."""
+    mark: int | None = None
+    """The mark that the peak followed, if it is known."""
+
+
+class StepPeak:
+    """The peak of one step after another. This class itself knows none."""
+
+    arena_bytes = 0
+    """Size of the arena that serves the step, which counts as a whole. The caller keeps it up to date."""
+    needs_census = True
+    """Whether a census of the memory before the step is needed."""
+
+    def step_begins(self) -> None:
+        """A step begins, on this thread."""
+
+    def looked_around(self, storages: Mapping[int, torch.UntypedStorage], unseen_bytes: int = 0) -> None:
+        """A census found exactly these storages, and ``unseen_bytes`` that no tensor shows."""
+
+    def mark(self, number: int) -> None:
+        """The step has reached that point."""
+
+    def now(self) -> Told | None:
+        """The peak so far; None if it is not known."""
+        return None
+
+    def ends(self) -> Told | None:
+        """The peak of the whole step, if it is known only now. Idempotent."""
+        return None
+
+
+class AllocatedPeak(StepPeak):
     """Most bytes allocated in a step: the memory that existed when it began, from a census, plus the allocator's count.
     An arena counts as a whole, with its holes, and its blocks do not count separately.
 
@@ -72,8 +108,6 @@ class AllocatedPeak:
         self._most = Told(0, 0)
         """The peak of the step before the arena, or the memory beside the count, last changed."""
         self._unknown: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    needs_census = True
 
     @property
     def has_allocator(self) -> bool:
@@ -101,18 +135,11 @@ class AllocatedPeak:
             if library.block_at(storage.data_ptr()) < 0:
                 self._watch(key, storage)
 
-    def mark(self, number: int) -> None:
-        """Nothing to do: the peak is computed when it is read."""
-
     def now(self) -> Told | None:
         """The peak so far; None before the first census."""
         if self._count is None or self._beside_bytes is None:
             return None
         return Told(self.peak_bytes, self.blocks_peak_bytes)
-
-    def ends(self) -> Told | None:
-        """Nothing to do: the peak was known before."""
-        return None
 
     @property
     def arena_bytes(self) -> int:
@@ -163,18 +190,15 @@ def _rounded_bytes(storage: torch.UntypedStorage) -> int:
 
 
 class ByteCount:
-    """Signed bytes of a scope's live blocks since :meth:`begin`, each rounded up to ``unit_bytes``.
+    """Signed bytes of a scope's live blocks since :meth:`begin`, each rounded up to the allocation unit.
 
     Births on threads of the scope count. Deaths count on any thread, for the scope's blocks and for blocks that the
     beginning thread had allocated before; the latter make the count negative. Allocations of other threads never count.
     Nor does a block from before the allocator was loaded.
     """
 
-    def __init__(self, scope: ThreadScope, unit_bytes: int = ALLOCATION_UNIT_BYTES) -> None:
-        if unit_bytes < 1:
-            raise ValueError(f"expected a unit of 1 byte or more, found {unit_bytes}")
+    def __init__(self, scope: ThreadScope) -> None:
         self.library, self._handle = scope.library, scope.handle
-        self._unit_bytes = unit_bytes
 
     def begin(self) -> None:
         """Counts from 0. A scope has one count at a time: a second begin starts anew.
@@ -184,7 +208,7 @@ class ByteCount:
         AllocatorError
             Sixteen scopes count or record already.
         """
-        if not self.library.count_begin(self._handle, self._unit_bytes):
+        if not self.library.count_begin(self._handle, ALLOCATION_UNIT_BYTES):
             raise too_many()
 
     def end(self) -> None:
@@ -214,46 +238,3 @@ class ByteCount:
     def outside_peak_bytes(self) -> int:
         """Like :attr:`peak_bytes`, for blocks that lie in no arena."""
         return self.library.count_outside_most(self._handle)
-
-    def mark_peak(self) -> int:
-        """Most live bytes since the last mark (or the begin). The next mark starts at the present live bytes.
-
-        It is independent of :attr:`peak_bytes`, and cheap enough to be called after each op.
-        """
-        return self.library.count_mark(self._handle)
-
-
-class Told(NamedTuple):
-    """The most bytes of a step so far."""
-
-    peak_bytes: int
-    blocks_bytes: int
-    """The same with an arena's blocks in place of the arena."""
-    mark: int | None = None
-    """The mark that the peak followed, if it is known."""
-
-
-class StepPeak(Protocol):
-    """The peak of one step after another."""
-
-    arena_bytes: int
-    """Size of the arena that serves the step, which counts as a whole. The caller keeps it up to date."""
-
-    @property
-    def needs_census(self) -> bool:
-        """Whether a census of the memory before the step is needed."""
-
-    def step_begins(self) -> None:
-        """A step begins, on this thread."""
-
-    def looked_around(self, storages: Mapping[int, torch.UntypedStorage], unseen_bytes: int = 0) -> None:
-        """A census found exactly these storages, and ``unseen_bytes`` that no tensor shows."""
-
-    def mark(self, number: int) -> None:
-        """The step has reached that point."""
-
-    def now(self) -> Told | None:
-        """The peak so far; None if it is not known."""
-
-    def ends(self) -> Told | None:
-        """The peak of the whole step, if it is known only now. Idempotent."""

@@ -21,30 +21,20 @@ from .compiled_code import CpuMeter, Event, changes
 _MARK = "poochplan.mark:"
 
 
-class DevicePeak:
+class DevicePeak(StepPeak):
     """The peak from the device's own allocator: CUDA's."""
 
     needs_census = False
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.arena_bytes = 0
 
     def step_begins(self) -> None:
         self._device.start_step_peak()
 
-    def looked_around(self, storages: Mapping[int, torch.UntypedStorage], unseen_bytes: int = 0) -> None:
-        """Nothing to do: the allocator knows this."""
-
-    def mark(self, number: int) -> None:
-        """Nothing to do: the peak is read when it is needed."""
-
     def now(self) -> Told | None:
         found = self._device.step_peak_bytes()
         return None if found is None else Told(found, found)
-
-    def ends(self) -> Told | None:
-        return None
 
 
 def step_peak_of(device: Device, memory: Memory) -> StepPeak:
@@ -57,7 +47,7 @@ def step_peak_of(device: Device, memory: Memory) -> StepPeak:
     return found if found is not None and found.has_allocator else LoggedPeak(memory)
 
 
-class LoggedPeak:
+class LoggedPeak(StepPeak):
     """Most bytes of a step: the memory that existed when it began, from a census, plus torch's log of the thread.
 
     It is known once the log has ended, and never under another profiler. The log observes ops as a profiler does, so it
@@ -69,18 +59,12 @@ class LoggedPeak:
         gives back inside, where no dispatch mode would look, is not live.
     """
 
-    needs_census = True
-
     def __init__(self, memory: Memory) -> None:
-        self.arena_bytes = 0
         self._of_live = memory is Memory.LIVE
         self._least_bytes = 0 if self._of_live else LEAST_COUNTED_BYTES
         self._meter = CpuMeter()
         self._began_bytes = 0
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def step_begins(self) -> None:
-        """The log begins with the census."""
 
     def looked_around(self, storages: Mapping[int, torch.UntypedStorage], unseen_bytes: int = 0) -> None:
         """A step begins, and exactly these storages exist, plus ``unseen_bytes`` that no tensor shows."""
@@ -92,10 +76,6 @@ class LoggedPeak:
     def mark(self, number: int) -> None:
         """The step has reached that point."""
         self._meter.mark(f"{_MARK}{number}")
-
-    def now(self) -> Told | None:
-        """None: the peak is not known before the end."""
-        return None
 
     def ends(self) -> Told | None:
         """None if the peak is unknown. Idempotent."""

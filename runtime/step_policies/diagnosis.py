@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
 from poochplan.formats.plan import Departure, Instructions, PlannedValue
-from poochplan.formats.plan_set import Signature, describe
+from poochplan.formats.plan_set import Signature, describe, entry_of
 from poochplan.runtime.engine.cursor import Segment
 
-_ENTRY = re.compile(r"(?P<path>.*) (?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]", re.DOTALL)
 AGAIN = "make a new profile and plan for it"
 FOR_EACH_SHAPE = "for steps of several shapes make a plan for each: poochplan.plan_set(step_for, shapes=[...])"
 
@@ -68,11 +66,7 @@ def _of_inputs(found: Signature, planned: Signature) -> str:
 
 
 def _by_path(signature: Signature) -> dict[str, tuple[str, tuple[int, ...]]]:
-    matches = filter(None, map(_ENTRY.fullmatch, signature))
-    return {
-        match["path"]: (match["dtype"], tuple(int(size) for size in match["shape"].split(",") if size.strip()))
-        for match in matches
-    }
+    return {one.path: (one.dtype, one.shape) for one in map(entry_of, signature) if one is not None}
 
 
 def _of_mode(model: torch.nn.Module | None) -> str:
@@ -131,7 +125,7 @@ T = TypeVar("T")
 def departed_at_save(instructions: Instructions, index: int, tensor: torch.Tensor) -> Departure:
     """The tensor is not what was to be saved at this save point."""
     value = _at(instructions.values, index)
-    return _departure("save", index, value, _described(value), _found(tensor))
+    return _departure("save", index, value, _described(value), found_text(tensor))
 
 
 def departed_at_pack(instructions: Instructions, ordinal: int, index: int | None, tensor: torch.Tensor) -> Departure:
@@ -139,7 +133,7 @@ def departed_at_pack(instructions: Instructions, ordinal: int, index: int | None
     planned = _at(instructions.handles, ordinal)
     value = None if planned is None else instructions.values[planned]
     which = "no save point" if index is None else f"save point {index}, {_name(instructions.values[index])}"
-    return _departure("pack", ordinal, value, _described(value), f"{_found(tensor)} of {which}")
+    return _departure("pack", ordinal, value, _described(value), f"{found_text(tensor)} of {which}")
 
 
 def departed_at_use(instructions: Instructions, number: int, ordinal: int, saves: int) -> Departure:
@@ -179,6 +173,7 @@ def _name(value: PlannedValue | None) -> str:
     return NOTHING_PLANNED if value is None else value.name
 
 
-def _found(tensor: torch.Tensor) -> str:
+def found_text(tensor: torch.Tensor) -> str:
+    """Dtype, shape and bytes of a tensor that came."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{dtype}{list(tensor.shape)} of {tensor.untyped_storage().nbytes()} bytes"

@@ -16,7 +16,16 @@ from poochplan.runtime.engine.saved_value import Handle, SavedValue
 from poochplan.runtime.replays.recorded import StorageRecord
 from poochplan.runtime.replays.replay import NotReplayable
 
-from .diagnosis import UNKNOWN, Expected, Found, departed_at_pack, departed_at_save, departed_at_use, what_changed
+from .diagnosis import (
+    UNKNOWN,
+    Expected,
+    Found,
+    departed_at_pack,
+    departed_at_save,
+    departed_at_use,
+    found_text,
+    what_changed,
+)
 from .step_policy import NOTHING, Actions, Diverged, KeepAll, StepPolicy, SwapEach
 
 
@@ -39,7 +48,7 @@ NOT_CALLED = "a layer saves something before the planned model is called"
 _RECORD = {"on": True, "off": False, "": None}
 
 
-class Follow:
+class Follow(StepPolicy):
     """State: the values of this segment, by save point.
 
     Parameters
@@ -59,7 +68,7 @@ class Follow:
         *,
         expected: Expected = UNKNOWN,
     ) -> None:
-        self.instructions: Instructions | None = course.instructions
+        self.instructions = course.instructions
         self._course = course
         self._planned = course.instructions.values
         self._handles, self._uses = course.instructions.handles, course.instructions.uses
@@ -156,14 +165,8 @@ class Follow:
         found = [values[index]() for index in indices if index in values]
         return [value for value in found if value is not None]
 
-    def before_drop(self, value: SavedValue) -> None:
-        """Nothing to do: the plan decided it."""
-
     def not_replayable(self, value: SavedValue, reason: NotReplayable) -> Actions:
         return self._safe.take([value])
-
-    def copy_failed(self, value: SavedValue, error: OSError) -> None:
-        """The value is kept: more memory than planned, and no wrong result."""
 
     def diverged(self, reason: Diverged) -> tuple[StepPolicy, Actions]:
         self._to_come.clear()
@@ -240,25 +243,21 @@ class Course:
             if self.exact
             else tensor.ndim == len(planned.shape) and size_bytes <= planned.size_bytes
         )
-        return "" if fits else self._instead(index, _found(tensor))
+        return "" if fits else self._instead(index, found_text(tensor))
 
     def why_not_handle(self, ordinal: int, index: int | None, tensor: torch.Tensor) -> str:
         """Why the ``ordinal``-th pack cannot be one of save point ``index`` (None: of none)."""
         planned = self.instructions.handles[ordinal] if ordinal < len(self.instructions.handles) else None
-        if index is not None and planned == index:
-            return ""
         if planned is None:
             return self._beyond(tensor)
         which = "no save point" if index is None else f"save point {index}, {_named(self.instructions.values[index])}"
-        return self._instead(planned, f"{_found(tensor)} of {which}", f" of save point {planned}")
+        return self._instead(planned, f"{found_text(tensor)} of {which}", f" of save point {planned}")
 
     def why_not_use(self, number: int, ordinal: int, saves: int) -> str:
         """Why the unpack of handle ``ordinal`` after ``saves`` save points cannot be use point ``number``."""
         if saves < len(self.instructions.values):
             return self._instead(saves, f"that backward has begun, with {self._of_handle(ordinal)}")
         planned = self.instructions.uses[number] if number < len(self.instructions.uses) else None
-        if planned == ordinal:
-            return ""
         wanted = "its end" if planned is None else self._of_handle(planned)
         return f"backward: planned {wanted}, found {self._of_handle(ordinal)}"
 
@@ -277,7 +276,7 @@ class Course:
 
     def _beyond(self, tensor: torch.Tensor) -> str:
         last = f"what comes after {_named(self.instructions.values[-1])}" if self.instructions.values else "its begin"
-        return f"{last}: planned backward, found that {_found(tensor)} is saved"
+        return f"{last}: planned backward, found that {found_text(tensor)} is saved"
 
     def _of_handle(self, ordinal: int) -> str:
         if ordinal >= len(self.instructions.handles):
@@ -303,11 +302,6 @@ def _dtype(number: int, value: PlannedValue) -> torch.dtype:
             f"{value.dtype[:40]!r}; make a new plan here"
         )
     return found
-
-
-def _found(tensor: torch.Tensor) -> str:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype}{list(tensor.shape)} of {tensor.untyped_storage().nbytes()} bytes"
 
 
 def _shape(value: PlannedValue) -> str:

@@ -62,23 +62,25 @@ _SAID = {
 }
 
 
-class StepPolicy(Protocol):
-    """Decides in one segment. Each of its methods may raise ``Diverged`` or ``DivergenceError``."""
+class StepPolicy:
+    """Decides in one segment. Each of its methods may raise ``Diverged`` or ``DivergenceError``.
 
-    @property
-    def instructions(self) -> Instructions | None:
-        """The instructions whose planned places in the host tier its values take; None if they have no planned
-        places.
-        """
+    This class itself keeps everything, and moves and replays nothing.
+    """
+
+    instructions: Instructions | None = None
+    """The instructions whose planned places in the host tier its values take; None if they have no planned places."""
 
     def begin(self, segment: Segment) -> Actions:
         """The segment begins."""
+        return NOTHING
 
     def saved(self, index: int | None, tensor: torch.Tensor, record: StorageRecord) -> Decision:
         """Decides about a tensor whose storage is not a live value yet. The decision is final, unless the recipe fails.
 
         ``index``: its save point; None if its storage has had one, and was written since or is no longer held.
         """
+        return Decision.KEEP
 
     def handle(self, ordinal: int, index: int | None, tensor: torch.Tensor) -> None:
         """The ``ordinal``-th handle of the segment is made, for the value of save point ``index`` (None outside a
@@ -87,21 +89,25 @@ class StepPolicy(Protocol):
 
     def at_save(self, value: SavedValue, index: int | None) -> Actions:
         """Actions at save point ``index``; the value that was just decided about exists."""
+        return NOTHING
 
     def at_use(self, number: int, handle: Handle, saves: int) -> Actions:
         """Actions at the ``number``-th use point, after ``saves`` save points: the first use of this handle."""
+        return NOTHING
 
     def before_drop(self, value: SavedValue) -> None:
         """The value has its recipe, and is about to be dropped."""
 
     def not_replayable(self, value: SavedValue, reason: NotReplayable) -> Actions:
         """No recipe could be made for the value: it is swapped now."""
+        return NOTHING
 
     def copy_failed(self, value: SavedValue, error: OSError) -> None:
         """The host could not take the value: it is kept (rule 9). Raises if the value must not be kept."""
 
     def diverged(self, reason: Diverged) -> tuple[StepPolicy, Actions]:
         """Returns the policy for the rest of the segment, and the actions for the values that exist."""
+        return self, NOTHING
 
     def end(self, segment: Segment, outcome: Outcome) -> None:
         """The segment has ended; its totals are in ``segment.report``."""
@@ -122,43 +128,11 @@ class Chooser(Protocol):
         """
 
 
-class KeepAll:
+class KeepAll(StepPolicy):
     """Moves and replays nothing: the step is the in-core one plus the time of the hooks. Stateless."""
 
-    instructions: Instructions | None = None
 
-    def begin(self, segment: Segment) -> Actions:
-        return NOTHING
-
-    def saved(self, index: int | None, tensor: torch.Tensor, record: StorageRecord) -> Decision:
-        return Decision.KEEP
-
-    def handle(self, ordinal: int, index: int | None, tensor: torch.Tensor) -> None:
-        """Any will do."""
-
-    def at_save(self, value: SavedValue, index: int | None) -> Actions:
-        return NOTHING
-
-    def at_use(self, number: int, handle: Handle, saves: int) -> Actions:
-        return NOTHING
-
-    def before_drop(self, value: SavedValue) -> None:
-        """Nothing to do."""
-
-    def not_replayable(self, value: SavedValue, reason: NotReplayable) -> Actions:
-        return NOTHING
-
-    def copy_failed(self, value: SavedValue, error: OSError) -> None:
-        """It is kept."""
-
-    def diverged(self, reason: Diverged) -> tuple[StepPolicy, Actions]:
-        return self, NOTHING
-
-    def end(self, segment: Segment, outcome: Outcome) -> None:
-        """Nothing to do."""
-
-
-class SwapEach(KeepAll):
+class SwapEach(StepPolicy):
     """State: the value that was swapped last. It is released when the next one is saved.
 
     Values that existed before the step are kept: other code holds them anyway.

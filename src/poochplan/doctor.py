@@ -24,6 +24,7 @@ from poochplan.errors import NativeError, SpillError
 from poochplan.formats.files import package_version
 from poochplan.native import NativeBuild
 from poochplan.planner.simulator.evaluator import EVALUATOR
+from poochplan.planner.sweep import usable_processors
 from poochplan.profiler.assembly.assemble import model_notes, this_host
 from poochplan.profiler.capture.node_hooks import name_of, nodes_behind
 from poochplan.profiler.fake.fake_profile import needed_without_memory
@@ -88,7 +89,7 @@ def judged(name: str, is_fine: bool, found: str, advice: str = "") -> Finding:
 def machine_findings(spill_dir: str | Path | None) -> Iterator[Finding]:
     """All of them, in the order in which a person asks; the spill disk is written to, for a fraction of a second."""
     yield system()
-    yield threads(torch.get_num_threads(), _usable_cores())
+    yield threads(torch.get_num_threads(), usable_processors())
     yield ok("memory", f"{format_bytes(available_bytes())} free for this process")
     yield huge_pages(_read(HUGE_PAGES))
     yield spill_disk(spill_dir)
@@ -189,10 +190,6 @@ def _copy_seconds(where: Path, size_bytes: int) -> tuple[float, float]:
         return between_s - start_s, time.perf_counter() - between_s
     finally:
         file.close()
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _read(path: Path) -> str:
@@ -296,7 +293,8 @@ def workload_findings(workload: Workload) -> Iterator[Finding]:
     yield compiled_parts(model)
     nodes: set[str] = set()
     with CheckpointCalls() as calls, intercept_autograd(lambda run: _noting(run, nodes)):
-        needed_bytes = None if where.type != "cpu" else _needed_bytes(workload, where)
+        steps = StepFunction(workload.step, model, workload.optimizer, where)
+        needed_bytes = needed_without_memory(steps) if where.type == "cpu" else None
     yield checkpointing(model, calls.count)
     if nodes:  # else the step has not run
         yield other_formulas(nodes)
@@ -406,10 +404,6 @@ class CheckpointCalls:
     def _called(self, frame: FrameType, event: str, argument: object) -> None:
         if event == "call" and frame.f_code is self._code:
             self.count += 1
-
-
-def _needed_bytes(workload: Workload, where: torch.device) -> int | None:
-    return needed_without_memory(StepFunction(workload.step, workload.model, workload.optimizer, where))
 
 
 def _parameters(model: torch.nn.Module) -> tuple[int, int]:

@@ -16,8 +16,9 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from poochplan.formats.files import cache_folder
 
@@ -29,6 +30,8 @@ INSTALL_ADVICE = "install g++ or clang++ (apt install g++, dnf install gcc-c++),
 TIMEOUT_S = 300
 _MOST_LETTERS = 200
 """Of what a compiler says, in one line."""
+Signatures = Mapping[str, tuple[Any, tuple[Any, ...]]]
+"""Result and arguments of each function of a library, as ``ctypes`` has them."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -161,6 +164,14 @@ class NativeBuild:
         errors = [line for line in lines if "error" in line.lower()]
         line = (errors or lines[-1:] or ["it says nothing"])[0].replace(f"{self.sources}{os.sep}", "")
         return line if len(line) <= _MOST_LETTERS else f"{line[: _MOST_LETTERS - 3]}..."
+
+
+def functions_of(loaded: Any, signatures: Signatures) -> dict[str, Any]:
+    """The functions of a loaded library by their names, which there begin with ``pooch_``."""
+    found = {name: getattr(loaded, f"pooch_{name}") for name in signatures}
+    for name, (result, arguments) in signatures.items():
+        found[name].restype, found[name].argtypes = result, arguments
+    return found
 
 
 def _check(file: Path) -> None:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from poochplan.tensors.modes import ToggledMode, around_compiled
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import has_storage
 from poochplan.torch_private.tensor_internals import pytree, storage_identity
-from poochplan.verify import METERED_STEPS, seed_everything
+from poochplan.verify import METERED_STEPS, drop_gradients, seed_everything
 from poochplan.workload import Workload
 
 __all__ = ["traced_step"]
@@ -109,9 +109,7 @@ def _trace_of(session: Session, log: StepLog, step_s: float) -> StepTrace:
 
 def _train(workload: Workload, log: StepLog) -> None:
     """One step, as ``pooch run`` trains."""
-    if workload.optimizer is not None:
-        workload.optimizer.zero_grad(set_to_none=True)
-    workload.model.zero_grad(set_to_none=True)
+    drop_gradients(workload)
     with log.block(STEP, Phase.FORWARD, ""):
         loss = checked_loss(workload.step(), workload.model)
     with log.block(STEP, Phase.BACKWARD, ""):
@@ -122,44 +120,29 @@ def _train(workload: Workload, log: StepLog) -> None:
             workload.optimizer.step()
 
 
-class TraceClock(Protocol):
-    """Marks, and the seconds after the origin at which each was passed."""
+class HostClock:
+    """Marks, and the seconds after the origin at which each was passed: of the calling thread. State: the origin."""
+
+    _origin: Any = 0.0
 
     def start(self) -> None:
         """The origin is now."""
+        self._origin = self.mark()
 
     def mark(self, stream: Any = None) -> Any:
         """A mark now; on a device's stream, the place after all queued work."""
+        return time.perf_counter()
 
     def seconds(self, mark: Any) -> float:
         """From the origin to a mark that has been passed."""
+        return float(mark - self._origin)
 
 
-class HostClock:
-    """Marks are the calling thread's time. State: the origin."""
-
-    def __init__(self) -> None:
-        self._origin_s = time.perf_counter()
-
-    def start(self) -> None:
-        self._origin_s = time.perf_counter()
-
-    def mark(self, stream: Any = None) -> float:
-        return time.perf_counter()
-
-    def seconds(self, mark: float) -> float:
-        return mark - self._origin_s
-
-
-class DeviceClock:
+class DeviceClock(HostClock):
     """Marks are events on a CUDA stream, by default the current one. State: the origin."""
 
     def __init__(self, where: torch.device) -> None:
         self._where = where
-        self._origin: torch.cuda.Event | None = None
-
-    def start(self) -> None:
-        self._origin = self.mark()
 
     def mark(self, stream: Any = None) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -167,7 +150,6 @@ class DeviceClock:
         return event
 
     def seconds(self, mark: torch.cuda.Event) -> float:
-        assert self._origin is not None, "start() comes first"
         return float(self._origin.elapsed_time(mark)) / 1e3
 
 
@@ -184,7 +166,7 @@ class StepLog:
 
     def __init__(self, where: torch.device) -> None:
         self.host = HostClock()
-        self.clock: TraceClock = self.host if where.type == "cpu" else DeviceClock(where)
+        self.clock = self.host if where.type == "cpu" else DeviceClock(where)
         self.is_on = False
         self._entries: list[_Entry] = []
         self._sizes: list[tuple[Any, int]] = []
@@ -211,7 +193,7 @@ class StepLog:
         finally:
             self.took(row, what, label, begin, clock.mark(), clock)
 
-    def took(self, row: str, what: str, label: str, begin: Any, end: Any, clock: TraceClock | None = None) -> None:
+    def took(self, row: str, what: str, label: str, begin: Any, end: Any, clock: HostClock | None = None) -> None:
         """Work ran between two marks, of the compute stream's clock unless another is named."""
         read = (clock or self.clock).seconds
         self.took_later(row, what, label, lambda: read(begin), lambda: read(end))

@@ -16,8 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -41,7 +40,6 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 if TYPE_CHECKING:
     from poochplan.formats.plan import Plan
-    from poochplan.runtime.arena.serving import ArenaMode
     from poochplan.runtime.run_report import Report, StepReport
 
 METERED_STEPS = 2
@@ -138,7 +136,7 @@ def run_steps(
 
 def _train(workload: Workload, gradients: Tensors | None) -> tuple[float, torch.Tensor]:
     """Runs one step; returns its loss, and its seconds without copying the gradients."""
-    _drop_gradients(workload)
+    drop_gradients(workload)
     _wait_for_device(workload)
     start_s = time.perf_counter()
     loss = checked_loss(workload.step(), workload.model)
@@ -157,18 +155,11 @@ def _train(workload: Workload, gradients: Tensors | None) -> tuple[float, torch.
 
 
 def run_in_core(
-    build: Build,
-    *,
-    steps: int,
-    timed_steps: int = 3,
-    seed: int = 0,
-    record: bool = True,
-    progress: Progress | None = None,
+    build: Build, *, steps: int, timed_steps: int = 3, seed: int = 0, progress: Progress | None = None
 ) -> Run:
     """Builds the workload from ``seed`` and runs it with everything kept."""
     seed_everything(seed)
-    workload = build()
-    return run_steps(workload, steps, timed_steps=timed_steps, record=record, progress=progress)
+    return run_steps(build(), steps, timed_steps=timed_steps, progress=progress)
 
 
 def run_planned(
@@ -178,26 +169,14 @@ def run_planned(
     steps: int,
     timed_steps: int = 3,
     seed: int = 0,
-    spill_dir: str | Path | None = None,
-    on_divergence: Literal["warn", "error"] = "warn",
-    cap_bytes: int | None = None,
-    arena: ArenaMode = "auto",
-    force: bool = False,
     record: bool = True,
     progress: Progress | None = None,
+    **options: Any,
 ) -> Run:
-    """Builds the workload from ``seed`` and runs it under ``plan``; raises what ``poochplan.apply`` raises."""
+    """Builds the workload from ``seed`` and runs it under ``plan``. Options and errors: of ``poochplan.apply``."""
     seed_everything(seed)
     workload = build()
-    with apply(
-        plan,
-        workload.model,
-        spill_dir=spill_dir,
-        on_divergence=on_divergence,
-        cap_bytes=cap_bytes,
-        arena=arena,
-        force=force,
-    ) as session:
+    with apply(plan, workload.model, **options) as session:
         return run_steps(workload, steps, timed_steps=timed_steps, session=session, record=record, progress=progress)
 
 
@@ -208,13 +187,9 @@ def check(
     steps: int = 3,
     timed_steps: int = 3,
     seed: int = 0,
-    spill_dir: str | Path | None = None,
-    on_divergence: Literal["warn", "error"] = "warn",
-    cap_bytes: int | None = None,
-    arena: ArenaMode = "auto",
-    force: bool = False,
     progress: Progress | None = None,
     in_core_build: Build | None = None,
+    **options: Any,
 ) -> Comparison:
     """Runs ``steps`` steps in-core and under the plan from the same seed, and compares them bit by bit.
 
@@ -222,6 +197,7 @@ def check(
     these differ: for a model compiled with a plan inside, the same one compiled without. ``timed_steps`` further steps
     of each run are only timed; a step time is the median. In-core steps are timed before the session, with no setting
     of a session, and again after it. So a machine that becomes slower or faster meanwhile affects both runs.
+    ``options`` are those of ``poochplan.apply``.
 
     Raises
     ------
@@ -232,36 +208,14 @@ def check(
     builds, in_core_builds = _Fresh(build), _Fresh(in_core_build or build)
 
     def in_core_run(steps: int, timed_steps: int, name: str) -> Run:
-        run = run_in_core(
-            in_core_builds,
-            steps=steps,
-            timed_steps=timed_steps,
-            seed=seed,
-            progress=lambda text: say(f"{name}, {text}"),
-        )
+        said = _prefixed(say, name)
+        run = run_in_core(in_core_builds, steps=steps, timed_steps=timed_steps, seed=seed, progress=said)
         gc.collect()
         return run
 
     in_core = in_core_run(steps, timed_steps, "in-core")
-    seed_everything(seed)
-    workload = builds()
-    with apply(
-        plan,
-        workload.model,
-        spill_dir=spill_dir,
-        on_divergence=on_divergence,
-        cap_bytes=cap_bytes,
-        arena=arena,
-        force=force,
-    ) as session:
-        planned = run_steps(
-            workload,
-            steps,
-            timed_steps=timed_steps,
-            session=session,
-            progress=lambda text: say(f"under the plan, {text}"),
-        )
-    del workload
+    said = _prefixed(say, "under the plan")
+    planned = run_planned(builds, plan, steps=steps, timed_steps=timed_steps, seed=seed, progress=said, **options)
     gc.collect()
     if timed_steps:
         in_core.seconds.extend(in_core_run(0, timed_steps, "in-core again").seconds)
@@ -272,6 +226,10 @@ def check(
         if unsteady is not None:
             difference += f"; two in-core runs differ as well ({unsteady}), so the workload itself is not deterministic"
     return Comparison(in_core, planned, difference, steps, _count(in_core.records))
+
+
+def _prefixed(say: Progress, name: str) -> Progress:
+    return lambda text: say(f"{name}, {text}")
 
 
 def certificate_of(compared: Comparison, seed: int) -> Certificate:
@@ -327,7 +285,8 @@ def _copies(tensors: Iterator[tuple[str, torch.Tensor]]) -> Tensors:
     return copies
 
 
-def _drop_gradients(workload: Workload) -> None:
+def drop_gradients(workload: Workload) -> None:
+    """As in a training loop before each step."""
     if workload.optimizer is not None:
         workload.optimizer.zero_grad(set_to_none=True)
     workload.model.zero_grad(set_to_none=True)

@@ -15,7 +15,7 @@ import pytest
 import poochplan
 from poochplan.formats.plan import Decision
 from poochplan.formats.run_record import RunRecord
-from poochplan.report.differences import plan_differences, profile_differences
+from poochplan.report.differences import differences
 from poochplan.report.files_shown import load_any
 from poochplan.report.runs import contradiction
 
@@ -162,12 +162,13 @@ def test_one_changed_decision_is_the_only_difference_of_values(plan_path: Path) 
     number = next(n for n, value in enumerate(plan.values) if value.decision is Decision.KEEP)
     value = msgspec.structs.replace(plan.values[number], decision=Decision.RECOMPUTE)
     other = msgspec.structs.replace(plan, values=(*plan.values[:number], value, *plan.values[number + 1 :]))
-    found = plan_differences(plan, other)
-    assert [(one.name, one.first, one.second) for one in found.values] == [(value.name, "keep", "recompute")]
-    assert found.values[0].size_bytes == value.size_bytes
-    assert (found.figures, found.points) == ([], [])
+    found = differences(plan, other)
+    (changed,) = found.data["values"]
+    assert (changed["name"], changed["first"], changed["second"]) == (value.name, "keep", "recompute")
+    assert changed["size_bytes"] == value.size_bytes
+    assert (found.figures, found.data["points"]) == ([], [])
     slower = msgspec.structs.replace(plan, solve=msgspec.structs.replace(plan.solve, wall_s=9.0))
-    assert not plan_differences(plan, slower)
+    assert not differences(plan, slower)
 
 
 def test_plans_of_different_steps_do_not_compare_their_points(pooch: Pooch, plan_path: Path) -> None:
@@ -180,18 +181,17 @@ def test_plans_of_different_steps_do_not_compare_their_points(pooch: Pooch, plan
 def test_two_profiles_differ_in_their_times_and_in_the_op_at_which_the_steps_part(profile_path: Path) -> None:
     profile = poochplan.Profile.load(profile_path)
     times = msgspec.structs.replace(profile.times, step_s=2 * profile.times.step_s)
-    slower = profile_differences(profile, msgspec.structs.replace(profile, times=times))
+    slower = differences(profile, msgspec.structs.replace(profile, times=times))
     assert [figure.name for figure in slower.figures] == ["step"]
-    assert (slower.first_op, len(slower.layers)) == ("", 0)
+    assert (slower.data["first_op"], slower.data["layers"]) == ("", [])
     op = msgspec.structs.replace(profile.ops[3], name="aten.other.default")
-    other = profile_differences(profile, msgspec.structs.replace(profile, ops=(*profile.ops[:3], op, *profile.ops[4:])))
-    assert other.first_op.startswith(f"op 3: {profile.ops[3].name} in ")
-    assert "aten.other.default" in other.first_op
+    other = differences(profile, msgspec.structs.replace(profile, ops=(*profile.ops[:3], op, *profile.ops[4:])))
+    assert other.data["first_op"].startswith(f"op 3: {profile.ops[3].name} in ")
+    assert "aten.other.default" in other.data["first_op"]
     doubled = msgspec.structs.replace(profile.ops[0], duration_s=1.0)
-    (layer,) = profile_differences(
-        profile, msgspec.structs.replace(profile, ops=(doubled, *profile.ops[1:]))
-    ).layers.index
-    assert layer == profile.ops[0].layer
+    slower = differences(profile, msgspec.structs.replace(profile, ops=(doubled, *profile.ops[1:])))
+    (layer,) = slower.data["layers"]
+    assert layer["layer"] == profile.ops[0].layer
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------

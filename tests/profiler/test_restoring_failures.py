@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from poochplan.errors import StepError
-from poochplan.profiler.step.preserve import Action, GeneratorStates, TensorContents, preserved, restored
+from poochplan.profiler.step.preserve import Kept, kept_contents, kept_generators, preserved, restored
 from tests.profiler.restoring import Net, everything, train
 
 
@@ -59,41 +58,30 @@ def test_what_differs_although_nothing_raised_is_named() -> None:
 
 def test_the_checksum_tells_every_single_bit_and_names_the_tensor() -> None:
     tensors = {"a": torch.randn(100), "b": torch.ones(3, dtype=torch.int8)}
-    contents = TensorContents(tensors.items())
+    contents = kept_contents(tensors.items())
     for name, tensor in tensors.items():
         raw = tensor.view(torch.uint8)
         for index in range(raw.numel()):
             raw[index] ^= 1 << index % 8
-            assert contents.changed() == [name]
+            assert [part.name for part in contents if not part.is_back()] == [name]
             raw[index] ^= 1 << index % 8
-    assert contents.changed() == []
-
-
-class Interrupted:
-    """A state whose restoring is interrupted the first time, half way."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-
-    def actions(self) -> Iterator[Action]:
-        yield "first", self._first
-        yield "second", lambda: self.log.append("second")
-
-    def _first(self) -> None:
-        self.log.append("first")
-        if len(self.log) == 1:
-            raise KeyboardInterrupt
-
-    def changed(self) -> list[str]:
-        return []
+    assert all(part.is_back() for part in contents)
 
 
 def test_an_interrupt_while_restoring_waits_until_all_is_back() -> None:
-    state, generators = Interrupted(), GeneratorStates()
+    log: list[str] = []
+
+    def interrupted_half_way() -> None:
+        log.append("first")
+        if len(log) == 1:
+            raise KeyboardInterrupt
+
+    first = Kept("first", interrupted_half_way, lambda: True)
+    second = Kept("second", lambda: log.append("second"), lambda: True)
     before = torch.get_rng_state()
-    with pytest.raises(KeyboardInterrupt), restored(state, generators):
+    with pytest.raises(KeyboardInterrupt), restored([first, second, *kept_generators()]):
         torch.rand(3)
-    assert state.log == ["first", "first", "second"]
+    assert log == ["first", "first", "second"]
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -130,7 +130,7 @@ class Evaluator {
     return moved_bytes;
   }
 
-  // Most bytes live at any tick, of this step or of the first one (`lives`, `_add_inside_replays`).
+  // Most bytes live at any tick, of this step or of the first one (`lives`, `add_inside_replays`).
   int64_t peak_bytes() {
     const int64_t ticks = problem.ticks.count, last = ticks - 1;
     clear(scratch.moves);

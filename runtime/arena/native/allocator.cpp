@@ -237,7 +237,6 @@ POOCH int64_t pooch_count_most(const Scope* scope) noexcept { return scope->most
 POOCH int64_t pooch_count_outside(const Scope* scope) noexcept { return scope->outside(); }
 POOCH int64_t pooch_count_outside_most(const Scope* scope) noexcept { return scope->outside_most(); }
 POOCH void pooch_count_reset_most(Scope* scope) noexcept { scope->reset_most(); }
-POOCH int64_t pooch_count_mark(Scope* scope) noexcept { return scope->mark_most(); }
 POOCH void pooch_count_end(Scope* scope) noexcept {
   stop_scope(scope, [](Scope* one) { one->end_count(); });
 }

@@ -53,7 +53,6 @@ class Scope {
     most_.store(0);
     outside_.store(0);
     outside_most_.store(0);
-    window_most_.store(0);
     counts_.begin(thread, next_id);
   }
   void end_count() noexcept { counts_.is_on.store(false); }
@@ -66,7 +65,6 @@ class Scope {
     most_.store(live_.load());
     outside_most_.store(outside_.load());
   }
-  int64_t mark_most() noexcept { return window_most_.exchange(live_.load()); }
 
   void begin_record(uint32_t thread, int64_t next_id) noexcept {
     std::lock_guard<std::mutex> guard(mutex);
@@ -98,7 +96,6 @@ class Scope {
       const int64_t size_bytes = rounded(block.size_bytes);
       const int64_t live = live_.fetch_add(size_bytes) + size_bytes;
       raise_to(live, most_);
-      raise_to(live, window_most_);
       if (block.arena == nullptr) raise_to(outside_.fetch_add(size_bytes) + size_bytes, outside_most_);
     }
     if (records_.is_on.load(std::memory_order_acquire) && block.thread == records_.thread.load()) {
@@ -145,7 +142,7 @@ class Scope {
   }
 
   Since counts_, records_;
-  std::atomic<int64_t> unit_bytes_{1}, live_{0}, most_{0}, window_most_{0}, outside_{0}, outside_most_{0};
+  std::atomic<int64_t> unit_bytes_{1}, live_{0}, most_{0}, outside_{0}, outside_most_{0};
   std::vector<Event> events_;
   bool has_lost_ = false;
 };

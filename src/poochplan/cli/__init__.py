@@ -15,7 +15,7 @@ import textwrap
 import traceback
 import warnings
 from collections.abc import Sequence
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn
 
 from poochplan.errors import PoochError, UsageError
 
@@ -23,49 +23,21 @@ from .. import __version__
 from ..out_of_memory import asked_text, is_out_of_memory
 from .base import Verb
 
-VERBS: dict[str, tuple[str, str]] = {
-    "profile": (
-        "profile",
-        "measure a training step: ops, saved values, memory, and the link to the host tier",
-    ),
-    "plan": (
-        "plan",
-        "decide which saved values to keep, swap and recompute under a memory budget",
-    ),
-    "sweep": (
-        "sweep",
-        "plan for a range of budgets with every policy: memory against overhead, as a table, CSV and picture",
-    ),
-    "run": (
-        "run",
-        "train for some steps under a plan, measure them, and check the gradients",
-    ),
-    "fit": (
-        "fit",
-        "find the largest batch, depth or length that trains in a given memory, and what it costs",
-    ),
-    "link": (
-        "machine",
-        "measure the link between device and host tier",
-    ),
-    "show": (
-        "inspection",
-        "describe a profile, a plan or a run: model, machine, peaks, times, decisions by layer, notes",
-    ),
-    "diff": (
-        "inspection",
-        "list the differences of two plans, two profiles, or a plan and a run of it",
-    ),
-    "simulate": (
-        "inspection",
-        "show the step that a plan predicts: time, memory, and the causes of the overhead",
-    ),
-    "doctor": (
-        "machine",
-        "check the machine, the software and a workload: what is fine, what to change, what to install",
-    ),
+VERBS = {
+    "profile": "measure a training step: ops, saved values, memory, and the link to the host tier",
+    "plan": "decide which saved values to keep, swap and recompute under a memory budget",
+    "sweep": "plan for a range of budgets with every policy: memory against overhead, as a table, CSV and picture",
+    "run": "train for some steps under a plan, measure them, and check the gradients",
+    "fit": "find the largest batch, depth or length that trains in a given memory, and what it costs",
+    "link": "measure the link between device and host tier",
+    "show": "describe a profile, a plan or a run: model, machine, peaks, times, decisions by layer, notes",
+    "diff": "list the differences of two plans, two profiles, or a plan and a run of it",
+    "simulate": "show the step that a plan predicts: time, memory, and the causes of the overhead",
+    "doctor": "check the machine, the software and a workload: what is fine, what to change, what to install",
 }
-"""By name: the module, which is loaded where the verb is asked for, and what the verb does."""
+"""By name: what the verb does."""
+_MODULES = {"link": "machine", "doctor": "machine"} | dict.fromkeys(("show", "diff", "simulate"), "inspection")
+"""Those of the verbs that have no module of their name. Each is loaded where the verb is asked for."""
 _EXAMPLES = """\
 examples:
   pooch profile unet3d -o profile.json
@@ -97,7 +69,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _verb(name: str) -> type[Verb]:
-    importlib.import_module(f".{VERBS[name][0]}", __name__)
+    importlib.import_module(f".{_MODULES.get(name, name)}", __name__)
     return next(one for one in Verb.__subclasses__() if one.name == name)
 
 
@@ -111,7 +83,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"pooch {__version__}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    for name, (_, summary) in VERBS.items():
+    for name, summary in VERBS.items():
         sub = verbs.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
         if only not in (None, name):
             continue
@@ -166,14 +138,7 @@ def _explain(line: str, verbose: bool) -> None:
     print(f"pooch: error: {line}", file=sys.stderr)
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
+def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
     """One line for a warning, without the source line that Python adds."""
     kind = "" if category is UserWarning else f" ({category.__name__})"
-    print(f"pooch: warning: {' '.join(str(message).split())}{kind}", file=file or sys.stderr)
+    print(f"pooch: warning: {' '.join(str(message).split())}{kind}", file=sys.stderr)

@@ -16,19 +16,9 @@ from poochplan.formats.pass_profile import PassProfile
 from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import Profile
-from poochplan.formats.run_record import Certificate, RunRecord
 from poochplan.peak import explain_peak, simulate_plan
 from poochplan.planner.simulator.simulate import Simulation
-from poochplan.report.differences import (
-    CertificateDifferences,
-    PlanDifferences,
-    ProfileDifferences,
-    RunDifferences,
-    certificate_differences,
-    plan_differences,
-    profile_differences,
-    run_differences,
-)
+from poochplan.report.differences import differences
 from poochplan.report.files_shown import Inspected, file_data, file_rows, load_any, set_frame
 from poochplan.report.palette import write_picture
 from poochplan.report.pictures import draw_decisions, draw_peak
@@ -164,32 +154,14 @@ class DiffVerb(Verb):
             first, second = load_any(options.first), load_any(options.second)
         except PoochError as error:  # 1 would say that they differ
             raise UsageError(str(error)) from None
-        found = _differences(first, second)
+        found = differences(first, second)
         names = (options.first, options.second)
         self.show(*found.shown(names if max(map(len, names)) <= 30 else ("A", "B"), options.rows))
         if not found:
             self.show("They say the same." if first.kind == second.kind else "The run kept to its plan.")
         self.exit_code = int(bool(found))
-        return {"first": first.kind, "second": second.kind, "differs": bool(found), **found.data()}
-
-
-def _differences(
-    first: Inspected, second: Inspected
-) -> PlanDifferences | ProfileDifferences | RunDifferences | CertificateDifferences:
-    if isinstance(first, Plan) and isinstance(second, Plan):
-        return plan_differences(first, second)
-    if isinstance(first, Profile) and isinstance(second, Profile):
-        return profile_differences(first, second)
-    if isinstance(first, Plan) and isinstance(second, RunRecord):
-        return run_differences(first, second)
-    if isinstance(first, RunRecord) and isinstance(second, Plan):
-        return run_differences(second, first)
-    if isinstance(first, Certificate) and isinstance(second, Certificate):
-        return certificate_differences(first, second)
-    raise UsageError(
-        "expected two plans, two profiles, two certificates, or a plan and a run of it, found a "
-        f"{first.kind} and a {second.kind}"
-    )
+        figures = [figure._asdict() for figure in found.figures]
+        return {"first": first.kind, "second": second.kind, "differs": bool(found), "figures": figures, **found.data}
 
 
 class SimulateVerb(Verb):
@@ -268,24 +240,14 @@ def _simulated_rows(plan: Plan, simulation: Simulation) -> dict[str, str]:
 
 
 def _simulated_data(profile: Profile, plan: Plan, simulation: Simulation) -> dict[str, Any]:
+    predicted = ("memory", "live_peak_bytes", "arena_bytes", "arena_live_bytes", "arena_peak_bytes")
+    memory = ("peak_bytes", "first_step_peak_bytes", "peak_layer", "out_bytes", "in_bytes")
+    seconds = ("step_s", "stall_s", "replay_s", "interference_s", "runtime_s")
     return {
         "workload": plan.workload,
         "budget_bytes": plan.budget_bytes,
         "in_core_peak_bytes": profile.in_core_peak_bytes,
         "in_core_step_s": plan.prediction.in_core_step_s,
-        "peak_bytes": simulation.peak_bytes,
-        "first_step_peak_bytes": simulation.first_step_peak_bytes,
-        "peak_layer": simulation.peak_layer,
-        "memory": plan.prediction.memory,
-        "live_peak_bytes": plan.prediction.live_peak_bytes,
-        "arena_bytes": plan.prediction.arena_bytes,
-        "arena_live_bytes": plan.prediction.arena_live_bytes,
-        "arena_peak_bytes": plan.prediction.arena_peak_bytes,
-        "step_s": simulation.step_s,
-        "stall_s": simulation.stall_s,
-        "replay_s": simulation.replay_s,
-        "interference_s": simulation.interference_s,
-        "runtime_s": simulation.runtime_s,
-        "out_bytes": simulation.out_bytes,
-        "in_bytes": simulation.in_bytes,
+        **{name: getattr(plan.prediction, name) for name in predicted},
+        **{name: getattr(simulation, name) for name in (*memory, *seconds)},
     }

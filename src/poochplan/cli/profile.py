@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from poochplan.errors import UsageError
-from poochplan.formats.profile import Profile
+from poochplan.formats.profile import Phase, Profile
 from poochplan.planner.simulator.evaluator import begin_build
 from poochplan.report.tables import frame_table, plain_rows, summary_table
 from poochplan.units import format_seconds, format_with_spread, parse_rate
@@ -239,13 +239,9 @@ def profile_data(profile: Profile, path: Path) -> dict[str, Any]:
         "plain_step_s": times.plain_step_s,
         "in_core_step_s": times.step_s,
         "unserved_step_s": times.unserved_step_s,
-        "forward_s": times.forward_s,
-        "backward_s": times.backward_s,
-        "optimizer_s": times.optimizer_s,
+        **{f"{phase}_s": getattr(times, f"{phase}_s") for phase in Phase},
         "spread_s": times.spread_s,
-        "forward_spread_s": times.forward_spread_s,
-        "backward_spread_s": times.backward_spread_s,
-        "optimizer_spread_s": times.optimizer_spread_s,
+        **{f"{phase}_spread_s": getattr(times, f"{phase}_spread_s") for phase in Phase},
         "reconciliation": profile.reconciliation(),
         "static_bytes": profile.static_bytes,
         "saved_bytes": sum(value.size_bytes for value in profile.values if value.kind == "activation"),

@@ -207,7 +207,7 @@ class RunVerb(Verb):
         def build() -> Workload:
             return self._load(plan.device).workload
 
-        return (_with_plan_inside(build, plan), _with_inductor(build)) if self.options.compile else (build, None)
+        return (_compiled(build, plan), _compiled(build, None)) if self.options.compile else (build, None)
 
     def _cap(self, plans: Sequence[Plan]) -> int | None:
         """Bytes of ``--cap``; raises ``UsageError`` where there is no allocator to cap."""
@@ -381,24 +381,17 @@ def _made_plan(load: Callable[[], LoadedWorkload], options: argparse.Namespace, 
     return plan
 
 
-def _with_plan_inside(build: Build, plan: Plan) -> Build:
-    """Makes the same workloads, their models compiled with the plan's replays."""
-    from poochplan.compiling.compile import compile
+def _compiled(build: Build, plan: Plan | None) -> Build:
+    """Makes the same workloads, their models compiled with the plan's replays, or as they are."""
 
     def compiled() -> Workload:
+        from poochplan.compiling.compile import compile
+
         workload = build()
-        compile(workload.model, plan=plan)
-        return workload
-
-    return compiled
-
-
-def _with_inductor(build: Build) -> Build:
-    """Makes the same workloads, their models compiled as they are."""
-
-    def compiled() -> Workload:
-        workload = build()
-        workload.model.compile(dynamic=False)
+        if plan is None:
+            workload.model.compile(dynamic=False)
+        else:
+            compile(workload.model, plan=plan)
         return workload
 
     return compiled

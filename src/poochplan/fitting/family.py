@@ -12,7 +12,7 @@ import torch
 from poochplan import verify
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Plan
-from poochplan.formats.profile import Link, Profile
+from poochplan.formats.profile import Profile
 from poochplan.planner.whatif import MEASURED, for_machine
 from poochplan.profiler.fake.fake import building
 from poochplan.profiler.link import cached_link
@@ -131,52 +131,34 @@ class Machine:
         """Whether it is this machine, so that the result can be run."""
         return self.roofline is None and self.link in (None, MEASURED) and self.compute_scale in (None, 1)
 
-    def measured_link(self) -> Link | None:
-        """This machine's link, measured once; None if a roofline has its own link."""
-        return None if self.roofline is not None else cached_link(torch.device("cpu"), self.spill_dir)[0]
-
 
 def bytes_alone(family: Family, machine: Machine, say: Say) -> Take:
     """Profiles without memory by a roofline. If it is not that of the machine, only their bytes are meaningful."""
     roofline = machine.roofline or BYTES_ALONE
-
-    def take(value: int) -> Profile:
-        say(f"{family.parameter} {value}, without memory")
-        return _profiled(family, value, machine, mode="fake", roofline=roofline)
-
-    return take
+    return lambda value: _profiled(family, value, machine, say, "without memory", mode="fake", roofline=roofline)
 
 
 def with_times(family: Family, machine: Machine, say: Say) -> Take:
-    """Profiles without memory, with the machine's times: each distinct op is run by itself on this machine."""
-
-    def take(value: int) -> Profile:
-        say(f"{family.parameter} {value}, without memory, each op timed by itself")
-        link = machine.measured_link()
-        return _profiled(family, value, machine, mode="fake", roofline=machine.roofline, link=link)
-
-    return take
-
-
-def of_real_steps(family: Family, machine: Machine, say: Say) -> Take:
-    """Profiles of steps that run here: in-core if that fits this machine's memory, otherwise swapping."""
-
-    def take(value: int) -> Profile:
-        say(f"{family.parameter} {value}, real steps")
-        link = machine.measured_link()
-        return _profiled(
-            family, value, machine, mode="auto", iterations=ITERATIONS, spill_dir=machine.spill_dir, link=link
-        )
-
-    return take
+    """Profiles that decide: of steps that run here, in-core if that fits this machine's memory, otherwise swapping; for
+    another machine without memory, each distinct op run by itself on this one.
+    """
+    if machine.is_here:
+        how: dict[str, Any] = {"mode": "auto", "iterations": ITERATIONS, "spill_dir": machine.spill_dir}
+        return lambda value: _profiled(family, value, machine, say, "real steps", **how)
+    what = "without memory, each op timed by itself"
+    return lambda value: _profiled(family, value, machine, say, what, mode="fake")
 
 
-def _profiled(family: Family, value: int, machine: Machine, mode: Literal["auto", "fake"], **how: Any) -> Profile:
+def _profiled(
+    family: Family, value: int, machine: Machine, say: Say, what: str, *, mode: Literal["auto", "fake"], **how: Any
+) -> Profile:
+    say(f"{family.parameter} {value}, {what}")
+    # Measured once for this machine; a roofline has its own.
+    link = None if how.get("roofline") else cached_link(torch.device("cpu"), machine.spill_dir)[0]
     with building() if mode == "fake" else contextlib.nullcontext():
         workload = family.workload(value)
-    found = profile(
-        workload.step, model=workload.model, optimizer=workload.optimizer, workload=family.name, mode=mode, **how
-    )
+    how |= {"mode": mode, "link": link, "workload": family.name}
+    found = profile(workload.step, model=workload.model, optimizer=workload.optimizer, **how)
     return for_machine(found, link=machine.link, compute_scale=machine.compute_scale) if mode == "fake" else found
 
 

@@ -13,9 +13,9 @@ from poochplan.formats.profile import Profile
 from poochplan.profiler.fake.roofline import parse_roofline
 from poochplan.units import format_bytes, parse_bytes
 
-from .family import Family, Machine, Say, Target, Trial, bytes_alone, family_of, of_real_steps, tried, with_times
+from .family import Family, Machine, Say, Target, Trial, bytes_alone, family_of, tried, with_times
 from .largest import NEIGHBOURS, Found, Gait, aimed, largest
-from .probes import Effort, Probes, Rung, bytes_of, ladder, ladder_values
+from .probes import Probes, Rung, bytes_of, ladder, ladder_values
 
 MOST_DOUBLINGS = 20
 """Without an upper end the search stops at this many doublings of its first value."""
@@ -125,8 +125,8 @@ def fit(
     if low < 1 or (high is not None and high < low):
         raise UsageError(f"range: expected values from 1 up, found {low} to {high}; name a smaller first one")
     family = family_of(workload, vary, settings, seed)
-    effort = Effort(time_limit_s, gap, evaluations)
-    search = _Search(family, machine, effort, max_overhead, low, high, progress or (lambda _: None))
+    limits = {"time_limit_s": time_limit_s, "gap": gap, "evaluations": evaluations}
+    search = _Search(family, machine, limits, max_overhead, low, high, progress or (lambda _: None))
     found = search.run()
     assert found.value is not None
     trial = search.trial(found.value, steps)
@@ -158,7 +158,7 @@ class _Search:
         self,
         family: Family,
         machine: Machine,
-        effort: Effort,
+        limits: Mapping[str, Any],
         most_overhead: float | None,
         low: int,
         high: int | None,
@@ -169,12 +169,12 @@ class _Search:
         self.low, self.high = low, self.start << MOST_DOUBLINGS if high is None else high
         self.is_open = high is None
         budget_bytes = machine.budget_bytes
-        self.quick = Probes(bytes_alone(family, machine, say), budget_bytes, effort, most_overhead)
+        self.quick = Probes(bytes_alone(family, machine, say), budget_bytes, limits, most_overhead)
         self.judge = self.quick
         """The profiles that decide: those of real steps, of another machine's times, or of its roofline."""
         if not machine.roofline:
-            take = (of_real_steps if machine.is_here else with_times)(family, machine, say)
-            self.judge = Probes(take, budget_bytes, effort, most_overhead, exists=self._exists)
+            take = with_times(family, machine, say)
+            self.judge = Probes(take, budget_bytes, limits, most_overhead, exists=self._exists)
         self.in_core: int | None = None
 
     def _exists(self, value: int) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Plan
@@ -14,15 +15,6 @@ from .family import Family
 
 MOST_RUNGS = 8
 """Most powers of two in a ladder; of more, this many are taken evenly."""
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How long each plan is searched for; see :func:`poochplan.plan`."""
-
-    time_limit_s: float = 20.0
-    gap: float = 0.005
-    evaluations: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,14 +35,16 @@ class Probes:
         self,
         take: Callable[[int], Profile],
         budget_bytes: int,
-        effort: Effort,
+        limits: Mapping[str, Any],
         most_overhead: float | None = None,
         *,
         exists: Callable[[int], bool] | None = None,
     ) -> None:
-        """``exists`` says which values the workload takes; without it, those whose profile raises no error."""
+        """``limits``: of each plan's search, as for :func:`poochplan.plan`. ``exists`` says which values the workload
+        takes; without it, those whose profile raises no error.
+        """
         self._take, self._exists = take, exists
-        self.budget_bytes, self._effort, self._most_overhead = budget_bytes, effort, most_overhead
+        self.budget_bytes, self._limits, self._most_overhead = budget_bytes, limits, most_overhead
         self._seen: dict[int, Sight] = {}
         self._plans: dict[int, Plan] = {}
         self.refusals: dict[int, Exception] = {}
@@ -66,14 +60,7 @@ class Probes:
     def plan(self, value: int) -> Plan:
         """The plan of the value within the budget; raises ``InfeasibleError`` if it has none."""
         if value not in self._plans:
-            effort = self._effort
-            self._plans[value] = plan(
-                self.sight(value).profile,
-                self.budget_bytes,
-                time_limit_s=effort.time_limit_s,
-                gap=effort.gap,
-                evaluations=effort.evaluations,
-            )
+            self._plans[value] = plan(self.sight(value).profile, self.budget_bytes, **self._limits)
         return self._plans[value]
 
     def in_core(self, value: int) -> bool | None:
@@ -146,6 +133,23 @@ def ladder_values(in_core: int | None, largest: int, smallest: int, most: int = 
     return tuple(sorted({first, *powers, largest}))
 
 
+def bytes_of(value: int, sight: Sight, *, is_measured: bool) -> Rung:
+    """A rung without a plan: the memory of the value."""
+    return Rung(
+        value=value,
+        in_core_peak_bytes=sight.profile.in_core_peak_bytes,
+        smallest_peak_bytes=sight.smallest_peak_bytes,
+        fits=False,
+        is_measured=is_measured,
+    )
+
+
+def ladder(family: Family, values: tuple[int, ...], probes: Probes, *, is_measured: bool) -> tuple[Rung, ...]:
+    """The rungs of those values that the workload takes."""
+    taken = [value for value in values if probes.has_plan(value) is not None]
+    return tuple(rung_at(family, value, probes, is_measured=is_measured) for value in taken)
+
+
 def rung_at(family: Family, value: int, probes: Probes, *, is_measured: bool) -> Rung:
     """The value's rung; raises what profiling it raises."""
     bare = bytes_of(value, probes.sight(value), is_measured=is_measured)
@@ -162,24 +166,6 @@ def rung_at(family: Family, value: int, probes: Probes, *, is_measured: bool) ->
         bound_overhead=_bound_of(made),
         items_per_s=family.items(value) / prediction.step_s if prediction.step_s > 0 else None,
     )
-
-
-def bytes_of(value: int, sight: Sight, *, is_measured: bool) -> Rung:
-    """A rung without a plan: the memory of the value."""
-    in_core_bytes, smallest_bytes = sight.profile.in_core_peak_bytes, sight.smallest_peak_bytes
-    return Rung(
-        value=value,
-        in_core_peak_bytes=in_core_bytes,
-        smallest_peak_bytes=smallest_bytes,
-        fits=False,
-        is_measured=is_measured,
-    )
-
-
-def ladder(family: Family, values: tuple[int, ...], probes: Probes, *, is_measured: bool) -> tuple[Rung, ...]:
-    """The rungs of those values that the workload takes."""
-    taken = [value for value in values if probes.has_plan(value) is not None]
-    return tuple(rung_at(family, value, probes, is_measured=is_measured) for value in taken)
 
 
 def _bound_of(made: Plan) -> float | None:

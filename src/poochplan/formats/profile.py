@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
-from enum import StrEnum
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -48,7 +47,7 @@ from .profile_parts import (
     StepTimes,
     Value,
 )
-from .queries import OUTSIDE, advice, profile_frame, reconciliation
+from .queries import FRAMES, OUTSIDE, advice, reconciliation
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -111,7 +110,9 @@ class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
 
         Raises ``UsageError`` for another kind.
         """
-        return profile_frame(self, kind)
+        if kind not in FRAMES:
+            raise UsageError(f"to_frame: expected {', '.join(map(repr, FRAMES))}, found {kind!r}; name one of these")
+        return FRAMES[kind](self)
 
     def reconciliation(self, least: float = 0.0) -> dict[str, str]:
         """How the seconds of the ops were reconciled with the uninstrumented step, in words by phase: the sum of the
@@ -129,7 +130,7 @@ class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
         cycles, values that can be neither swapped nor recomputed, and failed measurements. Empty if there is
         nothing.
         """
-        return advice(self)
+        return tuple(advice(self))
 
     def rows(self) -> dict[str, str]:
         """The main figures in words: machine, times, peak, saved bytes, link, advice, notes."""
@@ -224,26 +225,15 @@ def _blocks(profile: ProfileData) -> Iterator[str]:
                 yield f"{where}: expected until -1 or from {place + 1} to {last}, found {block.until}"
 
 
-class LinkPreset(StrEnum):
-    """The links that have a name."""
-
-    PCIE3 = "pcie3"
-    PCIE4 = "pcie4"
-    PCIE5 = "pcie5"
-    NVLINK1 = "nvlink1"
-    NVLINK2 = "nvlink2"
-    NVLINK_C2C = "nvlink-c2c"
-
-
 PRESET_BYTES_PER_S = {
-    LinkPreset.PCIE3: 12e9,
-    LinkPreset.PCIE4: 25e9,
-    LinkPreset.PCIE5: 55e9,
-    LinkPreset.NVLINK1: 33e9,
-    LinkPreset.NVLINK2: 65e9,
-    LinkPreset.NVLINK_C2C: 380e9,
+    "pcie3": 12e9,
+    "pcie4": 25e9,
+    "pcie5": 55e9,
+    "nvlink1": 33e9,
+    "nvlink2": 65e9,
+    "nvlink-c2c": 380e9,
 }
-"""Bytes per second of each preset, in each direction."""
+"""Bytes per second of each link that has a name, in each direction."""
 PRESET_LATENCY_S = 10e-6
 """Seconds before the first byte of a copy arrives: the launch and the trip."""
 
@@ -253,9 +243,14 @@ def preset_link(name: str) -> Link:
 
     Raises ``UsageError`` with the list of names if the name is unknown.
     """
-    if name not in tuple(LinkPreset):
-        close = difflib.get_close_matches(name, LinkPreset, n=1)
+    if name not in PRESET_BYTES_PER_S:
+        close = difflib.get_close_matches(name, PRESET_BYTES_PER_S, n=1)
         remedy = f"; did you mean {close[0]}?" if close else ""
-        raise UsageError(f"link: expected one of {', '.join(LinkPreset)}, found {name!r}{remedy}")
-    direction = LinkDirection(latency_s=PRESET_LATENCY_S, bandwidth_bytes_per_s=PRESET_BYTES_PER_S[LinkPreset(name)])
-    return Link(name=name, outward=direction, inward=direction)
+        raise UsageError(f"link: expected one of {', '.join(PRESET_BYTES_PER_S)}, found {name!r}{remedy}")
+    return rated_link(name, PRESET_BYTES_PER_S[name], PRESET_BYTES_PER_S[name])
+
+
+def rated_link(name: str, *bytes_per_s: float) -> Link:
+    """A link of two rates, out and in, with the presets' latency."""
+    out, back = (LinkDirection(latency_s=PRESET_LATENCY_S, bandwidth_bytes_per_s=rate) for rate in bytes_per_s)
+    return Link(name=name, outward=out, inward=back)

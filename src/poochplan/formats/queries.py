@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from poochplan.errors import UsageError
 from poochplan.units import format_bytes, format_seconds
 
 from .occupancy import live_bytes
-from .profile_parts import LayerTimes, Phase, PointKind, ProfileData, Value
+from .profile_parts import Phase, PointKind, ProfileData, StepFacts, Value
 
 COMPILED_REGION = "compiled_region"
 """Name of the op that stands for a call of a compiled module."""
@@ -29,19 +28,6 @@ if TYPE_CHECKING:
     import pandas as pd  # in the functions that need it, because a training loop calls none of them
 
 OUTSIDE = "(outside the model)"
-
-
-def profile_frame(profile: ProfileData, kind: str) -> pd.DataFrame:
-    """The frame of that kind; see :meth:`~.profile.Profile.to_frame`.
-
-    Raises
-    ------
-    UsageError
-        There is no such kind.
-    """
-    if kind not in FRAMES:
-        raise UsageError(f"to_frame: expected {', '.join(map(repr, FRAMES))}, found {kind!r}; name one of these")
-    return FRAMES[kind](profile)
 
 
 def saved_values(profile: ProfileData) -> list[int]:
@@ -133,7 +119,9 @@ def _layers(profile: ProfileData) -> pd.DataFrame:
         row["recompute_s"] = sum(profile.ops[op].duration_s for op in own_writers[layer]) if free else math.nan
         row["ratio"] = row["swap_s"] / row["recompute_s"] if row["recompute_s"] else math.nan
     for times in profile.layer_times:
-        rows[times.layer or OUTSIDE].update(_spreads(times))
+        row = rows[times.layer or OUTSIDE]
+        row["forward_median_s"], row["forward_spread_s"] = times.forward_s, times.forward_spread_s
+        row["backward_median_s"], row["backward_spread_s"] = times.backward_s, times.backward_spread_s
     frame = pd.DataFrame.from_dict(rows, orient="index", columns=list(_LAYER_COLUMNS)).rename_axis("layer")
     frame = frame.astype(dict.fromkeys(("saved_bytes", "values", "free_bytes", "live_bytes"), "int64"))
     return frame.sort_values("saved_bytes", ascending=False, kind="stable")
@@ -143,15 +131,6 @@ _LAYER_COLUMNS = (
     "saved_bytes", "values", "free_bytes", "forward_s", "forward_median_s", "forward_spread_s", "backward_s",
     "backward_median_s", "backward_spread_s", "swap_s", "recompute_s", "ratio", "live_bytes",
 )  # fmt: skip
-
-
-def _spreads(times: LayerTimes) -> dict[str, float]:
-    return {
-        "forward_median_s": times.forward_s,
-        "forward_spread_s": times.forward_spread_s,
-        "backward_median_s": times.backward_s,
-        "backward_spread_s": times.backward_spread_s,
-    }
 
 
 def _ops(profile: ProfileData) -> pd.DataFrame:
@@ -201,11 +180,35 @@ def _values(profile: ProfileData) -> pd.DataFrame:
 FRAMES: dict[str, Callable[[ProfileData], pd.DataFrame]] = {"layers": _layers, "ops": _ops, "values": _values}
 
 
-def advice(profile: ProfileData) -> tuple[str, ...]:
-    """Changes to the step that would help plans, a line each, the most important first; empty if there are none."""
-    unknown = [_unmeasured(profile), _unmeasured_ops(profile)]
-    lines = [*limits(profile), _eval_mode(profile), _garbage(profile), _fixed(profile), _benchmark(profile), *unknown]
-    return tuple(line for line in lines if line)
+def advice(profile: ProfileData) -> Iterator[str]:
+    """Changes to the step that would help plans, a line each, the most important first."""
+    facts = profile.facts or StepFacts()
+    yield from limits(profile)
+    if facts.modules and facts.eval_modules >= facts.modules:
+        yield (
+            "the model was in eval mode while it was profiled: if it is trained in train mode, call model.train() first"
+        )
+    if facts.garbage_bytes and facts.garbage_bytes >= GARBAGE_SHARE * profile.in_core_peak_bytes:
+        yield (
+            f"{format_bytes(facts.garbage_bytes)} of the step wait in reference cycles for Python's garbage collector, "
+            "and may come on top of any budget: break the cycles, or call gc.collect() after each step"
+        )
+    yield from _fixed(profile, facts)
+    if profile.switches.get("benchmark") == "True" and any("convolution" in op.name for op in profile.ops):
+        yield (
+            "torch.backends.cudnn.benchmark is on, under which a convolution may give other bits on another thread, "
+            "and so none is recomputed: switch it off and profile again, where plans are to recompute them"
+        )
+    if facts.unmeasured_regions:
+        yield (
+            f"what {facts.unmeasured_regions} runs of compiled regions take and give back inside is not known, since "
+            "another profiler was on: peaks may be higher than predicted; profile again without it"
+        )
+    if facts.unmeasured_ops:
+        yield (
+            f"what ops take and give back inside is not known of {facts.unmeasured_ops} that could not be run by "
+            "themselves: peaks may be higher than predicted; profile in mode run or swap-all where the step can run"
+        )
 
 
 def limits(profile: ProfileData) -> tuple[str, ...]:
@@ -250,64 +253,16 @@ def _checkpointed(profile: ProfileData) -> str:
     )
 
 
-def _eval_mode(profile: ProfileData) -> str:
-    facts = profile.facts
-    if not facts or not facts.modules or facts.eval_modules < facts.modules:
-        return ""
-    return "the model was in eval mode while it was profiled: if it is trained in train mode, call model.train() first"
-
-
-def _garbage(profile: ProfileData) -> str:
-    garbage_bytes = profile.facts.garbage_bytes if profile.facts else 0
-    if not garbage_bytes or garbage_bytes < GARBAGE_SHARE * profile.in_core_peak_bytes:
-        return ""
-    return (
-        f"{format_bytes(garbage_bytes)} of the step wait in reference cycles for Python's garbage collector, and may "
-        "come on top of any budget: break the cycles, or call gc.collect() after each step"
-    )
-
-
-def _fixed(profile: ProfileData) -> str:
+def _fixed(profile: ProfileData, facts: StepFacts) -> Iterator[str]:
     saved = _saved(profile)
-    kept_bytes = profile.facts.kept_bytes if profile.facts else 0
-    saved_bytes = sum(value.size_bytes for value in saved) + kept_bytes
-    reasons: Counter[str] = Counter({"it is sparse, nested or of a subclass": kept_bytes})
+    saved_bytes = sum(value.size_bytes for value in saved) + facts.kept_bytes
+    reasons: Counter[str] = Counter({"it is sparse, nested or of a subclass": facts.kept_bytes})
     for value in saved:
         if value.pinned:
             reasons[value.pinned] += value.size_bytes
     fixed_bytes = reasons.total()
-    if not fixed_bytes or fixed_bytes < FIXED_SHARE * saved_bytes:
-        return ""
-    return (
-        f"{fixed_bytes / saved_bytes:.0%} of what is saved ({format_bytes(fixed_bytes)}) can be neither swapped nor "
-        f"recomputed, most of it for one reason: {reasons.most_common(1)[0][0]}"
-    )
-
-
-def _benchmark(profile: ProfileData) -> str:
-    if profile.switches.get("benchmark") != "True" or not any("convolution" in op.name for op in profile.ops):
-        return ""
-    return (
-        "torch.backends.cudnn.benchmark is on, under which a convolution may give other bits on another thread, and so "
-        "none is recomputed: switch it off and profile again, where plans are to recompute them"
-    )
-
-
-def _unmeasured(profile: ProfileData) -> str:
-    count = profile.facts.unmeasured_regions if profile.facts else 0
-    if not count:
-        return ""
-    return (
-        f"what {count} runs of compiled regions take and give back inside is not known, since another profiler was on: "
-        "peaks may be higher than predicted; profile again without it"
-    )
-
-
-def _unmeasured_ops(profile: ProfileData) -> str:
-    count = profile.facts.unmeasured_ops if profile.facts else 0
-    if not count:
-        return ""
-    return (
-        f"what ops take and give back inside is not known of {count} that could not be run by themselves: peaks may be "
-        "higher than predicted; profile in mode run or swap-all where the step can run"
-    )
+    if fixed_bytes and fixed_bytes >= FIXED_SHARE * saved_bytes:
+        yield (
+            f"{fixed_bytes / saved_bytes:.0%} of what is saved ({format_bytes(fixed_bytes)}) can be neither swapped "
+            f"nor recomputed, most of it for one reason: {reasons.most_common(1)[0][0]}"
+        )

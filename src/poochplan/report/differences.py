@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import pandas as pd
@@ -18,156 +19,175 @@ from poochplan.formats.profile import Kind, Op, Profile
 from poochplan.formats.queries import OUTSIDE
 from poochplan.formats.run_record import Certificate, RunRecord, StepDigests
 
-from .tables import Figure, figure_data, figure_table, frame_table, plain_rows
+from .files_shown import Inspected
+from .tables import Figure, Unit, figure_table, frame_table, plain_rows
 
 ABSENT = "-"
 _ACTIONS = ("swap_out", "release", "prefetch", "replay")
-
-
-class ChangedValue(NamedTuple):
-    """A saved value that the plans decide about differently; ``"-"`` where a plan does not know it."""
-
-    layer: str
-    name: str
-    size_bytes: int
-    """The larger one, where sizes differ."""
-    first: str
-    second: str
-
-
-class ChangedPoint(NamedTuple):
-    """A point at which the plans do different things, in words."""
-
-    at: str
-    number: int
-    first: str
-    second: str
+Fact = tuple[str, str | int | float | None, Unit]
+"""Name, text or number, and its unit; None where a file does not say."""
+Part = str | Callable[[int], Table | str]
+"""What a person reads; some are of at most so many rows."""
 
 
 @dataclass(frozen=True)
-class PlanDifferences:
-    """Empty throughout where the plans are the same but for how long they were searched for."""
+class Differences:
+    """What differs between two files: True where anything does."""
 
+    differ: bool
+    title: str
     figures: list[Figure]
-    values: list[ChangedValue]
-    """The largest first."""
-    points: list[ChangedPoint]
-    """In the order of the clock; empty where the plans are for other steps, whose points are others."""
-    same_step: bool
+    parts: list[Part]
+    """Shown behind the figures."""
+    data: dict[str, Any]
+    """For JSON, beside the figures."""
+    names: tuple[str, str] | None = None
+    """Of the two figures; those of the files where it is None."""
 
     def __bool__(self) -> bool:
-        return bool(self.figures or self.values or self.points) or not self.same_step
-
-    def by_layer(self) -> pd.DataFrame:
-        """Bytes of the changed values by layer and change, the most first: columns ``change``, ``values``, ``bytes``.
-
-        The index is the layer.
-        """
-        frame = pd.DataFrame(self.values, columns=list(ChangedValue._fields))
-        frame["change"] = frame["first"] + " -> " + frame["second"]
-        grouped = frame.groupby(["layer", "change"], sort=False)
-        found = grouped.agg(values=("name", "count"), size_bytes=("size_bytes", "sum")).reset_index("change")
-        return found.sort_values("size_bytes", ascending=False, kind="stable")
+        return self.differ
 
     def shown(self, names: tuple[str, str], rows: int) -> Iterator[Table | str]:
         """Tables and lines for a person, each of at most ``rows`` rows; ``names`` are those of the two files."""
         if self.figures:
-            yield figure_table("Plans", self.figures, names)
-        if self.values:
-            layers = self.by_layer()
-            headings = {"change": "change", "values": "values", "size_bytes": "bytes"}
-            yield _first_rows("Decisions that changed, by layer", layers, headings, rows)
-            values = pd.DataFrame(self.values).set_index("name")
-            headings = {"layer": "layer", "first": "A", "second": "B", "size_bytes": "bytes"}
-            yield _first_rows("The largest of these values", values, headings, rows)
-        if self.points:
-            shown = min(rows, len(self.points))
-            yield f"Points at which the plans do different things ({shown} of {len(self.points)}):"
-            for point in self.points[:rows]:
-                yield f"  {point.at} {point.number}: {point.first}\n    then: {point.second}"
-        if not self.same_step:
-            yield "The plans are for steps that save or use other values: their points do not compare."
-
-    def data(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "same_step": self.same_step,
-            "figures": figure_data(self.figures),
-            "values": [value._asdict() for value in self.values],
-            "points": [point._asdict() for point in self.points],
-        }
+            yield figure_table(self.title, self.figures, self.names or names)
+        yield from (part if isinstance(part, str) else part(rows) for part in self.parts)
 
 
-def plan_differences(first: Plan, second: Plan) -> PlanDifferences:
-    """Everything that differs but seconds and rounds of the search, and notes."""
-    ours, theirs = (([value.name for value in plan.values], plan.handles, plan.uses) for plan in (first, second))
-    return PlanDifferences(
-        figures=_those_that_differ(_plan_figures(first, second)),
-        values=_changed_values(first, second),
-        points=_changed_points(first, second) if ours == theirs else [],
-        same_step=ours == theirs,
+def differences(first: Inspected, second: Inspected) -> Differences:
+    """Everything that differs between two plans, profiles or certificates, or between a plan and a run of it.
+
+    Of plans not seconds and rounds of the search, and notes; of profiles not notes and the times of single ops. Two
+    profiles of one step differ in times, and always do unless one is a copy. A run differs from its plan where it left
+    the plan, its budget or the bits of in-core steps: bytes and seconds never agree to the digit.
+
+    Raises
+    ------
+    UsageError
+        The files do not compare, or the run followed another plan.
+    """
+    match first, second:
+        case Plan(), Plan():
+            return _of_plans(first, second)
+        case Profile(), Profile():
+            return _of_profiles(first, second)
+        case Plan(), RunRecord():
+            return _of_run(first, second)
+        case RunRecord(), Plan():
+            return _of_run(second, first)
+        case Certificate(), Certificate():
+            return _of_certificates(first, second)
+    raise UsageError(
+        "expected two plans, two profiles, two certificates, or a plan and a run of it, found a "
+        f"{first.kind} and a {second.kind}"
     )
 
 
-def _plan_figures(first: Plan, second: Plan) -> list[Figure]:
-    a, b = first.prediction, second.prediction
+def _of_plans(first: Plan, second: Plan) -> Differences:
+    ours, theirs = (([value.name for value in plan.values], plan.handles, plan.uses) for plan in (first, second))
+    figures, values = _figures(_plan_facts(first), _plan_facts(second)), _changed_values(first, second)
+    points = _changed_points(first, second) if ours == theirs else []
+    parts: list[Part] = []
+    if values:
+        frame = pd.DataFrame(values)
+        headings = {"change": "change", "values": "values", "size_bytes": "bytes"}
+        parts.append(partial(_first_rows, "Decisions that changed, by layer", _by_layer(frame), headings))
+        headings = {"layer": "layer", "first": "A", "second": "B", "size_bytes": "bytes"}
+        parts.append(partial(_first_rows, "The largest of these values", frame.set_index("name"), headings))
+    if points:
+        parts.append(partial(_points_text, points))
+    if ours != theirs:
+        parts.append("The plans are for steps that save or use other values: their points do not compare.")
+    data = {"same_step": ours == theirs, "values": values, "points": points}
+    return Differences(bool(figures or parts), "Plans", figures, parts, data)
+
+
+def _plan_facts(plan: Plan) -> list[Fact]:
+    promised = plan.prediction
     return [
-        Figure("workload", first.workload, second.workload),
-        Figure("model", first.model.fingerprint, second.model.fingerprint),
-        Figure("inputs", describe(first.inputs), describe(second.inputs)),
-        Figure("profile", first.profile_fingerprint, second.profile_fingerprint),
-        Figure("device", first.device, second.device),
-        Figure("host", _text(first.host), _text(second.host)),
-        Figure("versions", _text(first.versions), _text(second.versions)),
-        Figure("assumed", "; ".join(first.assumed), "; ".join(second.assumed)),
-        Figure("budget", first.budget_bytes, second.budget_bytes, "bytes"),
-        Figure("in-core peak", a.in_core_peak_bytes, b.in_core_peak_bytes, "bytes"),
-        Figure("predicted peak", a.peak_bytes, b.peak_bytes, "bytes"),
-        Figure("of the first step", a.first_step_peak_bytes, b.first_step_peak_bytes, "bytes"),
-        Figure("in-core step", a.in_core_step_s, b.in_core_step_s, "s"),
-        Figure("predicted step", a.step_s, b.step_s, "s"),
-        Figure("overhead", a.overhead, b.overhead, "share"),
-        Figure("stall", a.stall_s, b.stall_s, "s"),
-        Figure("replay", a.replay_s, b.replay_s, "s"),
-        Figure("interference", a.interference_s, b.interference_s, "s"),
-        Figure("the runtime itself", a.runtime_s, b.runtime_s, "s"),
-        Figure("bytes out", a.out_bytes, b.out_bytes, "bytes"),
-        Figure("bytes in", a.in_bytes, b.in_bytes, "bytes"),
-        Figure("host tier", a.host_bytes, b.host_bytes, "bytes"),
-        *_link_figures(first, second),
-        Figure("proven bound", first.solve.bound_s, second.solve.bound_s, "s"),
-        Figure("policy", first.solve.policy, second.solve.policy),
+        *_common_facts(plan),
+        ("profile", plan.profile_fingerprint, ""),
+        ("device", plan.device, ""),
+        ("budget", plan.budget_bytes, "bytes"),
+        ("in-core peak", promised.in_core_peak_bytes, "bytes"),
+        ("predicted peak", promised.peak_bytes, "bytes"),
+        ("of the first step", promised.first_step_peak_bytes, "bytes"),
+        ("in-core step", promised.in_core_step_s, "s"),
+        ("predicted step", promised.step_s, "s"),
+        ("overhead", promised.overhead, "share"),
+        ("stall", promised.stall_s, "s"),
+        ("replay", promised.replay_s, "s"),
+        ("interference", promised.interference_s, "s"),
+        ("the runtime itself", promised.runtime_s, "s"),
+        ("bytes out", promised.out_bytes, "bytes"),
+        ("bytes in", promised.in_bytes, "bytes"),
+        ("host tier", promised.host_bytes, "bytes"),
+        ("proven bound", plan.solve.bound_s, "s"),
+        ("policy", plan.solve.policy, ""),
     ]
 
 
-def _changed_values(first: Plan, second: Plan) -> list[ChangedValue]:
+def _common_facts(found: Plan | Profile) -> list[Fact]:
+    return [
+        ("workload", found.workload, ""),
+        ("model", found.model.fingerprint, ""),
+        ("inputs", describe(found.inputs), ""),
+        ("host", _text(found.host), ""),
+        ("versions", _text(found.versions), ""),
+        ("assumed", "; ".join(found.assumed), ""),
+        ("rate out", found.link.out_bytes_per_s, "bytes/s"),
+        ("rate in", found.link.in_bytes_per_s, "bytes/s"),
+    ]
+
+
+def _changed_values(first: Plan, second: Plan) -> list[dict[str, Any]]:
+    """The values that the plans decide about differently, the largest first."""
     ours = {value.name: value for value in first.values}
     theirs = {value.name: value for value in second.values}
     changed = [_change(ours.get(name), theirs.get(name)) for name in {**ours, **theirs}]
-    found = [value for value in changed if value.first != value.second]
-    return sorted(found, key=lambda value: value.size_bytes, reverse=True)
+    found = [value for value in changed if value["first"] != value["second"]]
+    return sorted(found, key=lambda value: value["size_bytes"], reverse=True)
 
 
-def _change(first: PlannedValue | None, second: PlannedValue | None) -> ChangedValue:
+def _change(first: PlannedValue | None, second: PlannedValue | None) -> dict[str, Any]:
+    """``"-"`` where a plan does not know the value; the larger size where sizes differ."""
     known = first or second
     assert known is not None, "a name is of a plan"
-    return ChangedValue(
-        layer=known.layer or OUTSIDE,
-        name=known.name,
-        size_bytes=max(value.size_bytes for value in (first, second) if value is not None),
-        first=ABSENT if first is None else str(first.decision),
-        second=ABSENT if second is None else str(second.decision),
-    )
+    return {
+        "layer": known.layer or OUTSIDE,
+        "name": known.name,
+        "size_bytes": max(value.size_bytes for value in (first, second) if value is not None),
+        "first": ABSENT if first is None else str(first.decision),
+        "second": ABSENT if second is None else str(second.decision),
+    }
 
 
-def _changed_points(first: Plan, second: Plan) -> list[ChangedPoint]:
+def _by_layer(values: pd.DataFrame) -> pd.DataFrame:
+    """Bytes of the changed values by layer and change, the most first."""
+    changes = values.assign(change=values["first"] + " -> " + values["second"])
+    grouped = changes.groupby(["layer", "change"], sort=False)
+    found = grouped.agg(values=("name", "count"), size_bytes=("size_bytes", "sum")).reset_index("change")
+    return found.sort_values("size_bytes", ascending=False, kind="stable")
+
+
+def _changed_points(first: Plan, second: Plan) -> list[dict[str, Any]]:
+    """The points at which the plans do different things, in words, in the order of the clock."""
     ours = {(actions.at, actions.index): actions for actions in first.schedule}
     theirs = {(actions.at, actions.index): actions for actions in second.schedule}
-    recorded = ["record on" if plan.record_from_start else "nothing" for plan in (first, second)]
-    points = [ChangedPoint("start", 0, *recorded)]
+    said = {("start", 0): ["record on" if plan.record_from_start else "nothing" for plan in (first, second)]}
     for place in sorted({*ours, *theirs}, key=lambda place: (place[0] == "use", place[1])):
-        points.append(ChangedPoint(*place, _words(ours.get(place), first), _words(theirs.get(place), second)))
-    return [point for point in points if point.first != point.second]
+        said[place] = [_words(ours.get(place), first), _words(theirs.get(place), second)]
+    return [
+        {"at": at, "number": number, "first": one, "second": other}
+        for (at, number), (one, other) in said.items()
+        if one != other
+    ]
+
+
+def _points_text(points: list[dict[str, Any]], rows: int) -> str:
+    lines = [f"Points at which the plans do different things ({min(rows, len(points))} of {len(points)}):"]
+    lines += ["  {at} {number}: {first}\n    then: {second}".format(**point) for point in points[:rows]]
+    return "\n".join(lines)
 
 
 def _words(actions: PointActions | None, plan: Plan) -> str:
@@ -182,70 +202,43 @@ def _words(actions: PointActions | None, plan: Plan) -> str:
     return "; ".join([*done, *([f"record {actions.record}"] if actions.record else [])])
 
 
-@dataclass(frozen=True)
-class ProfileDifferences:
-    """Two profiles of one step differ in times alone, and always do unless one is a copy."""
-
-    figures: list[Figure]
-    first_op: str
-    """Where the steps part: the first op that is another; empty where they dispatch the same."""
-    layers: pd.DataFrame
-    """Of layers that differ, the largest change of seconds first: ``saved_bytes`` and ``step_s`` of the first profile,
-    ``then_bytes`` and ``then_s`` of the second."""
-
-    def __bool__(self) -> bool:
-        return bool(self.figures or self.first_op or len(self.layers))
-
-    def shown(self, names: tuple[str, str], rows: int) -> Iterator[Table | str]:
-        """Tables and lines for a person, each of at most ``rows`` rows; ``names`` are those of the two files."""
-        if self.figures:
-            yield figure_table("Profiles", self.figures, names)
-        if self.first_op:
-            yield f"The steps part at {self.first_op}"
-        if len(self.layers):
-            headings = {"saved_bytes": "A saves", "then_bytes": "B saves", "step_s": "A takes", "then_s": "B takes"}
-            yield _first_rows("Layers, by the change of their seconds", self.layers, headings, rows)
-
-    def data(self) -> dict[str, Any]:
-        """For JSON."""
-        figures = figure_data(self.figures)
-        return {"figures": figures, "first_op": self.first_op, "layers": plain_rows(self.layers)}
+def _of_profiles(first: Profile, second: Profile) -> Differences:
+    figures = _figures(_profile_facts(first), _profile_facts(second))
+    op, layers = _first_op(first, second), _changed_layers(first, second)
+    parts: list[Part] = []
+    if op:
+        parts.append(f"The steps part at {op}")
+    if len(layers):
+        headings = {"saved_bytes": "A saves", "then_bytes": "B saves", "step_s": "A takes", "then_s": "B takes"}
+        parts.append(partial(_first_rows, "Layers, by the change of their seconds", layers, headings))
+    data = {"first_op": op, "layers": plain_rows(layers)}
+    return Differences(bool(figures or parts), "Profiles", figures, parts, data)
 
 
-def profile_differences(first: Profile, second: Profile) -> ProfileDifferences:
-    """Everything that differs but notes and the times of single ops."""
-    figures = _those_that_differ(_profile_figures(first, second))
-    return ProfileDifferences(figures, _first_op(first, second), _changed_layers(first, second))
-
-
-def _profile_figures(first: Profile, second: Profile) -> list[Figure]:
-    a, b = first.times, second.times
+def _profile_facts(profile: Profile) -> list[Fact]:
+    times = profile.times
+    saved_bytes = sum(value.size_bytes for value in profile.values if value.kind is Kind.ACTIVATION)
     return [
-        Figure("workload", first.workload, second.workload),
-        Figure("model", first.model.fingerprint, second.model.fingerprint),
-        Figure("inputs", describe(first.inputs), describe(second.inputs)),
-        Figure("mode", first.mode, second.mode),
-        Figure("device", first.device.name, second.device.name),
-        Figure("threads", first.device.threads, second.device.threads),
-        Figure("host", _text(first.host), _text(second.host)),
-        Figure("versions", _text(first.versions), _text(second.versions)),
-        Figure("in-core peak", first.in_core_peak_bytes, second.in_core_peak_bytes, "bytes"),
-        Figure("in layer", first.in_core_peak_layer, second.in_core_peak_layer),
-        Figure("saved for backward", _saved_bytes(first), _saved_bytes(second), "bytes"),
-        Figure("live all step long", sum(first.static_bytes.values()), sum(second.static_bytes.values()), "bytes"),
-        Figure("ops", len(first.ops), len(second.ops)),
-        Figure("saves and uses", len(first.points), len(second.points)),
-        Figure("step", a.step_s, b.step_s, "s"),
-        Figure("its spread", a.spread_s, b.spread_s, "s"),
-        Figure("forward", a.forward_s, b.forward_s, "s"),
-        Figure("backward", a.backward_s, b.backward_s, "s"),
-        Figure("optimizer", a.optimizer_s, b.optimizer_s, "s"),
-        *_link_figures(first, second),
-        Figure("assumed", "; ".join(first.assumed), "; ".join(second.assumed)),
+        *_common_facts(profile),
+        ("mode", profile.mode, ""),
+        ("device", profile.device.name, ""),
+        ("threads", profile.device.threads, ""),
+        ("in-core peak", profile.in_core_peak_bytes, "bytes"),
+        ("in layer", profile.in_core_peak_layer, ""),
+        ("saved for backward", saved_bytes, "bytes"),
+        ("live all step long", sum(profile.static_bytes.values()), "bytes"),
+        ("ops", len(profile.ops), ""),
+        ("saves and uses", len(profile.points), ""),
+        ("step", times.step_s, "s"),
+        ("its spread", times.spread_s, "s"),
+        ("forward", times.forward_s, "s"),
+        ("backward", times.backward_s, "s"),
+        ("optimizer", times.optimizer_s, "s"),
     ]
 
 
 def _first_op(first: Profile, second: Profile) -> str:
+    """Where the steps part: the first op that is another; empty where they dispatch the same."""
     for index, (ours, theirs) in enumerate(zip_longest(first.ops, second.ops)):
         if ours is None or theirs is None or (ours.name, ours.layer) != (theirs.name, theirs.layer):
             return f"op {index}: {_op_text(ours)}, then {_op_text(theirs)}"
@@ -257,6 +250,9 @@ def _op_text(op: Op | None) -> str:
 
 
 def _changed_layers(first: Profile, second: Profile) -> pd.DataFrame:
+    """Layers that differ, the largest change of seconds first: ``saved_bytes`` and ``step_s`` of the first profile,
+    ``then_bytes`` and ``then_s`` of the second.
+    """
     ours, theirs = (_layer_frame(profile) for profile in (first, second))
     frame = pd.concat([ours, theirs.set_axis(["then_bytes", "then_s"], axis=1)], axis=1).fillna(0.0)
     frame = frame[["saved_bytes", "then_bytes", "step_s", "then_s"]].rename_axis("layer")
@@ -271,54 +267,7 @@ def _layer_frame(profile: Profile) -> pd.DataFrame:
     return pd.DataFrame({"saved_bytes": frame["saved_bytes"].astype(float), "step_s": step_s})
 
 
-def _saved_bytes(profile: Profile) -> int:
-    return sum(value.size_bytes for value in profile.values if value.kind is Kind.ACTIVATION)
-
-
-@dataclass(frozen=True)
-class RunDifferences:
-    """A plan's promise beside what a run found. Bytes and seconds never agree to the digit: the run differs where it
-    left the plan, its budget or the bits of in-core steps.
-    """
-
-    run: RunRecord
-    figures: list[Figure]
-
-    def __bool__(self) -> bool:
-        run = self.run
-        return bool(run.is_over or run.fallback_reasons or run.departures or run.difference)
-
-    def shown(self, names: tuple[str, str], rows: int) -> Iterator[Table | str]:
-        """Tables and lines for a person; the table of departures has at most ``rows`` rows."""
-        run, over = self.run, ": OVER THE BUDGET" if self.run.is_over else ""
-        yield figure_table(f"Plan and run of {run.workload}{over}", self.figures, ("promised", "found"))
-        if run.departures:
-            headings = {name: name for name in ("step", "layer", "planned", "found")}
-            frame = pd.DataFrame([_departure_row(one) for one in run.departures]).set_index("point")
-            yield _first_rows("Where steps left the plan", frame, headings, rows, fold=True)
-        yield from (f"Not followed: {reason}" for reason in run.fallback_reasons)
-        yield from (f"Note: {what}" for what in (run.contradiction, run.difference) if what)
-
-    def data(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "figures": figure_data(self.figures),
-            "over_budget": self.run.is_over,
-            "departures": msgspec.to_builtins(self.run.departures),
-            "reasons": list(self.run.fallback_reasons),
-            "contradiction": self.run.contradiction,
-            "difference": self.run.difference,
-        }
-
-
-def run_differences(plan: Plan, run: RunRecord) -> RunDifferences:
-    """Compares the run with its plan.
-
-    Raises
-    ------
-    UsageError
-        The run followed another plan.
-    """
+def _of_run(plan: Plan, run: RunRecord) -> Differences:
     if run.plan_fingerprint != plan.fingerprint:
         raise UsageError(
             f"expected a run of this plan ({plan.fingerprint}), found one of plan {run.plan_fingerprint}; name the "
@@ -336,49 +285,58 @@ def run_differences(plan: Plan, run: RunRecord) -> RunDifferences:
         Figure("bytes out", promised.out_bytes, run.out_bytes, "bytes"),
         Figure("bytes in", promised.in_bytes, run.in_bytes, "bytes"),
     ]
-    return RunDifferences(run, figures)
+    parts: list[Part] = []
+    if run.departures:
+        headings = {name: name for name in ("step", "layer", "planned", "found")}
+        frame = pd.DataFrame([_departure_row(one) for one in run.departures]).set_index("point")
+        parts.append(partial(_first_rows, "Where steps left the plan", frame, headings, fold=True))
+    parts += [f"Not followed: {reason}" for reason in run.fallback_reasons]
+    parts += [f"Note: {what}" for what in (run.contradiction, run.difference) if what]
+    data = {
+        "over_budget": run.is_over,
+        "departures": msgspec.to_builtins(run.departures),
+        "reasons": list(run.fallback_reasons),
+        "contradiction": run.contradiction,
+        "difference": run.difference,
+    }
+    differ = bool(run.is_over or run.fallback_reasons or run.departures or run.difference)
+    title = f"Plan and run of {run.workload}{': OVER THE BUDGET' if run.is_over else ''}"
+    return Differences(differ, title, figures, parts, data, names=("promised", "found"))
 
 
-@dataclass(frozen=True)
-class CertificateDifferences:
-    """Digests of two runs. Versions, machine, seed and settings may be others; the runs differ where a digest does."""
-
-    figures: list[Figure]
-    difference: str
-    """Step, kind and name of the first digest that differs; empty where all are the same."""
-    compared_steps: int
-
-    def __bool__(self) -> bool:
-        return bool(self.difference)
-
-    def shown(self, names: tuple[str, str], rows: int) -> Iterator[Table | str]:
-        """A table of what else differs, and a line."""
-        if self.figures:
-            yield figure_table("Certificates", self.figures, names)
-        yield self.difference or f"All digests of {self.compared_steps} steps are the same."
-
-    def data(self) -> dict[str, Any]:
-        """For JSON."""
-        figures = figure_data(self.figures)
-        return {"figures": figures, "difference": self.difference, "compared_steps": self.compared_steps}
+def _departure_row(one: Departure) -> dict[str, str]:
+    return {
+        "point": f"{one.at} {one.index}",
+        "step": str(one.step),
+        "layer": (one.layer or OUTSIDE) if one.value else "-",
+        "planned": f"{one.value}: {one.planned}" if one.value else one.planned,
+        "found": one.found,
+    }
 
 
-def certificate_differences(first: Certificate, second: Certificate) -> CertificateDifferences:
-    """Compares the planned steps of each, or else those in-core, one by one."""
-    figures = [
-        Figure("plan", first.plan_fingerprint, second.plan_fingerprint),
-        Figure("seed", first.seed, second.seed),
-        Figure("versions", _text(first.versions), _text(second.versions)),
-        Figure("host", _text(first.host), _text(second.host)),
-        *(
-            Figure(name, first.flags.get(name, ABSENT), second.flags.get(name, ABSENT))
-            for name in sorted({*first.flags, *second.flags})
-        ),
-    ]
+def _of_certificates(first: Certificate, second: Certificate) -> Differences:
+    """Compares the planned steps of each, or else those in-core, one by one. Versions, machine, seed and settings may
+    be others: the runs differ where a digest does.
+    """
     pairs = list(zip(first.steps, second.steps, strict=False))
     found = (f"step {n}: {what} differs" for n, (a, b) in enumerate(pairs) if (what := _first_digest(a, b)))
     counts = f"{len(first.steps)} steps against {len(second.steps)}" if len(first.steps) != len(second.steps) else ""
-    return CertificateDifferences(_those_that_differ(figures), next(found, counts), len(pairs))
+    difference = next(found, counts)
+    said = difference or f"All digests of {len(pairs)} steps are the same."
+    flags = sorted({*first.flags, *second.flags})
+    figures = _figures(_certificate_facts(first, flags), _certificate_facts(second, flags))
+    data = {"difference": difference, "compared_steps": len(pairs)}
+    return Differences(bool(difference), "Certificates", figures, [said], data)
+
+
+def _certificate_facts(found: Certificate, flags: Sequence[str]) -> list[Fact]:
+    return [
+        ("plan", found.plan_fingerprint, ""),
+        ("seed", found.seed, ""),
+        ("versions", _text(found.versions), ""),
+        ("host", _text(found.host), ""),
+        *((name, found.flags.get(name, ABSENT), "") for name in flags),
+    ]
 
 
 def _first_digest(first: StepDigests, second: StepDigests) -> str:
@@ -393,26 +351,10 @@ def _first_digest(first: StepDigests, second: StepDigests) -> str:
     return ""
 
 
-def _departure_row(one: Departure) -> dict[str, str]:
-    return {
-        "point": f"{one.at} {one.index}",
-        "step": str(one.step),
-        "layer": (one.layer or OUTSIDE) if one.value else "-",
-        "planned": f"{one.value}: {one.planned}" if one.value else one.planned,
-        "found": one.found,
-    }
-
-
-def _those_that_differ(figures: Iterable[Figure]) -> list[Figure]:
-    return [figure for figure in figures if figure.first != figure.second]
-
-
-def _link_figures(first: Plan | Profile, second: Plan | Profile) -> tuple[Figure, Figure]:
-    ours, theirs = first.link, second.link
-    return (
-        Figure("rate out", ours.out_bytes_per_s, theirs.out_bytes_per_s, "bytes/s"),
-        Figure("rate in", ours.in_bytes_per_s, theirs.in_bytes_per_s, "bytes/s"),
-    )
+def _figures(ours: Sequence[Fact], theirs: Sequence[Fact]) -> list[Figure]:
+    """Those that differ, of the same facts of two files."""
+    pairs = zip(ours, theirs, strict=True)
+    return [Figure(name, first, second, unit) for (name, first, unit), (_, second, _) in pairs if first != second]
 
 
 def _first_rows(title: str, frame: pd.DataFrame, headings: dict[str, str], rows: int, *, fold: bool = False) -> Table:

@@ -109,11 +109,6 @@ def figure_table(title: str, figures: Iterable[Figure], names: tuple[str, str]) 
     return table(title, ["", *names, "change"], [figure.cells for figure in figures], text=names)
 
 
-def figure_data(figures: Iterable[Figure]) -> list[dict[str, Any]]:
-    """The figures for JSON; numbers in bytes, seconds and shares."""
-    return [figure._asdict() for figure in figures]
-
-
 def decisions_by_layer(plan: Plan) -> pd.DataFrame:
     """Bytes per layer, most that are not kept first: columns ``keep``, ``swap`` and ``recompute``."""
     rows: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(DECISIONS, 0.0))

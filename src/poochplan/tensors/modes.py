@@ -243,62 +243,70 @@ def _noticed(call: Callable[..., Any]) -> Callable[..., Any]:
     return noticed
 
 
-@contextlib.contextmanager
-def before_forward(model: torch.nn.Module, tell: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
-    """Calls ``tell(args, kwargs)`` before each call of ``model`` for the length of a block.
+Begins = Callable[[tuple[Any, ...], dict[str, Any]], object]
+Ends = Callable[[Any], object]
 
-    It uses a hook. If the model itself is compiled, it wraps its callable. If it is entered after another
+
+@contextlib.contextmanager
+def around_calls(model: torch.nn.Module, begins: Begins | None = None, ends: Ends | None = None) -> Iterator[None]:
+    """Calls ``begins(args, kwargs)`` before each call of ``model`` for the length of a block, and ``ends(result)``
+    after it. The result is None if the call raised; after an interrupt ``ends`` is not called.
+
+    It uses hooks. If the model itself is compiled, it wraps its callable. If it is entered after another
     :func:`around_compiled`, its call comes first. Copies and pickles of the model do not carry it: torch leaves out the
-    attribute through which a compiled module is called, and the hook is left out here.
+    attribute through which a compiled module is called, and the hooks are left out here.
     """
     if "" in compiled_modules(model):
-
-        def wrap(path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-            def told(*args: Any, **kwargs: Any) -> Any:
-                tell(args, kwargs)
-                return call(*args, **kwargs)
-
-            return told
-
-        with around_compiled(model, wrap):
+        with around_compiled(model, lambda _, call: _told(call, begins, ends)):
             yield
         return
 
-    def hook(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        tell(args, kwargs)
+    def before(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        assert begins is not None
+        begins(args, kwargs)
 
-    with left_out_of_copies(model.register_forward_pre_hook(hook, with_kwargs=True)):
+    def behind(module: torch.nn.Module, args: Any, result: Any) -> None:
+        assert ends is not None
+        ends(result)
+
+    with contextlib.ExitStack() as stack:
+        if begins is not None:
+            stack.enter_context(left_out_of_copies(model.register_forward_pre_hook(before, with_kwargs=True)))
+        if ends is not None:
+            stack.enter_context(left_out_of_copies(model.register_forward_hook(behind, always_call=True)))
         yield
 
 
-@contextlib.contextmanager
-def where_forward_raises(model: torch.nn.Module, tell: Callable[[], None]) -> Iterator[None]:
-    """Calls ``tell()`` when a call of ``model`` ends with an exception, for the length of a block.
+def _told(call: Callable[..., Any], begins: Begins | None, ends: Ends | None) -> Callable[..., Any]:
+    def told(*args: Any, **kwargs: Any) -> Any:
+        if begins is not None:
+            begins(args, kwargs)
+        if ends is None:
+            return call(*args, **kwargs)
+        try:
+            result = call(*args, **kwargs)
+        except Exception:
+            ends(None)
+            raise
+        ends(result)
+        return result
 
-    It uses the means of :func:`before_forward`.
-    """
-    if "" in compiled_modules(model):
+    return told
 
-        def wrap(path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-            def watched(*args: Any, **kwargs: Any) -> Any:
-                try:
-                    return call(*args, **kwargs)
-                except Exception:
-                    tell()
-                    raise
 
-            return watched
+def before_forward(model: torch.nn.Module, tell: Begins) -> contextlib.AbstractContextManager[None]:
+    """Calls ``tell(args, kwargs)`` before each call of ``model``, as :func:`around_calls`."""
+    return around_calls(model, tell)
 
-        with around_compiled(model, wrap):
-            yield
-        return
 
-    def hook(module: torch.nn.Module, args: Any, result: Any) -> None:
+def where_forward_raises(model: torch.nn.Module, tell: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+    """Calls ``tell()`` when a call of ``model`` ends with an exception, as :func:`around_calls`."""
+
+    def ends(result: Any) -> None:
         if result is None and sys.exc_info()[0] is not None:
             tell()
 
-    with left_out_of_copies(model.register_forward_hook(hook, always_call=True)):
-        yield
+    return around_calls(model, ends=ends)
 
 
 @contextlib.contextmanager

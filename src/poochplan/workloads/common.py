@@ -45,13 +45,26 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def reversal_task(
-    batch_size: int, sequence_length: int, vocabulary: int, data: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A random sequence to write backwards: source, shifted target and target, each ``[batch, length]`` of tokens."""
+def reversal(
+    model: torch.nn.Module,
+    batch_size: int,
+    sequence_length: int,
+    vocabulary: int,
+    where: torch.device,
+    data: torch.Generator,
+) -> Callable[[], torch.Tensor]:
+    """The step in which ``model`` learns to write a random sequence backwards: of the source and the shifted target,
+    each ``[batch, length]`` of tokens, it gives logits.
+    """
     source = torch.randint(_START_TOKEN + 1, vocabulary, (batch_size, sequence_length), generator=data)
     target = source.flip(1)
-    return source, torch.nn.functional.pad(target[:, :-1], (1, 0), value=_START_TOKEN), target
+    previous = torch.nn.functional.pad(target[:, :-1], (1, 0), value=_START_TOKEN)
+    source, previous, target = (tokens.to(where) for tokens in (source, previous, target))
+
+    def step() -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(source, previous).flatten(0, 1), target.flatten())
+
+    return step
 
 
 def make_optimizer(name: str, model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:

@@ -14,7 +14,7 @@ from poochplan.errors import UsageError
 from poochplan.runtime.devices.opening import usable_device
 from poochplan.workload import Workload
 
-from .common import make_optimizer, reversal_task, seeded
+from .common import make_optimizer, reversal, seeded
 from .unrolled import LSTMSteps, State
 
 Text = Literal["reference", "small", "large"]
@@ -65,12 +65,7 @@ def seq2seq(
     """:class:`Seq2Seq` learns to write a random sequence backwards, with teacher forcing and cross entropy."""
     where, data = usable_device(device), seeded(seed)
     model = Seq2Seq(vocabulary, width, layers, heads, dropout).train().to(where)
-    task = reversal_task(batch_size, sequence_length, vocabulary, data)
-    source, previous, target = (tokens.to(where) for tokens in task)
-
-    def step() -> torch.Tensor:
-        return nn.functional.cross_entropy(model(source, previous).flatten(0, 1), target.flatten())
-
+    step = reversal(model, batch_size, sequence_length, vocabulary, where, data)
     return Workload(model, step, make_optimizer(optimizer, model, lr))
 
 

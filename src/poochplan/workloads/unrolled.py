@@ -13,7 +13,7 @@ from torch import nn
 from poochplan.runtime.devices.opening import usable_device
 from poochplan.workload import Workload
 
-from .common import make_optimizer, reversal_task, seeded
+from .common import make_optimizer, reversal, seeded
 
 State = tuple[torch.Tensor, torch.Tensor]
 """Hidden and cell state: ``[batch, width]`` each, of several layers ``[layers, batch, width]``."""
@@ -133,10 +133,5 @@ def seq2seq_steps(
     where, data = usable_device(device), seeded(seed)
     attends: Bahdanau | Luong = Bahdanau(width) if attention == "bahdanau" else Luong(width)
     model = Seq2SeqSteps(vocabulary, width, attends, dropout).train().to(where)
-    task = reversal_task(batch_size, sequence_length, vocabulary, data)
-    source, previous, target = (tokens.to(where) for tokens in task)
-
-    def step() -> torch.Tensor:
-        return nn.functional.cross_entropy(model(source, previous).flatten(0, 1), target.flatten())
-
+    step = reversal(model, batch_size, sequence_length, vocabulary, where, data)
     return Workload(model, step, make_optimizer(optimizer, model, lr))

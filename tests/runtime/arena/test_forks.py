@@ -103,7 +103,7 @@ def test_no_child_finds_a_lock_held_by_a_thread_that_is_not_there(scope: ThreadS
             with arena.serving():
                 for _ in range(100):
                     torch.empty(8 * KIB, dtype=torch.uint8)
-            count.mark_peak()
+            count.reset_peak()
 
     def claim() -> bool:
         with arena.serving(), AllocationLog(scope) as log:

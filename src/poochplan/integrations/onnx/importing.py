@@ -6,6 +6,7 @@ import keyword
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,7 @@ class GraphImport:
         made.meta["onnx"] = (label_of(node), node.op_type)
         for place, name in enumerate(node.output):
             if name:
-                self.values[name] = made if module.outputs == 1 else self.graph.call_function(_item, (made, place))
+                self.values[name] = made if module.outputs == 1 else self.graph.call_function(getitem, (made, place))
         if on_host:
             self.host.update(node.output)
 
@@ -298,10 +299,6 @@ def _inputs(node: NodeProto) -> list[str]:
     while names and not names[-1]:
         names.pop()
     return names
-
-
-def _item(values: Any, place: int) -> Any:
-    return values[place]
 
 
 def _identifier(name: str) -> str:

@@ -105,16 +105,6 @@ def _mod(node: Node, left: Any, right: Any) -> torch.Tensor:
     return function(*operands(left, right))
 
 
-@operator("Sum")
-def _sum(node: Node, *values: Any) -> torch.Tensor:
-    return functools.reduce(torch.add, operands(*values))
-
-
-@operator("Mean")
-def _mean(node: Node, *values: Any) -> torch.Tensor:
-    return functools.reduce(torch.add, operands(*values)) / len(values)
-
-
 def _largest(function: Function, node: Node, *values: Any) -> torch.Tensor:
     return functools.reduce(function, _tensors(values))
 
@@ -150,11 +140,6 @@ def _cast_like(node: Node, value: Any, other: Any) -> torch.Tensor:
     return to_tensor(value).to(to_tensor(other).dtype)
 
 
-@operator("Identity")
-def _identity(node: Node, value: Any) -> Any:
-    return value
-
-
 @operator("Dropout", no_weights=(1, 2))
 def _dropout(node: Node, value: torch.Tensor, ratio: Any = None, training_mode: Any = None) -> torch.Tensor:
     share = 0.5 if ratio is None else float(ratio.item())
@@ -172,31 +157,25 @@ def _swish(node: Node, value: torch.Tensor) -> torch.Tensor:
     return functional.silu(value) if alpha == 1.0 else value * torch.sigmoid(alpha * value)
 
 
-def _with_alpha(function: Function, alpha: float, node: Node, value: torch.Tensor) -> torch.Tensor:
-    return function(value, node.attributes.get("alpha", alpha))
-
-
-for _name, _function, _alpha in (
-    ("LeakyRelu", functional.leaky_relu, 0.01),
-    ("Elu", functional.elu, 1.0),
-    ("Celu", functional.celu, 1.0),
-):
-    operator(_name)(functools.partial(_with_alpha, _function, _alpha))
+_SIMPLE: dict[str, Function] = {
+    "Celu": lambda node, value: functional.celu(value, node.attributes.get("alpha", 1.0)),
+    "Elu": lambda node, value: functional.elu(value, node.attributes.get("alpha", 1.0)),
+    "HardSigmoid": lambda node, value: torch.clamp(
+        value * node.attributes.get("alpha", 0.2) + node.attributes.get("beta", 0.5), 0.0, 1.0
+    ),
+    "Identity": lambda node, value: value,
+    "LeakyRelu": lambda node, value: functional.leaky_relu(value, node.attributes.get("alpha", 0.01)),
+    "Mean": lambda node, *values: functools.reduce(torch.add, operands(*values)) / len(values),
+    "Sum": lambda node, *values: functools.reduce(torch.add, operands(*values)),
+    "ThresholdedRelu": lambda node, value: functional.threshold(value, node.attributes.get("alpha", 1.0), 0.0),
+}
+for _name, _function in _SIMPLE.items():
+    operator(_name)(_function)
 
 
 @operator("Selu", allowed={"alpha": (1.6732631921768188,), "gamma": (1.0507010221481323,)})
 def _selu(node: Node, value: torch.Tensor) -> torch.Tensor:
     return functional.selu(value)
-
-
-@operator("ThresholdedRelu")
-def _thresholded_relu(node: Node, value: torch.Tensor) -> torch.Tensor:
-    return functional.threshold(value, node.attributes.get("alpha", 1.0), 0.0)
-
-
-@operator("HardSigmoid")
-def _hard_sigmoid(node: Node, value: torch.Tensor) -> torch.Tensor:
-    return torch.clamp(value * node.attributes.get("alpha", 0.2) + node.attributes.get("beta", 0.5), 0.0, 1.0)
 
 
 @operator("PRelu")

@@ -27,11 +27,6 @@ NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 """What torch calls the weights of a direction, in their order."""
 
 
-@operator("MatMul")
-def _matmul(node: Node, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    return torch.matmul(left, right)
-
-
 @operator("Gemm")
 def _gemm(node: Node, left: torch.Tensor, right: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
     attributes = node.attributes
@@ -45,11 +40,6 @@ def _gemm(node: Node, left: torch.Tensor, right: torch.Tensor, added: torch.Tens
     if added is None:
         return torch.mm(left, right) if alpha == 1.0 else torch.mm(left, right) * alpha
     return torch.addmm(to_tensor(added, left.device), left, right, beta=beta, alpha=alpha)
-
-
-@operator("Einsum")
-def _einsum(node: Node, *values: torch.Tensor) -> torch.Tensor:
-    return torch.einsum(node.attributes["equation"], *values)
 
 
 @operator(
@@ -117,7 +107,8 @@ def _max_pool(node: Node, value: torch.Tensor) -> torch.Tensor:
     dims, kernel = value.ndim - 2, list(node.attributes["kernel_shape"])
     value, pads = _padded(node, value, kernel, -math.inf)
     if any(2 * pad > size for pad, size in zip(pads, kernel, strict=True)):
-        value, pads = functional.pad(value, _both_ends(pads), value=-math.inf), [0] * dims
+        both_ends = [pad for pad in reversed(pads) for _ in range(2)]
+        value, pads = functional.pad(value, both_ends, value=-math.inf), [0] * dims
     ceil_mode = bool(node.attributes.get("ceil_mode", 0))
     return _MAX_POOLS[dims](
         value, kernel, _of_dims(node, "strides", dims), pads, _of_dims(node, "dilations", dims), ceil_mode
@@ -140,16 +131,6 @@ def _average_pool(node: Node, value: torch.Tensor) -> torch.Tensor:
     value, pads = _padded(node, value, kernel, 0.0)
     ceil_mode = bool(attributes.get("ceil_mode", 0))
     return _AVERAGE_POOLS[dims](value, kernel, _of_dims(node, "strides", dims), pads, ceil_mode, counted)
-
-
-@operator("GlobalAveragePool")
-def _global_average_pool(node: Node, value: torch.Tensor) -> torch.Tensor:
-    return value.mean(tuple(range(2, value.ndim)), keepdim=True)
-
-
-@operator("GlobalMaxPool")
-def _global_max_pool(node: Node, value: torch.Tensor) -> torch.Tensor:
-    return value.amax(tuple(range(2, value.ndim)), keepdim=True)
 
 
 def _check_resize(attributes: Mapping[str, Any]) -> str:
@@ -217,10 +198,6 @@ def _pads(node: Node, value: torch.Tensor, kernel: list[int]) -> list[int]:
     return smaller + larger if kind == "SAME_UPPER" else larger + smaller
 
 
-def _both_ends(pads: list[int]) -> list[int]:
-    return [pad for pad in reversed(pads) for _ in range(2)]
-
-
 @operator("BatchNormalization", no_weights=(3, 4), allowed={"training_mode": (0,)})
 def _batch_norm(
     node: Node, value: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor
@@ -235,11 +212,6 @@ def _batch_norm(
 def _rms_norm(node: Node, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     shape = value.shape[node.attributes.get("axis", -1) :]
     return functional.rms_norm(value, shape, scale.expand(shape), node.attributes.get("epsilon", 1e-5))
-
-
-@operator("InstanceNormalization")
-def _instance_norm(node: Node, value: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return functional.instance_norm(value, weight=scale, bias=bias, eps=node.attributes.get("epsilon", 1e-5))
 
 
 @operator("LayerNormalization")
@@ -263,17 +235,22 @@ def _group_norm(node: Node, value: torch.Tensor, scale: torch.Tensor, bias: torc
     return functional.group_norm(value, groups, scale, bias, node.attributes.get("epsilon", 1e-5))
 
 
-@operator("LpNormalization")
-def _lp_normalization(node: Node, value: torch.Tensor) -> torch.Tensor:
-    return functional.normalize(value, node.attributes.get("p", 2), node.attributes.get("axis", -1), 0.0)
-
-
-def _along_axis(function: Function, node: Node, value: torch.Tensor) -> torch.Tensor:
-    return function(value, node.attributes.get("axis", -1))
-
-
-for _name, _function in (("Softmax", torch.softmax), ("LogSoftmax", torch.log_softmax)):
-    operator(_name)(functools.partial(_along_axis, _function))
+_SIMPLE: dict[str, Function] = {
+    "Einsum": lambda node, *values: torch.einsum(node.attributes["equation"], *values),
+    "GlobalAveragePool": lambda node, value: value.mean(tuple(range(2, value.ndim)), keepdim=True),
+    "GlobalMaxPool": lambda node, value: value.amax(tuple(range(2, value.ndim)), keepdim=True),
+    "InstanceNormalization": lambda node, value, scale, bias: functional.instance_norm(
+        value, weight=scale, bias=bias, eps=node.attributes.get("epsilon", 1e-5)
+    ),
+    "LogSoftmax": lambda node, value: torch.log_softmax(value, node.attributes.get("axis", -1)),
+    "LpNormalization": lambda node, value: functional.normalize(
+        value, node.attributes.get("p", 2), node.attributes.get("axis", -1), 0.0
+    ),
+    "MatMul": lambda node, left, right: torch.matmul(left, right),
+    "Softmax": lambda node, value: torch.softmax(value, node.attributes.get("axis", -1)),
+}
+for _name, _function in _SIMPLE.items():
+    operator(_name)(_function)
 
 
 def torch_weights(

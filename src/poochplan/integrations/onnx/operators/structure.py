@@ -8,12 +8,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from .known import Node, integers, operator, to_tensor
-
-
-@operator("Reshape", on_host=(1,))
-def _reshape(node: Node, value: torch.Tensor, shape: Any) -> torch.Tensor:
-    return value.reshape(asked_shape(node, tuple(value.shape), integers(shape)))
+from .known import Function, Node, integers, operator, to_tensor
 
 
 def asked_shape(node: Node, found: tuple[int, ...], asked: list[int]) -> list[int]:
@@ -23,20 +18,21 @@ def asked_shape(node: Node, found: tuple[int, ...], asked: list[int]) -> list[in
     return [found[index] if size == 0 else size for index, size in enumerate(asked)]
 
 
-@operator("Transpose")
-def _transpose(node: Node, value: torch.Tensor) -> torch.Tensor:
-    return value.permute(node.attributes.get("perm") or list(reversed(range(value.ndim))))
-
-
-@operator("Flatten")
-def _flatten(node: Node, value: torch.Tensor) -> torch.Tensor:
-    axis = node.attributes.get("axis", 1)
-    return value.reshape(value.shape[:axis].numel(), -1)
-
-
-@operator("Squeeze", on_host=(1,))
-def _squeeze(node: Node, value: torch.Tensor, axes: Any = None) -> torch.Tensor:
-    return value.squeeze() if axes is None else value.squeeze(tuple(integers(axes)))
+_SIMPLE: dict[str, Function] = {
+    "Flatten": lambda node, value: value.reshape(value.shape[: node.attributes.get("axis", 1)].numel(), -1),
+    "Transpose": lambda node, value: value.permute(node.attributes.get("perm") or list(reversed(range(value.ndim)))),
+}
+_SHAPED: dict[str, Function] = {
+    "Expand": lambda node, value, shape: value.expand(torch.broadcast_shapes(value.shape, tuple(integers(shape)))),
+    "Reshape": lambda node, value, shape: value.reshape(asked_shape(node, tuple(value.shape), integers(shape))),
+    "SequenceAt": lambda node, values, place: values[integers(place)[0]],
+    "Squeeze": lambda node, value, axes=None: value.squeeze() if axes is None else value.squeeze(tuple(integers(axes))),
+    "Tile": lambda node, value, repeats: value.repeat(integers(repeats)),
+}
+for _name, _function in _SIMPLE.items():
+    operator(_name)(_function)
+for _name, _function in _SHAPED.items():
+    operator(_name, on_host=(1,))(_function)
 
 
 @operator("Unsqueeze", on_host=(1,))
@@ -74,11 +70,6 @@ def _split_to_sequence(node: Node, value: torch.Tensor, sizes: Any = None) -> tu
     """The parts as a tuple; one number is the size of each, and without any it is 1."""
     axis, given = node.attributes.get("axis", 0), [1] if sizes is None else integers(sizes)
     return torch.split(value, given[0] if sizes is None or sizes.ndim == 0 else given, axis)
-
-
-@operator("SequenceAt", on_host=(1,))
-def _sequence_at(node: Node, values: tuple[torch.Tensor, ...], place: Any) -> torch.Tensor:
-    return values[integers(place)[0]]
 
 
 @operator("Slice", on_host=(1, 2, 3, 4))
@@ -141,16 +132,6 @@ def _scatter_nd(node: Node, value: Any, indices: Any, updates: Any) -> torch.Ten
     tensor = to_tensor(value)
     places = to_tensor(indices, tensor.device).unbind(-1)
     return tensor.index_put(places, to_tensor(updates, tensor.device))
-
-
-@operator("Expand", on_host=(1,))
-def _expand(node: Node, value: torch.Tensor, shape: Any) -> torch.Tensor:
-    return value.expand(torch.broadcast_shapes(value.shape, tuple(integers(shape))))
-
-
-@operator("Tile", on_host=(1,))
-def _tile(node: Node, value: torch.Tensor, repeats: Any) -> torch.Tensor:
-    return value.repeat(integers(repeats))
 
 
 @operator("Pad", on_host=(1, 3), no_weights=(2,), allowed={"mode": ("constant", "reflect", "edge", "wrap")})
