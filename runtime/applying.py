@@ -19,7 +19,7 @@ from poochplan.runtime.compiled.inductor import written_replays
 from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.opening import check_cap, model_device, open_device
-from poochplan.runtime.served_runs import Pack
+from poochplan.runtime.recorded_layout import Pack
 from poochplan.runtime.step_policies.follow import DivergencePolicy
 from poochplan.runtime.watch.step_meter import When
 from poochplan.runtime.watch.teller import Teller, users_line

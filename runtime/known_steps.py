@@ -14,7 +14,7 @@ from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
 from poochplan.runtime.allocator.arena import Fates
 from poochplan.runtime.allocator.library import Table
 from poochplan.runtime.metering.allocated import step_scope
-from poochplan.runtime.served_runs import Pack, RecordedLayout, ServedRuns, recorded_blocks, recorded_layout
+from poochplan.runtime.recorded_layout import Pack, RecordedLayout, ServedRuns, recorded_blocks, recorded_layout
 
 MOST_LAID_OUT = 3
 """The steps of a kind are laid out at most this often."""

@@ -26,7 +26,7 @@ from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
 from poochplan.runtime.allocator.arena import Fates
 from poochplan.runtime.allocator.library import Table, ThreadScope
 from poochplan.runtime.known_steps import misses
-from poochplan.runtime.served_runs import Pack, RecordedLayout, ServedRuns, recorded_blocks, recorded_layout
+from poochplan.runtime.recorded_layout import Pack, RecordedLayout, ServedRuns, recorded_blocks, recorded_layout
 from poochplan.tensors.modes import around_compiled, compiled_modules, inside, left_out_of_copies
 from poochplan.tensors.signatures import input_signature
 from poochplan.torch_private.compiler_internals import is_tracing

@@ -20,7 +20,7 @@ from poochplan.runtime.allocator.library import why_unavailable
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.known_steps import Kind, KnownStep, KnownSteps
 from poochplan.runtime.metering.allocated import step_scope
-from poochplan.runtime.served_runs import Pack, ServedRuns
+from poochplan.runtime.recorded_layout import Pack, ServedRuns
 
 from .run_report import ArenaReport, StepReport, arena_report
 

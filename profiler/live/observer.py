@@ -21,7 +21,7 @@ from poochplan.runtime.step_policies.step_policy import KeepAll, KeepWhileRoom, 
 from poochplan.runtime.watch.census import census_bytes, foreseen_bytes
 from poochplan.tensors.signatures import Switches
 
-from .lines import Key, Line, Lines
+from .step_kinds import Key, Line, Lines
 from .study import StudyOptions, study
 from .watch import Scene, Watch
 

@@ -19,7 +19,7 @@ from poochplan.formats.queries import in_flight_bytes
 from poochplan.online.plan_cache import PlanCache
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.whatif import with_bytes_beside
-from poochplan.profiler.live.lines import Key
+from poochplan.profiler.live.step_kinds import Key
 from poochplan.runtime.plan_in_force import OverBudget, PlanInForce
 from poochplan.runtime.step_policies.follow import Course
 from poochplan.runtime.watch.census import left_free

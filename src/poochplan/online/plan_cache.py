@@ -22,7 +22,7 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.profile import SCHEMA_VERSION as PROFILE_VERSION
 from poochplan.formats.profile import Profile
 from poochplan.profiler.assembly.assemble import this_machine
-from poochplan.profiler.live.lines import Key
+from poochplan.profiler.live.step_kinds import Key
 from poochplan.runtime.applying import model_signature
 from poochplan.runtime.metering.allocated import step_scope
 from poochplan.runtime.serving import ArenaMode

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from poochplan.errors import UsageError
 from poochplan.formats.files import encode_readable
 from poochplan.formats.plan import Plan
-from poochplan.profiler.live.lines import Key
+from poochplan.profiler.live.step_kinds import Key
 from poochplan.runtime.watch.census import EVERY, wrapper_of
 from poochplan.torch_private.sharding import is_sharded, rebuilds_buckets
 

@@ -16,8 +16,8 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Link, LinkDirection, Profile
 from poochplan.online.known_plans import KnownPlans
 from poochplan.planner.whatif import with_bytes_beside
-from poochplan.profiler.live.lines import UNUSED, Key, Line
 from poochplan.profiler.live.observer import Observer
+from poochplan.profiler.live.step_kinds import UNUSED, Key, Line
 from poochplan.profiler.live.study import StudyOptions
 from poochplan.profiler.live.watch import Watch
 from poochplan.profiler.trials.machine_facts import with_cached_cost, with_known_cost
