@@ -1,4 +1,4 @@
-"""Profile -> Problem: everything that the planner needs to know about one step, as plain arrays.
+"""Makes a Problem from a Profile: everything that the planner needs to know about one step, as plain arrays.
 
 Ticks are those of ``poochplan.formats.profile``; bytes are rounded up to the allocation unit.
 """
@@ -144,9 +144,9 @@ class Problem:
     freed: Ints
     save_tick: Ints
     first_use: Ints
-    """Tick of the first use point; ``tick_count`` when backward never uses it."""
+    """Tick of the first use point; ``tick_count`` if backward never uses it."""
     first_use_point: tuple[int, ...]
-    """-1 when backward never uses it."""
+    """-1 if backward never uses it."""
     must_keep: tuple[str, ...]
     """Why a value can only be kept; empty if it may be swapped."""
     replay: ReplayGraph
