@@ -93,7 +93,7 @@ class FitVerb(Verb):
             self.wrote(write_fit(found, csv, force=options.force))
         if picture is not None:
             self.wrote(write_picture(draw_fit(found), picture, force=options.force))
-        self.problem = _trial_problem(found) or gap_problem([found.plan.solve.gap], most, "what was found stands above")
+        self.problem = _trial_problem(found) or gap_problem([found.plan.solve.gap], most, "the table is above")
         return fit_data(found) | {"plan": None if path is None else str(path)}
 
     def _search(self) -> Fit:

@@ -168,7 +168,7 @@ class PlanVerb(Verb):
         moved = by_layer[(by_layer["swap"] + by_layer["recompute"]) > 0]
         if moved.empty:
             return
-        title = f"What is not kept, by layer ({min(LAYERS_SHOWN, len(moved))} of {len(moved)} layers)"
+        title = f"Values not kept, by layer ({min(LAYERS_SHOWN, len(moved))} of {len(moved)} layers)"
         headings = {"swap": "swap", "recompute": "recompute", "keep": "keep"}
         self.show(frame_table(title, moved.head(LAYERS_SHOWN), headings))
 

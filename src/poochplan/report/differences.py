@@ -1,4 +1,4 @@
-"""What differs between two plans, between two profiles, and between a plan and a run of it."""
+"""The differences of two plans, of two profiles, of two certificates, and of a plan and its run."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _ACTIONS = ("swap_out", "release", "prefetch", "replay")
 
 
 class ChangedValue(NamedTuple):
-    """A saved value that the plans decide about differently; ``"-"`` where a plan does not know it."""
+    """A saved value with different decisions; ``"-"`` if a plan does not have the value."""
 
     layer: str
     name: str
     size_bytes: int
-    """The larger one, where sizes differ."""
+    """The larger one if sizes differ."""
     first: str
     second: str
 
 
 class ChangedPoint(NamedTuple):
-    """A point at which the plans do different things, in words."""
+    """A point at which the plans have different actions, in words."""
 
     at: str
     number: int
@@ -46,22 +46,22 @@ class ChangedPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanDifferences:
-    """Empty throughout where the plans are the same but for how long they were searched for."""
+    """The differences of two plans. All fields are empty if only the time of their searches differs."""
 
     figures: list[Figure]
     values: list[ChangedValue]
     """The largest first."""
     points: list[ChangedPoint]
-    """In the order of the clock; empty where the plans are for other steps, whose points are others."""
+    """In the order of the clock; empty if the plans are for different steps, which have different points."""
     same_step: bool
 
     def __bool__(self) -> bool:
         return bool(self.figures or self.values or self.points) or not self.same_step
 
     def by_layer(self) -> pd.DataFrame:
-        """Bytes of the changed values by layer and change, the most first: columns ``change``, ``values``, ``bytes``.
+        """Bytes of the changed values by layer (the index) and change, the most first.
 
-        The index is the layer.
+        Columns: ``change``, ``values``, ``bytes``.
         """
         frame = pd.DataFrame(self.values, columns=list(ChangedValue._fields))
         frame["change"] = frame["first"] + " -> " + frame["second"]
@@ -99,7 +99,7 @@ class PlanDifferences:
 
 
 def plan_differences(first: Plan, second: Plan) -> PlanDifferences:
-    """Everything that differs but seconds and rounds of the search, and notes."""
+    """All differences except for notes, and seconds and rounds of the search."""
     ours, theirs = (([value.name for value in plan.values], plan.handles, plan.uses) for plan in (first, second))
     return PlanDifferences(
         figures=_those_that_differ(_plan_figures(first, second)),
@@ -171,7 +171,7 @@ def _changed_points(first: Plan, second: Plan) -> list[ChangedPoint]:
 
 
 def _words(actions: PointActions | None, plan: Plan) -> str:
-    """What happens at a point, values by their names."""
+    """The actions at a point, with the names of values."""
     if actions is None:
         return "nothing"
     done = [
@@ -184,14 +184,14 @@ def _words(actions: PointActions | None, plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class ProfileDifferences:
-    """Two profiles of one step differ in times alone, and always do unless one is a copy."""
+    """The differences of two profiles. Two profiles of one step differ only in times."""
 
     figures: list[Figure]
     first_op: str
-    """Where the steps part: the first op that is another; empty where they dispatch the same."""
+    """The first op that differs; empty if both steps dispatch the same ops."""
     layers: pd.DataFrame
-    """Of layers that differ, the largest change of seconds first: ``saved_bytes`` and ``step_s`` of the first profile,
-    ``then_bytes`` and ``then_s`` of the second."""
+    """Layers that differ, the largest change of seconds first. Columns: ``saved_bytes`` and ``step_s`` of the first
+    profile, ``then_bytes`` and ``then_s`` of the second."""
 
     def __bool__(self) -> bool:
         return bool(self.figures or self.first_op or len(self.layers))
@@ -213,7 +213,7 @@ class ProfileDifferences:
 
 
 def profile_differences(first: Profile, second: Profile) -> ProfileDifferences:
-    """Everything that differs but notes and the times of single ops."""
+    """All differences except for notes and the times of single ops."""
     figures = _those_that_differ(_profile_figures(first, second))
     return ProfileDifferences(figures, _first_op(first, second), _changed_layers(first, second))
 
@@ -277,8 +277,8 @@ def _saved_bytes(profile: Profile) -> int:
 
 @dataclass(frozen=True)
 class RunDifferences:
-    """A plan's promise beside what a run found. Bytes and seconds never agree to the digit: the run differs where it
-    left the plan, its budget or the bits of in-core steps.
+    """A plan's predictions and the measurements of its run. Bytes and seconds always differ a little. The run counts as
+    different if it diverged, exceeded the budget, or lost the bits of in-core steps.
     """
 
     run: RunRecord
@@ -312,13 +312,7 @@ class RunDifferences:
 
 
 def run_differences(plan: Plan, run: RunRecord) -> RunDifferences:
-    """Compares the run with its plan.
-
-    Raises
-    ------
-    UsageError
-        The run followed another plan.
-    """
+    """Compares the run with its plan. Raises ``UsageError`` if the run followed another plan."""
     if run.plan_fingerprint != plan.fingerprint:
         raise UsageError(
             f"expected a run of this plan ({plan.fingerprint}), found one of plan {run.plan_fingerprint}; name the "
@@ -341,18 +335,18 @@ def run_differences(plan: Plan, run: RunRecord) -> RunDifferences:
 
 @dataclass(frozen=True)
 class CertificateDifferences:
-    """Digests of two runs. Versions, machine, seed and settings may be others; the runs differ where a digest does."""
+    """The differences of two runs' digests. Versions, machine, seed and settings may differ too."""
 
     figures: list[Figure]
     difference: str
-    """Step, kind and name of the first digest that differs; empty where all are the same."""
+    """Step, kind and name of the first digest that differs; empty if all are the same."""
     compared_steps: int
 
     def __bool__(self) -> bool:
         return bool(self.difference)
 
     def shown(self, names: tuple[str, str], rows: int) -> Iterator[Table | str]:
-        """A table of what else differs, and a line."""
+        """A table of the other differences, and a line."""
         if self.figures:
             yield figure_table("Certificates", self.figures, names)
         yield self.difference or f"All digests of {self.compared_steps} steps are the same."
@@ -364,7 +358,7 @@ class CertificateDifferences:
 
 
 def certificate_differences(first: Certificate, second: Certificate) -> CertificateDifferences:
-    """Compares the planned steps of each, or else those in-core, one by one."""
+    """Compares the planned steps of both one by one; without planned steps, the in-core ones."""
     figures = [
         Figure("plan", first.plan_fingerprint, second.plan_fingerprint),
         Figure("seed", first.seed, second.seed),
@@ -382,7 +376,7 @@ def certificate_differences(first: Certificate, second: Certificate) -> Certific
 
 
 def _first_digest(first: StepDigests, second: StepDigests) -> str:
-    """Kind and name of the first that differs; empty where none does."""
+    """Kind and name of the first digest that differs; empty if none does."""
     if first.loss != second.loss:
         return "loss"
     for kind in ("gradients", "buffers", "parameters", "generators"):
@@ -416,7 +410,7 @@ def _link_figures(first: Plan | Profile, second: Plan | Profile) -> tuple[Figure
 
 
 def _first_rows(title: str, frame: pd.DataFrame, headings: dict[str, str], rows: int, *, fold: bool = False) -> Table:
-    """The first rows of a frame, with their number beside the title."""
+    """The first rows of a frame, with their number in the title."""
     return frame_table(f"{title} ({min(rows, len(frame))} of {len(frame)})", frame.head(rows), headings, fold=fold)
 
 
