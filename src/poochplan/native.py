@@ -39,7 +39,7 @@ class NativeBuild:
         self.name, self.sources, self.flags = name, sources, (*flags, *FLAGS)
 
     def facts(self) -> tuple[str, ...]:
-        """Facts that the library depends on besides sources, flags and processor. The first begins its folder's name."""
+        """Facts that the library depends on besides sources, flags and processor. The first begins the folder name."""
         return (self.name,)
 
     def options(self) -> list[str]:
