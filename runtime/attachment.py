@@ -111,7 +111,7 @@ class Attachment:
 
     def __enter__(self) -> Attachment:
         self.place = Place.of_caller()
-        with ExitStack() as stack:  # undone when one of these fails
+        with ExitStack() as stack:  # undone if one of these fails
             if self._kind == "cuda":
                 refuse_graphs(self.whole)
             stack.enter_context(entered(self))
@@ -240,7 +240,7 @@ class Attachment:
         if threading.get_ident() != self._thread:
             self._elsewhere(name)
             return
-        if in_backward() or self.ends_here():  # a checkpoint of the user's runs forward again in backward
+        if in_backward() or self.ends_here():  # a user's checkpoint runs forward again in backward
             return
         if self._kind == "cuda":
             refuse_capture()
@@ -254,7 +254,7 @@ class Attachment:
 
     def _forward_without_gradients(self) -> None:
         if self._is_ours() and not in_backward():
-            if self.engine.segment.used:  # a validation behind the step
+            if self.engine.segment.used:  # a validation after the step
                 self._events.over(self.engine.segment)
             self._events.resting()
 

@@ -201,7 +201,7 @@ class RepeatedStep:
         if events is None:
             return
         if fates is not None and not misses(fates):
-            self._times = MOST_LAID_OUT  # as it is
+            self._times = MOST_LAID_OUT  # no further layout is made
             return
         self._times += 1
         if fates is not None and fates.taken.blocks:

@@ -218,7 +218,7 @@ class PlansOfModel:
     def choose(self, segment: Segment) -> StepPolicy | None:
         if self._expected.inputs and segment.model is None and not segment.announced:
             if not segment.saves_next:
-                return None  # a call of the model, or a save, tells
+                return None  # a call of the model, or a save, decides
             if all(one.plan.values and one.plan.values[0].layer for one in self.every):
                 segment.aside = True
                 return KeepAll()

@@ -74,7 +74,7 @@ class ServedRuns:
             log = AllocationLog(self._scope)
             try:
                 self._log = log.__enter__()
-            except AllocatorError:  # as many threads as can be are counted or logged already
+            except AllocatorError:  # too many scopes are counted or logged already
                 return
         if point:
             log.mark(point)
@@ -185,10 +185,10 @@ class LaidArena:
         try:
             if self.arena is None:
                 self.arena = Arena(layout.places, max(largest_bytes, layout.arena_bytes), layout.least_bytes)
-                give_back_freed()  # what the steps before have left is not used again
+                give_back_freed()  # the freed memory of earlier steps is not used again
             else:
                 self.arena.lay_out(layout.places, layout.least_bytes, min(kept_bytes, self.arena.size_bytes))
-        except AllocatorError:  # no address space: the ordinary allocator asks for less at a time
+        except AllocatorError:  # no address space: the ordinary allocator requests less at a time
             return False
         self._layout = layout
         self._held_bytes = max(layout.arena_bytes, min(self._held_bytes, kept_bytes))

@@ -431,7 +431,7 @@ def _check_ops(profile: Profile) -> None:
     for index, op in enumerate(profile.ops):
         for value in op.outputs:
             born = profile.values[value].born
-            if not 0 <= born <= index or value in made:  # earlier: of a compiled region that runs in parts
+            if not 0 <= born <= index or value in made:  # earlier if a compiled region runs in parts
                 raise PoochError(
                     f"ops[{index}].outputs ({op.name}): expected values that are born by then, each in one op's, found "
                     f"{profile.values[value].name}, which ops[{born}] creates; profile again"

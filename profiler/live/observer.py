@@ -64,7 +64,7 @@ class Observer(PlanSource):
         self._switches = Switches(model)
         self.scene = Scene(model, where, clock_of(where), spill_dir, self._optimizers)
 
-    # -- what becomes of segments that are not watched -------------------------------------------------------------
+    # -- segments that are not watched -----------------------------------------------------------------------------
 
     def known(self, key: Key, segment: Segment) -> StepPolicy | Watch | None:
         """The policy of a segment of that kind if it needs no study; a watch if it is to be observed."""
@@ -228,7 +228,7 @@ class Observer(PlanSource):
             line.give_up(str(error))
         if line.next_watch is None:
             del watch
-            gc.collect()  # what the study has left behind is not to be beside the steps that follow
+            gc.collect()  # so that the study's garbage is not in memory during later steps
             self.profiled(line)
 
 

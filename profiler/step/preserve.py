@@ -60,7 +60,7 @@ def _states(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> 
     contents = TensorContents(
         [*parameters, *model.named_buffers(), *gradients.tensors, *(t for state in optimizers for t in state.tensors)]
     )
-    # In this order: a gradient fits a parameter whose tensor is back.
+    # In this order, because a gradient only fits a parameter whose tensor is restored.
     return [ModuleStates(model), contents, gradients, *optimizers, GeneratorStates(model)]
 
 
@@ -200,7 +200,7 @@ def _put_contents_back(kept: _Kept) -> None:
     tensor, alias = kept.tensor, kept.alias
     if kept.whole is not None:
         if tensor.layout is torch.sparse_coo:
-            tensor.data = kept.whole.to(tensor.device)  # copy_ gives it new parts, and its alias alone would have them
+            tensor.data = kept.whole.to(tensor.device)  # copy_ would give new parts to its alias alone
         else:
             tensor.data.copy_(kept.whole)
     elif alias is not None and _geometry(tensor) != _geometry(alias):
@@ -229,7 +229,7 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _checksum(tensor: torch.Tensor, sums: dict[int, int]) -> tuple[Any, ...]:
     """Checksum of the tensor's geometry and of its storages' bytes; ``sums`` has those that were read already."""
     found: list[Any] = [type(tensor), tensor.shape, tensor.dtype]
-    if is_made_of_parts(tensor):  # which may be made anew each time, and lie elsewhere
+    if is_made_of_parts(tensor):  # its parts may be made anew each time, at other addresses
         found += [(part.shape, part.dtype, _crc(part.clone().untyped_storage())) for part in parts_of(tensor)]
         return tuple(found)
     key = storage_key(tensor)
@@ -322,7 +322,7 @@ class OptimizerState:
         try:
             self._keep(optimizer.state, "optimizer state")
             self._keep(optimizer.param_groups, "optimizer group")
-        except Exception as error:  # whatever copying a user's object raises
+        except Exception as error:  # copying a user's object may raise anything
             raise UsageError(
                 "optimizer: expected state and groups that can be copied, to be restored after the profile, found "
                 f"{type(error).__name__} ({first_line(error)}); leave what cannot be copied out of them"
@@ -348,7 +348,7 @@ class OptimizerState:
             return value
         if isinstance(value, dict | list):
             if id(value) not in self._containers:
-                self._containers[id(value)] = path, value, None  # known, should it hold itself
+                self._containers[id(value)] = path, value, None  # known now, in case it holds itself
                 self._containers[id(value)] = path, value, self._content(value, path)
             return value
         if isinstance(value, tuple):
@@ -418,7 +418,7 @@ def _put_back(kept: _Module) -> None:
         module.__dict__[name] = table
         _refill(table, content)
     set_non_persistent_buffers(module, kept.non_persistent)
-    if module.training != kept.training:  # assigned to a compiled module, it is a reason to compile again
+    if module.training != kept.training:  # assigning it makes a compiled module compile again
         module.training = kept.training
 
 

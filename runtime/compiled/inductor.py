@@ -80,7 +80,7 @@ def why_none_deferred(model: torch.nn.Module, device_type: str) -> str:
     partitioner = getattr(inductor_settings(), PARTITIONER)
     if not _open_blocks and not (partitioner is None or isinstance(partitioner, Partitioner)):
         return (
-            "custom_partitioner_fn is set already, to one of your own"  # ours may be left where settings are put back
+            "custom_partitioner_fn is set already, to one of your own"  # ours may be left if a user restores settings
         )
     return ""
 

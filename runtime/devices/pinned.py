@@ -128,7 +128,7 @@ class PinnedTier(Generic[M]):
         """Pins the missing part of the ``size_bytes`` from ``first`` on, at its exact size. Raises ``OSError``."""
         for missing in list(self._missing(first, first + size_bytes)):
             self._add(missing)
-        self.forget_ahead()  # a plan has few steps that need more
+        self.forget_ahead()  # few steps of a plan need more
         self._room = (first, first + size_bytes)
 
     def parts(self, offset: int, size_bytes: int) -> list[Part[M]]:
@@ -253,7 +253,7 @@ def _first_of(piece: Piece[M]) -> int:
 
 def cupy_or_none() -> Any:
     """CuPy, if it is installed and finds a CUDA runtime."""
-    with contextlib.suppress(Exception):  # an installation that does not fit fails in many ways
+    with contextlib.suppress(Exception):  # an incompatible installation fails in many ways
         import cupy
 
         cupy.cuda.runtime.runtimeGetVersion()

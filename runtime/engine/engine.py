@@ -85,7 +85,7 @@ class Engine:
         events: StepEvents = NO_EVENTS,
     ) -> None:
         self.device = device
-        self._index = -1 if device.where.index is None else device.where.index  # as tensors say it
+        self._index = -1 if device.where.index is None else device.where.index  # as tensors have it
         self.cursor = Cursor(on_idle)
         self.tape = Tape(device.kind)
         self.recorder = Recorder(self.tape)
@@ -208,7 +208,7 @@ class Engine:
         it.
         """
         segment, was_on = self.segment, self.recorder.is_on
-        if was_on:  # else a compiler may trace a backward, while recording is away and comes back
+        if was_on:  # otherwise a compiler may trace a backward while recording is off, and it would come back
             self.recorder.switch_off()
         self._events.backward(True)
         try:
@@ -412,7 +412,7 @@ class Engine:
         if actions is not NOTHING:
             self._carry_out(actions)
 
-    # -- what points ask for (Rule 7) -------------------------------------------------------------------------
+    # -- actions at points (Rule 7) ---------------------------------------------------------------------------
 
     def _carry_out(self, actions: Actions) -> None:
         self.mechanism.carry_out(actions)

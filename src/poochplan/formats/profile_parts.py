@@ -95,7 +95,7 @@ class Kind(StrEnum):
     BUFFER = "buffer"
     GRADIENT = "gradient"  # the storage of a parameter's gradient
     OPTIMIZER_STATE = "optimizer_state"
-    INPUT = "input"  # there before the step, and neither parameter, buffer nor optimizer state
+    INPUT = "input"  # from before the step, but neither parameter, buffer nor optimizer state
     TEMPORARY = "temporary"  # created in the step and not saved
 
 
@@ -110,7 +110,7 @@ class Memory(StrEnum):
     """Which memory peaks count."""
 
     LIVE = "live"  # storages alone
-    ALLOCATED = "allocated"  # all that the device's allocator hands out, what ops take and give back inside among it
+    ALLOCATED = "allocated"  # all bytes from the device's allocator, including those that ops take and give back inside
 
 
 class OpBlock(NamedTuple):

@@ -141,7 +141,7 @@ class RunRecord(Document, frozen=True, kw_only=True):
             return "not checked (--check compares them with in-core)"
         if not self.bitwise_equal:
             return f"no: {self.difference}"
-        if not self.compared_steps:  # files of before do not say
+        if not self.compared_steps:  # older files do not have it
             return "yes"
         return f"yes (and loss, buffers, parameters: {self.compared_tensors} tensors in {self.compared_steps} steps)"
 

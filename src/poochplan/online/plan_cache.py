@@ -205,5 +205,5 @@ def _calls(forward: object) -> list[str]:
 def _held_by(function: object) -> Iterator[object]:
     """The objects in the cells of a function."""
     for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # one that is empty yet
+        with contextlib.suppress(ValueError):  # a file that is still empty
             yield cell.cell_contents

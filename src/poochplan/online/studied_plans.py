@@ -149,7 +149,7 @@ class StudiedPlans(Observer):
         self._known.wait(end_s)
         return self._take_ready() if self._ranks is None else self._tell_ranks(even_nothing=True)
 
-    # -- what segments follow -------------------------------------------------------------------------------------
+    # -- plans for segments ---------------------------------------------------------------------------------------
 
     def following(self, segment: Segment) -> PlanInForce | None:
         return self._following
@@ -231,7 +231,7 @@ class StudiedPlans(Observer):
             found = msgspec.structs.replace(profile, link=promise.link_found(profile.link))
             self._known.want(key, found, self._beside[key].ahead_bytes(self._number, self._foreseen_bytes))
 
-    # -- plans, and what they lack --------------------------------------------------------------------------------
+    # -- making plans ---------------------------------------------------------------------------------------------
 
     def profiled(self, line: Line) -> None:
         """Has the profile planned, or says why there is no plan."""
