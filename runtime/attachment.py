@@ -166,7 +166,7 @@ class Attachment:
 
     @property
     def thread(self) -> int | None:
-        """The thread whose steps are observed, from the block's begin to its end, except while it is away."""
+        """The thread whose steps are observed, from the block's beginning to its end, except while it is away."""
         return self._thread if self.state == "open" else None
 
     def memory_is_short(self) -> None:

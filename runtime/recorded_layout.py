@@ -251,7 +251,7 @@ def recorded_blocks(events: Table, least_bytes: int) -> Table:
     """The blocks of at least that size that a run took, of type :data:`LIFETIME`; ``death`` is -1 for a block that
     outlives it.
 
-    The log goes from the begin of a run, or its first point, to that of the next run. The marks are the numbers of the
+    The log goes from the start of a run, or its first point, to that of the next run. The marks are the numbers of the
     points. After the run comes :data:`RUN_END`: a block that dies between the runs dies when the log ends, because by
     then the next run has begun. A log without that mark covers the run alone.
     """

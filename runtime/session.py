@@ -298,7 +298,7 @@ class Session:
 
     @property
     def _engine(self) -> Engine:
-        """The engine that carries out plans; it exists from the begin of the block on."""
+        """The engine that carries out plans; it exists from the beginning of the block on."""
         return self._attachment.engine
 
     @property

@@ -26,7 +26,7 @@ class LaunchCost:
     """
 
     is_compute: bool
-    """Whether the thread is the compute stream itself, as on the CPU; else the device works behind it."""
+    """Whether the thread is the compute stream itself, as on the CPU; else it is ahead of the device."""
     out_s: float
     """For each copy out, including the release of its value."""
     fetch_s: float

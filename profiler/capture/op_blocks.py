@@ -39,12 +39,12 @@ class Taker(Enum):
     OP = "op"
     FORWARD_COMPILED = "forward of compiled code"
     """A block that dies in it is live at its tick."""
-    FORWARD_PART = "part of a compiled forward, behind which others come"
+    FORWARD_PART = "part of a compiled forward, before others"
     """The same."""
     BACKWARD_COMPILED = "backward of compiled code"
     """A block that dies in it was released at an earlier tick, although it exists when the code begins. The same holds
     for a node of a backward that only hooks observe."""
-    PART = "part of a compiled backward, behind which others come"
+    PART = "part of a compiled backward, before others"
     """The same."""
 
 

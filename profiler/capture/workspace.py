@@ -36,7 +36,7 @@ class CompiledMeter(Protocol):
         """Before the code."""
 
     def end(self) -> int | None:
-        """Most bytes above those live at its begin; None if unknown."""
+        """Most bytes above those live at its beginning; None if unknown."""
 
     def freed(self, size_bytes: int) -> None:
         """A storage of that size dies."""

@@ -233,7 +233,7 @@ class Observer(PlanSource):
 
 
 def _gives_up(policy: StepPolicy) -> bool:
-    """Whether values may leave the device from the segment's begin on."""
+    """Whether values may leave the device from the segment's beginning on."""
     if policy.instructions is not None:
         return any(value.decision is not Decision.KEEP for value in policy.instructions.values)
     return isinstance(policy, SwapEach) and not isinstance(policy, KeepWhileRoom)

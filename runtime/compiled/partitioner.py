@@ -4,7 +4,7 @@ are added.
 Of the plan it has only a digest of the requested replays, so the compiler's caches distinguish the code of two plans.
 The decisions keep and swap are in no code.
 
-A deferred unpack depends on nothing, so the compiler could move it to the begin of the backward, and fuse other nodes
+A deferred unpack depends on nothing, so the compiler could move it to the start of the backward, and fuse other nodes
 than before. Its second argument, an anchor, keeps it right before the first use of its tensor. An anchor adds a user to
 a node, and the compiler's patterns (for example an addition to a matrix product) take nodes with one user. So anchors
 are set after all patterns have run.

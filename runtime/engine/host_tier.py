@@ -170,7 +170,7 @@ _NO_END = sys.maxsize
 
 
 class Intervals:
-    """Intervals of bytes, one behind another. They are taken at the lowest free place that fits, and given back.
+    """Intervals of bytes, one after another. They are taken at the lowest free place that fits, and given back.
 
     State: the free holes as (first byte, byte after the hole), lowest first; the last one has no end.
 

@@ -183,7 +183,7 @@ class Tape:
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self.static: dict[int, int] = {}
-        """Storage keys of parameters and buffers in this step, and their version counters at its begin."""
+        """Storage keys of parameters and buffers in this step, and their version counters at its beginning."""
         self.window = OFF
         """Number of the window that is being recorded, or was last; windows count from 1."""
         self._registry: dict[int, StorageRecord] = {}

@@ -276,7 +276,7 @@ class Course:
         return f"{_named(value)}: planned {most}{_shape(value)} of {value.size_bytes} bytes{also}, found {found}"
 
     def _beyond(self, tensor: torch.Tensor) -> str:
-        last = f"what comes after {_named(self.instructions.values[-1])}" if self.instructions.values else "its begin"
+        last = f"what comes after {_named(self.instructions.values[-1])}" if self.instructions.values else "its start"
         return f"{last}: planned backward, found that {_found(tensor)} is saved"
 
     def _of_handle(self, ordinal: int) -> str:
