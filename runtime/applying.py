@@ -218,9 +218,7 @@ def check_model(expected: ModelSignature, model: torch.nn.Module, what: str) -> 
 
 
 def check_graphs(plan: Plan | PlanSet, model: torch.nn.Module) -> None:
-    """Raises ``UsageError`` where a plan recomputes inside compiled graphs, and the model's have not got these replays
-    in them.
-    """
+    """Raises ``UsageError`` if a plan recomputes inside compiled graphs, but the model's graphs lack its replays."""
     for one in plan.plans if isinstance(plan, PlanSet) else (plan,):
         if one.replays and written_replays(model) != frozenset(one.replays):
             raise UsageError(
@@ -235,7 +233,7 @@ def by_name(
 ) -> tuple[dict[str, Plan | PlanSet], dict[str, torch.nn.Module]]:
     """Plans and models by the same names; lone ones have the name "".
 
-    Raises ``UsageError`` where there is a dictionary of one and not of the other, or their keys differ.
+    Raises ``UsageError`` if only one is a dictionary, or their keys differ.
     """
     if isinstance(model, torch.nn.Module) and not isinstance(plan, Mapping):
         return {"": plan}, {"": model}

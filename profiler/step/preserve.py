@@ -239,9 +239,9 @@ def _checksum(tensor: torch.Tensor, sums: dict[int, int]) -> tuple[Any, ...]:
 
 
 def _crc(storage: torch.UntypedStorage) -> int:
-    # CRC-32: any change within 32 bits of each other is found for certain, others but for one in 4e9; at about 1 GB/s.
+    # CRC-32: finds every change within 32 consecutive bits, and misses one in 4e9 of the others; at about 1 GB/s.
     held = _on_host(storage, copy=False)
-    # At its address: an array of NumPy's would leave the user's storage one that cannot be resized.
+    # By its address, because a NumPy array would make the user's storage impossible to resize.
     return zlib.crc32((ctypes.c_char * held.nbytes()).from_address(held.data_ptr())) if held.nbytes() else 0
 
 
