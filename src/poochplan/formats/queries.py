@@ -1,5 +1,5 @@
-"""Queries on a profile: a row per layer, op or value; how its seconds were obtained; and its advice, about how the step
-is run where that limits plans.
+"""Queries on a profile: a row per layer, op or value; how its seconds were obtained; and advice on changes to the step
+that help plans.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def writers_by_value(profile: ProfileData) -> list[list[int]]:
 
 
 def in_flight_bytes(profile: ProfileData) -> int:
-    """On the CPU, what a step under FSDP2 may take beyond its lifetimes: threads of gloo let go of the buffer of the
-    last collective when they run again, and it is as large as the weights that are gathered at once.
+    """On the CPU, bytes that a step under FSDP2 may take beyond its lifetimes: gloo's threads keep the last
+    collective's buffer until they run again, and it is as large as the weights that are gathered at once.
     """
     at_once = Counter[int | None]()
     if profile.device.kind == "cpu":
@@ -209,7 +209,7 @@ def advice(profile: ProfileData) -> tuple[str, ...]:
 
 
 def limits(profile: ProfileData) -> tuple[str, ...]:
-    """Those lines that say why the smallest budget is not smaller."""
+    """The lines of advice that would lower the smallest budget."""
     return tuple(line for line in (_compiled(profile), _checkpointed(profile)) if line)
 
 
@@ -232,9 +232,9 @@ def _compiled(profile: ProfileData) -> str:
     where = f"the compiled module {layer}" if layer else "one compiled module, the model itself"
     runs = Counter(op.phase for op in profile.ops if op.name == COMPILED_REGION and op.layer == layer)
     in_parts = runs[Phase.BACKWARD] > runs[Phase.FORWARD]
-    drawback = "leaves only when its forward ends" if in_parts else "comes back all at once"
+    drawback = "leave only when its forward ends" if in_parts else "come back all at once"
     return (
-        f"{size_bytes / saved_bytes:.0%} of what is saved lies inside {where}, where it cannot be recomputed and "
+        f"{size_bytes / saved_bytes:.0%} of the saved bytes are inside {where}, where they cannot be recomputed and "
         f"{drawback}: have poochplan.compile compile it, or compile its blocks instead"
     )
 
@@ -279,7 +279,7 @@ def _fixed(profile: ProfileData) -> str:
     if not fixed_bytes or fixed_bytes < FIXED_SHARE * saved_bytes:
         return ""
     return (
-        f"{fixed_bytes / saved_bytes:.0%} of what is saved ({format_bytes(fixed_bytes)}) can be neither swapped nor "
+        f"{fixed_bytes / saved_bytes:.0%} of the saved bytes ({format_bytes(fixed_bytes)}) can be neither swapped nor "
         f"recomputed, most of it for one reason: {reasons.most_common(1)[0][0]}"
     )
 
@@ -288,8 +288,8 @@ def _benchmark(profile: ProfileData) -> str:
     if profile.switches.get("benchmark") != "True" or not any("convolution" in op.name for op in profile.ops):
         return ""
     return (
-        "torch.backends.cudnn.benchmark is on, under which a convolution may give other bits on another thread, and so "
-        "none is recomputed: switch it off and profile again, where plans are to recompute them"
+        "torch.backends.cudnn.benchmark is on: a convolution may then give other bits on another thread, so none is "
+        "recomputed; to let plans recompute convolutions, switch it off and profile again"
     )
 
 
@@ -298,8 +298,8 @@ def _unmeasured(profile: ProfileData) -> str:
     if not count:
         return ""
     return (
-        f"what {count} runs of compiled regions take and give back inside is not known, since another profiler was on: "
-        "peaks may be higher than predicted; profile again without it"
+        f"memory that {count} runs of compiled regions take and give back inside is not known, because another "
+        "profiler was on: peaks may be higher than predicted; profile again without it"
     )
 
 
@@ -308,6 +308,6 @@ def _unmeasured_ops(profile: ProfileData) -> str:
     if not count:
         return ""
     return (
-        f"what ops take and give back inside is not known of {count} that could not be run by themselves: peaks may be "
-        "higher than predicted; profile in mode run or swap-all where the step can run"
+        f"memory that ops take and give back inside is not known for {count} that could not be run by themselves: "
+        "peaks may be higher than predicted; profile in mode run or swap-all if the step can run"
     )
