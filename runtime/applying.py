@@ -184,8 +184,8 @@ def _check_switches(every: Sequence[Plan]) -> None:
     others = [f"{name} {was}, now {now[name]}" for name, was in sorted(planned) if now.get(name, was) != was]
     if others:
         warnings.warn(
-            f"poochplan: the step was profiled under other switches of torch ({'; '.join(others)}): its kernels, their "
-            "seconds and what they take may be others, and no value of theirs was verified; set them back, or profile "
+            f"poochplan: the step was profiled under other switches of torch ({'; '.join(others)}): its kernels may "
+            "differ in time, memory and bits, and their replays were not verified; restore the switches, or profile "
             "again",
             RuntimeWarning,
             stacklevel=users_line(),

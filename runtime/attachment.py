@@ -377,8 +377,8 @@ def _end_left(session: Attachment, what: str) -> None:
     name = " and ".join(type(model).__name__ for model in session.models.values())
     session.leave()
     warnings.warn(
-        f"poochplan: {what} found a session for {name} still open, though what entered it has ended, and has closed "
-        "it; enter sessions with a with statement, or leave them in a finally",
+        f"poochplan: {what} found a session for {name} still open after the code that entered it had ended, and has "
+        "closed it; enter sessions with a with statement, or leave them in a finally",
         RuntimeWarning,
         stacklevel=users_line(),
     )

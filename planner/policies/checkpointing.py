@@ -19,7 +19,7 @@ _HEAVY_PARTS = ("conv", "softmax", "attention")
 """SuperNeurons does not recompute the results of ``_HEAVY`` operators, or of those with a part in their names."""
 
 
-@policy("recompute-all", "recomputes everything that can be, from the inputs of the step")
+@policy("recompute-all", "recomputes every value that can be recomputed, from the inputs of the step")
 def run_recompute_all(given: PolicyInput) -> Candidate:
     """Recomputes every value that can be recomputed and keeps the others. The link is not used."""
     return given.candidate(given.wish(recompute=sorted(given.replayable)))

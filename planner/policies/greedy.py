@@ -29,7 +29,7 @@ Moves: TypeAlias = tuple[Move, ...]
 
 @policy(
     "greedy",
-    "swaps or recomputes, one value at a time, what frees the most peak bytes per second of overhead until it fits",
+    "swaps or recomputes one value after another, the one that frees most peak bytes per second of overhead first",
 )
 def run_greedy(given: PolicyInput) -> Candidate:
     """Takes the decision that frees the most bytes at the peak per second of simulated overhead, until the plan fits.

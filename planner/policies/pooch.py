@@ -26,7 +26,7 @@ FLIP_EVALUATIONS = 500
 
 @policy(
     "pooch",
-    "keeps what stalls when all is swapped, found by search; then flips swaps to recomputes while that gains",
+    "searches which values to keep of those whose swaps stall; then flips swaps to recomputes while that gains",
     "Ito et al., Profiling based Out-of-core Hybrid Method, PPoPP 2019; search details reconstructed",
 )
 def run_pooch(given: PolicyInput) -> Candidate:

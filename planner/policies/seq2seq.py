@@ -135,7 +135,7 @@ class Group(NamedTuple):
 
 @policy(
     "seq2seq",
-    "by time steps, earliest first: gives up what attention saves of each, then swaps the steps' other values",
+    "gives up attention's saved values by time steps, earliest first, then swaps the steps' other values",
     "Meng et al., Training Deeper Models by GPU Memory Optimization on TensorFlow, 2017, section on Seq2Seq",
 )
 def run_seq2seq(given: PolicyInput) -> Candidate:

@@ -55,13 +55,13 @@ def run_keep_all(given: PolicyInput) -> Candidate:
     return simulated(given.problem, "", keep_all(given.problem))
 
 
-@policy("swap-all", "swaps out what the budget has no room for, and in as early as the budget permits")
+@policy("swap-all", "swaps out values for which the budget has no room, and in as early as the budget permits")
 def run_swap_all(given: PolicyInput) -> Candidate:
     """Swaps every value that may be swapped. The schedule keeps values whose release the budget does not need."""
     return given.candidate(swap_all(given.problem))
 
 
-@policy("swap-all-on-demand", "swaps everything out as soon as forward is done with it, and in when backward needs it")
+@policy("swap-all-on-demand", "swaps every value out at its forward death, and in when backward needs it")
 def run_swap_all_on_demand(given: PolicyInput) -> Candidate:
     """The plan with the least peak of all; see :func:`swap_all_on_demand`."""
     return swap_all_on_demand(given.problem)
@@ -80,7 +80,7 @@ def run_earliest_first(given: PolicyInput) -> Candidate:
 @policy(
     "latest-first",
     "swaps values against the order of their production until the peak fits",
-    "what Alvaro and Kistijantoro, 2019, compare the earliest with",
+    "the comparison for earliest-first by Alvaro and Kistijantoro, 2019",
 )
 def run_latest_first(given: PolicyInput) -> Candidate:
     """Swaps the last produced values, as few as fit."""
@@ -166,7 +166,7 @@ def _backward_convolution_points(given: PolicyInput) -> list[int]:
 
 @policy(
     "tflms",
-    "swaps what is used many levels of the graph later; threshold, then lead of the copy back, tuned",
+    "swaps values that are used many levels of the graph later; tunes the threshold, then the lead of copies back",
     "Le et al., TFLMS, 2018, sections 4 and 5, and its autotune",
 )
 def run_tflms(given: PolicyInput) -> Candidate:

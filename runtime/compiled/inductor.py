@@ -76,7 +76,7 @@ def why_none_deferred(model: torch.nn.Module, device_type: str) -> str:
     if compiles_autograd():
         return "torch is set to compile autograd too"
     if not parts_are_measured(device_type):
-        return "what the parts of a compiled backward take is not known without the compiled allocator"
+        return "memory of the parts of a compiled backward is not known without the compiled allocator"
     partitioner = getattr(inductor_settings(), PARTITIONER)
     if not _open_blocks and not (partitioner is None or isinstance(partitioner, Partitioner)):
         return (

@@ -56,7 +56,7 @@ from .mechanism import Mechanism, Rebuild, rebuild_together
 from .saved_value import Handle, SavedValue
 
 _SAFELY = "the rest of this step swaps all that is saved, which is slower and may take more; its gradients are right"
-_KEPT = "what is saved before the model is called is kept, and the call begins a step"
+_KEPT = "values saved before the model is called are kept, and the call begins a step"
 
 
 class Engine:

@@ -104,8 +104,8 @@ def _of_place(segment: Segment, model: torch.nn.Module | None, found: Found) -> 
         )
     if planned is None or not planned.layer:
         return (
-            "what comes behind the model's layers is not as profiled, as with another loss function or one more term "
-            f"of it; {AGAIN}"
+            "the code after the model's layers is not the profiled one, for example with another loss function or one "
+            f"more term; {AGAIN}"
         )
     if model is not None and planned.layer not in dict(model.named_modules()):
         return f"there is no layer {planned.layer} in the model any more; {AGAIN}"
