@@ -200,5 +200,5 @@ def _checked(places: Places, size_bytes: int) -> tuple[Ints, Ints, Ints]:
         )
     if len(points) and (np.diff(points) < 0).any():
         at = int((np.diff(points) < 0).argmax()) + 1
-        raise ValueError(f"place {at}: expected points that never fall, found {points[at]} behind {points[at - 1]}")
+        raise ValueError(f"place {at}: expected points that never decrease, found {points[at]} after {points[at - 1]}")
     return sizes, offsets, points

@@ -178,7 +178,7 @@ class PinnedTier(Generic[M]):
         if needed_bytes > self._limit_bytes:
             raise OSError(
                 errno.ENOMEM,
-                f"pinned memory behind the planned is limited to {format_bytes(self._limit_bytes)}, needed "
+                f"pinned memory besides the planned is limited to {format_bytes(self._limit_bytes)}, needed "
                 f"{format_bytes(needed_bytes)}; free host memory, or raise host_limit_bytes of apply()",
             )
         for page in pages:

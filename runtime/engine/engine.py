@@ -55,7 +55,7 @@ from .host_tier import HostTier
 from .mechanism import Mechanism, Rebuild, rebuild_together
 from .saved_value import Handle, SavedValue
 
-_SAFELY = "the rest of this step swaps all that is saved, which is slower and may take more; its gradients are right"
+_SAFELY = "the rest of this step swaps every saved value, which is slower and may take more; its gradients are right"
 _KEPT = "values saved before the model is called are kept, and the call begins a step"
 
 
