@@ -1,4 +1,4 @@
-"""Decides: a Profile and a budget in, a Plan out. Never imports torch."""
+"""The planner: makes a Plan from a Profile and a budget. It never imports torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""plan(): a Profile and a budget in, a Plan out."""
+"""plan(): makes a Plan from a Profile and a budget."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from .whatif import as_unserved
 from .writing import KEEP_ALL, write_plan
 
 ILP = "ilp"
-"""The policy that plans unless another is asked for."""
+"""The default policy."""
 BUILD_SHARE = 0.5
-"""Of the time limit: what a search waits at most for an evaluator that is being built."""
+"""A search waits at most this share of its time limit for the evaluator's build."""
 STRONG_POLICIES = ("greedy", "pooch")
-"""Policies that the search asks for their plans where its own are not near the bound."""
+"""The search also tries the plans of these policies if its own are not near the bound."""
 
 
 def plan(
@@ -77,9 +77,9 @@ def plan(
     Raises
     ------
     InfeasibleError
-        No plan fits, or not the policy's; it names the smallest budget that has a plan.
+        No plan fits, or the policy's plan does not. The error names the smallest budget that has a plan.
     UsageError
-        The budget is invalid, the solver is not there, the policy is unknown, or ``evaluations`` is used with more
+        The budget is invalid, the solver is not installed, the policy is unknown, or ``evaluations`` is used with more
         than one thread or a solver other than HiGHS.
     """
     started_s = time.perf_counter()
@@ -110,9 +110,10 @@ def plan(
 
 
 def smallest_budget(profile: Profile, *, arena: Literal["auto", "on", "off"] = "auto") -> int:
-    """Bytes of the smallest budget that has a plan: the most that any moment of the step needs, with every movable
-    value away. With ``arena="on"``, including the arena of that plan (see :func:`plan`). ``pooch plan --min`` plans
-    for it, and the error about a smaller budget names it. A step of blocks that are too small to count has 1.
+    """Bytes of the smallest budget that has a plan: the peak with every movable value away from the device.
+
+    With ``arena="on"`` it includes the arena of that plan (see :func:`plan`). ``pooch plan --min`` plans for it, and
+    the error about a smaller budget names it. It is at least 1.
     """
     problem = build_problem(profile)
     if arena == "on":
@@ -121,7 +122,7 @@ def smallest_budget(profile: Profile, *, arena: Literal["auto", "on", "off"] = "
 
 
 def in_arena(profile: Profile, arena: Literal["auto", "on", "off"]) -> bool:
-    """Whether budgets are on an arena; see :func:`plan`."""
+    """Whether budgets cover an arena; see :func:`plan`."""
     choices = ("auto", "on", "off")
     if arena not in choices:
         raise UsageError(f'arena: expected "auto", "on" or "off", found {arena!r}')
@@ -130,7 +131,7 @@ def in_arena(profile: Profile, arena: Literal["auto", "on", "off"]) -> bool:
 
 
 def _check_feasible(profile: Profile, problem: Problem, budget_bytes: int, least_bytes: int = 0) -> None:
-    """Raises unless the budget holds the smallest peak there is, and ``least_bytes``."""
+    """Raises unless the budget holds the smallest possible peak, and ``least_bytes``."""
     smallest = swap_all_on_demand(problem)
     smallest_bytes = max(smallest.peak_bytes, least_bytes)
     if smallest_bytes <= budget_bytes:
@@ -146,7 +147,7 @@ def _check_feasible(profile: Profile, problem: Problem, budget_bytes: int, least
             smallest_budget_bytes=smallest_bytes,
         )
     where = smallest.simulation.peak_layer or "one moment of the step"
-    also = "".join(f"; {line}" for line in limits(profile))  # what else would make it smaller
+    also = "".join(f"; {line}" for line in limits(profile))  # other ways to make it smaller
     raise InfeasibleError(
         f"no plan fits a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)}): expected at least "
         f"{smallest_bytes} bytes ({format_bytes(smallest_bytes)}, {share} of the in-core peak of "
@@ -159,7 +160,7 @@ def _check_feasible(profile: Profile, problem: Problem, budget_bytes: int, least
 def _optimal(
     profile: Profile, problem: Problem, budget_bytes: int, search: SearchLimits, watch: Watch | None, *, has_arena: bool
 ) -> Optimum:
-    """The plan that keeps everything where no plan can be faster; else the best that was found."""
+    """The plan that keeps everything if no plan can be faster; else the best plan that was found."""
     in_core = simulated(problem, KEEP_ALL, keep_all(problem))
     if in_core.peak_bytes > budget_bytes:
         _check_feasible(profile, problem, budget_bytes)
@@ -209,7 +210,7 @@ def _searched(
 
 
 def _alone(policy: str, profile: Profile, problem: Problem, budget_bytes: int) -> Optimum:
-    """The plan of one policy, as it is."""
+    """The unchanged plan of one policy."""
     best = run_policy(policy, PolicyInput(profile, problem, budget_bytes))
     if best.peak_bytes > budget_bytes:
         _check_feasible(profile, problem, budget_bytes)

@@ -1,8 +1,8 @@
-"""Every policy at every budget, the frontier of memory against overhead; or all of them at the budget of one plan. The
-same simulator judges each.
+"""Every policy at every budget, for the frontier of memory against overhead; or every policy at the budget of one plan.
+The same simulator judges all plans.
 
-A cell of the sweep is one policy at one budget. Cells are independent. So they run in separate processes with one
-solver thread each, and a cell that fails loses no other.
+A cell of the sweep is one policy at one budget. Cells run in separate processes with one solver thread each. A cell
+that fails does not affect the others.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Cell = tuple[str, int]
 
 
 class CellStatus(StrEnum):
-    """How a cell ended, where no search says so."""
+    """How a cell ended that has no status of a search."""
 
     FITS = "fits"  # the policy's plan is within the budget
     INFEASIBLE = "infeasible"
@@ -55,35 +55,35 @@ class CellStatus(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPoint:
-    """The results of one policy's plan within one budget; all figures are the simulator's."""
+    """The results of one policy's plan within one budget. All figures come from the simulator."""
 
     policy: str
     budget_bytes: int
     feasible: bool
     """Whether the policy found a plan within the budget."""
     peak_bytes: int | None = None
-    """Most live bytes; the least that the policy needs where it found no plan. None for a cell that failed."""
+    """Most live bytes; without a plan, the least that the policy needs. None for a cell that failed."""
     step_s: float | None = None
-    """This and all below: None where there is no plan."""
+    """This and all below are None without a plan."""
     overhead: float | None = None
     stall_s: float | None = None
     replay_s: float | None = None
     out_bytes: int | None = None
     in_bytes: int | None = None
     bound_overhead: float | None = None
-    """Proven: no plan within this budget has a smaller overhead. None where nothing is proven."""
+    """No plan within this budget has a smaller overhead. None if nothing is proven."""
     gap: float | None = None
     """(step time - proven bound) / bound."""
     wall_s: float = 0.0
-    """Seconds it took to decide."""
+    """Seconds of deciding."""
     status: SolveStatus | CellStatus
-    """How the search ended, of a cell with a plan of the ILP's."""
+    """How the search ended, if the cell has a plan of the ILP."""
     failure: str = ""
     """The error of a cell that failed."""
 
     @property
     def failed(self) -> bool:
-        """Whether there is no answer for this cell."""
+        """Whether an error ended this cell."""
         return self.status is CellStatus.FAILED
 
     @property
@@ -92,7 +92,7 @@ class SweepPoint:
         return f"{self.status}: {self.failure}" if self.failed else str(self.status)
 
     def columns(self) -> dict[str, Any]:
-        """The point as files and tables show it: its figures by name, and the outcome as ``status``."""
+        """The columns of files and tables: the figures by name, and the outcome as ``status``."""
         shown = asdict(self) | {"status": self.outcome}
         del shown["failure"]
         return shown
@@ -106,7 +106,7 @@ class Solving:
     time_limit_s: float = 20.0
     gap: float = 0.005
     arena: Literal["auto", "on", "off"] = "auto"
-    """See ``plan``. A policy that decides alone has an arena where that of its plan happens to fit the budget."""
+    """See ``plan``. Another policy than the ILP has an arena if that of its plan happens to fit the budget."""
 
 
 def solve_cell(profile: Profile, solving: Solving, cell: Cell) -> SweepPoint:
@@ -140,7 +140,7 @@ def _plan_of(profile: Profile, solving: Solving, cell: Cell) -> SweepPoint:
 
 
 def _written(given: PolicyInput, candidate: Candidate, arena: Literal["auto", "on", "off"]) -> Prediction:
-    """What a policy's plan does, by the seconds of the ILP's: those without an arena where none fits the budget."""
+    """The prediction for a policy's plan, made as for the ILP: without an arena if none fits the budget."""
     profile, is_laid_out = given.profile, arena != "off" and given.profile.device.kind == "cpu"
     found = Optimum(candidate, candidate.policy)
     made = write_plan(profile, given.problem, found, given.budget_bytes, None, 0.0, is_laid_out=is_laid_out)
@@ -187,7 +187,7 @@ def _begin(profile: Profile, solving: Solving) -> None:
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent was killed would wait for cells for ever."""
+    """Ends a worker when its parent dies. Otherwise it would wait for cells forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -201,7 +201,7 @@ def _solve_given(cell: Cell) -> SweepPoint:
 def solve_in_processes(
     profile: Profile, solving: Solving, cells: Sequence[Cell], processes: int, tell: Tell
 ) -> dict[Cell, SweepPoint]:
-    """Solves all cells. Cells that were lost with a process that died are tried again, each in its own process."""
+    """Solves all cells. If a process died, its cells are tried again, each in its own process."""
     slow_first = sorted(cells, key=lambda cell: cell[0] != ILP)
     found = _in_pool(profile, solving, slow_first, processes, tell)
     for cell in cells:
@@ -216,7 +216,7 @@ def solve_in_processes(
 def _in_pool(
     profile: Profile, solving: Solving, cells: Sequence[Cell], processes: int, tell: Tell
 ) -> dict[Cell, SweepPoint]:
-    """The cells whose process lived; an interrupt ends the processes and is raised again."""
+    """The points of cells whose processes did not die. An interrupt ends the processes and is raised again."""
     found: dict[Cell, SweepPoint] = {}
     before = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
@@ -241,14 +241,14 @@ def _end(workers: Sequence[BaseProcess]) -> None:
     for worker in workers:
         worker.terminate()
     for worker in workers:
-        # Not ``is_alive``: while the pool's own thread collects the exit code, it says yes of a process that has ended.
+        # ``is_alive`` may be true of an ended process while the pool's own thread collects the exit code.
         if not multiprocessing.connection.wait([worker.sentinel], timeout=GRACE_S):
             worker.kill()
 
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Processes started inside never see the terminal's interrupt: it comes to the one that ends them."""
+    """Processes started in this block never get the terminal's interrupt; their parent gets it and ends them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -258,7 +258,7 @@ def _interrupts_held() -> Iterator[None]:
 
 DEFAULT_POINTS = 9
 Finished = Callable[[SweepPoint, int, int], None]
-"""Called in the sweep's own process with each cell that is done, how many are, and how many there are."""
+"""Called in the sweep's own process with each point that is done, the number done, and the number of all."""
 
 
 def sweep(
@@ -274,19 +274,19 @@ def sweep(
 
     Parameters
     ----------
-    budgets: bytes; :func:`default_budgets` when None.
-    policies: names of :func:`all_policies`; all of them when None.
-    processes: how many cells run at a time; as many as this process has cores when None. With 1 they run in this
-        process; otherwise the calling script needs the usual ``if __name__ == "__main__":``.
-    finished: called with each cell as it is done, in any order. When the sweep is interrupted the processes are ended
-        and the interrupt is raised again, so this is where what was finished is known.
+    budgets: bytes; :func:`default_budgets` if None.
+    policies: names from :func:`all_policies`; all of them if None.
+    processes: number of cells that run at a time; the number of usable cores if None. With 1 the cells run in this
+        process. Otherwise the calling script needs the usual ``if __name__ == "__main__":``.
+    finished: called with each cell that is done, in any order. An interrupt ends the processes and is raised again;
+        only these calls then report the finished cells.
 
     Raises
     ------
     UsageError
         A policy or the solver is unknown.
     PoochError
-        The profile cannot be planned at all.
+        The profile cannot be planned.
     """
     solving = solving or Solving()
     budgets = default_budgets(profile, arena=solving.arena) if budgets is None else budgets
@@ -322,7 +322,7 @@ def default_budgets(
     *,
     arena: Literal["auto", "on", "off"] = "auto",
 ) -> tuple[int, ...]:
-    """Evenly spaced bytes: from the smallest budget that has a plan to the in-core peak, or ``most_bytes`` if less."""
+    """Evenly spaced budgets from the smallest that has a plan to the in-core peak, or to ``most_bytes`` if less."""
     first, last = smallest_budget(profile, arena=arena), profile.in_core_peak_bytes
     last = max(first, last if most_bytes is None else min(last, most_bytes))
     steps = max(1, points - 1)
@@ -336,11 +336,11 @@ def usable_processors() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
-    """What one policy's plan does within one budget."""
+    """One policy's plan within one budget."""
 
     policy: str
     peak_bytes: int
-    """Most live bytes at any moment, the first step included."""
+    """Most live bytes at any moment, including the first step."""
     fits: bool
     step_s: float
     overhead: float
@@ -349,17 +349,15 @@ class ComparisonRow:
     replay_s: float
     interference_s: float
     moved_bytes: int
-    """Over the link, out and in together."""
+    """Bytes over the link, both ways."""
     ilp_margin: float | None
-    """By how much of the in-core step the ILP's plan is faster; None where this one does not fit."""
+    """The seconds by which the ILP's plan is faster, as a share of the in-core step. None if this plan does not fit."""
     wall_s: float
-    """Seconds it took to decide."""
+    """Seconds of deciding."""
 
 
 def compare_policies(profile: Profile, made: Plan) -> tuple[ComparisonRow, ...]:
-    """What every policy makes of the profile and the budget of ``made``, the ILP's plan: a row each, those that fit
-    first, the fastest first.
-    """
+    """A row for each policy at the budget of ``made``, the ILP's plan. Fitting plans come first, the fastest first."""
     given = PolicyInput.of(profile, made.budget_bytes)
     arena: Literal["auto", "off"] = "auto" if made.layout is not None else "off"
 

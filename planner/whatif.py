@@ -1,7 +1,7 @@
 """The same step on another machine: another link, another device memory, a faster or slower device.
 
-Nothing is measured here, so a profile changed so says in ``assumed`` what stands in place of what, and plans made from
-it are estimates. Their memory is exact all the same: bytes do not depend on speed.
+Nothing is measured here. The changed profile lists its assumptions in ``assumed``, and the times of its plans are
+estimates. Their memory is still exact, because bytes do not depend on speed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from poochplan.units import format_bytes, format_rate, parse_bytes, parse_rate
 
 Record = TypeVar("Record", bound=msgspec.Struct)
 MEASURED = "measured"
-"""Name that leaves the profile's own link as it is."""
+"""The name for the profile's own link."""
 
 
 def for_machine(
@@ -31,20 +31,20 @@ def for_machine(
     device_memory: str | int | None = None,
     compute_scale: float | None = None,
 ) -> Profile:
-    """The profile as it would be on another machine; what is None stays as measured.
+    """The profile as it would be on another machine. Arguments that are None change nothing.
 
     Parameters
     ----------
     link: a preset of ``formats/profile.py``, ``"measured"``, or a rate (see :func:`parse_link`).
     device_memory: bytes of the device, or text such as ``"16GiB"``.
-    compute_scale: factor on the duration of every op and on the step times: 0.5 is a device twice as fast.
+    compute_scale: factor for the duration of every op and for step times: 0.5 is a device twice as fast.
 
     Raises
     ------
     UsageError
-        The link, the memory or the factor cannot be read.
+        The link, the memory or the factor is invalid.
     InfeasibleError
-        The memory does not hold what stays in it for the whole step; it names the smallest budget that has a plan.
+        The memory does not hold the values that stay for the whole step. The error names the smallest possible budget.
     """
     assumed = list(profile.assumed)
     changed = profile
@@ -68,10 +68,10 @@ def for_machine(
 
 
 def with_bytes_beside(profile: Profile, size_bytes: int) -> Profile:
-    """The same step with so many bytes more that are there before it and live all through it.
+    """The same step with this many more bytes, which exist before it and live through it.
 
-    What they are is not known: a data set, a copy of the weights, whatever was measured beside the step. Its plans are
-    for the same model and the same points.
+    They can be anything outside the step: a data set, a copy of the weights. Plans are for the same model and the same
+    points.
     """
     value = held_until(f"before/beside#{len(profile.values)}", size_bytes, profile.tick_count - 1)
     taken_bytes = profile.rounded_bytes(size_bytes)
@@ -85,7 +85,7 @@ def with_bytes_beside(profile: Profile, size_bytes: int) -> Profile:
 
 
 def as_unserved(profile: Profile) -> Profile:
-    """The same step where no arena serves it: its ops take as much longer as the step was measured to."""
+    """The same step without an arena. All ops take longer by the ratio measured for the whole step."""
     unserved_s, step_s = profile.times.unserved_step_s, profile.times.step_s
     if unserved_s is None or step_s <= 0:
         return profile
@@ -93,23 +93,19 @@ def as_unserved(profile: Profile) -> Profile:
     times = msgspec.structs.replace(
         slower.times, plain_step_s=profile.times.plain_step_s, step_s=unserved_s, unserved_step_s=None
     )
-    return msgspec.structs.replace(slower, times=times, runtime=profile.runtime)  # it is the same machine
+    return msgspec.structs.replace(slower, times=times, runtime=profile.runtime)  # the machine is the same
 
 
 def as_followed(profile: Profile, plan: Plan) -> Profile:
-    """The same step as the plan's are: served from an arena or not."""
+    """The same step, with an arena if the plan has one."""
     return profile if plan.holds_arena else as_unserved(profile)
 
 
 def parse_link(text: str | float) -> Link:
-    """The link of a preset's name, of a rate such as ``"12GB/s"``, or of two, ``"12GB/s,25GB/s"``: out, in.
+    """The link for a preset's name, for a rate such as ``"12GB/s"``, or for two rates, ``"12GB/s,25GB/s"`` (out, in).
 
-    A link that is only a rate has the presets' latency, full duplex, and takes nothing from compute.
-
-    Raises
-    ------
-    UsageError
-        It is none of these; the message lists the presets.
+    A link from rates has the presets' latency, full duplex, and no interference with compute. Raises ``UsageError`` for
+    other texts; the message lists the presets.
     """
     name = str(text).strip()
     if name in PRESET_BYTES_PER_S:
@@ -128,7 +124,7 @@ def parse_link(text: str | float) -> Link:
 
 
 def link_text(link: Link) -> str:
-    """Such as ``"pcie3 (12 GB/s each way)"``."""
+    """Text such as ``"pcie3 (12 GB/s each way)"``."""
     rates = _rates_text(link.outward.bandwidth_bytes_per_s, link.inward.bandwidth_bytes_per_s)
     return rates if link.name == rates else f"{link.name} ({rates})"
 
@@ -156,12 +152,12 @@ def _at_speed(profile: Profile, scale: float) -> Profile:
         times=_scaled(profile.times, scale),
         layer_times=tuple(_scaled(layer, scale) for layer in profile.layer_times),
         device=device,
-        runtime=None,  # what it would take there is not known
+        runtime=None,  # its costs there are not known
     )
 
 
 def _scaled(record: Record, scale: float) -> Record:
-    """The same with all seconds so many times as long."""
+    """The same record with all seconds multiplied by ``scale``."""
     fields = ((name, getattr(record, name)) for name in record.__struct_fields__ if name.endswith("_s"))
     return msgspec.structs.replace(record, **{name: value * scale for name, value in fields if value is not None})
 

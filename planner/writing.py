@@ -1,4 +1,4 @@
-"""The Plan, written from what was found: values, schedule, prediction, and how it was found; or decided by hand."""
+"""Writes the Plan from the results of a search, or from decisions by hand: values, schedule, prediction, solve."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEEP_ALL = "keep-all"
 WIDE_GAP = 0.02
 """Above this share a plan's notes say what its gap means."""
 BY_HAND = "by hand"
-"""The policy of a plan that somebody has changed."""
+"""The policy of a plan whose decisions were changed by hand."""
 
 
 def write_plan(
@@ -39,15 +39,13 @@ def write_plan(
     *,
     is_laid_out: bool,
 ) -> Plan:
-    """The Plan of what was found; ``wall_s`` is how long that took, ``is_laid_out`` whether it says where its
-    blocks lie in an arena.
-    """
+    """The Plan for a search's result, found in ``wall_s`` seconds. With ``is_laid_out`` its arena may be used."""
     best, laid = found.best, found.laid
     if found.bound_s is None and found.policy == KEEP_ALL:
         found = replace(found, bound_s=problem.keep_all_s)
     if laid is None and is_laid_out:
         laid = layout_of(profile, problem, best.schedule)
-    if laid is None or laid.peak_bytes > budget_bytes:  # then no arena serves it
+    if laid is None or laid.peak_bytes > budget_bytes:  # no arena can serve it
         profile, problem, found = _unserved(profile, problem, found)
         best = found.best
     solve = _solve_record(found, wall_s)
@@ -81,8 +79,8 @@ def write_plan(
 
 
 def _unserved(profile: Profile, problem: Problem, found: Optimum) -> tuple[Profile, Problem, Optimum]:
-    """The same plan where no arena serves its steps, simulated by their seconds. Its bound stays that of steps that an
-    arena serves: there may be a plan with one that was not found.
+    """The same plan simulated with the seconds of steps without an arena. Its bound stays that of steps with an arena:
+    there may be such a plan that was not found.
     """
     slower = as_unserved(profile)
     if slower is profile:
@@ -93,16 +91,16 @@ def _unserved(profile: Profile, problem: Problem, found: Optimum) -> tuple[Profi
 
 
 def with_decisions(profile: Profile, plan: Plan, changes: Mapping[str, Decision | str]) -> Plan:
-    """The plan with some values decided otherwise, scheduled and simulated anew; nothing is searched for.
+    """The plan with other decisions for some values, scheduled and simulated anew, without a search.
 
-    ``changes`` are decisions by the names of values. The budget stays written as it was, and the predicted peak may be
-    above it. A swapped value that needs no release stays kept.
+    ``changes`` are decisions by the names of values. The budget stays the same, and the predicted peak may exceed it. A
+    swapped value that needs no release is kept.
 
     Raises
     ------
     UsageError
-        The plan has no value of that name, or the profile has another step; or the value can only be kept, or not be
-        recomputed, and why.
+        The plan has no value of that name, or the profile has another step. Or the value can only be kept, or cannot be
+        recomputed; the message says why.
     """
     started_s = time.perf_counter()
     problem = build_problem(profile)
@@ -121,7 +119,7 @@ def with_decisions(profile: Profile, plan: Plan, changes: Mapping[str, Decision 
 
 
 def _possible(problem: Problem, value: int, decision: Decision | str) -> Decision:
-    """The decision, where the value may have it."""
+    """The decision; raises ``UsageError`` if the value cannot have it."""
     name = problem.names[value]
     if decision not in tuple(Decision):
         raise UsageError(f'{name}: expected "keep", "swap" or "recompute", found {str(decision)!r}')
@@ -134,7 +132,7 @@ def _possible(problem: Problem, value: int, decision: Decision | str) -> Decisio
 
 
 def _solve_record(found: Optimum, wall_s: float) -> Solve:
-    # The simulator adds in another order than the bound: a step cannot be shorter than the bound by more than rounding.
+    # The simulator adds in another order than the bound, so a step may be shorter than the bound by rounding alone.
     gap = max(0.0, found.best.simulation.step_s / found.bound_s - 1) if found.bound_s else None
     return Solve(
         policy=found.policy,
@@ -187,7 +185,7 @@ def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes:
 
 
 def _handed_out(profile: Profile, best: Candidate) -> int:
-    """The peak of the same schedule with each large block as large as a GPU's allocator may hand it out."""
+    """The peak of the same schedule if a GPU's allocator hands out each large block as large as it may."""
 
     def block(size_bytes: int) -> int:
         return size_bytes + SMALL_BYTES if size_bytes > SMALL_BYTES else size_bytes
@@ -199,7 +197,7 @@ def _handed_out(profile: Profile, best: Candidate) -> int:
 
 
 def _live_peak(profile: Profile, best: Candidate) -> int:
-    """The peak of the same schedule without what ops take and give back inside."""
+    """The peak of the same schedule without the memory that ops take and give back inside."""
     if profile.memory is Memory.LIVE and not any(op.workspace_bytes for op in profile.ops):
         return best.simulation.peak_bytes
     ops = tuple(msgspec.structs.replace(op, workspace_bytes=0) for op in profile.ops)

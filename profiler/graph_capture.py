@@ -1,7 +1,7 @@
-"""GraphCapture: the capture of a step without memory that sees into compiled callables, node by node.
+"""GraphCapture: the capture of a step without memory that runs compiled callables node by node.
 
-What is compiled meanwhile is split as graph mode splits it, with all its points, and then not lowered: an interpreter
-runs both halves. The compiler's caches are left alone.
+The compiler splits their graphs as in graph mode, with all points, and generates no code. An interpreter runs both
+halves. The compiler's caches are not used.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MODULE = re.compile(r"_modules\['(\w+)'\]|\['(\w+)'\]|\.(\w+)")
 
 
 class GraphLayers(LayerTracker):
-    """The layer is that of the node which runs, where one does."""
+    """The layer is that of the running node, if a node runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class GraphLayers(LayerTracker):
 
 
 class GraphCapture(FakeCapture):
-    """State besides: the node that runs, and which node of which graph saved each value."""
+    """Additional state: the running node, and which node of which graph saved each value."""
 
     def __init__(self, model: torch.nn.Module, mode: StepMode, roofline: Roofline | None) -> None:
         self._layers = GraphLayers()
@@ -53,10 +53,10 @@ class GraphCapture(FakeCapture):
         self._graph: torch.fx.Graph | None = None
         self._node: Node | None = None
         self._saved_by: dict[int, list[tuple[str, str, str]]] = {}
-        """By value: graph, node, and why it is never replayed."""
+        """By value: the graphs and nodes that saved it, and why each is never replayed."""
         self._runs = False
         self._computed_elsewhere: set[int] = set()
-        """Ops that the compiler fuses away; they live as long as the capture."""
+        """Ids of ops that the compiler fuses into other kernels. The ops live as long as the capture."""
         self._graph_runs = 0
 
     def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,7 +100,7 @@ class GraphCapture(FakeCapture):
 
     @contextlib.contextmanager
     def runs(self, node: Node) -> Iterator[None]:
-        """A block in which that node of a graph runs."""
+        """A block in which a node of a graph runs."""
         if node.graph is not self._graph:
             self._graph, self._fused = node.graph, never_in_memory(node.graph)
         outer, self._node, self._layers.of_node = self._layers.of_node, node, _layer_of(node)
@@ -111,7 +111,7 @@ class GraphCapture(FakeCapture):
 
     @contextlib.contextmanager
     def saves(self, node: Node) -> Iterator[None]:
-        """A block in which a graph saves what the node makes."""
+        """A block in which a graph saves the node's result."""
         before, (key, never) = len(self.handles), node.meta[_NOTES]
         yield
         for value, *_ in self.handles[before:]:
@@ -128,11 +128,11 @@ class GraphCapture(FakeCapture):
         return outputs
 
     def takes(self, op: CapturedOp, seconds: float) -> None:
-        """Nothing, run by itself, where it is computed within the kernels that read what it makes."""
+        """Sets the op's duration: 0 if the kernels that read its result compute it."""
         op.duration_s = 0.0 if id(op) in self._computed_elsewhere else seconds
 
     def told_of_graphs(self, profile: Profile) -> Profile:
-        """The profile, with what saved each value, and why it is never recomputed in its graph."""
+        """The profile with the nodes that saved each value, and why it is never recomputed in its graph."""
         handles = Counter(handle.value for handle in profile.handles)
         values = (
             self._told(number, value, handles[number]) if number in handles else value
@@ -154,8 +154,8 @@ class GraphCapture(FakeCapture):
 
 @contextlib.contextmanager
 def capturing_graphs(capture: GraphCapture) -> Iterator[None]:
-    """A block in which compiled callables run their graphs for the capture to see. What was compiled before is let go
-    of, as is what is compiled in the block: the compiler counts both, and makes no code of what it has compiled often.
+    """A block in which the capture sees the graphs of compiled callables. Code compiled before and in the block is
+    dropped: the compiler counts both, and stops compiling a function that it has compiled often.
     """
 
     def lower(graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -163,7 +163,7 @@ def capturing_graphs(capture: GraphCapture) -> Iterator[None]:
             with capture.inside():
                 return _Interpreter(graph, capture).boxed_run(list(args) if not isinstance(args, list) else args)
 
-        return boxed(run)  # it lets go of its arguments as the code would
+        return boxed(run)  # it releases its arguments like compiled code
 
     forget_compiled()
     try:
@@ -174,7 +174,7 @@ def capturing_graphs(capture: GraphCapture) -> Iterator[None]:
 
 
 _NOTES = "poochplan"
-"""Of a node that is saved: the key of its graph, and why it is never replayed; empty where it can be."""
+"""The metadata of a saved node: the key of its graph, and why it is never replayed (empty if it can be)."""
 
 
 class _NotingPartitioner(Partitioner):
@@ -184,7 +184,7 @@ class _NotingPartitioner(Partitioner):
 
 
 class _Interpreter(torch.fx.Interpreter):
-    """Tells the capture each node before it runs it."""
+    """Announces each node to the capture before it runs."""
 
     def __init__(self, graph: torch.fx.GraphModule, capture: GraphCapture) -> None:
         super().__init__(graph)
@@ -198,14 +198,14 @@ class _Interpreter(torch.fx.Interpreter):
             return super().run_node(n)
 
     def call_function(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        points = {SAVE: save, DEFERRED_UNPACK: deferred_unpack}  # by themselves: no mode is to see an op
+        points = {SAVE: save, DEFERRED_UNPACK: deferred_unpack}  # called directly, so that no mode sees an op
         if target in points:
             return points[target](args[0])
         return super().call_function(target, tuple(args), kwargs)
 
 
 def _layer_of(node: Node) -> str:
-    """Path of the innermost module that the node was traced in; of the forward node's, for one of backward."""
+    """Path of the innermost module that the node was traced in; for a node of backward, that of its forward node."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
@@ -224,9 +224,8 @@ _REDUCTIONS = ("sum", "mean", "var", "var_mean", "amax", "amin", "max", "min", "
 def never_in_memory(graph: torch.fx.Graph) -> frozenset[Node]:
     """Nodes that only pointwise nodes and reductions read.
 
-    An estimate of what Inductor's scheduler does: a pointwise node, or one that makes a constant, is computed within
-    the kernels that read it, where all of these are pointwise or reductions. It takes what its function takes, and no
-    more.
+    This estimates Inductor's scheduler. A pointwise node or a constant is computed inside the kernels that read it, if
+    all of them are pointwise or reductions. It then only takes the time of its function.
     """
     return frozenset(node for node in graph.nodes if _is_pointwise(node) and _all_fuse(list(readers(node))))
 

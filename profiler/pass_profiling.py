@@ -1,4 +1,4 @@
-"""profile_pass: a workload's forward pass alone, in eval and without gradients, and what it takes of the allocator."""
+"""profile_pass: measures a workload's forward pass alone, in eval mode without gradients, and its blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from poochplan.tensors.storages import memory_of, own_tensors, parts_of
 from poochplan.torch_private.tensor_internals import storage_identity
 
 _BEGINS, _ENDS = 1, 2
-"""Marks before and behind an op."""
+"""Marks before and after an op."""
 
 
 def profile_pass(
@@ -42,13 +42,13 @@ def profile_pass(
     warmup: int = 2,
     progress: Callable[[str], None] = lambda _: None,
 ) -> PassProfile:
-    """The first call of ``model`` in ``step()``, measured. The model is in eval meanwhile, and as it was behind.
+    """Measures the first call of ``model`` in ``step()``. The model is in eval mode meanwhile, and restored afterwards.
 
     Parameters
     ----------
-    step: calls the model; what it returns is not looked at.
-    iterations, warmup: passes that are timed, and those before.
-    progress: told what is done now.
+    step: calls the model; its result is not used.
+    iterations, warmup: number of timed passes, and of passes before them.
+    progress: called with a line of text at each stage.
 
     Raises
     ------
@@ -57,10 +57,10 @@ def profile_pass(
     StepError
         The step does not call the model.
     AllocatorError
-        There is no compiled allocator, which alone sees all that a pass takes; one line says what to do.
+        There is no compiled allocator, without which the blocks of a pass are not seen; one line says what to do.
     """
     _check_device(model)
-    library()  # before anything is timed
+    library()  # builds it before any timing
     with _evaluating(model):
         progress("timing passes")
         seen = _timed(step, model, iterations, warmup)
@@ -93,7 +93,7 @@ def profile_pass(
 
 
 class _Seen:
-    """State: what the timed passes have shown."""
+    """State: the results of the timed passes."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -136,7 +136,7 @@ def _timed(step: Callable[[], object], model: torch.nn.Module, iterations: int, 
 
 
 def _static_bytes(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
-    """Storages by kind, each once and rounded up."""
+    """Bytes of storages by kind. Each storage counts once, rounded up."""
     parameters, buffers = list(model.parameters()), list(own_tensors(model))
     inputs = [leaf for _, leaf in (*tensor_leaves("", args), *tensor_leaves("", kwargs))]
     known: set[int] = set()
@@ -180,7 +180,7 @@ def _check_device(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """The model in eval, without gradients, and each module as it was behind."""
+    """A block with the model in eval mode and without gradients. Each module is restored afterwards."""
     with ExitStack() as stack:
         for module in model.modules():
             stack.callback(setattr, module, "training", module.training)
@@ -190,9 +190,9 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def logged_pass(step: Callable[[], object], model: torch.nn.Module) -> tuple[list[PassBlock], int]:
-    """The blocks of the first call of ``model`` in ``step()``, in no arena yet, and how many events its log has.
+    """The blocks of the first call of ``model`` in ``step()``, without places, and the number of events in its log.
 
-    Raises ``AllocatorError`` where there is no compiled allocator.
+    Raises ``AllocatorError`` if there is no compiled allocator.
     """
     with _FirstCall(model) as call:
         layers: list[str] = [""]
@@ -213,8 +213,8 @@ def logged_pass(step: Callable[[], object], model: torch.nn.Module) -> tuple[lis
 
 
 def live_tensors_peak(step: Callable[[], object], model: torch.nn.Module) -> int:
-    """Most bytes of tensors that the first call of ``model`` in ``step()`` makes and that live at once: of its blocks
-    without those that an op takes and gives back inside.
+    """Most live bytes of tensors that the first call of ``model`` in ``step()`` makes, without blocks that an op takes
+    and gives back inside.
     """
     with _FirstCall(model) as call:
         mode = _Marking(call)
@@ -236,7 +236,7 @@ def live_tensors_peak(step: Callable[[], object], model: torch.nn.Module) -> int
 
 
 def allocated_peak(blocks: list[PassBlock], events: int) -> int:
-    """Most bytes of blocks that live at once, each rounded up."""
+    """Most live bytes of blocks, each rounded up."""
     table = np.array([(start, end - 1, rounded_up(size)) for size, start, end, *_ in blocks], np.int64).reshape(-1, 3)
     return int(occupancy(events, (table[:, 0], table[:, 1], table[:, 2])).max(initial=0))
 
@@ -247,9 +247,7 @@ def _scope() -> ThreadScope:
 
 
 class _FirstCall:
-    """A block that logs the first call of a model on this thread, once it has begun. State: the log while it runs, and
-    then its events.
-    """
+    """A block that logs the first call of a model on this thread. State: the log during the call, then its events."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -281,7 +279,7 @@ class _FirstCall:
 
 
 class _Marking(ToggledMode):
-    """Marks before and behind each op of the call."""
+    """Writes marks before and after each op of the call."""
 
     def __init__(self, call: _FirstCall) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""profile: runs a few training steps and returns what they do, measured."""
+"""profile: runs a few training steps, and returns a measured Profile of them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from poochplan.profiler.fake.fake_profile import fake_profile, needed_without_me
 from poochplan.profiler.fake.roofline import parse_roofline
 from poochplan.profiler.live.after_capture import PhaseTiming
 from poochplan.profiler.live.capturing import Capturing
-from poochplan.profiler.live.lines import Line
 from poochplan.profiler.live.observer import Observer
 from poochplan.profiler.live.step_function import StepFunction
+from poochplan.profiler.live.step_kinds import Line
 from poochplan.profiler.live.study import StudyOptions, study
 from poochplan.profiler.step.forward_only import check_real
 from poochplan.profiler.step.preserve import preserved
@@ -56,12 +56,12 @@ from .request import (
 )
 
 NewSteps = Callable[..., StepFunction]
-"""Makes the step function for one try, which is told ``in_core``."""
+"""Makes the step function for one try; its keyword is ``in_core``."""
 RealMode = Literal["run", "swap-all"]
 ITERATIONS = 5
-CHOSE_FAKE = "mode auto chose fake: durations are to be a roofline's"
+CHOSE_FAKE = "mode auto chose fake, because a roofline was given"
 MOST_STEPS = 60
-"""Of a step that does all of it itself, until each of its segments is profiled."""
+"""Most steps with ``backward="inside"`` until each kind of segment is profiled."""
 
 
 def profile(
@@ -88,31 +88,30 @@ def profile(
     Parameters
     ----------
     step: runs forward and returns the scalar loss; the profiler calls backward and the optimizer. With
-        ``backward="inside"`` the step does all of that itself, like the body of a loop, and its result is not used.
-    model: the plan does not move its parameters and buffers, and its modules give ops their layers.
+        ``backward="inside"`` the step calls both itself, like the body of a loop, and its result is not used.
+    model: the plan does not move its parameters and buffers. Its modules are the layers of the ops.
     optimizer: stepped in every iteration, so that its state is part of the memory. Optional.
-    backward: who calls it. ``"inside"`` is for modes ``"run"``, ``"swap-all"`` and ``"auto"``. Steps are then
-        profiled as they run, like in :func:`poochplan.auto`, and ``iterations``, ``warmup`` and ``accumulate`` are
-        not used. The step runs about ten times, until each of its parts is measured.
+    backward: whether the profiler or the step calls backward. ``"inside"`` is for modes ``"run"``, ``"swap-all"`` and
+        ``"auto"``. Steps are then profiled as they run, like in :func:`poochplan.auto`. The step runs about ten times,
+        until each of its parts is measured. ``iterations``, ``warmup`` and ``accumulate`` are not used.
     device: ``"cpu"`` or ``"cuda"``, where the model is; by default that of its parameters.
     mode: ``"run"`` measures the real step, in-core. ``"swap-all"`` measures it with every saved value on the host,
         for a step that does not fit; step times are those of swapping steps, minus the time of swapping. ``"auto"``
         is ``"run"`` if the in-core step fits and otherwise ``"swap-all"``; with ``roofline`` it is ``"fake"``.
-        ``"fake"`` runs the step without memory and data, so that a step that fits on no machine can be planned;
-        nothing is verified, and ``iterations`` is not used. Each distinct op is timed by itself (and cached in the
-        user's cache folder). With ``roofline``, that gives the durations and the link, and ``spill_dir`` and
-        ``throttle`` are not used. A model too large to build is built inside
-        :func:`poochplan.profiler.fake.fake.building`.
+        ``"fake"`` runs the step without memory and data, so that a step that fits on no machine can be planned. No
+        replay is verified, and ``iterations`` is not used. Each distinct op is timed by itself; its time is cached in
+        the user's cache folder. ``roofline`` gives durations and link instead; ``spill_dir`` and ``throttle`` are then
+        not used. Build a model that is too large for memory inside :func:`poochplan.profiler.fake.fake.building`.
     roofline: ``"v100"``, ``"a100"``, ``"h200"``, ``"p100"``, ``"titan-x"``, ``"cpu-core"`` or ``"FLOPS,BYTES"`` per
         second; for mode ``"fake"`` (or ``"auto"``).
     workload: the profile's name.
     iterations: number of steps timed by PyTorch alone, timed as planned steps run, and timed op by op; 5 each by
         default.
-    warmup: steps before anything is measured; at least one, since the first step makes the optimizer's state.
+    warmup: steps before any measurement; at least one, because the first step makes the optimizer's state.
     accumulate: gradients of the previous step still exist in forward (no ``zero_grad`` between steps).
     also: memory outside the step that the profiler cannot find, because no op of the step uses it: a data set, an
         average of the weights, the model that wraps this one for data-parallel training (its buckets count), another
-        model and its optimizer. Modules, tensors, optimizers, containers of these, and objects that hold some in
+        model and its optimizer. Pass modules, tensors, optimizers, containers of these, or objects with such
         attributes.
     spill_dir, throttle: where to spill (see :func:`poochplan.apply`), and a limit such as ``"400MB/s"`` for each
         direction, here and later in the session; for the CPU device.
@@ -125,13 +124,13 @@ def profile(
     Raises
     ------
     StepError
-        ``step`` returns no scalar that requires gradients, or one that depends on no parameter. Or it calls
-        backward, takes gradients or steps the optimizer itself. Or its times are doubtful, twice
-        (:func:`poochplan.profiler.assembly.reconcile.steady`). In mode ``"fake"`` also: it needs a tensor's
-        content, or something is compiled.
+        ``step`` returns no scalar that requires gradients, or one that depends on no parameter. Or it calls backward,
+        takes gradients or steps the optimizer itself. Or its times are doubtful twice
+        (:func:`poochplan.profiler.assembly.reconcile.steady`). Or, in mode ``"fake"``, it needs a tensor's content or
+        calls compiled code of another compiler than Inductor.
     UsageError
-        An argument is invalid, the model is not on the device, or there is no such device; or there is
-        an open session on this thread or for this model; or the optimizer's step takes a closure.
+        An argument is invalid, the model is not on the device, or there is no such device. Or this thread or this
+        model has an open session. Or the optimizer's step takes a closure.
     SpillError
         The spill directory cannot be used.
     """
@@ -184,8 +183,8 @@ def _profile_inside(
     mode: str,
     options: Options,
 ) -> Profile:
-    """The profile of a step that does all of it itself: of its segment that takes the most memory in-core. Raises
-    ``StepError`` where none could be profiled.
+    """The profile of a step that calls backward itself: of its segment that takes the most memory in-core. Raises
+    ``StepError`` if no segment could be profiled.
     """
     spill_dir, rate = options.spill_dir, options.throttle_bytes_per_s
 
@@ -231,8 +230,8 @@ def _largest(lines: list[Line]) -> Profile:
 def _profile_fitting(
     new_steps: NewSteps, where: torch.device, mode: RealMode | Literal["auto"], options: Options
 ) -> Profile:
-    """The profile of a real step. ``auto`` asks a step without memory on the CPU, where running out of memory ends the
-    process, or one that swaps, where the step only runs with data; and tries in-core first on CUDA.
+    """The profile of a real step. On CUDA, ``auto`` tries the in-core step first. On the CPU, running out of memory
+    ends the process. So a step without memory measures the peak first; if the step needs data, a swapping one does.
     """
     if mode != "auto":
         return _profile_real(new_steps, where, mode, options, [])
@@ -248,7 +247,7 @@ def _profile_fitting(
         return _profile_real(new_steps, where, "run", options, [note])
     except torch.OutOfMemoryError:
         note = "mode auto chose swap-all: in-core the step ran out of the device's memory"
-    gc.collect()  # the failed step's values, which the error's frames held
+    gc.collect()  # frees the failed step's values, which the error's frames held
     torch.cuda.empty_cache()
     options.say(note)
     return _profile_real(new_steps, where, "swap-all", options, [note])
@@ -256,17 +255,17 @@ def _profile_fitting(
 
 @contextlib.contextmanager
 def _restoring(steps: StepFunction, where: torch.device, options: Options) -> Iterator[StepFunction]:
-    """A block of steps behind which all is as it was."""
+    """A block of steps, after which model, optimizer and generators are restored."""
     if options.link is None and where.type == "cpu":
-        choose_spill_dir(options.spill_dir)  # raises at once where nothing can be spilled to
-    model = steps.model  # which is compiled once, and by the first step
+        choose_spill_dir(options.spill_dir)  # raises at once if the directory cannot be used
+    model = steps.model  # compiled once, by the first step
     with preserved(model, steps.optimizer), current(where), compiled_deferring(model, where.type):
         yield steps
 
 
 @contextlib.contextmanager
 def _warm(steps: StepFunction, where: torch.device, mode: RealMode, options: Options) -> Iterator[None]:
-    """A block in a session's memory, behind the first steps."""
+    """A block with a session's memory settings, after the warm-up steps."""
     with _session_memory(where), steps:
         if mode == "swap-all":
             options.say(f"warming up ({options.warmup} steps, swapping)")
@@ -278,7 +277,7 @@ def _warm(steps: StepFunction, where: torch.device, mode: RealMode, options: Opt
 
 
 def _needed_by_swapping(new_steps: NewSteps, where: torch.device, options: Options) -> int:
-    """Bytes that the in-core step takes beside what is there before it, by a step that swaps."""
+    """Bytes that the in-core step adds to those that exist before it, measured by a swapping step."""
     with _restoring(new_steps(in_core=False), where, options) as steps, _warm(steps, where, "swap-all", options):
         return _beside_static(steps.run(Capturing(steps.scene)).untimed("run"))
 
@@ -290,7 +289,7 @@ def _beside_static(profile: Profile) -> int:
 def _profile_real(
     new_steps: NewSteps, where: torch.device, mode: RealMode, options: Options, notes: list[str]
 ) -> Profile:
-    """The profile of a step that runs, in-core or swapping."""
+    """The profile of a step that really runs, in-core or swapping."""
     with _restoring(new_steps(in_core=mode == "run"), where, options) as steps:
         plain_s = None
         if mode == "run":
@@ -312,7 +311,7 @@ def _profile_real(
 
 
 def _wait_for_builds() -> None:
-    """No compiler is to run beside what is measured."""
+    """Waits until no compiler runs, because it would disturb measurements."""
     library(None)
     with contextlib.suppress(NativeError):
         build()
@@ -320,17 +319,17 @@ def _wait_for_builds() -> None:
 
 @contextlib.contextmanager
 def _session_memory(where: torch.device) -> Iterator[None]:
-    """A block in which memory is as it is in a session: fresh memory must cost here what it costs there."""
+    """A block with a session's memory settings, so that fresh memory takes the same time as in a session."""
     if where.type != "cpu":
         yield
         return
-    step_scope()  # the compiled allocator asks for huge pages, once it is in force
+    step_scope()  # installs the compiled allocator, which asks for huge pages
     with fresh_memory():
         yield
 
 
 def _plain_step_s(steps: StepFunction, options: Options) -> float:
-    """The median step by PyTorch alone; nothing of a session is set yet. The steps before them warm up."""
+    """The median seconds of a step by PyTorch alone, without any setting of a session. Warm-up steps run first."""
     options.say(f"warming up ({options.warmup} steps), and timing {options.iterations} by PyTorch alone")
     for _ in range(options.warmup):
         steps.one_step()
@@ -338,8 +337,8 @@ def _plain_step_s(steps: StepFunction, options: Options) -> float:
 
 
 def with_plain_again(profile: Profile, again: Callable[[], float]) -> Profile:
-    """The profile, its step by PyTorch alone timed ``again`` where it took more than half longer than in the session's
-    memory: the shorter of both counts, for a busy machine makes no step shorter.
+    """The profile with a doubtful ``plain_step_s`` timed ``again``: one more than half longer than the step in the
+    session's memory. The shorter time counts, because a busy machine makes no step shorter.
     """
     times = profile.times
     beside_s = times.step_s if times.unserved_step_s is None else times.unserved_step_s

@@ -1,4 +1,4 @@
-"""apply: a plan and a model in, a session out, inside which training steps follow the plan."""
+"""apply: makes a session from a plan and a model, inside which training steps follow the plan."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from .session import Certifier, Explain, Session, Settings
 
 
 class Planner(NamedTuple):
-    """What a session may ask for, and the runtime does not know."""
+    """The planner's functions for a session: the runtime does not know the planner."""
 
     replan: Replan
     pack: Pack
-    """Lays out what a step has taken."""
+    """Makes a layout for the blocks of a step."""
     explain: Explain
     certifier: Callable[[torch.nn.Module], Certifier]
 
@@ -160,7 +160,7 @@ def apply(
 
 
 def _check_times(plans: Sequence[Plan], force: bool) -> None:
-    """Whether the plans are for a device such as this one; see :func:`apply`."""
+    """Raises ``UsageError`` if a plan's times are those of another device; see :func:`apply`."""
     roofline = next((one.roofline for one in plans if one.roofline), "")
     if roofline and not force:
         raise UsageError(
@@ -178,14 +178,14 @@ def _check_times(plans: Sequence[Plan], force: bool) -> None:
 
 
 def _check_switches(every: Sequence[Plan]) -> None:
-    """Tells of switches that are not as they were while the step was profiled: other kernels run then."""
+    """Warns about switches that differ from those of the profiled step, because other kernels then run."""
     now = kernel_switches(every[0].device)
     planned = {item for plan in every for item in plan.switches.items()}
     others = [f"{name} {was}, now {now[name]}" for name, was in sorted(planned) if now.get(name, was) != was]
     if others:
         warnings.warn(
-            f"poochplan: the step was profiled under other switches of torch ({'; '.join(others)}): its kernels, their "
-            "seconds and what they take may be others, and no value of theirs was verified; set them back, or profile "
+            f"poochplan: the step was profiled under other switches of torch ({'; '.join(others)}): its kernels may "
+            "differ in time, memory and bits, and their replays were not verified; restore the switches, or profile "
             "again",
             RuntimeWarning,
             stacklevel=users_line(),
@@ -201,8 +201,8 @@ def model_signature(model: torch.nn.Module) -> ModelSignature:
 def check_model(expected: ModelSignature, model: torch.nn.Module, what: str) -> None:
     """Raises ``ModelMismatchError`` naming the first parameter or buffer that differs.
 
-    ``what`` is "plan" or "profile", for the message. Buffers that no state dict has may differ: a forward may make them
-    anew, and the first step of a fresh model is then another one than the planned.
+    ``what`` is "plan" or "profile", for the message. Buffers that are in no state dict may differ: a forward may
+    replace them, and the first step of a fresh model then differs from the planned one.
     """
     found = model_signature(model)
     if found.fingerprint == expected.fingerprint:
@@ -218,9 +218,7 @@ def check_model(expected: ModelSignature, model: torch.nn.Module, what: str) -> 
 
 
 def check_graphs(plan: Plan | PlanSet, model: torch.nn.Module) -> None:
-    """Raises ``UsageError`` where a plan recomputes inside compiled graphs, and the model's have not got these replays
-    in them.
-    """
+    """Raises ``UsageError`` if a plan recomputes inside compiled graphs, but the model's graphs lack its replays."""
     for one in plan.plans if isinstance(plan, PlanSet) else (plan,):
         if one.replays and written_replays(model) != frozenset(one.replays):
             raise UsageError(
@@ -235,7 +233,7 @@ def by_name(
 ) -> tuple[dict[str, Plan | PlanSet], dict[str, torch.nn.Module]]:
     """Plans and models by the same names; lone ones have the name "".
 
-    Raises ``UsageError`` where there is a dictionary of one and not of the other, or their keys differ.
+    Raises ``UsageError`` if only one is a dictionary, or their keys differ.
     """
     if isinstance(model, torch.nn.Module) and not isinstance(plan, Mapping):
         return {"": plan}, {"": model}
@@ -252,7 +250,7 @@ def _keys_of(given: object) -> str:
 
 
 def check_alike(plans: Mapping[str, Plan | PlanSet]) -> None:
-    """Raises ``UsageError`` where the plans of one session differ in what it has one of."""
+    """Raises ``UsageError`` if the plans of one session differ in a setting of which it has only one."""
     every = {name: given.plans[0] if isinstance(given, PlanSet) else given for name, given in plans.items()}
     (first_name, first), *others = every.items()
     for name, plan in others:
@@ -270,7 +268,7 @@ def check_alike(plans: Mapping[str, Plan | PlanSet]) -> None:
 def profiles_for(
     plans: Mapping[str, Plan | PlanSet], profile: Profile | Mapping[str, Profile] | None, planner: object
 ) -> dict[str, Profile]:
-    """The profile of each model's plan, to plan anew from; raises ``UsageError`` where one is missing or another's."""
+    """The profile of each model's plan, for new plans. Raises ``UsageError`` if one is missing or is another's."""
     found = dict(profile) if isinstance(profile, Mapping) else {} if profile is None else dict.fromkeys(plans, profile)
     if planner is None:
         raise UsageError('on_over_budget: "replan" needs the planner; call poochplan.apply')

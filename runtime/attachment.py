@@ -111,7 +111,7 @@ class Attachment:
 
     def __enter__(self) -> Attachment:
         self.place = Place.of_caller()
-        with ExitStack() as stack:  # undone when one of these fails
+        with ExitStack() as stack:  # undone if one of these fails
             if self._kind == "cuda":
                 refuse_graphs(self.whole)
             stack.enter_context(entered(self))
@@ -166,7 +166,7 @@ class Attachment:
 
     @property
     def thread(self) -> int | None:
-        """The thread whose steps are observed, from the block's begin to its end, except while it is away."""
+        """The thread whose steps are observed, from the block's beginning to its end, except while it is away."""
         return self._thread if self.state == "open" else None
 
     def memory_is_short(self) -> None:
@@ -240,7 +240,7 @@ class Attachment:
         if threading.get_ident() != self._thread:
             self._elsewhere(name)
             return
-        if in_backward() or self.ends_here():  # a checkpoint of the user's runs forward again in backward
+        if in_backward() or self.ends_here():  # a user's checkpoint runs forward again in backward
             return
         if self._kind == "cuda":
             refuse_capture()
@@ -254,7 +254,7 @@ class Attachment:
 
     def _forward_without_gradients(self) -> None:
         if self._is_ours() and not in_backward():
-            if self.engine.segment.used:  # a validation behind the step
+            if self.engine.segment.used:  # a validation after the step
                 self._events.over(self.engine.segment)
             self._events.resting()
 
@@ -377,8 +377,8 @@ def _end_left(session: Attachment, what: str) -> None:
     name = " and ".join(type(model).__name__ for model in session.models.values())
     session.leave()
     warnings.warn(
-        f"poochplan: {what} found a session for {name} still open, though what entered it has ended, and has closed "
-        "it; enter sessions with a with statement, or leave them in a finally",
+        f"poochplan: {what} found a session for {name} still open after the code that entered it had ended, and has "
+        "closed it; enter sessions with a with statement, or leave them in a finally",
         RuntimeWarning,
         stacklevel=users_line(),
     )

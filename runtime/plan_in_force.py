@@ -97,8 +97,8 @@ def over_budget_text(peak_bytes: int, plan: Plan, where: str, held: Sequence[Hol
     )
     if not held:
         return (
-            f"{text}; likely it makes more than it did when it was profiled, or reference cycles hold tensors until "
-            "Python's collector runs (the profile's notes tell of those)"
+            f"{text}; perhaps it makes more tensors than when it was profiled, or reference cycles hold tensors until "
+            "Python's collector runs (see the profile's notes)"
         )
     return f"{text}; {_named(held)}"
 
@@ -118,10 +118,10 @@ def out_of_memory_text(peak_bytes: int | None, plan: Plan, where: str, held: Seq
 def _named(held: Sequence[Holder]) -> str:
     named = ", ".join(f"{one.name} ({format_bytes(one.size_bytes)})" for one in held[:_MOST_NAMED])
     more = sum(one.size_bytes for one in held[_MOST_NAMED:])
-    return f"beside what was predicted there are {named}{f' and {format_bytes(more)} more' if more else ''}"
+    return f"in addition to the prediction there are {named}{f' and {format_bytes(more)} more' if more else ''}"
 
 
 REMEDY = (
-    "let go of what is not needed (call gc.collect() after each step where it is in cycles), or have it counted: "
+    "release tensors that are not needed (for cycles call gc.collect() after each step), or have them counted: "
     'profile(also=[...]), or apply(on_over_budget="replan", profile=profile)'
 )

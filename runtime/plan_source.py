@@ -184,12 +184,12 @@ class GivenPlans(PlanSource):
         try:
             changed = self._replan(self._profiles[name], plan.plan, beside_bytes)
         except InfeasibleError as error:
-            return f"with {format_bytes(beside_bytes)} more beside the step {error}"
+            return f"with {format_bytes(beside_bytes)} more outside the step {error}"
         self._beside_bytes[name] = beside_bytes
         self._times[name] += 1
         self._of[name].follow(changed)
         return (
-            f"from the next step on a plan is followed that has room for {format_bytes(beside_bytes)} more "
+            f"from the next step on, steps follow a plan that has room for {format_bytes(beside_bytes)} more "
             f"(predicted: {changed.prediction.overhead:.1%} slower than in-core)"
         )
 
@@ -218,7 +218,7 @@ class PlansOfModel:
     def choose(self, segment: Segment) -> StepPolicy | None:
         if self._expected.inputs and segment.model is None and not segment.announced:
             if not segment.saves_next:
-                return None  # a call of the model, or a save, tells
+                return None  # a call of the model, or a save, decides
             if all(one.plan.values and one.plan.values[0].layer for one in self.every):
                 segment.aside = True
                 return KeepAll()

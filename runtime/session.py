@@ -120,7 +120,7 @@ class Session:
     def __enter__(self) -> Session:
         if self._state != "new":
             raise UsageError(f"this session is {self._state}; call {self._opened_by} for a new one")
-        with ExitStack() as stack:  # undone when one of these fails
+        with ExitStack() as stack:  # undone if one of these fails
             stack.callback(self._source.close)
             stack.enter_context(self._attachment)
             if self._settings.cap_bytes is not None:
@@ -142,7 +142,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._state == "closed":  # it was ended where it had been left open
+        if self._state == "closed":  # it was ended after it had been left open
             return
         try:
             if isinstance(error, torch.OutOfMemoryError):
@@ -151,10 +151,10 @@ class Session:
             self._meter.step_is_over()
             self._engine.end()
             self._engine.tell_end()
-            self._memory = self._device.peaks()  # what comes later is not the session's
+            self._memory = self._device.peaks()  # later memory is not the session's
         finally:
             self._leave()
-        if kind is None or not issubclass(kind, KeyboardInterrupt):  # then it has been heard
+        if kind is None or not issubclass(kind, KeyboardInterrupt):  # an interrupt was raised already
             raise_held_back()
         forget_held_back()
         if kind is None and self._source.is_given:
@@ -213,7 +213,7 @@ class Session:
             self._attachment.settle()
         return self._source.wait(timeout_s)
 
-    # -- what a user asks -------------------------------------------------------------------------------------
+    # -- for users --------------------------------------------------------------------------------------------
 
     @property
     def model(self) -> torch.nn.Module:
@@ -298,7 +298,7 @@ class Session:
 
     @property
     def _engine(self) -> Engine:
-        """The engine that carries out plans; it exists from the begin of the block on."""
+        """The engine that carries out plans; it exists from the beginning of the block on."""
         return self._attachment.engine
 
     @property
@@ -331,7 +331,7 @@ class Session:
                 "values that do not fit are kept"
             )
 
-    # -- told by the attachment ----------------------------------------------------------------------------------
+    # -- called by the attachment --------------------------------------------------------------------------------
 
     def _chosen(self, segment: Segment) -> None:
         plan = self._following = self._source.following(segment)
@@ -444,7 +444,7 @@ class Session:
             is_smaller = self._serving.exceeded(plan.plan, peak_bytes - plan.plan.budget_bytes)
             if is_smaller is not None:
                 self._teller.say(arena_too_large(peak_bytes, plan.plan.budget_bytes, is_smaller=is_smaller))
-        elif not self._meter.is_certain and not self._is_ending:  # otherwise no other step is to come to be certain
+        elif not self._meter.is_certain and not self._is_ending:  # at the end no later step can tell
             plan.check_next()
         else:
             self._is_above(plan, segment, peak_bytes)

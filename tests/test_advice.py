@@ -40,7 +40,7 @@ def test_a_step_with_nothing_unusual_gets_no_advice() -> None:
 
 def test_a_compiled_module_that_holds_most_of_what_is_saved_is_named() -> None:
     (line,) = _compiled("encoder").advice()
-    assert "of what is saved lies inside the compiled module encoder" in line
+    assert "of the saved bytes are inside the compiled module encoder" in line
     assert line.endswith("have poochplan.compile compile it, or compile its blocks instead")
     (line,) = _compiled("").advice()
     assert "inside one compiled module, the model itself" in line
@@ -85,7 +85,7 @@ def test_a_large_share_that_no_plan_can_move_is_told_with_its_main_reason() -> N
     profile = _profile()
     pinned = tuple(msgspec.structs.replace(value, pinned="the caller holds it") for value in profile.values)
     (line,) = msgspec.structs.replace(profile, values=pinned).advice()
-    assert line.startswith("100% of what is saved")
+    assert line.startswith("100% of the saved bytes")
     assert line.endswith("the caller holds it")
     (line,) = _profile(kept_bytes=profile.in_core_peak_bytes).advice()
     assert line.endswith("it is sparse, nested or of a subclass")
@@ -93,7 +93,7 @@ def test_a_large_share_that_no_plan_can_move_is_told_with_its_main_reason() -> N
 
 def test_temporaries_that_are_unknown_are_told() -> None:
     (line,) = _profile(unmeasured_regions=3).advice()
-    assert line.startswith("what 3 runs of compiled regions take and give back inside is not known")
+    assert line.startswith("memory that 3 runs of compiled regions take and give back inside is not known")
 
 
 def test_the_infeasible_message_says_what_keeps_the_smallest_budget_from_being_smaller() -> None:

@@ -1,1 +1,1 @@
-"""Where the blocks of a planned step would lie in one arena, and in PyTorch's caching allocator."""
+"""The places of a planned step's blocks in one arena, and in a model of PyTorch's caching allocator."""

@@ -1,9 +1,9 @@
-"""What PyTorch's caching allocator reserves on a GPU for a sequence of requests: a model, without torch or a GPU.
+"""A model of PyTorch's caching allocator: the bytes that it reserves on a GPU for a sequence of requests.
 
 The rules and constants are those of ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h`` with
 default settings (``round_size``, ``get_pool``, ``get_allocation_size``, ``get_free_block``, ``should_split``,
-``try_merge_blocks``), for one stream and memory that never runs out: no segment is given back. Segments get rising
-addresses, which decides among free blocks of one size; a driver's addresses may differ.
+``try_merge_blocks``), for one stream and unlimited memory: no segment is released. Segments get ascending addresses,
+which decides between free blocks of one size; a driver's addresses may differ. It needs neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Reserved(NamedTuple):
     """Peaks of a sequence of requests."""
 
     reserved_bytes: int
-    """In segments."""
+    """Bytes of all segments."""
     allocated_bytes: int
     """Bytes in blocks that were handed out, including remainders too small to be split off."""
 
@@ -50,14 +50,14 @@ class _Piece:
 
 
 class CachingAllocator:
-    """Hands out blocks of cached segments, best fit first. ``peak`` says how far it grew."""
+    """Hands out blocks of cached segments, best fit first. ``peak`` has its largest size."""
 
     def __init__(self) -> None:
         self.reserved_bytes = 0
         self.allocated_bytes = 0
         self.peak = Reserved(0, 0)
         self._free: dict[bool, list[_Piece]] = {True: [], False: []}
-        """Small or not -> free pieces by size, then by address."""
+        """By whether they are small: free pieces by size, then by address."""
 
     def allocate(self, size_bytes: int) -> _Piece:
         """A block of at least ``size_bytes``; give it to :meth:`free` later."""

@@ -1,7 +1,7 @@
 """Rectangle packing: an offset in one arena for each block, so that no two blocks that live at the same time overlap.
 
-A block is a rectangle: its lifetime wide, its bytes high. No arena is smaller than the peak of live bytes. First fit in
-several orders gives a first arena (``first_fit.py``), and searches then make it smaller (``portfolio.py``). Work is
+A block is a rectangle: its width is its lifetime, its height its bytes. No arena is smaller than the peak of live
+bytes. First fit in several orders gives a first arena, and searches then make it smaller (:class:`Portfolio`). Work is
 counted, not timed: the same blocks get the same places.
 """
 
@@ -24,7 +24,7 @@ def first_fit(spans: Ints, order: Ints) -> Ints:
     """The offset of each block; int64, (blocks,).
 
     ``spans`` has a column for each block and the rows start, end, size; int64, (3, blocks). ``order`` names each block
-    once. The bytes are counted in any unit: offsets are sums of sizes.
+    once. Bytes may have any unit, because offsets are sums of sizes.
     """
     offsets = np.zeros(len(order), dtype=np.int64)
     native = library(None)
@@ -47,16 +47,16 @@ def first_fit(spans: Ints, order: Ints) -> Ints:
 
 
 COARSEST = 24
-"""Blocks that a search begins with."""
+"""Number of blocks in the first step of a search."""
 TURNS = 50_000
-"""Blocks that one search places at most, about."""
+"""Approximate limit of the blocks that one search places."""
 FEWEST_SEARCHES = 2
-"""Searches that the allowance is split among at least."""
+"""The allowance is divided among at least this many searches."""
 LOWERED = (0.7, 0.85)
-"""Share of the arena's excess over the bound that the next search leaves; the shares are tried in turn while searches
-fail."""
+"""Share of the arena's excess over the bound that the next search may keep. While searches fail, the shares are tried
+in turn."""
 CLOSE = 0.001
-"""This close to the bound, as a part of it, the bound itself is asked for."""
+"""If the excess is less than this share of the bound, the next search aims at the bound itself."""
 DEAREST = 1_000_000
 WAITS = -1
 """Offset of a block without a place."""
@@ -71,7 +71,7 @@ class Manner:
     life: float
     """The first blocks are those of the greatest size times lifetime to this power."""
     growth: float
-    """How many times more blocks each next step places."""
+    """Factor by which each step places more blocks than the one before."""
 
 
 WARM = Manner(0.4, 0.0, np.inf)
@@ -88,12 +88,12 @@ class Portfolio:
     """The best places of blocks so far, and searches for better ones."""
 
     def __init__(self, spans: Ints, bound: int, offsets: Ints) -> None:
-        """``spans`` are rows start, end, size, (3, blocks); ``offsets`` their places; ``bound`` is proven."""
+        """``spans`` has rows start, end, size, (3, blocks); ``offsets`` are their places; ``bound`` is proven."""
         self.spans, self.bound, self.best = spans, bound, offsets
         self.life = (spans[1] - spans[0]).astype(np.float64)
 
     def improve(self, looks: int, enough: int = 0) -> None:
-        """Searches until ``looks`` are taken (:func:`place_all`), or the bound or ``enough`` is met."""
+        """Searches until ``looks`` are used up (:func:`place_all`), or the bound or ``enough`` is reached."""
         share = min(max(looks // FEWEST_SEARCHES, 1), TURNS * len(self.best))
         number = failed = 0
         while looks > 0 and self.top > max(self.bound, enough):
@@ -108,7 +108,7 @@ class Portfolio:
 
     @property
     def top(self) -> int:
-        """Height of the best so far."""
+        """Height of the best arena so far."""
         return int((self.best + self.spans[2]).max(initial=0))
 
     def _search(self, height: int, manner: Manner, allowance: int, seed: int) -> tuple[Ints | None, int]:
@@ -133,26 +133,26 @@ class Portfolio:
 
 
 def settled(spans: Ints, offsets: Ints) -> Ints:
-    """The same places with every block as low as those below it let it be: none comes to lie higher."""
+    """The same places with every block moved down as far as the blocks below it permit."""
     return first_fit(spans, np.lexsort((spans[0], offsets)))
 
 
 def place_all(spans: Ints, offsets: Ints, height: int, costs: Ints, allowance: int, seed: int) -> tuple[int, int]:
     """Gives every block a place below ``height``, or stops; returns (blocks without one, looks taken).
 
-    A block that finds no room takes the cheapest place, and who lay there waits; ``native/packing.h`` says how. Only
-    compiled code does it: in plain Python it would gain nothing in the time there is.
+    A block without room gets the cheapest place and ejects the blocks there; see ``native/packing.h``. Only compiled
+    code does this, because plain Python would be too slow to gain anything.
 
     Parameters
     ----------
     spans
         Rows start, end, size; a column for each block; int64, (3, blocks). No size is 0 or above ``height``.
     offsets
-        Where blocks are, without an overlap; below 0 is nowhere, as is what sticks out of ``height``. Written in place.
+        Places of blocks, without an overlap. A block below 0 or above ``height`` has no place. Written in place.
     costs
-        What it costs to take a block's place away; int64, (blocks,), from 1 to a million.
+        Cost of ejecting each block; int64, (blocks,), from 1 to a million.
     allowance
-        Looks taken at most, and one turn's more. A look is one block that is looked at.
+        Most looks, exceeded by one turn at most. A look examines one block.
     """
     looks = np.array([allowance], dtype=np.int64)
     given = address(spans), len(offsets), address(offsets), height, address(costs), seed
@@ -160,20 +160,20 @@ def place_all(spans: Ints, offsets: Ints, height: int, costs: Ints, allowance: i
 
 
 QUICK_PER_BLOCK = 10_000
-"""Looks for each block that take a few hundredths of a second at 1,000 blocks."""
+"""Number of looks per block for a few hundredths of a second at 1,000 blocks."""
 THOROUGH = 1_200_000_000
-"""Looks that take a few seconds."""
+"""Number of looks for a few seconds."""
 LOOKS_PER_BLOCK = 100_000
-"""Looks that packing along with a plan may take: a second or two for some thousands of blocks."""
+"""Most looks per block for packing along with a plan: a second or two for some thousands of blocks."""
 MOST_LOOKS = 400_000_000
-"""Looks that a second search for places may take while a training waits: a second or two, three times at most. In six
-plans of three networks they were enough for the arena that was planned, and a quarter of them for 0.5% more."""
+"""Most looks of a second search for places while a training waits: a second or two, at most three times. In six plans
+of three networks they were enough for the planned arena, and a quarter of them for 0.5% more."""
 PER_PAIR = 3_000
-"""Looks for each pair of blocks at most: a few blocks need no long search."""
+"""Most looks for each pair of blocks, because few blocks need no long search."""
 
 
 class Block(NamedTuple):
-    """Bytes that are taken from time ``start`` up to, and without, time ``end``."""
+    """Bytes that are taken from time ``start`` to before time ``end``."""
 
     start: int
     end: int
@@ -182,7 +182,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """Where each block is."""
+    """The places of all blocks."""
 
     offsets: tuple[int, ...]
     """Per block, in the order given: its first byte, a multiple of the allocation unit."""
@@ -192,17 +192,14 @@ class Packing:
 
 
 def pack(blocks: Sequence[Block], looks: int | None = None, enough_bytes: int = 0) -> Packing:
-    """Places ``blocks`` in an arena as small as a search makes it; the same blocks and looks, the same places.
+    """Places ``blocks`` in an arena, made smaller by a search. The same blocks and looks give the same places.
 
-    Sizes are rounded up to ``ALLOCATION_UNIT_BYTES``. The search takes about ``looks`` looks at a block, the unit of
-    work of ``place_all``: ``THOROUGH``, or any number. By default it is quick, ``QUICK_PER_BLOCK`` for each block.
-    Three first fits come before, which no number limits; without a compiler they are all. It ends as soon as the arena
-    is of ``enough_bytes`` or less.
+    Sizes are rounded up to ``ALLOCATION_UNIT_BYTES``. The search takes about ``looks`` looks, the unit of work of
+    ``place_all``: ``THOROUGH``, or any number. By default it is quick, with ``QUICK_PER_BLOCK`` for each block. Three
+    first fits come before it, without a limit; without a compiler they are all. It ends once the arena has at most
+    ``enough_bytes``.
 
-    Raises
-    ------
-    ValueError
-        A block ends before it has begun, or has a negative size.
+    Raises ``ValueError`` if a block ends before it begins, or has a negative size.
     """
     start, end, units = _arrays(blocks)
     taken = np.flatnonzero(units)
@@ -223,9 +220,9 @@ def pack(blocks: Sequence[Block], looks: int | None = None, enough_bytes: int = 
 
 
 def packed(blocks: Sequence[tuple[int, int, int]], room_bytes: int) -> tuple[Sequence[int], int]:
-    """Offsets of blocks (time of taking, of giving back, bytes) in one arena, and its bytes, for a training that waits.
-    It is searched for as long as a plan's is; where that is larger than ``room_bytes``, for an arena of those, with
-    ``MOST_LOOKS``.
+    """Offsets of blocks (time of taking, of giving back, bytes) in one arena, and its bytes, while a training waits.
+    The search takes as long as along with a plan. If the arena is then larger than ``room_bytes``, another search for
+    those takes ``MOST_LOOKS``.
     """
     every = [Block(*block) for block in blocks]
     found = pack(every, LOOKS_PER_BLOCK * len(every))
@@ -251,7 +248,7 @@ def _arrays(blocks: Sequence[Block]) -> tuple[Ints, Ints, Ints]:
 def _spans(start: Ints, end: Ints, units: Ints) -> tuple[Ints, int]:
     """Rows start, end, units, in times at which a block starts; and the most units live at one of them.
 
-    What overlaps in time does so at one of these times, so the others do not matter.
+    Blocks that overlap in time overlap at one of these times, so the others do not matter.
     """
     times = np.unique(start)
     first, after = np.searchsorted(times, start), np.searchsorted(times, end)

@@ -1,4 +1,4 @@
-"""Baseline policies behind one interface: each ends in a schedule that one runtime runs and one simulator judges.
+"""Baseline policies with one interface: each returns a schedule that the simulator has judged and the runtime can run.
 
 Importing this package fills the registry of :mod:`.registry`.
 """

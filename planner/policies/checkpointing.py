@@ -1,4 +1,4 @@
-"""Policies that recompute: everything, between checkpoints, or all that is cheap."""
+"""Policies that recompute: everything, everything between checkpoints, or everything cheap."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from poochplan.planner.simulator.simulate import Candidate
 from .registry import PolicyInput, policy
 
 SEGMENT_BUDGETS = 32
-"""How many segment budgets ``checkpoint-greedy`` tries, from the smallest value to all of them together."""
+"""Number of segment budgets that ``checkpoint-greedy`` tries, from the bytes of the smallest value to those of all."""
 _HEAVY = frozenset({"addmm", "mm", "bmm", "baddbmm", "matmul", "linear", "cat"})
 _HEAVY_PARTS = ("conv", "softmax", "attention")
-"""Operators, and parts of their names, whose results SuperNeurons does not recompute."""
+"""SuperNeurons does not recompute the results of ``_HEAVY`` operators, or of those with a part in their names."""
 
 
-@policy("recompute-all", "recomputes everything that can be, from the inputs of the step")
+@policy("recompute-all", "recomputes every value that can be recomputed, from the inputs of the step")
 def run_recompute_all(given: PolicyInput) -> Candidate:
-    """Everything that cannot be recomputed is kept, and nothing is moved over the link."""
+    """Recomputes every value that can be recomputed and keeps the others. The link is not used."""
     return given.candidate(given.wish(recompute=sorted(given.replayable)))
 
 
@@ -31,11 +31,11 @@ def run_recompute_all(given: PolicyInput) -> Candidate:
     "Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, section 4",
 )
 def run_sqrt_n(given: PolicyInput) -> Candidate:
-    """Checkpoints at articulation points, whatever the budget is.
+    """Places checkpoints at articulation points. The budget does not matter.
 
-    An articulation point is an op with a saved result that every path of the forward graph passes; k is the integer
-    part of the root of their number. What cannot be recomputed is kept. A segment is replayed at once, at its first
-    use in backward.
+    An articulation point is an op with a saved result that every path of the forward graph passes. k is the integer
+    part of the root of their number. Values that cannot be recomputed are kept. A segment is replayed as a whole, at
+    its first use in backward.
     """
     points = _articulation_points(given)
     every = max(1, isqrt(len(points)))
@@ -48,7 +48,7 @@ def run_sqrt_n(given: PolicyInput) -> Candidate:
     "Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, algorithm 3",
 )
 def run_checkpoint_greedy(given: PolicyInput) -> Candidate:
-    """The best of the plans for a geometric grid of segment budgets; what cannot be recomputed is kept."""
+    """The best plan from a geometric grid of segment budgets. Values that cannot be recomputed are kept."""
     total_bytes = int(given.problem.rounded_bytes.sum())
     smallest_bytes = int(given.problem.rounded_bytes.min())
     tried: dict[frozenset[int], Candidate] = {}
@@ -65,12 +65,12 @@ def run_checkpoint_greedy(given: PolicyInput) -> Candidate:
     "Wang et al., SuperNeurons, PPoPP 2018, sections 3.3 and 3.4",
 )
 def run_superneurons(given: PolicyInput) -> Candidate:
-    """Checkpoints are swapped when memory asks for them; everything else is recomputed from the checkpoint before it.
+    """Swaps checkpoints as far as memory is short. Recomputes the other values from the checkpoint before them.
 
-    The paper recomputes a segment once and keeps it where it is at most ``l_peak`` (the bytes of the largest backward
-    layer), and else again for each of its layers. This runtime replays a value at most once, so every segment is
-    recomputed once and kept, and long segments take more memory than in the paper. What cannot be recomputed is
-    swapped. Attention, which the paper does not know, counts as softmax; joins and forks are those of ops.
+    The paper recomputes a segment once and keeps it if it has at most ``l_peak`` bytes (those of the largest backward
+    layer). It recomputes larger segments again for each of their layers. This runtime replays a value at most once. So
+    every segment is recomputed once and kept, and long segments take more memory than in the paper. Values that cannot
+    be recomputed are swapped. Attention is not in the paper, and counts as softmax. Joins and forks are those of ops.
     """
     sources = Counter(reader for _, reader in given.forward_edges)
     readers = Counter(source for source, _ in given.forward_edges)
@@ -87,7 +87,7 @@ def run_superneurons(given: PolicyInput) -> Candidate:
 
 
 def _checkpointed(given: PolicyInput, checkpoints: Collection[int]) -> Candidate:
-    """The results of these ops kept, everything else recomputed that can be."""
+    """The plan that keeps the results of these ops, and recomputes all other values that can be recomputed."""
     recompute = [value for value in sorted(given.replayable) if given.producers[value] not in checkpoints]
     return given.candidate(given.wish(recompute=recompute))
 
@@ -109,10 +109,10 @@ def _greedy_checkpoints(given: PolicyInput, segment_bytes: float) -> list[int]:
 
 
 def _articulation_points(given: PolicyInput) -> list[int]:
-    """Ops with a saved result that no edge of the forward graph goes around, in order.
+    """Ops with a saved result that every path of the forward graph passes, in order.
 
-    In execution order, an op lies on all paths exactly when no edge leads from before it to after it. Ops that
-    gradients do not flow through, such as those of an attention mask, are not part of the graph.
+    These are the ops for which no edge leads from an earlier op to a later one. The graph leaves out ops that gradients
+    do not flow through, such as those of an attention mask.
     """
     inner = {source for source, _ in given.forward_edges} & {reader for _, reader in given.forward_edges}
     around = np.zeros(len(given.profile.ops) + 1, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Greedy: one decision after the other, each the one that frees the most bytes per second it costs."""
+"""Greedy: takes one decision after another, each time the one that frees the most bytes per second of its cost."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ from poochplan.planner.simulator.simulate import ON_DEMAND, Candidate
 from .registry import PolicyInput, policy
 
 EVALUATIONS = 500
-"""Simulations of one run, after which it goes on with the costs it knows."""
+"""Number of simulations in one run. After these it uses the costs that it has."""
 STEPS = 200
-"""Decisions on values smaller than this part of what is missing are taken several at a time."""
+"""Values smaller than the missing bytes divided by this are decided several at a time."""
 STYLES = (Style(), Style(release="early"))
-"""How costs are simulated: the first is right where the link has room to spare, the second where it has none."""
+"""Styles for simulating costs: the first is accurate if the link has spare time, the second if it has none."""
 LEAST_COST = 1e-4
-"""Share of its seconds on the link, or of its replay, that a move costs even where it hides, so as to compare these."""
+"""A move costs at least this share of its seconds on the link or of its replay, so that free moves can be compared."""
 Move: TypeAlias = tuple[int, Decision]
-"""A value that is kept so far, and what becomes of it."""
+"""A value that has been kept so far, and the decision to take instead."""
 Moves: TypeAlias = tuple[Move, ...]
 """Moves of the same kind that are taken together."""
 
 
 @policy(
     "greedy",
-    "swaps or recomputes, one value at a time, what frees the most peak bytes per second of overhead until it fits",
+    "swaps or recomputes one value after another, the one that frees most peak bytes per second of overhead first",
 )
 def run_greedy(given: PolicyInput) -> Candidate:
-    """Repeatedly the decision with the most bytes freed at the peak per second of simulated overhead, until it fits.
+    """Takes the decision that frees the most bytes at the peak per second of simulated overhead, until the plan fits.
 
-    Overhead is that of a schedule for the peak reached so far, in which a swap seems to hide that will not when the
-    peak is lower; so greedy runs twice, with releases when memory asks and as early as can be, and the better plan is
-    taken. Gains are evaluated lazily: a decision is simulated again only when what was known of it makes it the best,
-    and after :data:`EVALUATIONS` simulations not at all; small values are taken together, up to one part in
-    :data:`STEPS` of the missing bytes. Where nothing is left that lowers the peak, the recomputed values nearest to it
-    are swapped instead; so a plan is found whenever there is one.
+    The overhead is that of a schedule for the peak so far. A swap may hide there, and no longer hide at a lower peak.
+    So greedy runs twice, with late and with early releases, and returns the better plan. A decision is simulated again
+    only if its last known cost makes it the best, and never after :data:`EVALUATIONS` simulations. Small values are
+    decided together, up to the missing bytes divided by :data:`STEPS`. If no decision lowers the peak any more, the
+    recomputed values nearest to it are swapped instead. So a plan is found whenever there is one.
     """
     return min((_run(given, style) for style in STYLES), key=given.rank)
 
@@ -52,7 +51,7 @@ def _run(given: PolicyInput, style: Style) -> Candidate:
 
 
 class _Greedy:
-    """State: the decisions so far, their memory and step time, and what is known of each further decision's cost."""
+    """State: the decisions so far, their memory and step time, and the known costs of further decisions."""
 
     def __init__(self, given: PolicyInput, style: Style) -> None:
         self.given, self.problem, self.style = given, given.problem, style
@@ -64,9 +63,9 @@ class _Greedy:
             **{(v, Decision.RECOMPUTE): self._alone_s((v, Decision.RECOMPUTE)) for v in sorted(given.replayable)},
         }
         self.unknown = set(self.cost_s)
-        """Moves that were never simulated; they count as not hiding at all once simulations are used up."""
+        """Moves that were never simulated. After the last simulation, they cost all their seconds."""
         self.useless: set[Move] = set()
-        """Moves that replays keep from freeing anything."""
+        """Moves that free no memory, because replays read their values."""
         self.left = EVALUATIONS
         self.turned_at_once = 1
         self.chunk_bytes = (int(self.memory.max()) - given.budget_bytes) // STEPS
@@ -76,7 +75,7 @@ class _Greedy:
         return int(self.memory.max()) > self.given.budget_bytes
 
     def step(self) -> bool:
-        """Takes one decision; False when there is none left."""
+        """Takes one decision; False if there is none left."""
         tick = int(np.argmax(self.memory))
         moves = [move for move in self.cost_s if move not in self.useless and self._frees(move[0], tick)]
         fresh: dict[Moves, float] = {}
@@ -92,7 +91,7 @@ class _Greedy:
         return self._turn_to_swaps(tick)
 
     def _best_of(self, moves: list[Move]) -> Moves:
-        """The move that frees the most bytes per second, with the next ones of its kind while they are small."""
+        """The move that frees the most bytes per second; if it is small, the next moves of its kind too."""
         size_bytes = self.problem.rounded_bytes
 
         def gain(move: Move) -> tuple[float, int, int]:
@@ -111,7 +110,7 @@ class _Greedy:
         return tuple(together)
 
     def _frees(self, value: int, tick: int) -> bool:
-        """Whether a kept value is there at ``tick`` for nobody but a later use."""
+        """Whether a value is kept and, at ``tick``, only waits for a later use."""
         problem = self.problem
         first = max(int(problem.forward_death[value]) + 1, int(problem.save_tick[value]))
         return self.wish[value] is Decision.KEEP and first <= tick < self._absent_until(value)
@@ -120,7 +119,7 @@ class _Greedy:
         return int(min(self.problem.first_use[value], self.problem.freed[value] + 1))
 
     def _alone_s(self, move: Move) -> float:
-        """Seconds on the link, or of the replay from what is kept."""
+        """Seconds on the link, or of the replay from kept values."""
         value, decision = move
         if decision is Decision.SWAP:
             return self.problem.out_seconds(value) + self.problem.in_seconds(value)
@@ -133,7 +132,7 @@ class _Greedy:
         return wish
 
     def _evaluate(self, moves: Moves) -> float:
-        """Step time with these decisions too, scheduled for the peak they reach; updates what their cost is."""
+        """Step time with these decisions too, scheduled for the peak that they reach. It updates their cost."""
         memory = self.memory.copy()
         for value, _ in moves:
             first = max(int(self.problem.forward_death[value]) + 1, int(self.problem.save_tick[value]))
@@ -157,7 +156,7 @@ class _Greedy:
         return step_s
 
     def _take(self, moves: Moves, step_s: float | None) -> bool:
-        """Decides, unless that frees nothing at the peak or raises it."""
+        """Takes these decisions; returns False if they do not lower the peak."""
         wish = self._with(moves)
         memory = self._memory_of(wish)
         tick = int(np.argmax(self.memory))
@@ -168,7 +167,7 @@ class _Greedy:
         return True
 
     def _turn_to_swaps(self, tick: int) -> bool:
-        """Swaps the recomputed values nearest to ``tick``, twice as many each time; False when there are none."""
+        """Swaps the recomputed values nearest to ``tick``, twice as many each time; False if there are none."""
         recomputed = [value for value, decision in enumerate(self.wish) if decision is Decision.RECOMPUTE]
         recomputed.sort(key=lambda value: abs(int(self.problem.first_use[value]) - tick))
         for value in recomputed[: self.turned_at_once]:
@@ -179,5 +178,5 @@ class _Greedy:
         return bool(recomputed)
 
     def _memory_of(self, wish: list[Decision]) -> Ints:
-        """The least memory that decisions can do with, tick by tick."""
+        """The least memory that these decisions need, by tick."""
         return self.given.evaluator.memory_bytes(wish, 0, ON_DEMAND)

@@ -17,29 +17,29 @@ from poochplan.planner.simulator.streams import Lane, Span
 from .registry import PolicyInput, policy
 
 KEEP_SETS = 150
-"""How many sets of values to keep the first search simulates at most."""
+"""Most sets of kept values that the first search simulates."""
 FLIP_GROUPS = 200
-"""On longer steps, values of about the same r(X) are flipped together, so that there are this many flips to try."""
+"""Most flips to try. On longer steps, values of about the same r(X) are flipped together."""
 FLIP_EVALUATIONS = 500
-"""How many flips to recompute the second search simulates at most."""
+"""Most flips to recompute that the second search simulates."""
 
 
 @policy(
     "pooch",
-    "keeps what stalls when all is swapped, found by search; then flips swaps to recomputes while that gains",
+    "searches which values to keep of those whose swaps stall; then flips swaps to recomputes while that gains",
     "Ito et al., Profiling based Out-of-core Hybrid Method, PPoPP 2019; search details reconstructed",
 )
 def run_pooch(given: PolicyInput) -> Candidate:
     """The two searches of the paper, by simulation.
 
-    1. Everything is swapped and simulated. ``L_I`` and ``L_O`` are the values whose copy in, or out, somebody waits
-       for. Each set of values of ``L_I`` that may be kept within the budget, and to which none can be added, is tried:
-       first the one filled from the output side, then those without one of its values, without two, and so on,
-       :data:`KEEP_SETS` in all. What room is left goes to ``L_O``, from the output side. The fastest is taken.
-    2. For each value X that is still swapped, r(X) is the swap overhead that recomputing it removes over the seconds
-       it adds, by simulation. The largest is flipped, as long as the step gets faster and fits. r(X) is evaluated
-       lazily, from its bound (all of X's seconds on the link), up to :data:`FLIP_EVALUATIONS`; on long steps, X is
-       one of :data:`FLIP_GROUPS` groups of values.
+    1. A step that swaps everything is simulated. ``L_I`` and ``L_O`` are the values whose copy in, or out, the step
+       waits for. Sets of values of ``L_I`` that fit the budget, and to which none can be added, are tried: first the
+       set filled from the output side, then those without one of its values, without two, and so on,
+       :data:`KEEP_SETS` in all. Values of ``L_O`` fill the rest of the budget, from the output side. The fastest wins.
+    2. Recomputing a swapped value X removes swap overhead and adds seconds; r(X) is their ratio, by simulation. The X
+       with the largest r(X) is flipped while the step gets faster and fits. r(X) is evaluated only if its bound (from
+       all of X's seconds on the link) is the largest, at most :data:`FLIP_EVALUATIONS` times. On long steps, X is one
+       of :data:`FLIP_GROUPS` groups of values.
     """
     kept = _search_keeps(given)
     flipped = _flip_to_recompute(given, kept)
@@ -49,15 +49,15 @@ def run_pooch(given: PolicyInput) -> Candidate:
 
 @dataclass(frozen=True, eq=False)
 class _Tried:
-    """Decisions, and what they give."""
+    """Decisions and their simulation."""
 
     wish: tuple[Decision, ...]
     actual: tuple[Decision, ...]
-    """As they turned out: what memory never asks to release is kept."""
+    """The decisions of the schedule, which keeps values that it need not release."""
     found: Evaluation
 
     def rank(self, budget_bytes: int) -> tuple[int, float, int]:
-        """As of a candidate."""
+        """Like :meth:`Candidate.rank`."""
         return max(0, self.found.peak_bytes - budget_bytes), self.found.step_s, self.found.moved_bytes
 
 
@@ -93,7 +93,7 @@ def _search_keeps(given: PolicyInput) -> _Tried:
 
 
 def _waited_for(spans: Iterable[Span], lane: Lane) -> list[str]:
-    """Names of the values whose copy on ``lane`` ends a stall, in the order in which they are waited for."""
+    """Names of the values whose copy on ``lane`` ends a stall, in order of the stalls."""
     spans = list(spans)
     ends = {(span.label, span.end_s) for span in spans if span.lane is lane}
     stalls = [span.label for span in spans if span.lane is Lane.STALL and (span.label, span.end_s) in ends]
@@ -101,21 +101,21 @@ def _waited_for(spans: Iterable[Span], lane: Lane) -> list[str]:
 
 
 def _fewest_skipped(values: list[int]) -> Iterator[frozenset[int]]:
-    """All subsets, the small ones first."""
+    """All subsets, small ones first."""
     for count in range(len(values) + 1):
         for skipped in combinations(values, count):
             yield frozenset(skipped)
 
 
 class _Room:
-    """What can be kept within the budget while everything else is swapped."""
+    """The room for kept values within the budget while all other values are swapped."""
 
     def __init__(self, given: PolicyInput) -> None:
         self.problem = given.problem
         self.free_bytes: Ints = given.budget_bytes - swap_all_on_demand(given.problem).simulation.memory_bytes
 
     def fill(self, values: Iterable[int]) -> list[int]:
-        """The values that can be kept, each taken where there is still room for it."""
+        """Those of the values, in order, for which there is still room."""
         problem, free_bytes = self.problem, self.free_bytes.copy()
         kept: list[int] = []
         for value in dict.fromkeys(values):
@@ -129,7 +129,7 @@ class _Room:
 
 
 def _flip_to_recompute(given: PolicyInput, start: _Tried) -> _Tried:
-    """Step 2: flips swaps to recomputes, the largest r(X) first, until none gains."""
+    """Step 2: flips swaps to recomputes, the largest r(X) first, until no flip makes the step faster."""
     best, flips = start, 0
     bounds = sorted((-bound, value) for value, bound in _ratio_bounds(given, start) if bound > 1)
     together = max(1, -(-len(bounds) // FLIP_GROUPS))
@@ -159,7 +159,7 @@ def _flip_to_recompute(given: PolicyInput, start: _Tried) -> _Tried:
 
 
 def _ratio_bounds(given: PolicyInput, start: _Tried) -> Iterator[tuple[int, float]]:
-    """Each value that is swapped and can be recomputed, with a bound on its r(X): all its seconds on the link."""
+    """Each swapped value that can be recomputed, with a bound on its r(X) from all its seconds on the link."""
     problem = given.problem
     for value in sorted(given.replayable):
         replay = problem.replay.replays[value]

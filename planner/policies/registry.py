@@ -1,4 +1,4 @@
-"""The input and the result of every policy, and the registry of all of them."""
+"""The input and the result of a policy, and the registry of all policies."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class PolicyInput:
     problem: Problem
     budget_bytes: int
     allowance: Allowance | None = None
-    """The allowance of a policy that simulates; without one it ends by its own counts."""
+    """The time that a simulating policy may take; without one, its own counts end it."""
 
     @classmethod
     def of(cls, profile: Profile, budget_bytes: int) -> PolicyInput:
-        """The input for a profile; raises what :func:`build_problem` raises."""
+        """The input for a profile; raises the errors of :func:`build_problem`."""
         return cls(profile, build_problem(profile), budget_bytes)
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing left to spend."""
+        """Whether the allowance is used up."""
         return self.allowance is not None and self.allowance.is_spent
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        """For policies that simulate often; no schedule comes of it."""
+        """For policies that simulate often; it returns no schedules."""
         return Evaluator(self.problem)
 
     @cached_property
     def movable(self) -> tuple[int, ...]:
-        """Saved values that may be something else than kept, in the order of their save points."""
+        """Saved values that may be swapped or recomputed, in the order of their save points."""
         return tuple(movable(self.problem))
 
     @cached_property
@@ -58,16 +58,16 @@ class PolicyInput:
 
     @cached_property
     def op_kinds(self) -> tuple[str, ...]:
-        """Per op: its operator without namespace, overload and the underscore of in-place: ``convolution``, ``add``; of
-        a node of autograd its name: ``convolutionbackward0``.
+        """Per op: its operator without namespace, overload and the underscore of in-place (``convolution``, ``add``);
+        for a node of autograd its name (``convolutionbackward0``).
         """
         return tuple(_kind_of(op.name) for op in self.profile.ops)
 
     @cached_property
     def producers(self) -> tuple[int, ...]:
-        """Per saved value: the op that wrote the content that is saved; -1 when no op of the step did.
+        """Per saved value: the op that wrote the saved content; -1 if no op of the step did.
 
-        After ``relu_`` in place, that is ``relu_`` and not the op that created the storage.
+        After ``relu_`` in place, this is ``relu_`` and not the op that created the storage.
         """
         problem = self.problem
         last_writer = dict[int, int]()
@@ -112,7 +112,7 @@ class PolicyInput:
     def levels(self) -> tuple[int, ...]:
         """Per op: the length of the longest chain of ops that ends in it.
 
-        Backward ops come after the deepest forward op, as every gradient does.
+        The levels of backward ops begin after the deepest forward op, because every gradient depends on the loss.
         """
         level_of_value: dict[int, int] = {}
         levels: list[int] = []
@@ -127,7 +127,7 @@ class PolicyInput:
         return tuple(levels)
 
     def wish(self, *, swap: Sequence[int] = (), recompute: Sequence[int] = ()) -> tuple[Decision, ...]:
-        """Decisions that keep everything but these values; those that must be kept are kept."""
+        """Decisions that keep all values but these; values that must be kept are kept anyway."""
         decisions = [Decision.KEEP] * self.problem.value_count
         for decision, values in ((Decision.SWAP, swap), (Decision.RECOMPUTE, recompute)):
             for value in values:
@@ -136,7 +136,7 @@ class PolicyInput:
         return tuple(decisions)
 
     def candidate(self, wish: Sequence[Decision]) -> Candidate:
-        """Decisions, scheduled in the way that suits them best and simulated. The registry gives it its name."""
+        """These decisions with the best schedule, simulated. The registry sets the name."""
         return try_decisions(self.problem, "", wish, self.budget_bytes, STYLE_OF)
 
     def rank(self, candidate: Candidate) -> tuple[int, float, int]:
@@ -144,13 +144,13 @@ class PolicyInput:
         return candidate.rank(self.budget_bytes)
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether the peak is within the budget, in the first step too."""
+        """Whether the peak is within the budget, also in the first step."""
         return candidate.peak_bytes <= self.budget_bytes
 
     def first_that_fits(self, count: int, make: Callable[[int], Candidate]) -> tuple[int, Candidate]:
-        """The first of ``count`` plans that fits, when each fits where the one before it does; else the last one.
+        """The first of ``count`` plans that fits; the last one if none fits.
 
-        Found by bisection, in about ``log2(count)`` calls of ``make``.
+        Every plan after a fitting one must fit too: bisection finds it in about ``log2(count)`` calls of ``make``.
         """
         low, high = 0, count - 1
         made: dict[int, Candidate] = {}
@@ -191,22 +191,19 @@ def policy(
 
 
 def policies() -> tuple[Policy, ...]:
-    """All policies but the ILP, by name."""
+    """All policies but the ILP, sorted by name."""
     return tuple(_POLICIES[name] for name in sorted(_POLICIES))
 
 
 def policy_names() -> tuple[str, ...]:
-    """Names that :func:`run_policy` knows."""
+    """Names that :func:`run_policy` accepts."""
     return tuple(sorted(_POLICIES))
 
 
 def run_policy(name: str, given: PolicyInput) -> Candidate:
-    """The policy's plan: within the budget where the policy finds one, else the one with the least peak.
+    """The policy's plan: within the budget if the policy finds one, otherwise the one with the least peak.
 
-    Raises
-    ------
-    UsageError
-        There is no policy of that name.
+    Raises ``UsageError`` if there is no policy of that name.
     """
     found = _POLICIES.get(name)
     if found is None:
@@ -215,7 +212,7 @@ def run_policy(name: str, given: PolicyInput) -> Candidate:
 
 
 def unknown_policy(name: str) -> UsageError:
-    """The error for a name that is no policy's."""
+    """The error for a name that no policy has."""
     return UsageError(f"policy {name!r} is unknown: expected ilp or one of {', '.join(policy_names())}")
 
 

@@ -1,4 +1,4 @@
-"""The policy for sequence-to-sequence networks: by time steps, and of these attention first."""
+"""The policy for sequence-to-sequence networks: it gives up values by time steps, those of attention first."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from poochplan.planner.simulator.schedule import Tuning
 from poochplan.planner.simulator.simulate import ON_DEMAND, Candidate, try_style
 
 LEAST_STEPS = 3
-"""Fewer repetitions are no loop: two towers that share their weights are none."""
+"""Fewest repetitions of a loop: two towers that share weights are no loop."""
 MOST_PERIODS = 32
-"""Of the places at which an op comes again, so many are looked at as the begin of the next step."""
+"""Most repetitions of an op that are tried as the beginning of the next step."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class TimeLoop:
     starts: tuple[int, ...]
     """First op of each step, in order of time."""
     end: int
-    """The op behind the last step."""
+    """The first op after the last step."""
     shared: frozenset[int]
-    """Values that every step reads and that forward made before the first one, such as the states of an encoder."""
+    """Values that every step reads and that forward made before the first step, such as the states of an encoder."""
 
     def step_of(self, op: int) -> int:
-        """Which step an op is in; -1 for none."""
+        """The step that has this op; -1 if none has."""
         return bisect_right(self.starts, op) - 1 if op < self.end else -1
 
     def ops_of(self, step: int) -> range:
@@ -43,7 +43,7 @@ class TimeLoop:
 
 
 class _Repeat(NamedTuple):
-    """A stretch of a sequence that is one pattern again and again."""
+    """A part of a sequence that repeats one pattern."""
 
     first: int
     period: int
@@ -51,10 +51,10 @@ class _Repeat(NamedTuple):
 
 
 def loops_of(profile: Profile) -> tuple[TimeLoop, ...]:
-    """The loops over time of the profile's forward pass, in order; empty where there are none.
+    """The loops over time of the profile's forward pass, in order.
 
-    A loop is at least :data:`LEAST_STEPS` repetitions of the same sequence of (operator, parameters read), of the ops
-    that read any. Its steps are then widened to the ops before these, as far as they are the same in all steps.
+    A loop repeats one sequence of (operator, parameters read) at least :data:`LEAST_STEPS` times. Only ops that read
+    parameters count. Its steps then also get the ops before these, as far as they are the same in all steps.
     """
     forward = [index for index, op in enumerate(profile.ops) if op.phase is Phase.FORWARD]
     marks = [(index, parameters) for index in forward if (parameters := _parameters(profile, profile.ops[index]))]
@@ -71,7 +71,7 @@ def _parameters(profile: Profile, op: Op) -> tuple[int, ...]:
 
 
 def _runs(keys: Sequence[tuple[str, tuple[int, ...]]]) -> list[_Repeat]:
-    """The runs of a sequence, none of which overlap: from left to right, at each place the one that covers the most."""
+    """The repeats in a sequence, without overlaps: from left to right, at each place the longest one."""
     places: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for place, key in enumerate(keys):
         places.setdefault(key, []).append(place)
@@ -91,7 +91,7 @@ def _runs(keys: Sequence[tuple[str, tuple[int, ...]]]) -> list[_Repeat]:
 
 
 def _run_at(keys: Sequence[object], first: int, period: int) -> _Repeat:
-    """How often the pattern of this length at this place comes, one right after the other."""
+    """The pattern of this length at this place, with the number of its consecutive repetitions."""
     place = first + period
     while place < len(keys) and keys[place] == keys[place - period]:
         place += 1
@@ -115,7 +115,7 @@ def _loop(profile: Profile, starts: Sequence[int], forward_end: int) -> TimeLoop
 
 
 def _shared(profile: Profile, loop: TimeLoop) -> frozenset[int]:
-    """What every step reads and an op of forward made before the loop."""
+    """Values that every step reads and that an op of forward made before the loop."""
     shared: frozenset[int] | None = None
     for step in range(len(loop.starts)):
         read = {value for op in loop.ops_of(step) for value in profile.ops[op].inputs}
@@ -125,7 +125,7 @@ def _shared(profile: Profile, loop: TimeLoop) -> frozenset[int]:
 
 
 class Group(NamedTuple):
-    """Saved values about which one decision is made."""
+    """Saved values that get one decision."""
 
     values: tuple[int, ...]
     begin: int
@@ -135,19 +135,19 @@ class Group(NamedTuple):
 
 @policy(
     "seq2seq",
-    "by time steps, earliest first: gives up what attention saves of each, then swaps the steps' other values",
+    "gives up attention's saved values by time steps, earliest first, then swaps the steps' other values",
     "Meng et al., Training Deeper Models by GPU Memory Optimization on TensorFlow, 2017, section on Seq2Seq",
 )
 def run_seq2seq(given: PolicyInput) -> Candidate:
-    """Takes the groups of :func:`groups_of` in order, as few as fit: attention's are dropped, all others swapped.
+    """Gives up the groups of :func:`groups_of` in order, as few as fit: drops those of attention, swaps the others.
 
-    Read of the paper: its abstract, the begin of a summary, and the captions of its figures. It swaps over the dataflow
-    graph in general, and has a memory-efficient attention layer for Seq2Seq, drawn as a change of that op's gradient.
-    Reconstructed: that this layer's values go first; that steps are taken in the order of time; that what all steps
-    read stays longest, as the weights do, which they share too. Whether the layer computes its values again or swaps
-    them could not be read: both are tried, and the faster is the policy's plan.
+    Known of the paper: its abstract, the beginning of a summary, and the captions of its figures. It swaps over the
+    dataflow graph in general, and has a memory-efficient attention layer for Seq2Seq, drawn as a change of that op's
+    gradient. Reconstructed: this layer's values go first, steps go in order of time, and values that all steps read
+    stay longest, like the weights. Whether the layer recomputes or swaps its values is unknown: both are tried, and
+    the faster plan is returned.
 
-    A network without time steps is left with the paper's general rule: values are swapped as they are produced.
+    A network without time steps follows the paper's general rule: values are swapped in order of production.
     """
     groups = groups_of(given)
     if not any(group.is_attention for group in groups):
@@ -158,8 +158,8 @@ def run_seq2seq(given: PolicyInput) -> Candidate:
 def groups_of(given: PolicyInput) -> tuple[Group, ...]:
     """The values that may move, in the order in which they are given up.
 
-    First what attention saves, a group for each time step that has any; then all else that a step makes, a group a
-    step; then, one by one, what is made outside of steps; last what all steps of a loop read.
+    First the values that attention saves, one group for each time step; then the other values of each step; then, one
+    by one, values made outside of steps; last the values that all steps of a loop read.
     """
     loops = loops_of(given.profile)
     attention: dict[tuple[int, int], list[int]] = {}
@@ -183,7 +183,7 @@ def groups_of(given: PolicyInput) -> tuple[Group, ...]:
 
 
 def _place(loops: Sequence[TimeLoop], op: int) -> tuple[int, int] | None:
-    """TimeLoop and step of an op; None where it is in none."""
+    """Loop and step of an op; None if it is in none."""
     for number, loop in enumerate(loops):
         step = loop.step_of(op)
         if step >= 0:
@@ -192,9 +192,9 @@ def _place(loops: Sequence[TimeLoop], op: int) -> tuple[int, int] | None:
 
 
 def _spanning(given: PolicyInput, loop: TimeLoop) -> frozenset[int]:
-    """Values of a loop's steps that hold something for each position of what all steps read: those of attention.
+    """The values of attention in a loop's steps: each has something for every position of a shared value.
 
-    Such a value is computed from a shared value, or from another such value, and is no smaller than the shared one.
+    Such a value is computed from a shared value, or from another such value, and is at least as large.
     """
     values = given.profile.values
     least_bytes = {value: values[value].size_bytes for value in loop.shared}
@@ -208,7 +208,7 @@ def _spanning(given: PolicyInput, loop: TimeLoop) -> frozenset[int]:
 
 
 def _fewest(given: PolicyInput, groups: Sequence[Group], dropped: Decision) -> Candidate:
-    """The plan that gives up the fewest groups and fits, in the order of the groups; attention's are ``dropped``."""
+    """The plan that fits and gives up the fewest groups, in order. ``dropped`` is the decision for attention's."""
 
     def wish(count: int) -> tuple[Decision, ...]:
         swap: list[int] = []
@@ -227,7 +227,7 @@ def _fewest(given: PolicyInput, groups: Sequence[Group], dropped: Decision) -> C
 
 
 def _in_time(given: PolicyInput, wish: Sequence[Decision], groups: Sequence[Group]) -> Candidate:
-    """These decisions in the style that suits them best; the queue outwards has the steps in the order of time."""
+    """These decisions in their best style. The outward queue has the steps in order of time."""
     order = [value for group in sorted(groups, key=lambda group: group.begin) for value in group.values]
     tuning = Tuning(out_order=tuple(order))
     tried = [try_style(given.problem, "", wish, given.budget_bytes, style, tuning) for style in STYLE_OF]

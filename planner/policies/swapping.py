@@ -22,12 +22,12 @@ from poochplan.planner.simulator.simulate import (
 from .registry import PolicyInput, policy
 
 MIN_DIMENSIONS = 2
-"""TFLMS leaves tensors with fewer dimensions where they are."""
+"""TFLMS keeps tensors with fewer dimensions."""
 _RELEASES = (Style(prefetch="on_demand"), ON_DEMAND)
 
 
 class _Trip(NamedTuple):
-    """A value's way to the host and back: the points at which the runtime acts."""
+    """The points at which a value goes to the host and comes back."""
 
     value: int
     swap_out: int
@@ -36,7 +36,7 @@ class _Trip(NamedTuple):
 
 
 def _schedule(given: PolicyInput, trips: Iterable[_Trip]) -> Schedule:
-    """The schedule of these trips, queued in this order; everything else is kept."""
+    """The schedule of these trips, queued in this order; other values are kept."""
     lists: dict[int, dict[str, list[int]]] = {}
     swapped = []
     for trip in trips:
@@ -51,19 +51,19 @@ def _schedule(given: PolicyInput, trips: Iterable[_Trip]) -> Schedule:
 
 @policy("keep-all", "keeps everything: the in-core step")
 def run_keep_all(given: PolicyInput) -> Candidate:
-    """Everything kept."""
+    """Keeps every value."""
     return simulated(given.problem, "", keep_all(given.problem))
 
 
-@policy("swap-all", "swaps out what the budget has no room for, and in as early as the budget permits")
+@policy("swap-all", "swaps out values for which the budget has no room, and in as early as the budget permits")
 def run_swap_all(given: PolicyInput) -> Candidate:
-    """Every value that may be swapped is; one whose bytes memory never asks for is kept after all."""
+    """Swaps every value that may be swapped. The schedule keeps values whose release the budget does not need."""
     return given.candidate(swap_all(given.problem))
 
 
-@policy("swap-all-on-demand", "swaps everything out as soon as forward is done with it, and in when backward needs it")
+@policy("swap-all-on-demand", "swaps every value out at its forward death, and in when backward needs it")
 def run_swap_all_on_demand(given: PolicyInput) -> Candidate:
-    """No plan has a smaller peak; see :func:`swap_all_on_demand`."""
+    """The plan with the least peak of all; see :func:`swap_all_on_demand`."""
     return swap_all_on_demand(given.problem)
 
 
@@ -73,17 +73,17 @@ def run_swap_all_on_demand(given: PolicyInput) -> Candidate:
     "Alvaro and Kistijantoro, Improving TensorFlow's Memory Swapping by Prioritizing Earlier Tensors, 2019",
 )
 def run_earliest_first(given: PolicyInput) -> Candidate:
-    """Swaps the shortest run of the first produced values whose peak fits."""
+    """Swaps the first produced values, as few as fit."""
     return _shortest_run(given, _by_production(given))
 
 
 @policy(
     "latest-first",
     "swaps values against the order of their production until the peak fits",
-    "what Alvaro and Kistijantoro, 2019, compare the earliest with",
+    "the comparison for earliest-first by Alvaro and Kistijantoro, 2019",
 )
 def run_latest_first(given: PolicyInput) -> Candidate:
-    """Swaps the shortest run of the last produced values whose peak fits."""
+    """Swaps the last produced values, as few as fit."""
     return _shortest_run(given, _by_production(given)[::-1])
 
 
@@ -92,9 +92,9 @@ def _by_production(given: PolicyInput) -> list[int]:
 
 
 def _shortest_run(given: PolicyInput, order: Sequence[int]) -> Candidate:
-    """As few values as fit are swapped, in this order.
+    """Swaps values in this order, as few as fit.
 
-    One value more never raises the peak of the schedule on demand, so their number is found by bisection.
+    One more value never raises the peak of the schedule on demand, so bisection finds their number.
     """
 
     def on_demand(count: int) -> Candidate:
@@ -110,12 +110,12 @@ def _shortest_run(given: PolicyInput, order: Sequence[int]) -> Candidate:
     "Rhu et al., vDNN, MICRO 2016, section III (vDNN_conv)",
 )
 def run_vdnn(given: PolicyInput) -> Candidate:
-    """Swaps the inputs of convolutions, whatever the budget is; a network without convolutions is kept.
+    """Swaps the inputs of convolutions. The budget does not matter; without convolutions, every value is kept.
 
-    A value that several convolutions read leaves with the last of them. The copy starts at the last save point before
-    that convolution ends and is waited for at the first point after it; so an input that backward uses at once stays.
-    The copy back starts when backward enters the nearest convolution above, or with backward itself: never past one
-    convolution. The paper waits for it at the end of that layer, this runtime where the value is used.
+    A value that several convolutions read is swapped out at the last of them. The copy starts at the last save point
+    before that convolution ends, and ends at the first point after it. So an input that backward uses at once is kept.
+    The copy back starts when backward enters the convolution above it, or with backward if there is none. The paper
+    waits for this copy at the end of that layer, and this runtime at the value's use.
     """
     first_use = given.problem.first_use_point
     entered = _backward_convolution_points(given)
@@ -134,7 +134,7 @@ def run_vdnn(given: PolicyInput) -> Candidate:
 
 
 def _read_by_convolutions(given: PolicyInput) -> dict[int, int]:
-    """Saved value -> the last forward convolution whose input it is."""
+    """By saved value: the last forward convolution whose input it is."""
     saved_of = {value: saved for saved, value in enumerate(given.problem.replay.value_of)}
     last: dict[int, int] = {}
     for index in given.forward_ops:
@@ -145,7 +145,7 @@ def _read_by_convolutions(given: PolicyInput) -> dict[int, int]:
 
 
 def _vdnn_out(given: PolicyInput, value: int, convolution: int) -> tuple[int, int]:
-    """Points at which the copy of a convolution's input starts and is waited for; -1 when there is none."""
+    """Points at which the copy of a convolution's input starts and is waited for; -1 if there is none."""
     problem = given.problem
     own = problem.save_points[value]
     before = [point for point in problem.save_points[value:] if problem.point_ops[point] <= convolution]
@@ -166,17 +166,17 @@ def _backward_convolution_points(given: PolicyInput) -> list[int]:
 
 @policy(
     "tflms",
-    "swaps what is used many levels of the graph later; threshold, then lead of the copy back, tuned",
+    "swaps values that are used many levels of the graph later; tunes the threshold, then the lead of copies back",
     "Le et al., TFLMS, 2018, sections 4 and 5, and its autotune",
 )
 def run_tflms(given: PolicyInput) -> Candidate:
     """Swaps a value of two or more dimensions that is used more than ``swapout_threshold`` levels after its production.
 
-    The copy back starts ``swapin_ahead`` levels before that use. Tuned as the autotune does: nothing is swapped when
-    that fits, else the largest threshold that fits with ``swapin_ahead`` 1, then the largest ``swapin_ahead``.
-    ``swapin_groupby`` merges the copies back of one value for uses that are close to each other; this runtime brings a
-    value back once, so it stands at its largest here, all uses in one group. TensorFlow's allocator waits when it has
-    no memory; so the device buffer is given up when memory asks for it, and a value that memory never asks for is kept.
+    The copy back starts ``swapin_ahead`` levels before that use. As in the autotune, no value is swapped if that fits.
+    Otherwise the largest threshold that fits with ``swapin_ahead`` 1 is taken, and then the largest ``swapin_ahead``.
+    ``swapin_groupby`` merges copies back of one value whose uses are close to each other. This runtime brings a value
+    back once, so all uses are one group. TensorFlow's allocator waits for memory. So device memory is released only
+    as needed, and a value whose release is not needed is kept.
     """
     in_core = simulated(given.problem, "", keep_all(given.problem))
     distances = level_distances(given)
@@ -195,7 +195,7 @@ def run_tflms(given: PolicyInput) -> Candidate:
 
 
 def level_distances(given: PolicyInput) -> dict[int, int]:
-    """Levels between production and first backward use, of the values that TFLMS may swap."""
+    """Levels between production and first backward use, for each value that TFLMS may swap."""
     distances = {}
     for value in given.movable:
         used, producer = given.problem.first_use_point[value], given.producers[value]
@@ -206,12 +206,12 @@ def level_distances(given: PolicyInput) -> dict[int, int]:
 
 
 def level_at(given: PolicyInput, point: int) -> int:
-    """Level of the op that comes after a point."""
+    """Level of the op after a point."""
     return given.levels[min(given.problem.point_ops[point], len(given.levels) - 1)]
 
 
 def _led(given: PolicyInput, swapped: Sequence[int], ahead: int) -> Candidate:
-    """These values swapped and released when memory asks, or early where that does not fit; back ``ahead`` levels."""
+    """The plan that swaps these values, and copies them back ``ahead`` levels early. Releases are late if that fits."""
     tried = []
     for style in _RELEASES:
         schedule = fit(given.problem, given.wish(swap=swapped), given.budget_bytes, style)
@@ -222,7 +222,7 @@ def _led(given: PolicyInput, swapped: Sequence[int], ahead: int) -> Candidate:
 
 
 def _lead(given: PolicyInput, schedule: Schedule, ahead: int) -> list[_Trip]:
-    """The trips of a schedule, with each copy back ``ahead`` levels before its value's first use."""
+    """The trips of a schedule. Each copy back starts ``ahead`` levels before its value's first use."""
     problem = given.problem
     points: dict[str, dict[int, int]] = {"swap_out": {}, "release": {}}
     for action in schedule.actions:
@@ -238,7 +238,7 @@ def _lead(given: PolicyInput, schedule: Schedule, ahead: int) -> list[_Trip]:
 
 
 def _lead_point(given: PolicyInput, release: int, used: int, ahead: int) -> int:
-    """The last use point whose op is ``ahead`` levels, or more, before the op at ``used``; the first without one."""
+    """The last use point whose op is at least ``ahead`` levels before the op at ``used``; else the first use point."""
     level = level_at(given, used) - ahead
     points = [point for point in given.problem.use_points if release < point <= used]
     return next((point for point in reversed(points) if level_at(given, point) <= level), points[0])

@@ -1,1 +1,1 @@
-"""The search for the best plan within a budget: integer programs decide and prove, walks look."""
+"""The search for the best plan within a budget: integer programs prove bounds and give starts, walks improve plans."""

@@ -180,7 +180,7 @@ class BranchNode:
 
     def code_of(self, value: int) -> int:
         """The decision of the value, or that of its largest share if it is undecided."""
-        if value in self.fixed:  # the shares are the parent's where the solver ran out of time
+        if value in self.fixed:  # if the solver ran out of time, the shares are the parent's
             return DECISIONS.index(self.fixed[value])
         return int(np.argmax(self.shares[:, value]))
 
@@ -336,7 +336,7 @@ class Proof:
 
     def begin(self, allowance: Allowance) -> None:
         """Proves the bound of the LP."""
-        if self._solver != "highs":  # it is given the LP, and not kept for another
+        if self._solver != "highs":  # other solvers get the LP, and cannot continue from it
             self._raise_to(lower_bound(self._problem, self._budget_bytes, self._solver, allowance.limits()))
             return
         large = values_to_branch_on(self._problem, movable(self._problem))

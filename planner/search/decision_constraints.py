@@ -9,7 +9,7 @@ from poochplan.planner.search.fluid import Early, FluidModel, Stretch, is_writte
 from poochplan.planner.search.solvers import Term
 
 SWAP_PREFERENCE = 1e-4
-"""Weight of link time in PLAN's objective, so that no value is moved for nothing."""
+"""Weight of link time in PLAN's objective, so that no value is moved without gain."""
 
 
 def add_decisions(model: FluidModel) -> None:
@@ -37,19 +37,19 @@ def add_decisions(model: FluidModel) -> None:
 
 
 DENSE_SHARE = 0.01
-"""BOUND says of values of more than this share of the bytes at each slot whether they are back."""
+"""For values above this share of the bytes, BOUND has a column at each slot for whether they are back."""
 MANY_VALUES, DENSE_SHARE_OF_MANY = 300, 0.05
-"""Where there are more values than this, only of the very largest: on ResNeXt the others took three quarters of the
-time and proved nothing more."""
+"""The same share if there are more values than this: on ResNeXt the other columns took three quarters of the time and
+did not raise the bound."""
 
 
 def add_early_returns(model: FluidModel) -> None:
-    """Columns "back by this slot", and the rows "what a replay starts from is back by then"."""
+    """Adds columns "back by this slot", and rows "the inputs of a replay are back by then"."""
     before_death = _slots_before_an_input_goes(model)
     order = sorted(model.request.candidates, key=lambda value: model.use_slot[value])
     for value in order:
         if model.is_bound and model.use_slot[value] == model.slots.count:
-            continue  # never used in backward: BOUND lets it come back for nothing
+            continue  # never used in backward: in BOUND it comes back at no cost
         wanted = set()
         for user in model.consumers.get(value, ()):
             wanted.add(model.use_slot[user])
@@ -57,7 +57,7 @@ def add_early_returns(model: FluidModel) -> None:
             wanted.update(before_death.get(user, ()))
         wanted = {slot for slot in wanted if slot < model.use_slot[value]}
         window = sorted(wanted | before_death.get(value, set()))[-model.window :]
-        # BOUND asks of every slot whether a large value is back: it takes much room.
+        # For a large value, BOUND has a column at every slot.
         share = DENSE_SHARE_OF_MANY if model.problem.value_count > MANY_VALUES else DENSE_SHARE
         if model.is_bound and value in model.recompute and model.resident[value] > share * model.all_bytes:
             window = sorted({*window, *range(model.slots.first_backward, model.use_slot[value])})
@@ -68,10 +68,10 @@ def add_early_returns(model: FluidModel) -> None:
 
 
 def _slots_before_an_input_goes(model: FluidModel) -> dict[int, set[int]]:
-    """Per recomputable value: slots of the last uses of its inputs, where these come before its own use.
+    """Per recomputable value: slots of the last uses of its inputs, if these come before its own use.
 
-    Replayed there, it needs no claim on the input. BOUND adds the last slot before the own use: what is not back by
-    then has had its inputs claimed all the time.
+    A replay at such a slot needs no claim on the input. BOUND adds the last slot before the value's own use: if the
+    value is not back by then, its inputs were claimed until then.
     """
     problem, found = model.problem, dict[int, set[int]]()
     for source, users in model.consumers.items():
@@ -106,7 +106,7 @@ def _add_early_columns(model: FluidModel, value: int, window: list[int], wanted:
 
 
 def _add_ready_rows(model: FluidModel, value: int, user: int) -> None:
-    """Where ``user`` is replayed by a slot, ``value`` is kept, replayed by then, or fetched by then."""
+    """Adds rows: if ``user`` is replayed by a slot, ``value`` is kept, replayed by then, or fetched by then."""
     own = model.early.get(value, ())
     done = [(early.slot, early.replayed) for early in model.early.get(user, ())]
     done.append((model.use_slot[user], model.recompute[user]))
@@ -132,7 +132,7 @@ def _add_ready_rows(model: FluidModel, value: int, user: int) -> None:
 
 
 def add_link(model: FluidModel) -> None:
-    """Backlog of bytes not yet out, and bytes that are back before they are needed, slot by slot."""
+    """Adds, slot by slot, the backlog of bytes that are not yet out, and the bytes that are back before their use."""
     linear, slots, link = model.linear, model.slots, model.problem.link
     out_rate, in_rate = model.out_rate, model.in_rate
     saved, needed = dict[int, list[Term]](), dict[int, list[Term]]()
@@ -142,7 +142,7 @@ def add_link(model: FluidModel) -> None:
     seconds = (slots.seconds / model.time_unit_s).tolist()
     longer_out = 1.0 if model.is_bound else 1 + link.interference_out
     longer_in = 1.0 if model.is_bound else 1 + link.interference_in
-    # What a half-duplex link carries inwards it cannot carry outwards.
+    # A half-duplex link shares its bandwidth between both directions.
     shared = 0.0 if model.is_bound else (1 - link.duplex) / link.duplex * out_rate / in_rate
     for slot in range(slots.count):
         extra = linear.column(model.longest, cost=1.0)
@@ -154,7 +154,7 @@ def add_link(model: FluidModel) -> None:
             if slot - 1 in model.arriving and shared:
                 left.append((model.arriving[slot - 1], shared))
             spare = seconds[slot - 1] * longer_out * out_rate
-            if slot in saved:  # what was idle before the save point is gone
+            if slot in saved:  # link time that was idle before the save point cannot be used after it
                 backlog = linear.column(model.all_bytes)
                 linear.row([*left, (backlog, -1.0)], high=spare)
                 left, spare = [(backlog, 1.0)], 0.0
@@ -180,7 +180,7 @@ def _add_inward(model: FluidModel, slot: int, needed: list[Term], rate: float, s
 
 
 def _add_early_fetches(model: FluidModel) -> None:
-    """What was fetched for a replay stays until its own use; a row at each slot where such a fetch may be."""
+    """A value fetched for a replay stays until its own use: adds a row at each slot that may have such a fetch."""
     marks = sorted({early.slot for returns in model.early.values() for early in returns if early.fetched is not None})
     spans = []
     for value, returns in model.early.items():
@@ -190,7 +190,7 @@ def _add_early_fetches(model: FluidModel) -> None:
             spans.append(Stretch(start, stop, column, model.moved[value]))
     sums = running_sums(model, len(marks), spans)
     places: Iterable[int] = range(len(marks))
-    if is_written_out(model):  # by value, which is how the reference plans were made
+    if is_written_out(model):  # by value: the reference plans were made in this order
         places = dict.fromkeys(place for span in spans for place in range(span.start, span.stop))
     for place in places:
         if sums[place]:

@@ -1,8 +1,8 @@
 """The fluid models' data: the request for a model, and its columns by their meaning.
 
-Decisions are chosen, copies flow. PLAN decides and may restrict. BOUND only relaxes, so no plan is faster than its
-optimum. They are one model that differs in a few rows, which the files of constraints add. docs/planner.md lists the
-rows and gives the argument for them.
+In these models decisions are chosen, and copies move any share of a value. PLAN decides and may restrict. BOUND only
+relaxes, so no plan is faster than its optimum. The two differ in a few rows, which the files of constraints add.
+docs/planner.md lists the rows and gives the argument for them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Slots:
     of_point: tuple[int, ...]
     start_tick: Ints
     first_backward: int
-    """First slot that begins with, or contains, a use point."""
+    """First slot that has a use point."""
 
     last_point_tick: Ints
     """Tick of the last point of each slot: the actions of the slot's points are done after it."""
@@ -50,7 +50,7 @@ class Slots:
 
 
 def slots_of(problem: Problem) -> Slots:
-    """Aggregates the clock points to slots."""
+    """Combines the clock points to slots."""
     first: list[int] = []
     of_point: list[int] = []
     for index, work_s in enumerate(problem.point_work_s):
@@ -70,11 +70,11 @@ def slots_of(problem: Problem) -> Slots:
 
 
 WINDOW_NEEDS = 30
-"""Number of the last points with a replay, before its own use, at which a value may be brought back."""
+"""A value may be brought back at this many of the last points with replays before its own use."""
 
 MANY, MANY_NEEDS = 1000, 4
-"""With more values than the first number, PLAN has only the second number of points: its relaxation gives the same, in
-a tenth of the time."""
+"""With more values than the first number, PLAN has only the second number of points. Its relaxation has the same
+results, in a tenth of the time."""
 
 
 class Purpose(StrEnum):
@@ -86,7 +86,7 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True)
 class Early:
-    """A point before a value's own need by which the value may be back because a replay needs it."""
+    """A point before a value's own use by which the value may be back, because a replay needs it."""
 
     slot: int
     replayed: int | None
@@ -130,7 +130,8 @@ class FluidModel:
     consumers: dict[int, list[int]] = field(default_factory=dict)
     """Per value: the recomputable values whose replay starts from it."""
     replayed_ahead: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-    """Per backward slot, in BOUND: seconds of replays that no return up to the slot shows, and bytes per second."""
+    """Per backward slot, in BOUND: columns of seconds of replays without a return up to the slot, and bytes per
+    second."""
     extra: list[int] = field(default_factory=list)
     """Per slot: time the step takes beyond its compute (stalls and replays)."""
     not_out: list[int] = field(default_factory=list)
@@ -194,7 +195,7 @@ class FluidModel:
         return self.record_s * len(self.problem.replay.recorded_for([value])) / self.time_unit_s
 
     def replayed_by(self, value: int, slot: int) -> int | None:
-        """Column "recomputed by the end of ``slot``'s points" before the value's own need; None if there is none."""
+        """Column "recomputed by the end of ``slot``'s points" before the value's own use; None if there is none."""
         found = None
         for early in self.early.get(value, ()):
             if early.slot > slot:
@@ -224,16 +225,16 @@ class Stretch(NamedTuple):
 
 
 WRITTEN_OUT = 1000
-"""PLAN with at most this many values has its sums written out: its relaxation then rounds better."""
+"""PLAN with fewer values has its sums written out: its relaxation then rounds better."""
 
 
 def is_written_out(model: FluidModel) -> bool:
-    """Whether each sum stands completely in its row."""
+    """Whether each row contains all terms of its sum."""
     return not model.is_bound and len(model.request.candidates) < WRITTEN_OUT
 
 
 def running_sums(model: FluidModel, count: int, spans: Iterable[Stretch]) -> list[list[Term]]:
-    """For each of ``count`` places the sum of its terms, mostly as one column; empty before the first term.
+    """For each of ``count`` places the sum of its terms, usually as one column; empty before the first term.
 
     A sum is between 0 and twice the bytes of all candidates.
     """

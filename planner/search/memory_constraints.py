@@ -1,8 +1,8 @@
-"""The fluid models' memory rows: at each tick that could go over the budget, what is live there fits.
+"""The fluid models' memory rows: at each tick that could exceed the budget, the live bytes fit.
 
-Inside a slot, after its points, decided bytes only grow (values die in forward), so that a tick is dominated by a later
-one with no less fixed bytes. Ticks of the points themselves get a row only in PLAN, where a
-replay may run: what BOUND counts as there by the end of a slot's points need not be there before.
+After a slot's points, the bytes that decisions control only grow, because values die in forward. So a tick needs no row
+if a later tick of its slot has no fewer fixed bytes. Ticks of points have rows only in PLAN, where replays may run:
+bytes that BOUND counts by the end of a slot's points may arrive after these ticks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from poochplan.planner.search.whole_buffers import add_whole_buffers, resident_r
 
 
 def add_memory(model: FluidModel) -> None:
-    """Adds the rows."""
     fixed, movable = _fixed_bytes(model)
     inside = _inside_replays(model)
     ticks = _row_ticks(model, fixed, movable, inside)
@@ -31,9 +30,9 @@ def add_memory(model: FluidModel) -> None:
         room = (model.request.budget_bytes - float(fixed[tick])) / model.unit
         terms: list[Term] = [(kept[row], 1.0), *inside.get(tick, ()), *early[row]]
         terms += model.replayed_ahead.get(slot, ())
-        if whole is None or model.is_bound:  # both kinds of row hold of every plan
+        if whole is None or model.is_bound:  # both kinds of row hold for every plan
             ahead = [(columns[slot], 1.0) for columns in (model.ahead, model.arriving) if slot in columns]
-            fluid = [*terms, *ahead]  # ``ahead``: back before they are needed
+            fluid = [*terms, *ahead]
             backlog: list[Term] = [(model.not_out[slot], 1.0), *((column, -size) for column, size in alive[row])]
             _add_rows(model, fluid, backlog, room)
         if whole is not None:
@@ -44,13 +43,13 @@ def add_memory(model: FluidModel) -> None:
 
 
 def _add_rows(model: FluidModel, terms: list[Term], more: list[Term], room: float) -> None:
-    """``terms`` plus ``more``, where ``more`` counts no less than nothing, is at most ``room``."""
+    """Adds rows: ``terms``, plus ``more`` if that is positive, are at most ``room``."""
     model.linear.row(terms, high=room)
     model.linear.row([*terms, *more], high=room)
 
 
 def _fixed_bytes(model: FluidModel) -> tuple[Ints, Ints]:
-    """Per tick: bytes that no candidate's decision moves, and bytes of candidates that some decision moves."""
+    """Per tick: bytes that no decision moves, and bytes of candidates that some decision moves."""
     problem, free = model.problem, model.request.free
     live = (problem.born, np.maximum(problem.forward_death, problem.freed), problem.rounded_bytes)
     gap, free_gap = _gap_bytes(model, model.request.candidates), _gap_bytes(model, free)
@@ -140,9 +139,9 @@ def _returned(model: FluidModel, ticks: list[int], slots: list[int]) -> list[Str
 
 
 def _claims(model: FluidModel, ticks: list[int]) -> list[Stretch]:
-    """Inputs held for a later replay when their own last use is over, from one late consumer's use to the next.
+    """Inputs that later replays need after the inputs' own last use, from one late consumer's use to the next.
 
-    BOUND counts a claim up to the last slot before the consumer's use, and only for a replay that is not done by then.
+    BOUND counts a claim up to the last slot before the consumer's use, and only if the replay is not done by then.
     """
     problem, linear = model.problem, model.linear
     claims: list[Stretch] = []
@@ -174,9 +173,9 @@ def _claims(model: FluidModel, ticks: list[int]) -> list[Stretch]:
 
 
 def _inside_replays(model: FluidModel) -> dict[int, list[Term]]:
-    """Per tick of a first use: bytes that a replay there holds beyond the value it brings back.
+    """Per tick of a first use: bytes that a replay there holds beyond the value that it brings back.
 
-    None in BOUND: the replay may have run at an earlier use point that has no column.
+    Empty in BOUND: the replay may have run at an earlier use point that has no column.
     """
     if model.is_bound:
         return {}

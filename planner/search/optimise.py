@@ -314,7 +314,7 @@ class _PlanSearch:
         """Tries every way to decide if there are few, else simple plans: from here on there is a plan."""
         walker = self._walker()
         keep_all = np.full(self.problem.value_count, KEEP, dtype=np.int8)
-        walker.try_styles(keep_all, "keep-all", (0,))  # any host has room for it: something is found
+        walker.try_styles(keep_all, "keep-all", (0,))  # it fits any host, so there is always a plan
         every_way = all_decisions(self.problem, EXHAUSTIVE)
         if every_way is not None:
             self._try_all(walker, every_way)

@@ -1,8 +1,8 @@
-"""Linear programs as sparse arrays, the bound that row duals prove, and the solvers: HiGHS in-process, and by name
-whatever PuLP finds (CBC, GLPK, SCIP, Gurobi, ...).
+"""Linear programs as sparse arrays, the bound that row duals prove, and the solvers: HiGHS in-process, and all that
+PuLP finds (CBC, GLPK, SCIP, Gurobi, ...), by name.
 
-Neither HiGHS nor PuLP is loaded before something is solved: a training loop imports this, and its plans are made in
-another process.
+HiGHS and PuLP are loaded when the first program is solved: a training loop imports this module, but another process
+makes its plans.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class SolverStatus(StrEnum):
     NO_SOLUTION = "no solution found"
     INFEASIBLE = "infeasible"
     UNBOUNDED = "unbounded"
-    NOT_SOLVED = "not solved"  # whatever else a solver may say
+    NOT_SOLVED = "not solved"  # any other status of a solver
 
     @property
     def has_solution(self) -> bool:
-        """Whether a run that ended so may have found one."""
+        """Whether a run with this status may have found a solution."""
         return self in (SolverStatus.OPTIMAL, SolverStatus.TIME_LIMIT, SolverStatus.CHECK_LIMIT)
 
     def without_solution(self) -> SolverStatus:
-        """How it ended where none was found."""
+        """The status of the same run if no solution was found."""
         return SolverStatus.NO_SOLUTION if self.has_solution else self
 
 
@@ -78,7 +78,7 @@ class LinearModel:
     _coefficient: list[float] = field(default_factory=list)
 
     def column(self, high: float, *, cost: float = 0.0, integer: bool = False) -> int:
-        """Adds a variable between 0 and ``high``; every column is bounded, so that :func:`proven_bound` is finite."""
+        """Adds a variable between 0 and ``high``. Every column is bounded, so that :func:`proven_bound` is finite."""
         self.cost.append(cost)
         self.low.append(0.0)
         self.high.append(high)
@@ -86,7 +86,7 @@ class LinearModel:
         return len(self.cost) - 1
 
     def row(self, terms: Iterable[Term], *, low: float = -math.inf, high: float = math.inf) -> None:
-        """Adds ``low <= sum(coefficient * column) <= high``; a column that comes twice is added up."""
+        """Adds ``low <= sum(coefficient * column) <= high``. Coefficients of a repeated column are added."""
         merged: dict[int, float] = {}
         for column, coefficient in terms:
             merged[column] = merged.get(column, 0.0) + coefficient
@@ -97,7 +97,6 @@ class LinearModel:
         self._row_high.append(high)
 
     def arrays(self) -> Arrays:
-        """The model as arrays."""
         return Arrays(
             cost=np.array(self.cost),
             low=np.array(self.low),
@@ -114,9 +113,9 @@ class LinearModel:
 def proven_bound(model: Arrays, row_duals: Floats) -> float:
     """A lower bound on the model's optimum that holds for any ``row_duals``, however inexact the solver was.
 
-    The Lagrangian of the rows, minimised over the columns' bounds (Neumaier and Shcherbina, "Safe bounds in linear and
-    mixed-integer linear programming", Mathematical Programming 99, 2004, section 2): a dual of the wrong sign for a
-    one-sided row is taken as 0.
+    It is the Lagrangian of the rows, minimised over the columns' bounds (Neumaier and Shcherbina, "Safe bounds in
+    linear and mixed-integer linear programming", Mathematical Programming 99, 2004, section 2). A dual that has the
+    wrong sign for a one-sided row counts as 0.
     """
     duals = np.where((row_duals > 0) & np.isneginf(model.row_low), 0.0, row_duals)
     duals = np.where((duals < 0) & np.isposinf(model.row_high), 0.0, duals)
@@ -130,8 +129,8 @@ def proven_bound(model: Arrays, row_duals: Floats) -> float:
 
 _SHORT = {"highs": "HiGHS", "cbc": "PULP_CBC_CMD"}
 _LONGEST_SOLVE_S = 300.0
-"""Of one program in a search that counts and has no limit of time: a thousand times what any has taken. The solver is
-not known to end on every program.
+"""Time limit of one program in a search that counts simulations: a thousand times the longest time seen. The solver may
+not end on every program.
 """
 
 
@@ -143,36 +142,33 @@ class SolverLimits:
     gap: float = 0.005
     """Relative to the objective."""
     absolute_gap: float = 0.0
-    """In the unit of the objective; the solver stops at whichever gap is reached first."""
+    """In the unit of the objective. The solver stops at the gap that is reached first."""
     most_checks: int | None = None
-    """With integrality: so many times HiGHS may ask whether to go on, which it does at set points of its work."""
+    """With integrality: most times that HiGHS may ask whether to go on. It asks at fixed points of its work."""
     most_columns: int | None = None
     """A larger model is not solved with integrality at all."""
 
     def since(self, started_s: float) -> SolverLimits:
-        """What is left of these when the model took from ``started_s`` until now to build."""
+        """The rest of these limits after the model was built, which took from ``started_s`` until now."""
         return replace(self, time_s=max(0.5, self.time_s - (time.perf_counter() - started_s)))
 
 
 @dataclass(frozen=True, eq=False)
 class LinearSolution:
-    """What a solver says about a linear model."""
+    """A solver's result for a linear model."""
 
     status: SolverStatus
     values: Floats | None = None
-    """Per column; None when none was found."""
+    """Per column; None if no solution was found."""
     objective: float | None = None
     bound: float | None = None
-    """No solution of the model is below it; None when nothing is proven."""
+    """No solution of the model is below it; None if nothing is proven."""
 
 
 def choose_solver(name: str | None = None) -> str:
-    """The name of an available solver: the one asked for, else HiGHS, else CBC.
+    """The name of an available solver: the requested one, else HiGHS, else CBC.
 
-    Raises
-    ------
-    UsageError
-        The solver asked for is unknown to PuLP or not installed, or none is there.
+    Raises ``UsageError`` if PuLP does not know the requested solver, if it is not installed, or if there is no solver.
     """
     available = solver_names(only_installed=True)
     if name is None:
@@ -204,7 +200,7 @@ class Cancel:
             highs.cancelSolve()
 
     def set(self) -> None:
-        """Ends the runs, and any that is still to come."""
+        """Ends the runs, and all later ones."""
         self.is_set = True
         for highs in self._running:
             highs.cancelSolve()
@@ -213,15 +209,10 @@ class Cancel:
 def solve_linear(
     model: Arrays, solver: str, limits: SolverLimits, *, relaxed: bool = False, cancel: Cancel | None = None
 ) -> LinearSolution:
-    """Solves ``model`` with ``solver`` (a name of :func:`choose_solver`).
+    """Solves ``model`` with ``solver`` (a name from :func:`choose_solver`). Raises ``SolverError`` if the solver died.
 
-    ``relaxed`` lets integer columns take any value between their bounds; the bound is then :func:`proven_bound` of
+    With ``relaxed``, integer columns may have any value between their bounds, and the bound is :func:`proven_bound` of
     the solver's duals.
-
-    Raises
-    ------
-    SolverError
-        The solver died.
     """
     try:
         if solver == "highs":
@@ -258,7 +249,7 @@ def _solve_highs(model: Arrays, limits: SolverLimits, relaxed: bool, cancel: Can
 
 
 class _Checks:
-    """State: how often HiGHS has asked whether to go on. Where it asks depends on its work, not on the time."""
+    """State: how often HiGHS has asked whether to go on. When it asks depends on its work, not on the time."""
 
     def __init__(self, most: int | None) -> None:
         self._left = most
@@ -275,10 +266,11 @@ class _Checks:
 
 
 class Warm:
-    """State: a linear program in HiGHS. Columns' bounds may change between two runs; each begins at the last basis.
+    """State: a linear program in HiGHS. The bounds of columns may change between runs; each run begins at the last
+    basis.
 
-    The first run is by interior points, which is several times as fast as the simplex on large steps; it ends with a
-    basis where there will be another (``is_solved_again``).
+    The first run uses interior points, which are several times as fast as the simplex on large steps. It computes a
+    basis only if another run follows (``is_solved_again``).
     """
 
     def __init__(self, model: Arrays, cancel: Cancel | None = None, *, is_solved_again: bool = True) -> None:
@@ -290,17 +282,17 @@ class Warm:
         self._highs.setOptionValue("run_crossover", "on" if is_solved_again else "off")
 
     def bound_column(self, column: int, low: float, high: float) -> None:
-        """Other bounds for one column."""
+        """Changes the bounds of one column."""
         self._highs.changeColBounds(column, low, high)
 
     def solve(self, limits: SolverLimits) -> tuple[SolverStatus, Floats | None, Floats | None]:
-        """How the run ended, the columns' values (None without a solution) and the rows' duals (None without any)."""
+        """Status of the run, values of the columns (None without a solution), duals of the rows (None without any)."""
         import highspy
 
         highs = self._highs
-        highs.setOptionValue("time_limit", highs.getRunTime() + _seconds(limits))  # its clock never stands still
+        highs.setOptionValue("time_limit", highs.getRunTime() + _seconds(limits))  # its clock counts all runs
         highs.run()
-        if _highs_status(highs) is SolverStatus.NOT_SOLVED:  # from here the simplex did not find its way
+        if _highs_status(highs) is SolverStatus.NOT_SOLVED:  # the simplex failed from this basis
             highs.clearSolver()
             highs.run()
         highs.setOptionValue("solver", "simplex")
@@ -312,12 +304,12 @@ class Warm:
         return status, np.array(solution.col_value), duals
 
     def ray(self) -> Floats | None:
-        """Row duals that show why there is no solution; None where HiGHS has none."""
+        """Row duals that prove that there is no solution; None if HiGHS has none."""
         highs = self._highs
         if highs.getDualRayExist()[1]:
             return np.array(highs.getDualRay()[2])
-        # Asked for a ray that it has not, HiGHS runs the program without its cost and keeps the interpreter: no other
-        # thread goes on meanwhile, not even one that would end the run. So that is run here, as all others are.
+        # If HiGHS has no ray, it would run the program without its cost and keep the interpreter's lock: no other
+        # thread could go on, not even to end the run. So this runs it first, without the lock.
         columns = np.arange(highs.getNumCol(), dtype=np.int32)
         cost = np.array(highs.getLp().col_cost_)
         highs.changeColsCost(len(columns), columns, np.zeros(len(columns)))
@@ -343,7 +335,7 @@ def _highs(limits: SolverLimits) -> Any:
     highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     highs.setOptionValue("output_flag", False)
     highs.setOptionValue("time_limit", _seconds(limits))
-    highs.setOptionValue("threads", 1)  # two runs may go on side by side
+    highs.setOptionValue("threads", 1)  # two runs may go on at the same time
     highs.setOptionValue("random_seed", 0)
     highs.setOptionValue("mip_rel_gap", limits.gap)
     highs.setOptionValue("mip_abs_gap", limits.absolute_gap)
@@ -383,8 +375,8 @@ def _highs_status(highs: Any) -> SolverStatus:
 
 @functools.cache
 def _pulp() -> Any:
-    """PuLP, loaded. It keeps the error of a solver that is not installed, and with it all frames down to who planned
-    first: a model and its batch in there would live on for good.
+    """Loads PuLP. It keeps the error of a solver that is not installed, with all frames down to the first caller of
+    plan(): without this, a model and its batch there would never be freed.
     """
     import pulp
 
@@ -396,12 +388,12 @@ def _pulp() -> Any:
 
 
 def solver_names(*, only_installed: bool = False) -> dict[str, str]:
-    """PuLP's names of the solvers that it knows, by the same in lower case."""
+    """PuLP's names of its solvers, by the same names in lower case."""
     return {name.lower(): name for name in _pulp().listSolvers(onlyAvailable=only_installed)}
 
 
 def _solve_with_pulp(model: Arrays, solver: str, limits: SolverLimits, relaxed: bool) -> LinearSolution:
-    """What the solver of that name, PuLP's in any case, says."""
+    """The result of a solver of PuLP; the name may be in any case."""
     pulp = _pulp()
     problem, variables, rows = _pulp_model(model, relaxed)
     options = {"timeLimit": limits.time_s, "gapRel": limits.gap, "threads": 1}
@@ -422,7 +414,7 @@ def _solve_with_pulp(model: Arrays, solver: str, limits: SolverLimits, relaxed: 
     found = [variable.varValue for variable in variables]
     if not status.has_solution or all(value is None for value in found):
         return LinearSolution(status.without_solution())
-    # A variable that stands in no row is unknown to the solver: any value will do.
+    # The solver does not know a variable without a row: any value will do.
     values = np.where([value is None for value in found], model.low, np.array(found, dtype=np.float64))
     bound = None
     if relaxed and all(row.pi is not None for row in rows):
@@ -431,7 +423,7 @@ def _solve_with_pulp(model: Arrays, solver: str, limits: SolverLimits, relaxed: 
 
 
 def _pulp_model(model: Arrays, relaxed: bool) -> tuple[Any, list[Any], list[Any]]:
-    """The model as PuLP wants it, its variables and its rows, which are equations or bounded on one side."""
+    """The model for PuLP, its variables and its rows. PuLP's rows are equations, or bounded on one side."""
     pulp = _pulp()
     problem = pulp.LpProblem("plan", pulp.LpMinimize)
     variables = [

@@ -240,7 +240,7 @@ def _starts(model: FluidModel, roots: list[int], wanted: list[int]) -> set[int]:
     pending = list(roots)
     while pending:
         replay = replays[pending.pop()]
-        if replay is None or replay.ops[-1] < earliest:  # what it starts from is complete before its last op
+        if replay is None or replay.ops[-1] < earliest:  # its inputs are complete before its last op
             continue
         pending += [source for source in replay.inputs if source not in seen]
         seen.update(replay.inputs)

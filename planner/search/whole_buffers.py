@@ -1,8 +1,8 @@
-"""Whole buffers: a large value leaves and returns in one piece, where the fluid rows let it trickle.
+"""Whole buffers: a large value leaves and returns in one piece, not byte by byte as in the fluid rows.
 
-A buffer is given up only when its copy is complete, and taken up in full when its copy back is issued. For values that
-are a small part of the budget the difference is nothing that a step shows, so that they stay fluid. Steps are taken at
-slots of a grid: PLAN moves large values there and nowhere else, BOUND takes the kinder of the two neighbours.
+A buffer is released only when its copy is complete, and allocated in full when its copy back is issued. For values that
+are a small part of the budget the difference is negligible, so they stay fluid. Values move at slots of a grid: PLAN
+moves large values only there, and BOUND uses the more favourable of the two neighbouring slots.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from poochplan.planner.search.solvers import Term
 from poochplan.planner.simulator.problem import Problem
 
 SHORT_COPIES = 1.5
-"""Rows "this copy cannot be over yet" stand within so many copy times of the save, or of the use."""
+"""Rows "this copy cannot be complete yet" reach this many copy times from the save, or from the use."""
 
 
 MOST_LARGE = 12
@@ -27,7 +27,7 @@ MOST_LARGE = 12
 
 @dataclass(frozen=True)
 class Steps:
-    """A column that goes from 0 to 1 once, slot by slot of the grid."""
+    """Columns of a variable that goes from 0 to 1 once, one for each slot of the grid."""
 
     slots: tuple[int, ...]
     columns: tuple[int, ...]
@@ -45,12 +45,12 @@ class Steps:
 
 @dataclass(eq=False)
 class WholeBuffers:
-    """Columns of the values counted in whole buffers, and of the rest."""
+    """Columns of the values that move as whole buffers, and of the other values."""
 
     released: dict[int, Steps] = field(default_factory=dict)
-    """Per value: its copy is out and its buffer given up by the end of the slot's points."""
+    """Per value: whether its copy is out and its buffer released by the end of the slot's points."""
     issued: dict[int, Steps] = field(default_factory=dict)
-    """Per value: its copy back has been issued by the end of the slot's points."""
+    """Per value: whether its copy back has been issued by the end of the slot's points."""
     rest_out: dict[int, int] = field(default_factory=dict)
     """Per slot: bytes of the other values that are out."""
     rest_ahead: dict[int, int] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class WholeBuffers:
 
 
 def large_values(problem: Problem, candidates: Iterable[int], share: float) -> tuple[int, ...]:
-    """The candidates that are more than ``share`` of the saved bytes each, at most ``MOST_LARGE``, the largest."""
+    """The candidates that each exceed ``share`` of the saved bytes; at most the ``MOST_LARGE`` largest."""
     sizes = problem.rounded_bytes
     least = share * float(sizes.sum())
     large = sorted((v for v in candidates if float(sizes[v]) > least), key=lambda v: (-int(sizes[v]), v))
@@ -77,7 +77,7 @@ def add_whole_buffers(model: FluidModel, row_ticks: list[int]) -> WholeBuffers:
 
 
 def _grid(model: FluidModel, row_ticks: list[int]) -> list[int]:
-    """Slots with memory rows, thinned to at most ``model.request.grid``, evenly in time in forward and in backward."""
+    """At most ``model.request.grid`` slots with memory rows, evenly spaced in time in forward and in backward."""
     rows = sorted({model.slots.at_tick(tick) for tick in row_ticks})
     first_backward = model.slots.first_backward
     starts = np.concatenate(([0.0], np.cumsum(model.slots.seconds)))
@@ -108,7 +108,7 @@ def _add_steps(model: FluidModel, whole: WholeBuffers, value: int, grid: list[in
 
 
 def _add_copy_times(model: FluidModel, whole: WholeBuffers, value: int) -> None:
-    """A copy takes its time: out, counted from the save; in, counted back from the use."""
+    """Adds rows for the duration of copies: out, counted from the save; in, counted back from the use."""
     size, seconds = model.moved[value], (model.slots.seconds / model.time_unit_s).tolist()
     released, issued, save = whole.released[value], whole.issued[value], model.save_slot[value]
     for slot, column in zip(released.slots, released.columns, strict=True):
@@ -133,7 +133,7 @@ def _add_copy_times(model: FluidModel, whole: WholeBuffers, value: int) -> None:
 
 
 def _add_totals(model: FluidModel, whole: WholeBuffers) -> None:
-    """All that was given up is out, and all that is back has been issued."""
+    """Adds rows: all released bytes are out, and all bytes that are back were issued."""
     linear, slots = model.linear, model.slots
     saved, saved_rest = list[Term](), list[Term]()
     by_slot: dict[int, list[int]] = {}
@@ -163,7 +163,7 @@ def _add_totals(model: FluidModel, whole: WholeBuffers) -> None:
 
 
 def _arrived(model: FluidModel, whole: WholeBuffers, slot: int) -> list[Term]:
-    """Bytes back before their use, less those of whole buffers that have been issued."""
+    """Bytes that are back before their use, minus those of issued whole buffers."""
     terms: list[Term] = [(model.ahead[slot], 1.0), (model.arriving[slot], 1.0)]
     for value, steps in whole.issued.items():
         if slot < model.use_slot[value]:
@@ -176,7 +176,7 @@ def _arrived(model: FluidModel, whole: WholeBuffers, slot: int) -> list[Term]:
 
 
 def resident_whole(model: FluidModel, whole: WholeBuffers, tick: int, slot: int) -> list[Term]:
-    """Bytes of swapped whole buffers that are on the device at ``tick`` though no use holds them."""
+    """Bytes of swapped whole buffers that are on the device at ``tick`` and that no use holds."""
     problem, terms = model.problem, list[Term]()
     for value, released in whole.released.items():
         if not problem.forward_death[value] < tick < problem.first_use[value] or model.save_slot[value] > slot:
@@ -194,7 +194,7 @@ def resident_whole(model: FluidModel, whole: WholeBuffers, tick: int, slot: int)
 
 
 def resident_rest(model: FluidModel, whole: WholeBuffers, tick: int, slot: int) -> list[Term]:
-    """Bytes of the other swapped values that are on the device at ``tick`` though no use holds them."""
+    """Bytes of the other swapped values that are on the device at ``tick`` and that no use holds."""
     death, save = model.problem.forward_death, model.save_slot
     terms: list[Term] = [
         (column, model.moved[value])

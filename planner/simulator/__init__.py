@@ -1,1 +1,1 @@
-"""The step as plain arrays, and the referee: what a schedule does to its memory and to its time."""
+"""The step as plain arrays, and the simulator: memory and time of a schedule."""

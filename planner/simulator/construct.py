@@ -1,10 +1,11 @@
-"""Constructive scheduling: points for releases, copies and replays of given decisions, within a budget where they can.
+"""Constructive scheduling: points for releases, copies and replays of given decisions, within a budget if possible.
 
-Copies out go in the order in which their bytes can be given up. A release happens when memory asks for it, at the last
-point before the tick that asks, and only if that tick needs it; a prefetch in the order of need, as early as memory
-permits; a replay at the use point of its value. A swapped value is away from its release to the next point that needs
-it: before the first replay that starts from it, between two of them, or between the last one and its own use. One that
-memory never asks to release is kept after all, and its copies are saved.
+* Copies out are queued in the order in which their bytes can be released.
+* A value is released at the last point before the tick that needs its bytes. If no tick needs them, it is kept.
+* Prefetches are queued in the order of need, as early as memory permits.
+* A replay runs at the use point of its value.
+* A swapped value is away from its release to the next point that needs it: before the first replay that starts from
+  it, between two such replays, or between the last one and its own use.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from poochplan.planner.simulator.schedule import AS_STYLED, Lists, Schedule, Sty
 
 @dataclass(frozen=True)
 class Needs:
-    """When given decisions need which value in backward."""
+    """When each value is needed in backward, under given decisions."""
 
     points: tuple[tuple[int, ...], ...]
     """Per value: the points up to its first use that need it on the device, in order."""
     back_point: tuple[int, ...]
-    """Per value: the first of them; for a recomputed one that of its replay; -1 when there is none."""
+    """Per value: the first of these points, or that of its replay; -1 if there is none."""
     last_claim: Ints
-    """Per value: the last tick at which a replay needs it; -1 when none does."""
+    """Per value: the last tick at which a replay needs it; -1 if none does."""
     replays: tuple[tuple[int, int, tuple[int, ...]], ...]
-    """(point, value asked for, all values this replay brings back), in the order in which they run."""
+    """(point, requested value, all values that this replay brings back), in the order in which they run."""
 
 
 def needs_of(problem: Problem, decisions: Sequence[Decision], replay_at: Mapping[int, int] | None = None) -> Needs:
-    """What ``decisions`` need back, and when.
+    """The values that ``decisions`` need back, and when.
 
-    A replay is at the first use of its value, or earlier where ``replay_at`` (value -> use point) says so; at one point
-    those come first, in the order of ``replay_at``.
+    A replay is at the first use of its value, or earlier, at the use point that ``replay_at`` has for the value. At one
+    point these earlier replays come first, in the order of ``replay_at``.
     """
     count = problem.value_count
     back = [-1] * count
@@ -72,7 +73,7 @@ def needs_of(problem: Problem, decisions: Sequence[Decision], replay_at: Mapping
 def _in_order(
     problem: Problem, decisions: Sequence[Decision], replay_at: Mapping[int, int]
 ) -> list[tuple[int, int, int]]:
-    """(point, order at the point, value): when each value is asked for, a replay before the use at its point."""
+    """(point, order at the point, value) of each request for a value. At one point, replays come before the use."""
     last = len(replay_at)
     order = [(point, last, value) for value, point in enumerate(problem.first_use_point) if point >= 0]
     for position, (value, point) in enumerate(replay_at.items()):
@@ -82,15 +83,15 @@ def _in_order(
 
 
 def may_replay_at(problem: Problem, value: int, point: int) -> bool:
-    """Whether a use point is early enough for a replay of ``value``: what it starts from is still held; and late enough
-    that the gathered weights which it reads have memory.
+    """Whether a replay of ``value`` may run at a use point: its inputs are still held, and the gathered weights that it
+    reads have memory.
     """
     use, tick = problem.first_use_point[value], problem.point_tick_list[point]
     return problem.replay.may_run(value, tick) and (point <= use if use >= 0 else tick <= problem.freed[value])
 
 
 def replay_closure(problem: Problem, decisions: Sequence[Decision], value: int, back: Sequence[int]) -> tuple[int, ...]:
-    """The values one replay of ``value`` brings back: itself and the recomputed values it starts from, not yet back."""
+    """The values that one replay of ``value`` brings back: itself, and recomputed inputs that are not back yet."""
     targets = {value}
     pending = [value]
     while pending:
@@ -102,14 +103,14 @@ def replay_closure(problem: Problem, decisions: Sequence[Decision], value: int, 
 
 
 def claim_for_never_replayed(problem: Problem, decisions: Sequence[Decision], back: Sequence[int], claim: Ints) -> None:
-    """Extends ``claim``: a recomputed value that never comes back claims its inputs as long as it is itself held."""
+    """Extends ``claim``: a recomputed value that never comes back claims its inputs while it is itself held."""
     replays = problem.replay.replays
     pending = [
         (replay.ops[-1], value, replay.inputs)
         for value, replay in enumerate(replays)
         if replay is not None and decisions[value] is Decision.RECOMPUTE and back[value] < 0
     ]
-    for _, value, inputs in sorted(pending, reverse=True):  # what holds a value comes after it
+    for _, value, inputs in sorted(pending, reverse=True):  # a value's holders come after it
         until = max(int(problem.freed[value]), int(claim[value]))
         for source in inputs:
             claim[source] = max(int(claim[source]), until)
@@ -140,7 +141,7 @@ def inside_replays(problem: Problem, runs: Sequence[tuple[int, ...]], after_byte
 
 
 LOOK_TICKS = 512
-"""Memory is looked at in so many ticks at a time: what is over is most often near."""
+"""Number of ticks that are searched at a time: a tick over the budget is usually near."""
 
 
 class _Scheduler:
@@ -158,12 +159,12 @@ class _Scheduler:
         self.end = np.maximum(problem.freed, self.needs.last_claim)
         self.release: dict[int, int] = {}
         self.back: dict[int, int] = {}
-        """Per released value: the point that needs it next; -1 when none does."""
+        """Per released value: the point that needs it next; -1 if none does."""
         self.prefetch: dict[int, int] = {}
         self.curve = self._curve_unreleased()
 
     def actions(self) -> Lists:
-        """What happens at each point, as ``assemble`` takes it; ``decisions`` are then the final ones."""
+        """The actions at each point, in the form for ``assemble``. Afterwards ``decisions`` are final."""
         swapped = [value for value, decision in enumerate(self.decisions) if decision is Decision.SWAP]
         if self.style.release == "early":
             for value in swapped:
@@ -195,13 +196,13 @@ class _Scheduler:
     # -- releases -----------------------------------------------------------------------------------------------------
 
     def _need_after(self, value: int, point: int) -> int:
-        """The first point that needs a value released at ``point``; -1 when none does."""
+        """The first point that needs a value released at ``point``; -1 if none does."""
         needed = self.needs.points[value]
         index = bisect_left(needed, point)
         return needed[index] if index < len(needed) else -1
 
     def _last_absent_tick(self, value: int, point: int) -> int:
-        """Last tick at which a value released at ``point`` stays away; -1 when it must not leave any more."""
+        """Last tick at which a value released at ``point`` stays away; -1 if it must not leave any more."""
         back = self._need_after(value, point)
         if back >= 0:
             return self.ticks[back] - 1
@@ -216,7 +217,7 @@ class _Scheduler:
         self.curve[first : max(first, self._last_absent_tick(value, point) + 1)] -= self.size[value]
 
     def _early_point(self, value: int) -> int:
-        """The last save point before which forward has let go of the value, its own at the earliest."""
+        """The last save point up to the tick after the value's forward death; its own save point if that is later."""
         problem = self.problem
         index = bisect_right(problem.save_ticks, self.death[value] + 1) - 1
         return problem.save_points[max(index, value)]
@@ -237,13 +238,13 @@ class _Scheduler:
             gone = set(released)
             waiting = [value for value in waiting if value not in gone]
             if self.curve[tick] > self.budget_bytes:
-                # These decisions do not fit: release the rest early, so that what is missing is exact.
+                # These decisions do not fit. The others are released early, so that the missing bytes are exact.
                 for value in waiting:
                     self._release_at(value, self._early_point(value))
                 return
 
     def _next_over(self, tick: int) -> int:
-        """The first tick from ``tick`` on that has more than the budget; -1 when none does."""
+        """The first tick from ``tick`` on that exceeds the budget; -1 if none does."""
         for begin in range(tick, len(self.curve), LOOK_TICKS):
             over = np.flatnonzero(self.curve[begin : begin + LOOK_TICKS] > self.budget_bytes)
             if len(over):
@@ -251,9 +252,9 @@ class _Scheduler:
         return -1
 
     def _released_for(self, tick: int, point: int, waiting: Sequence[int]) -> list[int]:
-        """The front of ``waiting`` that makes ``tick`` fit, less what it turns out not to need; in its order.
+        """The first values of ``waiting`` that make ``tick`` fit, without those that turn out to be unnecessary.
 
-        Each that helps takes its bytes from the tick, so that sums tell how many it takes, and what may stay.
+        Each value that helps removes its bytes from the tick, so sums show how many are needed and which may stay.
         """
         over_bytes = int(self.curve[tick]) - self.budget_bytes
         helping, helped_bytes = [], 0
@@ -265,7 +266,7 @@ class _Scheduler:
                     break
         spare_bytes = helped_bytes - over_bytes
         released = helping[-1:]
-        for value in reversed(helping[:-1]):  # the last in the queue is waited for the longest
+        for value in reversed(helping[:-1]):  # the wait for the last in the queue is the longest
             if self.size[value] <= spare_bytes:
                 spare_bytes -= self.size[value]
             else:
@@ -307,10 +308,10 @@ class _Scheduler:
                 earliest = self.ticks[point]
 
     def _queue(self, values: Sequence[int]) -> dict[int, int]:
-        """Value -> point at which its copy out is queued, in the order of the queue.
+        """By value, in the order of the queue: the point at which its copy out is queued.
 
-        A copy is queued at its save point, unless its bytes cannot be given up for long: a value that forward still
-        holds lets the others go first, as long as the link is busy.
+        A copy is queued at its save point. But if forward still holds the value, other copies go first while the link
+        is busy.
         """
         if self.tuning.out_order or self.tuning.out_from:
             return self._queue_as_told(values)
@@ -338,7 +339,7 @@ class _Scheduler:
         return issued
 
     def _queue_as_told(self, values: Sequence[int]) -> dict[int, int]:
-        """The same by the tuning's order; a copy that would be queued after its release goes ahead."""
+        """The same in the tuning's order. A copy that would be queued after its release goes first."""
         problem, tuning = self.problem, self.tuning
         place = {value: position for position, value in enumerate(tuning.out_order)}
 
@@ -380,11 +381,10 @@ def fit(
     *,
     recorded: bool = True,
 ) -> Schedule:
-    """A schedule of ``decisions`` that stays within ``budget_bytes`` where these decisions can.
+    """A schedule of ``decisions`` within ``budget_bytes`` if possible; only the simulator tells whether it fits.
 
-    Swapped values that need no release are kept instead. Whether it fits is for the simulator to say. Without
-    ``recorded`` it does not say when to record ops, unless that takes time: enough for the simulator, not for the
-    runtime.
+    Swapped values that need no release are kept instead. Without ``recorded`` the schedule has no recording windows,
+    unless recording takes time: the simulator needs no others, but the runtime does.
     """
     fitting = _Scheduler(problem, decisions, budget_bytes, style or Style(), tuning)
     lists = fitting.actions()

@@ -227,7 +227,7 @@ class _Lists:
         self.items: list[int] = []
 
     def add(self, items: Iterable[int]) -> tuple[int, int]:
-        """Adds a list, and returns its begin and end."""
+        """Adds a list, and returns its beginning and end."""
         begin = len(self.items)
         self.items.extend(items)
         return begin, len(self.items)

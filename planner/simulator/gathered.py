@@ -1,8 +1,8 @@
-"""Which replays find the gathered weights that they read (FSDP2), whatever else is decided.
+"""The replays that find the gathered weights that they read (FSDP2), whatever the other decisions are.
 
-Such a weight has memory in *stretches* of the step alone: in the unit's forward, and around its backward. A replay
-runs at the first use of its value, or at that of a value whose replay starts from it. At each of these ticks all that
-its ops read must have memory. So a value is recomputed only if that holds whichever other values are recomputed too.
+Such a weight has memory only in *stretches* of the step: in the unit's forward, and around its backward. A replay runs
+at the first use of its value, or at that of a value whose replay starts from it. At each of these ticks, all weights
+that its ops read must have memory. So a value may be recomputed only if this holds for any decisions on other values.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from poochplan.formats.profile import Profile
 
 @dataclass(frozen=True)
 class Stretches:
-    """Ticks from the first to the last of each stretch, by the value of the storage's first one."""
+    """First and last tick of each stretch. A storage is named by the value of its first stretch."""
 
     profile: Profile
     of: dict[int, list[tuple[int, int]]]
 
     @classmethod
     def in_profile(cls, profile: Profile) -> Stretches:
-        """Those of all storages that give up their memory and take it again."""
+        """The stretches of all storages that release their memory and take it again."""
         numbers = [number for number, value in enumerate(profile.values) if value.stretch_of >= 0]
         found: dict[int, list[tuple[int, int]]] = {}
         for number, born in zip(numbers, born_ticks(profile, numbers).tolist(), strict=True):
@@ -37,18 +37,18 @@ class Stretches:
         return {self.profile.values[value].stretch_of for value in read} - {-1}
 
     def around(self, storage: int, tick: int) -> tuple[int, int] | None:
-        """The stretch in which the tick lies; None where the storage has no memory then."""
+        """The stretch that has the tick; None if the storage has no memory then."""
         return next((one for one in self.of[storage] if one[0] <= tick <= one[1]), None)
 
 
 @dataclass(frozen=True)
 class Reach:
-    """What replays may do, value by value."""
+    """Where replays may run, value by value."""
 
     reasons: tuple[str, ...]
-    """Why none of its replays is sure to find the weights that it reads; empty where they are."""
+    """Why a replay may not find the weights that it reads; empty if it always finds them."""
     earliest_tick: tuple[int, ...]
-    """No replay of it may run before this: from here on all that it may need has memory, up to its first use."""
+    """First tick of its replays: from here to its first use, all weights that they may read have memory."""
 
 
 def reach_of(
@@ -57,15 +57,15 @@ def reach_of(
     inputs: Sequence[Sequence[int]],
     first_use: Sequence[int],
 ) -> Reach:
-    """Of saved values, each with the ops of its replay (none where it has no replay), the saved values that it starts
-    from, and the tick of its first use.
+    """The reach of saved values. Each has the ops of its replay (empty without a replay), the saved values from which
+    it starts, and the tick of its first use.
     """
     reads = [stretches.read_by(own) for own in ops]
     reasons = [""] * len(ops)
     tick_count = stretches.profile.tick_count
     asked = [{tick} if tick < tick_count else set[int]() for tick in first_use]
     by_last_op = sorted((own[-1], value) for value, own in enumerate(ops) if own)
-    for _, value in reversed(by_last_op):  # what starts from a value has a later op
+    for _, value in reversed(by_last_op):  # a replay that starts from a value has a later last op
         away = [one for one in reads[value] if any(stretches.around(one, tick) is None for tick in asked[value])]
         if away:
             reasons[value] = _reason(stretches, min(away), is_own=stretches.around(min(away), first_use[value]) is None)

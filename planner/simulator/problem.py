@@ -1,4 +1,4 @@
-"""Profile -> Problem: everything that the planner needs to know about one step, as plain arrays.
+"""Makes a Problem from a Profile: everything that the planner needs to know about one step, as plain arrays.
 
 Ticks are those of ``poochplan.formats.profile``; bytes are rounded up to the allocation unit.
 """
@@ -26,7 +26,7 @@ class LaunchCost:
     """
 
     is_compute: bool
-    """Whether the thread is the compute stream itself, as on the CPU; else the device works behind it."""
+    """Whether the thread is the compute stream itself, as on the CPU; else it is ahead of the device."""
     out_s: float
     """For each copy out, including the release of its value."""
     fetch_s: float
@@ -144,9 +144,9 @@ class Problem:
     freed: Ints
     save_tick: Ints
     first_use: Ints
-    """Tick of the first use point; ``tick_count`` when backward never uses it."""
+    """Tick of the first use point; ``tick_count`` if backward never uses it."""
     first_use_point: tuple[int, ...]
-    """-1 when backward never uses it."""
+    """-1 if backward never uses it."""
     must_keep: tuple[str, ...]
     """Why a value can only be kept; empty if it may be swapped."""
     replay: ReplayGraph
@@ -431,7 +431,7 @@ def _check_ops(profile: Profile) -> None:
     for index, op in enumerate(profile.ops):
         for value in op.outputs:
             born = profile.values[value].born
-            if not 0 <= born <= index or value in made:  # earlier: of a compiled region that runs in parts
+            if not 0 <= born <= index or value in made:  # earlier if a compiled region runs in parts
                 raise PoochError(
                     f"ops[{index}].outputs ({op.name}): expected values that are born by then, each in one op's, found "
                     f"{profile.values[value].name}, which ops[{born}] creates; profile again"

@@ -58,14 +58,14 @@ class ReplayGraph:
     """Replays of all saved values of a profile."""
 
     replays: tuple[Replay | None, ...]
-    """Per saved value; None when it cannot be recomputed."""
+    """Per saved value; None if it cannot be recomputed."""
     reasons: tuple[str, ...]
-    """Per saved value: why it cannot be recomputed, else empty."""
+    """Per saved value: why it cannot be recomputed; empty if it can."""
     value_of: tuple[int, ...]
     """Per saved value: its value in the profile."""
     op_seconds: tuple[float, ...]
     op_workspace_bytes: tuple[int, ...]
-    """In a replay: it includes the temporary buffers for running statistics."""
+    """Per op in a replay, including the temporary buffers for running statistics."""
     op_outputs: tuple[tuple[int, ...], ...]
     op_temporaries: tuple[tuple[int, ...], ...]
     """Per op: the values it reads or writes in a version that only a replay can give."""
@@ -73,7 +73,7 @@ class ReplayGraph:
     value_writers: tuple[tuple[int, ...], ...]
     """Per value: the forward ops that create or write it, in order."""
     earliest_tick: tuple[int, ...] = ()
-    """Per saved value: no replay of it may run before this; empty where none reads a gathered weight."""
+    """Per saved value: no replay of it may run before this tick; empty if no replay reads a gathered weight."""
     _merged: dict[tuple[int, ...], MergedReplay] = field(default_factory=dict, repr=False)
 
     def of(self, value: int) -> Replay:
@@ -177,12 +177,12 @@ class _Versions:
         return bisect_left(self.writers[value], op)
 
     def is_entry(self, value: int, version: int) -> bool:
-        """Whether a reader of this version finds it in the value's entry, and no op is replayed for it."""
+        """Whether readers of this version find it in the value's entry, so that no op is replayed for it."""
         saved = self.saved_of[value]
         return saved >= 0 and self.saved_version[saved] == version
 
     def is_preexisting(self, value: int) -> bool:
-        """Also of a gathered weight: no replay rebuilds it."""
+        """Whether no replay rebuilds the value; also true of a gathered weight."""
         record = self.profile.values[value]
         return record.born < 0 or record.stretch_of >= 0
 
@@ -231,7 +231,7 @@ def build_replay_graph(
 def _within_stretches(
     profile: Profile, replays: list[Replay | None], reasons: list[str], first_use_tick: Sequence[int]
 ) -> tuple[int, ...]:
-    """Takes away the replays that may not find a gathered weight; how early the others may run."""
+    """Removes replays that may not find a gathered weight. Returns the first tick at which each other one may run."""
     stretches = Stretches.in_profile(profile)
     if not stretches.of:
         return ()
@@ -248,9 +248,9 @@ def _within_stretches(
 
 
 def _workspace_bytes(profile: Profile, op: Op) -> int:
-    """Bytes beside inputs and outputs while a replay runs ``op``: running statistics have stand-ins.
+    """Bytes besides inputs and outputs while a replay runs ``op``, with temporary buffers for running statistics.
 
-    They are told by the operator's name: PyTorch does not declare that batch normalisation writes them.
+    The operator's name shows whether it has them: PyTorch does not declare that batch normalisation writes them.
     """
     touched = {*op.inputs, *op.writes} if "batch_norm" in op.name else ()
     buffers = [profile.values[v].size_bytes for v in touched if profile.values[v].kind is Kind.BUFFER]
@@ -308,7 +308,7 @@ def _replay_of(
 
 
 def _preexisting_reason(versions: _Versions, value: int, op: int, read: int, needed_tick: int) -> str:
-    """Why a value from before the step cannot be read again by ``op`` at ``needed_tick``; empty when it can."""
+    """Why ``op`` cannot read a value from before the step again at ``needed_tick``; empty if it can."""
     record = versions.profile.values[value]
     if record.stretch_of < 0 and record.freed < min(needed_tick, versions.profile.tick_count - 1):
         return f"its input {record.name} is gone before backward"
@@ -321,7 +321,7 @@ def _preexisting_reason(versions: _Versions, value: int, op: int, read: int, nee
 
 
 def _entry_reason(versions: _Versions, value: int, save_tick: int, entry_save_tick: int) -> str:
-    """Why the entry of a saved value cannot serve a replay of a value saved at ``save_tick``; empty when it can."""
+    """Why a replay of a value saved at ``save_tick`` cannot use the entry of a saved value; empty if it can."""
     record = versions.profile.values[value]
     if versions.saved_version[versions.saved_of[value]] != len(versions.writers[value]):
         return f"its input {record.name} is written in place after it was saved"

@@ -1,4 +1,4 @@
-"""A schedule: what happens at which point of the runtime's clock, and when ops are recorded for replays."""
+"""A schedule: the actions at each point of the runtime's clock, and when ops are recorded for replays."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ class Style:
     """How decisions are turned into a schedule."""
 
     release: Literal["late", "early"] = "late"
-    """``late``: when memory asks for it. ``early``: as soon as forward lets go of the value."""
+    """``late``: when its bytes are needed. ``early``: at the value's forward death."""
     prefetch: Literal["early", "on_demand"] = "early"
     in_order: bool = True
-    """Copies back are queued strictly in the order of need; else a later one may overtake one that has no room yet."""
+    """Whether copies back are queued strictly in the order of need. Else one may overtake another that has no room."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What one schedule does otherwise than its style says, where memory permits."""
+    """Differences of one schedule from its style, applied if memory permits."""
 
     replay_at: Mapping[int, int] = field(default_factory=dict)
-    """Recomputed value -> use point of its replay, at or before its first use; in this order at one point."""
+    """By recomputed value: the use point of its replay, at or before its first use; in this order at one point."""
     stay_until: Mapping[int, int] = field(default_factory=dict)
-    """Swapped value -> first point at which it may be released."""
+    """By swapped value: the first point at which it may be released."""
     out_from: Mapping[int, int] = field(default_factory=dict)
-    """Swapped value -> first point at which its copy out may be queued."""
+    """By swapped value: the first point at which its copy out may be queued."""
     fetch_from: Mapping[int, int] = field(default_factory=dict)
-    """Swapped value -> first point at which its copy back may be queued."""
+    """By swapped value: the first point at which its copy back may be queued."""
     out_order: tuple[int, ...] = ()
-    """The queue outwards; values not in it follow in the style's order."""
+    """The queue outwards; other values follow in the style's order."""
     release_order: tuple[int, ...] = ()
-    """Which value is released first when memory asks; values not in it follow in the order of the queue."""
+    """The order of releases; other values follow in the order of the queue."""
     fetch_order: tuple[int, ...] = ()
-    """The queue inwards; values not in it follow in the order of need."""
+    """The queue inwards; other values follow in the order of need."""
 
 
 AS_STYLED = Tuning()
 
 
 MERGE_GAP_OPS = 4
-"""Two windows with fewer ops between them are one: switching costs about as much as recording these."""
+"""Two windows with fewer ops between them become one: a switch takes about as long as recording these ops."""
 
 
 @dataclass(frozen=True)
@@ -57,32 +57,32 @@ class Recording:
 
     from_start: bool
     switches: dict[int, Literal["on", "off"]]
-    """Save point (saved value) -> what happens there."""
+    """By save point (saved value): the switch there."""
 
 
 NOTHING_RECORDED = Recording(from_start=False, switches={})
 
 
 def recording_of(problem: Problem, decisions: Sequence[Decision]) -> Recording:
-    """Windows that hold all that replays of the recomputed values need recorded."""
+    """Windows with all ops that must be recorded for replays of the recomputed values."""
     recompute, replays = Decision.RECOMPUTE, problem.replay.replays
     chosen = [value for value, decision in enumerate(decisions) if decision is recompute and replays[value] is not None]
     return recording_for(problem.replay.recorded_for(chosen), problem.save_op_array) if chosen else NOTHING_RECORDED
 
 
 def recording_for(ops: Ints, save_ops: Ints) -> Recording:
-    """Windows that hold every op of ``ops``, which ascend; ``save_ops`` are the ops completed before each save point.
+    """Windows with every op of ``ops``, in ascending order; ``save_ops`` are the ops completed before each save point.
 
-    A pack happens inside an op, so a switch at a save point takes effect from the op after the next one: for op ``j``
-    the last save point with ``save_ops < j`` switches on, and the first one with ``save_ops > j`` switches off. Two
-    windows with fewer than ``MERGE_GAP_OPS`` ops between them are one.
+    A pack happens inside an op, so a switch at a save point takes effect from the op after the next one. For op ``j``
+    the last save point with ``save_ops < j`` switches on, and the first one with ``save_ops > j`` switches off. See
+    also ``MERGE_GAP_OPS``.
     """
     if not len(ops):
         return NOTHING_RECORDED
     count = len(save_ops)
     on = np.searchsorted(save_ops, ops, side="left") - 1
     off = np.searchsorted(save_ops, ops, side="right")
-    ends = np.append(save_ops, save_ops[-1] + ops[-1] + 1)  # a window that never closes leaves no gap behind it
+    ends = np.append(save_ops, save_ops[-1] + ops[-1] + 1)  # a window that never closes has no gap after it
     begins = np.ones(len(ops), dtype=bool)
     begins[1:] = (on[1:] >= 0) & (save_ops[on[1:]] - ends[off[:-1]] >= MERGE_GAP_OPS)
     first = np.flatnonzero(begins)
@@ -97,12 +97,12 @@ def recording_for(ops: Ints, save_ops: Ints) -> Recording:
 
 
 Lists: TypeAlias = dict[int, dict[str, list[int]]]
-"""Point -> field of ``PointActions`` -> values."""
+"""By point, by field of ``PointActions``: values."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Decisions, and the actions at each point at which something happens, in the order of the clock."""
+    """Decisions, and the points that have actions, in the order of the clock."""
 
     decisions: tuple[Decision, ...]
     actions: tuple[PointActions, ...]
@@ -110,18 +110,18 @@ class Schedule:
 
 
 def schedule_of(plan: Plan, problem: Problem) -> Schedule:
-    """The schedule that a plan holds; ``problem`` is of the profile it was made from."""
+    """The schedule of a plan; ``problem`` comes from the plan's profile."""
     assert len(plan.values) == problem.value_count, "the plan was made from another profile"
     return Schedule(tuple(value.decision for value in plan.values), plan.schedule, plan.record_from_start)
 
 
 def keep_all(problem: Problem) -> Schedule:
-    """Everything kept: the in-core step."""
+    """The schedule that keeps everything: the in-core step."""
     return Schedule((Decision.KEEP,) * problem.value_count, ())
 
 
 def assemble(problem: Problem, decisions: Sequence[Decision], lists: Lists, *, recorded: bool = True) -> Schedule:
-    """A schedule of what ``lists`` says happens at each point (field of ``PointActions`` -> values), with recording."""
+    """A schedule with the actions of ``lists`` and, with ``recorded``, its recording windows."""
     is_paid_for = problem.launch_cost is not None and problem.launch_cost.record_s > 0
     recording = recording_of(problem, decisions) if recorded or is_paid_for else NOTHING_RECORDED
     switches = {problem.save_points[value]: switch for value, switch in recording.switches.items()}
@@ -144,12 +144,12 @@ def assemble(problem: Problem, decisions: Sequence[Decision], lists: Lists, *, r
 
 
 def with_recording(problem: Problem, schedule: Schedule) -> Schedule:
-    """The same schedule, with recording for all that it replays."""
+    """The same schedule, with recording windows for all its replays."""
     return assemble(problem, schedule.decisions, lists_of(problem, schedule))
 
 
 def lists_of(problem: Problem, schedule: Schedule) -> Lists:
-    """What happens at each point of a schedule, as :func:`assemble` takes it."""
+    """The actions at each point of a schedule, in the form for :func:`assemble`."""
     points = {"save": problem.save_points, "use": problem.use_points}
     return {
         points[action.at][action.index]: {

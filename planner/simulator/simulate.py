@@ -45,7 +45,7 @@ class Simulation:
     peak_tick: int
     peak_layer: str
     memory_bytes: Ints
-    """Most bytes live at each tick, inside replays included."""
+    """Most bytes live at each tick, including inside replays."""
     step_s: float
     stall_s: float
     """Seconds the compute stream waits for copies."""
@@ -57,11 +57,11 @@ class Simulation:
     runtime_s: float = 0.0
     """Seconds of the compute stream for the runtime itself, or in waits for launches."""
     waits: tuple[Wait, ...] = ()
-    """Where the compute stream waits, in order."""
+    """The waits of the compute stream, in order."""
     trace: tuple[Span, ...] = ()
     """Compute, stalls, replays and copies, for pictures; empty unless requested."""
     tick_start_s: Floats = field(default_factory=lambda: np.zeros(0))
-    """Begin of each tick in seconds; empty unless a trace was requested."""
+    """Beginning of each tick in seconds; empty unless a trace was requested."""
 
 
 class _Do(StrEnum):
@@ -74,7 +74,7 @@ class _Do(StrEnum):
 
 @dataclass(frozen=True)
 class ReplayRun:
-    """One replay, and the saved values it brings back."""
+    """One replay, and the saved values that it brings back."""
 
     tick: int
     targets: tuple[int, ...]
@@ -84,7 +84,7 @@ class ReplayRun:
 
 
 def simulate(problem: Problem, schedule: Schedule, *, trace: bool = False) -> Simulation:
-    """Runs ``schedule`` by the exact semantics; ``trace`` adds the data of a picture."""
+    """Runs ``schedule`` by the exact semantics. ``trace`` adds the data for a picture."""
     walk = Walk(problem, schedule)
     memory = _memory(problem, walk)
     peak_tick = int(np.argmax(memory))
@@ -112,7 +112,7 @@ def simulate(problem: Problem, schedule: Schedule, *, trace: bool = False) -> Si
 
 
 class Walk:
-    """Goes once through the points as the runtime does; records where each value is and which actions were done.
+    """Goes through the points once, like the runtime. It records where each value is and which actions were done.
 
     A value is resident until it is released; a recomputed one is away from its forward death to its replay.
     """
@@ -125,7 +125,7 @@ class Walk:
         self.claim: Ints = np.full(count, -1, dtype=np.int64)
         self.is_arriving = [False] * count
         self.commands: list[tuple[int, _Do, int]] = []
-        """(point, what, value), or the position in ``replays`` for a replay."""
+        """(point, action, value); for a replay, its position in ``replays`` in place of the value."""
         self.replays: list[ReplayRun] = []
         self.copied_out: list[int] = []
         self.copied_in: list[int] = []
@@ -221,7 +221,7 @@ def _memory(problem: Problem, walk: Walk) -> Ints:
 class _Timed(NamedTuple):
     streams: Streams
     recording_s: float
-    """Of the compute stream's work."""
+    """Seconds of recording in the compute stream's work."""
     waits: tuple[Wait, ...]
     tick_start_s: Floats
 
@@ -334,7 +334,7 @@ class Candidate:
 
 
 def simulated(problem: Problem, policy: str, schedule: Schedule) -> Candidate:
-    """An existing schedule, simulated."""
+    """Simulates an existing schedule."""
     return Candidate(policy, schedule.decisions, schedule, simulate(problem, schedule))
 
 
@@ -353,7 +353,7 @@ def try_style(
     *,
     recorded: bool = True,
 ) -> Candidate:
-    """Decisions, scheduled in one style and simulated; ``recorded`` as in ``fit``."""
+    """Schedules decisions in one style, and simulates them; ``recorded`` as in ``fit``."""
     schedule = fit(problem, wish, budget_bytes, style, tuning, recorded=recorded)
     return Candidate(policy, tuple(wish), schedule, simulate(problem, schedule))
 
@@ -361,7 +361,7 @@ def try_style(
 def try_decisions(
     problem: Problem, policy: str, wish: Sequence[Decision], budget_bytes: int, styles: Sequence[Style] = STYLES
 ) -> Candidate:
-    """Decisions, scheduled in each style; returns the best result."""
+    """Schedules decisions in each style; returns the best result."""
     tried = [try_style(problem, policy, wish, budget_bytes, style) for style in styles]
     return min(tried, key=lambda candidate: candidate.rank(budget_bytes))
 

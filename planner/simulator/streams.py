@@ -16,7 +16,7 @@ from poochplan.planner.simulator.schedule import Schedule
 
 
 class Lane(StrEnum):
-    """What a span of the trace shows."""
+    """The kind of a span in the trace."""
 
     COMPUTE = "compute"
     STALL = "stall"
@@ -89,7 +89,7 @@ class Streams:
         self._span(Lane.REPLAY, label, start_s)
 
     def spend(self, work_s: float) -> None:
-        """Runs the runtime's own work, slowed by the copies as all else."""
+        """Runs the runtime's own work, slowed by the copies like other work."""
         start_s = self.now_s
         if self._out.current < 0 and self._in.current < 0:
             self.now_s += work_s
@@ -99,7 +99,7 @@ class Streams:
         self._span(Lane.RUNTIME, "", start_s)
 
     def wait_until(self, wall_s: float) -> None:
-        """Nothing is launched before ``wall_s``."""
+        """Waits until ``wall_s``, before which nothing is launched."""
         if wall_s <= self.now_s:
             return
         start_s = self.now_s
@@ -109,16 +109,16 @@ class Streams:
 
     @property
     def is_undisturbed(self) -> bool:
-        """Whether what runs now is not slowed until another copy is queued."""
+        """Whether nothing slows the compute stream until another copy is queued."""
         return not self._slows or (self._out.current < 0 and self._in.current < 0)
 
     def compute_between_waits(self, work_s: float, idle_s: float) -> None:
-        """Both together while :attr:`is_undisturbed`: what is computed, and the waits for launches in between."""
+        """Computes, with waits for launches in between; only while :attr:`is_undisturbed`."""
         self.runtime_s += idle_s
         self._pass(work_s + idle_s)
 
     def queue(self, value: int, seconds: float, label: str, *, is_out: bool) -> None:
-        """Queues a copy, of so many seconds alone on the link."""
+        """Queues a copy that takes ``seconds`` alone on the link."""
         (self._out if is_out else self._in).add(value, seconds, label, self.now_s)
 
     def wait(self, value: int, label: str, *, is_out: bool) -> None:
@@ -130,7 +130,7 @@ class Streams:
         self._span(Lane.STALL, label, start_s)
 
     def mark(self, tick: int, work_s: float) -> None:
-        """Notes that the point at ``tick`` is over."""
+        """Records the end of the point at ``tick``."""
         if self.marks and self.marks[-1][0] == tick:
             self.marks.pop()
         self.marks.append((tick, work_s, self.now_s))
@@ -157,7 +157,7 @@ class Streams:
             left_s -= self._advance(left_s)
 
     def _advance(self, limit_s: float) -> float:
-        """Moves the clock by ``limit_s`` or to the next end of a copy, whichever is first; returns by how much."""
+        """Moves the clock by ``limit_s``, or to the next end of a copy if earlier. Returns the seconds moved."""
         out_queue, in_queue = self._out, self._in
         if out_queue.current < 0 and in_queue.current < 0:
             self.now_s += limit_s
@@ -188,38 +188,38 @@ class Streams:
 
 
 class Thread:
-    """A thread that takes nothing: the compute stream is all there is."""
+    """A launching thread that takes no time, so that only the compute stream does."""
 
     def __init__(self, problem: Problem, streams: Streams) -> None:
         self.streams = streams
         self.work_before_op_s: Floats = problem.work_before_op_s
         self.recording_s = 0.0
-        """What recording adds to the compute stream's work."""
+        """Seconds that recording adds to the compute stream's work."""
         self.done_s = 0.0
-        """Work done so far, replays and what is taken at points apart."""
+        """Work done so far, without replays and the work at points."""
         self._point_work = problem.point_work_list
 
     def reach(self, point: int) -> None:
-        """All that comes before the point has been done."""
+        """Runs all work before the point."""
         work_s = self._point_work[point]
         if work_s > self.done_s:
             self.streams.compute(work_s - self.done_s)
             self.done_s = work_s
 
     def take(self, seconds: float) -> None:
-        """The runtime's own work at a point."""
+        """Runs the runtime's own work at a point."""
 
     def replay(self, targets: tuple[int, ...], ops: tuple[int, ...], seconds: float, label: str) -> None:
-        """Runs the ops that bring ``targets`` back, ``seconds`` together."""
+        """Runs the ops that bring ``targets`` back, ``seconds`` in all."""
         self.streams.replay(seconds, label)
 
     def finish(self) -> None:
-        """The rest of the step."""
+        """Runs the rest of the step."""
         self.streams.compute(float(self.work_before_op_s[-1]) - self.done_s)
 
 
 class ComputingThread(Thread):
-    """A thread that is the compute stream, as on the CPU: what it takes is work like that of ops."""
+    """A thread that is the compute stream itself, as on the CPU. Its work is like that of ops."""
 
     def __init__(self, problem: Problem, cost: LaunchCost, streams: Streams, recorded: Ints | None) -> None:
         super().__init__(problem, streams)
@@ -238,10 +238,10 @@ class ComputingThread(Thread):
 
 
 class AheadThread(Thread):
-    """A thread that the device works behind: what it launches starts when it is launched and the device is free.
+    """A thread ahead of the device: an op starts once it is launched and the device is free.
 
-    Between two points every op starts at the later of the two. Without copies that slow it, all of them together end by
-    how far the thread is behind the op that it is the furthest behind of.
+    Between two points, if no copy slows them, only the op whose launch is the latest relative to a device that never
+    waits determines when all of them end.
     """
 
     def __init__(
@@ -253,13 +253,13 @@ class AheadThread(Thread):
         launched = at_op[:-1] if recorded is None else at_op[:-1] + cost.record_s * np.diff(recorded)
         work, count = self.work_before_op_s, len(launched)
         self._behind: Floats = launched - work[:-1]
-        """Per op: by how much the thread comes to it later than a device would that never waits."""
+        """Per op: seconds by which the thread reaches it later than a device that never waits."""
         self._stops = sorted({0, count, *(problem.point_ops[point] for point in points)})
-        """The ops before which the thread stops, at ``points``."""
+        """The ops before which the thread stops, because of ``points``."""
         self._work_at: list[float] = work[self._stops].tolist()
         self._thread_at: list[float] = at_op[self._stops].tolist()
         self._most_behind: list[float] = np.maximum.reduceat(self._behind, self._stops[:-1]).tolist() if count else []
-        """Per stop: the most of ``_behind`` up to the next one."""
+        """Per stop: the largest ``_behind`` up to the next stop."""
         self._stop = 0
         self._taken_s = 0.0
 
@@ -298,7 +298,7 @@ class AheadThread(Thread):
         return self._thread_at[self._stop] + self._taken_s
 
     def _run_on(self) -> None:
-        """To the next stop."""
+        """Runs to the next stop."""
         streams, stop = self.streams, self._stop
         work_s = self._work_at[stop + 1] - self._work_at[stop]
         if self._taken_s + self._most_behind[stop] + self._work_at[stop] <= streams.now_s:
@@ -309,7 +309,7 @@ class AheadThread(Thread):
         self.done_s = self._work_at[self._stop]
 
     def _run_waiting(self, begin: int, end: int) -> None:
-        """Ops of which one at least waits for its launch; one after another while copies slow them."""
+        """Runs ops of which at least one waits for its launch; one by one while copies slow them."""
         streams, work = self.streams, self.work_before_op_s
         for op in range(begin, end):
             if streams.is_undisturbed and not streams.trace:
@@ -321,7 +321,7 @@ class AheadThread(Thread):
 
 
 def thread_for(problem: Problem, streams: Streams, recorded: Ints | None, points: Sequence[int]) -> Thread:
-    """The thread of a step that does something at ``points``, in their order."""
+    """The thread of a step with actions at ``points``, in their order."""
     cost = problem.launch_cost
     if cost is None:
         return Thread(problem, streams)
@@ -331,7 +331,7 @@ def thread_for(problem: Problem, streams: Streams, recorded: Ints | None, points
 
 
 def recorded_before(problem: Problem, schedule: Schedule) -> Ints | None:
-    """Ops recorded before each op, and in all; None where recording is off, or takes nothing."""
+    """Ops recorded before each op, and in all; None if recording is off, or takes no time."""
     cost = problem.launch_cost
     if cost is None or not cost.record_s:
         return None

@@ -30,8 +30,8 @@ from .values import build_handles, build_ops, build_points, build_values, ops_fi
 EVAL_MODE = "the model was in eval mode: no dropout, no batch statistics"
 
 SWAPPED = (
-    "every saved value was on the host while profiling: step times are estimates, of steps that swap everything "
-    "less the time in which they swapped"
+    "every saved value was on the host while profiling: step times are estimates from steps that swap everything, "
+    "minus the time of swapping"
 )
 
 
@@ -130,7 +130,7 @@ def this_machine(where: torch.device) -> Device:
 def step_notes(capture: Capture, kinds: dict[int, Kind], *, is_fake: bool) -> list[str]:
     """Notes on the captured step that do not depend on times."""
     why = "" if is_fake else why_none_deferred(capture.model, capture.device_type)
-    deferred = [f"compiled backwards have all that they saved brought back at once: {why}"] if why else []
+    deferred = [f"compiled backwards get all their saved tensors back at once: {why}"] if why else []
     return [*_kept_notes(capture), *_garbage_notes(capture, kinds), *deferred]
 
 

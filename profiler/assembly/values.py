@@ -178,7 +178,7 @@ def _unreplayable(capture: Capture, number: int, writers: list[CapturedOp]) -> s
         if number in op.partly_unwritten:
             return f"{op.name} {UNWRITTEN}"
     if writers[0].uninitialised and not _overwritten(writers):
-        return f"{writers[0].name} leaves it uninitialised, and what writes it is not seen"
+        return f"{writers[0].name} leaves it uninitialised, and the write to it is not seen"
     return ""
 
 

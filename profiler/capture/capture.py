@@ -193,7 +193,7 @@ class Capture(ToggledMode):
         op.opaque = not writes.repeatable or not all(map(self._can_be_recorded, leaves))
         op.uninitialised = facts.uninitialised
         if facts.uninitialised:
-            op.inputs = []  # they give it a shape, and a replay knows that
+            op.inputs = []  # they only give it a shape, which a replay knows
         if writes.overwritten is not None:
             op.overwrites = self.value_of(writes.overwritten)
         op.writes = self.written(writes.in_place)
@@ -336,7 +336,7 @@ class Capture(ToggledMode):
         if number not in self.saved_values:
             self.saved_values.add(number)
             value.packed_version = version_of(tensor)
-            # What the save point tells the runtime is the tensor as it was packed, not as it was born.
+            # The runtime needs the tensor as it was packed, not as it was created.
             value.dtype, value.shape = dtype, shape
             self._passes(PointKind.SAVE, ordinal)
         elif version_of(tensor) != value.packed_version:
@@ -367,7 +367,7 @@ class Capture(ToggledMode):
         known = self.value_if_known(tensor)
         if known >= 0:
             return known
-        # Born where the dispatcher did not see it: inside compiled code, or outside torch.
+        # Created where the dispatcher does not see it: inside compiled code, or outside torch.
         part = self.compiled_calls.bearer_of(tensor.untyped_storage())
         number = self._new_value(tensor, self.tracker.current(), born=-1 if part is None else part.number)
         if part is not None:

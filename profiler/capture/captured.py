@@ -72,9 +72,9 @@ class CapturedValue:
     packed_version: int | None = None
     pinned_because: str = ""
     born_tick: int | None = None
-    """Where no op bears it."""
+    """Tick at which it is created, if no op creates it."""
     stretch_of: int = -1
-    """The value of the first stretch of a storage that gives up its memory and takes it again."""
+    """The value of the first stretch of a storage that releases its memory and takes it again."""
 
 
 class Lifetimes:
@@ -102,15 +102,15 @@ class Lifetimes:
         """Storages that have had no memory in this step, by identity, and the values of their first stretches."""
 
     def find(self, tensor: torch.Tensor) -> int:
-        """The value that lies in the tensor's storage, or -1."""
+        """The value in the tensor's storage; -1 if there is none."""
         return self._by_key.get(storage_key(tensor), -1)
 
     def is_known(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a value lies in that storage."""
+        """Whether a value is in that storage."""
         return storage_identity(storage) in self._by_key
 
     def add(self, tensor: torch.Tensor, layer: str, born: int) -> int:
-        """The number of a new value, which lies in the tensor's storage."""
+        """The number of a new value, which is in the tensor's storage."""
         number = len(self.values)
         storage, dtype = tensor.untyped_storage(), str(tensor.dtype).removeprefix("torch.")
         value = CapturedValue(storage.nbytes(), dtype, tuple(tensor.shape), layer, born, storage_key(tensor))
@@ -120,7 +120,7 @@ class Lifetimes:
         return number
 
     def gives_up(self, storage: torch.UntypedStorage) -> None:
-        """The storage lives on without memory: what lay there is gone."""
+        """The storage has released its memory and lives on. Its value ends."""
         key = storage_identity(storage)
         number = self._by_key.get(key)
         if number is None or self.values[number].key != key:
@@ -132,7 +132,7 @@ class Lifetimes:
         self._died(number)
 
     def takes_again(self, tensor: torch.Tensor, layer: str, born: int) -> None:
-        """The tensor's storage, which had no memory, has some: another stretch of it begins."""
+        """The tensor's storage has memory again: another stretch of it begins."""
         number = self.add(tensor, layer, born)
         value = self.values[number]
         before, first = self._given_up.get(value.key, (None, number))

@@ -82,7 +82,7 @@ def clock_of(where: torch.device) -> Clock:
 
 
 def library_bytes(where: torch.device) -> int:
-    """Bytes that cuBLAS holds between ops. This call frees them; the next op takes them anew. 0 on the CPU."""
+    """Bytes that cuBLAS holds between ops. This call frees them; the next op takes them again. 0 on the CPU."""
     if where.type != "cuda":
         return 0
     torch.cuda.synchronize(where)

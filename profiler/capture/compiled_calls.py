@@ -166,7 +166,7 @@ class CompiledCalls:
 
     def _forward_part_begins(self, op: CapturedOp) -> None:
         self._forward_parts.append(Part(op, len(self._capture.ops), self._workspace.next_block()))
-        self._capture.ops.append(op)  # before it runs, so that what it saves is born before it is saved
+        self._capture.ops.append(op)  # before it runs, so that its values are created before they are saved
         self._begins(op)
         self._forward.enter_context(self._capture.timed(op))
 
@@ -181,7 +181,7 @@ class CompiledCalls:
         self._saves_now = True
         try:
             yield
-        finally:  # also where it raises: what runs the forward ends a part
+        finally:  # also if it raises, because the forward's caller ends a part
             self._saves_now = False
             self._forward_part_begins(self._new_op(self._forward_parts[0].op.layer))
 
@@ -232,7 +232,7 @@ class CompiledCalls:
             part = self._part_with(self._parts, gradient.untyped_storage())
             capture.bear(part.op, [gradient], part.number)
         self._parts.clear()
-        if taken_bytes is not None:  # what died in it is not live at the op, which comes behind all that it unpacked
+        if taken_bytes is not None:  # values that died in it are not live at the op, which comes after all its unpacks
             op.workspace_bytes = max(0, taken_bytes - self._born_bytes(op) + self._freed_bytes)
         capture.ops.append(op)
 

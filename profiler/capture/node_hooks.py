@@ -1,4 +1,4 @@
-"""Nodes of backward: hooks on each node report its begin and end.
+"""Nodes of backward: hooks on each node report its beginning and end.
 
 No mode observes a backward whose gradients are used. Under a mode torch computes some gradients by other formulas
 (``prod(dim=)``, ``linalg.lstsq``), and does not add gradients in place.

@@ -39,17 +39,17 @@ class Taker(Enum):
     OP = "op"
     FORWARD_COMPILED = "forward of compiled code"
     """A block that dies in it is live at its tick."""
-    FORWARD_PART = "part of a compiled forward, behind which others come"
+    FORWARD_PART = "part of a compiled forward, before others"
     """The same."""
     BACKWARD_COMPILED = "backward of compiled code"
     """A block that dies in it was released at an earlier tick, although it exists when the code begins. The same holds
     for a node of a backward that only hooks observe."""
-    PART = "part of a compiled backward, behind which others come"
+    PART = "part of a compiled backward, before others"
     """The same."""
 
 
 _PART_OF = {Taker.FORWARD_PART: Taker.FORWARD_COMPILED, Taker.PART: Taker.BACKWARD_COMPILED}
-"""For each, the taker that stands for its last part."""
+"""The taker of the last part, by that of the other parts."""
 
 
 class Taken(NamedTuple):
@@ -147,13 +147,13 @@ def _blocks(events: Iterable[Event], outputs: Mapping[int, int], taker: Taker) -
 
 
 def _small_sizes(size_bytes: int) -> list[int]:
-    """Of as few blocks as have so many bytes, each too small for a place."""
+    """Sizes of blocks that together have these bytes: as few as possible, each too small for a place."""
     most_bytes = LEAST_PLACED_BYTES - ALLOCATION_UNIT_BYTES
     return [min(most_bytes, size_bytes - first) for first in range(0, size_bytes, most_bytes)]
 
 
 def _small_bytes(events: Iterable[Event], outputs: Mapping[int, int]) -> int:
-    """The most that blocks take at once which are none of the outputs, and too small to have a place."""
+    """Most live bytes of blocks that are no outputs and too small to have a place."""
     alive: dict[int, int] = {}
     live = most = 0
     for kind, block, size_bytes, _ in events:

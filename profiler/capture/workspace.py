@@ -37,7 +37,7 @@ class CompiledMeter:
         """Before the code."""
 
     def end(self) -> int | None:
-        """Most bytes above those live at its begin; None if unknown."""
+        """Most bytes above those live at its beginning; None if unknown."""
         return 0
 
     def freed(self, size_bytes: int) -> None:

@@ -1,1 +1,1 @@
-"""A step without memory: fake tensors, and durations of ops timed alone or by a roofline."""
+"""A step without memory: fake tensors, and durations of ops that run alone or are estimated by a roofline."""

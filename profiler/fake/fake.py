@@ -1,22 +1,20 @@
 """A step without memory: its model, its inputs and its capture under a fake-tensor mode.
 
-Fake tensors have a device, a shape and a storage with an identity and a size, and no bytes; ops on them compute shapes.
-So the capture is that of a real step (``capture/capture.py``); durations come from a roofline, or from running each
-distinct op by itself (``op_bench.py``).
+Fake tensors have a device, a shape, and a storage with an identity and a size, but no bytes. Ops on them compute
+shapes. So the capture works as in a real step (``capture/capture.py``). Durations come from a roofline, or from running
+each distinct op by itself (``op_bench.py``).
 
-What is fake and what stays real:
+* Tensors from files, small number sequences and small constants (``torch.arange``, ``torch.zeros``) are real. Models
+  read such tensors (is this mask all ones?), and the profiled step must take the same branches as the real step.
+* Ops that have only real tensors run on them: all ops while a workload is *built*; views and small ops in a *step*.
+* Everything else is fake: the model, tensors from ``torch.empty`` and generators, and results of ops on fake tensors.
 
-* What comes from files, and small number sequences and constants (``torch.arange``, ``torch.zeros``), are real. Models
-  look into such tensors (is this mask all ones?), and a profile must go the way the real step goes.
-* Ops on real tensors alone run really: while a workload is *built*, always; in a *step*, views and small ops.
-* All else is fake: the model, what ``torch.empty`` and the generators make, and all that touches a fake tensor.
+Torch's shape functions and the CPU's kernels save different tensors for backward:
 
-Torch's shape functions differ from the CPU's kernels in what is saved for backward:
-
-* oneDNN's LSTM keeps a workspace, the largest value of a recurrent layer, of which the shape function says 0 bytes.
-  Its layout is that of oneDNN's ``rnn_utils::set_offsets``: seven regions, each on pages of its own. The formula
-  agrees with oneDNN 3 (torch 2.13, float32) on 150 random shapes; the tests compare it with the library that is
-  installed. The gradients of the two biases are two tensors, not one.
+* oneDNN's LSTM keeps a workspace, the largest value of a recurrent layer. The shape function gives it 0 bytes. Its
+  layout follows oneDNN's ``rnn_utils::set_offsets``: seven regions, each on its own pages. The formula agrees with
+  oneDNN 3 (torch 2.13, float32) on 150 random shapes; the tests compare it with the installed library.
+* The gradients of the two biases of this LSTM are two tensors, not one.
 * Batch norm of half-precision features with float32 parameters keeps its statistics in float32.
 """
 
@@ -74,14 +72,14 @@ from .roofline import Roofline, op_seconds
 
 _CONSTANTS = frozenset({"arange", "linspace", "logspace", "eye", "zeros", "ones", "full", "scalar_tensor"})
 SMALL_ELEMENTS = 1 << 20
-"""Up to so many elements a tensor of a step may be real: a causal mask of 1,024 tokens."""
+"""Most elements of a real tensor in a step: a causal mask of 1,024 tokens."""
 
 _TORCH_LOG = logging.getLogger(FAKE_LOG)
 _NEEDS_CONTENT = (DataDependentOutputException, DynamicOutputShapeException)
 _LSTM, _LSTM_BACKWARD = torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten.mkldnn_rnn_layer_backward.default
 _BATCH_NORM = torch.ops.aten.native_batch_norm.default
 CORRECTED = frozenset({_LSTM, _LSTM_BACKWARD, _BATCH_NORM})
-"""The operators that :func:`corrected` knows."""
+"""The operators whose fake outputs :func:`corrected` changes."""
 _PAGE_BYTES = 4096
 _LINE_BYTES = 64
 _GATES = 4
@@ -102,7 +100,7 @@ class StepMode(FakeMemory):
         makes_constant = not leaves and schema_of(func).name.removeprefix("aten::") in _CONSTANTS
         if any(isinstance(x, FakeTensor) for x in leaves) or not (leaves or makes_constant):
             outputs = super().__torch_dispatch__(func, types, args, kwargs)
-            if self.building:  # nothing may refer to a parameter that Module.to() or .half() is to convert
+            if self.building:  # Module.to() and .half() cannot convert a parameter that has other references
                 self.fake_tensor_converter.meta_converter.tensor_memo.clear()
             if func in CORRECTED:
                 with self:
@@ -112,7 +110,7 @@ class StepMode(FakeMemory):
             return func(*args, **kwargs)
         if not _small(leaves):
             return super().__torch_dispatch__(func, types, args, kwargs)
-        try:  # to see the size of the result before memory is taken for it
+        try:  # the fake result shows its size before memory is allocated for it
             fakes = super().__torch_dispatch__(func, types, args, kwargs)
         except _NEEDS_CONTENT:
             return func(*args, **kwargs)
@@ -138,7 +136,7 @@ def _small(leaves: list[Any]) -> bool:
 
 
 class FakeHandle:
-    """What autograd holds of a tensor without memory, which no engine moves. ``let_go(value)`` is told its end."""
+    """Autograd holds it in place of a saved fake tensor. ``let_go(value)`` is called when it dies."""
 
     __slots__ = ("geometry", "let_go", "ordinal", "used", "value")
 
@@ -151,9 +149,9 @@ class FakeHandle:
 
 
 class FakeCapture(Capture):
-    """The capture of a step on fake tensors, with hooks of its own: backward is given other ones of the same geometry.
+    """The capture of a step on fake tensors. Its hooks give backward new fake tensors of the same geometry.
 
-    An op takes the seconds of a roofline, or is described in ``specs``.
+    Each op gets its seconds from the roofline, or is described in ``specs`` to be run later.
     """
 
     def __init__(
@@ -163,12 +161,12 @@ class FakeCapture(Capture):
         self._mode = mode
         self.roofline = roofline
         self.specs: list[OpSpec] = []
-        """Of each op, where there is no roofline."""
+        """One per op; empty with a roofline."""
         self._recency = Recency(cache_bytes())
         self.told = Told(Memory.LIVE, ())
-        """What is known of what ops take inside: nothing before they have been run by themselves."""
+        """The known memory inside ops: none until the ops have run by themselves."""
         self._uncounted = ""
-        """The first op with a sparse tensor: how many elements that has, only data can tell."""
+        """The first op with a sparse tensor. The number of its elements depends on data."""
 
     def _new_workspace(self) -> Workspace:
         return Workspace()
@@ -182,16 +180,16 @@ class FakeCapture(Capture):
         return len(self.told.unknown)
 
     def takes(self, op: CapturedOp, seconds: float) -> None:
-        """Told what the op takes, run by itself."""
+        """Sets the op's duration, measured by running it by itself."""
         op.duration_s = seconds
 
     def notes(self) -> list[str]:
-        """What data would have decided and nothing here has."""
+        """A note on ops whose results depend on data, which a fake step does not have."""
         if not self._uncounted:
             return []
         return [
-            f"sparse tensors may have no elements without data, first in {self._uncounted}: their bytes and what is "
-            "done with them are estimates; profile in mode run or swap-all for exact figures"
+            f"sparse tensors may have no elements without data, first in {self._uncounted}: their bytes, and "
+            "the ops on them, are estimates; profile in mode run or swap-all for exact figures"
         ]
 
     def _run(self, op: CapturedOp, func: Any, args: Any, kwargs: Any) -> Any:
@@ -205,7 +203,7 @@ class FakeCapture(Capture):
         return outputs
 
     def _found_in_cache(self, op: CapturedOp) -> frozenset[int]:
-        """Which of the op's inputs, by position, the processor's cache holds as it begins."""
+        """Positions of the op's inputs that the processor's cache holds when the op begins."""
         for born in self.ops[-1].outputs if self.ops else ():
             self._recency.touch(born, self.values[born].size_bytes)
         cached = frozenset(index for index, value in enumerate(op.inputs) if self._recency.holds(value))
@@ -237,7 +235,7 @@ class FakeCapture(Capture):
         if not handle.used:
             handle.used = True
             self.used(handle.ordinal)
-        # Made outside the mode, whose cache of dispatches would hold the storage for good.
+        # Inside the mode, its cache of dispatches would hold the storage forever.
         with self.paused(), without_modes():
             storage = torch.UntypedStorage(self.values[handle.value].size_bytes, device="meta")
             self.lifetimes.is_copied_to(storage, handle.value)
@@ -246,9 +244,9 @@ class FakeCapture(Capture):
 
 @contextlib.contextmanager
 def building() -> Iterator[StepMode]:
-    """Inside the block, models, optimizers and made-up data are built without memory; :func:`faked` takes them.
+    """Models, optimizers and made-up data are built in this block without memory, for :func:`faked`.
 
-    Raises ``StepError`` when the building needs the content of such a tensor.
+    Raises ``StepError`` if their construction needs the content of such a tensor.
     """
     mode = StepMode()
     mode.building = True
@@ -261,15 +259,15 @@ def building() -> Iterator[StepMode]:
 
 @contextlib.contextmanager
 def faked(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[StepMode]:
-    """Runs the block under a fake mode with fakes in the place of the model's and the optimizer's tensors.
+    """Runs the block under a fake mode. Fakes replace the tensors of the model and the optimizer.
 
-    Afterwards the very same tensors, gradients, optimizer state and generator states are back. A model that was built
-    in :func:`building` is taken as it is.
+    Afterwards the original tensors, gradients, optimizer state and generator states are restored. A model built in
+    :func:`building` is used unchanged.
 
     Raises
     ------
     StepError
-        Fake tensors of another mode, or a step that needs the content of a tensor.
+        The model has fake tensors of another mode, or the step needs the content of a tensor.
     """
     check_restorable(model)
     mode = _mode_of(model) or StepMode()
@@ -277,7 +275,7 @@ def faked(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> It
         kept = [*kept_modules(model), *kept_gradients(model.named_parameters()), *kept_generators(model)]
         undo.enter_context(restored(kept + (KeptOptimizer(optimizer).parts() if optimizer is not None else [])))
         undo.callback(_TORCH_LOG.setLevel, _TORCH_LOG.level)
-        _TORCH_LOG.setLevel(logging.CRITICAL)  # it logs the frames of what is raised anyway
+        _TORCH_LOG.setLevel(logging.CRITICAL)  # it logs the frames of errors that are raised anyway
         fakes: dict[torch.Tensor, torch.Tensor] = {}
         for module in model.modules():
             undo.callback(_restore_attributes, module, dict(module.__dict__))
@@ -290,7 +288,7 @@ def faked(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> It
 
 @contextlib.contextmanager
 def explained(what: str) -> Iterator[None]:
-    """One clear line in place of the errors of fake tensors."""
+    """Replaces the errors of fake tensors by one clear line."""
     try:
         yield
     except (*_NEEDS_CONTENT, UnsupportedFakeTensorException, UnsupportedOperatorException) as error:
@@ -303,7 +301,7 @@ def explained(what: str) -> Iterator[None]:
 
 
 def _mode_of(model: torch.nn.Module) -> StepMode | None:
-    """The mode of the model's fake tensors; None when they are real."""
+    """The mode of the model's fake tensors; None if they are real."""
     found: StepMode | None = None
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, FakeTensor):
@@ -317,7 +315,7 @@ def _mode_of(model: torch.nn.Module) -> StepMode | None:
 
 
 def _faked(tensor: torch.Tensor, mode: StepMode, fakes: dict[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """The fake of a real parameter or buffer, with its gradient's; tied ones share one."""
+    """The fake of a real parameter or buffer, and of its gradient. Tied parameters share one fake."""
     if isinstance(tensor, FakeTensor):
         return tensor
     if tensor not in fakes:
@@ -334,8 +332,8 @@ def _replace_tensors(module: torch.nn.Module, mode: StepMode, fakes: dict[torch.
 
 
 def _restore_attributes(module: torch.nn.Module, before: dict[str, Any]) -> None:
-    """What a step without memory has put in the place of what was there; all else stays, since attributes may go with
-    hooks that were installed.
+    """Restores the attributes in which a step without memory has left fake tensors. All others stay: hooks that the
+    step has installed may need them.
     """
     for name, value in list(module.__dict__.items()):
         if name not in OWN_DICTIONARIES and _holds_fakes(value):
@@ -361,11 +359,11 @@ def _replace_state(optimizer: torch.optim.Optimizer, mode: StepMode, fakes: dict
 
 
 def _faked_state(value: torch.Tensor, mode: StepMode) -> torch.Tensor:
-    return value.clone() if value.ndim == 0 else mode.from_tensor(value)  # Adam asks its counter for a number
+    return value.clone() if value.ndim == 0 else mode.from_tensor(value)  # Adam reads the number in its counter
 
 
 def corrected(func: Any, args: Any, outputs: Any) -> Any:
-    """The fake outputs of a :data:`CORRECTED` op as the kernel would make them; called under the fake mode."""
+    """The fake outputs of a :data:`CORRECTED` op, as its kernel would make them. It is called under the fake mode."""
     if func is _LSTM_BACKWARD:
         return *outputs[:4], torch.empty_like(outputs[3]), *outputs[5:]
     if func is _LSTM and args[15]:  # train
@@ -378,14 +376,14 @@ def corrected(func: Any, args: Any, outputs: Any) -> Any:
 
 
 def workspace_bytes(length: int, batch: int, features: int, hidden: int, element_bytes: int = 4) -> int:
-    """Bytes that one layer and direction of oneDNN's LSTM keeps from forward to backward.
+    """Bytes that one layer of oneDNN's LSTM keeps from forward to backward, for one direction.
 
     ``length`` time steps of ``batch`` sequences with ``features`` inputs and ``hidden`` units.
     """
     rows, state_rows = length * batch, 2 * (length + 1) * batch
 
     def padded(columns: int) -> int:
-        """Elements of a row: whole cache lines, and never a multiple of 256, which would share cache sets."""
+        """Elements of a row: whole cache lines, but no multiple of 256, whose rows would share cache sets."""
         line = _LINE_BYTES // element_bytes
         row = -(-columns // line) * line
         return row + line if row % 256 == 0 else row

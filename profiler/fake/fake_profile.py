@@ -1,5 +1,5 @@
-"""Mode ``fake``: the profile of a step that ran without memory (``fake.py`` says how), and what the in-core step would
-take: in-core a step that does not fit ends the process.
+"""Mode ``fake``: the profile of a step that ran without memory (see ``fake.py``), and the bytes that the in-core step
+would need.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .roofline import Roofline, parse_roofline
 
 
 def fake_profile(steps: StepFunction, roofline: Roofline | None, options: Options, notes: list[str]) -> Profile:
-    """The profile of a step without memory, with a roofline's durations or those of its ops run by themselves."""
+    """The profile of a step without memory. Its durations come from a roofline, or from ops run by themselves."""
     model, say = steps.model, options.say
     compiled = compiled_modules(model)
     with faked(model, steps.optimizer) as fakes, contextlib.ExitStack() as opened:
@@ -49,7 +49,7 @@ def fake_profile(steps: StepFunction, roofline: Roofline | None, options: Option
     phase_seconds = dict.fromkeys(Phase, 0.0)
     for op in fake.ops:
         phase_seconds[op.phase] += op.duration_s
-    unverified = "no replay was verified: a kernel that writes past the dispatcher would not have been seen"
+    unverified = "no replay was verified: writes of kernels that bypass the dispatcher were not noticed"
     profile = seen.draft(
         "fake",
         fake.durations(),
@@ -66,7 +66,7 @@ def fake_profile(steps: StepFunction, roofline: Roofline | None, options: Option
 def _machine_of(
     capture: FakeCapture, roofline: Roofline | None, where: torch.device, options: Options
 ) -> tuple[Device, Link, list[str]]:
-    """The roofline's device and link, or this machine's, where the ops are given their costs; and notes."""
+    """The device and link of the roofline or of this machine, and notes. On this machine, ops get measured costs."""
     if roofline is not None:
         device = Device(kind="cpu", name=roofline.name + ROOFLINE, memory_bytes=roofline.memory_bytes)
         note = f"durations are a roofline's ({roofline.name}), nothing was run, and peaks count live tensors alone"
@@ -83,16 +83,16 @@ def _machine_of(
     keys = [spec.key for spec in capture.specs]
     capture.told = give_memory(capture.ops, capture.values, keys, costs)
     counts = ", ".join(f"{count} {what}" for what, count in bench.counts.items())
-    note = f"durations are of distinct ops run by themselves on made-up tensors ({counts} from bytes)"
+    note = f"durations are those of distinct ops, run by themselves on made-up tensors ({counts} from bytes)"
     return device, link, [note, memory_note(capture.told, len(set(keys)))]
 
 
 def needed_without_memory(steps: StepFunction) -> int | None:
-    """Bytes that the in-core step takes beside what is there before the first one; None for a step that only runs with
-    data. Runs the step twice, on fake tensors; what goes wrong there is left for the real step to tell.
+    """Bytes that the in-core step adds to those that exist before the first step; None if the step only runs with
+    data. The step runs twice, on fake tensors. Its errors are ignored: the real step will raise them.
     """
     model, optimizer = steps.model, steps.optimizer
-    if compiled_modules(model):  # telling would mean to compile
+    if compiled_modules(model):  # it would have to be compiled
         return None
     there_bytes = _state_bytes(optimizer) if optimizer is not None else 0
     try:
@@ -100,7 +100,7 @@ def needed_without_memory(steps: StepFunction) -> int | None:
             steps.one_step()
             # The durations are not used.
             seen = steps.run(Capturing(steps.scene, FakeCapture(model, fakes, parse_roofline("h200"))))
-    except Exception:  # whatever the step does to tensors without content
+    except Exception:  # the step's code may raise anything when tensors have no content
         return None
     draft = seen.untimed("fake")
     before_bytes = sum(draft.static_bytes[kind] for kind in (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT))
@@ -108,7 +108,7 @@ def needed_without_memory(steps: StepFunction) -> int | None:
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Of the state that is there: none before the first step."""
+    """Bytes of the optimizer's state, which is empty before the first step."""
     values = (value for entries in optimizer.state.values() for value in entries.values())
     return sum(
         x.numel() * x.element_size() for x in values if isinstance(x, torch.Tensor) and x.layout is torch.strided

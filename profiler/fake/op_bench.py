@@ -1,10 +1,11 @@
-"""Costs of the ops of a step that cannot run: each distinct op is run by itself on tensors of its own.
+"""Costs of the ops of a step that cannot run: each distinct op is run by itself on made-up tensors.
 
-Two ops are the same when operator, arguments and the layout of every tensor are, and what the processor's cache holds
-of them (:class:`Recency`): where something large is not there, the cache is emptied before each run, and what the
-step's op would find is read. What cannot be run by itself (operators of other namespaces, ops too large for the memory
-there is, ops that fail on made-up contents) is estimated: the bytes it reads and writes at the rate of a copy. Seconds
-are kept in a file of the user's cache folder, one for each version of torch, device and thread count.
+Two ops are the same if operator, arguments and the layout of every tensor are the same, and the processor's cache holds
+the same of these tensors (:class:`Recency`). If a large tensor would be missing from the cache, the cache is emptied
+before each run, and then reads the tensors that it would hold in the step. Some ops cannot run by themselves: those of
+other namespaces, those too large for the free memory, and those that fail on made-up contents. Their time is estimated:
+the bytes that they read and write at the rate of a copy. The user's cache folder has a file of costs for each version
+of torch, device and thread count.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from .roofline import op_bytes
 
 REPEATS = 5
 ENOUGH_S, LONG_S = 0.4, 1.0
-"""No further run of an op whose runs took this long together; an op that takes longer than the second is run once: what
-the first run has to set up is nothing beside it."""
+"""An op is not run again once its runs took ``ENOUGH_S`` together. An op that takes more than ``LONG_S`` runs once: the
+set-up in its first run is negligible."""
 _COPIED_BYTES = 64 << 20
 _DRAWN = 1 << 18
-"""Numbers that are drawn at random for a made-up tensor; over a larger one they are repeated."""
+"""Number of random elements of a made-up tensor; a larger tensor repeats them."""
 SMALL_BYTES = 256 << 10
-"""What an op reads of so little from memory takes some ten microseconds; emptying the cache, which also has the
-interpreter in it, would cost a small op more."""
+"""The cache is not emptied for fewer bytes than these. To read them from memory takes about ten microseconds. An empty
+cache, which also loses the interpreter, would cost a small op more."""
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _UNKNOWN_BYTES = 16 << 20
 _UNITS = {"K": 1 << 10, "M": 1 << 20}
@@ -62,7 +63,9 @@ class TensorSpec(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Of one run of an op. ``cached`` alone is in the processor's cache when it begins; None for as it comes."""
+    """The arguments of one run. Of these the processor's cache holds only ``cached`` when the run begins; with None
+    the cache is left as it is.
+    """
 
     args: Any
     kwargs: dict[str, Any]
@@ -70,8 +73,8 @@ class Arguments(NamedTuple):
 
 
 class OpSpec:
-    """One call of an operator, without its tensors. ``cached``: those of its storages, in order of appearance, that are
-    in the processor's cache when it begins; None where it finds all that matters there.
+    """One call of an operator, without its tensors. ``cached``: which of its storages, numbered in order of appearance,
+    are in the processor's cache when it begins; None if all that matter are.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class OpSpec:
         )
         self.cached = cached if missing_bytes > SMALL_BYTES else None
         self.with_grad = torch.is_grad_enabled()
-        """Some kernels ask: oneDNN's LSTM for one keeps what backward needs only then."""
+        """Some kernels depend on it: oneDNN's LSTM keeps its workspace only with gradients."""
         said = f"{func}|{self.leaves}|{self._spec}|{self.cached and sorted(self.cached)}|{self.with_grad}"
         self.key = hashlib.sha256(said.encode()).hexdigest()[:24]
         simple = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -98,12 +101,11 @@ class OpSpec:
         )
 
     def made_up(self) -> dict[int, torch.UntypedStorage]:
-        """Contents for its storages: floats between a half and one, integers zero, booleans true."""
+        """Its storages with contents: floats between a half and one, integers zero, booleans true."""
         specs = {leaf.storage: leaf for leaf in reversed(self.leaves) if isinstance(leaf, TensorSpec)}
         return {storage: _filled(spec) for storage, spec in specs.items()}
 
     def arguments(self, storages: dict[int, torch.UntypedStorage]) -> Arguments:
-        """Arguments on these storages."""
         leaves = [
             leaf.geometry.on(storages[leaf.storage]) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves
         ]
@@ -136,7 +138,7 @@ def _filled(spec: TensorSpec) -> torch.UntypedStorage:
 
 
 class OpBench:
-    """Costs of ops, measured or remembered. ``counts`` says how many distinct ones came from where."""
+    """Costs of ops, measured or from the cache. ``counts`` has the number of distinct ops by source."""
 
     def __init__(self, device: Device) -> None:
         self._scope = step_scope()
@@ -146,7 +148,7 @@ class OpBench:
         self._copy_bytes_per_s = 0.0
 
     def costs(self, specs: list[OpSpec], say: Callable[[str], None] = lambda _: None) -> list[OpCost]:
-        """That of each, in order; what is new is written to the cache."""
+        """The cost of each op, in order. New costs are written to the cache."""
         found: dict[str, OpCost] = {}
         distinct = {spec.key: spec for spec in specs}
         say(f"running {len(distinct)} distinct ops by themselves")
@@ -161,7 +163,7 @@ class OpBench:
         if known is not None and (known.memory is not None or self._scope is None):
             self.counts["cached"] += 1
             return known if self._scope is not None else OpCost(known.seconds)
-        if not spec.runnable and not spec.bytes:  # a mark of torch's own profiler, say
+        if not spec.runnable and not spec.bytes:  # for example a mark of torch's own profiler
             return OpCost(0.0, OpMemory(0) if self._scope is not None else None)
         measured = _measured(spec, self._scope) if spec.runnable and 2 * spec.bytes < available_bytes() else None
         if measured is None:
@@ -172,7 +174,7 @@ class OpBench:
         return measured
 
     def _copy_rate(self) -> float:
-        """Bytes per second that a copy reads and writes."""
+        """Bytes per second that a copy reads and writes together."""
         if not self._copy_bytes_per_s:
             source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device="cpu")
             took = _median_cost(lambda: Arguments((source,), {}), torch.clone, None)
@@ -181,10 +183,10 @@ class OpBench:
 
 
 def _measured(spec: OpSpec, scope: ThreadScope | None) -> OpCost | None:
-    """Median seconds of the op, and what it takes; None when it fails on made-up contents."""
+    """Median seconds and memory of the op; None if it fails on made-up contents."""
     try:
         storages = spec.made_up()
-        # What is written in place is written again: a few runs take numbers of about one nowhere where they are slower.
+        # An op in place changes its input in each run. A few runs leave values near one, which are not slower.
         with torch.set_grad_enabled(spec.with_grad):  # nothing requires gradients
             return _median_cost(lambda: spec.arguments(storages), spec.func, scope)
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
@@ -192,8 +194,8 @@ def _measured(spec: OpSpec, scope: ThreadScope | None) -> OpCost | None:
 
 
 def _median_cost(prepare: Callable[[], Arguments], run: Callable[..., Any], scope: ThreadScope | None) -> OpCost:
-    """Of several runs behind a first that is thrown away, each with fresh outputs; see :data:`ENOUGH_S`. What it takes
-    is that of the last run: libraries set themselves up in the first.
+    """The median of several runs without the first, each with fresh outputs; see :data:`ENOUGH_S`. The memory is that
+    of the last run, because libraries set themselves up in the first.
     """
     times_s: list[float] = []
     memory: OpMemory | None = None
@@ -215,7 +217,7 @@ def _median_cost(prepare: Callable[[], Arguments], run: Callable[..., Any], scop
 
 
 def _fill_cache(storages: list[torch.UntypedStorage]) -> None:
-    """Has the processor's cache hold these, and nothing else of an op's."""
+    """Fills the processor's cache with these storages, and nothing else of an op."""
     _evictor().add_(1)
     for storage in storages:
         torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).any()
@@ -233,30 +235,29 @@ def cache_path(device: Device) -> Path:
 
 
 def _read(path: Path) -> dict[str, OpCost]:
-    """What the file knows; nothing when there is none, or it is broken."""
+    """The costs in the file; empty if it is missing or broken."""
     return read_cache(path, dict[str, OpCost]) or {}
 
 
 def cache_bytes() -> int:
-    """Size of this processor's largest cache; 16 MiB where the system does not tell."""
+    """Size of this processor's largest cache; 16 MiB if the system does not give it."""
     sizes = [path.read_text().strip() for path in _CACHES.glob("index*/size")]
     known = [int(size[:-1]) * _UNITS[size[-1]] for size in sizes if size[-1:] in _UNITS and size[:-1].isdigit()]
     return max(known, default=_UNKNOWN_BYTES)
 
 
 class Recency:
-    """A cache of ``capacity_bytes`` that evicts whole values, least recently touched first. State: what it holds."""
+    """A model of a cache that evicts whole values, least recently touched first."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._left_bytes = capacity_bytes
         self._held: OrderedDict[int, int] = OrderedDict()
 
     def holds(self, value: int) -> bool:
-        """Whether the value is there."""
         return value in self._held
 
     def touch(self, value: int, size_bytes: int) -> None:
-        """Reads or writes the value: it is there now, and others may no longer be."""
+        """The value is read or written: the cache now holds it, and may have evicted others."""
         self._left_bytes += self._held.pop(value, 0)
         self._held[value] = size_bytes
         self._left_bytes -= size_bytes
@@ -266,25 +267,25 @@ class Recency:
 
 
 class OpMemory(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Of one run of an op."""
+    """The memory of one run of an op."""
 
     workspace_bytes: Bytes
     output_bytes: tuple[Bytes, ...] = ()
-    """Of its new storages, in order."""
+    """Sizes of its new storages, in order."""
     blocks: tuple[OpBlock, ...] = ()
     """As in ``Op.blocks``."""
 
 
 class OpCost(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What an op takes by itself."""
+    """Time and memory of an op that runs by itself."""
 
     seconds: Seconds
     memory: OpMemory | None = None
-    """None where it was not measured."""
+    """None if it was not measured."""
 
 
 def memory_of_run(scope: ThreadScope, log: AllocationLog, result: Any, arguments: Any) -> OpMemory:
-    """Of the op that has run on these arguments within the log, which has ended, and whose ``result`` lives."""
+    """The memory of an op that has run on these arguments. ``log`` recorded it and has ended; ``result`` is alive."""
     before = _storages(arguments)
     fresh = {key: storage for key, storage in _storages(result).items() if key not in before}
     outputs = {scope.library.block_at(one.data_ptr()): number for number, one in enumerate(fresh.values())}
@@ -292,7 +293,7 @@ def memory_of_run(scope: ThreadScope, log: AllocationLog, result: Any, arguments
 
 
 def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
-    """Those of its tensors, in order of appearance."""
+    """The storages of its tensors, in order of appearance."""
     leaves = (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and has_storage(leaf, "cpu"))
     storages = (leaf.untyped_storage() for leaf in leaves)
     return {storage_identity(storage): storage for storage in storages}
@@ -304,19 +305,19 @@ def _memory_of(events: Table, outputs: Mapping[int, int], output_bytes: tuple[in
 
 
 class Told(NamedTuple):
-    """What the peaks of a step without memory count."""
+    """What the peaks of a step without memory include."""
 
     memory: Memory
     unknown: tuple[str, ...]
-    """Of each distinct op of which it is not known what it takes inside: its name."""
+    """The name of each distinct op whose memory inside is unknown."""
 
 
 def give_memory(
     ops: Sequence[CapturedOp], values: Sequence[CapturedValue], keys: Sequence[str], costs: Sequence[OpCost]
 ) -> Told:
-    """Notes with each captured op what it takes, by the cost of its own; ``keys`` are equal where ops are the same.
+    """Gives each captured op its measured memory. Equal ops have equal ``keys``.
 
-    Blocks are taken over where the storages it makes are those it was captured with: what data decides may differ.
+    An op gets blocks only if its outputs have the captured sizes: some sizes depend on data.
     """
     unknown: dict[str, str] = {}
     for op, key, cost in zip(ops, keys, costs, strict=True):
@@ -334,10 +335,11 @@ def memory_note(told: Told, distinct: int) -> str:
     """What is known, in one line."""
     if told.memory is Memory.LIVE:
         return (
-            "what ops take and give back inside is not known, and peaks count live tensors alone: that takes the "
-            "compiled allocator, of which pooch doctor says how to have it"
+            "memory that ops take and give back inside is not known, and peaks count live tensors alone: measuring it "
+            "needs the compiled allocator; run pooch doctor to see how to get it"
         )
-    known = f"what ops take and give back inside is that of {distinct - len(told.unknown)} distinct ops run by "
+    measured = distinct - len(told.unknown)
+    known = f"memory that ops take and give back inside was measured on {measured} distinct ops run by themselves; "
     if not told.unknown:
-        return f"{known}themselves; what a step takes between ops is not known"
-    return f"{known}themselves; of {len(told.unknown)} it is not known, first {told.unknown[0]}: peaks may be higher"
+        return f"{known}memory that the step takes between ops is not known"
+    return f"{known}that of {len(told.unknown)} is not known, first {told.unknown[0]}: peaks may be higher"

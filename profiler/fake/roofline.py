@@ -1,9 +1,9 @@
-"""Roofline: seconds of an op on a device that is not there, from its flops and its bytes.
+"""Roofline: estimated seconds of an op on a device that this machine does not have, from its flops and bytes.
 
 ``seconds = max(flops / rate of its dtype, bytes of its inputs and outputs / memory bandwidth) + functions + launch``
-(S. Williams, A. Waterman, D. Patterson, "Roofline", CACM 52(4), 2009, section 3). Flops are those of
-``torch.utils.flop_counter``, which counts two per multiply-add and does not halve causal attention; the operators that
-only the CPU dispatches have formulas here (``_FORMULAS``). The estimate knows neither caches nor occupancy.
+(S. Williams, A. Waterman, D. Patterson, "Roofline", CACM 52(4), 2009, section 3). ``torch.utils.flop_counter`` counts
+the flops: two per multiply-add, and all of causal attention. Operators that only the CPU dispatches have formulas here
+(``_FORMULAS``). The estimate ignores caches and occupancy.
 """
 
 from __future__ import annotations
@@ -22,31 +22,30 @@ from poochplan.tensors.storages import storage_key
 from poochplan.torch_private.tensor_internals import packet_of, pytree
 
 LAUNCH_S = 5e-6
-"""Seconds that every kernel takes beside its work: start, tail and the gap to the next one."""
+"""Seconds that every kernel takes besides its work: start, tail and the gap to the next kernel."""
 
 
 class Roofline(msgspec.Struct, frozen=True, kw_only=True):
-    """A device as two slopes. Rates are what dense kernels reach, not what the data sheet promises."""
+    """A device as two slopes. Its rates are those that dense kernels reach, not those of the data sheet."""
 
     name: str
     fp32_flops_per_s: float
     """Products of fp32 matrices, in full precision (torch's default)."""
     cudnn_fp32_flops_per_s: float
-    """Convolutions and recurrent layers in fp32, which torch by default runs in TF32 where the device has it."""
+    """Convolutions and recurrent layers in fp32. By default torch runs them in TF32 if the device has it."""
     half_flops_per_s: float
-    """fp16 and bf16, on tensor cores where the device has them."""
+    """fp16 and bf16, on tensor cores if the device has them."""
     fp64_flops_per_s: float
     memory_bytes_per_s: float
     """Nominal bandwidth of the device's memory."""
     memory_bytes: int
-    """Size of the device's memory; 0 when unknown."""
+    """Size of the device's memory; 0 if unknown."""
     link: str
-    """Name of the link it is usually attached by (``formats/profile.py``)."""
+    """Name of its usual link (``formats/profile.py``)."""
     element_s: dict[str, float] = {}
-    """By function, the seconds per element that it takes on top: where arithmetic is dear, bytes tell too little."""
+    """Additional seconds per element of functions whose arithmetic takes long."""
 
     def flops_per_s(self, dtype: torch.dtype, cudnn: bool) -> float:
-        """The rate for an op of that dtype."""
         if dtype in (torch.float16, torch.bfloat16):
             return self.half_flops_per_s
         if dtype in (torch.float64, torch.complex128):
@@ -56,7 +55,7 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
 
 DEVICES = {
     # V100 SXM2: data sheet fp32 15.7, tensor cores 125 (fp16), fp64 7.8 TFLOP/s; 900 GB/s; no TF32, no bf16 cores.
-    # PoocH's evaluation counts on 12 TFLOP/s of fp32: 77% of the data sheet.
+    # PoocH's evaluation assumes 12 TFLOP/s of fp32: 77% of the data sheet.
     "v100": Roofline(
         name="v100",
         fp32_flops_per_s=12e12,
@@ -68,7 +67,7 @@ DEVICES = {
         link="pcie3",
     ),
     # A100 SXM 80 GB: fp32 19.5, TF32 156, bf16 312, fp64 19.5 (tensor cores) TFLOP/s dense; 2,039 GB/s.
-    # 77% of the data sheet without tensor cores, 70% with them: what large GEMMs of cuBLAS reach.
+    # Large GEMMs of cuBLAS reach 77% of the data sheet without tensor cores, and 70% with them.
     "a100": Roofline(
         name="a100",
         fp32_flops_per_s=15e12,
@@ -112,9 +111,9 @@ DEVICES = {
         memory_bytes=12 << 30,
         link="pcie3",
     ),
-    # One core of a server's CPU with AVX-512, code by Inductor: the slopes are what products and copies reach there.
-    # Functions as `python -m benchmarks.functions` found them on an EPYC, with torch 2.13. Random bits are drawn one
-    # by one.
+    # One core of a server's CPU with AVX-512, code by Inductor. The slopes are those that products and copies reach.
+    # `python -m benchmarks.functions` measured the functions on an EPYC, with torch 2.13. Random bits are drawn one by
+    # one.
     "cpu-core": Roofline(
         name="cpu-core",
         fp32_flops_per_s=5e10,
@@ -141,11 +140,9 @@ DEVICES = {
 
 
 def parse_roofline(text: str) -> Roofline:
-    """The device of that name, or one given as ``FLOPS,BYTES`` per second, such as ``50e12,2e12``.
+    """The device of that name, or a device from ``FLOPS,BYTES`` per second, such as ``50e12,2e12``.
 
-    A device given by numbers has one rate for every dtype and is attached by ``pcie4``.
-
-    Raises ``UsageError`` for anything else.
+    A device from numbers has one rate for every dtype, and link ``pcie4``. Raises ``UsageError`` for any other text.
     """
     if text in DEVICES:
         return DEVICES[text]
@@ -171,7 +168,7 @@ def parse_roofline(text: str) -> Roofline:
 
 
 def op_seconds(roofline: Roofline, func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> float:
-    """Seconds of one dispatched op, from its arguments and outputs; 0 for an allocation, which launches nothing."""
+    """Seconds of one dispatched op; 0 for an allocation, which launches no kernel."""
     if traits(func).uninitialised:
         return 0.0
     leaves = [x for x in pytree.tree_leaves((args, kwargs, outputs)) if isinstance(x, torch.Tensor)]
@@ -185,13 +182,13 @@ def op_seconds(roofline: Roofline, func: Any, args: Any, kwargs: dict[str, Any],
 
 
 def function_seconds(roofline: Roofline, func: Any, outputs: Any) -> float:
-    """What the function itself takes of that, also where it is computed as part of another kernel."""
+    """The additional seconds of the op's function, which it also takes as part of another kernel."""
     element_s = roofline.element_s.get(str(packet_of(func)), 0.0)
     return element_s * outputs.numel() if element_s and isinstance(outputs, torch.Tensor) else 0.0
 
 
 def op_flops(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> int:
-    """Floating-point operations; 0 for operators that no formula knows: those are bound by memory."""
+    """Floating-point operations; 0 for operators without a formula, which memory bounds."""
     packet = packet_of(func)
     own = _FORMULAS.get(str(packet))
     if own is not None:
@@ -203,14 +200,14 @@ def op_flops(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> int:
 _OF_CUDNN = frozenset(
     {"aten.convolution", "aten.convolution_backward", "aten.mkldnn_rnn_layer", "aten.mkldnn_rnn_layer_backward"}
 )
-# Read of these arguments (by position) only what the output or the indices ask for.
+# These arguments (by position) are read only as far as the output or the indices need.
 _GATHERS = {"embedding": (0,), "index": (0,), "gather": (0,), "index_select": (0,), "nll_loss_forward": (0,)}
 
 
 def op_bytes(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> int:
-    """Bytes that cross the memory bus when each input is read once and each output written once.
+    """Bytes that cross the memory bus if each input is read once and each output is written once.
 
-    An argument written in place counts twice (once where nothing of it is read), a view that is returned not at all.
+    An argument written in place counts twice, or once if it is not read. A returned view does not count.
     """
     facts = traits(func)
     fresh = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor)]
@@ -236,7 +233,7 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Bytes of its elements, an expanded one's counted once."""
+    """Bytes of its elements; repeated elements of an expanded tensor count once."""
     if not _has_bytes(tensor):
         return 0
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
@@ -253,9 +250,9 @@ def _attention_backward(args: Any) -> int:
 
 
 def _convolution_backward(args: Any) -> int:
-    """As many as forward for each of the gradients asked for, of the input and of the weight.
+    """The forward's flops for each requested gradient: of the input and of the weight.
 
-    Of its own because torch's formula counts the weight's gradient of a grouped convolution once per group.
+    Torch's formula would count the weight's gradient of a grouped convolution once per group.
     """
     grad, inputs, weight = args[:3]
     transposed, output_mask = args[7], args[10]
@@ -264,7 +261,7 @@ def _convolution_backward(args: Any) -> int:
 
 
 def _rnn_layer(args: Any) -> int:
-    """Two per weight and position of the input ``[length, batch, features]``: each is multiplied once."""
+    """Two per weight and position of the input ``[length, batch, features]``."""
     length, batch = args[0].shape[:2]
     return int(2 * length * batch * (args[1].numel() + args[2].numel()))
 

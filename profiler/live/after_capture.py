@@ -104,7 +104,7 @@ class PhaseTiming(Watch):
         try:
             if not self._waits:
                 return hook(argument)
-            with without_modes():  # the ops of moving are not the step's
+            with without_modes():  # the ops of moving are not part of the step
                 result = hook(argument)
             self.scene.clock.synchronize()
             return result
@@ -216,6 +216,6 @@ def _sum(tensor: torch.Tensor, kind: str) -> int:
     if not has_storage(tensor, kind) or tensor.untyped_storage().nbytes() > 2 * tensor.nbytes:
         return 0
     with without_modes(), torch.no_grad():
-        pieces = bytes_of(tensor.untyped_storage()).split(PIECE_BYTES)  # a sum is of numbers of eight bytes
+        pieces = bytes_of(tensor.untyped_storage()).split(PIECE_BYTES)  # a sum has numbers of eight bytes
         words = [one[: len(one) // 4 * 4].view(torch.int32) for one in pieces]
         return sum(int(one.sum(dtype=torch.int64)) for one in (*words, pieces[-1][len(words[-1]) * 4 :]))

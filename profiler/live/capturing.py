@@ -75,7 +75,7 @@ class Capturing(Watch):
         self._number = segment.number
         self.capture.inputs = segment.inputs
         self.has_gradients = any(one.grad is not None for one in self.scene.model.parameters())
-        gc.collect()  # what waits for it is not there for the step
+        gc.collect()  # so that garbage does not count for the step
         self._look_around(segment)
         with (
             collected_after(self.capture, () if self.scene.is_repeated else self.kinds),
@@ -99,7 +99,7 @@ class Capturing(Watch):
         if self.has_gradients:
             kinds.note_gradients(model)
         if self.scene.there_before is not None:
-            kinds.note(self.scene.there_before(), Kind.INPUT)  # last: what is also the model's is the model's
+            kinds.note(self.scene.there_before(), Kind.INPUT)  # last: those of the model keep their kinds
             return
         storages = [bytes_of(storage) for storage in census(self.scene.where.type, 1).values()]
         others = sorted((one for one in storages if self.capture.value_if_known(one) < 0), key=lambda one: -one.nbytes)

@@ -21,7 +21,7 @@ from poochplan.runtime.step_policies.step_policy import KeepAll, KeepWhileRoom, 
 from poochplan.runtime.watch.census import census_bytes, foreseen_bytes
 from poochplan.tensors.signatures import Switches
 
-from .lines import Key, Line, Lines
+from .step_kinds import Key, Line, Lines
 from .study import StudyOptions, study
 from .watch import Scene, Watch
 
@@ -64,7 +64,7 @@ class Observer(PlanSource):
         self._switches = Switches(model)
         self.scene = Scene(model, where, clock_of(where), spill_dir, self._optimizers)
 
-    # -- what becomes of segments that are not watched -------------------------------------------------------------
+    # -- segments that are not watched -----------------------------------------------------------------------------
 
     def known(self, key: Key, segment: Segment) -> StepPolicy | Watch | None:
         """The policy of a segment of that kind if it needs no study; a watch if it is to be observed."""
@@ -228,12 +228,12 @@ class Observer(PlanSource):
             line.give_up(str(error))
         if line.next_watch is None:
             del watch
-            gc.collect()  # what the study has left behind is not to be beside the steps that follow
+            gc.collect()  # so that the study's garbage is not in memory during later steps
             self.profiled(line)
 
 
 def _gives_up(policy: StepPolicy) -> bool:
-    """Whether values may leave the device from the segment's begin on."""
+    """Whether values may leave the device from the segment's beginning on."""
     if policy.instructions is not None:
         return any(value.decision is not Decision.KEEP for value in policy.instructions.values)
     return isinstance(policy, SwapEach) and not isinstance(policy, KeepWhileRoom)

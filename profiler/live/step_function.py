@@ -97,7 +97,7 @@ class StepFunction:
         first = inputs_explained(self.model) if not self._checked else contextlib.nullcontext()
         with forward_only(self.model), first:
             self.loss = checked_loss(self.step(), self.model)
-        if self._watch is not None:  # what makes the first gradient is backward's
+        if self._watch is not None:  # the op that makes the first gradient belongs to backward
             self._watch.enter(Phase.BACKWARD)
         self.loss.backward()
         if not self._checked:
@@ -131,7 +131,7 @@ class StepFunction:
         """The memory before a step, besides model and optimizer: the previous loss, and memory outside the step."""
         return [self.loss, *_gradients_held_by(self.loss, set(self.model.parameters())), *self._beside]
 
-    # -- what they run under ----------------------------------------------------------------------------------
+    # -- their surroundings -----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _under(self, watch: Watch) -> Iterator[Segment]:
@@ -152,7 +152,7 @@ class StepFunction:
         device = self._stack.enter_context(closing(open_device(self.scene.where, self.scene.spill_dir)))
         copies = cast(Device, OnTheDevice(device)) if self._in_core else device
         engine = Engine(self, copies, self.scene.model, rebuild=self._rebuild)
-        engine.fallbacks.silent = True  # of steps that differ, as the profile says
+        engine.fallbacks.silent = True  # the profile reports steps that differ
         return engine
 
     def choose(self, segment: Segment) -> StepPolicy | None:
@@ -190,14 +190,14 @@ class OnTheDevice:
 
     def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> Job:
         """See :class:`Device`."""
-        with without_modes():  # recording would take the copy for the step's own
+        with without_modes():  # otherwise recording would count the copy as part of the step
             self._copies[host_offset] = storage.clone()
         return self
 
     def copy_in(self, storage: torch.UntypedStorage, host_offset: int) -> Job:
         """See :class:`Device`."""
         with without_modes():
-            storage.copy_(self._copies[host_offset])  # which stays: where a graph is retained it is read once more
+            storage.copy_(self._copies[host_offset])  # it is kept, because a retained graph reads it again
         return self
 
     def trim_host(self, taken: Sequence[Interval]) -> None:

@@ -104,10 +104,10 @@ def study(scene: Scene, options: StudyOptions) -> Studied:
     mode: Literal["run", "swap-all"] = "swap-all" if keep_all() is None else "run"
     in_hooks: list[HookSeconds] = []
     try:
-        is_plain = not is_freed_memory_given_back()  # nothing of the session's own has been set yet
+        is_plain = not is_freed_memory_given_back()  # no setting of a session is in force yet
         timed = yield from _timed(scene, options, seen.capture, keep_all, in_hooks)
         notes = [*options.notes, *timed.notes, *([SWAPPED] if mode == "swap-all" else [])]
-        if is_plain and len(in_hooks) == TIMED:  # their time in hooks is taken off: so long PyTorch takes by itself
+        if is_plain and len(in_hooks) == TIMED:  # without their time in hooks, this is PyTorch's own time
             plain_s = median(sum(step.values()) for step in timed.steps)
         profile = draft(mode, captured_s if timed.runs is None else timed.runs, timed.steps, notes)
         times = msgspec.structs.replace(profile.times, plain_step_s=plain_s, unserved_step_s=timed.unserved_s)
@@ -129,7 +129,7 @@ def _keep_all(seen: Capturing, in_core: Profile, fits: Callable[[Profile], bool]
     keeps, twice = keeping(in_core), with_bytes_beside(in_core, in_core.in_core_peak_bytes)
 
     def keep_all() -> Instructions | None:
-        if fits(twice):  # whatever has grown meanwhile: a census takes as long as some steps
+        if fits(twice):  # fits after any likely growth: a census takes as long as some steps
             return keeps
         more_bytes = seen.grown_bytes()
         return keeps if fits(with_bytes_beside(in_core, more_bytes) if more_bytes > 0 else in_core) else None
@@ -172,8 +172,8 @@ def _timed(
         unserved_s = None
         if scene.is_repeated and scene.where.type == "cpu" and capture.memory is Memory.ALLOCATED:
             arena = stack.enter_context(contextlib.closing(RepeatedStep(packed)))
-            steps += yield from several(1)  # ordinary, and written down
-            for _ in range(2):  # one that touches the pages; another, where it differs from what was written down
+            steps += yield from several(1)  # ordinary, and logged
+            for _ in range(2):  # one that touches the pages; another if it differs from the log
                 yield from several(0 if arena.is_served else 1)
             if arena.is_served:
                 steps, unserved_s = [], min(sum(step.values()) for step in steps)
@@ -187,7 +187,7 @@ def _timed(
             watch: OpTiming = yield lambda: OpTiming(scene, policy(), arena)
             ops.add(watch.timer, watch.seconds)
         notes = ops.notes
-        if scene.is_repeated and not notes and is_doubted(steps, ops.steps):  # those that differ may take other times
+        if scene.is_repeated and not notes and is_doubted(steps, ops.steps):  # steps that differ may take other times
             options.say(f"timed steps spread too much; timing {options.timed} more")
             steps, notes = steady(steps, (yield from several(options.timed)), ops.steps)
     return Timed(steps, ops.seconds, notes, unserved_s)
@@ -233,7 +233,7 @@ def _verified(scene: Scene, profile: Profile, room_bytes: float) -> Studied:
         watch: Verifying = yield partial(Verifying, scene, trial, unwritten)
         if other and any(a == b != c for a, b, c in zip_longest(first, other, watch.sums)):
             return without_replays(profile, RECORDED)
-        unwritten, other = None, []  # one step tells
+        unwritten, other = None, []  # one step is enough
         try:
             trial = trials.send(watch.verify)
         except StopIteration as verified:
@@ -247,7 +247,7 @@ def _replay_bytes(profile: Profile) -> int:
 
 def _smallest_bytes(profile: Profile) -> int:
     """Bytes of a step that swaps."""
-    from poochplan.planner.planning import smallest_budget  # here, for most steps have room
+    from poochplan.planner.planning import smallest_budget  # here, because most steps have room
 
     return smallest_budget(profile)
 
@@ -267,7 +267,7 @@ def _sums(
     Memory that a kernel leaves unwritten keeps its old contents. So the two steps get memory with different bytes, and
     places that differ between them are not compared.
     """
-    rest = Decision.SWAP if profile.mode == "swap-all" else Decision.KEEP  # memory is about what verification takes
+    rest = Decision.SWAP if profile.mode == "swap-all" else Decision.KEEP  # memory is nearly what verification takes
     every = [Decision.KEEP if profile.values[one].pinned else rest for one in saved_values(profile)]
     course = Course.of(msgspec.structs.replace(instructions_for(profile, every), record_from_start=False))
 

@@ -227,9 +227,9 @@ def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _crc(storage: torch.UntypedStorage) -> int:
-    # CRC-32: any change within 32 bits of each other is found for certain, others but for one in 4e9; at about 1 GB/s.
+    # CRC-32: finds every change within 32 consecutive bits, and misses one in 4e9 of the others; at about 1 GB/s.
     held = _on_host(storage, copy=False)
-    # At its address: an array of NumPy's would leave the user's storage one that cannot be resized.
+    # By its address, because a NumPy array would make the user's storage impossible to resize.
     return zlib.crc32((ctypes.c_char * held.nbytes()).from_address(held.data_ptr())) if held.nbytes() else 0
 
 
@@ -294,7 +294,7 @@ class KeptOptimizer:
         try:
             self._keep(optimizer.state, "optimizer state")
             self._keep(optimizer.param_groups, "optimizer group")
-        except Exception as error:  # whatever copying a user's object raises
+        except Exception as error:  # copying a user's object may raise anything
             raise UsageError(
                 "optimizer: expected state and groups that can be copied, to be restored after the profile, found "
                 f"{type(error).__name__} ({first_line(error)}); leave what cannot be copied out of them"
@@ -320,7 +320,7 @@ class KeptOptimizer:
             return value
         if isinstance(value, dict | list):
             if id(value) not in self._containers:
-                self._containers[id(value)] = path, value, None  # known, should it hold itself
+                self._containers[id(value)] = path, value, None  # known now, in case it holds itself
                 self._containers[id(value)] = path, value, self._content(value, path)
             return value
         if isinstance(value, tuple):

@@ -37,15 +37,16 @@ UNVERIFIED = "its replay could not be verified: steps differ in what they save, 
 
 
 def verification(profile: Profile, *, is_tight: bool = False) -> Generator[Instructions, Verify, Profile]:
-    """Asks for one step after another under :class:`Verify`, and gives the profile with ``unreplayable`` set on every
+    """Asks for one step after another under :class:`Verify`. Returns the profile with ``unreplayable`` set on every
     value whose replay was tried and failed.
 
-    One step; where a replay gives other bits, the earliest such value is marked and a step is run again, since
-    later ones may differ only for being replayed from it. Memory is about that of the in-core step, as in the capture;
-    of a profile of mode ``swap-all``, or where it ``is_tight``, two steps try a part of the values each, and memory is
-    about that of swapping.
-    A step that does not follow its own profile is tried again, for one that alternates. When none follows it, what no
-    step has verified is not recomputed. A note says where they diverge, and one for each reason why values were marked.
+    If a replay in a step gives other bits, the earliest such value is marked and another step is run, because later
+    values may differ only because their replays start from it. Memory is about that of the in-core step, as in the
+    capture. For mode ``swap-all``, or if it ``is_tight``, two steps each try a part of the values, and memory is about
+    that of swapping.
+
+    A step that diverges from its own profile is tried again, because steps may alternate. If no step follows it, values
+    that no step has verified are not recomputed. Notes say where steps diverge, and why values were marked.
     """
     unverified = profile
     parts = 2 if is_tight or profile.mode == "swap-all" else 1
@@ -91,7 +92,7 @@ def _refusal_notes(unverified: Profile, verified: Profile) -> list[str]:
 
 
 def _marked(profile: Profile, reasons: dict[int, str]) -> Profile:
-    """``reasons`` by save point."""
+    """The profile with these values marked; ``reasons`` are by save point."""
     saves = saved_values(profile)
     by_value = {saves[index]: reason for index, reason in reasons.items()}
     values = tuple(

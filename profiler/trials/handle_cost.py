@@ -105,7 +105,7 @@ def measured_on(where: torch.device, threads: int) -> Measured | None:
     measured = None
     with contextlib.suppress(SpillError, torch.OutOfMemoryError), restored(kept_generators()), current(where):
         measured = measure_runtime(where)
-    gc.collect()  # the networks lie in reference cycles with their engines, and would count as memory beside the loop
+    gc.collect()  # the networks are in reference cycles with their engines, and would count as memory outside the step
     return measured
 
 

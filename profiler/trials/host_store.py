@@ -23,7 +23,7 @@ from poochplan.tensors.storages import Geometry
 
 
 class HostStore:
-    """Contents of storages in a separate host tier, one behind another."""
+    """Contents of storages in a separate host tier, one after another."""
 
     def __init__(self, where: torch.device, spill_dir: str | Path | None) -> None:
         self.device: Device = open_device(where, spill_dir)

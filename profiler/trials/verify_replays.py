@@ -56,7 +56,7 @@ class Verify(Follow):
     def before_drop(self, value: SavedValue) -> None:
         assert value.storage is not None
         assert value.index is not None
-        with without_modes():  # or recording would meet the storage through the tensors that copy it
+        with without_modes():  # otherwise recording would see the storage through the tensors that copy it
             self._copies[value.index] = self._copied(value.storage)
 
     def not_replayable(self, value: SavedValue, reason: NotReplayable) -> Actions:
@@ -93,7 +93,7 @@ class Verify(Follow):
         try:
             back = mechanism.replay(value, self._run)
         except (PoochError, MemoryError, torch.OutOfMemoryError):
-            raise  # of this machine's memory and disk, not of the replay
+            raise  # an error of this machine's memory or disk, not of the replay
         except Exception as error:
             self.refused[value.index] = self._why(error)
             value.came_back(self._copies.pop(value.index)(0, value.size_bytes))
@@ -120,18 +120,18 @@ class Verify(Follow):
 
     def _compare(self, index: int, found: torch.UntypedStorage) -> None:
         copy, size_bytes, same = self._copies.pop(index), found.nbytes(), True
-        # Piece by piece: beside a step that swaps all there is no room for one value more.
+        # Piece by piece: a step that swaps everything may have no room for one more value.
         piece_bytes = max(PIECE_BYTES, -(-size_bytes // 16 // PIECE_BYTES) * PIECE_BYTES)
         for start in range(0, size_bytes, piece_bytes):
             part = bytes_of(found)[start : start + piece_bytes]
             wanted = bytes_of(copy(start, len(part)))
             if not torch.equal(wanted, part):
                 same = False
-                part.copy_(wanted)  # or what is replayed from it would differ too
+                part.copy_(wanted)  # otherwise replays that start from it would differ too
         if index not in self.refused:
             (self.verified if same else self.differing).add(index)
 
-    # -- in a person's words ----------------------------------------------------------------------------------
+    # -- in words ---------------------------------------------------------------------------------------------
 
     def _why(self, error: BaseException) -> str:
         """Why a replay raised, or a recipe could not be made."""

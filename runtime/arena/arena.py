@@ -1,4 +1,4 @@
-"""Arena: one stretch of memory from which a step's blocks are served at their planned places."""
+"""Arena: a single block of memory that serves a step's blocks at their planned places."""
 
 from __future__ import annotations
 
@@ -25,55 +25,55 @@ _MOST_MISSES = 64
 
 @dataclass(frozen=True)
 class Places:
-    """What a step allocates, in order of birth; arrays of one length.
+    """The blocks that a step allocates, in order of birth; arrays of one length.
 
     A block's place is ``offsets`` to ``offsets + sizes_bytes``, rounded up to the allocation unit.
     """
 
     sizes_bytes: Ints
-    """As they are asked for."""
+    """As requested."""
     offsets: Ints
     """Multiples of the allocation unit, or :data:`OUTSIDE`."""
     points: Ints
-    """Per block, the point of the clock behind which it is born; never falling."""
+    """Per block: the point of the clock after which it is allocated; never decreasing."""
 
 
 class Tally(NamedTuple):
-    """Blocks, and the bytes that were asked for."""
+    """Number of blocks, and their requested bytes."""
 
     blocks: int
     size_bytes: int
 
 
 class Fates(NamedTuple):
-    """What became of the blocks of at least the arena's smallest size."""
+    """The outcomes for the blocks of at least the arena's smallest size."""
 
     served: Tally
     outside: Tally
-    """By the ordinary allocator, as planned."""
+    """Served by the ordinary allocator, as planned."""
     unplanned: Tally
-    """By the ordinary allocator, since nothing of this size was expected here."""
+    """Served by the ordinary allocator, because no block of this size was expected here."""
     taken: Tally
-    """By the ordinary allocator, since bytes of their place were in use."""
+    """Served by the ordinary allocator, because bytes of their place were in use."""
     unmet: Tally
-    """Expected, and not asked for."""
+    """Expected, but not requested."""
 
 
 class Miss(NamedTuple):
-    """A block that the ordinary allocator served against the plan."""
+    """A block that the ordinary allocator served, unlike planned."""
 
     fate: str
     """``unplanned`` or ``taken``."""
     size_bytes: int
     point: int
-    """Where the clock was."""
+    """The clock's last point."""
     place: int
-    """The index of the place that was expected next."""
+    """The index of the next expected place."""
 
 
 @dataclass(frozen=True)
 class ArenaCounts:
-    """The fates in the step that runs or ran last, and in all steps."""
+    """The fates in the running or last step, and in all steps."""
 
     step: Fates
     total: Fates
@@ -82,13 +82,13 @@ class ArenaCounts:
 class Arena:
     """``size_bytes`` of memory, and the places in it. State: open or closed; serving a step or not.
 
-    Bytes in use are never handed out, whatever the step does. Its memory goes when it is closed, or nobody holds it,
-    and the last tensor in it has died.
+    Bytes in use are never handed out, even if a step differs from the plan. The memory is released when the arena is
+    closed or no longer referenced, and the last tensor in it has died.
 
     Raises
     ------
     ValueError
-        The places are not of one length, lie beyond ``size_bytes``, or their points fall.
+        The arrays of the places differ in length, places lie beyond ``size_bytes``, or points decrease.
     AllocatorError
         There is no address space for it, or no library.
     """
@@ -108,17 +108,11 @@ class Arena:
         self._drop.atexit = False
 
     def lay_out(self, places: Places, smallest_bytes: int = LEAST_PLACED_BYTES, kept_bytes: int | None = None) -> None:
-        """Other places from the next step on; what lives in the arena stays where it is.
+        """Sets other places for the next steps. Live blocks in the arena stay where they are.
 
-        ``kept_bytes``: the machine's memory behind so many bytes is given back, but for what lives there; all of it is
-        kept by default.
+        ``kept_bytes``: memory after these bytes is released, except for live blocks; by default all memory is kept.
 
-        Raises
-        ------
-        ValueError
-            As for a new arena.
-        RuntimeError
-            A step is being served, or the arena is closed.
+        Raises ``ValueError`` like a new arena, and ``RuntimeError`` if a step is being served or the arena is closed.
         """
         sizes, offsets, points = _checked(places, self.size_bytes)
         at = sizes.ctypes.data, offsets.ctypes.data, points.ctypes.data
@@ -129,28 +123,25 @@ class Arena:
     def begin(self, point: int = 0) -> None:
         """Serves this thread from here on, as a new step whose clock is at ``point``.
 
-        Raises
-        ------
-        RuntimeError
-            The arena is closed.
+        Raises ``RuntimeError`` if the arena is closed.
         """
         if not self._library.arena_begin(self._handle, point):
             raise RuntimeError("expected an open arena, found one that was closed; make another")
 
     def join(self) -> None:
-        """Serves this thread too, in the step that another has begun; nothing happens where none has."""
+        """Serves this thread too, in the step that another thread has begun; without effect if none has."""
         self._library.arena_join(self._handle)
 
     def leave(self) -> None:
-        """Serves this thread no longer."""
+        """Stops serving this thread."""
         self._library.arena_leave(self._handle)
 
     def at(self, point: int) -> None:
-        """The clock is at ``point``: the sequence goes on at what is born behind it, wherever it was."""
+        """The clock is at ``point``: the sequence continues with the blocks after it, at any earlier position."""
         self._library.arena_at(self._handle, point)
 
     def end(self) -> None:
-        """The step is over: no thread is served, and what did not come counts as unmet."""
+        """The step is over: no thread is served any more, and blocks that did not come count as unmet."""
         self._library.arena_end(self._handle)
 
     @contextlib.contextmanager
@@ -163,11 +154,11 @@ class Arena:
             self.end()
 
     def close(self) -> None:
-        """Nobody is served again; the memory goes with the last tensor in it. Closing twice is no error."""
+        """Stops serving for good. The memory is released with the last tensor in it. Closing twice is no error."""
         self._drop()
 
     def counts(self) -> ArenaCounts:
-        """What became of the blocks so far."""
+        """The outcomes for the blocks so far."""
         numbers = np.zeros(4 * len(_FATES), np.int64)
         self._library.arena_counts(self._handle, numbers.ctypes.data)
         step, total = (Fates(*(Tally(*row) for row in half)) for half in numbers.reshape(2, -1, 2).tolist())
@@ -181,12 +172,12 @@ class Arena:
 
     @property
     def live_blocks(self) -> int:
-        """How many blocks lie in it now."""
+        """Number of blocks in it now."""
         return self._library.arena_live_blocks(self._handle)
 
     @property
     def resident_bytes(self) -> int | None:
-        """How much of it the machine holds in memory now, in whole pages; None where the kernel does not tell."""
+        """Its resident bytes now, in whole pages; None if the kernel does not give them."""
         found = self._library.arena_resident_bytes(self._handle)
         return None if found < 0 else found
 
@@ -209,5 +200,5 @@ def _checked(places: Places, size_bytes: int) -> tuple[Ints, Ints, Ints]:
         )
     if len(points) and (np.diff(points) < 0).any():
         at = int((np.diff(points) < 0).argmax()) + 1
-        raise ValueError(f"place {at}: expected points that never fall, found {points[at]} behind {points[at - 1]}")
+        raise ValueError(f"place {at}: expected points that never decrease, found {points[at]} after {points[at - 1]}")
     return sizes, offsets, points

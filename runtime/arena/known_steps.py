@@ -53,9 +53,9 @@ class KnownStep:
     is_settled: bool = False
     """Whether a logged step has missed nothing, and no step ever has."""
     larger_bytes: int = 0
-    """How much the arena of the last step that was looked at would be above what there is room for."""
+    """Bytes by which the arena of the last examined step would exceed its room."""
     grown_bytes: int = 0
-    """How much more than planned lies outside the arena, found by a served step that exceeded its budget."""
+    """Bytes outside the arena in addition to the planned ones, found by a served step that exceeded its budget."""
 
     @property
     def is_over(self) -> bool:
@@ -69,7 +69,7 @@ class KnownStep:
 
     @property
     def room_bytes(self) -> int:
-        """For the arena: what was planned for it, and what the budget has beside."""
+        """Room for the arena: its planned bytes, and the rest of the budget."""
         found = self.plan.prediction
         if found.arena_bytes is None or found.arena_peak_bytes is None:
             return 0
@@ -86,7 +86,7 @@ class KnownStep:
         return True
 
     def saw(self, events: Table, fates: Fates | None, pack: Pack) -> bool:
-        """A whole step was logged, ``fates`` of which an arena has served; whether there is another layout now."""
+        """A whole step was logged, with ``fates`` if an arena served it. Returns whether it has another layout now."""
         self.logged += 1
         has_missed = fates is not None and misses(fates) > 0
         if fates is not None and not has_missed and self.layout is not None:
@@ -105,8 +105,8 @@ class KnownStep:
             self.has_missed, self.is_settled = True, False
 
     def _laid_out(self, events: Table, pack: Pack) -> RecordedLayout | None:
-        """The room is reduced by the bytes that outlive this step although that was not planned. Gradients do so if the
-        next forward belongs to no step.
+        """The layout of a logged step. Bytes that outlive this step, unlike planned, reduce the room: gradients do so
+        if the next forward belongs to no step.
         """
         assert self.plan.layout is not None
         blocks = recorded_blocks(events, self.plan.layout.least_bytes)
@@ -201,7 +201,7 @@ class RepeatedStep:
         if events is None:
             return
         if fates is not None and not misses(fates):
-            self._times = MOST_LAID_OUT  # as it is
+            self._times = MOST_LAID_OUT  # no further layout is made
             return
         self._times += 1
         if fates is not None and fates.taken.blocks:

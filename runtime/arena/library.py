@@ -1,10 +1,10 @@
-"""The compiled allocator as Python sees it: loaded and put in force once for a process, and never unloaded.
+"""The compiled allocator for Python: loaded and installed once for a process, and never unloaded.
 
-Its functions are short and never wait for Python, so they are called with the interpreter's lock held: that is faster
-than letting it go, and cannot deadlock.
+Its functions are short and never wait for Python. So they are called with the interpreter's lock held, which is faster
+than releasing it, and cannot deadlock.
 
-It is built for each torch once, with c10's headers, which torch brings. In a session on the CPU what is freed goes back
-to the system, and large blocks ask for huge pages.
+It is built once for each torch, with c10's headers, which are part of torch. In a session on the CPU freed memory goes
+back to the system, and large blocks request huge pages.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ _REFUSALS = {
 }
 BIRTH, DEATH, MARK = 0, 1, 2
 EVENT = np.dtype([("kind", np.int64), ("block", np.int64), ("size_bytes", np.int64), ("value", np.int64)])
-"""One event. ``kind`` is BIRTH, DEATH or MARK; ``block`` a number in order of birth (-1 for a mark); ``size_bytes``
-what was asked for, not rounded. ``value`` is a mark's own; of a birth 1 in an arena; of a death 1 on a thread that is
-not of the scope."""
+"""One event. ``kind`` is BIRTH, DEATH or MARK; ``block`` a number in order of birth (-1 for a mark); ``size_bytes`` the
+requested bytes, not rounded. ``value`` is the mark's value; for a birth 1 in an arena; for a death 1 on a thread
+outside the scope."""
 
 LIFETIME = np.dtype([("size_bytes", np.int64), ("point", np.int64), ("birth", np.int64), ("death", np.int64)])
-"""One block that was born in a log: ``point`` is the value of the last mark before (0 before any), ``birth`` and
-``death`` are indices of events, ``death`` -1 where the block outlived the log."""
+"""One block that was allocated in a log: ``point`` is the value of the last mark before (0 before any), ``birth`` and
+``death`` are indices of events. ``death`` is -1 if the block outlived the log."""
 
 Table = npt.NDArray[Any]
 
@@ -106,15 +106,12 @@ _failure: str | None = None
 
 
 def library() -> Library:
-    """The library in force: built, loaded and put before torch's own allocator at the first call.
+    """The installed library. The first call builds and loads it, and installs it in front of torch's own allocator.
 
-    Tensors that were made before keep the allocator they have, also where they are resized. A failure is remembered,
-    so that no later call tries again.
+    Earlier tensors keep their allocator, also when they are resized. After a failure no later call tries again.
 
-    Raises
-    ------
-    AllocatorError
-        It cannot be built or loaded, or another allocator stands before it; one line says what to do.
+    Raises ``AllocatorError`` if it cannot be built or loaded, or if another allocator is in front of it; one line says
+    what to do.
     """
     global _library, _failure
     with _lock:
@@ -130,7 +127,7 @@ def library() -> Library:
 
 
 def is_loaded() -> bool:
-    """Whether the library is in force in this process, or was found not to be possible."""
+    """Whether the library is installed in this process, or has failed."""
     return _library is not None or _failure is not None
 
 
@@ -140,7 +137,7 @@ def _new_lock() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_new_lock)  # another thread may have held it
+    os.register_at_fork(after_in_child=_new_lock)  # another thread may hold it at the fork
 
 
 def _installed(file: Path) -> Library:
@@ -154,8 +151,8 @@ def _installed(file: Path) -> Library:
 
 
 class AllocatorBuild(NativeBuild):
-    """As torch was built. libc10 is found by its name, since torch has loaded it: the library serves every environment
-    with this torch.
+    """Builds with torch's settings. libc10 is found by its name, because torch has loaded it. So the library works in
+    every environment with this torch.
     """
 
     def __init__(self) -> None:
@@ -186,8 +183,8 @@ why_unavailable, compiler_name = ALLOCATOR.why_unavailable, ALLOCATOR.compiler_n
 def fresh_memory() -> Iterator[None]:
     """A block in which dropped tensors leave resident memory (:func:`freed_memory_given_back`), for the whole process.
 
-    Each tensor of some megabytes is then fresh memory, up to half a step's time in small pages; so where the compiled
-    allocator is in force it asks for huge ones, unless the kernel's setting is ``never``.
+    Each tensor of some megabytes is then fresh memory, which takes up to half a step's time in small pages. So the
+    compiled allocator, if installed, requests huge pages, unless the kernel's setting is ``never``.
     """
     found = library() if is_loaded() else None
     with freed_memory_given_back():
@@ -201,11 +198,10 @@ def fresh_memory() -> Iterator[None]:
 
 
 class ThreadScope:
-    """A set of threads. A block belongs to the scope of the thread that gave birth to it; any thread may let it die.
+    """A set of threads. A block belongs to the scope of the thread that allocated it; any thread may free it.
 
-    A thread is in one scope at a time, or in none. State: in the library, and for good; so a program needs few.
-
-    Raises what :func:`library` raises.
+    A thread is in one scope at a time, or in none. Its state is in the library and never freed, so make few of them.
+    Raises the errors of :func:`library`.
     """
 
     def __init__(self) -> None:
@@ -216,16 +212,16 @@ class ThreadScope:
         self.handle: int = handle
 
     def join(self) -> None:
-        """From here on what this thread allocates belongs to the scope."""
+        """Blocks that this thread allocates from now on belong to the scope."""
         self.library.scope_join(self.handle)
 
     def leave(self) -> None:
-        """From here on what this thread allocates belongs to no scope."""
+        """Blocks that this thread allocates from now on belong to no scope."""
         self.library.scope_join(None)
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
-        """A block in which this thread belongs to the scope; behind it, to the one it was in before."""
+        """A block in which this thread belongs to the scope; afterwards to its earlier one."""
         before = self.library.scope_join(self.handle)
         try:
             yield
@@ -234,9 +230,7 @@ class ThreadScope:
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        """A block in which what this thread allocates belongs to no scope, and lies in no arena: work that is not the
-        step's.
-        """
+        """A block for work outside the step: this thread's allocations belong to no scope and no arena."""
         before = self.library.scope_join(None)
         self.library.set_aside(1)
         try:
@@ -247,15 +241,15 @@ class ThreadScope:
 
 
 def too_many() -> AllocatorError:
-    """What a scope meets that is one too many to count or record."""
+    """The error for a scope that is one too many to count or record."""
     return AllocatorError("expected at most 16 scopes that count or record at once, found more; end one of them")
 
 
 class AllocationLog:
-    """A block in which what the calling thread allocates is written down, and its deaths on whichever thread; it joins
-    the scope for that. Other threads of the scope may run steps of their own.
+    """A block that logs the calling thread's allocations, and when they are freed on any thread. The thread joins the
+    scope for it. Other threads of the scope may run other steps.
 
-    State: open, or closed with its :attr:`events`. One log of a scope at a time.
+    State: open, or closed with its :attr:`events`. A scope has one log at a time.
     """
 
     def __init__(self, scope: ThreadScope) -> None:
@@ -272,7 +266,7 @@ class AllocationLog:
         return self
 
     def mark(self, value: int) -> None:
-        """Puts a mark between what was allocated so far and what will be: an op's number, or a point's."""
+        """Adds a mark to the log: an op's number, or a point's."""
         self._library.record_mark(self._handle, value)
 
     def __exit__(
@@ -287,7 +281,7 @@ class AllocationLog:
 
 
 def lifetimes(events: Table, smallest_bytes: int = 0) -> Table:
-    """The blocks of ``smallest_bytes`` or more that were born in a log, in order of birth, of type :data:`LIFETIME`."""
+    """The blocks of at least ``smallest_bytes`` allocated in a log, in order of birth, of type :data:`LIFETIME`."""
     kind, block = events["kind"], events["block"]
     births = np.flatnonzero((kind == BIRTH) & (events["size_bytes"] >= smallest_bytes))
     deaths = np.flatnonzero(kind == DEATH)

@@ -140,7 +140,7 @@ class PassArena:
         if within is not None and within._pass.is_running():
             within._pass.depth += within is self
             return
-        if within is not None:  # an interrupt has ended it, of which torch tells no hook
+        if within is not None:  # an interrupt has ended it, and torch calls no hook for that
             within._pass_ends(is_whole=False)
         if torch.is_grad_enabled() or self._reason or self._is_closed or in_backward() or is_tracing():
             return
@@ -219,7 +219,7 @@ class PassArena:
         self._kinds.is_laid_out(running.kind)
         arena = runs.laid.arena
         if arena is not None and arena.live_blocks:
-            runs.laid.leave()  # other code keeps blocks in it, so that their bytes are no places any more
+            runs.laid.leave()  # other code keeps blocks in it, so their bytes cannot be places any more
 
 
 class _Pass:

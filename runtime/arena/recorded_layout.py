@@ -71,7 +71,7 @@ class ServedRuns:
             log = AllocationLog(self._scope)
             try:
                 self._log = log.__enter__()
-            except AllocatorError:  # as many threads as can be are counted or logged already
+            except AllocatorError:  # too many scopes are counted or logged already
                 return
         if point:
             log.mark(point)
@@ -182,10 +182,10 @@ class LaidArena:
         try:
             if self.arena is None:
                 self.arena = Arena(layout.places, max(largest_bytes, layout.arena_bytes), layout.least_bytes)
-                give_back_freed()  # what the steps before have left is not used again
+                give_back_freed()  # the freed memory of earlier steps is not used again
             else:
                 self.arena.lay_out(layout.places, layout.least_bytes, min(kept_bytes, self.arena.size_bytes))
-        except AllocatorError:  # no address space: the ordinary allocator asks for less at a time
+        except AllocatorError:  # no address space: the ordinary allocator requests less at a time
             return False
         self._layout = layout
         self._held_bytes = max(layout.arena_bytes, min(self._held_bytes, kept_bytes))
@@ -248,7 +248,7 @@ def recorded_blocks(events: Table, least_bytes: int) -> Table:
     """The blocks of at least that size that a run took, of type :data:`LIFETIME`; ``death`` is -1 for a block that
     outlives it.
 
-    The log goes from the begin of a run, or its first point, to that of the next run. The marks are the numbers of the
+    The log goes from the start of a run, or its first point, to that of the next run. The marks are the numbers of the
     points. After the run comes :data:`RUN_END`: a block that dies between the runs dies when the log ends, because by
     then the next run has begun. A log without that mark covers the run alone.
     """

@@ -185,7 +185,7 @@ class Serving:
         self.step_is_over()
         fates, events = self._runs.fates, self._runs.events()
         known, is_whole = self._known, self._is_whole
-        self._is_whole = False  # nothing is learned twice
+        self._is_whole = False  # no step is learned from twice
         if known is None or not is_whole or self._point < len(known.plan.values) + len(known.plan.uses):
             return  # the step has not ended, for example a forward whose loss was not used
         if events is not None:

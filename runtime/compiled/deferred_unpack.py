@@ -169,7 +169,7 @@ def _next_position(node: Any) -> int:
     return position
 
 
-# -- the code that runs ----------------------------------------------------------------------------------------------
+# -- running code ----------------------------------------------------------------------------------------------------
 
 _CALL = re.compile(r"^( *)def call\((?:self, )?args\):\n", re.MULTILINE)
 _ARGUMENTS = re.compile(r"^ *(\w+(?:, \w+)*),? = args$", re.MULTILINE)

@@ -76,11 +76,11 @@ def why_none_deferred(model: torch.nn.Module, device_type: str) -> str:
     if compiles_autograd():
         return "torch is set to compile autograd too"
     if not parts_are_measured(device_type):
-        return "what the parts of a compiled backward take is not known without the compiled allocator"
+        return "memory of the parts of a compiled backward is not known without the compiled allocator"
     partitioner = getattr(inductor_settings(), PARTITIONER)
     if not _open_blocks and not (partitioner is None or isinstance(partitioner, Partitioner)):
         return (
-            "custom_partitioner_fn is set already, to one of your own"  # ours may be left where settings are put back
+            "custom_partitioner_fn is set already, to one of your own"  # ours may be left if a user restores settings
         )
     return ""
 

@@ -4,7 +4,7 @@ are added.
 Of the plan it has only a digest of the requested replays, so the compiler's caches distinguish the code of two plans.
 The decisions keep and swap are in no code.
 
-A deferred unpack depends on nothing, so the compiler could move it to the begin of the backward, and fuse other nodes
+A deferred unpack depends on nothing, so the compiler could move it to the start of the backward, and fuse other nodes
 than before. Its second argument, an anchor, keeps it right before the first use of its tensor. An anchor adds a user to
 a node, and the compiler's patterns (for example an addition to a matrix product) take nodes with one user. So anchors
 are set after all patterns have run.
@@ -179,7 +179,7 @@ def add_save_points(split: Split, deferred: Collection[str]) -> None:
     """
     graph, output_count = split.forward.graph, split.output_count
     leaving = [node for node in saved_nodes(split) if node.name in deferred]
-    for node in leaving:  # views for backward stand at a forward's end, and what they are of would stay until then
+    for node in leaving:  # views for backward are at a forward's end, and would keep their storages until then
         *views, base = views_of(node)
         for view in reversed(views):
             base.append(view)
@@ -281,7 +281,7 @@ def anchor(graph: torch.fx.Graph) -> None:
     bits = {one: 1 << place[one] for one in anchors}
     needed = _needed(nodes, bits)
     for unpack in unpacks:
-        if not unpack.users:  # the patterns have left it none
+        if not unpack.users:  # the patterns have removed its users
             graph.erase_node(unpack)
             continue
         first = min(unpack.users, key=place.__getitem__)

@@ -111,7 +111,7 @@ def _held(value: torch.Tensor, version: int) -> torch.Tensor:
     return value
 
 
-# -- as ops of torch's -----------------------------------------------------------------------------------------------
+# -- as ops of torch -------------------------------------------------------------------------------------------------
 
 
 def _unpack_traced(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:

@@ -50,8 +50,8 @@ class SpillCopy:
         """Time by ``time.perf_counter``, for a timeline; set once it has ended."""
         self._stream = stream
         self._has_ended = False
-        # A bare lock, not an Event: that one has a lock of its own, and a copy that the garbage collector finds while
-        # it is held waits for the thread that would need it.
+        # A plain lock, not an Event: if the garbage collector finds a copy while an Event's own lock is held, it waits
+        # for the thread that needs this lock.
         self._running = threading.Lock()
         self._running.acquire()
 
@@ -94,7 +94,7 @@ class SpillCopy:
                     if ahead_s > 0:
                         time.sleep(ahead_s)
             error = None
-        except BaseException as raised:  # whatever it was, the value must not pass for copied
+        except BaseException as raised:  # after any error, the value must not count as copied
             error = raised if isinstance(raised, OSError) else OSError(errno.EIO, str(raised) or repr(raised))
             error = error.with_traceback(None)  # which would hold the buffer
         finally:
@@ -210,7 +210,7 @@ def _serve(
     """
     while isinstance(job := jobs.get(), SpillCopy):
         job.run(move, throttle_bytes_per_s)
-        del job  # or the thread would hold the last copy until the next
+        del job  # otherwise the thread would hold the last copy until the next
 
 
 def _unless(closing: threading.Event, move: Move) -> Move:
@@ -237,7 +237,7 @@ class CpuDevice:
 
     def __init__(self, directory: str | Path | None = None, *, throttle_bytes_per_s: float | None = None) -> None:
         self.compute = CallingThread()
-        with contextlib.ExitStack() as stack:  # undone when one of these fails
+        with contextlib.ExitStack() as stack:  # undone if one of these fails
             self.file = file = SpillFile(choose_spill_dir(directory))
             stack.callback(file.close)
             # pwrite and preadv release the interpreter lock while they move bytes.
@@ -354,7 +354,7 @@ class SpillFile:
             self.descriptor, path = tempfile.mkstemp(prefix="poochplan-", suffix=".spill", dir=directory)
         except OSError as error:
             raise SpillError(f"spill directory {directory}: {error.strerror}; name another") from error
-        self._close = weakref.finalize(self, os.close, self.descriptor)  # also when an interrupt lets go of it
+        self._close = weakref.finalize(self, os.close, self.descriptor)  # also if an interrupt drops it
         Path(path).unlink()
         self.size_bytes = 0
 

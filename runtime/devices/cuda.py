@@ -129,7 +129,7 @@ class CudaCopy:
 
     def __init__(self, seen: SeenStreams, error: OSError | None = None) -> None:
         self.error = error
-        self._seen = seen  # who waits for its end has all of these wait
+        self._seen = seen  # a wait for its end is a wait for all of these
 
 
 class CudaDevice:
@@ -168,7 +168,7 @@ class CudaDevice:
         """Peaks from before the step."""
         self._retries = 0
         """The allocator's retries before the peaks began."""
-        self._lock = threading.RLock()  # a copy that ends may ask on any thread, also inside of this
+        self._lock = threading.RLock()  # the end of a copy may take it on any thread, also inside this block
 
     @property
     def compute(self) -> ComputeStream:
@@ -222,7 +222,7 @@ class CudaDevice:
             parts = self._host.parts(host_offset, storage.nbytes())
         except OSError as error:
             return CudaCopy(seen, error)
-        if len(seen) > 1:  # the value may be of another stream than the one that asks for its copy
+        if len(seen) > 1:  # the value may belong to another stream than the one that requests its copy
             for stream in tuple(seen.values()):
                 self.outward.stream.wait_stream(stream)
         self._queue(storage, parts, _TO_HOST, self.outward)
@@ -256,7 +256,7 @@ class CudaDevice:
                     on_host.copy_(on_device, non_blocking=True)
                 at += part.size_bytes
 
-    # -- streams of the user's --------------------------------------------------------------------------------
+    # -- the user's streams -----------------------------------------------------------------------------------
 
     def use(self, storage: torch.UntypedStorage, home: Stream) -> None:
         """Makes the current stream wait for the stream on which the storage came back, and tells the allocator about
@@ -337,7 +337,7 @@ def _counted_bytes() -> str:
     backend = torch.cuda.get_allocator_backend()
     if backend == "native":
         return "requested_bytes"
-    if backend == "cudaMallocAsync":  # of its own pool CUDA counts what was handed out, and that is what was asked for
+    if backend == "cudaMallocAsync":  # CUDA counts the bytes that its own pool hands out, which are those requested
         return "allocated_bytes"
     raise UsageError(
         f"allocator: expected torch's own (native or cudaMallocAsync), which tells what a step takes, found {backend}; "
@@ -345,7 +345,7 @@ def _counted_bytes() -> str:
     )
 
 
-# -- CUDA graphs: they keep their addresses for good, where a plan gives memory away and gets other -----------------
+# -- CUDA graphs: their addresses never change, but a plan releases memory and gets other -----------------------------
 
 
 def refuse_graphs(model: torch.nn.Module) -> None:

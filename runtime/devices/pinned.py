@@ -1,24 +1,24 @@
-"""The host tier of the CUDA device: pinned where a plan wants it, and in pages where a value first needs one.
+"""The host tier of the CUDA device: pinned as a whole for a plan, and in pages for values without one.
 
-A plan's bytes are one slab, of their exact size, where nothing was pinned before. Where a loop has swapped without a
-plan, its pages lie there already, and are used as they are; so is the slab of a smaller plan. Only what is missing is
-pinned. So nothing that a copy could still read or write is ever given back to make room for a plan.
+A plan's bytes are one slab of their exact size, if nothing was pinned before. If a loop has swapped without a plan, its
+pages are used unchanged; so is the slab of a smaller plan. Only missing bytes are pinned. So memory that a copy could
+still read or write is never released to make room for a plan.
 
 A value may lie on several pieces: it is copied in parts.
 
-Pinning a page takes longer than filling it. So a thread pins ahead of the first steps: as many pages as there are, at
-most :data:`MOST_AHEAD`. What nobody needed goes when pages are given back, or with the tier.
+Pinning a page takes longer than filling it. So a thread pins pages ahead in the first steps: as many as there are, at
+most :data:`MOST_AHEAD`. Unused ones are released together with other pages, or with the tier.
 
-torch's own allocator of pinned memory rounds up to powers of two; CuPy takes what it is asked for. Without CuPy,
-a mapping of ordinary memory is registered with the driver (``cudaHostRegister``), which pins it where it lies.
+torch's own allocator of pinned memory rounds up to powers of two; CuPy takes the requested size. Without CuPy, a
+mapping of ordinary memory is registered with the driver (``cudaHostRegister``), which pins it in place.
 
-A page lies on the NUMA node whose processor touches it first, and it is there that the GPU should be: otherwise every
-copy crosses the link between the processors. So CuPy's memory is allocated, and a mapping is touched, by threads that
-run on the node of the GPU, where the system tells it. A mapping is touched by several: one alone writes new pages at
-a few GB/s. Huge pages make that some hundred times fewer faults.
+A page lies on the NUMA node whose processor touches it first. That should be the GPU's node, because otherwise every
+copy crosses the link between the processors. So threads on the GPU's node, if it is known, allocate CuPy's memory or
+touch a mapping. Several threads touch a mapping, because one writes new pages at only a few GB/s. With huge pages there
+are some hundred times fewer faults.
 
-No child of a fork gets the mapping (``MADV_DONTFORK``): it would be copied there, and a page that is copied at the
-first write is no longer the one that the GPU writes to.
+No child of a fork gets the mapping (``MADV_DONTFORK``). Otherwise the parent's next write would copy a page, and the
+GPU would write to the old one.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Part(NamedTuple, Generic[M]):
 
 
 class Piece(NamedTuple, Generic[M]):
-    """Bytes of the tier that are pinned together: from ``first`` up to, and without, ``behind``."""
+    """Bytes of the tier that are pinned together: from ``first`` to before ``behind``."""
 
     first: int
     behind: int
@@ -128,7 +128,7 @@ class PinnedTier(Generic[M]):
         """Pins the missing part of the ``size_bytes`` from ``first`` on, at its exact size. Raises ``OSError``."""
         for missing in list(self._missing(first, first + size_bytes)):
             self._add(missing)
-        self.forget_ahead()  # a plan has few steps that need more
+        self.forget_ahead()  # few steps of a plan need more
         self._room = (first, first + size_bytes)
 
     def parts(self, offset: int, size_bytes: int) -> list[Part[M]]:
@@ -178,7 +178,7 @@ class PinnedTier(Generic[M]):
         if needed_bytes > self._limit_bytes:
             raise OSError(
                 errno.ENOMEM,
-                f"pinned memory behind the planned is limited to {format_bytes(self._limit_bytes)}, needed "
+                f"pinned memory besides the planned is limited to {format_bytes(self._limit_bytes)}, needed "
                 f"{format_bytes(needed_bytes)}; free host memory, or raise host_limit_bytes of apply()",
             )
         for page in pages:
@@ -187,9 +187,7 @@ class PinnedTier(Generic[M]):
         self._pin_ahead()
 
     def _pages(self, first: int, behind: int) -> Iterator[Interval]:
-        """The pages of missing bytes: one behind another, from the end of the previous piece to the begin of the next
-        one.
-        """
+        """The pages of missing bytes, one after another, from the end of the previous piece to the next one."""
         index = self._index(first)
         start = self._pieces[index].behind if index >= 0 else 0
         end = self._pieces[index + 1].first if index + 1 < len(self._pieces) else None
@@ -253,7 +251,7 @@ def _first_of(piece: Piece[M]) -> int:
 
 def cupy_or_none() -> Any:
     """CuPy, if it is installed and finds a CUDA runtime."""
-    with contextlib.suppress(Exception):  # an installation that does not fit fails in many ways
+    with contextlib.suppress(Exception):  # an incompatible installation fails in many ways
         import cupy
 
         cupy.cuda.runtime.runtimeGetVersion()

@@ -1,26 +1,26 @@
-"""The engine: the saved-tensors hooks, and the parts that answer them put together.
+"""The engine: the saved-tensors hooks, and the parts behind them.
 
-A segment's *step policy* decides (``runtime/step_policies/``), the *mechanism* moves storages, the *cursor* says where
-segments begin and end, the *tape* knows what ran. States of a saved value: ``saved_value.py``.
+A segment's *step policy* decides (``runtime/step_policies/``), the *mechanism* moves storages, the *cursor* knows where
+segments begin and end, the *tape* records ops. States of a saved value: ``saved_value.py``.
 
 Rules, cited in the code:
 
 1. A value is looked up by its storage; all views of one storage are one value, moved once.
 2. Parameters (whole ones that FSDP2 gathers, too), buffers, subclasses, sparse tensors and tensors of other devices
    are never touched.
-3. No device storage is let go, and nothing that a copy fills is used, before the compute stream has waited for the
+3. No device storage is released, and no storage that a copy fills is used, before the compute stream has waited for the
    copy's end: see ``devices/transfers.py``.
-4. What is packed is stored detached: a graph must not hold itself alive through us.
-5. A content is only handed to autograd if its version counter says that nobody has written it since it was saved;
-   otherwise the error that autograd itself would have raised is raised.
-6. Shape, dtype and stride of what is handed back are those of what was saved.
+4. A packed tensor is stored detached: a graph must not hold itself alive through us.
+5. A content is only returned to autograd if its version counter shows no write since it was saved; otherwise the error
+   that autograd itself would have raised is raised.
+6. A returned tensor has the shape, dtype and stride of the saved one.
 7. Actions happen only at points of the clock: the first pack of a planned value, the first unpack of a planned handle.
-8. When a pack or unpack is not the planned one the step has diverged: nothing planned happens any more, what is on the
-   device goes to the host or stays (as what was there before the step does), and every value comes back when needed.
+8. When a pack or unpack is not the planned one the step has diverged: no planned action happens any more, values on the
+   device go to the host or stay (as those from before the step do), and every value comes back when needed.
 9. A value whose copy failed (disk full) stays on the device.
-10. A value that is to be recomputed is let go only if its recipe could be made; otherwise it is swapped.
+10. A value with decision recompute is released only if its recipe could be made; otherwise it is swapped.
 11. While autograd computes a backward no dispatch mode of ours is on the stack, not even a muted one: ATen has other
-    formulas for some backwards where one looks on.
+    formulas for some backwards under a mode.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ from .host_tier import HostTier
 from .mechanism import Mechanism, Rebuild, rebuild_together
 from .saved_value import Handle, SavedValue
 
-_SAFELY = "the rest of this step swaps all that is saved, which is slower and may take more; its gradients are right"
-_KEPT = "what is saved before the model is called is kept, and the call begins a step"
+_SAFELY = "the rest of this step swaps every saved value, which is slower and may take more; its gradients are right"
+_KEPT = "values saved before the model is called are kept, and the call begins a step"
 
 
 class Engine:
-    """``pack`` and ``unpack`` are the saved-tensors hooks; everything else says where the step is.
+    """``pack`` and ``unpack`` are the saved-tensors hooks. The other methods tell it the position in the step.
 
     Parameters
     ----------
     chooser: gives each segment its step policy.
     device: where storages live and copies run; the caller closes it.
     model: its parameters and buffers are those of rule 2.
-    parts: where ``model`` is several, each by its name: a segment's are those of the part that it is of.
-    rebuild: how replays are run.
-    on_idle: told when the last handle is gone.
-    events: who is told of what happens in a step.
+    parts: if ``model`` consists of several models, each by its name. A segment belongs to one of them.
+    rebuild: runs replays.
+    on_idle: called when the last handle is gone.
+    events: functions to call for events in a step.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Engine:
         events: StepEvents = NO_EVENTS,
     ) -> None:
         self.device = device
-        self._index = -1 if device.where.index is None else device.where.index  # as tensors say it
+        self._index = -1 if device.where.index is None else device.where.index  # as tensors have it
         self.cursor = Cursor(on_idle)
         self.tape = Tape(device.kind)
         self.recorder = Recorder(self.tape)
@@ -100,7 +100,7 @@ class Engine:
         self._events = events
         self.fallbacks = Fallbacks()
         self._knows_gathered = True
-        """Whether all storages are there into which FSDP2 gathers weights."""
+        """Whether all storages exist into which FSDP2 gathers weights."""
         self._lock = threading.RLock()
 
     @property
@@ -208,7 +208,7 @@ class Engine:
         it.
         """
         segment, was_on = self.segment, self.recorder.is_on
-        if was_on:  # else a compiler may trace a backward, while recording is away and comes back
+        if was_on:  # otherwise a compiler may trace a backward while recording is off, and it would come back
             self.recorder.switch_off()
         self._events.backward(True)
         try:
@@ -412,7 +412,7 @@ class Engine:
         if actions is not NOTHING:
             self._carry_out(actions)
 
-    # -- what points ask for (Rule 7) -------------------------------------------------------------------------
+    # -- actions at points (Rule 7) ---------------------------------------------------------------------------
 
     def _carry_out(self, actions: Actions) -> None:
         self.mechanism.carry_out(actions)

@@ -129,13 +129,13 @@ class HostTier:
     def give_up(self, offset: int) -> None:
         """The value that was placed at ``offset`` is dead, or could not be written and its copy has ended."""
         place = self._places.pop(offset, None)
-        if place is not None:  # a planned place stays its value's
+        if place is not None:  # a planned place is reserved for its value
             self._taken.give_back(offset, place.size_bytes)
 
     def _free_the_dead(self) -> None:
         while self._died:
             place = self._died.popleft()
-            # The traceback of an interrupt may have kept one that was given up, and that is another value's by now.
+            # The traceback of an interrupt may have kept a place that was released and now belongs to another value.
             if self._places.get(place.offset) is place:
                 self.give_up(place.offset)
 
@@ -170,7 +170,7 @@ _NO_END = sys.maxsize
 
 
 class Intervals:
-    """Intervals of bytes, one behind another. They are taken at the lowest free place that fits, and given back.
+    """Intervals of bytes, one after another. They are taken at the lowest free place that fits, and given back.
 
     State: the free holes as (first byte, byte after the hole), lowest first; the last one has no end.
 
@@ -214,4 +214,4 @@ class Intervals:
 
 
 def _rounded(size_bytes: int) -> int:
-    return host_aligned(max(1, size_bytes))  # nothing takes a place too: no two share a first byte
+    return host_aligned(max(1, size_bytes))  # an empty value has a place too: no two share a first byte

@@ -91,7 +91,7 @@ class Mechanism:
         if error is not None:  # Rule 9
             offset = value.host_offset
             value.copy_has_failed()
-            self._host.give_up(offset)  # last: from here on the place may be another value's
+            self._host.give_up(offset)  # last, because the place may then belong to another value
             self._copy_failed(value, error)
             return
         value.is_given_up()

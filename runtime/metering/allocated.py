@@ -217,12 +217,12 @@ class ByteCount:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes live now minus those at the begin."""
+        """Bytes live now minus those at the beginning."""
         return self.library.count_live(self._handle)
 
     @property
     def peak_bytes(self) -> int:
-        """Most live bytes at any time since the begin, or since :meth:`reset_peak`; at least 0 after a begin."""
+        """Most live bytes at any time since the beginning, or since :meth:`reset_peak`; at least 0 after it begins."""
         return self.library.count_most(self._handle)
 
     def reset_peak(self) -> None:

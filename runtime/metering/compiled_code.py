@@ -48,7 +48,7 @@ class CpuMeter:
         return allocation_events()
 
     def end(self) -> int | None:
-        """Ends the log. Returns the most bytes above those live at the begin, each storage rounded up to the allocation
+        """Ends the log. Returns the most bytes above those live at the start, each storage rounded up to the allocation
         unit.
 
         None if that is unknown.

@@ -48,8 +48,8 @@ class Claim(Protocol):
         """A storage that it reads has become a saved value."""
 
 
-# A tape makes several of these for each op. None is known to the garbage collector (``gc=False``), whose work on them
-# would be longer than recording; ops and records refer to each other in circles, which the tape itself breaks.
+# A tape makes several of these for each op. The garbage collector ignores them (``gc=False``), because its work on them
+# would take longer than recording. Ops and records have reference cycles, which the tape itself breaks.
 
 
 class View(msgspec.Struct, gc=False, eq=False):
@@ -249,7 +249,7 @@ def state_of(generator: torch.Generator) -> bytearray:
     """
     with aside():
         state = generator.get_state()
-        return bytearray(ctypes.string_at(state.data_ptr(), state.nbytes))  # no op, which modes would look at
+        return bytearray(ctypes.string_at(state.data_ptr(), state.nbytes))  # not an op, which modes would see
 
 
 def set_state_of(generator: torch.Generator, state: bytearray) -> None:

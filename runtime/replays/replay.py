@@ -88,7 +88,7 @@ def closure_of(root: StorageRecord, generation: int, *, follow_recipes: bool) ->
         for op in writers:
             ops[op.order] = op
             for view in op.reads:
-                # Of the storage itself an op reads what the writers before it left: they run anyway.
+                # An op reads from its own storage what earlier writers left: they run anyway.
                 if view.record is not record:
                     pending.append((view.record, view.generation))
     _check(closure)
@@ -104,7 +104,7 @@ def _check(closure: Closure) -> None:
                 raise NotReplayable("an op of the replay writes into something it does not own")
     for op in ops:
         for view in op.reads:
-            # What a writer finds of the storage that it fills is no input.
+            # The earlier contents of a storage that a writer fills are no input.
             if view.watch is not None and (view.record, view.generation) in leaves and not view.still_there:
                 raise NotReplayable(WRITTEN_SINCE, view.record)
 
@@ -198,7 +198,7 @@ def run_ops(
     """
     last_use = {view.record: op.order for op in ops for view in op.reads}
     built: dict[StorageRecord, torch.UntypedStorage] = {}
-    with outside_transforms(), contextlib.ExitStack() as stack:  # no graph comes of it: what goes in is detached
+    with outside_transforms(), contextlib.ExitStack() as stack:  # it makes no graph, because its inputs are detached
         if torch.is_autocast_enabled(device_type):
             stack.enter_context(torch.autocast(device_type, enabled=False))
         with_gradients = torch.is_grad_enabled()
@@ -242,7 +242,7 @@ def _tensor(
 ) -> torch.Tensor:
     if isinstance(argument, Scratch):
         return torch.ones(argument.shape, dtype=argument.dtype, device=argument.device)
-    # What the op writes is the replay's own, never a saved value.
+    # The op only writes the replay's own storages, never a saved value.
     owned = argument.record in op.writes
     storage = None if owned else there.get((argument.record, argument.generation))
     return argument.geometry.on(built[argument.record] if storage is None else storage)

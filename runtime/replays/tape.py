@@ -50,7 +50,7 @@ class Recorder(ToggledMode):
         """Begins a new window of recording, unless one is open."""
         if not self.is_on:
             self.tape.window += 1
-            self._within_op = is_dispatched_plainly()  # otherwise a mode is handed that op whole
+            self._within_op = is_dispatched_plainly()  # otherwise a mode gets that op as a whole
         super().switch_on()
 
     def switch_off(self) -> None:
@@ -132,7 +132,7 @@ class Recorder(ToggledMode):
     def _reference(self, leaf: torch.Tensor) -> Any:
         storage = plain_storage(leaf, self._device_type)
         if storage is None:
-            # A number in host memory is taken now; it may be another when a replay reads it.
+            # A number in host memory is copied now, because it may change before a replay reads it.
             return leaf.detach().clone() if is_host_scalar(leaf, self._device_type) else _UNUSABLE
         record = self.tape.met(leaf, storage, self.tape.window)
         watch = None if record.is_known else (version_probe(leaf), version_of(leaf))
@@ -183,7 +183,7 @@ class Tape:
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self.static: dict[int, int] = {}
-        """Storage keys of parameters and buffers in this step, and their version counters at its begin."""
+        """Storage keys of parameters and buffers in this step, and their version counters at its beginning."""
         self.window = OFF
         """Number of the window that is being recorded, or was last; windows count from 1."""
         self._registry: dict[int, StorageRecord] = {}
@@ -256,7 +256,7 @@ class Tape:
         key = storage_identity(storage)
         before = self._earlier.get(key)
         was_there = before is not None and before.storage() is storage
-        version = self.static.get(key)  # the tensor may be one of `.data`, which has a counter of its own
+        version = self.static.get(key)  # the tensor may be one of `.data`, which has its own counter
         if version is None:
             version = version_of(tensor)
         record = self._registry[key] = StorageRecord(weakref.ref(storage), version, was_there)
@@ -304,7 +304,7 @@ class Tape:
         moved: dict[StorageRecord, list[int]] = {}
         for counter in unsettled:
             moved.setdefault(counter.record, []).append(counter.moved)
-        for record, by in moved.items():  # an op moves a counter once for each tensor; more is another's write
+        for record, by in moved.items():  # an op increases a counter once for each tensor; more is another op's write
             record.version += min(max(by), len(by))
 
 

@@ -1,4 +1,4 @@
-"""Diagnosis: where a step left its instructions, what of it has changed since its profile, and what to do about it."""
+"""Diagnosis: where a step diverged from its instructions, what has changed since its profile, and what to do."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ FOR_EACH_SHAPE = "for steps of several shapes make a plan for each: poochplan.pl
 
 
 class Expected(NamedTuple):
-    """What is known of the planned step beside its instructions."""
+    """Facts about the planned step besides its instructions."""
 
     inputs: Signature = ()
-    """That the model is called with; empty where any will do, or none is known."""
+    """Inputs of the model; empty if they do not matter, or are not known."""
     model: torch.nn.Module | None = None
 
 
@@ -26,20 +26,20 @@ UNKNOWN = Expected()
 
 
 class Found(NamedTuple):
-    """Where the step differs: the planned value there, and the dtype of what came in its place."""
+    """The first difference of the step: the planned value there, and the dtype of the tensor found instead."""
 
     planned: PlannedValue | None
-    """None behind the last one."""
+    """None after the last planned value."""
     dtype: str = ""
-    """Empty where it was no save that came."""
+    """Empty if it was not a save."""
     layers_to_come: bool = False
-    """Whether layers are planned to save something from here on."""
+    """Whether later layers are planned to save something."""
     in_backward: bool = False
-    """Whether the saves were as planned, and the order of their uses is not."""
+    """Whether the saves were as planned, but not the order of their uses."""
 
 
 def what_changed(segment: Segment, expected: Expected, found: Found) -> str:
-    """Why the step of this segment is not the planned one, and what to do: the first cause that would do it."""
+    """Why this segment's step is not the planned one, and what to do: the first cause that explains it."""
     return (
         _of_inputs(segment.inputs or (), expected.inputs)
         or _of_mode(expected.model)
@@ -98,8 +98,8 @@ def _of_place(segment: Segment, model: torch.nn.Module | None, found: Found) -> 
         )
     if planned is None or not planned.layer:
         return (
-            "what comes behind the model's layers is not as profiled, as with another loss function or one more term "
-            f"of it; {AGAIN}"
+            "the code after the model's layers is not the profiled one, for example with another loss function or one "
+            f"more term; {AGAIN}"
         )
     if model is not None and planned.layer not in dict(model.named_modules()):
         return f"there is no layer {planned.layer} in the model any more; {AGAIN}"
@@ -116,20 +116,20 @@ def _of_place(segment: Segment, model: torch.nn.Module | None, found: Found) -> 
     )
 
 
-# -- where it left ---------------------------------------------------------------------------------------------------
+# -- departures ------------------------------------------------------------------------------------------------------
 
 NOTHING_PLANNED = "nothing"
 T = TypeVar("T")
 
 
 def departed_at_save(instructions: Instructions, index: int, tensor: torch.Tensor) -> Departure:
-    """The tensor is not what was to be saved at this save point."""
+    """The tensor is not the one planned for this save point."""
     value = _at(instructions.values, index)
     return _departure("save", index, value, _described(value), found_text(tensor))
 
 
 def departed_at_pack(instructions: Instructions, ordinal: int, index: int | None, tensor: torch.Tensor) -> Departure:
-    """The ``ordinal``-th handle is not of the value that was planned; it is of save point ``index`` (None: of none)."""
+    """Handle ``ordinal`` is not of the planned value, but of save point ``index`` (None: of no save point)."""
     planned = _at(instructions.handles, ordinal)
     value = None if planned is None else instructions.values[planned]
     which = "no save point" if index is None else f"save point {index}, {_name(instructions.values[index])}"
@@ -137,7 +137,7 @@ def departed_at_pack(instructions: Instructions, ordinal: int, index: int | None
 
 
 def departed_at_use(instructions: Instructions, number: int, ordinal: int, saves: int) -> Departure:
-    """Backward asks for handle ``ordinal``, after ``saves`` save points, where another use or save was planned."""
+    """Backward uses handle ``ordinal``, after ``saves`` save points, but another use or save was planned."""
     found = f"{_name(_of_handle(instructions, ordinal))} by handle {ordinal}"
     if saves < len(instructions.values):
         value = instructions.values[saves]

@@ -130,7 +130,7 @@ class Follow(StepPolicy):
             self._to_come[self._course.last_handles[index]] = value
         planned = self._course.at_save[index]
         actions = NOTHING if planned is None else self._resolved(planned)
-        # Nothing that comes behind the last save is replayed; backward must not run under the recorder.
+        # No op after the last save is replayed, and backward must not run under the recorder.
         return actions._replace(record=False) if index == self._last else actions
 
     def at_use(self, number: int, handle: Handle, saves: int) -> Actions:
@@ -173,7 +173,7 @@ class Follow(StepPolicy):
         if self._found is not None:
             reason.advice = what_changed(self._segment, self._expected, self._found)
         self._policy.judge(reason)
-        if self._awaits_call is not None and self._awaits_call.model is None:  # perhaps not a step of the model's
+        if self._awaits_call is not None and self._awaits_call.model is None:  # perhaps not a step of the model
             self._awaits_call.aside = True
             return KeepAll(), NOTHING
         return self._safe, self._safe.take(self._alive(sorted(self._values)))
@@ -275,7 +275,7 @@ class Course:
         return f"{_named(value)}: planned {most}{_shape(value)} of {value.size_bytes} bytes{also}, found {found}"
 
     def _beyond(self, tensor: torch.Tensor) -> str:
-        last = f"what comes after {_named(self.instructions.values[-1])}" if self.instructions.values else "its begin"
+        last = f"what comes after {_named(self.instructions.values[-1])}" if self.instructions.values else "its start"
         return f"{last}: planned backward, found that {found_text(tensor)} is saved"
 
     def _of_handle(self, ordinal: int) -> str:

@@ -72,7 +72,7 @@ def holders(kind: str, own: Own) -> list[Holder]:
         for name in optimizers:
             found[name] -= own.predicted.get("optimizer_state", 0)
         left_bytes = own.predicted.get("input", 0)
-        for storage, size_bytes in own.inputs:  # of a part of a data set it is the whole, which was not predicted
+        for storage, size_bytes in own.inputs:  # for a part of a data set this is the whole, which was not predicted
             if size_bytes <= left_bytes:
                 left_bytes -= size_bytes
                 if storage is not None:
@@ -170,7 +170,7 @@ def _variable(things: Sequence[Any]) -> str:
         name = next((name for name, value in found.items() if id(value) in wanted), "")
         where, optimizer = frame.f_code.co_name, found.get("self")
         if frame.f_code.co_flags & _OPTIMIZED and sys.version_info < (3, 13):
-            found.clear()  # a copy, which would hold all of them as long as the function runs
+            found.clear()  # a copy, which would hold all of them while the function runs
         if name and isinstance(optimizer, torch.optim.Optimizer):
             return f"the state of {type(optimizer).__name__}"
         if name:

@@ -52,7 +52,7 @@ class Moment(NamedTuple):
 
 
 class StepMeter:
-    """Meters only the step: from the begin of its segment to its optimizer's step, or to the next segment.
+    """Meters only the step: from the beginning of its segment to its optimizer's step, or to the next segment.
 
     A :class:`~poochplan.runtime.metering.allocated.StepPeak` gives the bytes. This needs no dispatch mode, under which
     autograd would use other formulas. The moment of the peak is read at the points of the runtime's clock.
@@ -126,7 +126,7 @@ class StepMeter:
         self._count_what_was_met()
 
     def _count_what_was_met(self) -> None:
-        """Small storages that the step was given or has saved count from its begin on, and in later steps."""
+        """Small storages that the step was given or has saved count from its beginning on, and in later steps."""
         small, self._small = self._small, {}
         engine = self._engine
         given = {id(one()) for one, _ in engine.segment.given} if engine is not None else set()

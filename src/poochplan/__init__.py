@@ -99,9 +99,9 @@ _HOMES = {
 
 
 _WIRED = {"apply": ".sessions"}
-"""Where a name is given what its home does not know: the runtime knows no planner."""
+"""Names that another module wraps, because the runtime does not know the planner."""
 _CALLBACKS = {"LightningCallback": ".integrations.lightning", "TransformersCallback": ".integrations.hf"}
-"""Each module's ``PlanCallback``. They need a library that may not be there, so ``import *`` leaves them out."""
+"""Each module's ``PlanCallback``. Their libraries may not be installed, so ``import *`` leaves them out."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Certificates: digests of what steps leave, of a check that compares two runs, or of a session alone."""
+"""Certificates: digests of the results of steps, for a comparison of two runs or for one session."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from poochplan.torch_private.tensor_internals import in_backward, intercept_auto
 
 
 def certificate(plan: Plan | None, device: str, **found: Any) -> Certificate:
-    """Of the steps in ``found``, with versions and settings that can change their bits."""
-    from poochplan.profiler.assembly.assemble import this_host, versions_here  # here: few sessions ask for it
+    """A certificate of the steps in ``found``, with versions and settings that can change their bits."""
+    from poochplan.profiler.assembly.assemble import this_host, versions_here  # here, because few sessions need it
 
     return Certificate(
         workload="" if plan is None else plan.workload,
@@ -34,8 +34,8 @@ def certificate(plan: Plan | None, device: str, **found: Any) -> Certificate:
 
 def digest(tensor: torch.Tensor) -> str:
     """SHA-256 of dtype, shape and bytes, rows in order."""
-    with without_modes(), aside():  # or a meter would count the copies as the step's own
-        host = tensor.detach().to("cpu", copy=True)  # a gradient that is known to be zero has no bytes before
+    with without_modes(), aside():  # otherwise a meter would count the copies as part of the step
+        host = tensor.detach().to("cpu", copy=True)  # a zero tensor of autograd has no bytes before
         dense = host.to_dense() if host.layout is not torch.strided else host
         plain = dense.resolve_conj().resolve_neg().contiguous()
         total = hashlib.sha256(f"{plain.dtype} {list(plain.shape)}".encode())
@@ -45,7 +45,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Of each, by name."""
+    """The digest of each tensor, by name."""
     return {name: digest(tensor) for name, tensor in tensors}
 
 
@@ -58,10 +58,10 @@ def generators(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class SessionDigests:
-    """A context manager that looks at each step of an optimizer on this thread, in a session and while it is away.
+    """A context manager that observes each optimizer step on this thread, in a session and while it is away.
 
-    State: digests of the steps that have ended, of those away apart; of the step that runs, what ``backward()`` was
-    called on, the gradients, and the plan that it follows ("" for none, None while away).
+    State: digests of ended steps, separately of those away. Of the running step: the tensors that ``backward()`` was
+    called on, the gradients, and its plan ("" for none, None while away).
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -84,11 +84,11 @@ class SessionDigests:
         self._stack.close()
 
     def follows(self, plan: Plan | None) -> None:
-        """The session says so of the step that the optimizer is about to end, unless it is away."""
+        """Sets the plan of the step that the optimizer is about to end. The session calls it unless it is away."""
         self._follows = "" if plan is None else plan.fingerprint
 
     def certificate(self, plan: Plan | None, device: str) -> Certificate:
-        """Of the steps so far."""
+        """The certificate of the steps so far."""
         return certificate(
             plan,
             device,

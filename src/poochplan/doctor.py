@@ -1,4 +1,4 @@
-"""What ``pooch doctor`` looks at: the machine, the software and a workload. Each check gives a finding."""
+"""The checks of ``pooch doctor``: the machine, the software and a workload. Each check returns a finding."""
 
 from __future__ import annotations
 
@@ -42,52 +42,52 @@ PROBE_BYTES = 64 << 20
 LEAST_FREE_BYTES = 4 << 30
 ROUNDS, ROUND_S = 30, 0.005
 MUCH_SPREAD = 0.2
-"""Share of its median by which the same work may spread before times of short steps say little."""
+"""Largest spread of the same work, as a share of its median, at which times of short steps are useful."""
 TESTED_TORCH = ("2.11", "2.12", "2.13", "2.14")
-"""What the tests of the runtime have passed on, from the oldest that ``pyproject.toml`` allows; the suite on 2.13."""
+"""Versions on which the runtime's tests pass, from the oldest that ``pyproject.toml`` allows. The suite uses 2.13."""
 Versions = Callable[[str], str | None]
-"""The installed version of a package by its name on the index; None where there is none."""
+"""Returns the installed version of a package by its name on the index; None if it is not installed."""
 OTHER_FORMULAS = ("Prod", "LinalgLstsq", "LinalgPinv")
-"""Of torch's database of operators, those whose results or gradients have other bits where a dispatch mode looks on."""
+"""The operators of torch's database whose results or gradients have other bits under a dispatch mode."""
 
 
 class Status(StrEnum):
-    """How it stands."""
+    """The result of a check."""
 
     OK = "ok"
     WARNING = "warning"
-    """It works, slower or with less than it could."""
+    """It works, but more slowly or with fewer features than possible."""
     MISSING = "missing"
-    """Something cannot be done without it."""
+    """Something is impossible without it."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """What was looked at, what was found, and what to do about it."""
+    """The subject of a check, its result, and what to do."""
 
     name: str
     status: Status
     found: str
     advice: str = ""
-    """Empty where there is nothing to do."""
+    """Empty if there is nothing to do."""
 
 
 def ok(name: str, found: str) -> Finding:
-    """Nothing has to be done."""
+    """A finding without a problem."""
     return Finding(name=name, status=Status.OK, found=found)
 
 
 def missing(name: str, found: str, advice: str) -> Finding:
-    """Something cannot be done without it."""
+    """A finding on something that is missing."""
     return Finding(name=name, status=Status.MISSING, found=found, advice=advice)
 
 
 def judged(name: str, is_fine: bool, found: str, advice: str = "") -> Finding:
-    """Fine, or a warning with its advice."""
+    """A finding without a problem if ``is_fine``, else a warning with its advice."""
     return ok(name, found) if is_fine else Finding(name=name, status=Status.WARNING, found=found, advice=advice)
 
 
 def machine_findings(spill_dir: str | Path | None) -> Iterator[Finding]:
-    """All of them, in the order in which a person asks; the spill disk is written to, for a fraction of a second."""
+    """All findings on the machine. The spill disk is written to, for a fraction of a second."""
     yield system()
     yield threads(torch.get_num_threads(), usable_processors())
     yield ok("memory", f"{format_bytes(available_bytes())} free for this process")
@@ -112,22 +112,22 @@ def threads(used: int, cores: int) -> Finding:
 
 
 def huge_pages(setting: str) -> Finding:
-    """Of the kernel: in a session each tensor of 1 MiB or more is fresh memory, which small pages make dear.
+    """Checks the kernel's setting. In a session each tensor of 1 MiB or more is fresh memory, slow in small pages.
 
-    ``setting`` is the kernel's line, with the chosen word in brackets; empty where it tells none.
+    ``setting`` is the kernel's line, with the chosen word in brackets; empty if the kernel gives none.
     """
     chosen = setting.partition("[")[2].partition("]")[0]
     if chosen == "always":
         return ok("huge pages", "always")
     if chosen == "madvise":
-        return ok("huge pages", "where a program asks, as the compiled allocator does")
-    found = chosen or "the kernel does not tell"
+        return ok("huge pages", "on request, which the compiled allocator makes")
+    found = chosen or "the kernel gives no setting"
     advice = f"echo madvise | sudo tee {HUGE_PAGES}; without them fresh memory takes up to half of a step on the CPU"
     return judged("huge pages", False, found, advice)
 
 
 def spill_disk(spill_dir: str | Path | None) -> Finding:
-    """Where values are swapped to on the CPU, what is free there, and how fast it takes and gives 64 MiB."""
+    """Checks the folder of values swapped on the CPU: its free space, and the speed of 64 MiB out and back."""
     try:
         where = choose_spill_dir(spill_dir)
         free_bytes = shutil.disk_usage(where).free
@@ -148,16 +148,16 @@ def spill_disk(spill_dir: str | Path | None) -> Finding:
 
 
 def noise(rounds_s: list[float]) -> Finding:
-    """How far the same work spreads over rounds: seconds of each."""
+    """Checks the spread of the same work over rounds, from the seconds of each."""
     low_s, middle_s, high_s = np.percentile(rounds_s, [25, 50, 75])
     spread, worst = (high_s - low_s) / middle_s, max(rounds_s) / middle_s
-    found = f"the same work spreads by {spread:.0%} (quartiles), at worst {worst:.1f} times as long"
+    found = f"times of the same work spread by {spread:.0%} (quartiles); the longest is {worst:.1f} times the median"
     advice = "profile when nothing else runs, or with more --iterations: times of a busy machine make poor plans"
     return judged("noise", bool(spread <= MUCH_SPREAD), found, advice)
 
 
 def _rounds_s() -> list[float]:
-    """Seconds of some rounds of one matrix product, repeated to take about 5 ms."""
+    """Seconds of several rounds. Each repeats one matrix product for about 5 ms."""
     factors = torch.ones(256, 256)
     repeats, took_s = 1, 0.0
     while took_s < ROUND_S:
@@ -174,7 +174,7 @@ def _products_s(factors: torch.Tensor, repeats: int) -> float:
 
 
 def _copy_seconds(where: Path, size_bytes: int) -> tuple[float, float]:
-    """Out and back in, of a spill file that has been written once."""
+    """Seconds out and back in, with a spill file that has been written once."""
     file = SpillFile(where)
     try:
         file.write_ahead(size_bytes)
@@ -200,13 +200,13 @@ def _read(path: Path) -> str:
 
 
 def software_findings(*, builds: bool = False) -> Iterator[Finding]:
-    """All of them; with ``builds`` what is compiled is built first, which takes seconds."""
+    """All findings on the software. With ``builds`` compiled parts are built first, which takes seconds."""
     yield ok("poochplan", f"{package_version()} on Python {platform.python_version()}")
     yield torch_version(str(torch.__version__))
     yield cuda(torch.cuda.device_count() if torch.cuda.is_available() else 0, torch.version.cuda)
     yield cupy(torch.version.cuda if torch.cuda.is_available() else None, installed)
     yield solvers(installed)
-    yield compiled_part(EVALUATOR, "plans are found with some hundred times fewer simulations", builds=builds)
+    yield compiled_part(EVALUATOR, "a search makes about a hundred times fewer simulations", builds=builds)
     yield compiled_part(ALLOCATOR, "everything else works", builds=builds)
 
 
@@ -219,7 +219,7 @@ def installed(package: str) -> str | None:
 
 
 def torch_version(found: str) -> Finding:
-    """Against those that are tested, whatever their last number."""
+    """Compares torch's version with the tested ones, without the last number."""
     is_tested = ".".join(found.split(".")[:2]) in TESTED_TORCH
     tested = f"{TESTED_TORCH[0]} to {TESTED_TORCH[-1]}"
     advice = f"tested with torch {tested}; check a plan with pooch run --check, and report what differs"
@@ -231,11 +231,11 @@ def cuda(devices: int, built_for: str | None) -> Finding:
     if devices:
         return ok("CUDA", f"{devices} devices, torch built for CUDA {built_for}")
     found = f"torch is built for CUDA {built_for}, and finds no device" if built_for else "torch is built without it"
-    return ok("CUDA", f"{found}: profiles and runs are of the CPU")
+    return ok("CUDA", f"{found}: profiles and runs use the CPU")
 
 
 def cupy(torch_cuda: str | None, versions: Versions) -> Finding:
-    """CuPy queues copies with the least work for the launching thread; it has to be for torch's CUDA."""
+    """Checks that CuPy is for torch's CUDA. It queues copies with the least work for the launching thread."""
     if torch_cuda is None:
         return ok("CuPy", "not needed without a GPU")
     wanted = f"cuda{torch_cuda.partition('.')[0]}"
@@ -252,19 +252,19 @@ def cupy(torch_cuda: str | None, versions: Versions) -> Finding:
 
 
 def solvers(versions: Versions) -> Finding:
-    """HiGHS proves bounds; PuLP brings CBC, which does without."""
+    """Checks the solvers. HiGHS proves bounds; CBC, which PuLP includes, does not."""
     pulp, highs = versions("pulp"), versions("highspy")
     found = ", ".join(f"{name} {text}" for name, text in (("highspy", highs), ("pulp", pulp)) if text) or "none"
     if pulp and highs:
         return ok("solvers", found)
     if pulp:
-        return judged("solvers", False, found, "pip install highspy: plans are nearer to their bound, and sooner")
+        return judged("solvers", False, found, "pip install highspy: it plans faster, and nearer to the bound")
     return missing("solvers", found, "pip install pulp highspy: planning needs them")
 
 
 def compiled_part(part: NativeBuild, without: str, *, builds: bool = False) -> Finding:
-    """Whether it is built, or what would build it; ``without`` it that is so. Where it was asked for it is built here,
-    and missing if that fails.
+    """Whether a compiled part is built, or what would build it; ``without`` is the effect of its absence. With
+    ``builds`` it is built here, and is missing if that fails.
     """
     if builds:
         try:
@@ -283,7 +283,7 @@ def compiled_part(part: NativeBuild, without: str, *, builds: bool = False) -> F
 
 
 def workload_findings(workload: Workload) -> Iterator[Finding]:
-    """All of them. The step runs twice without memory (on fake tensors) where it can; nothing of it is changed."""
+    """All findings on the workload. On the CPU its step runs twice on fake tensors if it can, without side effects."""
     model = workload.model
     where = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     count, size_bytes = _parameters(model)
@@ -296,7 +296,7 @@ def workload_findings(workload: Workload) -> Iterator[Finding]:
         steps = StepFunction(workload.step, model, workload.optimizer, where)
         needed_bytes = needed_without_memory(steps) if where.type == "cpu" else None
     yield checkpointing(model, calls.count)
-    if nodes:  # else the step has not run
+    if nodes:  # empty if the step has not run
         yield other_formulas(nodes)
     yield optimizer(workload.optimizer)
     if where.type == "cpu":
@@ -304,13 +304,13 @@ def workload_findings(workload: Workload) -> Iterator[Finding]:
 
 
 def training(model: torch.nn.Module) -> Finding:
-    """Whether it, or a part of it, rests."""
+    """Whether the model, or a part of it, is in eval mode."""
     notes = model_notes(model)
     return judged("train mode", not notes, notes[0] if notes else "every module", "call model.train() before profiling")
 
 
 def compiled_parts(model: torch.nn.Module) -> Finding:
-    """What a compiled region saves is decided about at its edges only."""
+    """Lists compiled regions. Plans only decide about their saved values at their edges."""
     found = compiled_modules(model)
     if not found:
         return ok("compiled parts", "none")
@@ -320,14 +320,14 @@ def compiled_parts(model: torch.nn.Module) -> Finding:
             False,
             "the whole model is one compiled region",
             "have poochplan.compile compile it with a plan inside (pooch run --compile), or compile its blocks instead "
-            "(block.compile() for each): a plan decides about what lies between regions",
+            "(block.compile() for each): a plan decides about values between regions",
         )
     some = ", ".join(list(found)[:3])
-    return ok("compiled parts", f"{len(found)}, first {some}; what they save is swapped or kept, not recomputed")
+    return ok("compiled parts", f"{len(found)}, first {some}; their saved values are swapped or kept, not recomputed")
 
 
 def checkpointing(model: torch.nn.Module, calls: int) -> Finding:
-    """``calls`` of ``torch.utils.checkpoint`` were seen in a step; modules may say that they do it as well."""
+    """Whether a step checkpoints: it made ``calls`` of ``torch.utils.checkpoint``, or modules are set to do so."""
     modules = [name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False)]
     if not calls and not modules:
         return ok("activation checkpointing", "off")
@@ -336,19 +336,19 @@ def checkpointing(model: torch.nn.Module, calls: int) -> Finding:
         "activation checkpointing",
         False,
         f"on, {where}",
-        "switch it off: a plan recomputes what is worth it, and decides nothing about what is checkpointed already",
+        "switch it off: a plan recomputes values where it pays, and cannot decide about checkpointed parts",
     )
 
 
 def other_formulas(nodes: Collection[str]) -> Finding:
-    """Which of the step's ``nodes`` compute by other formulas under a dispatch mode. No session has one there."""
+    """Lists the step's ``nodes`` that use other formulas under a dispatch mode. Sessions have no mode there."""
     found = sorted(one for one in nodes if one.removeprefix("autograd.").startswith(OTHER_FORMULAS))
     return ok(
         "under a mode",
-        f"{', '.join(found)}: torch has another formula where a dispatch mode of yours looks on, as a FLOP "
-        "counter does; sessions have none there"
+        f"{', '.join(found)}: torch uses another formula under a dispatch mode of yours, such as a FLOP counter; "
+        "sessions have none there"
         if found
-        else "no operator of the step is known to have other bits where a dispatch mode looks on",
+        else "no operator of the step is known to have other bits under a dispatch mode",
     )
 
 
@@ -361,28 +361,28 @@ def _noting(run: Callable[..., Any], nodes: set[str]) -> Callable[..., Any]:
 
 
 def optimizer(found: torch.optim.Optimizer | None) -> Finding:
-    """Its state is part of every peak; one that calls the step again is no single step."""
+    """Checks the optimizer. Its state is part of every peak, and it should run the step once for an update."""
     if found is None:
         return judged(
             "optimizer", False, "none", "return it in the Workload: its state is part of the peak that is planned for"
         )
     name = type(found).__name__
     is_lbfgs = isinstance(found, torch.optim.LBFGS)
-    advice = "it runs the step several times for one update, each is planned; its history beside them is not"
+    advice = "it runs the step several times for one update: each run is planned, but its history is not"
     return judged("optimizer", not is_lbfgs, name, advice)
 
 
 def memory(needed_bytes: int | None, there_bytes: int) -> Finding:
-    """Whether the in-core step fits, as far as a step without memory tells."""
+    """Whether the in-core step fits, by a step without memory."""
     if needed_bytes is None:
-        found = "the step only runs with data: what it takes is told by pooch profile"
+        found = "the step only runs with data; pooch profile measures its memory"
         return ok("in-core step", found)
     found = f"takes {format_bytes(needed_bytes)} beside model and data, {format_bytes(there_bytes)} are free"
     return judged("in-core step", needed_bytes < there_bytes, found, "profile it with --mode swap-all, or auto")
 
 
 class CheckpointCalls:
-    """Counts calls of ``torch.utils.checkpoint.checkpoint`` on this thread within a block, whoever imported it.
+    """Counts calls of ``torch.utils.checkpoint.checkpoint`` on this thread within a block, by any imported name.
 
     State: the count, and the profile function that was set before.
     """

@@ -1,14 +1,13 @@
-"""Errors that reach a person: one line that says what was expected, what was found and what to do.
+"""Errors for users: one line that says what was expected, what was found and what to do.
 
-Every error carries the exit code the command line ends with; the CLI has one catch site
-(:func:`poochplan.cli.main`).
+Every error has the exit code of the command line, where only :func:`poochplan.cli.main` catches it.
 """
 
 from __future__ import annotations
 
 
 class PoochError(Exception):
-    """Base of all errors of this package; ``str(error)`` is one line for a person."""
+    """Base of all errors of this package; ``str(error)`` is one line."""
 
     exit_code = 1
 
@@ -23,7 +22,7 @@ class UsageError(PoochError):
 
 
 class InputFileError(PoochError):
-    """A profile or plan file is truncated, has another schema, or is something else than its name says."""
+    """A profile or plan file is truncated, has another schema, or has other content than its name says."""
 
 
 class OutputExistsError(PoochError):
@@ -95,6 +94,6 @@ class GapError(PoochError):
 
 
 def named_line(error: BaseException) -> str:
-    """What an error says, on one line, behind its type; one of the above, or one without words, as it is."""
+    """An error's type and message, on one line; the message alone for the errors above, the type alone without one."""
     name, text = type(error).__name__, " ".join(str(error).split())
     return text if isinstance(error, PoochError) else f"{name}: {text}" if text else name

@@ -1,6 +1,6 @@
-"""Building a compiled part: once for each of its sources, on first use, into a folder of the user's own.
+"""Builds a compiled part on first use, once for each version of its sources, into a folder of the user.
 
-Wheels stay pure: the C++ is package data. It needs a compiler; without one everything else works, and
+Wheels stay pure: the C++ is package data. Building needs a compiler. Without one everything else works, and
 :meth:`NativeBuild.why_unavailable` says what to install.
 """
 
@@ -36,25 +36,25 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class NativeBuild:
-    """One library. ``name``.cpp in ``sources`` is compiled; another content of that folder is another library."""
+    """One library. ``name``.cpp in ``sources`` is compiled, and compiled again if that folder's content changes."""
 
     def __init__(self, name: str, sources: Path, flags: Sequence[str]) -> None:
         self.name, self.sources, self.flags = name, sources, (*flags, *FLAGS)
 
     def facts(self) -> tuple[str, ...]:
-        """What the library depends on beside sources, flags and processor; the first begins its folder's name."""
+        """Facts that the library depends on besides sources, flags and processor. The first begins the folder name."""
         return (self.name,)
 
     def options(self) -> list[str]:
-        """For the compiler, beside the flags; raises ``NativeError`` where something is missing that it needs."""
+        """Further options of the compiler; raises ``NativeError`` if something is missing."""
         return []
 
     def file(self) -> Path:
-        """Where the library is, or will be: ``native/<key>/<name>.so`` in the user's cache folder."""
+        """The path of the library: ``native/<key>/<name>.so`` in the user's cache folder."""
         return cache_folder() / "native" / self._key() / f"{self.name}.so"
 
     def is_built(self) -> bool:
-        """Whether the library for this source is there and may be loaded. Builds nothing."""
+        """Whether the library for this source exists and may be loaded. Builds nothing."""
         try:
             file = self.file()
             if not file.exists():
@@ -65,9 +65,9 @@ class NativeBuild:
         return True
 
     def why_unavailable(self) -> str:
-        """Why there is no library and none can be built, and what to do, in one line; empty where there is or can be.
+        """Why the library does not exist and cannot be built, and what to do, in one line; empty otherwise.
 
-        Builds nothing, so a compiler that fails shows in :meth:`build` alone.
+        Builds nothing, so only :meth:`build` shows whether the compiler fails.
         """
         try:
             if self.is_built():
@@ -80,19 +80,16 @@ class NativeBuild:
         return ""
 
     def compiler_name(self) -> str:
-        """The command that would build the library; empty where there is none."""
+        """The command that would build the library; empty if there is none."""
         try:
             return shlex.join(self._compiler())
         except NativeError:
             return ""
 
     def build(self) -> Path:
-        """The library, which is built if it is not there; takes seconds then. Two processes may call it at once.
+        """The library, which is built if it does not exist, in a few seconds. Two processes may call it at once.
 
-        Raises
-        ------
-        NativeError
-            It cannot be built here, or its folder may be written by others; one line says what to do.
+        Raises ``NativeError`` if it cannot be built here, or if others can write to its folder.
         """
         try:
             file = self.file()
@@ -133,7 +130,7 @@ class NativeBuild:
         return [found]
 
     def _compile(self, command: list[str], file: Path) -> None:
-        """Into a neighbour that is moved into place, so that no half-written library is ever loaded."""
+        """Compiles to a temporary file that is then moved, so that no incomplete library is ever loaded."""
         descriptor, scratch = tempfile.mkstemp(suffix=".so", dir=file.parent)
         os.close(descriptor)
         command = [*command, "-o", scratch]
@@ -146,7 +143,7 @@ class NativeBuild:
                 errors="replace",
                 timeout=TIMEOUT_S,
                 check=False,
-                start_new_session=True,  # a Ctrl-C is not for the compiler
+                start_new_session=True,  # the compiler ignores Ctrl-C
             )
             if done.returncode != 0:
                 raise NativeError(f"{failed}: {self._condensed(done.stderr)}")
@@ -159,7 +156,7 @@ class NativeBuild:
                 Path(scratch).unlink()
 
     def _condensed(self, output: str) -> str:
-        """The first error that a compiler tells of, else the last line, without what is long in it."""
+        """The first error in a compiler's output, else its last line, shortened."""
         lines = [" ".join(line.split()) for line in output.splitlines() if line.strip()]
         errors = [line for line in lines if "error" in line.lower()]
         line = (errors or lines[-1:] or ["it says nothing"])[0].replace(f"{self.sources}{os.sep}", "")
@@ -181,7 +178,7 @@ def _check(file: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One process or thread at a time. File systems without locks build twice, and one library wins."""
+    """A block for one process or thread at a time. Without file locks both build, and one library remains."""
     import fcntl  # not on every system that can plan
 
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -196,10 +193,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def make_folder(folder: Path) -> None:
     """Makes ``folder`` and its parent for this user alone (mode 0700), and checks both.
 
-    Raises
-    ------
-    NativeError
-        It cannot be made, or what is there is not this user's alone.
+    Raises ``NativeError`` if that fails, or if other users have access to what exists.
     """
     try:
         folder.parent.parent.mkdir(parents=True, exist_ok=True)
@@ -213,12 +207,9 @@ def make_folder(folder: Path) -> None:
 
 
 def check_makeable(folder: Path) -> None:
-    """That ``folder`` is this user's alone, or can be made. Makes nothing.
+    """Checks that ``folder`` is this user's alone, or can be made. Makes nothing.
 
-    Raises
-    ------
-    NativeError
-        What :func:`check_folder` raises, or it cannot be written or made.
+    Raises the errors of :func:`check_folder`, and ``NativeError`` if it cannot be written or made.
     """
     there = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
     if there == folder:
@@ -230,12 +221,9 @@ def check_makeable(folder: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """That ``folder`` and its parent are this user's alone, and that nobody can put others in their place.
+    """Checks that ``folder`` and its parent are this user's alone, and that no other user can replace them.
 
-    Raises
-    ------
-    NativeError
-        Another owner, a mode by which others write, or something that is no folder.
+    Raises ``NativeError`` for another owner, a mode that lets others write, or something that is no folder.
     """
     for one in (folder, folder.parent):
         facts = _facts(one)
@@ -244,23 +232,20 @@ def check_folder(folder: Path) -> None:
         _check_owner(one, facts, {os.geteuid()})
         if facts.st_mode & _OTHERS_WRITE:
             raise NativeError(_writable_message(one, facts, "go-w"))
-    # Whoever owns the root can change anything; in a user namespace that is not number 0.
+    # The owner of the root can change anything; in a user namespace that is not number 0.
     trusted = {os.geteuid(), 0, _facts(Path("/")).st_uid}
     for above in folder.parent.resolve().parents:
         facts = _facts(above)
         _check_owner(above, facts, trusted)
-        # A group of the user's own may write there: many systems make home folders so.
+        # A group with only this user may write there: many systems make such home folders.
         if facts.st_mode & stat.S_IWOTH and not facts.st_mode & stat.S_ISVTX:
             raise NativeError(_writable_message(above, facts, "o-w"))
 
 
 def check_file(file: Path) -> None:
-    """That ``file`` is this user's, and that nobody else writes it.
+    """Checks that ``file`` is this user's, and that no other user can write it.
 
-    Raises
-    ------
-    NativeError
-        Another owner, a mode by which others write, or something that is no file.
+    Raises ``NativeError`` for another owner, a mode that lets others write, or something that is no file.
     """
     facts = _facts(file)
     if not stat.S_ISREG(facts.st_mode):

@@ -1,4 +1,4 @@
-"""Errors that say that there is not enough memory, whoever raised them, as one line."""
+"""Recognises errors about missing memory of any library, and describes them in one line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def asked_text(error: BaseException) -> str:
-    """``"memory for 64.0 GiB"`` where the error says how much was asked for, else ``"its memory"``."""
+    """``"memory for 64.0 GiB"`` if the error gives the requested bytes, else ``"its memory"``."""
     match = _ASKED.search(str(error))
     if match is None:
         return "its memory"

@@ -141,7 +141,7 @@ class PeakExplanation:
 def explain_peak(
     profile: Profile, plan: Plan | None = None, *, measured_peak_bytes: int | None = None
 ) -> PeakExplanation:
-    """Where the predicted peak of a step is, and what holds it: in the planned step, or in the in-core one.
+    """The moment and the holders of the predicted peak, of the planned step or of the in-core one.
 
     Parameters
     ----------
@@ -179,12 +179,9 @@ def explain_peak(
 
 
 def simulate_plan(profile: Profile, plan: Plan) -> Simulation:
-    """The plan's step as the simulator sees it, with its trace.
+    """The simulated step of the plan, with its trace.
 
-    Raises
-    ------
-    ModelMismatchError
-        The plan was made from another profile; names the first saved value that differs.
+    Raises ``ModelMismatchError`` if the plan was made from another profile; it names the first value that differs.
     """
     names = [profile.values[index].name for index in saved_values(profile)]
     for wanted, found in zip_longest((value.name for value in plan.values), names):

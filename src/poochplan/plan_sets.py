@@ -33,7 +33,7 @@ def plan_set(
     ----------
     step_for: called with each of ``shapes``; returns the step for it, as for :func:`poochplan.profile`: a function
         that runs forward on inputs of that shape and returns the loss.
-    shapes: whatever ``step_for`` takes: batch sizes, lengths, tuples.
+    shapes: arguments for ``step_for``: batch sizes, lengths, tuples.
     model, optimizer: as for :func:`poochplan.profile`, which also takes ``options``. The link is measured once.
     budget: one for all shapes. A share such as ``"60%"`` is relative to the largest in-core peak.
     time_limit_s, evaluations: for each plan, as for :func:`poochplan.plan`.

@@ -1,4 +1,4 @@
-"""Sessions and arenas with all that they may ask for: here runtime and planner meet, which do not know each other."""
+"""Sessions and arenas with their parts from outside the runtime, which does not know the planner."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ def _why_no_arena(model: torch.nn.Module) -> str:
 
 
 def replanned(profile: Profile, plan: Plan, beside_bytes: int) -> Plan:
-    """A plan for the budget of ``plan``, from its profile with so many more bytes beside the step.
+    """A plan for the budget of ``plan``, from its profile with ``beside_bytes`` more bytes outside the step.
 
-    It is searched for as long as ``plan`` was, and at most :data:`REPLAN_S`. Raises ``InfeasibleError``.
+    The search takes as long as that of ``plan``, and at most :data:`REPLAN_S`. Raises ``InfeasibleError``.
     """
-    from poochplan.planner.planning import plan as make_plan  # here: training does not need the planner
+    from poochplan.planner.planning import plan as make_plan  # here, because training does not need the planner
     from poochplan.planner.whatif import with_bytes_beside
 
     changed = with_bytes_beside(profile, beside_bytes)

@@ -211,7 +211,7 @@ class StepLog:
             self._sizes.append((self.clock.mark(), size_bytes))
 
     def bars(self) -> tuple[Bar, ...]:
-        """All recorded bars, in order of begin; none begins before the step."""
+        """All recorded bars, in order of their beginnings. None begins before the step."""
         read = [Bar(one.row, one.what, max(0.0, one.begin()), one.end(), one.label) for one in self._entries]
         return tuple(sorted((bar for bar in read if bar.end_s >= bar.start_s), key=lambda bar: bar.start_s))
 
@@ -372,7 +372,7 @@ class TracedCudaDevice(CudaDevice):
 
 
 class TracedStopwatch(CudaStopwatch):
-    """Around waits; those of replays, which have a name of their own, are told too and lie inside of these."""
+    """Reports waits. Waits inside replays, which have their own names, are reported too."""
 
     def __init__(self, log: StepLog, where: torch.device) -> None:
         super().__init__(lambda: torch.cuda.current_stream(where))

@@ -1,4 +1,4 @@
-"""Bytes, rates and budgets, to and from the text a person writes."""
+"""Bytes, rates and budgets, to and from text."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z]*)\s*"
 def parse_bytes(text: str | int | float, what: str = "size", *, least: int = 1) -> int:
     """Bytes of ``"8GiB"``, ``"800MB"``, ``4096`` or ``"4096"``.
 
-    Raises
-    ------
-    UsageError
-        The text is not a number of at least ``least`` with an optional unit of B, KB..TB or KiB..TiB.
+    Raises ``UsageError`` unless it is a number of at least ``least``, with an optional unit B, KB..TB or KiB..TiB.
     """
     value = _quantity(str(text), _FACTORS)
     if value is None or not math.isfinite(value) or value < least:
@@ -39,10 +36,7 @@ def parse_bytes(text: str | int | float, what: str = "size", *, least: int = 1) 
 def parse_rate(text: str | int | float, what: str = "rate") -> float:
     """Bytes per second of ``"400MB/s"``, ``"12GB/s"`` or a plain number.
 
-    Raises
-    ------
-    UsageError
-        The text is not a positive number with an optional unit.
+    Raises ``UsageError`` unless it is a positive number with an optional unit.
     """
     value = _quantity(str(text).removesuffix("/s"), _FACTORS)
     if value is None or not math.isfinite(value) or value <= 0:
@@ -53,13 +47,8 @@ def parse_rate(text: str | int | float, what: str = "rate") -> float:
 def parse_budget(text: str | int | float, in_core_peak_bytes: int) -> int:
     """Bytes of a budget, at least one: ``"60%"`` of the in-core peak, a share such as ``0.6``, ``"8GiB"`` or bytes.
 
-    A bare number above 0 and up to 1 that is written with a decimal point is a share; everything else is bytes. Text of
-    a bare number up to 100 is refused: it was meant as a share. So is nothing at all.
-
-    Raises
-    ------
-    UsageError
-        The text is neither a share nor an amount of bytes.
+    A number above 0 and up to 1 with a decimal point is a share; other numbers are bytes. Raises ``UsageError`` for
+    text that is neither, for empty text, and for text of a plain number up to 100, which was meant as a share.
     """
     written = str(text).strip()
     if isinstance(text, str) and (meant := _meant_as_share(written)):
@@ -80,12 +69,12 @@ def parse_budget(text: str | int | float, in_core_peak_bytes: int) -> int:
 
 
 def share_of_peak(size_bytes: float, in_core_peak_bytes: int) -> float:
-    """The budget or peak as a share of the in-core peak; where that counts no bytes, of one byte."""
+    """The budget or peak as a share of the in-core peak, which counts as at least one byte."""
     return size_bytes / max(1, in_core_peak_bytes)
 
 
 def _meant_as_share(written: str) -> str:
-    """``"60%"`` for ``"60"``: nobody has a budget of 60 bytes; empty for everything else."""
+    """``"60%"`` for ``"60"``, because a budget of 60 bytes is not meant; empty for other text."""
     value = _quantity(written, {"": 1})
     return f"{written}%" if value is not None and 1 <= value <= 100 and not re.fullmatch(r"1\.0*", written) else ""
 
@@ -112,7 +101,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_with_spread(seconds: float, spread_s: float) -> str:
-    """Text such as ``"37.2 ms ±0.4"``, the spread in the same unit, where there is one; ``"-"`` for no time."""
+    """Text such as ``"37.2 ms ±0.4"``, with a spread above 0 in the same unit; ``"-"`` for no time."""
     if seconds == 0:
         return "-"
     text = format_seconds(seconds)

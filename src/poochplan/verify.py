@@ -66,7 +66,7 @@ class Run:
 
     @property
     def step_s(self) -> float:
-        """Median step time; raises ``ValueError`` when none was timed."""
+        """Median step time; raises ``ValueError`` if none was timed."""
         if not self.seconds:
             raise ValueError("no timed step; pass timed_steps")
         return statistics.median(self.seconds)
@@ -85,7 +85,7 @@ class Comparison:
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds torch (all devices), python, and numpy when it is loaded."""
+    """Seeds torch (all devices), Python, and numpy if it is loaded."""
     torch.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
@@ -104,12 +104,8 @@ def run_steps(
     """Runs ``steps`` training steps, recorded if ``record``, and then ``timed_steps`` steps that are timed.
 
     Each step is ``zero_grad(set_to_none=True)``, forward, backward, ``optimizer.step()``. The caller has entered
-    ``session``, if any. Between the two parts, steps run until none of the timed ones is cold or metered.
-
-    Raises
-    ------
-    StepError
-        The step returns no scalar loss.
+    ``session``, if any. Between the two parts, steps run until no timed step is cold or metered. Raises ``StepError``
+    if the step returns no scalar loss.
     """
     records: list[StepRecord] = []
     seconds: list[float] = []
@@ -128,7 +124,7 @@ def run_steps(
             seconds.append(elapsed_s)
         if is_recorded:
             records.append(_record(workload, loss, gradients))
-        del loss  # or it would be live in the next step, which the profiled step was not
+        del loss  # otherwise it would be live in the next step, unlike in the profiled one
     if session is None:
         return Run(records, seconds, step_reports)
     return Run(records, seconds, step_reports, session.report(), session.plan)
@@ -279,7 +275,7 @@ def _record(workload: Workload, loss: torch.Tensor, gradients: Tensors) -> StepR
 
 def _copies(tensors: Iterator[tuple[str, torch.Tensor]]) -> Tensors:
     """Copies in host memory: on the device they would take memory from later steps."""
-    with without_modes(), aside():  # or a meter would count the copies as the step's own
+    with without_modes(), aside():  # otherwise a meter would count the copies as part of the step
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
         leave_out(copies.values())
     return copies
@@ -303,7 +299,7 @@ class StepRecord:
 
     loss: torch.Tensor
     gradients: Tensors
-    """Of every parameter that has one, before the optimizer's step."""
+    """Gradients of parameters, before the optimizer's step."""
     buffers: Tensors
     parameters: Tensors
     """After the optimizer's step."""

@@ -1,4 +1,4 @@
-"""Workload: what the command line profiles and runs, and how its name is turned into one."""
+"""Workload: a model and its step for the command line, and loading one by name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Workload:
 
 
 class WorkloadFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A workload TOML: the python ``workload`` it names and the keyword ``parameters`` that function is given."""
+    """A workload TOML: the Python function ``workload``, and its keyword ``parameters``."""
 
     workload: str
     """``package.module:function``, or ``path/to/file.py:function`` relative to the TOML's folder."""
@@ -53,35 +53,33 @@ class WorkloadFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class LoadedWorkload:
-    """A workload and where it came from."""
+    """A workload and its origin."""
 
     name: str
     """Short name for tables: the TOML's name without its ending, or the function's name."""
     workload: Workload
     target: str
-    """What was asked for, as it was written."""
+    """The requested name, as it was written."""
     parameters: Mapping[str, Any]
-    """The keyword parameters that were given (by the TOML or by overrides), after conversion; defaults are left out."""
+    """The given keyword parameters (by the TOML or by overrides), after conversion, without defaults."""
 
 
 def load_workload(
     target: str | Callable[..., Workload], overrides: Mapping[str, Any] | None = None, device: str | None = None
 ) -> LoadedWorkload:
-    """Builds the workload that ``target`` names: a TOML, ``package.module:function`` or ``path/to/file.py:function``,
-    an ONNX file, or by its name alone one of the configs that ship (:func:`shipped_configs`). It may be the function
-    itself.
+    """Builds the workload ``target``: a TOML file, ``package.module:function``, ``path/to/file.py:function``, an ONNX
+    file, the name of a shipped config (:func:`shipped_configs`), or the function itself.
 
-    ``overrides`` are ``--set key=value`` pairs: text is read as a TOML value, or else is the value itself. They win
-    over the TOML's ``[parameters]``. The folder of a ``file.py``, or the current folder for a module, is put on
-    ``sys.path``, as ``python file.py`` and ``python -m module`` do. ``device`` goes to the function's parameter of that
-    name, which puts the model and its data there, unless ``overrides`` give one.
+    ``overrides`` are ``--set key=value`` pairs. Text is read as a TOML value if it is one. They take precedence over
+    the TOML's ``[parameters]``. The folder of a ``file.py``, or the current folder for a module, is put on
+    ``sys.path``, like ``python file.py`` and ``python -m module`` do. ``device`` is passed to the function's parameter
+    of that name, unless ``overrides`` have one; the function puts the model and its data there.
 
     Raises
     ------
     UsageError
         The file, module or function does not exist or cannot be imported, the TOML is invalid, a parameter is unknown,
-        missing or of the wrong type, or the function returns something that is no :class:`Workload`, or one that is
-        not on ``device``.
+        missing or of the wrong type, or the function returns no :class:`Workload`, or one that is not on ``device``.
     PoochError
         The user's own code raised; the original exception is its ``__cause__``.
     """
@@ -93,7 +91,7 @@ def load_workload(
         workload = function(**arguments)
     except PoochError:
         raise
-    except (Exception, SystemExit) as error:  # a script's sys.exit() must not end the command without a word
+    except (Exception, SystemExit) as error:  # a script's sys.exit() must not end the command without a message
         if is_out_of_memory(error):
             raise PoochError(
                 f"{found_at}: cannot build its model and data, expected {asked_text(error)}, found less; make them "
@@ -109,8 +107,8 @@ def load_workload(
 def parameter_values(target: str | Callable[..., Workload]) -> tuple[str, dict[str, Any]]:
     """The short name of the workload, and its parameters by name, without building it.
 
-    Each has the value that it has unless another is given: the TOML's, else the function's default; None where it has
-    neither. Raises what :func:`load_workload` raises before it builds.
+    Each has its default value: the TOML's, else the function's, else None. Raises the errors of :func:`load_workload`
+    that come before building.
     """
     function, parameters, name, _ = _resolved(target)
     try:
@@ -143,14 +141,14 @@ def _resolved(target: str | Callable[..., Workload]) -> tuple[Callable[..., obje
 
 
 def _onnx_function(target: str) -> Callable[..., Workload]:
-    """Builds the training step of an ONNX file; its dynamic dimensions are parameters."""
+    """A function that builds the training step of an ONNX file, with its dynamic dimensions as parameters."""
     from .integrations.onnx.onnx_training import training_function
 
     return training_function(Path(target), Workload, lambda loss: _find_function(loss, Path(), asked=loss)[0])
 
 
 def shipped_configs() -> dict[str, Path]:
-    """The workload TOMLs that come with this package, by the names that ``pooch profile NAME`` takes."""
+    """The workload TOMLs of this package, by their names for ``pooch profile NAME``."""
     folder = Path(str(importlib.resources.files(f"{__package__}.configs")))
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
@@ -158,11 +156,8 @@ def shipped_configs() -> dict[str, Path]:
 def read_workload_file(path: Path) -> WorkloadFile:
     """The content of a workload TOML.
 
-    Raises
-    ------
-    UsageError
-        The file does not exist or cannot be read, is not TOML (the message names the line), has an unknown key, or
-        lacks ``workload``.
+    Raises ``UsageError`` if the file does not exist or cannot be read, is not TOML (the message names the line), has an
+    unknown key, or lacks ``workload``.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -191,13 +186,13 @@ def read_workload_file(path: Path) -> WorkloadFile:
 
 
 def parse_override(text: str) -> Any:
-    """The value of ``--set key=TEXT``: a TOML boolean, number, quoted string or array, or else the text itself."""
+    """The value of ``--set key=TEXT``: a TOML boolean, number, quoted string or array; else the text itself."""
     try:
         table = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         return text
     value = table.pop("value")
-    # a date, or a text with a line break that would set something else, is text
+    # dates are text, and so is a text whose line break would set another key
     return value if not table and isinstance(value, (bool, int, float, str, list)) else text
 
 
@@ -206,7 +201,7 @@ def _read(value: Any) -> Any:
 
 
 def _find_function(python_target: str, folder: Path, asked: str) -> tuple[Callable[..., object], str]:
-    """The function and its name for messages; ``folder`` is what a relative ``file.py`` is relative to."""
+    """The function and its name for messages; a relative ``file.py`` is in ``folder``."""
     where = "" if asked == python_target else f"{asked}: "
     place, colon, function_name = python_target.rpartition(":")
     if not colon or not place or not function_name:
@@ -252,7 +247,7 @@ def _bad_function(module: ModuleType, place: str, name: str, found: object) -> s
 
 
 class _AlwaysFromSource(importlib.machinery.SourceFileLoader):
-    """Never takes cached bytecode, which is told stale by whole seconds and size: a quick edit would go unseen."""
+    """Never uses cached bytecode, which seems valid after an edit within a second that keeps the size."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -312,7 +307,7 @@ def _missing_module(name: str, missing: str) -> str:
 
 
 def _import_failure(place: str, error: Exception | SystemExit) -> PoochError:
-    """What a module that exists but cannot be imported tells the user."""
+    """The error for a module that exists but cannot be imported."""
     if isinstance(error, ModuleNotFoundError):
         return UsageError(f"{place} exists, but an import inside it failed: {named_line(error)}; install that module")
     if isinstance(error, ImportError):
@@ -333,10 +328,10 @@ def _put_on_path(folder: Path) -> None:
 def _arguments(
     function: Callable[..., object], given: Mapping[str, Any], overrides: Mapping[str, Any], what: str
 ) -> dict[str, Any]:
-    """Keyword arguments for ``function``: ``given`` under ``overrides``, each converted to its annotation."""
+    """Keyword arguments for ``function``: ``given``, replaced by ``overrides``, each converted to its annotation."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some builtins have none; the call itself will tell
+    except (TypeError, ValueError):  # some builtins have no signature; the call will raise
         return {**given, **{key: _read(value) for key, value in overrides.items()}}
     known = {key: parameter for key, parameter in signature.parameters.items() if parameter.kind in _SETTABLE}
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
@@ -378,12 +373,12 @@ def _annotations(function: Callable[..., object]) -> dict[str, Any]:
     target = function.__init__ if inspect.isclass(function) else function
     try:
         return typing.get_type_hints(target)
-    except Exception:  # names only a type checker sees: then the function itself has to judge its arguments
+    except Exception:  # names that only a type checker sees: then the function itself checks its arguments
         return {}
 
 
 def _converted(value: Any, text: str | None, annotation: Any, key: str, what: str) -> Any:
-    """``value`` as its annotation asks; ``text`` is how an override was written, for a parameter that wants text."""
+    """``value`` converted to its annotation; ``text`` is an override as written, for parameters that are text."""
     if annotation is None or annotation is Any:
         return value
     try:
@@ -400,7 +395,7 @@ def _converted(value: Any, text: str | None, annotation: Any, key: str, what: st
             f"{what}: parameter {key!r}: expected {wanted}, found {value!r} "
             f"of type {type(value).__name__}{detail}; correct the value"
         ) from None
-    except TypeError:  # an annotation msgspec does not know, such as torch.dtype
+    except TypeError:  # msgspec does not know some annotations, such as torch.dtype
         return value
 
 
@@ -408,7 +403,7 @@ def _checked(workload: object, what: str) -> Workload:
     remedy = "return poochplan.Workload(model=..., step=..., optimizer=None)"
     if not isinstance(workload, Workload):
         raise UsageError(f"{what}: expected a poochplan.Workload, found {_type_name(workload)}; {remedy}")
-    import torch  # only now: a function that returned a Workload has a model, so torch is loaded
+    import torch  # here, because a function that returned a Workload has loaded it already
 
     if not isinstance(workload.model, torch.nn.Module):
         raise UsageError(f"{what}: Workload.model: expected a torch.nn.Module, found {_type_name(workload.model)}")

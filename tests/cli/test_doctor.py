@@ -67,7 +67,7 @@ def test_operators_that_compute_otherwise_under_a_mode_are_named() -> None:
     model = nn.Linear(4, 4)
     step = lambda: model(torch.ones(2, 4)).sigmoid().prod(dim=1).mean()  # noqa: E731
     found = {one.name: one.found for one in workload_findings(poochplan.Workload(model, step))}
-    assert found["under a mode"].startswith("autograd.ProdBackward1: torch has another formula")
+    assert found["under a mode"].startswith("autograd.ProdBackward1: torch uses another formula")
 
 
 def test_without_a_disk_to_spill_to_it_ends_with_code_1(pooch: Pooch, tmp_path: Path) -> None:

@@ -76,4 +76,4 @@ def test_a_roofline_has_mode_auto_choose_fake_and_say_so(pooch: Pooch, workloads
     assert (result.code, result.err.count("error")) == (0, 0)
     profile = Profile.load("h200.json")
     assert (profile.mode, profile.device.name) == ("fake", "h200 (roofline)")
-    assert profile.notes[0] == "mode auto chose fake: durations are to be a roofline's"
+    assert profile.notes[0] == "mode auto chose fake, because a roofline was given"

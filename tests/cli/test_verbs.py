@@ -36,7 +36,7 @@ def test_the_three_steps_of_the_main_job(pooch: Pooch, workloads: Path, tmp_path
     result = pooch("plan", "small.profile.json", "--budget", "85%", "--timeline", "plan.png")
     assert (result.code, result.err) == (0, "")
     assert "predicted overhead" in result.out
-    assert "What is not kept, by layer" in result.out
+    assert "Values not kept, by layer" in result.out
     assert "Wrote small.plan.json\nWrote plan.png" in result.out
     result = pooch("run", target, "--plan", "small.plan.json", "--check", "--timeline", "run.png")
     assert (result.code, result.err) == (0, "")

@@ -55,7 +55,7 @@ def test_a_planned_step_that_runs_out_of_memory_says_where_and_who_holds_it(gpu:
     del raised  # its frames hold what the step has saved
     gc.collect()
     assert note.startswith("poochplan: out of memory in a step that follows the plan, in ")
-    assert f"of a budget of {format_bytes(plan.budget_bytes)}; beside what was predicted there are" in note
+    assert f"of a budget of {format_bytes(plan.budget_bytes)}; in addition to the prediction there are" in note
     assert "(48.0 MiB)" in note.splitlines()[0]
     assert len(note.splitlines()) > 3
     assert beside.nbytes == 48 << 20

@@ -243,7 +243,7 @@ def test_a_schedule_that_nothing_could_follow_is_refused(
 
 def test_a_throttle_under_which_a_step_would_never_end_is_refused(whole: Plan, tmp_path: Path) -> None:
     link = msgspec.structs.replace(whole.link, throttle_bytes_per_s=1.0)
-    with pytest.raises(InputFileError, match="link: expected rates at which what is swapped goes out in about"):
+    with pytest.raises(InputFileError, match="link: expected rates that copy all swapped bytes out in about"):
         Plan.load(changed(tmp_path / "plan.json", whole, link=link))
 
 

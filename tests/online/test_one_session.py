@@ -46,7 +46,7 @@ def test_a_given_plan_is_made_anew_by_default_where_its_profile_is_given() -> No
     plan = poochplan.plan(profile, int(profile.in_core_peak_bytes * 0.9), evaluations=50, arena="off")
     kept = torch.zeros((plan.budget_bytes - plan.prediction.peak_bytes) // 4 + 8192)
     with (
-        pytest.warns(RuntimeWarning, match="from the next step on a plan is followed that has room for") as told,
+        pytest.warns(RuntimeWarning, match="from the next step on, steps follow a plan that has room for") as told,
         poochplan.apply(plan, model, profile=profile, meter="always") as session,
     ):
         for _ in range(4):

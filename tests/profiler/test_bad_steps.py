@@ -339,7 +339,7 @@ def test_a_roofline_has_mode_auto_choose_fake() -> None:
     model, batch = network(), torch.randn(8, 16)
     profile = poochplan.profile(lambda: model(batch).mean(), model=model, mode="auto", roofline="h200")
     assert (profile.mode, profile.device.name) == ("fake", "h200 (roofline)")
-    assert profile.notes[0] == "mode auto chose fake: durations are to be a roofline's"
+    assert profile.notes[0] == "mode auto chose fake, because a roofline was given"
 
 
 @pytest.mark.parametrize("mode", ["run", "swap-all"])

@@ -190,7 +190,7 @@ def test_on_request_a_new_plan_is_made_with_what_was_measured_and_followed_from_
     assert report.last_step.peak_bytes <= plan.budget_bytes < report.total.peak_bytes, told
     assert report.total.fallbacks == 0
     assert report.status == "followed"
-    assert "a plan is followed that has room for" in told[0]
+    assert "steps follow a plan that has room for" in told[0]
 
 
 def test_where_no_plan_has_room_for_it_the_smallest_budget_is_said(

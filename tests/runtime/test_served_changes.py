@@ -69,7 +69,7 @@ def test_a_step_that_is_planned_anew_is_served_from_another_arena() -> None:
     loop = Loop(case)
     beside = []
     with (
-        pytest.warns(RuntimeWarning, match="from the next step on a plan is followed that has room for"),
+        pytest.warns(RuntimeWarning, match="from the next step on, steps follow a plan that has room for"),
         poochplan.apply(plan, loop.model, on_over_budget="replan", profile=profile) as loop.session,
     ):
         loop.steps(SETTLED)

@@ -122,7 +122,7 @@ def test_a_session_that_a_traceback_keeps_ends_at_the_next_apply(plan: Plan) -> 
         kept.append(error)
     step(other)  # not swapped: it is none of the model's steps
     with (
-        pytest.warns(RuntimeWarning, match="found a session for Layers still open, though what entered it has ended"),
+        pytest.warns(RuntimeWarning, match="a session for Layers still open after the code that entered it had ended"),
         poochplan.apply(plan, other) as session,
     ):
         step(other)

@@ -1,4 +1,4 @@
-// The order of both queues: copies out as bytes can be given up, copies back in the order of need (`_Scheduler`).
+// The order of both queues: copies out as bytes can be released, copies back in the order of need (`_Scheduler`).
 #pragma once
 
 #include <algorithm>
@@ -7,8 +7,8 @@
 
 namespace pooch {
 
-// Values by one field of theirs, which is below `keys`; as they come where it is equal. Then those of key k are `found`
-// from `start[k]` up to, and without, `start[k + 1]`.
+// Sorts values by one of their fields, which is below `keys`, and stably. Those with key k are then in `found` from
+// `start[k]` to before `start[k + 1]`.
 inline void sort_by(const std::vector<Chosen>& values, int64_t Chosen::*key, const Ints& items, int64_t keys,
                     Ints& start, Ints& found) {
   start.assign(keys + 1, 0);
@@ -20,7 +20,7 @@ inline void sort_by(const std::vector<Chosen>& values, int64_t Chosen::*key, con
   start[0] = 0;
 }
 
-// By the save point that their copies must not pass, the released values in the order of rank.
+// The released values in the order of rank, by the save point that their copies must not pass.
 inline void find_due(const Problem& problem, Scratch& scratch, bool is_released) {
   scratch.tried.clear();
   if (is_released) {
@@ -34,10 +34,10 @@ inline void find_due(const Problem& problem, Scratch& scratch, bool is_released)
   sort_by(scratch.values, &Chosen::due_at, scratch.tried, problem.values.count, scratch.due_start, scratch.due);
 }
 
-// Puts what is wanted into the order of the queue, with the points at which it is queued.
+// Puts the wanted copies into the order of the queue, with the points at which they are queued.
 //
-// A copy is queued at its save point, unless its bytes cannot be given up for long: a value that forward still holds
-// lets the others go first, as long as the link is busy. None is queued after its release.
+// A copy is queued at its save point. But if forward still holds the value, others go first while the link is busy. No
+// copy is queued after its release.
 inline void queue_out(const Problem& problem, Scratch& scratch, bool is_released) {
   const Rows<const Value>& values = problem.values;
   find_due(problem, scratch, is_released);
@@ -83,7 +83,7 @@ inline void find_order_of_need(const Problem& problem, Scratch& scratch) {
   sort_by(scratch.values, &Chosen::back, scratch.tried, problem.points.count, scratch.prefetch_start, scratch.fetched);
 }
 
-// The most from each use point to the next.
+// The most bytes from each use point to the next.
 inline void fill_segments(const Problem& problem, Scratch& scratch) {
   clear(scratch.block_raised);
   clear(scratch.block_most);
@@ -97,7 +97,7 @@ inline void fill_segments(const Problem& problem, Scratch& scratch) {
   }
 }
 
-// The first use point at `tick` or behind it.
+// The first use point at `tick` or after it.
 inline int64_t first_use(const Problem& problem, int64_t tick) {
   const auto is_before = [](const Use& use, int64_t wanted) { return use.tick < wanted; };
   return std::lower_bound(problem.uses.begin(), problem.uses.end(), tick, is_before) - problem.uses.begin();
@@ -139,8 +139,8 @@ inline void raise(Scratch& scratch, int64_t use, int64_t back, int64_t size_byte
 
 // Points of the copies back, each as early as memory permits.
 //
-// Copies back begin and end at use points. So what counts is the most that is live between two of them: a segment. A
-// block of segments is passed, or raised, at once.
+// Copies back begin and end at use points. So only the most live bytes between two of them matter: a segment. A block
+// of segments is skipped, or raised, at once.
 inline void prefetch(const Problem& problem, Scratch& scratch, int64_t budget_bytes, int64_t style) {
   find_order_of_need(problem, scratch);
   if (style != kOnDemand) fill_segments(problem, scratch);

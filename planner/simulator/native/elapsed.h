@@ -8,11 +8,11 @@
 
 namespace pooch {
 
-// -- the begin of a step ----------------------------------------------------------------------------------------------
+// -- the beginning of a step ------------------------------------------------------------------------------------------
 
 constexpr int64_t kMergeGapOps = 4; // MERGE_GAP_OPS
 
-// Marks (-1) the ops between two save points, or the step's begin and recording's end.
+// Marks (-1) the ops between two save points, or between the step's beginning and recording's end.
 inline void switch_on(const Problem& problem, Ints& recorded, int64_t begin, int64_t end) {
   const auto op_of = [&](int64_t save) { return problem.points[problem.values[save].save_point].op; };
   const int64_t last = end < problem.values.count ? op_of(end) : problem.facts->last_save_op;
@@ -49,7 +49,7 @@ inline void record(const Problem& problem, const std::vector<int8_t>& decisions,
   }
 }
 
-// Puts the clock to the begin of a step in which the thread records what the decisions ask for.
+// Sets the clock to the beginning of a step in which the thread records for the decisions' replays.
 inline void start_clock(const Problem& problem, const std::vector<int8_t>& decisions, Clock& clock) {
   const double record_s = problem.rates->record_s;
   const auto recorded_s = [&](int64_t op) { return record_s * static_cast<double>(clock.recorded[op]); };
@@ -90,7 +90,7 @@ inline void queue_copy(const Problem& problem, Clock& clock, int64_t value, int 
   if (clock.copying[queue].now < 0) start_next(problem, clock, queue);
 }
 
-// Moves the clock by `limit_s` or to the next end of a copy, whichever is first; returns by how much.
+// Moves the clock by `limit_s`, or to the next end of a copy if earlier; returns the seconds moved.
 inline double advance(const Problem& problem, Clock& clock, double limit_s) {
   const bool is_running[2] = {clock.copying[kOut].now >= 0, clock.copying[kIn].now >= 0};
   const double share = is_running[kOut] && is_running[kIn] ? problem.rates->duplex : 1.0;
@@ -173,7 +173,7 @@ inline double most_behind(const Clock& clock, int64_t begin, int64_t end) {
   return most_s;
 }
 
-// From op to op of a thread that works ahead: together where none waits for its launch, else one by one.
+// Ops of a thread ahead of the device: all together if none waits for its launch, else one by one.
 inline void run_on(const Problem& problem, Clock& clock, int64_t begin, int64_t end) {
   const Rows<const OpSeconds>& op_s = problem.op_s;
   double late_s = clock.taken_s + most_behind(clock, begin, end) + op_s[begin].work_s;
@@ -194,7 +194,7 @@ inline void run_on(const Problem& problem, Clock& clock, int64_t begin, int64_t 
   }
 }
 
-// All that comes before op `op`, and before the point in front of it, has been done.
+// Runs all work before op `op` and before the point in front of it.
 inline void reach(const Problem& problem, Clock& clock, int64_t op) {
   if (problem.facts->kind != kAhead) {
     const double work_s = clock.ops[op].computed_s;
@@ -210,7 +210,7 @@ inline void reach(const Problem& problem, Clock& clock, int64_t op) {
   wait_until(problem, clock, thread_s(problem, clock));
 }
 
-// The rest of the step; returns the seconds of recording.
+// Runs the rest of the step; returns the seconds of recording.
 inline double finish(const Problem& problem, Clock& clock) {
   const int64_t op = problem.op_s.count - 1;
   if (problem.facts->kind == kAhead) {
@@ -221,7 +221,7 @@ inline double finish(const Problem& problem, Clock& clock) {
   return problem.rates->record_s * static_cast<double>(clock.recorded[op]);
 }
 
-// The runtime's own work at a point.
+// Runs the runtime's own work at a point.
 inline void take(const Problem& problem, Clock& clock, double taken_s) {
   if (problem.facts->kind == kComputing) {
     spend(problem, clock, taken_s);

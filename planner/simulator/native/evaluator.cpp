@@ -1,5 +1,5 @@
-// What decisions give: seconds of the step, peak bytes and bytes moved, as `try_style` says, to the bit. It is what Python
-// calls (`evaluator.py`). Arrays are Python's; those of a problem outlive its evaluator.
+// Evaluates decisions: seconds of the step, peak bytes and bytes moved, equal to those of `try_style`, to the bit.
+// Python calls it (`evaluator.py`). Arrays belong to Python; those of a problem outlive its evaluator.
 #include <new>
 
 #include "copies.h"
@@ -21,8 +21,8 @@ class Evaluator {
  public:
   Evaluator(const Problem& given, int64_t pooled) : problem(given), scratch(given, pooled) {}
 
-  // Of decisions, scheduled in a style within a budget; `scratch.decisions` are then the final ones, and
-  // `scratch.moves` the bytes at each tick.
+  // Evaluates decisions, scheduled in a style within a budget. Afterwards `scratch.decisions` are the resulting ones,
+  // and `scratch.moves` the bytes at each tick.
   Evaluation evaluate(const int8_t* decisions, int64_t budget_bytes, int64_t style) {
     std::copy_n(decisions, problem.values.count, scratch.decisions.begin());
     find_needs(problem, scratch);
@@ -61,7 +61,7 @@ class Evaluator {
     queue_out(problem, scratch, true);
   }
 
-  // Goes once through the points as the runtime does.
+  // Goes through the points once, like the runtime.
   Evaluation walk() {
     Clock& clock = scratch.clock;
     Evaluation found{};
@@ -118,7 +118,7 @@ class Evaluator {
     wait_for(problem, scratch.clock, value, kIn);
   }
 
-  // Brings back what a replay starts from, and runs it; returns the bytes of copies.
+  // Brings back the inputs of a replay, and runs it; returns the bytes of copies.
   int64_t replay(const Point& here, const Merged& merged) {
     int64_t moved_bytes = 0;
     for (int64_t source : scratch.store.sources_of(merged)) {
@@ -170,7 +170,7 @@ using namespace pooch;
 
 #define POOCH extern "C" __attribute__((visibility("default")))
 
-// Null where there is no memory for it.
+// Null if there is no memory for it.
 POOCH Evaluator* pooch_evaluator_new(const Problem* problem, int64_t pooled) {
   try {
     return new Evaluator(*problem, pooled);
@@ -197,7 +197,7 @@ POOCH void pooch_first_fit(const int64_t* spans, const int64_t* order, int64_t b
   first_fit(Spans(spans, blocks), {order, blocks}, offsets);
 }
 
-// Returns how many blocks have no place; `looks` is the most to take, and then how many were taken.
+// Returns the number of blocks without a place. `looks` is the most to take, and then the number taken.
 POOCH int64_t pooch_place_all(const int64_t* spans, int64_t blocks, int64_t* offsets, int64_t height,
                               const int64_t* costs, int64_t seed, int64_t* looks) {
   Ejection ejection(Spans(spans, blocks), blocks, offsets, height, costs, seed);

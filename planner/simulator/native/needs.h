@@ -1,4 +1,4 @@
-// What decisions need back, and when (`needs_of`), and what each replay then takes (`ReplayGraph.merged`).
+// The values that decisions need back, and when (`needs_of`), and the costs of each replay (`ReplayGraph.merged`).
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ inline void add_need(Scratch& scratch, int64_t value, int64_t point) {
   here.final_need = need;
 }
 
-// Fills `targets` with what has to be replayed for a value, each with the latest mark.
+// Fills `targets` with the values that must be replayed for a value, each with the latest mark.
 inline void close_targets(const Problem& problem, Scratch& scratch, int64_t value) {
   Ints &marks = scratch.store.value_marks, &targets = scratch.targets;
   const int64_t mark = ++scratch.store.mark;
@@ -35,7 +35,7 @@ inline void close_targets(const Problem& problem, Scratch& scratch, int64_t valu
   }
 }
 
-// Most bytes that the chosen ops hold: what they make, of which targets live to the end, and their workspace.
+// Most bytes that the chosen ops hold: their results, of which targets live to the end, and their workspace.
 inline int64_t peak_of(const Problem& problem, Store& store, const Ints& targets) {
   const auto count = static_cast<int64_t>(store.ops.size());
   for (int64_t position = 0; position < count; ++position) {
@@ -65,7 +65,7 @@ inline int64_t peak_of(const Problem& problem, Store& store, const Ints& targets
   return most;
 }
 
-// Seconds of the chosen ops, those of their launches, and how late a thread comes to one (`replay_of`).
+// Seconds of the chosen ops, those of their launches, and the largest delay of the thread (`replay_of`).
 inline void time_ops(const Problem& problem, const Store& store, Merged& merged) {
   const double replay_s = problem.rates->replay_s;
   double launch_s = 0.0, work_s = 0.0, late_s = 0.0;
@@ -82,7 +82,7 @@ inline void time_ops(const Problem& problem, const Store& store, Merged& merged)
   merged.late_s = late_s;
 }
 
-// What the replay of the marked `targets` takes.
+// The costs of the replay of the marked `targets`.
 inline void merge(const Problem& problem, Store& store, const Ints& targets, int64_t key) {
   Ints& pool = store.pool;
   Merged merged{};
@@ -113,7 +113,7 @@ inline void merge(const Problem& problem, Store& store, const Ints& targets, int
   store.merged.push_back(merged);
 }
 
-// The number of the marked targets in the store; made where there is none.
+// The number of the marked targets in the store, which is added if necessary.
 inline int64_t merged_of(const Problem& problem, Store& store, const Ints& targets) {
   int64_t key = 0;
   for (int64_t target : targets) key += problem.values[target].key;
@@ -132,7 +132,7 @@ inline int64_t merged_of(const Problem& problem, Store& store, const Ints& targe
   return store.slots[slot] - 1;
 }
 
-// The replay of a value at `point`, and of what it starts from and is not back yet.
+// The replay of a value at `point`, and of its inputs that are not back yet.
 inline void add_replay(const Problem& problem, Scratch& scratch, int64_t value, int64_t point) {
   close_targets(problem, scratch, value);
   const int64_t number = merged_of(problem, scratch.store, scratch.targets);
@@ -151,7 +151,7 @@ inline void add_replay(const Problem& problem, Scratch& scratch, int64_t value, 
   scratch.runs.push_back({point, number, target_bytes});
 }
 
-// When the decisions need which value.
+// The points at which the decisions need each value.
 inline void find_needs(const Problem& problem, Scratch& scratch) {
   scratch.store.make_room();
   scratch.needs.clear();

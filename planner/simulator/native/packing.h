@@ -1,9 +1,9 @@
-// Places of blocks in an arena. First fit: each at the lowest place that is free for its whole life, as `packing.py`
-// says. And below a given height: a block that finds no room takes the cheapest place, and who lay there waits.
+// Places of blocks in an arena. First fit puts each block at the lowest place that is free for its whole life, like
+// `packing.py`. The search below a given height gives a block without room the cheapest place, and ejects others there.
 //
-// That is the ejection search of Nagata and Braeysy (2009, "A powerful route minimization heuristic for the vehicle
-// routing problem with time windows"), for rectangles: each time that a block finds no room, it becomes dearer to
-// eject. All is counted in integers, and its random numbers are its own, so the same call does the same.
+// It is the ejection search of Nagata and Braeysy (2009, "A powerful route minimization heuristic for the vehicle
+// routing problem with time windows"), for rectangles: each time that a block finds no room, its ejection becomes more
+// expensive. It uses integers and its own random numbers, so equal calls have equal results.
 #pragma once
 
 #include <algorithm>
@@ -13,17 +13,17 @@
 namespace pooch {
 
 constexpr int64_t kWaits = -1;             // offset of a block without a place
-constexpr int64_t kForgetsAfter = 20'000;  // turns after which what a block has become dearer by is halved
-constexpr int64_t kPerEjection = 8;        // looks that each block beside counts for where one is ejected
+constexpr int64_t kForgetsAfter = 20'000;  // turns after which the added costs of blocks are halved
+constexpr int64_t kPerEjection = 8;        // looks that each neighbour counts as when a block is ejected
 
-// A row for what each block has: the time that it starts, the time after its end, its size.
+// Rows with a column per block: its start, the time after its end, its size.
 struct Spans {
   const int64_t *start, *end, *size;
 
   Spans(const int64_t* rows, int64_t blocks) : start(rows), end(rows + blocks), size(rows + 2 * blocks) {}
 };
 
-// What has a place, in the order of first bytes.
+// The blocks that have a place, in the order of their first bytes.
 struct Placed {
   int64_t count = 0;
   Ints block, start, end, low, high;
@@ -60,7 +60,7 @@ inline void first_fit(const Spans& spans, Rows<const int64_t> order, int64_t* of
   }
 }
 
-// The blocks beside another, lowest first; what all before them cost; then the same in the order of their ends.
+// The neighbours of a block, lowest first, with the costs of all before them; then the same in the order of their ends.
 struct Beside {
   int64_t count = 0;
   Ints block, from, to, cost_below, by_end, cost_ended;
@@ -113,7 +113,7 @@ class Ejection {
  private:
   int64_t cost_of(int64_t block) const { return costs_[block] * factors_[block]; }
 
-  // Takes the dearest block out of those that wait.
+  // Removes the most expensive waiting block.
   int64_t take_dearest() {
     const auto is_cheaper = [&](int64_t one, int64_t other) { return cost_of(one) < cost_of(other); };
     const auto at = std::max_element(waiting_.begin(), waiting_.end(), is_cheaper);
@@ -123,11 +123,11 @@ class Ejection {
     return block;
   }
 
-  // Writes down what lives when the block does.
+  // Collects the blocks that live at the same time as the block.
   void look_beside(int64_t number) {
     const int64_t first = spans_.start[number], after = spans_.end[number], count = placed_.count;
     int64_t near = 0;
-    for (int64_t k = 0; k < count; ++k) { // written in any case: a jump that nobody foresees takes longer
+    for (int64_t k = 0; k < count; ++k) { // always written: a mispredicted jump takes longer
       beside_.block[near] = placed_.block[k];
       beside_.from[near] = placed_.low[k];
       beside_.to[near] = placed_.high[k];
@@ -146,12 +146,12 @@ class Ejection {
     return top + size <= height_ ? top : kWaits;
   }
 
-  // Sums up what the blocks beside cost, by their first bytes and by their last ones.
+  // Adds up the costs of the neighbours, by their first bytes and by their last ones.
   void weigh() {
     const int64_t near = beside_.count;
     Ints& by_end = beside_.by_end;
     for (int64_t k = 0; k < near; ++k) by_end[k] = k;
-    for (int64_t step = near / 2; step > 0; step /= 2) { // Shell's sort: it needs no further room
+    for (int64_t step = near / 2; step > 0; step /= 2) { // Shell's sort: it needs no more memory
       for (int64_t k = step; k < near; ++k) {
         const int64_t item = by_end[k];
         int64_t at = k;
@@ -173,17 +173,17 @@ class Ejection {
     beside_.cost_ended[near] = ended;
   }
 
-  // The place whose blocks cost least, one of the cheapest by lot: on another's end, or right below another.
+  // The place with the least cost, a random one of the cheapest: on another block's end, or right below another.
   int64_t cheapest_place(int64_t size) {
     const int64_t near = beside_.count;
     ties_ = 0;
-    for (int64_t k = 0, begun = 0; k <= near; ++k) { // on the end of the k-th to end, or at the bottom
+    for (int64_t k = 0, begun = 0; k <= near; ++k) { // on the end of the k-th block, or at the bottom
       const int64_t place = k > 0 ? beside_.to[beside_.by_end[k - 1]] : 0;
       if (place + size > height_) break;
       while (begun < near && beside_.from[begun] < place + size) ++begun;
       offer(beside_.cost_below[begun] - beside_.cost_ended[k], place);
     }
-    for (int64_t k = 0, over = 0; k <= near; ++k) { // below the k-th to begin, or below the height
+    for (int64_t k = 0, over = 0; k <= near; ++k) { // below the beginning of the k-th block, or below the height
       const int64_t place = (k < near ? beside_.from[k] : height_) - size;
       while (over < near && beside_.to[beside_.by_end[over]] <= place) ++over;
       if (place >= 0) offer(beside_.cost_below[k] - beside_.cost_ended[over], place);
@@ -191,7 +191,7 @@ class Ejection {
     return place_;
   }
 
-  // Takes a place that is cheaper, or by lot one that is as cheap.
+  // Takes a cheaper place, or at random an equally cheap one.
   void offer(int64_t cost, int64_t place) {
     if (ties_ == 0 || cost < cost_) {
       cost_ = cost;
@@ -209,7 +209,7 @@ class Ejection {
     return state_ >> 8;
   }
 
-  // Has all wait that lie where the block is put.
+  // Ejects all blocks where the block is put.
   void eject(int64_t number, int64_t place) {
     const int64_t top = place + spans_.size[number];
     int64_t kept = 0;

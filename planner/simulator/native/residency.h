@@ -1,4 +1,4 @@
-// Where swapped values are given up, so that memory stays within the budget (`_Scheduler`).
+// The releases of swapped values, so that memory stays within the budget (`_Scheduler`).
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 namespace pooch {
 
-// Has bytes live from tick `first` to `last` in what comes and goes at each of `ticks` (`occupancy`).
+// Adds bytes that live from tick `first` to `last` to the changes at each tick (`occupancy`).
 inline void put(Ints& moves, int64_t ticks, int64_t first, int64_t last, int64_t size_bytes) {
   const int64_t start = std::min(first, ticks);
   moves[start] += size_bytes;
@@ -22,7 +22,7 @@ inline void apply(Ints& curve, const Ints& moves) {
   }
 }
 
-// Bytes live at each tick if no swapped value leaves, inside replays included.
+// Bytes live at each tick if no swapped value leaves, including inside replays.
 inline void lay_curve(const Problem& problem, Scratch& scratch) {
   const int64_t ticks = problem.ticks.count;
   clear(scratch.moves);
@@ -47,13 +47,13 @@ inline void lay_curve(const Problem& problem, Scratch& scratch) {
   }
 }
 
-// The first of a value's needs at `point` or behind it, from `need` on; -1 when there is none.
+// The first of a value's needs at `point` or after it, from `need` on; -1 if there is none.
 inline int64_t need_after(const std::vector<Need>& needs, int64_t need, int64_t point) {
   while (need >= 0 && needs[need].point < point) need = needs[need].later;
   return need;
 }
 
-// Last tick at which a value stays away that is needed at `need` next; -1 when it must not leave any more.
+// Last tick at which a value stays away whose next need is `need`; -1 if it must not leave any more.
 inline int64_t absent_until(const Problem& problem, const Scratch& scratch, int64_t value, int64_t need) {
   if (need >= 0) return problem.points[scratch.needs[need].point].tick - 1;
   if (problem.values[value].first_use >= 0) return -1;
@@ -72,7 +72,7 @@ inline void release(const Problem& problem, Scratch& scratch, int64_t number, in
   scratch.released.push_back(number);
 }
 
-// Releases every swapped value as soon as forward lets go of it.
+// Releases every swapped value at its forward death.
 inline void release_early(const Problem& problem, Scratch& scratch) {
   clear(scratch.moves);
   for (int64_t value = 0; value < problem.values.count; ++value) {
@@ -81,8 +81,8 @@ inline void release_early(const Problem& problem, Scratch& scratch) {
   apply(scratch.curve, scratch.moves);
 }
 
-// Releases the front of what waits that makes a tick fit, less what it turns out not to need; returns by how many bytes
-// the tick is over the budget then.
+// Releases the first waiting values that make a tick fit, without those that turn out to be unnecessary; returns the
+// bytes by which the tick then exceeds the budget.
 inline int64_t release_for(const Problem& problem, Scratch& scratch, int64_t tick, int64_t point, int64_t over_bytes) {
   const auto helps = [&](int64_t number) {
     const Value& value = problem.values[number];
@@ -98,7 +98,7 @@ inline int64_t release_for(const Problem& problem, Scratch& scratch, int64_t tic
     tried.push_back(*next);
     over_bytes -= problem.values[*next].size_bytes;
   }
-  for (size_t at = tried.size(); at-- > 0;) { // the last in the queue is waited for the longest
+  for (size_t at = tried.size(); at-- > 0;) { // the wait for the last in the queue is the longest
     const int64_t size_bytes = problem.values[tried[at]].size_bytes;
     if (at + 1 == tried.size() || size_bytes > -over_bytes) continue;
     over_bytes += size_bytes;
@@ -112,7 +112,7 @@ inline int64_t release_for(const Problem& problem, Scratch& scratch, int64_t tic
   return over_bytes;
 }
 
-// Releases of what is in the queue, where memory asks for it.
+// Releases values of the queue where their bytes are needed.
 inline void release_late(const Problem& problem, Scratch& scratch, int64_t budget_bytes) {
   Ints& waiting = scratch.waiting;
   waiting.clear();
@@ -127,7 +127,7 @@ inline void release_late(const Problem& problem, Scratch& scratch, int64_t budge
     const int64_t left_bytes = release_for(problem, scratch, tick, point, over_bytes);
     moved -= over_bytes - left_bytes;
     if (left_bytes > 0) {
-      // These decisions do not fit: release the rest early, so that what is missing is exact.
+      // These decisions do not fit. The others are released early, so that the missing bytes are exact.
       for (int64_t value : waiting) release(problem, scratch, value, problem.values[value].early_point);
       break;
     }

@@ -1,4 +1,4 @@
-// What an evaluation writes to: made once for each thread, so that an evaluation hardly ever allocates.
+// The memory that an evaluation writes to, made once for each thread, so that evaluations rarely allocate.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +12,13 @@ using Ints = std::vector<int64_t>;
 
 inline void clear(Ints& numbers) { std::fill(numbers.begin(), numbers.end(), 0); }
 
-// What is chosen for a value, and found of it. All -1 for none.
+// The choices and results for a value. All are -1 for none.
 struct Chosen {
-  // The point that a replay brings it back at; the last tick at which a replay needs it, and at which anything does;
-  // the first of `Scratch::needs` that is its, and the last one.
+  // The point at which a replay brings it back; the last tick at which a replay needs it, and at which anything does;
+  // its first and last entry in `Scratch::needs`.
   int64_t replayed_at, claim, end, first_need, final_need;
-  // Its release, the point that needs it next then, its copy back; whether the queue has it, and the save point that
-  // its copy must not pass.
+  // Its release, the next point that needs it, its copy back; whether the queue has it, and the save point that its
+  // copy must not pass.
   int64_t release, back, prefetch, wanted, due_at;
 };
 
@@ -36,8 +36,8 @@ struct Queued {
   int64_t value, point;
 };
 
-// What the replay of a set of targets takes. They lie in the pool from `begin` on, then what it starts from, then, for
-// a thread that works ahead, its ops. `late_s` is how late the thread comes to one of them at most.
+// The costs of a replay. Its targets are in the pool from `begin` on, then its inputs, then, for a thread ahead of the
+// device, its ops. `late_s` is the thread's largest delay at one of them.
 struct Merged {
   int64_t key, begin, targets, sources, ops, peak_bytes;
   double ops_s, launches_s, late_s;
@@ -52,8 +52,8 @@ struct Store {
   Ints pool;
   size_t most_pooled;
   int64_t mark = 0;
-  Ints value_marks, profile_marks, op_marks; // the last mark that each was given
-  Ints ops, last_touch, change;              // of the replay in hand
+  Ints value_marks, profile_marks, op_marks; // the last mark of each
+  Ints ops, last_touch, change;              // of the current replay
 
   Store(const Problem& problem, int64_t pooled)
       : most_pooled(pooled), value_marks(problem.values.count), profile_marks(problem.value_bytes.count),
@@ -63,7 +63,7 @@ struct Store {
     slots.resize(count);
   }
 
-  // Clears it where one evaluation could fill it.
+  // Clears it if one evaluation could fill it.
   void make_room() {
     if (pool.size() <= most_pooled && merged.size() <= slots.size() / 4) return;
     slots.assign(slots.size(), 0);
@@ -79,13 +79,13 @@ struct Store {
   }
 };
 
-// What the clock knows of a value: whether its copies are done, or one back is under way; when it left and came back.
+// The clock's state of a value: whether its copies are done, or one back is under way; when it left and came back.
 struct Moved {
   bool is_done[2], is_arriving;
   int64_t release_tick, back_tick;
 };
 
-// One direction of the link: the copy that runs (-1: none), what is left of it alone on the link, those that wait.
+// One direction of the link: the running copy (-1: none), its remaining seconds alone on the link, those that wait.
 struct Copying {
   int64_t now;
   double left_s;
@@ -93,34 +93,34 @@ struct Copying {
   Ints values;
 };
 
-// Work before the op, recording included where the thread computes; by how much a thread that works ahead comes to the
-// op later than a device would that never waits.
+// Work before the op, including recording if the thread computes; the seconds by which a thread ahead of the device
+// reaches the op later than a device that never waits.
 struct OpClock {
   double computed_s, behind_s;
 };
 
-// The compute stream, both queues and the launching thread. `taken_s` is the thread's at points.
+// The compute stream, both queues and the launching thread. `taken_s` are the thread's seconds at points.
 struct Clock {
   double now_s, stall_s, interference_s, runtime_s, taken_s, done_s;
   int64_t thread_op;
   Copying copying[2];
   std::vector<Moved> values;
-  Ints recorded; // per op and behind the last: ops recorded before it
+  Ints recorded; // per op and after the last: ops recorded before it
   std::vector<OpClock> ops;
 };
 
 struct Scratch {
   static constexpr int64_t kBlock = 32;
 
-  std::vector<int8_t> decisions; // then the final ones: a swap that memory never asked to release is kept
+  std::vector<int8_t> decisions; // finally the resulting ones: a swap that needs no release is kept
   std::vector<Chosen> values;
   std::vector<Need> needs;
   std::vector<Run> runs;
   Ints targets, released, fetched, waiting, tried, due, pending, by_release, by_prefetch; // values in an order
   std::vector<Queued> queue;
-  Ints due_start, release_start, prefetch_start;      // where those of each save point, or point, begin
-  Ints curve, moves;                                  // bytes at each tick; what comes and goes there
-  Ints segment, block_most, block_raised;             // the most between two use points, and in a block of these
+  Ints due_start, release_start, prefetch_start;      // beginnings for each save point, or point
+  Ints curve, moves;                                  // bytes at each tick; their changes there
+  Ints segment, block_most, block_raised;             // the most bytes between two use points, and in a block of these
   Store store;
   Clock clock;
 

@@ -1,8 +1,8 @@
-// The allocator that torch asks for CPU memory: it wraps the one that was in force, counts and records what it hands
-// out, and serves threads that say so from an arena. Python reaches it through the C functions at the end.
+// Torch's allocator for CPU memory. It wraps the previous one, counts and records blocks, and serves threads from an
+// arena on request. Python calls the C functions at the end.
 //
-// Every block has `data == context` and one deleter, as raw_allocate asks. What is counted, recorded or served is told
-// by thread: other threads, and everything while nothing is asked for, get the wrapped allocator's own blocks.
+// Every block has `data == context` and one deleter, as raw_allocate requires. Blocks are counted, recorded or served
+// by thread. Other threads, and all threads without a request, get the wrapped allocator's own blocks.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -24,7 +24,7 @@ using pooch::Arena;
 using pooch::Block;
 using pooch::Scope;
 
-// A list that only grows; what is on it is never freed.
+// A list that only grows. Its items are never freed.
 template <class Item>
 class Register {
  public:
@@ -43,7 +43,7 @@ class Register {
   Item* first_ = nullptr;
 };
 
-// Never destroyed: tensors die after the process has begun to leave.
+// Never destroyed, because tensors die while the process exits.
 struct State {
   pooch::LiveBlocks blocks;
   pooch::ActiveScopes active;
@@ -51,19 +51,19 @@ struct State {
   Register<Arena> arenas;
   std::atomic<int64_t> next_id{0};
   std::atomic<uint32_t> threads{0}, serials{0};
-  std::atomic<int> huge_pages{0}; // so many blocks of code want them
+  std::atomic<int> huge_pages{0}; // number of blocks of code that request them
   c10::Allocator* inner = nullptr;
   c10::DeleterFnPtr give_back = nullptr;
 };
 State& state = *new State;
 
-// What this thread has asked for. Without a destructor, since tensors die while threads end.
+// The requests of this thread. It has no destructor, because tensors die while threads end.
 struct Here {
   uint32_t thread;
   Scope* scope;
   Arena* arena;
   int64_t step_number;
-  int asides; // so many blocks of code that are not the step's are around this one: it is not served
+  int asides; // number of open blocks of code outside the step; they are not served
 };
 thread_local Here here{};
 
@@ -72,7 +72,7 @@ uint32_t this_thread() noexcept {
   return here.thread;
 }
 
-// False where there is no memory to remember the block: then nobody hears of it.
+// False if there is no memory for the block's entry: then it is not counted or recorded.
 bool note_birth(void* address, size_t size_bytes, Arena* arena) noexcept {
   Scope* scope = here.scope;
   const Block block{address,       size_bytes, state.next_id.fetch_add(1, std::memory_order_relaxed),
@@ -82,11 +82,11 @@ bool note_birth(void* address, size_t size_bytes, Arena* arena) noexcept {
   return true;
 }
 
-// The deleter of every block. It forgets the address before anybody can be given it again.
+// The deleter of every block. It removes the address's entry before the address can be reused.
 void release(void* address) {
   if (address == nullptr) return;
   Block block;
-  if (!state.blocks.remove(address, block)) { // from before this allocator, by raw_deallocate
+  if (!state.blocks.remove(address, block)) { // a block from before this allocator, by raw_deallocate
     state.give_back(address);
     return;
   }
@@ -99,7 +99,7 @@ void release(void* address) {
   block.arena->give_back(address);
 }
 
-// Fresh memory is dear in small pages, and where it is given back as it is freed each large block is fresh memory.
+// Fresh memory is slow in small pages. If freed memory is released at once, each large block is fresh memory.
 void ask_for_huge_pages(void* address, size_t size_bytes) noexcept {
   constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
   const auto from = reinterpret_cast<uintptr_t>(address);
@@ -115,7 +115,7 @@ class Allocator final : public c10::Allocator {
       if (c10::DataPtr served = from_arena(size_bytes)) return served;
     }
     c10::DataPtr block = state.inner->allocate(size_bytes);
-    // What is no plain block cannot be given back by its address: its own deleter keeps it.
+    // Only a plain block can be freed by its address; others keep their own deleter.
     if (block.get() != block.get_context() || block.get_deleter() != state.give_back) return block;
     void* address = block.release_context();
     if (state.huge_pages.load(std::memory_order_relaxed) > 0) ask_for_huge_pages(address, size_bytes);
@@ -138,14 +138,14 @@ class Allocator final : public c10::Allocator {
       return {};
     }
     c10::DataPtr block = owned(address);
-    c10::profiledCPUMemoryReporter().New(address, size_bytes); // the wrapped allocator does so for its own
+    c10::profiledCPUMemoryReporter().New(address, size_bytes); // the wrapped allocator does this for its own blocks
     return block;
   }
 };
 Allocator& allocator = *new Allocator;
 
-// No lock is held in a child that was forked while another thread held one, and nothing goes on there that was asked
-// for in the parent. What lies in an arena stays as readable and writable as any memory.
+// A forked child holds no lock of another thread, and the parent's requests end there. Blocks in an arena stay readable
+// and writable.
 void before_fork() noexcept {
   state.scopes.mutex.lock();
   state.arenas.mutex.lock();
@@ -193,7 +193,7 @@ void stop_scope(Scope* scope, void (*stop)(Scope*)) noexcept {
 
 } // namespace
 
-// ---- The C functions. None raises; handles are addresses of what is never freed. ------------------------------------
+// ---- The C functions. None raises; handles are addresses of objects that are never freed. ---------------------------
 
 #define POOCH extern "C" __attribute__((visibility("default")))
 
@@ -207,10 +207,10 @@ POOCH int pooch_install() noexcept {
 POOCH int pooch_is_in_force() noexcept { return c10::GetCPUAllocator() == &allocator; }
 POOCH int64_t pooch_live_blocks() noexcept { return state.blocks.count(); }
 POOCH int64_t pooch_next_block() noexcept { return state.next_id.load(); }
-// The number of the live block that begins there, as a log has it; -1 where none does, or it was there before us.
+// The number in logs of the live block that begins there; -1 if none does, or if it existed before this allocator.
 POOCH int64_t pooch_block_at(const void* address) noexcept { return state.blocks.id_at(address); }
 
-// Whether such a block lies in an arena.
+// Whether a live block begins there that lies in an arena.
 POOCH int pooch_is_served(const void* address) noexcept { return state.blocks.is_served(address); }
 
 POOCH Scope* pooch_scope_new() noexcept {
@@ -218,13 +218,13 @@ POOCH Scope* pooch_scope_new() noexcept {
   if (scope != nullptr) state.scopes.add(scope);
   return scope;
 }
-// The scope that this thread was in, to be joined again; null is none.
+// Joins a scope. Returns the scope that this thread was in, to join it again; null is none.
 POOCH Scope* pooch_scope_join(Scope* scope) noexcept { return std::exchange(here.scope, scope); }
 
 // Enters (1) or leaves (-1) a block of code on this thread that no arena serves.
 POOCH void pooch_set_aside(int change) noexcept { here.asides += change; }
 
-// Enters (1) or leaves (-1) a block of code of this process in which large blocks are asked for in huge pages.
+// Enters (1) or leaves (-1) a block of code of this process in which large blocks request huge pages.
 POOCH void pooch_want_huge_pages(int change) noexcept { state.huge_pages.fetch_add(change); }
 
 POOCH int pooch_count_begin(Scope* scope, int64_t unit_bytes) noexcept {
@@ -254,7 +254,7 @@ POOCH int64_t pooch_record_end(Scope* scope) noexcept {
 }
 POOCH void pooch_record_take(Scope* scope, pooch::Event* out, int64_t count) noexcept { scope->take_events(out, count); }
 
-// Null where there is no memory or address space.
+// Null if there is no memory or address space.
 POOCH Arena* pooch_arena_new(int64_t count, const int64_t* sizes, const int64_t* offsets, const int64_t* points,
                              int64_t size_bytes, int64_t smallest_bytes) noexcept {
   try {
@@ -267,7 +267,7 @@ POOCH Arena* pooch_arena_new(int64_t count, const int64_t* sizes, const int64_t*
   }
   return nullptr;
 }
-// 0 while a step is served, where the arena was dropped or there is no memory: then the places are as before.
+// 0 if a step is being served, the arena was dropped or there is no memory: then the places do not change.
 POOCH int pooch_arena_lay_out(Arena* arena, int64_t count, const int64_t* sizes, const int64_t* offsets,
                               const int64_t* points, int64_t smallest_bytes, int64_t kept_bytes) noexcept {
   try {
@@ -277,7 +277,7 @@ POOCH int pooch_arena_lay_out(Arena* arena, int64_t count, const int64_t* sizes,
     return 0;
   }
 }
-// 0 where the arena was dropped.
+// 0 if the arena was dropped.
 POOCH int pooch_arena_begin(Arena* arena, int64_t point) noexcept {
   const int64_t step_number = arena->begin(point);
   if (step_number < 0) return 0;
@@ -285,7 +285,7 @@ POOCH int pooch_arena_begin(Arena* arena, int64_t point) noexcept {
   here.step_number = step_number;
   return 1;
 }
-// Has this thread served too, in the step that another thread has begun; 0 where there is none.
+// Serves this thread too, in the step that another thread has begun; 0 if there is none.
 POOCH int pooch_arena_join(Arena* arena) noexcept {
   const int64_t step_number = arena->current_step();
   if (step_number < 0) return 0;

@@ -1,8 +1,8 @@
 // Arena: one mapping from which a step's blocks are served at planned places.
 //
-// The live set decides, never the sequence. Births come in the recorded order; deaths do not, since the collector runs
-// when it likes, on any thread. So a place is handed out only if no byte of it belongs to a block that is alive, and
-// whatever the plan does not expect goes to the ordinary allocator. A wrong plan costs time and bytes, never contents.
+// The live blocks decide, never the sequence. Births come in the recorded order. Deaths may not, because Python's
+// collector runs at any time, on any thread. So a place is used only if no byte of it belongs to a live block, and
+// unexpected blocks come from the ordinary allocator. A wrong plan costs time and bytes, but never damages contents.
 #pragma once
 
 #include <sys/mman.h>
@@ -19,8 +19,8 @@
 
 namespace pooch {
 
-// The blocks that are alive, by their bytes. No two overlap and each lies at a place, or did before other places came:
-// room for all of them is made with the places, and neither a birth nor a death allocates.
+// The live blocks, by their bytes. No two overlap. Each lies at a place, or at one of an earlier layout. Room for all
+// of them is reserved with the places, so births and deaths do not allocate.
 class LiveSet {
  public:
   void make_room(size_t count) { spans_.reserve(count); }
@@ -42,7 +42,7 @@ class LiveSet {
     int64_t begin, end;
   };
   const std::vector<Span>& spans() const noexcept { return spans_; }
-  // Between the blocks around a byte that is none's; the last gap ends at `size`.
+  // The gap around a byte that belongs to no block. The last gap ends at `size`.
   Span gap_at(int64_t at, int64_t size) noexcept {
     const auto after = above(at);
     return {after == spans_.begin() ? 0 : std::prev(after)->end, after == spans_.end() ? size : after->begin};
@@ -56,12 +56,12 @@ class LiveSet {
   std::vector<Span> spans_; // sorted
 };
 
-// The places in order of birth. Points never fall; an offset of -1 is a block that is to lie outside.
+// The places in order of birth. Points never decrease. An offset of -1 is a block outside the arena.
 struct Places {
   std::vector<int64_t> sizes, offsets, points;
 };
 
-// What became of a block, in the order in which `counts` writes it.
+// The outcome for a block, in the order in which `counts` writes it.
 enum Fate { kServed, kOutside, kUnplanned, kTaken, kUnmet, kFates };
 
 struct Tally {
@@ -70,10 +70,10 @@ struct Tally {
 using Tallies = std::array<Tally, kFates>;
 
 struct Miss {
-  int64_t fate, size_bytes, point, place; // `place`: the one that was expected next
+  int64_t fate, size_bytes, point, place; // `place`: the next expected one
 };
 
-// Never freed, only unmapped: a thread that was served may still point to it. It is small without its places.
+// Never freed, only unmapped, because a served thread may still point to it. It is small without its places.
 class Arena {
  public:
   Arena(Places places, int64_t size_bytes, int64_t smallest_bytes)
@@ -83,7 +83,7 @@ class Arena {
     misses_.reserve(kMostMisses);
   }
 
-  // False where there is no address space.
+  // False if there is no address space.
   bool map() noexcept {
     mapped_bytes_ = static_cast<size_t>(size_bytes_) + kHugePage;
     void* mapping = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -96,8 +96,8 @@ class Arena {
     return true;
   }
 
-  // Other places from now on, for the steps behind this; what lives stays where it is. The machine's memory from
-  // `kept_bytes` on is given back but for that. False while a step is served, and where the arena was dropped.
+  // Sets other places for the next steps. Live blocks stay where they are. Memory from `kept_bytes` on is released,
+  // except for these blocks. False if a step is being served, or the arena was dropped.
   bool lay_out(Places places, int64_t smallest_bytes, int64_t kept_bytes) {
     std::vector<int64_t> met(places.sizes.size(), 0);
     std::lock_guard<std::mutex> guard(mutex);
@@ -117,7 +117,7 @@ class Arena {
     return true;
   }
 
-  // The number of the step that begins, or -1 where the arena was dropped. Only threads that know it are served.
+  // The number of the step that begins, or -1 if the arena was dropped. Only threads that know it are served.
   int64_t begin(int64_t point) noexcept {
     std::lock_guard<std::mutex> guard(mutex);
     if (is_dropped_) return -1;
@@ -148,7 +148,7 @@ class Arena {
     is_serving_ = false;
   }
 
-  // The memory goes when the last block that lies here dies; what lies between those that live goes at once.
+  // All memory is released when the last block here dies; that between live blocks is released at once.
   void drop() noexcept {
     std::lock_guard<std::mutex> guard(mutex);
     is_serving_ = false;
@@ -210,7 +210,7 @@ class Arena {
     return static_cast<int64_t>(live_.size());
   }
 
-  // -1 where the kernel does not tell.
+  // -1 if the kernel gives no figure.
   int64_t resident_bytes() {
     std::lock_guard<std::mutex> guard(mutex);
     if (mapping_ == nullptr || size_bytes_ == 0) return 0;
@@ -220,10 +220,10 @@ class Arena {
     return page * std::count_if(pages.begin(), pages.end(), [](unsigned char page_bits) { return page_bits & 1; });
   }
 
-  // In a forked child: the step goes on in the parent alone.
+  // In a forked child: the step continues only in the parent.
   void stop() noexcept { is_serving_ = false; }
 
-  // How many arenas still have their memory.
+  // Number of arenas that still have their memory.
   static std::atomic<int64_t>& mapped_count() noexcept {
     static std::atomic<int64_t> count{0};
     return count;
@@ -248,7 +248,7 @@ class Arena {
     range_end_ = first_of(point + 1);
   }
 
-  // The next place of that size from where the sequence is; else one that was passed over: two that changed places.
+  // The next place of that size in the sequence; else one that was passed over, if blocks came in another order.
   size_t next_of(int64_t size_bytes) const noexcept {
     const size_t ahead = std::min(range_end_, next_ + kLookAhead);
     for (size_t at = next_; at < ahead; ++at) {
@@ -265,7 +265,7 @@ class Arena {
     return places_.sizes[place] == size_bytes && met_[place] != step_number_;
   }
 
-  // What was expected from here up to `place` and did not come.
+  // Counts the expected blocks up to `place` that did not come.
   void count_unmet(size_t place) noexcept {
     for (size_t at = range_begin_; at < place; ++at) {
       if (met_[at] != step_number_) tell(kUnmet, places_.sizes[at]);
@@ -296,7 +296,7 @@ class Arena {
     mapped_count().fetch_sub(1);
   }
 
-  // The machine's memory between the blocks around a byte, once nobody is served any more.
+  // Releases the memory between the blocks around a byte.
   void give_back_gap(int64_t at) noexcept {
     if (mapping_ == nullptr) return;
     const LiveSet::Span gap = live_.gap_at(at, size_bytes_);
@@ -310,7 +310,7 @@ class Arena {
   }
 
   Places places_;
-  std::vector<int64_t> met_; // the step in which each place was last asked for
+  std::vector<int64_t> met_; // the step in which each place was last requested
   LiveSet live_;
   const int64_t size_bytes_;
   int64_t smallest_bytes_;
@@ -320,7 +320,7 @@ class Arena {
   int64_t step_number_ = 0, point_ = 0;
   size_t range_begin_ = 0, range_end_ = 0, next_ = 0; // the places of the current point; the next one of them
   Tallies step_, total_;
-  std::vector<Miss> misses_; // of this step, the first of them
+  std::vector<Miss> misses_; // the first misses of this step
 };
 
 } // namespace pooch

@@ -1,4 +1,4 @@
-// The blocks that are alive: what the deleter, which is told an address and nothing else, has to know of each.
+// The live blocks, with the facts for the deleter, which only gets an address.
 #pragma once
 
 #include <array>
@@ -17,19 +17,19 @@ struct Block {
   void* address = nullptr;
   size_t size_bytes = 0;
   int64_t id = 0;         // in order of birth, over all threads
-  uint32_t thread = 0;    // that gave birth to it
+  uint32_t thread = 0;    // that allocated it
   uint32_t scope = 0;     // the serial of the scope that thread had joined, or 0
-  Arena* arena = nullptr; // it lies in, or null for the ordinary allocator
+  Arena* arena = nullptr; // that has it, or null for the ordinary allocator
 };
 
-// An open-addressed table by address with linear probing. Entries move back on removal, so that no tombstones gather
-// in a table that lives as long as the process.
+// An open-addressed table by address with linear probing. Entries move back on removal, so no tombstones accumulate in
+// a table that lives as long as the process.
 class Shard {
  public:
   std::mutex mutex;
 
-  // False where there is no memory for a larger table. An address that is there already was given back behind our
-  // back: the new block takes its entry.
+  // False if there is no memory for a larger table. If the address has an entry, its block was freed unseen, and the
+  // new block replaces it.
   bool insert(const Block& block, size_t hash) noexcept {
     if (10 * (count_ + 1) > 7 * capacity_ && !grow()) return false;
     size_t at = hash & (capacity_ - 1);
@@ -104,7 +104,7 @@ class Shard {
   size_t count_ = 0;
 };
 
-// Sharded, so that copying threads do not wait for the step's. No method holds two locks.
+// Sharded, so that copying threads do not wait for the step's thread. No method holds two locks.
 class LiveBlocks {
  public:
   bool insert(const Block& block) noexcept {
@@ -130,7 +130,7 @@ class LiveBlocks {
     return found == nullptr ? -1 : found->id;
   }
 
-  // Whether one begins there that lies in an arena.
+  // Whether a block begins there that lies in an arena.
   bool is_served(const void* address) noexcept {
     const size_t hash = Shard::hash_of(address);
     Shard& shard = shard_of(hash);
@@ -157,7 +157,7 @@ class LiveBlocks {
   }
 
  private:
-  struct alignas(64) Aligned : Shard {}; // a cache line of its own each
+  struct alignas(64) Aligned : Shard {}; // each on its own cache line
 
   Shard& shard_of(size_t hash) noexcept { return shards_[hash & (shards_.size() - 1)]; }
 

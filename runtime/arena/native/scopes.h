@@ -1,5 +1,5 @@
-// Scopes: whose blocks are counted and recorded. Threads join a scope; a block belongs to the scope of the thread that
-// gave birth to it, and its death, on whichever thread, is told to that scope.
+// Scopes: groups of threads whose blocks are counted and recorded. A block belongs to the scope of the thread that
+// allocated it. Its death, on any thread, is reported to that scope.
 #pragma once
 
 #include <algorithm>
@@ -21,8 +21,8 @@ struct Event {
   int64_t value; // of a birth: 1 in an arena; of a death: 1 on a thread that is not of the scope; of a mark: its own
 };
 
-// Which deaths are a scope's: of its own blocks, and of what the beginning thread had given birth to before, when
-// nothing was counted yet. What other threads give birth to meanwhile never is.
+// The deaths that a scope counts: those of its own blocks, and of blocks that the beginning thread allocated before.
+// Blocks of other threads are never counted.
 struct Since {
   std::atomic<bool> is_on{false};
   std::atomic<uint32_t> thread{0};
@@ -39,7 +39,7 @@ struct Since {
   }
 };
 
-// Never freed: a thread may still have joined it.
+// Never freed, because a thread may still be in it.
 class Scope {
  public:
   explicit Scope(uint32_t serial_number) : serial(serial_number) {}
@@ -58,7 +58,7 @@ class Scope {
   void end_count() noexcept { counts_.is_on.store(false); }
   int64_t live() const noexcept { return live_.load(); }
   int64_t most() const noexcept { return most_.load(); }
-  // Of the blocks that lie in no arena.
+  // Bytes of the blocks that lie in no arena.
   int64_t outside() const noexcept { return outside_.load(); }
   int64_t outside_most() const noexcept { return outside_most_.load(); }
   void reset_most() noexcept {
@@ -73,7 +73,7 @@ class Scope {
     records_.begin(thread, next_id);
   }
   void mark(int64_t value) noexcept { append({static_cast<int64_t>(EventKind::kMark), -1, 0, value}); }
-  // How many events there are; -1 where there was no memory for all of them.
+  // Number of events; -1 if there was no memory for all of them.
   int64_t end_record() noexcept {
     std::lock_guard<std::mutex> guard(mutex);
     records_.is_on.store(false);
@@ -118,7 +118,7 @@ class Scope {
   Scope* following = nullptr; // in the list of all scopes
 
  private:
-  // Python's numbers become blocks of 8 bytes on their way into ops: what is smaller than this does not count.
+  // Python's numbers become blocks of 8 bytes when passed to ops: blocks smaller than this do not count.
   static constexpr size_t kLeastBytes = 64;
 
   int64_t rounded(size_t size_bytes) const noexcept {
@@ -147,10 +147,10 @@ class Scope {
   bool has_lost_ = false;
 };
 
-// The scopes that count or record now: each death is told to all of them.
+// The scopes that count or record now. Each death is reported to all of them.
 class ActiveScopes {
  public:
-  // False where too many are active.
+  // False if too many are active.
   bool add(Scope* scope) noexcept {
     std::lock_guard<std::mutex> guard(mutex);
     auto place = std::find(scopes_.begin(), scopes_.end(), scope);

@@ -1,8 +1,8 @@
-"""The command line ``pooch``: one class per verb, one place where errors become one line and an exit code.
+"""The command line ``pooch``. Each verb is a class. ``main`` turns every error into one line and an exit code.
 
-Exit codes: 0 ok, 1 error (of ``pooch diff``: the files differ), 2 usage, 3 infeasible (names the smallest feasible
-budget), 4 a plan was written whose gap is above --max-gap, or whose search Ctrl-C ended, 5 a run took more than its
-budget, 6 its steps left their plan, 130 interrupted.
+Exit codes: 0 ok, 1 error (for ``pooch diff``: the files differ), 2 usage, 3 infeasible (the message names the smallest
+feasible budget), 4 the written plan's gap is above --max-gap or Ctrl-C ended its search, 5 a run exceeded its budget, 6
+its steps diverged from their plan, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MORE_ROOM = "make the batch smaller by --set; a profile may swap meanwhile (--mo
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises instead of ending the process, so that a usage error is one line like every other error."""
+    """Raises usage errors instead of ending the process, so that they are printed like other errors."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see `{self.prog} --help`")
@@ -74,7 +74,7 @@ def _verb(name: str) -> type[Verb]:
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """The parser of ``pooch`` with a sub-parser for each verb; ``only`` names the one whose arguments it needs."""
+    """The parser of ``pooch``, with a sub-parser for each verb. With ``only``, only that verb gets its arguments."""
     parser = _Parser(
         prog="pooch",
         description="Train a network that does not fit: profile its step, plan what to keep, swap or recompute, run.",
@@ -98,7 +98,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``pooch`` and returns its exit code; the only place where errors are turned into text for a person."""
+    """Runs ``pooch`` and returns its exit code. Only this function turns errors into text."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     verbose = "-v" in arguments or "--verbose" in arguments
     with warnings.catch_warnings():
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BrokenPipeError:
             os.dup2(
                 os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-            )  # the reader went away: no second error at exit
+            )  # the reader closed the pipe: no second error at exit
             return 1
         except Exception as error:
             if is_out_of_memory(error):

@@ -1,4 +1,4 @@
-"""What every verb shares: where it writes, progress on a terminal, and the check of its output files."""
+"""The base of all verbs: where they write, progress on a terminal, and checks of output files."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ NARROWEST_TABLE = 100
 
 
 class Say(Protocol):
-    """Tells a person how far the work is."""
+    """Shows the progress of the work."""
 
     def __call__(self, text: str, share: float | None = None, /) -> None:
-        """What is done now, and the share of all that is done; None leaves the bar as it is."""
+        """Shows the current activity, and the finished share of the work; None leaves the bar unchanged."""
 
 
 class Verb(ABC):
-    """One verb of the command line. Subclasses say what they take and do; this class says where they write.
+    """One verb of the command line. Subclasses define its arguments and its work.
 
-    Data goes to stdout as JSON under ``--json``, and then everything else goes to stderr.
+    With ``--json``, data goes to stdout as JSON, and all other output goes to stderr.
     """
 
     name: ClassVar[str]
@@ -47,9 +47,9 @@ class Verb(ABC):
         self.options = options
         self.console = _console(sys.stderr if options.json else sys.stdout)
         self.exit_code = 0
-        """Of a run that ended well; ``run`` may set another."""
+        """The exit code of a run without an error; ``run`` may change it."""
         self.problem: PoochError | None = None
-        """What is wrong although the work is done: it is raised behind the data."""
+        """An error to raise after the data was printed."""
 
     @classmethod
     @abstractmethod
@@ -61,7 +61,7 @@ class Verb(ABC):
         """Does the work and returns the data that ``--json`` prints."""
 
     def execute(self) -> int:
-        """Runs the verb; returns the exit code. Raises what the verb raises: ``main`` is the one catch site."""
+        """Runs the verb; returns the exit code. Only ``main`` catches errors."""
         if self.options.json:
             with data_alone() as stdout:
                 print(json.dumps(self.run(), indent=2, allow_nan=False), file=stdout, flush=True)
@@ -72,21 +72,21 @@ class Verb(ABC):
         return self.exit_code
 
     def show(self, *renderables: RenderableType) -> None:
-        """Prints tables or lines for a person; long lines are left to the terminal."""
+        """Prints tables or lines; the terminal wraps long lines."""
         for renderable in renderables:
             self.console.print(renderable, highlight=False, markup=False, soft_wrap=isinstance(renderable, str))
 
     def advise(self, lines: Sequence[str]) -> None:
-        """Says on stderr what a profile advises."""
+        """Prints a profile's advice on stderr."""
         for line in lines:
             print(f"advice: {line}", file=sys.stderr)
 
     def wrote(self, path: Path) -> None:
-        """Says that a file was written."""
+        """Prints that a file was written."""
         self.show(f"Wrote {path}")
 
     def output(self, path: str | Path | None, *, suffix: str = "") -> Path | None:
-        """The path, checked before the work starts; None when no such output was asked for."""
+        """The path, checked before the work starts; None if no such output was requested."""
         if path is None:
             return None
         if suffix and not str(path).endswith(suffix):
@@ -95,9 +95,9 @@ class Verb(ABC):
 
     @contextlib.contextmanager
     def progress(self, what: str) -> Iterator[Say]:
-        """A bar with the current activity on stderr, only on a terminal; gone when the work is.
+        """A progress bar with the current activity on stderr, only on a terminal. It disappears at the end.
 
-        Yields what moves it. Until it is told a share, it says only that the work goes on.
+        Yields a function that moves it. Before the first share, the bar only shows that the work goes on.
         """
         console = Console(stderr=True)
         if not console.is_terminal:
@@ -119,12 +119,12 @@ class Verb(ABC):
 
 @contextlib.contextmanager
 def data_alone() -> Iterator[TextIO | None]:
-    """A block in which stdout is stderr, for Python and for libraries that write to the descriptor; yields stdout.
+    """A block in which output to stdout goes to stderr, also that of C libraries. Yields the real stdout.
 
-    HiGHS greets on C's stdout, and no option of it forbids that; a workload may print.
+    HiGHS prints a greeting on C's stdout, which no option prevents, and a workload may print.
     """
     stdout: TextIO | None = sys.stdout
-    if stdout is None:  # closed by the caller; its descriptor may be another file's by now
+    if stdout is None:  # closed by the caller; its descriptor may belong to another file by now
         yield None
         return
     stdout.flush()
@@ -135,9 +135,9 @@ def data_alone() -> Iterator[TextIO | None]:
         with contextlib.redirect_stdout(sys.stderr):
             yield data
     finally:
-        stdout.flush()  # of who held on to it, as loggers do
+        stdout.flush()  # for holders of the old stream, such as loggers
         if os.name == "posix":
-            ctypes.CDLL(None).fflush(None)  # C keeps what it printed to a pipe
+            ctypes.CDLL(None).fflush(None)  # C buffers output to a pipe
         os.dup2(kept, 1)
         os.close(kept)
 

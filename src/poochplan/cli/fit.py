@@ -1,4 +1,4 @@
-"""``pooch fit``: the largest value of a workload's parameter that trains within a memory, and what it costs."""
+"""``pooch fit``: the largest value of a workload's parameter that trains within a memory, and its overhead."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class FitVerb(Verb):
-    """Searches the largest value, plans a ladder up to it, and on this machine runs what it found."""
+    """Searches for the largest value, plans several values up to it, and runs the result if this machine can."""
 
     name = "fit"
     description = (
@@ -93,7 +93,7 @@ class FitVerb(Verb):
             self.wrote(write_fit(found, csv, force=options.force))
         if picture is not None:
             self.wrote(write_picture(draw_fit(found), picture, force=options.force))
-        self.problem = _trial_problem(found) or gap_problem([found.plan.solve.gap], most, "what was found stands above")
+        self.problem = _trial_problem(found) or gap_problem([found.plan.solve.gap], most, "the table is above")
         return fit_data(found) | {"plan": None if path is None else str(path)}
 
     def _search(self) -> Fit:
@@ -134,7 +134,7 @@ def profile_name(plan_path: Path) -> Path:
 
 
 def _trial_problem(found: Fit) -> PoochError | None:
-    """The error that the steps which ran have shown."""
+    """The error for a trial run that differed from in-core, or exceeded its budget."""
     trial = found.trial
     if trial is None:
         return None

@@ -1,4 +1,4 @@
-"""``pooch show``, ``pooch diff`` and ``pooch simulate``: verbs that look at files. They need neither torch nor the
+"""``pooch show``, ``pooch diff`` and ``pooch simulate``: verbs that read files. They need neither torch nor the
 device.
 """
 
@@ -30,7 +30,7 @@ from .base import Verb
 from .options import at_least
 
 MOST_LAYERS, MOST_COSTLY, MOST_ROWS = 20, 12, 12
-"""Rows that are shown unless another number is asked for: of show, simulate and diff."""
+"""Default numbers of rows of show, simulate and diff."""
 
 
 class ShowVerb(Verb):
@@ -118,7 +118,7 @@ class ShowVerb(Verb):
 
 
 class DiffVerb(Verb):
-    """Sets two files beside each other."""
+    """Compares two files."""
 
     name = "diff"
     description = (
@@ -152,7 +152,7 @@ class DiffVerb(Verb):
         options = self.options
         try:
             first, second = load_any(options.first), load_any(options.second)
-        except PoochError as error:  # 1 would say that they differ
+        except PoochError as error:  # exit code 1 would mean that the files differ
             raise UsageError(str(error)) from None
         found = differences(first, second)
         names = (options.first, options.second)
@@ -165,7 +165,7 @@ class DiffVerb(Verb):
 
 
 class SimulateVerb(Verb):
-    """Runs a plan through the simulator once more and shows what it does."""
+    """Simulates a plan again and shows the result."""
 
     name = "simulate"
     description = (

@@ -1,4 +1,4 @@
-"""``pooch doctor`` and ``pooch link``: verbs that look at the machine."""
+"""``pooch doctor`` and ``pooch link``: verbs that check and measure the machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STYLE = {"ok": "green", "warning": "yellow", "missing": "bold red"}
 
 
 class DoctorVerb(Verb):
-    """Runs checks; each gives one line."""
+    """Runs checks; prints one line for each."""
 
     name = "doctor"
     description = (
@@ -79,7 +79,7 @@ class DoctorVerb(Verb):
 
 
 class LinkVerb(Verb):
-    """Copies buffers of several sizes in both directions and shows how long that takes."""
+    """Copies buffers of several sizes in both directions, and shows the times."""
 
     name = "link"
     description = (

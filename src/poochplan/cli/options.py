@@ -1,4 +1,4 @@
-"""Options that several verbs take: the workload, the machine that is planned for, and how long a search takes."""
+"""Options that several verbs have: the workload, the machine to plan for, and the time of a search."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ MARGIN_NEEDS_MEMORY = "--margin: expected --device-memory beside it, found none;
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
-    """``WORKLOAD``, as every verb that builds one takes it."""
+    """``WORKLOAD``, for verbs that build one."""
     forms = "name of a shipped config (unet3d), TOML file, package.module:function, file.py:function or model.onnx"
     parser.add_argument("workload", metavar="WORKLOAD", help=forms)
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--set``, ``--loss`` and ``--seed``, which every verb that builds a workload takes."""
+    """``--set``, ``--loss`` and ``--seed``, for verbs that build a workload."""
     parser.add_argument(
         "--set", dest="settings", action="append", metavar="NAME=VALUE", help="a parameter of the workload; repeatable"
     )
@@ -80,19 +80,16 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def profile_for(profile: Profile, options: argparse.Namespace) -> Profile:
-    """The profile on the machine that the options name; raises what ``for_machine`` raises."""
+    """The profile on the machine of the options; raises the errors of ``for_machine``."""
     return for_machine(
         profile, link=options.link, device_memory=options.device_memory, compute_scale=options.compute_scale
     )
 
 
 def memory_budget(options: argparse.Namespace) -> int | None:
-    """Bytes that ``--device-memory`` leaves beside the margin; None when it is not given.
+    """Bytes of ``--device-memory`` minus the margin; None without that option.
 
-    Raises
-    ------
-    UsageError
-        A size cannot be read, or the margin leaves nothing.
+    Raises ``UsageError`` if a size is invalid, or the margin leaves no byte.
     """
     if options.device_memory is None:
         if options.margin is not None:
@@ -110,7 +107,7 @@ def memory_budget(options: argparse.Namespace) -> int | None:
 
 
 def parse_budget_within(text: str, profile: Profile, options: argparse.Namespace, what: str = "--budget") -> int:
-    """Bytes of a budget; raises ``UsageError`` when it cannot be read, or is more than ``--device-memory`` leaves."""
+    """Bytes of a budget. Raises ``UsageError`` if it is invalid, or exceeds :func:`memory_budget`."""
     budget_bytes = parse_budget(text, profile.in_core_peak_bytes)
     most_bytes = memory_budget(options)
     if most_bytes is not None and budget_bytes > most_bytes:
@@ -122,9 +119,9 @@ def parse_budget_within(text: str, profile: Profile, options: argparse.Namespace
 
 
 def smallest_within_memory(profile: Profile, options: argparse.Namespace) -> int:
-    """Bytes of the smallest budget with a plan, and its arena where ``--arena`` asks for one.
+    """Bytes of the smallest budget with a plan, including its arena if ``--arena`` requests one.
 
-    Raises ``InfeasibleError`` where ``--device-memory`` leaves less.
+    Raises ``InfeasibleError`` if it exceeds :func:`memory_budget`.
     """
     smallest, most = smallest_budget(profile, arena=options.arena), memory_budget(options)
     if most is not None and most < smallest:
@@ -137,13 +134,13 @@ def smallest_within_memory(profile: Profile, options: argparse.Namespace) -> int
 
 
 def require_budget(options: argparse.Namespace) -> None:
-    """Raises ``UsageError`` when the options name no budget, or a memory that leaves none; before any file is read."""
+    """Raises ``UsageError`` if the options give no budget. It is called before any file is read."""
     if memory_budget(options) is None and options.budget is None and not options.min:
         raise UsageError("expected --budget, --min or --device-memory, found none of them; see `pooch plan --help`")
 
 
 def chosen_budget(profile: Profile, options: argparse.Namespace) -> int:
-    """Bytes of ``--budget``, of the smallest with a plan, or what ``--device-memory`` leaves."""
+    """Bytes of ``--budget``, of the smallest budget with a plan, or of :func:`memory_budget`."""
     if options.min:
         return smallest_within_memory(profile, options)
     if options.budget is not None:
@@ -154,7 +151,7 @@ def chosen_budget(profile: Profile, options: argparse.Namespace) -> int:
 
 
 def add_search_arguments(parser: argparse.ArgumentParser, *, is_counted: bool = True) -> None:
-    """``--time-limit``, or ``--evaluations`` where searches may be counted; ``--gap`` and ``--max-gap``."""
+    """``--time-limit``, ``--gap`` and ``--max-gap``, and with ``is_counted`` also ``--evaluations``."""
     end = parser.add_mutually_exclusive_group()
     end.add_argument(
         "--time-limit", type=positive, default=TIME_LIMIT_S, metavar="S", help="seconds of each search (default: 20)"
@@ -181,12 +178,12 @@ def add_search_arguments(parser: argparse.ArgumentParser, *, is_counted: bool = 
 
 
 def most_gap(options: argparse.Namespace) -> float | None:
-    """``--max-gap`` as a number; raises ``UsageError`` where it is no share."""
+    """``--max-gap`` as a number; raises ``UsageError`` if it is no share."""
     return None if options.max_gap is None else parse_share(options.max_gap, "--max-gap")
 
 
 def gap_problem(gaps: Sequence[float | None], most: float | None, written: str) -> GapError | None:
-    """The error where a plan's gap is above ``most``; None is the gap of a plan without a proven bound."""
+    """The error if a plan's gap is above ``most``. A gap is None if no bound is proven."""
     missed = [gap for gap in gaps if most is not None and gap is not None and gap > most]
     if not missed:
         return None
@@ -197,7 +194,7 @@ def gap_problem(gaps: Sequence[float | None], most: float | None, written: str) 
 
 
 def parse_share(text: str, what: str) -> float:
-    """``0.3`` of ``"30%"`` or ``"0.3"``; raises ``UsageError`` for what is neither, and for ``"30"``."""
+    """``0.3`` for ``"30%"`` or ``"0.3"``; raises ``UsageError`` for other texts, such as ``"30"``."""
     is_percent = text.strip().endswith("%")
     try:
         share = float(text.strip().removesuffix("%")) / (100 if is_percent else 1)
@@ -211,10 +208,7 @@ def parse_share(text: str, what: str) -> float:
 def parse_overrides(settings: list[str] | None) -> dict[str, str]:
     """Parameters of ``--set name=value``, as text; the workload loader gives them their types.
 
-    Raises
-    ------
-    UsageError
-        An entry is not ``name=value``, or a name comes twice.
+    Raises ``UsageError`` if an entry is not ``name=value``, or a name is repeated.
     """
     overrides: dict[str, str] = {}
     for setting in settings or ():

@@ -1,4 +1,4 @@
-"""``pooch plan``: decides, for a profile and a budget; needs neither torch nor the device."""
+"""``pooch plan``: makes a plan for a profile and a budget. It needs neither torch nor the device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LAYERS_SHOWN = 12
 
 
 class PlanVerb(Verb):
-    """Solves for the cheapest decisions that fit the budget and writes them."""
+    """Finds the fastest plan that fits the budget, and writes it."""
 
     name = "plan"
     description = (
@@ -149,14 +149,14 @@ class PlanVerb(Verb):
         return data
 
     def _compare(self, profile: Profile, made: Plan) -> list[dict[str, Any]]:
-        """Shows what every policy makes of the budget; returns it as data."""
+        """Shows every policy's plan for the budget; returns the figures as data."""
         with self.progress("comparing policies"):
             rows = compare_policies(profile, made)
         self.show(policy_table("Policies, those that fit first", rows))
         return [asdict(row) for row in rows]
 
     def _kept(self, profile: Profile, made: Plan) -> Laid | None:
-        """The arena of the step that keeps everything, where this machine's runtime may serve one."""
+        """The arena of the step that keeps everything, if a runtime may serve the plan from an arena."""
         if made.device != "cpu" or not in_arena(profile, self.options.arena):
             return None
         with self.progress("laying out the step with everything kept"):
@@ -168,13 +168,13 @@ class PlanVerb(Verb):
         moved = by_layer[(by_layer["swap"] + by_layer["recompute"]) > 0]
         if moved.empty:
             return
-        title = f"What is not kept, by layer ({min(LAYERS_SHOWN, len(moved))} of {len(moved)} layers)"
+        title = f"Values not kept, by layer ({min(LAYERS_SHOWN, len(moved))} of {len(moved)} layers)"
         headings = {"swap": "swap", "recompute": "recompute", "keep": "keep"}
         self.show(frame_table(title, moved.head(LAYERS_SHOWN), headings))
 
 
 def _settle_arena(options: argparse.Namespace) -> None:
-    """Policies that decide alone plan for the peak, and have no arena."""
+    """Switches the arena off for policies other than the ILP, whose budgets cover the peak alone."""
     if options.policy in ("ilp", "all"):
         return
     if options.arena == "on":
@@ -185,13 +185,13 @@ def _settle_arena(options: argparse.Namespace) -> None:
 
 
 def progress_line(progress: Progress) -> str:
-    """How far the search is, in a line."""
+    """The search's progress in one line."""
     left = f"{progress.left:,.0f} simulations left" if progress.is_counted else f"{progress.left:.0f} s left"
     return f"best {progress.overhead:+.2%}, proven within {progress.gap:.2%} of the best there is, {left}"
 
 
 def share_done(progress: Progress, allowed: float) -> float:
-    """Of the simulations or seconds that the search may take."""
+    """The used share of the simulations or seconds that the search may take."""
     return min(1.0, max(0.0, 1 - progress.left / allowed))
 
 
@@ -204,7 +204,7 @@ def default_plan_name(profile_path: str) -> Path:
 
 
 def plan_data(plan: Plan, path: Path) -> dict[str, Any]:
-    """What ``pooch plan --json`` prints: budget, prediction, decisions and how they were found."""
+    """The data of ``pooch plan --json``: budget, prediction, decisions and the facts of the search."""
     prediction: dict[str, Any] = msgspec.to_builtins(plan.prediction)
     return {
         "plan": str(path),
@@ -221,7 +221,7 @@ def plan_data(plan: Plan, path: Path) -> dict[str, Any]:
 
 
 def kept_row(plan: Plan, kept: Laid | None) -> dict[str, str]:
-    """The step that keeps everything, from an arena: what that takes, and the budget to ask for. Empty without one."""
+    """A row for the step that keeps everything in an arena: its bytes, and the budget for it. Empty without one."""
     if kept is None:
         return {}
     in_core_bytes = plan.prediction.in_core_peak_bytes
@@ -233,7 +233,7 @@ def kept_row(plan: Plan, kept: Laid | None) -> dict[str, str]:
 
 
 def kept_data(kept: Laid | None) -> dict[str, Any]:
-    """Of the arena that would hold the step with everything kept; None where that was not worked out."""
+    """Data of the arena that would hold the step with everything kept; None if it was not computed."""
     return {
         "kept_arena_bytes": kept.layout.arena_bytes if kept else None,
         "kept_arena_peak_bytes": kept.peak_bytes if kept else None,
@@ -241,7 +241,7 @@ def kept_data(kept: Laid | None) -> dict[str, Any]:
 
 
 def _interrupt(plan: Plan, path: Path) -> GapError | None:
-    """The error where the user has ended the search."""
+    """The error if Ctrl-C ended the search."""
     if plan.solve.status is not SolveStatus.INTERRUPTED:
         return None
     return GapError(

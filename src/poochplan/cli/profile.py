@@ -28,11 +28,11 @@ _OF_STEPS = {
     "accumulate": "there are no gradients",
     "top": "nothing is saved for backward",
 }
-"""Options that say something of training steps, and why a forward pass has none of it."""
+"""Options for training steps, and why a forward pass has no use for each."""
 
 
 class ProfileVerb(Verb):
-    """Runs the step a few times and writes what it saw."""
+    """Runs the step a few times and writes its profile."""
 
     name = "profile"
     description = (
@@ -119,7 +119,7 @@ class ProfileVerb(Verb):
             self.output(options.output)
         throttle = None if options.throttle is None else parse_rate(options.throttle, what="--throttle")
         self._check_mode()
-        begin_build()  # beside loading torch
+        begin_build()  # while torch is loaded
         loaded = self._load()
         path = self.output(options.output or f"{loaded.name}.{'pass' if options.inference else 'profile'}.json")
         assert path is not None
@@ -135,7 +135,7 @@ class ProfileVerb(Verb):
         return profile_data(profile, path) | ({"layers": layers} if options.top else {})
 
     def _check_mode(self) -> None:
-        """Tells before torch is loaded and a model is built."""
+        """Checks the mode before torch is loaded and a model is built."""
         options = self.options
         if options.inference:
             _check_inference(options)
@@ -214,7 +214,7 @@ class ProfileVerb(Verb):
 
 
 def load(options: argparse.Namespace) -> LoadedWorkload:
-    """The seeded workload that the options name; raises what ``load_workload`` raises."""
+    """The seeded workload of the options; raises the errors of ``load_workload``."""
     overrides = parse_overrides(options.settings)
     from poochplan.runtime.devices.opening import usable_device
     from poochplan.verify import seed_everything
@@ -227,7 +227,7 @@ def load(options: argparse.Namespace) -> LoadedWorkload:
 
 
 def profile_data(profile: Profile, path: Path) -> dict[str, Any]:
-    """What ``pooch profile --json`` prints: the figures of the summary, in bytes and seconds."""
+    """The data of ``pooch profile --json``: the figures of the summary, in bytes and seconds."""
     times, link = profile.times, profile.link
     return {
         "profile": str(path),
@@ -252,7 +252,7 @@ def profile_data(profile: Profile, path: Path) -> dict[str, Any]:
 
 
 def _check_inference(options: argparse.Namespace) -> None:
-    """Raises ``UsageError`` for an option that says something of training steps; before anything is built."""
+    """Raises ``UsageError`` for options that are only for training steps, before the workload is built."""
     for name, why in _OF_STEPS.items():
         if getattr(options, name):
             option = f"--{name.replace('_', '-')}"
@@ -262,7 +262,7 @@ def _check_inference(options: argparse.Namespace) -> None:
 
 
 def _profile_inference(verb: Verb, loaded: LoadedWorkload, path: Path) -> dict[str, Any]:
-    """Measures, writes and shows the pass; returns what ``--json`` prints."""
+    """Measures, writes and shows the pass; returns the data for ``--json``."""
     from poochplan.profiler.pass_profiling import profile_pass
 
     options, workload = verb.options, loaded.workload

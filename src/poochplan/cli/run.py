@@ -1,4 +1,4 @@
-"""``pooch run``: trains a workload for some steps under a plan, measures them, and checks them against in-core."""
+"""``pooch run``: trains a workload for some steps under a plan, measures them, and compares them with in-core steps."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from poochplan.workload import LoadedWorkload, Workload
 
 COMPILED_RUNS = 4
-"""Of a compiled model: in-core, under the plan, in-core again to be timed, and once more where bits differ."""
+"""Runs of a compiled model: in-core, under the plan, in-core again for its time, and once more if bits differ."""
 
 
 class RunVerb(Verb):
-    """Runs steps under a plan; with ``--check`` also in-core, and compares bit by bit."""
+    """Runs steps under a plan. With ``--check`` it also runs them in-core and compares the results bit by bit."""
 
     name = "run"
     description = (
@@ -183,7 +183,7 @@ class RunVerb(Verb):
     def _trace(
         self, plans: Plan | PlanSet, build: Build, path: Path | None, picture: Path | None, profile: Profile | None
     ) -> None:
-        """Measures one step more, writes it, and draws it beside the predicted one."""
+        """Measures one more step, writes it, and draws it next to the predicted one."""
         from poochplan.tracing import traced_step
 
         options = self.options
@@ -201,8 +201,8 @@ class RunVerb(Verb):
         return load_workload(self.options.workload, parse_overrides(self.options.settings), device)
 
     def _builders(self, plan: Plan) -> tuple[Build, Build | None]:
-        """What makes the workload that follows the plan, and the in-core one where that is another."""
-        parse_overrides(self.options.settings)  # what is wrong with them is said before anything runs
+        """Functions that make the workload that follows the plan, and the in-core workload if that is another one."""
+        parse_overrides(self.options.settings)  # raises errors before anything runs
 
         def build() -> Workload:
             return self._load(plan.device).workload
@@ -210,7 +210,7 @@ class RunVerb(Verb):
         return (_compiled(build, plan), _compiled(build, None)) if self.options.compile else (build, None)
 
     def _cap(self, plans: Sequence[Plan]) -> int | None:
-        """Bytes of ``--cap``; raises ``UsageError`` where there is no allocator to cap."""
+        """Bytes of ``--cap``; raises ``UsageError`` if no device allocator can be limited."""
         options = self.options
         if not options.cap:
             if options.margin is not None:
@@ -234,9 +234,9 @@ class RunVerb(Verb):
         return PlanSet.load(first, *others) if others else Plan.load(first)
 
     def _profile(self, plan: Plan | PlanSet, drawn: str) -> Profile:
-        """The profile that the plan was made from: the one that was named, or the one beside the plan.
+        """The plan's profile: the given file, or the one next to the plan.
 
-        ``drawn`` is the option that asks for a picture, for messages.
+        ``drawn`` is the option that requests a picture, for messages.
         """
         if isinstance(plan, PlanSet):
             raise UsageError(
@@ -255,7 +255,7 @@ class RunVerb(Verb):
         else:
             profiles = []
             for path in sorted((*folder.glob("*profile.json"), *folder.glob("*profile.json.gz"))):
-                with contextlib.suppress(InputFileError):  # a broken neighbour is not this command's business
+                with contextlib.suppress(InputFileError):  # other broken files in the folder do not matter
                     profiles.append(Profile.load(path))
         for profile in profiles:
             if profile.ops_fingerprint == plan.profile_fingerprint:
@@ -266,7 +266,7 @@ class RunVerb(Verb):
     def _measure(
         self, plans: Plan | PlanSet, build: Build, in_core_build: Build | None, certificate: Path | None
     ) -> tuple[Plan, RunRecord]:
-        """What was measured, and the plan that the steps followed; what was compared is written to ``certificate``."""
+        """The plan that the steps followed, and their measurements. The comparison is written to ``certificate``."""
         from poochplan import verify
         from poochplan.profiler.assembly.assemble import this_host, versions_here
 
@@ -330,7 +330,7 @@ def _add_compile_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_compile(options: argparse.Namespace) -> None:
-    """Raises ``UsageError`` where the options of a compiled run do not go together, or there is nothing to follow."""
+    """Raises ``UsageError`` if options of a compiled run contradict each other, or there is no plan to follow."""
     plans, is_compiled = options.plans or (), options.compile
     if options.budget is not None and not is_compiled:
         raise UsageError("--budget: expected --compile beside it, found none; pooch plan makes a plan without it")
@@ -354,7 +354,7 @@ def _check_compile(options: argparse.Namespace) -> None:
 
 
 def _made_plan(load: Callable[[], LoadedWorkload], options: argparse.Namespace, say: Say) -> Plan:
-    """The plan that ``poochplan.compile`` makes for a workload of its own; nothing of that is left."""
+    """The plan that ``poochplan.compile`` makes with its own copy of the workload, which is then dropped."""
     from poochplan.compiling.compile import compile
     from poochplan.torch_private.compiler_internals import forget_compiled
     from poochplan.verify import seed_everything
@@ -398,7 +398,7 @@ def _compiled(build: Build, plan: Plan | None) -> Build:
 
 
 def _why_not_served(mode: ArenaMode, plan: Plan) -> str:
-    """Why the steps could not be served from an arena, in one line; empty where they could."""
+    """Why the steps could not be served from an arena, in one line; empty if they could."""
     from poochplan.runtime.arena.serving import why_not_served
     from poochplan.runtime.metering.allocated import step_scope
 
@@ -411,7 +411,7 @@ def _why_not_served(mode: ArenaMode, plan: Plan) -> str:
 
 
 def _problem_of(run: RunRecord) -> PoochError | None:
-    """The error that the exit code stands for, although all was measured."""
+    """The error for the exit code of a run that was measured completely."""
     if run.difference is not None:
         return PoochError(
             f"not bitwise equal to in-core: {run.difference}; "

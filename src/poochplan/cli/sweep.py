@@ -1,4 +1,4 @@
-"""``pooch sweep``: every policy at every budget, in one command; needs neither torch nor the device."""
+"""``pooch sweep``: every policy at every budget. It needs neither torch nor the device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .plan import default_plan_name
 
 
 class SweepVerb(Verb):
-    """Plans for a range of budgets with each policy and writes the frontier."""
+    """Plans with each policy for a range of budgets, and writes the frontier."""
 
     name = "sweep"
     description = (
@@ -94,9 +94,9 @@ class SweepVerb(Verb):
         return frontier_data(frontier, profile, csv)
 
     def _budgets(self, profile: Profile) -> tuple[int, tuple[int, ...]]:
-        """Bytes of the smallest budget with a plan, and of those to plan for, from small to large.
+        """Bytes of the smallest budget with a plan, and of the budgets to plan for, in ascending order.
 
-        Raises ``UsageError`` for a budget that cannot be read, and ``InfeasibleError`` where no default one has a plan.
+        Raises ``UsageError`` for an invalid budget, and ``InfeasibleError`` if no default budget has a plan.
         """
         options = self.options
         if options.budgets is not None:
@@ -109,7 +109,7 @@ class SweepVerb(Verb):
     def _sweep(
         self, profile: Profile, budgets: tuple[int, ...], policies: tuple[str, ...], finished: list[SweepPoint]
     ) -> None:
-        """Fills ``finished``, which is what there is when the sweep is interrupted."""
+        """Fills ``finished``; an interrupted sweep has the cells that are in it."""
         options = self.options
         solving = Solving(solver=options.solver, time_limit_s=options.time_limit, gap=options.gap, arena=options.arena)
         with self.progress(f"{len(policies)} policies within {len(budgets)} budgets") as say:
@@ -144,7 +144,7 @@ def default_sweep_name(profile_path: str) -> Path:
 
 
 def frontier_data(frontier: Frontier, profile: Profile, csv: Path) -> dict[str, Any]:
-    """What ``pooch sweep --json`` prints: what was swept, and one point for each row of the CSV."""
+    """The data of ``pooch sweep --json``: the workload's figures, and one point for each row of the CSV."""
     return {
         "csv": str(csv),
         "workload": frontier.workload,
@@ -164,7 +164,7 @@ def _listed(text: str, what: str) -> list[str]:
 
 
 def _points_problem(frontier: Frontier, csv: Path) -> PoochError | None:
-    """The error where a plan failed, or no policy has any; the file was written."""
+    """The error if a plan failed, or no policy has a plan. The file was written anyway."""
     points = frontier.points
     failed = [point for point in points if point.failed]
     if failed:

@@ -1,1 +1,1 @@
-"""Graph mode in one call: a model compiled with a plan's replays and points in its code, and the plan itself."""
+"""Graph mode in one call: compiles a model with a plan's replays and points in its code, and returns its session."""

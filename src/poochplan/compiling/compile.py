@@ -63,8 +63,8 @@ def compile(
     Raises
     ------
     UsageError
-        The model is compiled already, or graph mode is not available here; both or neither of ``plan`` and
-        ``budget``; an option that graph mode does not take.
+        The model is compiled already, or graph mode is not available here. Or both or neither of ``plan`` and
+        ``budget`` are given, or an option that graph mode does not support.
     ModelMismatchError
         The plan is for another model.
     InfeasibleError
@@ -77,7 +77,7 @@ def compile(
         if plan is None:
             assert step is not None
             assert budget is not None
-            from .rounds import Compiling, planned_within  # here: a plan of before needs no planner
+            from .rounds import Compiling, planned_within  # here, because an earlier plan needs no planner
 
             say = progress or (lambda _: None)
             options = torch_compile_options
@@ -117,7 +117,7 @@ REFUSED = {"backend": "Inductor's, with graph mode in it", "dynamic": "one plan 
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raises ``UsageError`` for one that graph mode does not take."""
+    """Raises ``UsageError`` for an option that graph mode does not support."""
     for name, what in REFUSED.items():
         if options.get(name) is not None:
             raise UsageError(f"compile(): expected no {name}, found {options[name]!r}; graph mode takes {what}")

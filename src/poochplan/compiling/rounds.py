@@ -87,7 +87,7 @@ class Compiling:
 def planned_within(compiling: Compiling, budget: str | int | float, time_limit_s: float) -> Plan:
     """The plan for that budget, with which the model is then compiled; raises what ``compile`` raises."""
     say = compiling.say
-    say("compiling the step as it is")
+    say("compiling the step without a plan")
     compiling.compile(None)
     stock = compiling.bits()
     measured = compiling.measured(_BRIEFLY)
@@ -114,7 +114,7 @@ def _unequal(compiling: Compiling, plan: Plan, stock: StepDigests) -> str:
     """The first difference between one planned step and one of the model compiled without a plan; empty if they are
     equal.
     """
-    compiling.say("comparing one step with that of the model compiled as it is")
+    compiling.say("comparing one step with that of the model compiled without a plan")
     with apply(plan, compiling.model, spill_dir=compiling.spill_dir, meter="never"):
         found = compiling.bits()
     if found.loss != stock.loss:
@@ -152,7 +152,7 @@ def _rounds(compiling: Compiling, graphs: Profile, in_core: Profile, budget_byte
     for _ in range(ROUNDS):
         compiling.say("planning the graphs")
         within_goal = _planned_graphs(graphs, goal_bytes, time_limit_s * _SHARE_OF_LIMIT)
-        goal_bytes = min(goal_bytes, within_goal.prediction.peak_bytes)  # below it, something is planned otherwise
+        goal_bytes = min(goal_bytes, within_goal.prediction.peak_bytes)  # a smaller goal changes the plan
         replays = recomputed_nodes(graphs, within_goal)
         if replays in found or replays in smallest:
             break
@@ -160,7 +160,7 @@ def _rounds(compiling: Compiling, graphs: Profile, in_core: Profile, budget_byte
         compiling.compile(replays)
         compiled = replays
         measured = compiling.measured(_TIMED)
-        compiling.say("planning what it saves")
+        compiling.say("planning its saved values")
         try:
             plan = planned(measured, budget_bytes, time_limit_s=time_limit_s)
         except InfeasibleError as error:
@@ -182,7 +182,7 @@ def _rounds(compiling: Compiling, graphs: Profile, in_core: Profile, budget_byte
         )
     best = min(found, key=lambda one: found[one].prediction.overhead)
     if best != compiled:
-        compiling.say(f"compiling with {len(best)} values recomputed in the graphs, which cost least")
+        compiling.say(f"compiling with {len(best)} values recomputed in the graphs, the plan with the least cost")
         compiling.compile(best)
     return found[best]
 

@@ -95,7 +95,7 @@ class Probes:
             return None
         try:
             return question()
-        except Exception as error:  # whatever a workload says to a value that it was not written for
+        except Exception as error:  # a workload may raise anything for a value that it does not support
             self.refusals[value] = error
             return None
 

@@ -1,1 +1,1 @@
-"""What profiles and plans are, and what can be asked of them. Never imports torch."""
+"""The types of profiles and plans, and queries on them. Never imports torch."""

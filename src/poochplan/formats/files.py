@@ -200,7 +200,7 @@ def read_struct(
             _check_schema(source, data, what, schema_version)
         fault = next(faults(found), "")
     except msgspec.MsgspecError as error:
-        _check_schema(source, data, what, schema_version)  # what is wrong with the whole is said before one field
+        _check_schema(source, data, what, schema_version)  # errors in the whole come before those in one field
         said, at, place = str(error).partition(" - at `$")
         fault = f"{one_line(said)}{at}{place}{_found_there(data, place)}"
     except (UnicodeDecodeError, RecursionError, MemoryError) as error:

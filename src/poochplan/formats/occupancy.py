@@ -16,7 +16,7 @@ from .profile_parts import Kind, ProfileData, Value
 Ints: TypeAlias = npt.NDArray[np.int64]
 """Ticks, bytes, values."""
 Floats: TypeAlias = npt.NDArray[np.float64]
-"""Seconds, and what solvers count in."""
+"""Seconds, and numbers of solvers."""
 Bytes: TypeAlias = npt.NDArray[np.int8]
 """Codes of decisions."""
 Flags: TypeAlias = npt.NDArray[np.bool_]
@@ -28,10 +28,10 @@ TRACKS = (STEP, COMPUTE, OUT_LINK, IN_LINK, THREAD)
 def occupancy(ticks: int, *spans: tuple[Ints, Ints, Ints]) -> Ints:
     """Bytes live at each of ``ticks`` ticks, numbered from 0; int64, (ticks,).
 
-    A tick is whatever moments the caller numbers: those of a step (``profile_parts``), the ops of a replay, the times
-    of an arena. Spans are arrays (first tick, last tick, bytes) of equal length: the bytes are live from the first tick
-    to the last, both included. What lasts beyond the last tick is live up to it; what would begin beyond it, or ends
-    before it begins, is never live.
+    The caller defines ticks: those of a step (``profile_parts``), the ops of a replay, the times of an arena. Spans are
+    arrays (first tick, last tick, bytes) of equal length. The bytes are live from the first tick to the last, both
+    included. Spans may last beyond the last tick. A span that begins beyond it, or ends before it begins, is never
+    live.
     """
     change = np.zeros(ticks + 1, dtype=np.int64)
     for first, last, size_bytes in spans:
@@ -45,8 +45,8 @@ def occupancy(ticks: int, *spans: tuple[Ints, Ints, Ints]) -> Ints:
 def live_bytes(profile: ProfileData, values: Sequence[int] | None = None, *, workspace: bool = True) -> Ints:
     """Bytes live at each tick of the in-core step, rounded up as the allocator does; int64, (tick_count,).
 
-    At an op's tick its outputs are part of them, and its ``workspace`` if that is wanted. With ``values``, only these
-    count beside workspace.
+    At an op's tick they include its outputs and, with ``workspace``, its workspace. With ``values``, only these values
+    count besides workspace.
     """
     counted = range(len(profile.values)) if values is None else values
     freed = ints(profile.values[value].freed for value in counted)
@@ -61,7 +61,7 @@ def live_bytes(profile: ProfileData, values: Sequence[int] | None = None, *, wor
 
 
 def born_ticks(profile: ProfileData, values: Iterable[int]) -> Ints:
-    """The tick at which each of these values is born; 0 for what was there before the step."""
+    """The tick at which each of these values is created; 0 for those from before the step."""
     return ints(_born_tick(profile, profile.values[value]) for value in values)
 
 
@@ -72,12 +72,12 @@ def _born_tick(profile: ProfileData, value: Value) -> int:
 
 
 def ints(numbers: Iterable[int]) -> Ints:
-    """The numbers as an array that :func:`occupancy` takes."""
+    """The numbers as an array for :func:`occupancy`."""
     return np.fromiter(numbers, dtype=np.int64)
 
 
 def static_bytes(profile: ProfileData) -> dict[str, int]:
-    """Bytes that live all step long, by kind; gradients only where they live through forward."""
+    """Bytes that live through the whole step, by kind; gradients only if they live through forward."""
     return {
         kind: size_bytes
         for kind, size_bytes in profile.static_bytes.items()
@@ -86,7 +86,7 @@ def static_bytes(profile: ProfileData) -> dict[str, int]:
 
 
 def held_until(name: str, size_bytes: int, last_tick: int, kind: Kind = Kind.INPUT) -> Value:
-    """What is there before the step, up to that tick, and is nobody's to decide about."""
+    """A value that exists from before the step to that tick. No decision changes it."""
     return Value(
         name=name,
         layer="",
@@ -102,14 +102,14 @@ def held_until(name: str, size_bytes: int, last_tick: int, kind: Kind = Kind.INP
 
 @dataclass(frozen=True)
 class Bar:
-    """One stretch of time on a track of a trace, or on a row of a picture."""
+    """A span of time on a track of a trace, or on a row of a picture."""
 
     row: str
     what: str
     start_s: float
     end_s: float
     label: str = ""
-    """The values that are moved, waited for or recomputed; of an op its layer."""
+    """The values that are moved, waited for or recomputed; for an op its layer."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class MemoryCurve:
 
     @property
     def peak_s(self) -> float:
-        """Middle of the first stretch at which the peak is reached."""
+        """Middle of the first span in which the peak is reached."""
         if not self.size_bytes.size:
             return 0.0
         index = int(self.size_bytes.argmax())
@@ -146,4 +146,4 @@ class StepTrace:
     bars: tuple[Bar, ...]
     memory: MemoryCurve
     facts: dict[str, str | int | float] = field(default_factory=dict)
-    """What else a reader may want to know: peaks, overhead."""
+    """Other facts: peaks, overhead."""

@@ -373,8 +373,8 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         rows = {"arena": text}
         if self.device == "cpu" and found.memory is Memory.LIVE and not self.estimate:
             rows["no allocator"] = (
-                "the profile does not know what ops take inside; install g++ or clang++ where there is none "
-                "(pooch doctor says), and profile again"
+                "the profile does not have the memory inside ops; install g++ or clang++ if it is missing (see pooch "
+                "doctor), and profile again"
             )
         return rows
 
@@ -407,7 +407,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
 def _out_of_list(where: str, indices: Sequence[int], count: int, of: str) -> Iterator[str]:
     if max(indices, default=-1) >= count:
         place = next(place for place, index in enumerate(indices) if index >= count)
-        yield f"{where}[{place}]: expected less than {count}, for so many {of} there are, found {indices[place]}"
+        yield f"{where}[{place}]: expected less than {count}, the number of {of}, found {indices[place]}"
 
 
 def _places_on_host(values: Sequence[PlannedValue]) -> Iterator[str]:
@@ -435,8 +435,8 @@ def _copies_that_do_not_end(plan: Plan) -> Iterator[str]:
     copies_s, step_s = plan.link.out_seconds(swapped_bytes), plan.prediction.step_s
     if copies_s > MOST_OF_COPIES * max(step_s, 1.0):
         yield (
-            f"link: expected rates at which what is swapped goes out in about prediction.step_s, {step_s:.3g} s, "
-            f"found such that it takes {copies_s:.3g} s"
+            f"link: expected rates that copy all swapped bytes out in about prediction.step_s, {step_s:.3g} s, found "
+            f"rates that take {copies_s:.3g} s"
         )
 
 

@@ -37,8 +37,8 @@ class PlanSet:
     Raises
     ------
     UsageError
-        There is no plan, a plan does not say what its inputs are, two plans are for the same inputs, or they differ
-        in device or in the throttle.
+        There is no plan, a plan has no inputs, two plans are for the same inputs, or they differ in device or in the
+        throttle.
     ModelMismatchError
         Two plans are for different models.
     """
@@ -50,7 +50,7 @@ class PlanSet:
 
     @classmethod
     def load(cls, *paths: str | Path) -> PlanSet:
-        """Reads each file as a plan; raises what ``Plan.load`` and the constructor raise."""
+        """Reads each file as a plan; raises the errors of ``Plan.load`` and the constructor."""
         return cls([Plan.load(path) for path in paths])
 
     def choose(self, signature: Signature) -> Plan | None:
@@ -77,7 +77,7 @@ class PlanSet:
 def is_larger(one: Signature, other: Signature) -> bool:
     """Whether a plan for the first serves the second: the same inputs, and none of the second's dimensions larger.
 
-    False where one of them names no inputs, or says them as no signature does.
+    False if one of them has no inputs, or is not a valid signature.
     """
     try:
         return bool(one) and _hold(_parse(one), _parse(other))

@@ -204,7 +204,7 @@ def in_core_step_text(times: StepTimes) -> str:
 def _beyond(where: str, name: str, indices: Iterable[int], count: int, of: str) -> Iterator[str]:
     for number, found in enumerate(indices):
         if found >= count:
-            yield f"{where}[{number}].{name}: expected less than {count}, for so many {of} there are, found {found}"
+            yield f"{where}[{number}].{name}: expected less than {count}, the number of {of}, found {found}"
 
 
 def _points_out_of_order(ops: list[int]) -> Iterator[str]:

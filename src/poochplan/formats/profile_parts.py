@@ -70,7 +70,7 @@ Input = Annotated[str, Meta(max_length=10_000, pattern=r"^[\s\S]* \w+\[(\d{1,16}
 
 
 def host_aligned(size_bytes: int) -> int:
-    """The next place in host memory, at or behind ``size_bytes``, where a swapped value may begin."""
+    """The next place in host memory, at or after ``size_bytes``, where a swapped value may begin."""
     return -(-size_bytes // HOST_ALIGNMENT_BYTES) * HOST_ALIGNMENT_BYTES
 
 
@@ -95,7 +95,7 @@ class Kind(StrEnum):
     BUFFER = "buffer"
     GRADIENT = "gradient"  # the storage of a parameter's gradient
     OPTIMIZER_STATE = "optimizer_state"
-    INPUT = "input"  # there before the step, and neither parameter, buffer nor optimizer state
+    INPUT = "input"  # from before the step, but neither parameter, buffer nor optimizer state
     TEMPORARY = "temporary"  # created in the step and not saved
 
 
@@ -110,7 +110,7 @@ class Memory(StrEnum):
     """Which memory peaks count."""
 
     LIVE = "live"  # storages alone
-    ALLOCATED = "allocated"  # all that the device's allocator hands out, what ops take and give back inside among it
+    ALLOCATED = "allocated"  # all bytes from the device's allocator, including those that ops take and give back inside
 
 
 class OpBlock(NamedTuple):
@@ -120,7 +120,7 @@ class OpBlock(NamedTuple):
     output: IndexOrNone
     """Index of the op's output that lies in the block; -1 if no output does."""
     until: IndexOrNone
-    """The number of blocks that the op has taken when it gives this one back; -1 if it leaves the block behind."""
+    """The number of blocks that the op has taken when it gives this one back; -1 if the block outlives the op."""
 
 
 class Op(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -336,7 +336,7 @@ class RuntimeCost(msgspec.Struct, frozen=True, kw_only=True):
     replay_s: Seconds = 0.0
     """For each replayed op, in addition to the op itself: its part of the recipe and of the replay."""
     launch_s: Seconds = 0.0
-    """For each plain op, on a device that works behind the thread. 0 on the CPU, where an op's duration includes it."""
+    """For each plain op, if the thread is ahead of the device. 0 on the CPU, where an op's duration includes it."""
     unpack_s: Seconds = 0.0
     """The unpack's part of ``handle_s``."""
     fetch_s: Seconds = 0.0

@@ -1,5 +1,5 @@
-"""Queries on a profile: a row per layer, op or value; how its seconds were obtained; and its advice, about how the step
-is run where that limits plans.
+"""Queries on a profile: a row per layer, op or value; how its seconds were obtained; and advice on changes to the step
+that help plans.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def writers_by_value(profile: ProfileData) -> list[list[int]]:
 
 
 def in_flight_bytes(profile: ProfileData) -> int:
-    """On the CPU, what a step under FSDP2 may take beyond its lifetimes: threads of gloo let go of the buffer of the
-    last collective when they run again, and it is as large as the weights that are gathered at once.
+    """On the CPU, bytes that a step under FSDP2 may take beyond its lifetimes: gloo's threads keep the last
+    collective's buffer until they run again, and it is as large as the weights that are gathered at once.
     """
     at_once = Counter[int | None]()
     if profile.device.kind == "cpu":
@@ -212,7 +212,7 @@ def advice(profile: ProfileData) -> Iterator[str]:
 
 
 def limits(profile: ProfileData) -> tuple[str, ...]:
-    """Those lines that say why the smallest budget is not smaller."""
+    """The lines of advice that would lower the smallest budget."""
     return tuple(line for line in (_compiled(profile), _checkpointed(profile)) if line)
 
 
@@ -235,9 +235,9 @@ def _compiled(profile: ProfileData) -> str:
     where = f"the compiled module {layer}" if layer else "one compiled module, the model itself"
     runs = Counter(op.phase for op in profile.ops if op.name == COMPILED_REGION and op.layer == layer)
     in_parts = runs[Phase.BACKWARD] > runs[Phase.FORWARD]
-    drawback = "leaves only when its forward ends" if in_parts else "comes back all at once"
+    drawback = "leave only when its forward ends" if in_parts else "come back all at once"
     return (
-        f"{size_bytes / saved_bytes:.0%} of what is saved lies inside {where}, where it cannot be recomputed and "
+        f"{size_bytes / saved_bytes:.0%} of the saved bytes are inside {where}, where they cannot be recomputed and "
         f"{drawback}: have poochplan.compile compile it, or compile its blocks instead"
     )
 
@@ -263,6 +263,6 @@ def _fixed(profile: ProfileData, facts: StepFacts) -> Iterator[str]:
     fixed_bytes = reasons.total()
     if fixed_bytes and fixed_bytes >= FIXED_SHARE * saved_bytes:
         yield (
-            f"{fixed_bytes / saved_bytes:.0%} of what is saved ({format_bytes(fixed_bytes)}) can be neither swapped "
+            f"{fixed_bytes / saved_bytes:.0%} of the saved bytes ({format_bytes(fixed_bytes)}) can be neither swapped "
             f"nor recomputed, most of it for one reason: {reasons.most_common(1)[0][0]}"
         )

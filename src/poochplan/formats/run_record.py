@@ -141,7 +141,7 @@ class RunRecord(Document, frozen=True, kw_only=True):
             return "not checked (--check compares them with in-core)"
         if not self.bitwise_equal:
             return f"no: {self.difference}"
-        if not self.compared_steps:  # files of before do not say
+        if not self.compared_steps:  # older files do not have it
             return "yes"
         return f"yes (and loss, buffers, parameters: {self.compared_tensors} tensors in {self.compared_steps} steps)"
 
@@ -163,7 +163,7 @@ class RunRecord(Document, frozen=True, kw_only=True):
         if self.served_arena_bytes is None:
             return {"served from the arena": f"nothing: {self.why_not_served}"} if self.why_not_served else {}
         served = f"{self.served_blocks} blocks, {format_bytes(self.served_bytes)} a step"
-        missed = "nothing of what was planned"
+        missed = "no planned block"
         if self.unserved_blocks:
             missed = f"{self.unserved_blocks} blocks, {format_bytes(self.unserved_bytes)}: {'; '.join(self.unserved)}"
         return {

@@ -1,1 +1,1 @@
-"""Integrations: training libraries with loops of their own. Each is imported in its own module here, nowhere else."""
+"""Integrations with training libraries. Only the module for a library imports it."""

@@ -1,4 +1,4 @@
-"""For the Trainer of transformers, and those that are made of it (TRL's, peft's use of it).
+"""For the Trainer of transformers, and trainers derived from it (TRL's, for example).
 
 from poochplan.integrations.hf import PlanCallback
 Trainer(model=model, args=args, train_dataset=data, callbacks=[PlanCallback(budget="60%")]).train()
@@ -15,10 +15,10 @@ from .trainers import Call, PlansTraining, called_by, owner_of_method
 
 
 class PlanCallback(PlansTraining, TrainerCallback):
-    """``train()`` runs inside :func:`poochplan.auto`. State: the ``session``, of the last ``train()`` after it.
+    """Runs ``train()`` inside :func:`poochplan.auto`. State: the ``session`` of the last ``train()``.
 
-    Takes what :func:`poochplan.auto` takes, but for model and optimizer. The session ends with ``train()``; where that
-    raises, at the latest when something is trained next.
+    It has the arguments of :func:`poochplan.auto` without model and optimizer. The session ends with ``train()``. If
+    ``train()`` raises, the session ends at the latest with the next training.
     """
 
     def on_train_begin(

@@ -12,10 +12,10 @@ from .trainers import PlansTraining, outermost
 
 
 class PlanCallback(PlansTraining, Callback):
-    """``fit()`` trains inside :func:`poochplan.auto`. State: the ``session``, of the last ``fit()`` after it.
+    """Runs the training of ``fit()`` inside :func:`poochplan.auto`. State: the ``session`` of the last ``fit()``.
 
-    Takes what :func:`poochplan.auto` takes, but for model and optimizer. The session ends with training, however that
-    ends.
+    It has the arguments of :func:`poochplan.auto` without model and optimizer. The session ends with training, also by
+    an error.
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

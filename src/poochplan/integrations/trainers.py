@@ -1,4 +1,4 @@
-"""What the callbacks of all trainers share: the session that lasts as long as training, and what a trainer calls."""
+"""The shared part of the callbacks of all trainers: a session for each training, and the model that a trainer calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Owner = TypeVar("Owner")
 
 
 class PlansTraining:
-    """A callback's part that no trainer matters to. State: ``session``, the last that was begun."""
+    """The part of a callback that is the same for all trainers. State: ``session``, the last one that was opened."""
 
     def __init__(self, *, budget: str | int | float, **options: Any) -> None:
         check_budget(budget)
@@ -32,7 +32,7 @@ class PlansTraining:
             self.session.close()
 
     def _begin(self, model: torch.nn.Module, optimizer: Any, callbacks: Iterable[object]) -> Session:
-        """Ends the last session and enters another; raises where ``callbacks`` hold a second one of this class."""
+        """Ends the last session and opens another. Raises if ``callbacks`` have a second one of this class."""
         self.close()
         kind = type(self)
         if sum(isinstance(one, kind) for one in callbacks) > 1:
@@ -44,26 +44,26 @@ class PlansTraining:
 
 
 class Call(NamedTuple):
-    """A call on this thread's stack, without holding on to it."""
+    """A call on this thread's stack, without a reference to its frame."""
 
     number: int
     code: CodeType
 
     @classmethod
     def of_method(cls, kind: type) -> Call | None:
-        """The innermost running call of a method whose ``self`` is of that kind; None where there is none."""
+        """The innermost running call of a method whose ``self`` is of that kind; None if there is none."""
         for frame in _running():
             if isinstance(frame.f_locals.get("self"), kind):
                 return cls(id(frame), frame.f_code)
         return None
 
     def is_running(self) -> bool:
-        """Whether it has neither returned nor raised. Asked on its own thread."""
+        """Whether it has neither returned nor raised. Only its own thread may ask."""
         return any(id(frame) == self.number and frame.f_code is self.code for frame in _running())
 
 
 def owner_of_method(kind: type[Owner]) -> Owner | None:
-    """The ``self`` of the innermost running method that has one of that kind; None where there is none."""
+    """The ``self`` of the innermost running method that has one of that kind; None if there is none."""
     return next((found for frame in _running() if isinstance(found := frame.f_locals.get("self"), kind)), None)
 
 
@@ -75,11 +75,11 @@ def _running() -> Iterator[FrameType]:
 
 
 def called_by(trainer: object, model: torch.nn.Module) -> torch.nn.Module:
-    """The one that transformers' Trainer calls, such as the compiled one of ``torch_compile=True``."""
+    """The model that transformers' Trainer calls, such as the compiled one of ``torch_compile=True``."""
     wrapped = getattr(trainer, "model_wrapped", None)
     return wrapped if isinstance(wrapped, torch.nn.Module) and is_compiled(wrapped) else outermost(model)
 
 
 def outermost(model: torch.nn.Module) -> torch.nn.Module:
-    """The data-parallel wrapper that has been put around the model, else itself."""
+    """The data-parallel wrapper around the model; without one, the model."""
     return wrapper_of(model) or model

@@ -26,7 +26,7 @@ class AllocatorBuild:
         self._thread: threading.Thread | None = None
         reason = why_no_arena(where.type)
         self._is_loaded = bool(reason)
-        if not reason and mode == "on":  # there is to be one, or an error: it is waited for
+        if not reason and mode == "on":  # an arena is required, so wait for the build or its error
             try:
                 library()
             except AllocatorError as error:
@@ -36,7 +36,7 @@ class AllocatorBuild:
         if not (reason or is_loaded() or is_built()):
             teller.say(BUILDING)
             self._thread = threading.Thread(target=self._build, name="allocator's build")
-            with contextlib.suppress(RuntimeError):  # where address space is limited it is built by who needs it
+            with contextlib.suppress(RuntimeError):  # with limited address space its first user builds it
                 self._thread.start()
 
     @staticmethod

@@ -65,7 +65,7 @@ class Background:
                 stdout=subprocess.DEVNULL,
                 stderr=told,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # a Ctrl-C is the loop's
+                start_new_session=True,  # Ctrl-C is for the loop
             )
 
     def is_done(self, wait_s: float | None = 0.0) -> bool:

@@ -19,7 +19,7 @@ from poochplan.formats.queries import in_flight_bytes
 from poochplan.online.plan_cache import PlanCache
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.whatif import with_bytes_beside
-from poochplan.profiler.live.lines import Key
+from poochplan.profiler.live.step_kinds import Key
 from poochplan.runtime.plan_in_force import OverBudget, PlanInForce
 from poochplan.runtime.step_policies.follow import Course
 from poochplan.runtime.watch.census import left_free
@@ -131,7 +131,7 @@ class KnownPlans:
             return None
         try:
             plan = PlanSet([one.plan for one in others]).choose(key.inputs)
-        except UsageError:  # inputs that no shape tells
+        except UsageError:  # inputs without shapes
             return None
         return next(((one, one.smaller) for one in others if one.plan is plan), None)
 
@@ -198,7 +198,7 @@ class KnownPlans:
 
     def _found(self, key: Key, plan: Plan) -> None:
         followed = self.in_force.get(key)
-        is_better = followed is None or followed.plan.prediction.step_s > plan.prediction.step_s  # else found first
+        is_better = followed is None or followed.plan.prediction.step_s > plan.prediction.step_s  # equal: the first
         if is_better or key in self._doubted:
             self._doubted.discard(key)
             self.ready.append((key, plan))
@@ -207,7 +207,7 @@ class KnownPlans:
         """The active plan's prediction is wrong: the next plan replaces it, whatever that one predicts."""
         self._doubted.add(key)
 
-    # -- what is in force, and what is kept -------------------------------------------------------------------
+    # -- plans in force, and cached plans ---------------------------------------------------------------------
 
     def put_in_force(self, key: Key, plan: Plan) -> None:
         """Segments of that kind follow the plan from now on."""

@@ -22,7 +22,7 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.profile import SCHEMA_VERSION as PROFILE_VERSION
 from poochplan.formats.profile import Profile
 from poochplan.profiler.assembly.assemble import this_machine
-from poochplan.profiler.live.lines import Key
+from poochplan.profiler.live.step_kinds import Key
 from poochplan.runtime.applying import model_signature
 from poochplan.runtime.arena.serving import ArenaMode
 from poochplan.runtime.metering.allocated import step_scope
@@ -205,5 +205,5 @@ def _calls(forward: object) -> list[str]:
 def _held_by(function: object) -> Iterator[object]:
     """The objects in the cells of a function."""
     for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # one that is empty yet
+        with contextlib.suppress(ValueError):  # a file that is still empty
             yield cell.cell_contents

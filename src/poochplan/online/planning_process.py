@@ -38,7 +38,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 def ends_with_its_parent() -> None:
     """Has the system end this process when its parent has ended, for whatever reason."""
-    with contextlib.suppress(OSError, AttributeError):  # no Linux: the parent ends it where it can
+    with contextlib.suppress(OSError, AttributeError):  # not on Linux: the parent ends it if it can
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

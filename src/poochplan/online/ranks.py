@@ -12,14 +12,14 @@ import torch.distributed as dist
 from poochplan.errors import UsageError
 from poochplan.formats.files import encode_readable
 from poochplan.formats.plan import Plan
-from poochplan.profiler.live.lines import Key
+from poochplan.profiler.live.step_kinds import Key
 from poochplan.runtime.watch.census import EVERY, wrapper_of
 from poochplan.torch_private.sharding import is_sharded, rebuilds_buckets
 
 
 class Shared(msgspec.Struct, frozen=True):
-    """What rank 0 tells the others: plans that are in force from now on, which kinds are like which, whether that is
-    all for now, and whether nothing more is under way.
+    """The message of rank 0 to the others: plans in force from now on, kinds that are like others, whether that is all
+    for now, and whether nothing more is under way.
     """
 
     plans: list[tuple[Key, Plan]]
@@ -29,42 +29,42 @@ class Shared(msgspec.Struct, frozen=True):
 
 
 class Ranks:
-    """A group of its own beside the training's, on the CPU. Every rank makes one at the same place in its program."""
+    """A separate process group on the CPU. Every rank makes one at the same place in its program."""
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo")
         self.is_first = dist.get_rank() == 0
         self.is_settled = False
-        """As rank 0 has said last."""
+        """From rank 0's last message."""
         self._steps = 0
 
     @classmethod
     def of(cls, models: Iterable[torch.nn.Module]) -> Ranks | None:
-        """None where no model is trained by several processes: by a wrapper around it, which may not be the one that
-        is given here, or sharded by FSDP2.
+        """The group for models that several processes train, by a wrapper (which need not be the one given here) or
+        sharded by FSDP2; None if there is none.
         """
         wrapped = any(wrapper_of(model) is not None or is_sharded(model) for model in models)
         return cls() if wrapped and dist.get_world_size() > 1 else None
 
     @staticmethod
     def are_ready(models: Iterable[torch.nn.Module], segment: int) -> bool:
-        """Whether the segments of these are as all later ones: gradient buckets are made anew in the second step. Some
-        compiled models keep theirs, and that is not waited for any longer.
+        """Whether the models' segments are like all later ones: the second step makes new gradient buckets. Some
+        compiled models keep theirs, so it does not wait longer.
         """
         wrappers = map(wrapper_of, models)
         return segment > EVERY or not any(rebuilds_buckets(one) for one in wrappers if one is not None)
 
     def are_due(self) -> bool:
-        """Whether they are to share behind this step, which every rank asks: behind each until all is settled, then
-        behind one in so many.
+        """Whether the ranks share after this step. Every rank calls it: they share after each step until all is
+        settled, then only after one step in several.
         """
         self._steps += 1
         return not self.is_settled or self._steps % EVERY == 0
 
     def share(self, what: Shared | None) -> Shared | None:
-        """Called by every rank after the same step; gives what rank 0 has brought, if that is something.
+        """The message of rank 0, if there is one. Every rank calls it after the same step.
 
-        Raises ``UsageError`` on every rank where it did not arrive alike.
+        Raises ``UsageError`` on every rank if the ranks did not get the same.
         """
         data = encode_readable(what) if what is not None else b""
         size = torch.tensor([len(data)])

@@ -16,8 +16,8 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Link, LinkDirection, Profile
 from poochplan.online.known_plans import KnownPlans
 from poochplan.planner.whatif import with_bytes_beside
-from poochplan.profiler.live.lines import UNUSED, Key, Line
 from poochplan.profiler.live.observer import Observer
+from poochplan.profiler.live.step_kinds import UNUSED, Key, Line
 from poochplan.profiler.live.study import StudyOptions
 from poochplan.profiler.live.watch import Watch
 from poochplan.profiler.trials.machine_facts import with_cached_cost, with_known_cost
@@ -149,7 +149,7 @@ class StudiedPlans(Observer):
         self._known.wait(end_s)
         return self._take_ready() if self._ranks is None else self._tell_ranks(even_nothing=True)
 
-    # -- what segments follow -------------------------------------------------------------------------------------
+    # -- plans for segments ---------------------------------------------------------------------------------------
 
     def following(self, segment: Segment) -> PlanInForce | None:
         return self._following
@@ -231,7 +231,7 @@ class StudiedPlans(Observer):
             found = msgspec.structs.replace(profile, link=promise.link_found(profile.link))
             self._known.want(key, found, self._beside[key].ahead_bytes(self._number, self._foreseen_bytes))
 
-    # -- plans, and what they lack --------------------------------------------------------------------------------
+    # -- making plans ---------------------------------------------------------------------------------------------
 
     def profiled(self, line: Line) -> None:
         """Has the profile planned, or says why there is no plan."""

@@ -1,4 +1,4 @@
-"""What a person looks at: tables, per-layer frames, memory curves and timelines of profiles, plans and runs.
+"""Tables, frames by layer, memory curves and timelines of profiles, plans and runs.
 
-Nothing here decides or measures; torch is never imported, matplotlib and pandas only by the modules that need them.
+This package never imports torch, and loads matplotlib and pandas only in the modules that need them.
 """

@@ -1,4 +1,4 @@
-"""What differs between two plans, between two profiles, and between a plan and a run of it."""
+"""The differences of two plans, of two profiles, of two certificates, and of a plan and its run."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def _points_text(points: list[dict[str, Any]], rows: int) -> str:
 
 
 def _words(actions: PointActions | None, plan: Plan) -> str:
-    """What happens at a point, values by their names."""
+    """The actions at a point, with the names of values."""
     if actions is None:
         return "nothing"
     done = [
@@ -340,7 +340,7 @@ def _certificate_facts(found: Certificate, flags: Sequence[str]) -> list[Fact]:
 
 
 def _first_digest(first: StepDigests, second: StepDigests) -> str:
-    """Kind and name of the first that differs; empty where none does."""
+    """Kind and name of the first digest that differs; empty if none does."""
     if first.loss != second.loss:
         return "loss"
     for kind in ("gradients", "buffers", "parameters", "generators"):
@@ -358,7 +358,7 @@ def _figures(ours: Sequence[Fact], theirs: Sequence[Fact]) -> list[Figure]:
 
 
 def _first_rows(title: str, frame: pd.DataFrame, headings: dict[str, str], rows: int, *, fold: bool = False) -> Table:
-    """The first rows of a frame, with their number beside the title."""
+    """The first rows of a frame, with their number in the title."""
     return frame_table(f"{title} ({min(rows, len(frame))} of {len(frame)})", frame.head(rows), headings, fold=fold)
 
 

@@ -1,4 +1,4 @@
-"""What one file of this package says, whichever kind it is: as rows for a person, and as data for ``--json``."""
+"""The content of a file of any kind of this package: as rows of text, and as data for ``--json``."""
 
 from __future__ import annotations
 
@@ -37,14 +37,9 @@ class _Header(msgspec.Struct):
 
 
 def load_any(path: str | Path) -> Inspected:
-    """The profile (of a step or of a forward pass), plan or run in the file, by the kind that it says it is.
+    """The profile (of a step or of a forward pass), plan or run in the file.
 
-    Raises
-    ------
-    UsageError
-        There is no such file.
-    InputFileError
-        It is none of these, or what loading that kind raises.
+    Raises ``UsageError`` if there is no such file, and ``InputFileError`` if it is none of these or is invalid.
     """
     missing = "no such file; name one that pooch profile, plan or run -o wrote"
     data = read_data(Path(path), "a profile, a plan or a run", missing)
@@ -63,7 +58,7 @@ def load_any(path: str | Path) -> Inspected:
 
 
 def file_rows(found: Inspected) -> dict[str, str]:
-    """The purpose of the file, where it was made, and its figures."""
+    """The purpose of the file, its origin, and its figures."""
     if isinstance(found, RunRecord | Certificate):
         rows = {"for": f"plan {found.plan_fingerprint or 'none'}"}
     else:
@@ -85,7 +80,7 @@ def file_rows(found: Inspected) -> dict[str, str]:
 
 
 def file_data(found: Inspected) -> dict[str, Any]:
-    """All that a file says but ops, values, points and blocks one by one; plans and profiles by layer, in bytes."""
+    """The file's data without single ops, values, points and blocks; plans and profiles by layer, in bytes."""
     if isinstance(found, Plan):
         kept = _without(found, "values", "handles", "uses", "schedule", "record_from_start", "layout")
         layers = plain_rows(decisions_by_layer(found))

@@ -1,4 +1,4 @@
-"""A fit for reading: its ladder as table, frame and picture, and what was found in a few lines."""
+"""A fit as text and picture: its ladder as table, frame and picture, and its result in a few lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def fit_frame(fit: Fit) -> pd.DataFrame:
-    """One row per rung, from small to large, and the value after it; bytes, seconds, shares, items per second."""
+    """One row per rung, from small to large, and one for the next value; bytes, seconds, shares, items per second."""
     frame = pd.DataFrame([asdict(rung) for rung in _all_rungs(fit)])
     return frame.rename(columns={"items_per_s": f"{fit.unit}_per_s", "value": fit.parameter})
 
@@ -34,7 +34,7 @@ def write_fit(fit: Fit, path: str | Path, *, force: bool = False) -> Path:
 
 
 def fit_data(fit: Fit) -> dict[str, Any]:
-    """What ``pooch fit --json`` prints: the value, the ladder, and what was run."""
+    """The data of ``pooch fit --json``: the value, the ladder, and the run."""
     named = ("workload", "parameter", "unit", "memory_bytes", "margin_bytes", "most_overhead", "value", "in_core_value")
     return {
         **{name: getattr(fit, name) for name in named},
@@ -52,7 +52,7 @@ def fit_data(fit: Fit) -> dict[str, Any]:
 
 
 def assumed_text(fit: Fit) -> str:
-    """The sizes that the answer is for, behind the workload's name; empty where it has no parameter of sizes."""
+    """The workload's sizes that the answer is for, to follow its name; empty if it has no parameter of sizes."""
     sizes = ", ".join(f"{name} {value}" for name, value in fit.assumed.items())
     return f" with {sizes}" if sizes else ""
 
@@ -84,7 +84,7 @@ def _marks(fit: Fit, rung: Rung) -> list[str]:
 
 
 def fit_lines(fit: Fit) -> list[str]:
-    """What was found, in words: the value, what the next one takes, the best throughput, and the run."""
+    """The result in words: the value, the memory of the next one, the best throughput, and the run."""
     name, budget = fit.parameter, format_bytes(fit.budget_bytes)
     lines = [f"{name} {fit.value} is the largest that trains within {budget}{_compared(fit)}"]
     after = fit.following
@@ -120,7 +120,7 @@ def _run_line(fit: Fit) -> str:
 
 
 def draw_fit(fit: Fit) -> Figure:
-    """In-core and smallest possible peaks against the memory above; throughput and overhead below."""
+    """A figure: at the top in-core and smallest possible peaks against the memory, below throughput and overhead."""
     figure = new_figure(6.4)
     frame = {"left": LEFT, "right": 0.97, "top": 0.855, "bottom": 0.085, "hspace": 0.16}
     upper, lower = figure.subplots(2, 1, sharex=True, gridspec_kw=frame)

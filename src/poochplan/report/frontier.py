@@ -1,4 +1,4 @@
-"""Policies beside each other: within one budget as a table, over a range of budgets as table, frame and picture."""
+"""A comparison of policies: for one budget as a table, for a range of budgets as table, frame and picture."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COLUMNS = (
     "out_bytes", "in_bytes", "bound_overhead", "gap", "wall_s", "status",
 )  # fmt: skip
 _BYTES = ("budget_bytes", "peak_bytes", "out_bytes", "in_bytes")
-# Okabe and Ito's palette without its yellow, which is lost on white; markers and dashes tell apart what colour cannot.
+# Okabe and Ito's palette without its yellow, which is invisible on white; markers and dashes distinguish equal colours.
 _COLOURS = (ORANGE, "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F7F7F")
 _DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)))
 _MARKERS = "os^Dv<>PXph"
@@ -41,7 +41,7 @@ _LINEAR_SHARE = 0.5
 
 
 def policy_table(heading: str, rows: Iterable[ComparisonRow]) -> Table:
-    """One row per policy; "ilp gains" is by how many points of overhead the ILP's plan is faster."""
+    """One row per policy. "ilp gains" is the overhead that the ILP's plan saves, in points."""
     headings = ("policy", "peak", "fits", "overhead", "stall", "replay", "moved", "ilp gains", "decided in")
     cells = [
         [
@@ -62,7 +62,7 @@ def policy_table(heading: str, rows: Iterable[ComparisonRow]) -> Table:
 
 @dataclass(frozen=True)
 class Frontier:
-    """A sweep and what it is of."""
+    """A sweep, with its workload and figures of the in-core step."""
 
     workload: str
     subtitle: str
@@ -96,10 +96,9 @@ def frontier_of(
     smallest_budget_bytes: int | None = None,
     policies: Sequence[str] | None = None,
 ) -> Frontier:
-    """What :func:`poochplan.planner.sweep.sweep` found, in any order, with what it is of.
+    """The frontier of the points that :func:`poochplan.planner.sweep.sweep` found, which may have any order.
 
-    ``smallest_budget_bytes`` is worked out where it is not given. The order of ``policies`` is that of the points where
-    none is given.
+    By default ``smallest_budget_bytes`` is computed, and ``policies`` have the order of the points.
     """
     listed = list(points)
     order = list(policies if policies is not None else dict.fromkeys(point.policy for point in listed))
@@ -119,7 +118,7 @@ def frontier_of(
 
 
 def frontier_frame(frontier: Frontier) -> pd.DataFrame:
-    """One row per point, in the sweep's order; what there is no figure for is empty."""
+    """One row per point, in the sweep's order; missing figures are empty."""
     rows = [
         {"budget_share": share_of_peak(point.budget_bytes, frontier.in_core_peak_bytes)} | point.columns()
         for point in frontier.points
@@ -134,7 +133,7 @@ def write_frontier(frontier: Frontier, path: str | Path, *, force: bool = False)
 
 
 def frontier_table(frontier: Frontier) -> Table:
-    """One row per budget: the ILP's overhead and bound, the best other policy, and by how much the ILP is ahead."""
+    """One row per budget: the ILP's overhead and bound, the best other policy, and the ILP's lead."""
     has_ilp = ILP in frontier.policies
     has_bound = any(point.bound_overhead is not None for point in frontier.points)
     headings = ["budget", "of in-core", *(["ilp"] if has_ilp else []), *(["proven bound"] if has_bound else [])]
@@ -164,14 +163,14 @@ def _table_row(frontier: Frontier, budget_bytes: int, has_ilp: bool, has_bound: 
 
 
 def _overhead(overhead: float | None) -> str:
-    """Two decimals below a tenth, where fewer would hide that there is a difference."""
+    """Two decimals below a tenth, because fewer would hide small differences."""
     if overhead is None:
         return "-"
     return f"{round(overhead, 6) + 0.0:+.2%}" if abs(overhead) < 0.1 else f"{overhead:+.1%}"
 
 
 def draw_frontier(frontier: Frontier) -> Figure:
-    """The picture as a matplotlib figure: overhead against budget, one line per policy."""
+    """A figure of overhead against budget, with one line per policy."""
     figure = new_figure(5.6)
     axes = figure.subplots(gridspec_kw={"left": LEFT, "right": _RIGHT, "top": _TOP, "bottom": 0.135})
     _set_axes(axes, frontier)
@@ -194,7 +193,7 @@ def _set_axes(axes: Axes, frontier: Frontier) -> None:
     linear = max((tick for tick in _TICKS[1:] if tick <= least), default=_TICKS[1])
     top = max([*known, 2 * linear]) * 1.25
     axes.set_yscale("symlog", linthresh=linear, linscale=_LINEAR_SHARE)
-    bottom = min(-0.08 * linear, 1.25 * min(known, default=0.0))  # a step from an arena may be the shorter one
+    bottom = min(-0.08 * linear, 1.25 * min(known, default=0.0))  # a step from an arena may be shorter than in-core
     axes.set_ylim(bottom, top)
     ticks = [sign * tick for sign in (-1, 1) for tick in _TICKS if tick >= linear]
     ticks = sorted({0.0, *(tick for tick in ticks if bottom <= tick <= top)})
@@ -214,7 +213,7 @@ def _set_axes(axes: Axes, frontier: Frontier) -> None:
 
 
 def _draw_impossible(axes: Axes, frontier: Frontier) -> None:
-    """Budgets that no plan fits, and overheads that are proven out of reach."""
+    """Shades budgets that no plan fits, and overheads that are proven impossible."""
     factor, _ = byte_unit(frontier.in_core_peak_bytes, least=1)
     left, _ = axes.get_xlim()
     smallest = frontier.smallest_budget_bytes / factor
@@ -224,7 +223,7 @@ def _draw_impossible(axes: Axes, frontier: Frontier) -> None:
     if proven:
         budgets = [point.budget_bytes / factor for point in proven]
         bounds = [point.bound_overhead or 0.0 for point in proven]
-        # A bound holds for every smaller budget too, and says nothing of a larger one: hence steps.
+        # A bound holds for every smaller budget too, but for no larger one: hence steps.
         axes.fill_between(budgets, axes.get_ylim()[0], bounds, step="pre", color=BLUE, alpha=0.10, linewidth=0,
                           zorder=2)  # fmt: skip
         axes.plot(budgets, bounds, drawstyle="steps-pre", color=BLUE, linewidth=1.2, linestyle=(0, (4, 2)),
@@ -232,7 +231,7 @@ def _draw_impossible(axes: Axes, frontier: Frontier) -> None:
 
 
 def _draw_line(axes: Axes, frontier: Frontier, policy: str) -> None:
-    """The policy's overhead; the line is broken where it finds no plan."""
+    """Draws the policy's overhead. The line has gaps at budgets without a plan."""
     factor, _ = byte_unit(frontier.in_core_peak_bytes, least=1)
     points = frontier.of(policy)
     found = [point for point in points if point.overhead is not None]
@@ -250,7 +249,7 @@ def _first_with_a_plan(frontier: Frontier) -> int:
 
 
 def _style(policy: str) -> dict[str, Any]:
-    """How a policy's line looks: the same in every picture, whichever policies are in it."""
+    """The style of a policy's line, the same in every picture."""
     if policy == ILP:
         return {"color": BLUE, "linewidth": 3.0, "marker": "o", "markersize": 6, "zorder": 6}
     others = [name for name in all_policies() if name != ILP]

@@ -1,4 +1,4 @@
-"""What the pictures share: size, colours, units, axes, legends, and the way to a file."""
+"""Shared parts of pictures: size, colours, units, axes, legends, and writing to a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH_INCHES, DOTS_PER_INCH = 10.0, 160
 LEFT = 0.083
 INK, QUIET, BLUE, PURPLE, ORANGE = "#222222", "#6B6B6B", "#0072B2", "#8A1C7C", "#D55E00"
 DECISION_COLOURS = {"keep": BLUE, "swap": "#CC79A7", "recompute": "#F0A000"}
-"""Okabe and Ito's palette, as in the other pictures: told apart with any colour vision."""
+"""Okabe and Ito's palette, as in the other pictures: people with any colour vision can distinguish it."""
 HOLDER_COLOURS = {
     "activations, kept": BLUE,
     "activations, swapped": "#CC79A7",
@@ -36,7 +36,7 @@ HOLDER_COLOURS = {
 
 
 def holder_colour(what: str) -> str:
-    """Of a kind in words; with a decision that its kind seldom has, that of the kind."""
+    """The colour for a kind of holder in words. A kind with an unusual decision has the colour of the kind."""
     return HOLDER_COLOURS.get(what) or HOLDER_COLOURS.get(what.rpartition(", ")[0], "#E0E0E0")
 
 
@@ -47,27 +47,27 @@ def in_stacking_order(whats: Iterable[str]) -> list[str]:
 
 
 def new_figure(height_inches: float) -> Figure:
-    """An empty white figure of the house's width. Matplotlib is loaded here, when the first picture is drawn."""
+    """An empty white figure of the common width. The first call loads matplotlib."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DOTS_PER_INCH, facecolor="white")
 
 
 def write_picture(figure: Figure, path: str | Path, *, force: bool = False) -> Path:
-    """Writes a figure as PNG, never over a file unless ``force``."""
+    """Writes a figure as PNG. It only replaces a file with ``force``."""
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=DOTS_PER_INCH)
     return write_atomic(path, data.getvalue(), force=force)
 
 
 def title(figure: Figure, text: str, subtitle: str, left: float, height: float, below: float) -> None:
-    """The title in bold with its baseline at a share of the height, and the subtitle with its own ``below``."""
+    """Draws the bold title with its baseline at a share of the height, and the subtitle with its own at ``below``."""
     figure.text(left, height, text, fontsize=12.5, fontweight="bold", color=INK)
     figure.text(left, below, subtitle, fontsize=8.5, color=QUIET)
 
 
 def plain_axes(axes: Axes, *sides: str, grid: Literal["x", "y"] | None = None) -> None:
-    """No frame but the named sides, and quiet lines across along one axis."""
+    """Removes the frame except for the named sides, and draws grid lines for one axis."""
     for side, spine in axes.spines.items():
         spine.set_visible(side in sides)
         spine.set_color("#9A9A9A")
@@ -78,7 +78,7 @@ def plain_axes(axes: Axes, *sides: str, grid: Literal["x", "y"] | None = None) -
 
 
 def legend(figure: Figure, axes: Axes, left: float, middle: float, columns: int, **style: float) -> None:
-    """The labels of the axes, in rows from ``left`` on, about ``middle`` of the figure's height."""
+    """Draws the labels of the axes in rows from ``left`` on, around ``middle`` of the figure's height."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(
         handles, labels, loc="center left", bbox_to_anchor=(left, middle), ncols=columns, frameon=False, fontsize=8.5,
@@ -87,7 +87,7 @@ def legend(figure: Figure, axes: Axes, left: float, middle: float, columns: int,
 
 
 def byte_unit(size_bytes: int, least: int = 2) -> tuple[int, str]:
-    """Bytes of the largest unit of which an axis of that length has ``least`` or more, and its name."""
+    """The largest unit of which an axis of that length has at least ``least``: its bytes and name."""
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if size_bytes >= least << power:
             return 1 << power, unit
@@ -95,5 +95,5 @@ def byte_unit(size_bytes: int, least: int = 2) -> tuple[int, str]:
 
 
 def shortened(text: str, most: int) -> str:
-    """At most so many characters; the end is what tells layers apart, and stays."""
+    """The text in at most this many characters. Its end stays, because it distinguishes layers."""
     return text if len(text) <= most else f"…{text[1 - most :]}"

@@ -1,4 +1,4 @@
-"""Pictures of a step's memory, of who holds its peak, and of decisions, as matplotlib figures."""
+"""Pictures of a step's memory, of the holders of its peak, and of decisions, as matplotlib figures."""
 
 from __future__ import annotations
 
@@ -43,36 +43,36 @@ if TYPE_CHECKING:
 __all__ = ["StepMemory", "draw_decisions", "draw_peak", "draw_step_memory", "step_memory_of", "write_picture"]
 
 MOST_KINDS, MOST_LAYERS, PEAK_LAYERS = 6, 7, 16
-"""Rows of the lists of holders beside a step's memory, and of the picture of the peak."""
+"""Most rows in the lists of holders next to a step's memory, and in the picture of the peak."""
 LONGEST_LABEL = 30
 LEAST_LABELLED = 0.013
-"""Share of a strip below which a layer has no room for its name."""
+"""A layer with a smaller share of a strip has no room for its name."""
 LEAST_PARTED = 0.004
-"""Share of a strip below which no line parts a layer from the one before."""
+"""A layer with a smaller share of a strip has no line before it."""
 _STRIP_INCHES, _ABOVE_INCHES, _BELOW_INCHES = 0.72, 0.95, 1.95
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """All that the picture shows. Times are those of the predicted step, in seconds."""
+    """The data of the picture. Times are those of the predicted step, in seconds."""
 
     workload: str
     budget_bytes: int
     predicted: MemoryCurve
     measured: MemoryCurve | None
-    """Each op where it was predicted to be, so that one can be held against the other. Where the two steps have other
-    ops, phases are stretched to the lengths that they were predicted to have."""
+    """The measured curve, with each op at its predicted time, for comparison. If the two steps have different ops,
+    phases are stretched to their predicted lengths."""
     in_core: MemoryCurve
-    """As the predicted step, without the plan's waits and replays."""
+    """The predicted step without the plan's waits and replays."""
     phases: tuple[tuple[str, float, float], ...]
-    """Name, begin and end of each."""
+    """Name, beginning and end of each phase."""
     peak: PeakExplanation
 
 
 def step_memory_of(profile: Profile, plan: Plan, measured: StepTrace | None = None) -> StepMemory:
-    """The predicted step of a plan beside the measured one (``poochplan.tracing.traced_step``), where there is one.
+    """The predicted step of a plan and, if given, the measured one (``poochplan.tracing.traced_step``).
 
-    Raises ``ModelMismatchError`` when the plan was made from another profile.
+    Raises ``ModelMismatchError`` if the plan was made from another profile.
     """
     predicted = predicted_trace(profile, plan)
     peak_bytes = None if measured is None else measured.memory.peak_bytes
@@ -89,7 +89,7 @@ def step_memory_of(profile: Profile, plan: Plan, measured: StepTrace | None = No
 
 
 def draw_step_memory(shown: StepMemory) -> Figure:
-    """The picture as a matplotlib figure: live bytes over the step, and beside it the holders at the peak."""
+    """A figure of live bytes over the step, and next to it the holders at the peak."""
     figure = new_figure(4.6)
     frame = {"left": LEFT, "right": 0.985, "top": 0.80, "bottom": 0.20}
     grid = figure.add_gridspec(
@@ -139,7 +139,7 @@ def _draw_memory(axes: Axes, shown: StepMemory) -> None:
 
 
 def _draw_holders(axes: Axes, heading: str, sizes: dict[str, int], colours: list[str]) -> None:
-    """One bar for each, with its bytes behind it."""
+    """Draws one bar for each holder, followed by its bytes."""
     rows = range(len(sizes) - 1, -1, -1)
     axes.barh(rows, list(sizes.values()), height=0.66, color=colours)
     axes.set_yticks(list(rows), labels=[shortened(name, LONGEST_LABEL) for name in sizes])
@@ -154,7 +154,7 @@ def _draw_holders(axes: Axes, heading: str, sizes: dict[str, int], colours: list
 
 
 def _aligned(measured: StepTrace, predicted: StepTrace) -> MemoryCurve:
-    """The measured curve with what both steps have at the predicted times: ops, else phases, else the whole."""
+    """The measured curve stretched to the predicted times of ops if they match, else of phases, else as a whole."""
     curve = measured.memory
     by_op = _anchors(_ops(measured), _ops(predicted))
     found_s, wanted_s = by_op or _anchors(_phases(measured), _phases(predicted)) or _WHOLE
@@ -166,9 +166,9 @@ _WHOLE = ([0.0], [0.0])
 
 
 def _anchors(found: list[tuple[str, float]], wanted: list[tuple[str, float]]) -> tuple[list[float], list[float]] | None:
-    """Seconds at which each of the wanted begins, found and wanted; None where not all are found in that order.
+    """The times of the wanted names, found and wanted; None if not all are found in that order.
 
-    A measured step has further ops: those with which the runtime takes and gives memory.
+    A measured step has additional ops: those with which the runtime takes and releases memory.
     """
     left = iter(found)
     begins_s = []
@@ -181,12 +181,12 @@ def _anchors(found: list[tuple[str, float]], wanted: list[tuple[str, float]]) ->
 
 
 def _phases(trace: StepTrace) -> list[tuple[str, float]]:
-    """Names, and seconds at which they begin."""
+    """Names of the phases, and seconds at which they begin."""
     return [(bar.what, bar.start_s) for bar in trace.bars if bar.row == STEP]
 
 
 def _ops(trace: StepTrace) -> list[tuple[str, float]]:
-    """The same of the step's own ops; those of replays lie inside of these, and are left out."""
+    """The same for the step's own ops, without those of replays, which lie inside them."""
     found = []
     replayed_until_s = -1.0
     for bar in trace.bars:
@@ -200,7 +200,7 @@ def _ops(trace: StepTrace) -> list[tuple[str, float]]:
 
 
 def draw_peak(peak: PeakExplanation, *, layers: int = PEAK_LAYERS) -> Figure:
-    """One bar for each of the ``layers`` that hold most at the peak, and one for all others together."""
+    """A figure with one bar for each of the ``layers`` that hold most at the peak, and one for all other layers."""
     rows = _layer_rows(peak, layers)
     figure = new_figure(1.75 + 0.235 * len(rows))
     height = figure.get_figheight()
@@ -219,7 +219,7 @@ def draw_peak(peak: PeakExplanation, *, layers: int = PEAK_LAYERS) -> Figure:
 
 
 def _layer_rows(peak: PeakExplanation, layers: int) -> dict[str, dict[str, int]]:
-    """Bytes by layer and kind; the layers that are not shown by themselves are one row."""
+    """Bytes by layer and kind; all layers without a row of their own share one."""
     held = peak.by_layer()
     rows = dict(list(held.items())[:layers])
     others = [held[layer] for layer in list(held)[layers:]]
@@ -250,7 +250,7 @@ def _draw_bars(axes: Axes, rows: dict[str, dict[str, int]], factor: int) -> None
 
 
 def draw_decisions(plans: Plan | Sequence[Plan]) -> Figure:
-    """One strip for a plan; of several plans of one step, one below the other, each with its budget."""
+    """A figure with one strip for each plan. Several plans must be for one step; their strips show the budgets."""
     listed = [plans] if isinstance(plans, Plan) else list(plans)
     height = _ABOVE_INCHES + _BELOW_INCHES + _STRIP_INCHES * len(listed)
     figure = new_figure(height)
@@ -278,7 +278,7 @@ def _decisions_title(plans: list[Plan]) -> str:
 
 
 def _draw_strip(axes: Axes, plan: Plan, row: int, factor: int) -> None:
-    """One bar for each value."""
+    """Draws one bar for each value."""
     stretches: dict[str, list[tuple[float, float]]] = {str(decision): [] for decision in Decision}
     place = 0
     for value in plan.values:
@@ -290,21 +290,21 @@ def _draw_strip(axes: Axes, plan: Plan, row: int, factor: int) -> None:
 
 
 def _part_layers(axes: Axes, plan: Plan, row: int, factor: int, least_bytes: float) -> None:
-    """A thin white line before each layer that has room for one."""
+    """Draws a thin white line before each layer that has room for one."""
     for _, begin, end in _layers(plan):
         if begin and end - begin >= least_bytes:
             axes.vlines(begin / factor, row - 0.4, row + 0.4, color="white", linewidth=0.6)
 
 
 def _label_colours(axes: Axes, plans: list[Plan]) -> None:
-    """Handles of the legend; of one plan with the bytes of each decision."""
+    """Adds handles for the legend; for a single plan with the bytes of each decision."""
     for decision, sizes in plans[0].decided().items():
         size = f" {format_bytes(sum(sizes))}" if len(plans) == 1 else ""
         axes.broken_barh([], (0, 0), facecolors=DECISION_COLOURS[decision], label=f"{decision}{size}")
 
 
 def _set_axes(axes: Axes, plans: list[Plan], total_bytes: int, factor: int) -> None:
-    """Names of the layers that have room for it below the lowest strip; budgets at the left where there are several."""
+    """Labels layers that have room below the lowest strip, and several plans by their budgets, at the left."""
     named = [
         (layer, (begin + end) / 2 / factor)
         for layer, begin, end in _layers(plans[0])
@@ -321,7 +321,7 @@ def _set_axes(axes: Axes, plans: list[Plan], total_bytes: int, factor: int) -> N
 
 
 def _layers(plan: Plan) -> list[tuple[str, int, int]]:
-    """Layer, first and last byte of each stretch of values that one layer saves."""
+    """Layer, first and last byte of each series of values that one layer saves."""
     found, place = [], 0
     for layer, values in groupby(plan.values, key=lambda value: value.layer or OUTSIDE):
         size_bytes = sum(value.size_bytes for value in values)

@@ -1,4 +1,4 @@
-"""What ``pooch run`` found, as a record of its figures beside those that the plan promised."""
+"""The results of ``pooch run`` as a record of measured figures and the plan's predictions."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from poochplan.verify import Comparison, Run
 
 MUCH_OFF = 0.5
-"""Share by which a measured time contradicts the one that the profile gave."""
+"""Smallest relative difference at which a measured time contradicts the profile."""
 LEAST_OFF_S = 0.02
-"""Less than this is a stumble of the machine, whatever share of a short step it is."""
+"""Smaller differences count as noise of the machine, even in a short step."""
 
 
 def run_record(
@@ -32,9 +32,9 @@ def run_record(
     comparison: Comparison | None = None,
     why_not_served: str = "",
 ) -> RunRecord:
-    """The figures of a run under a plan, and of the in-core run that it was compared with, where it was.
+    """The figures of a run under a plan and, if it was compared, of the in-core run.
 
-    Bytes and seconds of one step are medians over its steps. ``why_not_served`` says why no arena served them, where
+    Bytes and seconds of one step are medians over its steps. ``why_not_served`` is why no arena could serve them, if
     that is known before the run.
     """
     plan, report = planned.plan, planned.report
@@ -97,11 +97,10 @@ def run_record(
 
 
 def contradiction(plan: Plan, planned_s: float, in_core_s: float | None) -> str:
-    """One line where the measured time is more than half of the profile's away from it; else empty.
+    """One line if the measured time differs from the profile's by more than half of that; else empty.
 
-    The in-core step is compared where both timed it by PyTorch alone (``--check``), else the planned step with its
-    prediction. Differences of less than 20 ms say nothing. A plan whose times were assumed is not contradicted by this
-    machine.
+    If both timed the in-core step by PyTorch alone (``--check``), these times are compared; else the planned step with
+    its prediction. Differences below 20 ms do not count. Assumed times are not compared.
     """
     prediction = plan.prediction
     if plan.estimate:
@@ -118,7 +117,7 @@ def contradiction(plan: Plan, planned_s: float, in_core_s: float | None) -> str:
 
 
 def _why_not_served(arena: ArenaReport | None, known: str) -> str:
-    """Why no step was served, in one line; empty where one was."""
+    """Why no step was served, in one line; empty if one was."""
     if arena is None:
         return known or "the first steps are ordinary, and no step came behind them; raise --timed"
     if arena.larger_bytes:
@@ -127,7 +126,7 @@ def _why_not_served(arena: ArenaReport | None, known: str) -> str:
 
 
 def _unserved(arena: ArenaReport) -> tuple[str, ...]:
-    """The first blocks that lay outside against the plan, with why."""
+    """The first blocks that lay outside the arena, unlike planned, and the reasons."""
     why = {"unplanned": "not expected there", "taken": "its place was in use"}
     return tuple(
         f"{format_bytes(one.size_bytes)} in {one.layer or OUTSIDE}, {why.get(one.why, one.why)}"

@@ -24,8 +24,8 @@ DECISIONS = tuple(str(decision) for decision in Decision)
 
 
 def table(title: str, headings: Iterable[str], rows: Iterable[Sequence[str]], *, text: Collection[str] = ()) -> Table:
-    """Rows of cells under headings. Numbers stand at the right on one line; the first column and those of ``text`` at
-    the left, where long cells take several lines.
+    """A table with headings. The first column and those of ``text`` are left-aligned, and their long cells wrap. The
+    others are right-aligned, on one line.
     """
     made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
     for place, heading in enumerate(headings):
@@ -38,7 +38,7 @@ def table(title: str, headings: Iterable[str], rows: Iterable[Sequence[str]], *,
 
 
 def summary_table(title: str, rows: Mapping[str, str]) -> Table:
-    """A title over rows of a name and a value."""
+    """A title above rows of a name and a value."""
     made = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
     made.add_column(style="dim", no_wrap=True)
     made.add_column(overflow="fold")
@@ -50,8 +50,8 @@ def summary_table(title: str, rows: Mapping[str, str]) -> Table:
 def frame_table(title: str, frame: pd.DataFrame, headings: Mapping[str, str], *, fold: bool = False) -> Table:
     """The frame with its index as first column; ``headings`` are the columns to show, in order.
 
-    Columns whose name ends in ``_bytes`` or ``_s`` are written with their unit; so are decisions' bytes. Text
-    stays as it is, and where it is long takes several lines if ``fold``.
+    Columns whose name ends in ``_bytes`` or ``_s``, and bytes of decisions, are written with their unit. With ``fold``
+    long text wraps.
     """
     index = str(frame.index.name or "")
     rows = [[str(name), *(_cell(column, row[column]) for column in headings)] for name, row in frame.iterrows()]
@@ -73,7 +73,7 @@ def _cell(column: str, value: float | str) -> str:
 
 
 def plain_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """The frame's rows for JSON, index included; what is not a finite number becomes None."""
+    """The frame's rows for JSON, including the index. Numbers that are not finite become None."""
     rows = frame.reset_index().to_dict("records")
     return [
         {str(name): None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
@@ -82,7 +82,7 @@ def plain_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 class Figure(NamedTuple):
-    """One figure of each of two files; text, or a number in ``unit``. None where a file does not say."""
+    """One figure of two files: text, or a number in ``unit``. None if a file does not have it."""
 
     name: str
     first: str | int | float | None
@@ -91,7 +91,7 @@ class Figure(NamedTuple):
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
-        """Its name, both figures in words, and the relative change of a number that is no share itself."""
+        """The name, both figures as text, and the relative change, except for shares."""
         first, second = self.first, self.second
         change = ""
         if isinstance(first, int | float) and isinstance(second, int | float) and first and self.unit != "share":
@@ -110,7 +110,7 @@ def figure_table(title: str, figures: Iterable[Figure], names: tuple[str, str]) 
 
 
 def decisions_by_layer(plan: Plan) -> pd.DataFrame:
-    """Bytes per layer, most that are not kept first: columns ``keep``, ``swap`` and ``recompute``."""
+    """Bytes per layer, in columns ``keep``, ``swap`` and ``recompute``. Layers with most bytes not kept come first."""
     rows: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(DECISIONS, 0.0))
     for value in plan.values:
         rows[value.layer or OUTSIDE][value.decision] += value.size_bytes
@@ -132,13 +132,13 @@ def _frame(
 
 
 def overhead_by_layer(profile: Profile, plan: Plan) -> pd.DataFrame:
-    """What the plan costs beside the ops of the step that keeps everything: one row per layer that costs anything, the
-    most expensive first.
+    """The plan's seconds in addition to the step that keeps everything: one row per layer that has any, the most
+    expensive first.
 
-    Columns: ``swap`` and ``recompute`` (bytes), ``stall_s`` (compute waits for copies of the layer's values),
-    ``replay_s`` (its values' replays), ``interference_s`` (the rest of compute runs slower beside copies),
-    ``runtime_s`` (what the runtime itself takes) and ``overhead_s``, their sum. The last two causes belong to no layer
-    and have rows of their own, ``(beside copies)`` and ``(the runtime)``.
+    Columns: ``swap`` and ``recompute`` (bytes), ``stall_s`` (waits for copies of the layer's values), ``replay_s``
+    (its values' replays), ``interference_s`` (compute slowed beside copies), ``runtime_s`` (the runtime's own work) and
+    ``overhead_s``, their sum. The last two causes belong to no layer, and have the rows ``(beside copies)`` and ``(the
+    runtime)``.
     """
     simulation = simulate_plan(profile, plan)
     layer_of = {value.name: value.layer or OUTSIDE for value in plan.values}
@@ -175,7 +175,7 @@ def _writing_seconds(profile: Profile) -> dict[str, float]:
 
 
 def _shares(seconds: dict[str, float], label: str) -> dict[str, float]:
-    """Share of a replay that each of the values it brings back takes; ``label`` is their names."""
+    """Share of a replay's seconds for each value that it brings back; ``label`` has their names."""
     part = {name: seconds[name] for name in label.split(", ")}
     total_s = sum(part.values())
     return {name: part_s / total_s if total_s else 1 / len(part) for name, part_s in part.items()}

@@ -1,7 +1,7 @@
-"""One planned step over time: as a picture of its streams and live memory, and as trace events for Perfetto.
+"""One planned step over time: a picture of its streams and live memory, and trace events for Perfetto.
 
-The format of trace events is that of Chromium's catapult project, which ui.perfetto.dev and chrome://tracing open:
-complete events (``"ph": "X"``), counters (``"C"``) and metadata (``"M"``); times in microseconds.
+Trace events have the format of Chromium's catapult project, which ui.perfetto.dev and chrome://tracing open: complete
+events (``"ph": "X"``), counters (``"C"``) and metadata (``"M"``); times in microseconds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette: told apart with any colour vision, and in grey by their order of lightness.
+# Okabe and Ito's palette: people with any colour vision can distinguish it, and in grey the lightness differs.
 COLOURS = {
     "forward": BLUE,
     "backward": "#56B4E9",
@@ -58,26 +58,26 @@ _TRACK_OF = {"swap out": OUT_LINK, "swap in": IN_LINK, "runtime": THREAD, "stall
 
 @dataclass(frozen=True)
 class Timeline:
-    """All that the picture shows. The ``row`` of a bar is one of ``ROWS``, its ``what`` a key of ``COLOURS``."""
+    """The data of the picture. The ``row`` of a bar is one of ``ROWS``, its ``what`` a key of ``COLOURS``."""
 
     plan: Plan
     bars: tuple[Bar, ...]
     memory: MemoryCurve
     in_core_memory: MemoryCurve
     static_bytes: int
-    """Bytes that live all step long."""
+    """Bytes that live through the whole step."""
     peak_layer: str
     measured_peak_bytes: int | None = None
     measured_overhead: float | None = None
 
     @property
     def step_s(self) -> float:
-        """Of the planned step; the in-core one beside it may be longer."""
+        """Seconds of the planned step; the in-core one may be longer."""
         return float(self.memory.times_s[-1])
 
 
 def in_core_curve(profile: Profile) -> MemoryCurve:
-    """The in-core step's memory over time: ops one after another, as long as they take by PyTorch alone."""
+    """The in-core step's memory over time. Ops run one after another and take their time by PyTorch alone."""
     live = live_bytes(profile)
     ticks = np.asarray(profile.op_ticks, dtype=np.int64)
     return MemoryCurve(times_s=np.concatenate([[0.0], _in_core_ends_s(profile)]), size_bytes=live[ticks])
@@ -90,7 +90,7 @@ def timeline_of(
     measured_peak_bytes: int | None = None,
     measured_overhead: float | None = None,
 ) -> Timeline:
-    """The simulated step of a plan; raises ``ModelMismatchError`` when it was made from another profile."""
+    """The simulated step of a plan; raises ``ModelMismatchError`` if the plan has another profile."""
     simulation = simulate_plan(profile, plan)
     starts_s = simulation.tick_start_s
     boundaries_s = _phase_starts(profile, [float(starts_s[tick]) for tick in profile.op_ticks])
@@ -133,7 +133,7 @@ def _phase_starts(profile: Profile, op_starts_s: list[float]) -> dict[str, float
 
 
 def _split(row: str, start_s: float, end_s: float, phase_starts_s: dict[str, float]) -> list[Bar]:
-    """The stretch, cut where a phase begins."""
+    """Bars for a span of time, which is cut at the beginnings of phases."""
     ends_s = [*list(phase_starts_s.values())[1:], float("inf")]
     cut = [
         Bar(row, phase, max(start_s, begin_s), min(end_s, stop_s))
@@ -143,7 +143,7 @@ def _split(row: str, start_s: float, end_s: float, phase_starts_s: dict[str, flo
 
 
 def predicted_trace(profile: Profile, plan: Plan) -> StepTrace:
-    """The simulated step; raises ``ModelMismatchError`` when the plan was made from another profile."""
+    """The simulated step; raises ``ModelMismatchError`` if the plan has another profile."""
     timeline = timeline_of(profile, plan)
     memory, prediction = timeline.memory, plan.prediction
     moves = [
@@ -153,7 +153,7 @@ def predicted_trace(profile: Profile, plan: Plan) -> StepTrace:
     ]
     starts_s = _phase_starts(profile, [float(memory.times_s[tick]) for tick in profile.op_ticks])
     phases = _split(STEP, 0.0, timeline.step_s, starts_s)
-    ops = [  # each to the next tick's begin, since what is waited for is waited for at points
+    ops = [  # each ends at the beginning of the next tick, because all waits are at points
         Bar(COMPUTE, op.name, float(memory.times_s[tick]), float(memory.times_s[tick + 1]), op.layer)
         for op, tick in zip(profile.ops, profile.op_ticks, strict=True)
     ]
@@ -174,7 +174,7 @@ def predicted_trace(profile: Profile, plan: Plan) -> StepTrace:
 
 
 def draw_timeline(timeline: Timeline) -> Figure:
-    """The picture as a matplotlib figure: rows of the streams above live memory, on one time axis."""
+    """A figure with rows for the streams above the live memory, on one time axis."""
     figure, plan, prediction = new_figure(5.6), timeline.plan, timeline.plan.prediction
     frame = {"left": LEFT, "right": 0.985, "top": 0.82, "bottom": 0.16, "hspace": 0.07}
     streams, memory = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (1.0, 1.6), **frame})
@@ -198,7 +198,7 @@ def draw_timeline(timeline: Timeline) -> Figure:
 
 
 def draw_streams(axes: Axes, timeline: Timeline, scale_s: float) -> None:
-    """One row per stream; a bar's colour says what it does. Each colour is labelled once, for a legend."""
+    """Draws one row per stream. The colour of a bar shows its activity, and is labelled once, for a legend."""
     shown = [row for row in ROWS if any(bar.row == row for bar in timeline.bars)]
     for what, colour in COLOURS.items():
         label: str | None = what
@@ -220,7 +220,7 @@ def draw_streams(axes: Axes, timeline: Timeline, scale_s: float) -> None:
 
 
 def draw_memory(axes: Axes, timeline: Timeline, scale_s: float) -> None:
-    """Live bytes over time: in-core, planned, the budget and the peak."""
+    """Draws live bytes over time: in-core, planned, the budget and the peak."""
     planned, in_core, budget_bytes = timeline.memory, timeline.in_core_memory, timeline.plan.budget_bytes
     factor, unit = byte_unit(max(in_core.peak_bytes, budget_bytes))
     times, sizes = planned.times_s / scale_s, planned.size_bytes / factor
@@ -249,7 +249,7 @@ def draw_memory(axes: Axes, timeline: Timeline, scale_s: float) -> None:
 
 
 def _mark_peak(axes: Axes, timeline: Timeline, scale_s: float, factor: int) -> None:
-    """A dot at the planned peak, and the layer it is in."""
+    """Draws a dot at the planned peak, and the name of its layer."""
     x, y = timeline.memory.peak_s / scale_s, timeline.memory.peak_bytes / factor
     axes.plot([x], [y], marker="o", markersize=4.5, color=INK, zorder=5)
     is_left = timeline.memory.peak_s < 0.6 * timeline.step_s
@@ -262,7 +262,7 @@ def _mark_peak(axes: Axes, timeline: Timeline, scale_s: float, factor: int) -> N
 
 
 def write_trace(trace: StepTrace, path: str | Path, *, force: bool = False) -> Path:
-    """Writes the trace as JSON, one event a line; never over a file unless ``force``."""
+    """Writes the trace as JSON, one event a line. It only replaces a file with ``force``."""
     lines = ",\n".join(json.dumps(event, allow_nan=False) for event in _events(trace))
     facts = {"source": trace.source, "budget_bytes": trace.budget_bytes, **trace.facts}
     rest = json.dumps({"displayTimeUnit": "ms", "otherData": facts}, allow_nan=False)
@@ -270,7 +270,7 @@ def write_trace(trace: StepTrace, path: str | Path, *, force: bool = False) -> P
 
 
 def _events(trace: StepTrace) -> Iterator[dict[str, Any]]:
-    """A track for each stream that did something, and counters of live bytes and the budget."""
+    """A track for each stream that was used, and counters of live bytes and the budget."""
     used = {bar.row for bar in trace.bars}
     tracks = {name: number for number, name in enumerate(TRACKS, 1) if name in used}
     yield _event("M", "process_name", 0, name=f"{trace.workload}: one {trace.source} step")
@@ -301,5 +301,5 @@ def _counter(name: str, size_bytes: int, time_s: float) -> dict[str, Any]:
 
 
 def _microseconds(seconds: float) -> float:
-    """To the nanosecond, so that what ends where the next begins does not overlap it by rounding."""
+    """Microseconds rounded to nanoseconds, so that rounding does not make adjacent events overlap."""
     return round(seconds * 1e6, 3)

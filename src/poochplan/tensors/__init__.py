@@ -1,1 +1,1 @@
-"""Facts about torch and its tensors; nothing here knows of plans or profiles."""
+"""Facts about torch and its tensors, independent of plans and profiles."""

@@ -1,4 +1,4 @@
-"""Host memory: how much of it this process may still take, whether a step fits, and how dropped tensors leave it."""
+"""Host memory: the bytes that this process may still take, whether a step fits, and releasing dropped tensors."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ GIVEN_BACK_BYTES = 1 << 20
 """Smaller tensors stay in the heap: for a network of many small ones, fresh pages cost most of a step's time again."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_PERTURB, _M_ARENA_MAX = -1, -3, -6, -8
 _KEPT_BYTES = {_M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 64 << 20}
-"""Where glibc's own rule ends in a process that has freed a block of 32 MiB, the most it looks at."""
+"""The final thresholds of glibc's own rule, in a process that has freed a block of 32 MiB, the largest that counts."""
 _FIXED_BYTES = 128 << 10
-"""Both thresholds, where the environment has switched that rule off."""
+"""Both thresholds if the environment has switched that rule off."""
 _VARIABLES = {
     "mmap_threshold": "MALLOC_MMAP_THRESHOLD_",
     "trim_threshold": "MALLOC_TRIM_THRESHOLD_",
     "top_pad": "MALLOC_TOP_PAD_",
     "mmap_max": "MALLOC_MMAP_MAX_",
 }
-"""Tunables of glibc, any of which switches its rule off, and their older names."""
+"""Tunables of glibc and their older names. Each of them switches its rule off."""
 _ARENAS = "arena_max", "MALLOC_ARENA_MAX"
 _MOST = (1 << 31) - 1
 
-_lock = threading.RLock()  # reentrant: a session may end in a finalizer, which runs anywhere
+_lock = threading.RLock()  # reentrant, because a session may end in a finalizer, which can run anywhere
 _holders: set[object] = set()
 MARGIN = 1.1
 """The in-core step must fit with a tenth to spare, because memory of allocators and threads belongs to no value."""
@@ -39,7 +39,7 @@ MARGIN = 1.1
 
 def available_bytes() -> int:
     """Host memory that this process may still take: of the machine, its cgroups, and its address space."""
-    import resource  # not on Windows, where profiling is refused with a line of its own
+    import resource  # not on Windows, where profiling is refused with its own message
 
     limits = [_machine_bytes(), *_cgroup_bytes()]
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -57,7 +57,7 @@ def _machine_bytes() -> int:
 
 
 def _cgroup_bytes() -> list[int]:
-    """Bytes that each limited cgroup of this process, version 1 or 2, has left."""
+    """Bytes that are left in each limited cgroup of this process, version 1 or 2."""
     left = []
     for line in _lines(Path("/proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
@@ -77,7 +77,7 @@ def _left(folder: Path, names: tuple[str, str]) -> list[int]:
     if not (limit.isdigit() and used.isdigit()):  # no limit is "max", the root has no files
         return []
     inactive = [line.split()[1] for line in _lines(folder / "memory.stat") if line.startswith("inactive_file ")]
-    return [int(limit) - int(used) + sum(map(int, inactive))]  # a page cache that would give way
+    return [int(limit) - int(used) + sum(map(int, inactive))]  # the inactive page cache can be dropped
 
 
 def _lines(path: Path) -> list[str]:
@@ -89,20 +89,19 @@ def _lines(path: Path) -> list[str]:
 
 @contextlib.contextmanager
 def freed_memory_given_back() -> Iterator[None]:
-    """Within the block each tensor of 1 MiB or more is a mapping of its own, which goes when it is freed.
+    """In this block each tensor of 1 MiB or more is a separate mapping, which is released when it is freed.
 
-    What it costs is fresh pages for every tensor, up to half a step's time where tensors are large. Left alone, glibc
-    raises the threshold to the largest block it ever freed and keeps such blocks in its heap (187 MiB of dropped
-    1-6 MiB tensors in one measurement).
+    So every tensor has fresh pages, which takes up to half a step's time if tensors are large. Otherwise glibc would
+    raise the threshold to the largest block ever freed, and keep such blocks in its heap (187 MiB of dropped 1-6 MiB
+    tensors in one measurement).
 
-    It holds for the whole process, until the last such block ends. Then both thresholds are what the environment asks
-    for; where it asks for nothing, those at which glibc's own rule ends. That rule itself does not come back: any call
-    of ``mallopt`` switches it off for good.
+    It applies to the whole process, until the last such block ends. Then both thresholds are those of the environment,
+    or the final ones of glibc's own rule. The rule itself stays off, because any call of ``mallopt`` disables it.
 
-    Where the address space is limited (``ulimit -v``), threads that start in the block share the arenas there are:
-    glibc would reserve 64 MiB of address space for each. That limit it keeps once a thread has met it.
+    If the address space is limited (``ulimit -v``), threads that start in the block share the existing arenas: glibc
+    would reserve 64 MiB of address space for each. It keeps this limit once a thread has met it.
 
-    Does nothing where the C library has no ``mallopt``.
+    Without effect if the C library has no ``mallopt``.
     """
     holder = object()
     with _lock:
@@ -117,16 +116,16 @@ def freed_memory_given_back() -> Iterator[None]:
 
 
 def is_freed_memory_given_back() -> bool:
-    """Whether such a block is under way: then the process pays for fresh pages that it would not pay for by itself."""
+    """Whether such a block is open, so that the process spends additional time on fresh pages."""
     return bool(_holders)
 
 
 @contextlib.contextmanager
 def new_memory_holds(byte: int) -> Iterator[None]:
-    """Within the block memory that the C library gives out is filled with ``byte``, below 255.
+    """In this block the C library fills new memory with ``byte``, below 255.
 
-    Not all of it: some blocks of about a kilobyte that a thread has freed come back to it as they are. Does nothing
-    where the C library has no ``mallopt``.
+    Exceptions are some blocks of about a kilobyte that the same thread has freed. Without effect if the C library has
+    no ``mallopt``.
     """
     _fill_new(byte)
     try:
@@ -137,7 +136,7 @@ def new_memory_holds(byte: int) -> Iterator[None]:
 
 def _fill_new(byte: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_PERTURB, 0xFF ^ byte)  # it fills with the complement, and 0 is for not at all
+        ctypes.CDLL(None).mallopt(_M_PERTURB, 0xFF ^ byte)  # it fills with the complement, and 0 disables filling
 
 
 def give_back_freed() -> None:
@@ -147,7 +146,7 @@ def give_back_freed() -> None:
 
 
 def _settle() -> None:
-    """Applies the present setting, within a block or not. Within one, memory that was freed before is released too."""
+    """Applies the present setting. In a block, memory that was freed before is released too."""
     try:
         library = ctypes.CDLL(None)
         mallopt, trim = library.mallopt, library.malloc_trim
@@ -176,7 +175,7 @@ def _afterwards(environment: Mapping[str, str]) -> dict[int, int]:
 
 
 def _asked(environment: Mapping[str, str], tunable: str, variable: str) -> int | None:
-    """The value that the environment gives, by either name; None where it gives none that can be read."""
+    """The value in the environment, by either name; None if there is none that can be read."""
     tunables = dict(part.partition("=")[::2] for part in environment.get("GLIBC_TUNABLES", "").split(":"))
     text = tunables.get(f"glibc.malloc.{tunable}", environment.get(variable, ""))
     try:

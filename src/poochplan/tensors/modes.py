@@ -34,16 +34,16 @@ from .operators import held_to_their_way
 class ToggledMode(TorchDispatchMode):
     """A dispatch mode that is pushed and removed by calls, from inside hooks, in any order.
 
-    It lies below the modes of users, which pop the topmost when they are left, and above torch's own (fake tensors).
-    So users' modes see what they would see without it, and it sees what really runs.
+    It is below the modes of users, which pop the topmost when they end, and above torch's own (fake tensors). So users'
+    modes see the same ops as without it, and it sees the ops that really run.
 
-    States: *off* (not on the stack), *on*, and *muted* (on the stack, to be passed through). Both calls are idempotent.
-    Muted because autograd runs each node of backward under the stack that it found when backward began: what is taken
-    off in between comes back. Subclasses ask :attr:`is_on` in their ``__torch_dispatch__``.
+    States: *off* (not on the stack), *on*, and *muted* (on the stack, but passive). Both calls are idempotent. *Muted*
+    exists because autograd runs each node of backward under the stack at the beginning of backward: a mode removed
+    meanwhile comes back. Subclasses check :attr:`is_on` in their ``__torch_dispatch__``.
     """
 
     supports_higher_order_operators = True
-    """``torch.cond`` and its like reach a mode as one op; without this they raise."""
+    """``torch.cond`` and similar operators reach a mode as one op; without this they raise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,12 +60,12 @@ class ToggledMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Torch would wrap every __torch_dispatch__ in two calls that switch the compiler off and on; ours asks first.
+        # Torch would wrap every __torch_dispatch__ in two calls that switch the compiler off and on; ours checks first.
         return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        # Otherwise the first call of a compiled callable under this mode leaves it uncompiled for good (torch >= 2.9).
+        # Otherwise a compiled callable that is first called under this mode is never compiled (torch >= 2.9).
         return True
 
     @property
@@ -73,7 +73,7 @@ class ToggledMode(TorchDispatchMode):
         return self._pushed and not self._muted
 
     def switch_on(self) -> None:
-        """Puts the mode on the calling thread's stack; takes effect from the next op (or the rest of this one)."""
+        """Puts the mode on the calling thread's stack. It works from the next op, or from the rest of this one."""
         self._muted = False
         if not self._pushed or self not in mode_stack():
             self._pushed = True
@@ -83,8 +83,8 @@ class ToggledMode(TorchDispatchMode):
             _put_on(above)
 
     def switch_off(self) -> None:
-        """Takes the mode off the calling thread's stack, wherever in it other people's modes have left it."""
-        if not self.is_on:  # it stays off; else what was switched on while it was away is over
+        """Takes the mode off the calling thread's stack, at any position."""
+        if not self.is_on:  # it is off or muted already: ``away`` must not switch it on again
             self._comes_back = False
         if not self._pushed:
             return
@@ -99,7 +99,7 @@ class ToggledMode(TorchDispatchMode):
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
-        """Off for the length of a block, then as it was, unless it was switched off meanwhile."""
+        """A block in which the mode is off. Afterwards it is as before, unless it was switched off meanwhile."""
         if not self.is_on:
             yield
             return
@@ -113,7 +113,7 @@ class ToggledMode(TorchDispatchMode):
 
 
 def _users_modes() -> list[TorchDispatchMode]:
-    """The modes of this thread that lie above ours and torch's own, the lowest first."""
+    """The modes of this thread above ours and torch's own, the lowest first."""
     stack = mode_stack()
     count = 0
     while count < len(stack) and not (isinstance(stack[-1 - count], ToggledMode) or stack[-1 - count].is_infra_mode()):
@@ -121,7 +121,7 @@ def _users_modes() -> list[TorchDispatchMode]:
     return stack[len(stack) - count :]
 
 
-# The base class's methods, so that nobody's own __enter__ or __exit__ runs twice.
+# The base class's methods, so that a subclass's own __enter__ or __exit__ does not run twice.
 def _take_off(topmost: list[TorchDispatchMode]) -> None:
     for mode in reversed(topmost):
         TorchDispatchMode.__exit__(mode, None, None, None)
@@ -136,9 +136,9 @@ _NONE: list[TorchDispatchMode] = []
 
 
 class Unseen:
-    """A block whose ops no mode of a user's sees: they are not the step's. Ours and torch's own stay as they are.
+    """A block whose ops are not part of the step, so that users' modes do not see them. Ours and torch's own stay.
 
-    A mode that has an attribute ``sees_poochplan``, and it is true, stays too.
+    A mode with a true attribute ``sees_poochplan`` stays too.
     """
 
     __slots__ = ("_hidden",)
@@ -162,7 +162,7 @@ class Unseen:
 
 
 class _Hidden(threading.local):
-    """How many modes the blocks of :class:`Unseen` have taken off on this thread."""
+    """Number of modes that blocks of :class:`Unseen` have removed on this thread."""
 
     modes = 0
 
@@ -171,7 +171,7 @@ _unseen = _Hidden()
 
 
 def is_dispatched_plainly() -> bool:
-    """Whether no mode at all, not even a hidden one, sees the op that this thread is in."""
+    """Whether no mode, not even a hidden one, sees the op that this thread runs."""
     return not mode_count() and not _unseen.modes
 
 
@@ -184,7 +184,7 @@ def uncompiled_hooks(
 
 
 def compiled_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The outermost modules of ``model`` that ``torch.compile`` has wrapped (either way of calling it), by path."""
+    """The outermost modules of ``model`` that ``torch.compile`` has wrapped, by path."""
     found: dict[str, torch.nn.Module] = {}
     for name, module in model.named_modules():
         if is_compiled(module) and not inside(name, found):
@@ -193,7 +193,7 @@ def compiled_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def inside(name: str, roots: dict[str, torch.nn.Module]) -> bool:
-    """Whether the module path ``name`` is one of ``roots`` or lies below one."""
+    """Whether the module path ``name`` is one of ``roots`` or is below one."""
     return any(root in ("", name) or name.startswith(root + ".") for root in roots)
 
 
@@ -201,7 +201,7 @@ def inside(name: str, roots: dict[str, torch.nn.Module]) -> bool:
 def around_compiled(
     model: torch.nn.Module, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Puts ``wrap(path, call)`` in the place of each compiled callable of ``model`` for the length of a block.
+    """A block in which ``wrap(path, call)`` replaces each compiled callable of ``model``.
 
     A compiled module gets no hook: hooks are part of the compiled code, and adding one compiles it again.
     """
@@ -219,7 +219,7 @@ def around_compiled(
 
 
 class _Inside(threading.local):
-    """How many compiled callables of :func:`around_compiled` this thread is inside of."""
+    """Number of compiled callables of :func:`around_compiled` that this thread is inside."""
 
     depth = 0
 
@@ -228,7 +228,7 @@ _inside = _Inside()
 
 
 def in_compiled_call() -> bool:
-    """Whether this thread is inside a compiled callable that :func:`around_compiled` knows."""
+    """Whether this thread is inside a compiled callable of :func:`around_compiled`."""
     return _inside.depth > 0
 
 
@@ -311,7 +311,7 @@ def where_forward_raises(model: torch.nn.Module, tell: Callable[[], None]) -> co
 
 @contextlib.contextmanager
 def left_out_of_copies(handle: RemovableHandle) -> Iterator[None]:
-    """The hook of this handle has no part in copies of its module, and is removed at the end of the block."""
+    """A block in which copies of a module do not get the hook of this handle. The hook is removed at its end."""
     with handle, contextlib.ExitStack() as stack:
         for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
             stack.enter_context(_CopiesWithout.on(reference(), handle.id))
@@ -319,10 +319,10 @@ def left_out_of_copies(handle: RemovableHandle) -> Iterator[None]:
 
 
 class _CopiesWithout:
-    """Stands for the ``__reduce_ex__`` of one dictionary of hooks, by which it is copied and pickled.
+    """Replaces ``__reduce_ex__`` of one dictionary of hooks, which copying and pickling call.
 
-    An attribute of that very dictionary, which stays the one that users' handles know. What comes of it is a plain
-    ordered dictionary without ``left_out``.
+    It is an attribute of the dictionary itself, because users' handles refer to that. A copy is a plain ordered
+    dictionary without ``left_out``.
     """
 
     def __init__(self, hooks: OrderedDict[int, Any]) -> None:
@@ -336,7 +336,7 @@ class _CopiesWithout:
     @classmethod
     @contextlib.contextmanager
     def on(cls, hooks: Any, number: int) -> Iterator[None]:
-        """Leaves the hook of that number out, for the length of a block."""
+        """A block in which copies do not get the hook of that number."""
         copies = vars(hooks).setdefault("__reduce_ex__", cls(hooks))
         copies.left_out.add(number)
         try:

@@ -1,10 +1,13 @@
-"""What the capture and the recorder need to know of an operator and a call of it: from its schema and a few lists; what
-it writes, one answer for both, on whose agreeing exactness rests; and its arguments as a flat list and back, which is
-what ``pytree`` does, quickly where they are flat: only lists that hold tensors are opened.
+"""Facts about operators and their calls, for the capture and the recorder:
 
-Composite operators that do not go with modes or hooks are held to what they do without. With a mode ``ctc_loss`` hands
-lengths on as tensors, which are then saved: a step that is looked at would save other tensors than one that is not, and
-leave its plan. ``rrelu`` saves its noise before that is drawn.
+* what an operator is, from its schema and a few lists;
+* what a call writes, with one answer for both, because exactness needs them to agree;
+* a call's arguments as a flat list and back. It is like ``pytree``, but quick for flat arguments: only lists with
+  tensors are opened.
+
+Two composite operators behave differently under modes or hooks, and are changed to behave as without them. Under a mode
+``ctc_loss`` passes lengths on as tensors and saves them, so an observed step would save other tensors than an ordinary
+one, and diverge. ``rrelu`` saves its noise before that is drawn.
 """
 
 from __future__ import annotations
@@ -28,45 +31,45 @@ from poochplan.torch_private.tensor_internals import (
 
 from .storages import is_plain, storage_key
 
-# Allocations whose contents are not written yet: writes to them outside the dispatcher are not seen.
+# Allocations without contents yet: later writes outside the dispatcher are not seen.
 _UNINITIALISED = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_", "set_"}
 )
-# Write the whole of their argument without reading it, so that an uninitialised one is as good as any.
+# They write their whole argument without reading it, so it may be uninitialised.
 _OVERWRITING = frozenset(
     {"bernoulli_", "normal_", "uniform_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_"}
     | {"fill_", "zero_", "copy_"}
 )
-# Fresh-looking outputs that lie on their input's storage without saying so in the schema.
+# Their outputs seem new, but use the input's storage without declaring it in the schema.
 _UNDECLARED_VIEWS = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias"})
-# Neither read nor write a tensor's content, whatever their schemas say.
+# They neither read nor write a tensor's content, unlike their schemas.
 _NOT_COMPUTE = frozenset({"prim::device", "aten::record_stream"})
-# Change their running statistics without declaring it, or as a side effect of the forward; what they return in training
-# does not depend on them. (Others that write without declaring it are found when their replay is verified.)
+# They change running statistics without declaring it, or as a side effect of the forward. Their results in training do
+# not depend on these. (The verification of replays finds other undeclared writes.)
 _BATCH_NORMS = frozenset(
     {"native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"}
     | {"cudnn_batch_norm", "miopen_batch_norm"}
     | {"batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"}
 )
-# Positions of outputs whose kernels leave some of their bytes unwritten, so that no two runs need give the same ones:
-# oneDNN pads the rows of an LSTM's workspace, which only its own backward reads.
+# Positions of outputs with bytes that their kernels do not write, so that two runs may differ there: oneDNN pads the
+# rows of an LSTM's workspace, which only its own backward reads.
 _PARTLY_UNWRITTEN = {"aten.mkldnn_rnn_layer.default": frozenset({3})}
-# The same by the names that a schema has for them. Attention of CUDA writes the state of its generator where it drops,
-# and else returns memory as it found it; what is called unused it never writes. (The efficient kernels pad their
-# logsumexp with infinities, and cuDNN's state begins as zeros: these are bits like others.)
+# The same by their names in the schema. Attention on CUDA writes its generator's state only with dropout, and never
+# writes outputs named "unused". (The efficient kernels pad their logsumexp with infinities, and cuDNN's state begins as
+# zeros: these bits repeat.)
 _NAMED_UNWRITTEN = {
     "_scaled_dot_product_flash_attention": frozenset({"rng_state", "unused", "philox_seed", "philox_offset"}),
     "_flash_attention_forward": frozenset({"rng_state", "unused", "philox_seed", "philox_offset"}),
     "_scaled_dot_product_efficient_attention": frozenset({"philox_seed", "philox_offset"}),
     "_efficient_attention_forward": frozenset({"philox_seed", "philox_offset"}),
 }
-# cuDNN's, whose algorithm ``torch.backends.cudnn.benchmark`` chooses by timing them, in each thread anew.
+# cuDNN's: ``torch.backends.cudnn.benchmark`` chooses their algorithm by timing, separately in each thread.
 _CONVOLUTIONS = frozenset(
     {"convolution", "_convolution", "convolution_overrideable"}
     | {"cudnn_convolution", "cudnn_convolution_transpose", "cudnn_convolution_relu", "cudnn_convolution_add_relu"}
     | {"miopen_convolution", "miopen_convolution_transpose", "miopen_depthwise_convolution"}
 )
-# Operators of other namespaces (custom ones) may draw random numbers or write without saying so.
+# Operators of other namespaces (custom ones) may draw random numbers or write without declaring it.
 _KNOWN_NAMESPACES = ("aten", "prims")
 _CTC_LOSS = torch.ops.aten.ctc_loss
 CUDNN_RNN, CUDNN_RNN_DROPOUT, CUDNN_RNN_TRAIN = "aten._cudnn_rnn.default", 11, 12
@@ -79,33 +82,33 @@ class Traits(NamedTuple):
     name: str
     """For example ``aten.convolution.default``."""
     pure_view: bool
-    """Takes no memory and writes nothing: left out of profile and recording."""
+    """Whether it takes no memory and writes nothing. Profile and recording leave it out."""
     written: tuple[int, ...]
-    """Positions of the arguments it declares to write."""
+    """Positions of the arguments that it declares to write."""
     written_names: frozenset[str]
     """The same arguments by name, for those passed by keyword."""
     statistics: tuple[int, ...]
     """Positions of running statistics that a replay must not change again."""
     random: bool
     uninitialised: bool
-    """Creates storages that have not been written yet."""
+    """Whether it creates storages that have not been written yet."""
     overwriting: bool
-    """Writes the whole of its first argument without reading it."""
+    """Whether it writes the whole of its first argument without reading it."""
     trusted: bool
     """Whether it does what its schema says, so that it can be run again."""
     partly_unwritten: frozenset[int] = frozenset()
-    """Positions of outputs that are never bitwise the same; the others are."""
+    """Positions of outputs that may differ between two runs."""
     may_write: bool = True
-    """Whether a call may write an argument; where not, nothing has to be asked of it."""
+    """Whether a call may write an argument; if not, its arguments need not be checked."""
     makes_alike: bool = False
-    """Makes a tensor like its argument, whose content it does not read."""
+    """Whether it makes a tensor like its argument without reading the argument's content."""
     convolves: bool = False
-    """Whether cuDNN may choose how it is computed by trying; see :func:`is_chosen_by_timing`."""
+    """Whether cuDNN may choose its algorithm by timing; see :func:`is_chosen_by_timing`."""
 
 
 @functools.cache
 def traits(func: Any) -> Traits:
-    """Facts about an ``OpOverload``; anything else (a higher-order operator) counts as opaque."""
+    """Facts about an ``OpOverload``; other operators (higher-order ones) count as opaque."""
     if not isinstance(func, OpOverload):
         return Traits(str(func), False, (), frozenset(), (), False, True, False, False)
     schema = schema_of(func)
@@ -148,14 +151,14 @@ def _unwritten_by_name(base: str, schema: torch.FunctionSchema) -> frozenset[int
 def is_chosen_by_timing(facts: Traits, device_type: str) -> bool:
     """Whether a call may give other bits on another thread: a convolution under ``torch.backends.cudnn.benchmark``.
 
-    What each algorithm takes is found out, and remembered, by each thread for itself. A replay runs on autograd's.
+    Each thread measures and remembers the algorithms separately. A replay runs on autograd's thread.
     """
     return facts.convolves and device_type == "cuda" and bool(torch.backends.cudnn.benchmark)
 
 
 @functools.cache
 def held_to_their_way() -> torch.library.Library | None:
-    """From the first mode of this process on, which makes no difference as long as there is none; None on ROCm."""
+    """Changes these operators from the first mode of this process on, and not before; None on ROCm."""
     if torch.version.hip is not None:
         return None
     library = torch.library.Library("aten", "IMPL")
@@ -167,8 +170,8 @@ def held_to_their_way() -> torch.library.Library | None:
 
 
 def _rrelu(op: Any, tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """Its saved values are kept if there are saved-tensors hooks: it saves its noise before the kernel has drawn it, so
-    a hook that copies would copy older contents. Torch's database of operators has no other such op.
+    """Keeps its saved values if there are saved-tensors hooks. It saves its noise before the kernel draws it, so a hook
+    would copy older contents. Torch's database of operators has no other such op.
     """
     if topmost_hooks() is None or not is_plain(tensor, tensor.device.type):
         found: torch.Tensor = op.decompose(tensor, *rest)
@@ -179,7 +182,7 @@ def _rrelu(op: Any, tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 class _Kept:
-    """A saved tensor as it is; whoever writes it gets the error that autograd would raise."""
+    """An unchanged saved tensor; a write to it raises the error that autograd would raise."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._version = tensor.detach(), version_of(tensor)
@@ -203,7 +206,7 @@ def _ctc_loss(
 ) -> torch.Tensor:
     tensors = (log_probs, targets, input_lengths, target_lengths)
     modes = mode_stack()
-    is_looked_at = bool(modes) and not any(mode.is_infra_mode() for mode in modes)  # which traces, or makes up data
+    is_looked_at = bool(modes) and not any(mode.is_infra_mode() for mode in modes)  # which traces or makes fake data
     is_real = all(is_plain(tensor, tensor.device.type) for tensor in tensors)
     if not (is_looked_at and is_real) or _is_of_cudnn(*tensors, blank):
         found: torch.Tensor = _CTC_LOSS.Tensor.decompose(*tensors, blank, *rest)
@@ -213,7 +216,7 @@ def _ctc_loss(
 
 
 def _is_of_cudnn(log_probs: torch.Tensor, *others: Any) -> bool:
-    """Whether cuDNN computes it, which takes tensors with and without a mode."""
+    """Whether cuDNN computes it, which has tensors as lengths with and without a mode."""
     return log_probs.is_cuda and bool(cudnn_takes_ctc_loss(log_probs, *others))
 
 
@@ -221,12 +224,12 @@ class Writes(NamedTuple):
     """The existing storages that a call writes."""
 
     in_place: list[torch.Tensor]
-    """The arguments whose contents are others afterwards, and stay so when the call is replayed."""
+    """The arguments whose contents change, also when the call is replayed."""
     scratch: dict[int, torch.Tensor]
-    """Running statistics by argument position: a replay gives the call throw-away tensors in their place, so that the
-    model's own are no part of ``in_place``."""
+    """Running statistics by argument position. A replay passes temporary tensors instead, so the model's own are not in
+    ``in_place``."""
     overwritten: torch.Tensor | None
-    """The argument of which every byte of the storage is written and none is read."""
+    """The argument whose storage is written completely and not read."""
     repeatable: bool
     """Whether it can be run again: the operator does what its schema says, by the same algorithm on any thread, and its
     statistics are buffers of the model."""
@@ -252,12 +255,12 @@ def writes_of(
 
 
 def covers_storage(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements are all of its storage, each once."""
+    """Whether the tensor's elements cover its whole storage, each byte once."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes() and covers_itself_once(tensor)
 
 
 def _statistics(facts: Traits, args: tuple[Any, ...]) -> dict[int, torch.Tensor]:
-    """The running statistics that this call only writes, because it normalises by its batch; by argument position."""
+    """By argument position: running statistics that this call only writes, because it normalises by its batch."""
     if not facts.statistics or (len(args) > 5 and args[5] is False):
         return {}
     return {position: args[position] for position in facts.statistics if isinstance(args[position], torch.Tensor)}
@@ -265,7 +268,7 @@ def _statistics(facts: Traits, args: tuple[Any, ...]) -> dict[int, torch.Tensor]
 
 def _declared(facts: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors among the arguments that the operator writes in place, by its schema."""
-    if facts.name == CUDNN_RNN:  # does not declare that dropout between its layers moves a generator on
+    if facts.name == CUDNN_RNN:  # it does not declare that dropout between its layers advances a generator
         drops = args[CUDNN_RNN_DROPOUT] > 0 and args[CUDNN_RNN_TRAIN]
         return [args[-1]] if drops and isinstance(args[-1], torch.Tensor) else []
     if not facts.written:
@@ -276,7 +279,7 @@ def _declared(facts: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 
 class Flat(NamedTuple):
-    """A call whose arguments hold no tensors within containers."""
+    """The layout of a call without tensors in containers."""
 
     positional: int
     names: tuple[str, ...]
@@ -286,7 +289,7 @@ Layout = Flat | pytree.TreeSpec
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Layout]:
-    """All leaves in order, and how they lay."""
+    """All leaves in order, and their layout."""
     leaves = [*args, *kwargs.values()] if kwargs else list(args)
     for leaf in leaves:
         if type(leaf) not in _LEAVES and not _is_leaf(leaf):
@@ -300,7 +303,7 @@ def _flat(positional: int, names: tuple[str, ...]) -> Flat:
 
 
 def unflatten(leaves: list[Any], layout: Layout) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that ``flatten`` took apart, with other leaves in their places."""
+    """The arguments that ``flatten`` took apart, with other leaves."""
     if isinstance(layout, Flat):
         return tuple(leaves[: layout.positional]), dict(zip(layout.names, leaves[layout.positional :], strict=True))
     args, kwargs = pytree.tree_unflatten(leaves, layout)

@@ -1,5 +1,5 @@
-"""Texts that identify a model, a call or a step: the tensors of a model and of a call, a line each, and the switches of
-torch and of a model that change the ops of a step, or their bits.
+"""Texts that identify a model, a call or a step: a line for each tensor of a model or call, and the switches of torch
+and of a model that change the ops of a step, or their bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FLAGS: dict[str, Callable[[], object]] = {
     "matmul_fp16": lambda: _CUDA.matmul.allow_fp16_reduced_precision_reduction,
     "matmul_bf16": lambda: _CUDA.matmul.allow_bf16_reduced_precision_reduction,
     "fp32": lambda: "+".join(
-        one.fp32_precision.replace("none", "ieee")  # which are the same: nobody has said otherwise
+        one.fp32_precision.replace("none", "ieee")  # both mean full precision
         for one in (_CUDA.matmul, _CUDNN.conv, _CUDNN.rnn, _MKLDNN.matmul, _MKLDNN.conv)
     ),
     "cudnn": lambda: _CUDNN.enabled,
@@ -52,8 +52,8 @@ _OF_KERNELS = (
 def model_tensors(model: torch.nn.Module) -> tuple[str, ...]:
     """``name dtype[shape]`` of all parameters and buffers, in order, independent of the machine.
 
-    A model for data-parallel training has those of the one that it wraps. Where FSDP2 has gathered weights, which may
-    be of another dtype, they are told as between steps.
+    A wrapper for data-parallel training has those of its model. For weights that FSDP2 has gathered, possibly in
+    another dtype, it has the parameters between steps.
     """
     inner = _unwrapped(model)
     between_steps = sharded_parameters(inner)
@@ -65,7 +65,7 @@ def model_tensors(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def passing_buffers(model: torch.nn.Module) -> set[str]:
-    """Names of the buffers that no state dict has. A forward may make them anew, in the shape that its inputs need."""
+    """Names of the buffers that are in no state dict. A forward may replace them, with a shape that its inputs need."""
     return {
         f"{path}.{name}".lstrip(".").replace("_orig_mod.", "")
         for path, module in _unwrapped(model).named_modules()
@@ -92,7 +92,7 @@ def tensor_leaves(path: str, tree: Any) -> list[tuple[str, torch.Tensor]]:
         inside = ".".join([*([path] if path else []), *(_text(key) for key in keys)])
         if isinstance(leaf, torch.Tensor):
             found.append((inside, leaf))
-        elif isinstance(leaf, Mapping):  # such as transformers' BatchEncoding, which is no pytree node
+        elif isinstance(leaf, Mapping):  # for example transformers' BatchEncoding, which is no pytree node
             found += tensor_leaves(inside, dict(leaf))
     return found
 
@@ -105,7 +105,7 @@ def _text(key: Any) -> str:
 
 
 def _line(path: str, tensor: torch.Tensor) -> str:
-    shape = list(parts_of(tensor)[0].shape if tensor.is_nested else tensor.shape)  # of a nested one, all its values'
+    shape = list(parts_of(tensor)[0].shape if tensor.is_nested else tensor.shape)  # if nested, of all its values
     return f"{path} {str(tensor.dtype).removeprefix('torch.')}{shape}"
 
 
@@ -122,13 +122,13 @@ def kernel_switches(kind: str) -> dict[str, str]:
 
 
 class Switches:
-    """State: the model's present modules and parameters; their flags are read on each query."""
+    """State: the model's present modules and parameters. Each query reads their flags."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules, self._parameters = tuple(model.modules()), tuple(model.parameters())
 
     def now(self) -> str:
-        """Autocast of the calling thread, precision, algorithms, which modules train, and which parameters."""
+        """Autocast of the calling thread, precision, algorithms, and the modules and parameters that train."""
         flags = [f"{name}={value}" for name, value in torch_switches().items()]
         modes = _digest(module.training for module in self._modules)
         trained = _digest(parameter.requires_grad for parameter in self._parameters)

@@ -1,4 +1,4 @@
-"""Storages and views: the identity of a value, the geometry of a view on it, and version counters without memory."""
+"""Storages and views: identities of values, geometries of views on them, and version counters without memory."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from poochplan.torch_private.tensor_internals import (
 
 
 class FakeMemory(FakeTensorMode):
-    """A mode whose tensors stand for ordinary ones without taking memory: what a profile of mode ``fake`` runs under.
+    """The mode of a ``fake`` profile. Its tensors represent ordinary ones without taking memory.
 
-    Fake tensors of other modes (the compiler's) remain a subclass that nobody touches.
+    Fake tensors of other modes (the compiler's) count as a subclass, and are never touched.
     """
 
 
 class Geometry(msgspec.Struct, frozen=True, gc=False):
-    """How a tensor lies on its storage."""
+    """The position of a tensor on its storage."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Geometry(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
-        """The same object for the same answer: a step asks for thousands, of which there are few."""
+        """The geometry of a tensor. Equal ones are one object: a step asks for thousands, and few differ."""
         key = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
         found = _GEOMETRIES.get(key)
         if found is None:
@@ -61,9 +61,9 @@ _MOST_GEOMETRIES = 4096
 
 
 def new_storage(size_bytes: int, where: torch.device) -> torch.UntypedStorage:
-    """A storage with undefined contents, all of which the caller overwrites.
+    """A storage with undefined contents, which the caller overwrites completely.
 
-    So it is not filled where deterministic algorithms fill new memory (``torch.utils.deterministic``).
+    So it is not filled even if deterministic algorithms fill new memory (``torch.utils.deterministic``).
     """
     settings: Any = torch.utils.deterministic
     fills = torch.are_deterministic_algorithms_enabled() and settings.fill_uninitialized_memory
@@ -77,19 +77,19 @@ def new_storage(size_bytes: int, where: torch.device) -> torch.UntypedStorage:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of the tensor's storage for as long as the storage lives."""
+    """Identity of the tensor's storage while the storage lives."""
     return storage_identity(tensor.untyped_storage())
 
 
 def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage in whose bytes a strided tensor lies; None where there are no such bytes.
+    """The storage with a strided tensor's bytes; None if it has none.
 
-    Zero tensors, functional ones and tensors of a class that wraps others tell a size and have no memory. Those of
-    ``torch.func`` have no storage at all. One of :class:`FakeMemory` stands for a tensor with memory.
+    Zero tensors, functional ones and tensors of a class that wraps others have a size, but no memory. Those of
+    ``torch.func`` have no storage. A tensor of :class:`FakeMemory` counts as one with memory.
     """
     if tensor.layout is not torch.strided or tensor.is_nested:
         return None
-    is_fake = isinstance(tensor, FakeTensor)  # of which torch warns who asks for an address
+    is_fake = isinstance(tensor, FakeTensor)  # torch warns about reading its address
     try:
         storage = tensor.untyped_storage()
         is_there = storage.nbytes() > 0 and (stands_for_memory(tensor) if is_fake else storage.data_ptr() != 0)
@@ -101,7 +101,7 @@ def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 def has_storage(tensor: torch.Tensor, device_type: str) -> bool:
     """Whether it is an ordinary strided tensor (no subclass, sparse or nested one) with memory on that device.
 
-    One of :class:`FakeMemory` stands for such a tensor.
+    A tensor of :class:`FakeMemory` counts as such.
     """
     is_ordinary = type(tensor) in _ORDINARY or stands_for_memory(tensor)
     return is_ordinary and tensor.device.type == device_type and memory_of(tensor) is not None
@@ -111,7 +111,7 @@ _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The ordinary tensors that a sparse, nested or wrapping one is made of; of every other one, itself."""
+    """The ordinary tensors that a sparse, nested or wrapping tensor is made of; for other tensors, the tensor."""
     if isinstance(tensor, FakeTensor) or type(tensor) in _ORDINARY:
         if tensor.is_nested:
             return [tensor.detach().values()]
@@ -133,7 +133,7 @@ _PARTS = {
 
 
 def is_made_of_parts(tensor: torch.Tensor) -> bool:
-    """Whether it is sparse, nested or wraps other tensors: no plan moves or rebuilds it."""
+    """Whether it is sparse, nested or wraps other tensors, so that no plan moves or rebuilds it."""
     return tensor.is_nested or tensor.layout in _PARTS or hasattr(tensor, "__tensor_flatten__")
 
 
@@ -143,12 +143,12 @@ def stands_for_memory(tensor: torch.Tensor) -> bool:
 
 
 def is_plain(tensor: torch.Tensor, device_type: str) -> bool:
-    """Whether the runtime may move and rebuild it: it has a storage, and its elements are just what lies there."""
+    """Whether the runtime may move and rebuild it: it has a storage, which contains exactly its elements."""
     return plain_storage(tensor, device_type) is not None
 
 
 def plain_storage(tensor: torch.Tensor, device_type: str) -> torch.UntypedStorage | None:
-    """The storage of a tensor that :func:`is_plain`; None of any other."""
+    """The storage of a tensor that :func:`is_plain`; None for other tensors."""
     kind = type(tensor)
     if kind is _TENSOR or kind is _PARAMETER:
         keys, found = dispatch_keys(tensor).raw_repr(), _PLAIN[device_type]
@@ -165,8 +165,8 @@ def plain_storage(tensor: torch.Tensor, device_type: str) -> torch.UntypedStorag
 
 _TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
 _PLAIN: defaultdict[str, dict[int, bool]] = defaultdict(dict)
-"""By type of device, what was found for tensors of the same dispatch keys: layout, device and all the bits asked for
-below are in them."""
+"""By type of device and dispatch keys: the result of :func:`is_plain`. The keys determine layout, device and all bits
+that it checks."""
 
 
 def _is_plain(tensor: torch.Tensor, device_type: str) -> bool:
@@ -184,17 +184,17 @@ def _is_plain(tensor: torch.Tensor, device_type: str) -> bool:
 
 
 def is_host_scalar(tensor: torch.Tensor, device_type: str) -> bool:
-    """Whether it is one number in host memory among the tensors of another device, where an op may take it by value."""
+    """Whether it is a single number in host memory, which an op on another device may take by value."""
     return device_type != "cpu" and tensor.ndim == 0 and is_plain(tensor, "cpu")
 
 
 def static_keys(model: torch.nn.Module, device_type: str) -> set[int]:
-    """Storage keys of the model's parameters and buffers: what no plan touches."""
+    """Storage keys of the model's parameters and buffers, which no plan touches."""
     return {key for tensor in own_tensors(model) for key in keys_of(tensor, device_type)}
 
 
 def keys_of(tensor: torch.Tensor, device_type: str) -> Sequence[int]:
-    """Storage keys of a tensor, or of the parts that it is made of, as far as they lie on that device."""
+    """Storage keys of a tensor, or of its parts, on that device."""
     storage = plain_storage(tensor, device_type)
     if storage is not None:
         return (storage_identity(storage),)
@@ -202,7 +202,7 @@ def keys_of(tensor: torch.Tensor, device_type: str) -> Sequence[int]:
 
 
 def own_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """The parameters and buffers of a model, each module's once. Asked in each step, so without their names."""
+    """The parameters and buffers of a model, each module's once. It makes no names, because every step calls it."""
     for module in modules_of(model):
         for tensor in (*owned_parameters(module).values(), *owned_buffers(module).values()):
             if tensor is not None:
@@ -215,8 +215,8 @@ _EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 def version_probe(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory that shares ``tensor``'s version counter.
 
-    ``detach`` shares the counter; assigning ``.data`` swaps the storage under the alias and leaves the counter. So
-    the probe's version tells of in-place writes to a value whose device copy the runtime has long given up.
+    ``detach`` shares the counter, and assigning ``.data`` replaces the alias's storage but not the counter. So the
+    probe's version shows in-place writes to a value, even after the runtime has released its device memory.
     """
     key = (tensor.dtype, tensor.device)
     empty = _EMPTY.get(key)

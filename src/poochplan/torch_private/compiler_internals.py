@@ -27,7 +27,7 @@ def compiled_with(module: torch.nn.Module) -> str:
     if not is_compiled(module):
         return ""
     found: Any = getattr(module, "dynamo_ctx", None)
-    if found is None:  # ``module.compile()``: what it calls knows it by a function of its own
+    if found is None:  # ``module.compile()``, whose callable has another attribute
         told = getattr(module._compiled_call_impl, "get_compiler_config", None)
         cells = [cell.cell_contents for cell in getattr(told, "__closure__", None) or ()]
         found = next((one for one in cells if hasattr(one, "callback")), None)
@@ -103,7 +103,7 @@ def hidden_from_compiler(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
     If no compiled code runs, which is one check of the compiler's callback, it is called directly.
     ``torch.compiler.disable`` alone would switch the compiler off and on around each call.
     """
-    if not _compiler_is_there():  # nothing is compiled, and importing it takes seconds
+    if not _compiler_is_there():  # nothing is compiled, and importing the compiler takes seconds
         return hook
     hidden = torch.compiler.disable(hook)
 
@@ -145,7 +145,7 @@ def _skip_code(function: Any) -> None:
 
 
 def is_tracing() -> bool:
-    """Whether the compiler traces in this thread: a backward that it runs then is not the step's."""
+    """Whether the compiler traces in this thread. A backward that it runs then is not part of the step."""
     return TracingContext.try_get() is not None
 
 
@@ -189,7 +189,7 @@ def compiles_autograd() -> bool:
 
 
 def inductor_settings() -> Any:
-    """Inductor's settings, a module; importing it takes seconds where nothing has been compiled."""
+    """Inductor's settings, a module. Importing it takes seconds if nothing has been compiled."""
     import torch._inductor.config
 
     return torch._inductor.config
@@ -292,7 +292,7 @@ def not_lowered(run: Callable[..., Any], partitioner: Any) -> Iterator[None]:
 
     def split(graph: Any, inputs: Any, inner_compile: Any = None, **kwargs: Any) -> Any:
         with config.patch(donated_buffer=False, enable_autograd_cache=False), inductor_settings().patch(settings):
-            return stock(graph, inputs, inner_compile=run, **kwargs)  # which may come back here
+            return stock(graph, inputs, inner_compile=run, **kwargs)  # this may call the function again
 
     inductor.compile_fx = split
     try:

@@ -1,8 +1,8 @@
-"""Private names of data-parallel training: of FSDP2 (``torch.distributed.fsdp.fully_shard``), of storages that are
-given up and taken again, and of DDP's buckets.
+"""Private names of data-parallel training: of FSDP2 (``torch.distributed.fsdp.fully_shard``), of storages that release
+their memory and take it again, and of DDP's buckets.
 
-FSDP2 has one storage for each gathered weight for good. It takes memory for it before a unit's forward and before its
-backward, and gives it up behind each (``resize_``): between these the storage lives without memory.
+FSDP2 has one permanent storage for each gathered weight. The storage has memory in a unit's forward and backward, and
+releases it after each (``resize_``). In between, it has no memory.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 from .tensor_internals import modules_of
 
 Resized = Callable[[torch.UntypedStorage, int], None]
-"""Told a storage that has another size now, and the bytes it had."""
+"""Called with a storage whose size has changed, and its former bytes."""
 
 
 def sharded_units(model: torch.nn.Module) -> Iterator[Any]:
-    """The states of FSDP2 of a model's units, each once. Each step asks; without FSDP2 no module is looked at."""
+    """FSDP2's states of a model's units, each once. Each step calls it; without FSDP2 it looks at no module."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
     seen: set[Any] = set()
     for module in modules_of(model):
-        state_of = getattr(type(module), "_get_fsdp_state", None)  # FSDPModule's: its import takes a second
+        state_of = getattr(type(module), "_get_fsdp_state", None)  # of FSDPModule, whose import takes a second
         state = None if state_of is None else state_of(module)
         if state is not None and state not in seen:
             seen.add(state)
@@ -34,13 +34,13 @@ def sharded_units(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether FSDP2 shards it or a part of it."""
+    """Whether FSDP2 shards the model or a part of it."""
     return next(sharded_units(model), None) is not None
 
 
 def gathered_weights(model: torch.nn.Module) -> tuple[list[torch.Tensor], bool]:
-    """Tensors on the storages into which FSDP2 gathers the model's weights, with memory or without; and whether those
-    are all: each is made at the first forward of its unit.
+    """Tensors on the storages for FSDP2's gathered weights of the model, with memory or without; and whether these are
+    all: each is made at the first forward of its unit.
     """
     found: list[torch.Tensor] = []
     is_all = True
@@ -52,22 +52,22 @@ def gathered_weights(model: torch.nn.Module) -> tuple[list[torch.Tensor], bool]:
 
 
 def sharded_parameters(model: torch.nn.Module) -> dict[int, torch.Tensor]:
-    """The parameters that the model has between steps, by the ``id`` of the gathered ones that stand in their place."""
+    """The model's parameters between steps, by the ``id`` of the gathered ones that replace them."""
     there = ((getattr(one, "_unsharded_param", None), one.sharded_param) for one in _weights(model))
     return {id(gathered): sharded for gathered, sharded in there if gathered is not None}
 
 
 def rebuilds_buckets(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Whether a forward to come makes the buckets anew, in the order of the gradients: the second one, as a rule."""
+    """Whether a later forward, usually the second, makes new buckets in the order of the gradients."""
     is_to_come = wrapper.static_graph or not wrapper.find_unused_parameters
     return is_to_come and not getattr(wrapper, "_has_rebuilt_buckets", True)
 
 
 def _weights(model: torch.nn.Module) -> Iterator[Any]:
-    """What FSDP2 knows of each weight that it shards."""
+    """FSDP2's object for each weight that it shards."""
     for state in sharded_units(model):
         groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # older versions have one
+        if groups is None:  # older versions have a single group
             groups = [state._fsdp_param_group]
         for group in groups:
             yield from () if group is None else group.fsdp_params
@@ -75,7 +75,7 @@ def _weights(model: torch.nn.Module) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def told_of_resizes(tell: Resized) -> Iterator[None]:
-    """A block in which Python's calls of a storage's ``resize_`` are told: the dispatcher sees none of them."""
+    """A block in which ``tell`` is called for Python's calls of a storage's ``resize_``, which no dispatcher sees."""
     had_own, before = "resize_" in vars(torch.UntypedStorage), torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size_bytes: int) -> torch.UntypedStorage:

@@ -42,17 +42,17 @@ __all__ = [  # what is re-exported
 
 # --- Re-exported as they are -------------------------------------------------------------------------------------
 # TorchDispatchMode   sees every op with its arguments below autograd: recording, metering and profiling. Its own
-#                     __enter__ and __exit__ also take a mode from the middle of the stack.
-# mode_stack          the dispatch modes of this thread: ours may lie below others' when it is to be switched off.
-# without_modes       a block in which no dispatch mode sees an op: copies, checks and replays are not the step's.
-# pytree              tensors within containers, in arguments and results of ops and in a model's inputs.
-# OpOverload          what an op is called through; anything else (a higher-order operator) is opaque.
-# FakeTensor(Mode)    tensors without memory: mode "fake", and telling the compiler's own from the step's.
-# *Exception          what a step that needs a tensor's content, or an op without a meta kernel, raises under them.
-# FunctionalTensor    what the compiler traces with: a backward over these is the compiler's, not the step's.
+#                     __enter__ and __exit__ also remove a mode from the middle of the stack.
+# mode_stack          the dispatch modes of this thread: ours may be below others' when it is switched off.
+# without_modes       a block in which no dispatch mode sees an op: copies, checks and replays are not part of the step.
+# pytree              tensors in containers, in arguments and results of ops and in a model's inputs.
+# OpOverload          the class of ordinary ops; others (higher-order operators) are opaque.
+# FakeTensor(Mode)    tensors without memory: for mode "fake", and to recognise the compiler's own.
+# *Exception          raised under them by a step that needs a tensor's content, or by an op without a meta kernel.
+# FunctionalTensor    tensors that the compiler traces with: a backward over these is not part of the step.
 
 mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""How many dispatch modes this thread has: none, nearly always."""
+"""Number of dispatch modes of this thread, nearly always 0."""
 
 FAKE_LOG = "torch._subclasses.fake_tensor"
 """The logger that prints the frames of an error that is raised anyway."""
@@ -63,33 +63,33 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """The number of in-place writes to a tensor and its views: it shows whether a value has changed."""
 
 storage_identity: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-"""The address of a storage's implementation: one number for all tensors on it, for as long as it lives."""
+"""The address of a storage's implementation: one number for all tensors on it, while it lives."""
 
 schema_of: Callable[[Any], torch.FunctionSchema] = attrgetter("_schema")
-"""An op's schema: which arguments it writes, and whether its results are views."""
+"""An op's schema: the arguments that it writes, and whether its results are views."""
 
 COO_PARTS = ("_indices", "_values")
-"""The methods that give a sparse tensor's parts also where it is not coalesced; the public ones refuse it."""
+"""The methods for a sparse tensor's parts that also work if it is not coalesced, unlike the public ones."""
 
 
 def is_composite(name: str) -> bool:
-    """Whether the op of that name, as a profiler has it (``aten::linear``), is made of others: modes see these."""
+    """Whether the op with a profiler's name (``aten::linear``) is made of others, which modes see instead."""
     space, _, base = name.partition("::")
     packet = getattr(getattr(torch.ops, space, None), base, None)
     overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
     names = [name if overload == "default" else f"{name}.{overload}" for overload in overloads]
-    names = [one for one in names if torch._C._dispatch_has_kernel(one)]  # not those of TorchScript's numbers
+    names = [one for one in names if torch._C._dispatch_has_kernel(one)]  # not those for TorchScript's numbers
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return bool(names) and all(has_kernel(x, "CompositeImplicitAutograd") and not has_kernel(x, "CPU") for x in names)
 
 
 def topmost_mode(count: int) -> TorchDispatchMode:
-    """The mode that sees an op first, of ``count`` of them."""
+    """The mode that sees an op first, of ``count`` modes."""
     return torch._C._get_dispatch_stack_at(count - 1)
 
 
 def unseen_by_modes() -> contextlib.AbstractContextManager[object]:
-    """:data:`without_modes`, which takes long, where there is a mode at all."""
+    """:data:`without_modes`, which is slow, only if there is a mode."""
     return without_modes() if mode_count() else _NOTHING
 
 
@@ -104,28 +104,28 @@ def packet_of(func: Any) -> Any:
 
 
 cudnn_takes_ctc_loss: Any = torch.ops.aten._use_cudnn_ctc_loss.Tensor
-"""Whether cuDNN computes that CTC loss; torch asks it where the tensors are on a GPU."""
+"""Whether cuDNN computes that CTC loss; torch calls it if the tensors are on a GPU."""
 
 without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
-"""A block in which asking a tensor of a subclass for its storage runs no code of that class."""
+"""A block in which reading the storage of a subclass's tensor runs no code of that class."""
 
 dispatch_keys: Callable[[torch.Tensor], Any] = torch._C._dispatch_keys
-"""The set of the tensor's dispatch keys, and by ``raw_repr()`` a number: tensors of one set differ in dtype, shape and
-memory only."""
+"""The set of the tensor's dispatch keys, which ``raw_repr()`` gives as a number. Tensors with one set differ only in
+dtype, shape and memory."""
 
 
 def is_zero(tensor: torch.Tensor) -> bool:
-    """Whether it is one of the zero tensors that stand for a gradient of zeros: immutable, and without memory."""
+    """Whether it is a zero tensor: an immutable gradient of zeros without memory."""
     return tensor._is_zerotensor()
 
 
 def wraps_another(tensor: torch.Tensor) -> bool:
-    """Whether it is of class ``Tensor`` and yet has another one's memory, as those of ``torch.func`` within a call."""
+    """Whether it is of class ``Tensor`` but has another one's memory, like those of ``torch.func`` within a call."""
     return torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def covers_itself_once(tensor: torch.Tensor) -> bool:
-    """Whether no two elements of the tensor share memory. False where torch cannot tell quickly."""
+    """Whether no two elements of the tensor share memory. False if torch cannot determine it quickly."""
     return bool(torch._debug_has_internal_overlap(tensor) == 0)
 
 
@@ -134,9 +134,9 @@ def is_dense(tensor: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.is_nested:
         return False
     sizes, strides = tensor.shape, tensor.stride()
-    if not all(type(one) is int for one in (*sizes, *strides)):  # symbols: torch's own, which loads its algebra
+    if not all(type(one) is int for one in (*sizes, *strides)):  # symbols: torch's function, which loads its algebra
         return torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
-    if tensor.numel() < 2:  # nothing lies next to another
+    if tensor.numel() < 2:
         return True
     next_one = 1
     for stride, size in sorted((stride, size) for stride, size in zip(strides, sizes, strict=True) if size != 1):
@@ -149,8 +149,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def detached_alias(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor.detach()``, which shares the version counter, also inside a dispatch mode.
 
-    There the kernels that share counters (``ADInplaceOrView``) are switched off for the thread; they are switched on
-    for this one call. No mode sees it.
+    Inside a mode the kernels that share counters (``ADInplaceOrView``) are off for the thread; this call switches them
+    on. No mode sees it.
     """
     if mode_count():
         with torch._C._DisableTorchDispatch():
@@ -169,12 +169,12 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def called_below_autograd() -> bool:
-    """Whether the op that a dispatch mode has been handed was called from inside another op's kernel.
+    """Whether the op that a dispatch mode sees was called from inside another op's kernel.
 
-    There views get version counters of their own, and writes move none. Creating a tensor (``torch.ones``,
-    ``torch.rand_like``) is called so from everywhere; and so is all that another mode hands on to this one.
+    There views get separate version counters, and writes change none. It is also true of ops that create a tensor
+    (``torch.ones``, ``torch.rand_like``), and of ops that another mode passes on.
     """
-    with _as_on_entry():  # what was excluded as the op was called; by now autograd always is
+    with _as_on_entry():  # the keys excluded when the op was called; by now autograd's always are
         return bool(_is_excluded(_COUNTS_VERSIONS))
 
 
@@ -184,10 +184,10 @@ _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 
 
 def with_lazy_views(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The ``__torch_dispatch__`` of a mode, as it is to be called: kernels below it may use lazy views.
+    """The ``__torch_dispatch__`` of a mode, changed so that kernels below it may use lazy views.
 
-    Torch calls a mode with what resolves conjugate, negative and zero views switched off for the thread. A kernel that
-    conjugates inside then gives other numbers than without a mode, as that of ``linalg.pinv`` does.
+    Torch calls a mode with the resolution of conjugate, negative and zero views switched off for the thread. A kernel
+    that conjugates, such as that of ``linalg.pinv``, then gives other numbers than without a mode.
     """
 
     @functools.wraps(method)
@@ -213,23 +213,23 @@ _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward pass: saves and ops there belong to no forward."""
+    """Whether this thread runs a backward pass, whose saves and ops belong to no forward."""
     return torch._C._current_graph_task_id() != -1
 
 
 def graph_task() -> int:
-    """The number of the backward pass that this thread runs: one that runs within another has its own."""
+    """The number of the backward pass that this thread runs. A pass inside another has its own."""
     return int(torch._C._current_graph_task_id())
 
 
 def has_topmost_hooks(hooks: torch.autograd.graph.saved_tensors_hooks) -> bool:
-    """Whether these are the saved-tensors hooks that leaving any would take off: torch takes off the topmost."""
+    """Whether these are the topmost saved-tensors hooks, which torch removes when any hooks end."""
     topmost = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return topmost is not None and topmost[0] is hooks.pack_hook
 
 
 def topmost_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
-    """The pack and unpack that autograd would call on this thread; None where there are none."""
+    """The pack and unpack that autograd would call on this thread; None if there are none."""
     found: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
     found = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return found
@@ -237,7 +237,7 @@ def topmost_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torc
 
 @contextlib.contextmanager
 def stand_aside(hooks: torch.autograd.graph.saved_tensors_hooks) -> Iterator[None]:
-    """A block in which these hooks are off whenever torch asks for a thread without any, as ``torch.func.grad`` does.
+    """A block in which these hooks are off when torch requires a thread without hooks, as ``torch.func.grad`` does.
 
     Torch would raise otherwise. Autograd keeps the tensors that are saved there.
     """
@@ -275,7 +275,7 @@ _DISABLE = torch.autograd.graph.disable_saved_tensors_hooks
 
 @contextlib.contextmanager
 def outside_transforms() -> Iterator[None]:
-    """A block whose ops are outside every surrounding transform: ``vmap``, as of batched gradients, and those of
+    """A block whose ops are outside every surrounding transform: ``vmap`` (of batched gradients) and those of
     ``torch.func``.
 
     Otherwise random ops raise, or draw for each entry of a batch.
@@ -300,12 +300,12 @@ def backward_node() -> Any:
 
 
 def sequence_number(node: Any) -> int:
-    """The number a node was given when forward made it: it leads from backward to the layer of forward."""
+    """The number of a node, set when forward made it. It connects backward to the layer of forward."""
     return int(node._sequence_nr())
 
 
 def last_sequence_number() -> int:
-    """The number that the node made last in this thread was given."""
+    """The number of the last node that was made in this thread."""
     return int(torch.autograd._get_sequence_nr()) - 1  # type: ignore[attr-defined]
 
 
@@ -348,12 +348,12 @@ _AROUND_LOCK = threading.Lock()
 
 
 def owned_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
-    """The module's own dictionary of parameters, to change in place; ``register_parameter`` would refuse some."""
+    """The module's own dictionary of parameters, to change in place: ``register_parameter`` would refuse some."""
     return module._parameters
 
 
 def owned_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """The module's own dictionary of buffers, to put back as it was: which there are, and the same tensors."""
+    """The module's own dictionary of buffers, to restore the same names and tensors."""
     return module._buffers
 
 
@@ -370,12 +370,12 @@ def modules_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def is_made(module: torch.nn.Module) -> bool:
-    """Whether its constructor has got so far that it can be asked for its modules."""
+    """Whether its constructor has run far enough that its modules can be read."""
     return "_modules" in vars(module)
 
 
 OWN_DICTIONARIES = ("_parameters", "_buffers", "_modules")
-"""Where a module keeps its parameters, buffers and modules: every other attribute is its author's."""
+"""The dictionaries of a module's parameters, buffers and modules. Other attributes belong to its author."""
 
 
 def non_persistent_buffers(module: torch.nn.Module) -> set[str]:
@@ -384,7 +384,7 @@ def non_persistent_buffers(module: torch.nn.Module) -> set[str]:
 
 
 def set_non_persistent_buffers(module: torch.nn.Module, names: set[str]) -> None:
-    """Puts them back as they were, where a step registered buffers."""
+    """Restores these names, after a step that registered buffers."""
     module._non_persistent_buffers_set = set(names)
 
 
@@ -406,13 +406,13 @@ def log_allocations() -> bool:
 
 
 allocation_mark: Callable[[str], contextlib.AbstractContextManager[object]] = torch._C._profiler._RecordFunctionFast
-"""A block of that name in the log, which no dispatch mode sees; nothing where nothing is logged."""
+"""A block with a name in the log, which no dispatch mode sees; without effect if there is no log."""
 
 
 def allocation_events() -> list[tuple[str, str, int]]:
-    """Ends the log: (kind, name, bytes) of each event of this thread, in order; ``memory_alloc`` below 0 is freed.
+    """Ends the log: (kind, name, bytes) of each event of this thread, in order. A negative ``memory_alloc`` is freed.
 
-    Of a log that began within a backward that then raised there is nothing: autograd has taken it off.
+    If the log began within a backward that raised, it is empty: autograd has removed it.
     """
     try:
         logged = _profiling._disable_profiler_legacy()
@@ -428,7 +428,7 @@ _profiling: Any = torch.autograd
 
 
 def clear_cublas_workspaces() -> None:
-    """Frees the memory that cuBLAS holds between ops and that no tensor shows, so that its bytes can be counted."""
+    """Frees the memory that cuBLAS holds between ops outside of tensors, so that its bytes can be counted."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
@@ -437,17 +437,17 @@ ResetPeaks = Callable[[int], object]
 
 
 def memory_stats_calls() -> tuple[MemoryStats, ResetPeaks]:
-    """Through which every public call reads the allocator's statistics of a GPU, and begins its peaks anew."""
+    """The functions through which public calls read the allocator's statistics of a GPU and reset its peaks."""
     return torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats
 
 
 def accelerator_stats_call() -> MemoryStats | None:
-    """The same of ``torch.accelerator``; None where this torch has none."""
+    """The same for ``torch.accelerator``; None if this torch has none."""
     return getattr(torch._C, "_accelerator_getDeviceStats", None)
 
 
 def stand_before_memory_stats(stats: MemoryStats, reset: ResetPeaks, of_accelerator: MemoryStats | None) -> None:
-    """Has the public calls go through these."""
+    """Replaces the functions that the public calls go through."""
     torch._C._cuda_memoryStats = stats  # type: ignore[assignment]
     torch._C._cuda_resetPeakMemoryStats = reset  # type: ignore[assignment]
     if of_accelerator is not None:
@@ -456,11 +456,11 @@ def stand_before_memory_stats(stats: MemoryStats, reset: ResetPeaks, of_accelera
 
 
 def raw_stream(index: int) -> int:
-    """The address of the current stream of a GPU: tells for the price of a number whether it is still the same one."""
+    """The address of the current stream of a GPU, a cheap check whether it has changed."""
     return int(torch._C._cuda_getCurrentRawStream(index))
 
 
 def gpu_sleep(cycles: int, where: torch.device) -> None:
-    """Keeps its current stream busy, so that work queued behind it is timed without the host's gaps."""
+    """Keeps the device's current stream busy, so that later work is timed without the host's gaps."""
     with torch.cuda.device(where):
         torch.cuda._sleep(cycles)

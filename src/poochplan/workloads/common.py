@@ -1,4 +1,4 @@
-"""What every workload needs: the extra's libraries, a seed and an optimizer."""
+"""Shared by all workloads: importing libraries of the extra, seeds and optimizers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,7 @@ _START_TOKEN = 0  # what a decoder reads first; the data use tokens from 1 on
 
 
 def require(module: str, extra: str = "workloads") -> ModuleType:
-    """The imported ``module`` of an extra.
-
-    Raises
-    ------
-    UsageError
-        The library is not installed; the message names the extra.
-    """
+    """The imported ``module`` of an extra. Raises ``UsageError`` if the library is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -40,7 +34,7 @@ def require(module: str, extra: str = "workloads") -> ModuleType:
 
 
 def seeded(seed: int) -> torch.Generator:
-    """Seeds torch's global generator (weights, dropout) and returns a generator of its own for the data."""
+    """Seeds torch's global generator (weights, dropout), and returns another generator for the data."""
     torch.manual_seed(seed)
     return torch.Generator().manual_seed(seed)
 
@@ -68,13 +62,7 @@ def reversal(
 
 
 def make_optimizer(name: str, model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
-    """``"adamw"``, or ``"sgd"`` with a momentum of 0.9, over all parameters of ``model``.
-
-    Raises
-    ------
-    UsageError
-        Another name.
-    """
+    """``"adamw"``, or ``"sgd"`` with a momentum of 0.9, for all parameters. Raises ``UsageError`` for other names."""
     if name not in _OPTIMIZERS:
         raise UsageError(f"optimizer: expected one of {', '.join(sorted(_OPTIMIZERS))}, found {name!r}")
     return _OPTIMIZERS[name](model.parameters(), lr)

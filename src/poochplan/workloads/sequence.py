@@ -18,15 +18,15 @@ from .common import make_optimizer, reversal, seeded
 from .unrolled import LSTMSteps, State
 
 Text = Literal["reference", "small", "large"]
-"""Which text: the language reference whole, its begin, or that and sources of the standard library behind it."""
+"""The text: the whole language reference, its beginning, or both it and sources of the standard library."""
 
 TEXT_BYTES = {"small": 285_000, "large": 4_400_000}
-"""As large as the two data sets of "Improving TensorFlow's Memory Swapping by Prioritizing Earlier Tensors", 2019."""
+"""Sizes of the two data sets of "Improving TensorFlow's Memory Swapping by Prioritizing Earlier Tensors", 2019."""
 _LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"})
 
 
 class Seq2Seq(nn.Module):
-    """An LSTM encoder, an LSTM decoder that starts from its state, and attention from the one to the other."""
+    """An LSTM encoder, an LSTM decoder that starts from its state, and attention from decoder to encoder."""
 
     def __init__(self, vocabulary: int, width: int, layers: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def seq2seq(
 
 
 class CharRNN(nn.Module):
-    """An LSTM that predicts the next character: fused layers, or cells step by step where it is ``unrolled``."""
+    """An LSTM that predicts the next character: fused layers, or cells step by step if it is ``unrolled``."""
 
     def __init__(self, vocabulary: int, width: int, layers: int, dropout: float, *, unrolled: bool = False) -> None:
         super().__init__()
@@ -84,9 +84,9 @@ class CharRNN(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, characters: torch.Tensor, state: State | None = None) -> tuple[torch.Tensor, State]:
-        """Logits ``[batch, length, vocabulary]`` from character numbers ``[batch, length]``, and the state behind them.
+        """Logits ``[batch, length, vocabulary]`` from character numbers ``[batch, length]``, and the state after them.
 
-        Without a ``state`` it begins at zero.
+        Without ``state`` it begins at zero.
         """
         hidden, state_after = self.lstm(self.embedding(characters), state)
         logits: torch.Tensor = self.head(self.dropout(hidden))
@@ -110,20 +110,17 @@ def char_rnn(
 ) -> Workload:
     """:class:`CharRNN` on text that Python ships (:mod:`.corpus`).
 
-    ``text`` is ``"reference"``, the Python language reference, or one of a stated size: ``"small"``, 285 KB, or
-    ``"large"``, 4.4 MB. The vocabulary is the set of characters in it, so it may differ between Python versions.
+    ``text`` is ``"reference"``, the Python language reference, or a text of fixed size: ``"small"`` (285 KB) or
+    ``"large"`` (4.4 MB). The vocabulary is the set of its characters, which may differ between Python versions.
 
-    With one of its ``chunks`` a step reads the same excerpts again and again, each from a state of zeros. With more,
-    back-propagation is truncated: the text is read in ``batch_size`` rows side by side, a chunk of ``sequence_length``
-    characters a step, from the detached state in which the chunk before ended. Behind the last chunk an epoch is over:
-    the rows begin anew, with zeros. 0 stands for as many chunks as the text has.
+    With one chunk, every step reads the same excerpts, each from a state of zeros. With more ``chunks``,
+    back-propagation is truncated. The text is then read in ``batch_size`` parallel rows. Each step reads a chunk of
+    ``sequence_length`` characters, from the detached state at the end of the previous chunk. After the last chunk the
+    rows begin again, with zeros. 0 means as many chunks as the text has.
 
-    ``unrolled`` calls cells step by step, so that plans can take the time steps apart; fused layers are one op each.
+    ``unrolled`` calls cells step by step, so that plans can decide about time steps; a fused layer is one op.
 
-    Raises
-    ------
-    UsageError
-        The text is not installed, or is shorter than what is to be read of it.
+    Raises ``UsageError`` if the text is not installed, or is too short.
     """
     where, data = usable_device(device), seeded(seed)
     written = text_of(text)
@@ -140,9 +137,8 @@ def char_rnn(
 def _starts(
     text_length: int, batch_size: int, sequence_length: int, chunks: int, data: torch.Generator
 ) -> tuple[int, torch.Tensor]:
-    """How many chunks, and where in the text each row begins, ``[batch, 1]``: anywhere for one, side by side for more.
-
-    Raises ``UsageError`` where the text is too short.
+    """The number of chunks, and the beginning of each row in the text, ``[batch, 1]``: random for a single chunk, at
+    equal distances for more. Raises ``UsageError`` if the text is too short.
     """
     row_length = text_length if chunks == 1 else text_length // batch_size
     count = chunks or (row_length - 1) // sequence_length
@@ -169,11 +165,11 @@ class Chunks:
         self.next = 0
         inputs, lstm = batches[0][0], model.lstm
         shape = (lstm.num_layers, inputs.shape[0], lstm.hidden_size)
-        # Two tensors, as a kept state is: the first chunk is then a step like all others, and follows the same plan.
+        # Two tensors, like a kept state: the first chunk then follows the same plan as the others.
         self.state = torch.zeros(shape, device=inputs.device), torch.zeros(shape, device=inputs.device)
 
     def __call__(self) -> torch.Tensor:
-        """The loss of the next chunk; it leaves a state that no gradient flows through."""
+        """The loss of the next chunk. It keeps a detached state."""
         inputs, target = self.batches[self.next]
         logits, (hidden, cell) = self.model(inputs, self.state)
         self.next = (self.next + 1) % len(self.batches)
@@ -185,12 +181,9 @@ class Chunks:
 
 
 def text_of(name: Text) -> str:
-    """The text of that name. Those of a stated size are ASCII, so that a byte is a character; others become ``?``.
+    """The text of that name. Texts of fixed size are ASCII, with ``?`` for other characters.
 
-    Raises
-    ------
-    UsageError
-        Python was installed without its language reference, or without as much source as is asked for.
+    Raises ``UsageError`` if Python was installed without its language reference, or with too little source.
     """
     reference = _reference()
     size_bytes = TEXT_BYTES.get(name)

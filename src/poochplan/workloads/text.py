@@ -1,6 +1,6 @@
 """Language models of Hugging Face transformers, from a configuration, with random weights and dropout on.
 
-The tokens are random: what is measured is the step, and offline there is no tokenizer to load.
+The tokens are random: only the step matters, and no tokenizer can be loaded offline.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def gpt2(
         use_cache=False,  # a cache would hold every layer's keys and values beyond the forward pass
     )
     model = transformers.GPT2LMHeadModel(config).train().to(where)
-    model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning, as GPT-2's class name lacks it
+    model.loss_type = "ForCausalLM"  # the default of transformers, which warns because GPT-2's class name lacks it
     tokens = torch.randint(vocabulary, (batch_size, sequence_length), generator=data).to(where)
 
     def step() -> torch.Tensor:

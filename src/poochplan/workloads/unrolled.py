@@ -1,6 +1,6 @@
-"""Recurrent networks whose time steps are visible: cells called step by step, and a Seq2Seq with attention at each.
+"""Recurrent networks with separate time steps: cells called step by step, and a Seq2Seq with attention at each step.
 
-:mod:`.sequence` has the fused layers of torch.nn, which a plan can only take as a whole.
+:mod:`.sequence` has the fused layers of torch.nn, about which a plan can only decide as a whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ State = tuple[torch.Tensor, torch.Tensor]
 
 
 class LSTMSteps(nn.Module):
-    """What ``nn.LSTM(width, width, layers, batch_first=True)`` computes, each layer a cell called once a time step."""
+    """Computes ``nn.LSTM(width, width, layers, batch_first=True)``. Each layer is a cell, called once a time step."""
 
     def __init__(self, width: int, layers: int, dropout: float) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class LSTMSteps(nn.Module):
 class Bahdanau(nn.Module):
     """Additive attention (Bahdanau et al., 2015, appendix A.1.2).
 
-    Each decoder step saves ``[batch, source length, width]`` bytes: over all steps that is what takes the memory.
+    Each decoder step saves a value ``[batch, source length, width]``; these values take most of the memory.
     """
 
     def __init__(self, width: int) -> None:
@@ -106,7 +106,7 @@ class Seq2SeqSteps(nn.Module):
         return torch.stack(hidden, 1), state
 
     def _decode(self, embedded: torch.Tensor, memory: torch.Tensor, state: State) -> torch.Tensor:
-        """What each step joins of its state and its context, ``[batch, length, width]``; the context is fed on."""
+        """The joined state and context of each step, ``[batch, length, width]``. The next step reads the context."""
         keys = self.attention.key(memory)
         joined = [state[0]]
         for letter in embedded.unbind(1):

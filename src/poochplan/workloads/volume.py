@@ -36,10 +36,8 @@ def unet3d(
     give each voxel its class in the clean volume (:func:`intensity_classes`). A batch alternates between the two
     acquisitions, each with its own noise. ``features`` are the channels of the five levels and of the last layer.
 
-    Raises
-    ------
-    UsageError
-        The libraries or the volume are not installed, or ``side`` is not a multiple of 16 (four levels halve it).
+    Raises ``UsageError`` if the libraries or the volume are not installed, or if ``side`` is not a multiple of 16 (four
+    levels halve it).
     """
     if side < 32 or side % 16:
         raise UsageError(f"side: expected a multiple of 16 from 32 on, found {side}; use 32, 48, 64, ...")
@@ -67,10 +65,7 @@ def unet3d(
 def brain_volumes(side: int) -> torch.Tensor:
     """Both acquisitions, cropped to the brain and resampled to cubes: ``[2, 1, side, side, side]``, 0 outside.
 
-    Raises
-    ------
-    UsageError
-        nibabel is not installed, or was installed without its test data (some distributions strip it).
+    Raises ``UsageError`` if nibabel is not installed, or lacks its test data (some distributions remove it).
     """
     nibabel = require("nibabel")
     path = Path(nibabel.__path__[0]) / "tests" / "data" / "example4d.nii.gz"
@@ -88,8 +83,8 @@ def brain_volumes(side: int) -> torch.Tensor:
 def intensity_classes(volumes: torch.Tensor, classes: int) -> torch.Tensor:
     """A class per voxel, from the volume itself: 0 outside the head, then equally populated bands of brightness.
 
-    These are bands of intensity (they follow fluid, grey and white matter only roughly), not an expert's labels.
-    ``volumes`` is ``[n, 1, x, y, z]``; the result is int64 of the same shape, with values 0 to ``classes - 1``.
+    The bands follow fluid, grey and white matter only roughly; they are not an expert's labels. ``volumes`` is
+    ``[n, 1, x, y, z]``. The result is int64 of the same shape, with values 0 to ``classes - 1``.
     """
     if classes < 2:
         raise UsageError(f"classes: expected at least 2 (outside and inside the head), found {classes}")

@@ -179,7 +179,7 @@ def test_its_resident_bytes_are_those_that_were_touched(native: object) -> None:
         ([(8192, 0, 0), (8192, 61440, 0)], "place 1: expected .* found 8192 at 61440"),
         ([(8192, -512, 0)], "place 0: .* found 8192 at -512"),
         ([(0, 0, 0)], "place 0: .* found 0 at 0"),
-        ([(8192, 0, 3), (8192, 8192, 2)], "place 1: expected points that never fall, found 2 behind 3"),
+        ([(8192, 0, 3), (8192, 8192, 2)], "place 1: expected points that never decrease, found 2 after 3"),
     ],
 )
 def test_places_that_cannot_be_are_refused(native: object, rows: list[tuple[int, int, int]], message: str) -> None:

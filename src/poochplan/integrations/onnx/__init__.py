@@ -1,4 +1,4 @@
-"""For models in ONNX files: an importer to ``torch.fx``, and the training step that ``pooch profile`` makes of one.
+"""For models in ONNX files: an importer to ``torch.fx``, and the training step that ``pooch profile`` runs.
 
 from poochplan.integrations.onnx import load
 model = load("model.onnx").train()

@@ -1,4 +1,4 @@
-"""From an ONNX graph to ``torch.fx``: one node for each node, weights as parameters, shapes beside the tensors."""
+"""Imports an ONNX graph to ``torch.fx``: a node for each ONNX node, weights as parameters, shapes as host arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .operators.layers import NAMES, torch_weights
 from .weights import parameters_of, part_joined, tell_joined
 
 _LARGEST_FOLDED = 1 << 24
-"""Elements above which a constant result is computed in each step, and not kept."""
+"""A constant result with more elements is computed in each step, and not stored."""
 _STATISTICS = {3: "running_mean", 4: "running_var"}
 _RECURRENT = ("LSTM", "GRU", "RNN")
 
@@ -32,26 +32,23 @@ _RECURRENT = ("LSTM", "GRU", "RNN")
 def load(path: str | Path, *, parameters: Iterable[str] = (), constants: Iterable[str] = ()) -> fx.GraphModule:
     """The model of an ONNX file (opset 13 to 28) as a graph of ``torch.fx``, in eval mode, on the CPU.
 
-    It takes the file's inputs in their order, and returns its output, or a tuple of them. Each ONNX node is one node of
-    the graph and one submodule, named after it; dynamic dimensions stay dynamic. Weights are parameters under the names
-    of the file, so that ``state_dict()`` of an unoptimised export is that of the exported module. ``parameters`` and
-    ``constants`` name initialisers that :func:`~poochplan.integrations.onnx.weights.parameters_of` would tell wrong.
-    After ``train()`` batch normalisation and dropout behave as in training.
+    It takes the file's inputs in their order, and returns its output, or a tuple of several. Each ONNX node is one node
+    of the graph and one submodule, named after it. Dynamic dimensions stay dynamic. Weights are parameters with the
+    names in the file, so the ``state_dict()`` of an unoptimised export is that of the exported module. ``parameters``
+    and ``constants`` name initialisers that :func:`~poochplan.integrations.onnx.weights.parameters_of` would classify
+    wrongly. After ``train()`` batch normalisation and dropout behave as in training.
 
-    Raises
-    ------
-    UsageError
-        The file cannot be read, is no valid ONNX, or holds what the importer does not know; the message names the
-        node.
+    Raises ``UsageError`` if the file cannot be read, is no valid ONNX, or has a node that the importer does not
+    support; the message names the node.
     """
     where = Path(path)
     return GraphImport(where, read_model(where), parameters, constants).module()
 
 
 class OnnxNode(torch.nn.Module):
-    """Runs one ONNX operator. It holds no weights: these are the graph's, and come as arguments.
+    """Runs one ONNX operator. Weights belong to the graph, and are arguments.
 
-    ``constants`` are inputs of the node, by their place, that no argument is given for: shapes, axes, single numbers.
+    ``constants`` are inputs of the node that are no arguments, by position: shapes, axes, single numbers.
     """
 
     def __init__(
@@ -72,7 +69,7 @@ class OnnxNode(torch.nn.Module):
         self.on_host = on_host
 
     def forward(self, *arguments: Any) -> Any:
-        """What the operator gives: a tensor, a tuple of them, or an array where it computes a shape."""
+        """The operator's result: a tensor, a tuple of them, or an array if it computes a shape."""
         inputs, given = [], iter(arguments)
         for place in range(len(arguments) + len(self.constants)):
             inputs.append(self.constants[place] if place in self.constants else next(given))
@@ -88,24 +85,24 @@ class OnnxNode(torch.nn.Module):
 
 
 class GraphImport:
-    """State: what of the graph has been translated so far."""
+    """State: the part of the graph that has been translated so far."""
 
     def __init__(self, path: Path, model: ModelProto, parameters: Iterable[str], constants: Iterable[str]) -> None:
         self.path, self.model, self.graph = path, model, fx.Graph()
         self.root = torch.nn.Module()
         self.values: dict[str, fx.Node] = {}
-        """What runs: results of nodes, and the graph's inputs."""
+        """Values of the running graph: results of nodes, and the graph's inputs."""
         self.host: set[str] = set()
-        """Those of them that are arrays: shapes and what is computed of them."""
+        """Those of ``values`` that are arrays: shapes and results computed from shapes alone."""
         parted = part_joined(model.graph)
         self.arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
-        """What is known already: initialisers, constants, and what follows from them alone."""
+        """Known values: initialisers, constants, and results computed from these alone."""
         self.weights = parameters_of(path, model.graph, self.arrays, parameters, constants)
         tell_joined(path, model.graph, parted, self.weights)
         self.uses = Counter(name for node in model.graph.node for name in node.input)
         self.shapes = known_shapes(path, model)
         self.held: dict[str, str] = {}
-        """Names of the file to those of the module's tensors."""
+        """By name in the file: the name of the module's tensor."""
 
     def module(self) -> fx.GraphModule:
         """Translates all nodes."""
@@ -121,7 +118,7 @@ class GraphImport:
         return fx.GraphModule(self.root, self.graph, class_name=_identifier(self.path.stem) or "Model").eval()
 
     def _argument_name(self, name: str) -> str:
-        """It is written into the code of ``forward``, so it has to be a name there, and one only."""
+        """A unique Python name for an input, because it becomes a parameter in the code of ``forward``."""
         plain = _identifier(name)
         plain = plain if plain.isidentifier() else f"input_{plain}"
         taken = {node.target for node in self.graph.nodes}
@@ -137,7 +134,7 @@ class GraphImport:
         return self._tensor(name)
 
     def _folded(self, node: NodeProto) -> bool:
-        """Whether the node's outputs are known without running it; then they are among the arrays."""
+        """Whether the node's outputs are known without running it. If so, adds them to the arrays."""
         if node.op_type == "Constant":
             self.arrays[node.output[0]] = constant_of(node)
             return True
@@ -168,7 +165,7 @@ class GraphImport:
         return found if isinstance(found, tuple) else (found,)
 
     def _add(self, node: NodeProto) -> None:
-        """One node of the graph, and a submodule that runs it."""
+        """Adds one node to the graph, and a submodule that runs it."""
         self._refuse_training(node)
         on_host = self._runs_on_host(node)
         constants: dict[int, np.ndarray] = {}
@@ -192,7 +189,7 @@ class GraphImport:
             self.host.update(node.output)
 
     def _refuse_training(self, node: NodeProto) -> None:
-        """Dropout says by an input that it is on."""
+        """Raises ``UsageError`` for a Dropout whose input switches training on."""
         if node.op_type == "Dropout" and len(node.input) > 2 and node.input[2]:
             if not np.any(self.arrays.get(node.input[2], True)):
                 return
@@ -207,7 +204,7 @@ class GraphImport:
         return OnnxNode(node.op_type, attributes_of(node), constants, outputs, opset_of(self.model), on_host)
 
     def _runs_on_host(self, node: NodeProto) -> bool:
-        """Shapes do; what is computed of shapes alone does, where no constant with two dimensions takes part."""
+        """Whether a node runs on the host: shapes, and results of shapes alone without constants of two dimensions."""
         if node.op_type in ("Shape", "Size", "Range", "ConstantOfShape"):
             return True
         asked = OPERATORS[node.op_type].on_host
@@ -244,7 +241,7 @@ class GraphImport:
         return self._tensor(name)
 
     def _recurrent(self, node: NodeProto, place: int) -> Any:
-        """Constant weights become those of ``torch.nn``, all in the place of the first; others stay ONNX's."""
+        """Converts constant weights to those of ``torch.nn``, which replace the first; other weights stay unchanged."""
         names = [name for name in _inputs(node)[1:4] if name]
         if not all(name in self.weights and self.uses[name] == 1 for name in names):
             name = _inputs(node)[place] if place < len(_inputs(node)) else ""
@@ -262,14 +259,14 @@ class GraphImport:
         return made
 
     def _tensor(self, name: str, array: np.ndarray | None = None) -> fx.Node:
-        """A parameter or a buffer of the module."""
+        """The graph's node for a parameter or a buffer of the module."""
         if name not in self.held:
             tensor = to_tensor(self.arrays[name] if array is None else array)
             self.held[name] = self._hold(name, torch.nn.Parameter(tensor) if name in self.weights else tensor)
         return self.graph.get_attr(self.held[name])
 
     def _hold(self, name: str, tensor: torch.Tensor) -> str:
-        """Registers the tensor under the file's name, as far as a module can have it; returns the one that it has."""
+        """Registers the tensor under the file's name, or a similar valid one; returns the registered name."""
         path = [_plain(re.sub(r"\W", "_", part)) for part in name.split(".") if part] or ["weight"]
         owner = self.root
         for part in path[:-1]:
@@ -294,7 +291,7 @@ class GraphImport:
 
 
 def _inputs(node: NodeProto) -> list[str]:
-    """Names of the inputs, without those at the end that are left out."""
+    """Names of the inputs, without omitted ones at the end."""
     names = list(node.input)
     while names and not names[-1]:
         names.pop()
@@ -302,7 +299,7 @@ def _inputs(node: NodeProto) -> list[str]:
 
 
 def _identifier(name: str) -> str:
-    """The name with nothing but letters, digits and underscores: code is made of it."""
+    """The name with only letters, digits and underscores, for use in code."""
     return _plain(re.sub(r"\W+", "_", name).strip("_"))
 
 

@@ -1,4 +1,4 @@
-"""Reads an ONNX file and refuses in one line what cannot be imported: before anything of torch is built."""
+"""Reads an ONNX file. Refuses files that cannot be imported, in one line, before any module is built."""
 
 from __future__ import annotations
 
@@ -16,25 +16,22 @@ from poochplan.errors import UsageError
 from .operators import OPERATORS
 
 OPSETS = range(13, 29)
-"""The versions of ONNX's operators that are known."""
+"""Supported versions of ONNX's operators."""
 _LARGEST_TOLD = 1024
-"""Elements of an initialiser above which it tells no shape of another tensor: inference is not given it."""
+"""Initialisers with more elements determine no shape of another tensor, so shape inference does not get their data."""
 
 _PREFIXES = re.compile(r"\[\w+Error\]|Inference error\(s\):")
 _CONSTANTS = ("value", "value_float", "value_floats", "value_int", "value_ints")
 
 
 def read_model(path: Path, *, weights: bool = True) -> ModelProto:
-    """The checked model: local functions are written out in the graph, ONNX's own checker has passed it.
+    """The model, checked by ONNX's own checker, with local functions expanded.
 
-    Without ``weights`` those that lie in another file are not read, and what nodes there are is not checked.
+    Without ``weights`` those in another file are not read, and nodes are not checked.
 
-    Raises
-    ------
-    UsageError
-        The file is missing or no ONNX, its opset is not one of 13 to 28, weights that lie in another file are not
-        there, a node is none that the importer knows, or the checker refuses it: the message names the node and its
-        operator.
+    Raises ``UsageError`` if the file is missing or no ONNX, if its opset is not one of 13 to 28, or if a file with
+    weights is missing. Also if a node is not supported or the checker refuses it; the message then names the node and
+    its operator.
     """
     if not path.is_file():
         raise UsageError(f"{path}: no such ONNX file")
@@ -59,7 +56,7 @@ def read_model(path: Path, *, weights: bool = True) -> ModelProto:
 
 
 def opset_of(model: ModelProto) -> int:
-    """The version of ONNX's own operators; 0 where the file names none."""
+    """The version of ONNX's own operators; 0 if the file names none."""
     return next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
 
 
@@ -73,7 +70,7 @@ def _check_opset(path: Path, model: ModelProto) -> None:
 
 
 def _load_external(path: Path, model: ModelProto) -> None:
-    """Weights that the file keeps in others beside it."""
+    """Loads weights that are in other files next to this one."""
     names = sorted({location for tensor in _tensors(model) for location in _locations(tensor)})
     for name in names:
         if not (path.parent / name).is_file():
@@ -90,7 +87,7 @@ def _load_external(path: Path, model: ModelProto) -> None:
 
 
 def _tensors(model: ModelProto) -> Iterator[TensorProto]:
-    """All that the file holds: initialisers, and those of nodes, of local functions too."""
+    """All tensors of the file: initialisers, and those of nodes, including local functions."""
     yield from model.graph.initializer
     for node in (*model.graph.node, *(node for function in model.functions for node in function.node)):
         for attribute in node.attribute:
@@ -103,7 +100,7 @@ def _locations(tensor: TensorProto) -> Iterator[str]:
 
 
 def check_node(path: Path, node: NodeProto) -> None:
-    """Raises ``UsageError`` for a node of an unknown operator, in training mode, or of attributes that are unknown."""
+    """Raises ``UsageError`` for a node in training mode, or with an unknown operator or attribute."""
     what = f"{path}: node {label_of(node)!r} ({node.op_type})"
     given = attributes_of(node)
     if node.domain not in ("", "ai.onnx") or (node.op_type not in OPERATORS and node.op_type != "Constant"):
@@ -133,13 +130,13 @@ def check_node(path: Path, node: NodeProto) -> None:
 
 
 def check_graph(path: Path, model: ModelProto) -> None:
-    """Raises ``UsageError`` with the first thing that ONNX's own checker finds, and the node that it finds it at."""
+    """Raises ``UsageError`` with the first fault that ONNX's own checker finds, and its node."""
     alone = _without_weights(model)
     for value in (*alone.graph.input, *alone.graph.output):
-        value.CopyFrom(helper.make_tensor_value_info(value.name, TensorProto.FLOAT, []))  # types are told by inference
+        value.CopyFrom(helper.make_tensor_value_info(value.name, TensorProto.FLOAT, []))  # inference gives the types
     for node in alone.graph.node:
         if _is_deprecated(node.op_type, opset_of(model)):
-            node.domain = "deprecated"  # the checker refuses it, and looks at no node of another domain
+            node.domain = "deprecated"  # the checker would refuse it, but ignores nodes of other domains
     alone.opset_import.append(helper.make_opsetid("deprecated", 1))
     try:
         onnx.checker.check_model(alone)
@@ -149,14 +146,14 @@ def check_graph(path: Path, model: ModelProto) -> None:
 
 
 def _is_deprecated(kind: str, opset: int) -> bool:
-    """GroupNormalization was until opset 21, from which on its scale is that of channels."""
+    """Whether ONNX marks the operator as deprecated, such as GroupNormalization before opset 21."""
     return onnx.defs.has(kind, opset) and bool(onnx.defs.get_schema(kind, opset).deprecated)
 
 
 def _without_weights(model: ModelProto) -> ModelProto:
-    """The same graph, its large initialisers as inputs of their type and shape, each node with the name it is told by.
+    """The same graph, with large initialisers as inputs of their type and shape, and a name for each node.
 
-    It is small: checker and inference take a model as bytes, of which there may be 2 GiB at most.
+    It is small, because checker and inference take a model of at most 2 GiB.
     """
     graph = model.graph
     large = [tensor for tensor in graph.initializer if np.prod(tensor.dims, dtype=np.int64) > _LARGEST_TOLD]
@@ -179,7 +176,7 @@ def _is_one_of(found: Any, values: tuple[Any, ...]) -> bool:
 
 
 def label_of(node: NodeProto) -> str:
-    """The node's name; one without a name goes by its first output."""
+    """The node's name; without one, that of its first output."""
     return str(node.name or next(iter(node.output), ""))
 
 
@@ -201,7 +198,7 @@ def attributes_of(node: NodeProto) -> dict[str, Any]:
 
 
 def constant_of(node: NodeProto) -> np.ndarray:
-    """What a Constant node holds."""
+    """The array of a Constant node."""
     name, value = next((name, value) for name, value in attributes_of(node).items() if name in _CONSTANTS)
     if name == "value":
         return np.asarray(value)
@@ -209,7 +206,7 @@ def constant_of(node: NodeProto) -> np.ndarray:
 
 
 def dimensions_of(value: Any) -> list[int | str]:
-    """The dimensions of a value's type: a number, or the name that the file gives it; empty where it has none."""
+    """The dimensions of a value's type: a number, a name, or empty if the file gives neither."""
     return [
         dimension.dim_value if dimension.HasField("dim_value") else dimension.dim_param
         for dimension in value.type.tensor_type.shape.dim
@@ -217,9 +214,9 @@ def dimensions_of(value: Any) -> list[int | str]:
 
 
 def known_shapes(path: Path, model: ModelProto) -> dict[str, tuple[int, ...]]:
-    """The shapes of values that the file, or inference from it, knows to the last dimension.
+    """The shapes of values for which the file, or inference from it, gives all dimensions.
 
-    Raises ``UsageError`` for types and shapes that cannot be; the message names the node.
+    Raises ``UsageError`` for impossible types and shapes; the message names the node.
     """
     try:
         graph = onnx.shape_inference.infer_shapes(_without_weights(model), check_type=True, strict_mode=True).graph

@@ -1,4 +1,4 @@
-"""The training step of an ONNX file: its model, inputs drawn at random, a loss, and an optimizer."""
+"""The training step of an ONNX file: its model, random inputs, a loss, and an optimizer."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _OWN: dict[str, tuple[Any, Any]] = {
 """The parameters that every file has, with their types and defaults."""
 
 _PASSED_ON = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
-"""Operators behind which an input is still the same numbers."""
+"""Operators whose result has the same numbers as the input."""
 
 
 def training_function(path: Path, build: Build[Made], find: Callable[[str], Loss]) -> Callable[..., Made]:
-    """A function that builds the file's training step; it takes one keyword for each dynamic dimension of its inputs.
+    """A function that builds the file's training step. It has one keyword for each dynamic dimension of the inputs.
 
-    Beside these it takes ``loss`` (``mse``, ``cross-entropy`` or what ``find`` finds), ``optimizer``, ``device``, and
-    ``parameters`` and ``constants`` as :func:`~poochplan.integrations.onnx.importing.load` does. ``build`` is given
-    the model in training mode, the step and the optimizer.
+    Other keywords are ``loss`` (``mse``, ``cross-entropy`` or a name for ``find``), ``optimizer``, ``device``, and
+    ``parameters`` and ``constants`` of :func:`~poochplan.integrations.onnx.importing.load`. ``build`` gets the model
+    in training mode, the step and the optimizer.
 
-    Raises ``UsageError`` when the file cannot be read; the function raises it for what it is asked, and for nodes.
+    Raises ``UsageError`` if the file cannot be read. The function raises it for invalid arguments and nodes.
     """
     model = read_model(path, weights=False)
     dynamic = dict.fromkeys(
@@ -107,7 +107,7 @@ def _optimizer(path: Path, model: torch.nn.Module, name: str) -> torch.optim.Opt
 def _output_shape(
     path: Path, model: torch.nn.Module, inputs: list[torch.Tensor], outputs: Any, sizes: Mapping[str, int]
 ) -> list[int]:
-    """The shape of the one output: as the file gives it, else as one forward pass in eval mode finds it."""
+    """The shape of the only output: from the file, else from a forward pass in eval mode."""
     if len(outputs) != 1:
         raise UsageError(
             f"{path}: mse and cross-entropy take one output, found {len(outputs)}; give --loss file.py:function"
@@ -127,7 +127,7 @@ def _mean_squared(shape: list[int], device: str) -> Loss:
 
 
 def _cross_entropy(path: Path, shape: list[int], device: str) -> Loss:
-    """Classes are the last dimension of (batch, classes) and (batch, length, classes), else the one after the batch."""
+    """Cross-entropy over the last dimension of (batch, classes) and (batch, length, classes), else over the second."""
     if len(shape) < 2:
         raise UsageError(
             f"{path}: cross-entropy: expected an output with classes, found shape {shape}; give --loss mse"
@@ -141,16 +141,16 @@ def _cross_entropy(path: Path, shape: list[int], device: str) -> Loss:
 
 @dataclass(frozen=True)
 class GraphInput:
-    """One input of the graph: its type, and its dimensions, a number or the name of a dynamic one."""
+    """One input of the graph: its type, and its dimensions, each a number or the name of a dynamic one."""
 
     name: str
     dtype: torch.dtype
     dimensions: tuple[int | str, ...]
     rows: int | None
-    """Rows of the smallest table that its elements are looked up in; None where they are no indices."""
+    """Rows of the smallest table that the elements are indices for; None if they are no indices."""
 
     def draw(self, sizes: Mapping[str, int], device: str) -> torch.Tensor:
-        """Normally distributed floats, or indices below ``rows``; whole numbers that are no indices are ones."""
+        """Random contents: normally distributed floats, or indices below ``rows``. Other whole numbers are ones."""
         shape = [sizes[size] if isinstance(size, str) else size for size in self.dimensions]
         if self.dtype.is_floating_point:
             return torch.randn(shape, dtype=self.dtype, device=device)
@@ -160,9 +160,9 @@ class GraphInput:
 
 
 def inputs_of(path: Path, model: ModelProto) -> list[GraphInput]:
-    """The graph's inputs in their order. A dynamic dimension without a name is called after its input: ``ids_0``.
+    """The graph's inputs in their order. A dynamic dimension without a name gets one from its input: ``ids_0``.
 
-    Raises ``UsageError`` for an input that is no tensor, or of a type that torch has not.
+    Raises ``UsageError`` for an input that is no tensor, or has a type that torch lacks.
     """
     held = {tensor.name for tensor in model.graph.initializer}
     found = []
@@ -181,7 +181,7 @@ def inputs_of(path: Path, model: ModelProto) -> list[GraphInput]:
 
 
 def dimension_name(name: str) -> str:
-    """The name as ``--set`` can write it."""
+    """The name in a form for ``--set``."""
     plain = re.sub(r"\W", "_", name)
     if not plain.isidentifier():
         plain = f"_{plain}"
@@ -189,7 +189,7 @@ def dimension_name(name: str) -> str:
 
 
 def _rows(model: ModelProto, name: str) -> int | None:
-    """The rows of the smallest constant table that the input is an index into, as it is or reshaped."""
+    """Rows of the smallest constant table that the input, possibly reshaped, is an index for."""
     tables = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
     same, found = {name}, []
     for node in model.graph.node:

@@ -1,4 +1,4 @@
-"""Which constants of an ONNX graph are weights, and which of these an exporter joined: the file says neither."""
+"""Finds the weights among an ONNX graph's constants, and those that an exporter joined: the file names neither."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from poochplan.errors import UsageError
 from .operators import OPERATORS
 
 _ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Pow", "Sum", "Mean", "Where", "Expand", "Concat")
-"""Operators that take weights as well as plain numbers; one number is no weight there, unless it is a bias."""
+"""Operators for weights and plain numbers. A single number is no weight there, unless it is a bias."""
 _PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum")
 _LARGEST = 1e30
-"""Masks are added as minus infinity, or the least number of their type; no weight is as large."""
+"""Masks have minus infinity, or the least number of their type. No weight is as large as this."""
 
 Use = tuple[NodeProto, int]
 _INSERTED = re.compile(r"Identity(_\d+)?")
-"""What torch's older exporter calls the nodes that it joins by. A model's own have a scope: ``/block/Identity``."""
+"""Names of the nodes by which torch's older exporter joins weights. A model's own have a scope: ``/block/Identity``."""
 _TENSOR = re.compile(r"(?!\d+$)\w[\w.]*")
 _LAYERS = ("Conv", "ConvTranspose", "Gemm", "PRelu")
 _SHOWN = 3
@@ -36,14 +36,14 @@ def parameters_of(
     parameters: Iterable[str] = (),
     constants: Iterable[str] = (),
 ) -> set[str]:
-    """The names of those initialisers that are trained.
+    """The names of initialisers that are trained.
 
-    A weight is of floats, has at least one dimension, and is read where an operator takes weights: by Conv, Gemm,
-    MatMul, LSTM, normalisations, Gather, or as an operand of arithmetic and by what moves elements. Running statistics,
-    bounds, fill values and scales are none, nor is a single number in arithmetic, unless it is added to a product, nor
-    what holds an infinity. ``parameters`` and ``constants`` name what this tells wrong.
+    A weight has floats and at least one dimension, and is an input for weights of Conv, Gemm, MatMul, LSTM, a
+    normalisation, Gather, arithmetic or an operator that moves elements. Running statistics, bounds, fill values,
+    scales, and tensors with an infinity are no weights. A single number in arithmetic is one only if it is added to a
+    product. ``parameters`` and ``constants`` name exceptions.
 
-    Raises ``UsageError`` for a name among these that is no initialiser of floats.
+    Raises ``UsageError`` if one of these names is no initialiser of floats.
     """
     forced, denied = set(parameters), set(constants)
     for name in sorted(forced | denied):
@@ -88,10 +88,10 @@ def _is_weight(use: Use, array: np.ndarray, made_by: Mapping[str, str]) -> bool:
 
 
 def part_joined(graph: GraphProto) -> dict[str, str]:
-    """Makes each further name of an initialiser one of its own; returns these, each with the name it was joined to.
+    """Separates joined initialisers. Returns the new ones by name, each with the name that it was joined to.
 
-    The older exporter of torch keeps one of several equal tensors and has the others be an Identity of it. Tensors that
-    the module itself shares have one name in its files, so none of those is parted.
+    The older exporter of torch keeps one of several equal tensors, and makes the others an Identity of it. Tensors that
+    the module itself shares have one name in its files, so they stay joined.
     """
     held = {tensor.name: tensor for tensor in graph.initializer}
     found: dict[str, str] = {}
@@ -112,7 +112,7 @@ def part_joined(graph: GraphProto) -> dict[str, str]:
 
 
 def tell_joined(path: Path, graph: GraphProto, parted: dict[str, str], weights: Iterable[str]) -> None:
-    """Warns where parameters were parted, and where several layers have one that cannot be parted."""
+    """Warns if parameters were separated, or if several layers share one that cannot be separated."""
     names, readers = set(weights), defaultdict[str, list[str]](list)
     apart = sorted(name for name in parted if name in names)
     if apart:

@@ -1,6 +1,6 @@
-"""The ONNX operators that the importer knows, and the function of torch that runs each.
+"""The ONNX operators that the importer supports, with a function of torch for each.
 
-Importing it fills the table.
+Importing this package fills the table.
 """
 
 from . import elementwise, layers, on_host, structure

@@ -1,4 +1,4 @@
-"""Arithmetic: operators that treat each element by itself, reductions over axes, and sums along one."""
+"""Arithmetic: operators on single elements, reductions over axes, and sums along one axis."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TORCH_TYPES = {
     11: torch.float64,
     16: torch.bfloat16,
 }
-"""The types of tensors by their numbers in ``onnx.TensorProto``; the others have none in torch, or none that trains."""
+"""Torch's types by their numbers in ``onnx.TensorProto``. Torch lacks the other types, or cannot train with them."""
 
 _OF_ONE: dict[str, Function] = {
     "Abs": torch.abs,
@@ -216,7 +216,7 @@ def _reduction(function: Function) -> Function:
 
 
 def axes_of(node: Node, axes: Any, ndim: int) -> list[int] | None:
-    """The axes to reduce over: an attribute in older opsets, else an input. None leaves the value as it is."""
+    """The axes to reduce over: an attribute in older opsets, else an input. None reduces nothing."""
     chosen = node.attributes.get("axes") if axes is None else integers(axes)
     if chosen:
         return list(chosen)

@@ -1,4 +1,4 @@
-"""The table of ONNX operators: which function of torch runs each one, and what it asks of its inputs."""
+"""The table of ONNX operators: the function of torch for each one, and the requirements on its inputs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 
 class Node(Protocol):
-    """What a function knows of the node that it runs."""
+    """The node that a function runs."""
 
     attributes: Mapping[str, Any]
     """The node's attributes, with text as ``str``, and tensors as arrays."""
     outputs: int
-    """How many outputs the node has, unused ones at the end left out."""
+    """Number of outputs, without unused ones at the end."""
     opset: int
     training: bool
 
@@ -26,29 +26,29 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Operator:
-    """One ONNX operator. Its function takes the node and then the inputs in their order, None for one left out."""
+    """One ONNX operator. Its function takes the node, then the inputs in their order; omitted ones are None."""
 
     name: str
     function: Function
     on_host: frozenset[int]
-    """Inputs that are read as whole numbers: shapes, axes, pads. They are arrays or, at worst, tensors."""
+    """Inputs that are read as whole numbers: shapes, axes, pads. They are usually arrays, and sometimes tensors."""
     no_weights: frozenset[int]
-    """Inputs that are never trained, though they may be of floats: bounds, fill values, scales."""
+    """Inputs that may have floats, but are never trained: bounds, fill values, scales."""
     allowed: Mapping[str, tuple[Any, ...]]
-    """Attributes of which only these values are known; an attribute that is not given is allowed."""
+    """By attribute: the supported values. A missing attribute is allowed."""
     most_outputs: int | None
-    """Later outputs are refused where the file uses them; None knows them all."""
+    """Number of supported outputs; a file that uses later ones is refused. None supports all."""
     refused: Mapping[int, str]
-    """Inputs that a node must not have, and what they are called."""
+    """Inputs that a node must not have, with their names."""
     check: Callable[[Mapping[str, Any]], str]
-    """What is wrong with a node's attributes together, as ``expected ..., found ...``; empty where nothing is."""
+    """Returns the fault of a combination of attributes, as ``expected ..., found ...``; empty if there is none."""
 
 
 OPERATORS: dict[str, Operator] = {}
-"""Every operator that the importer knows, by its ONNX name."""
+"""Every supported operator, by its ONNX name."""
 
 HOST: dict[str, Function] = {}
-"""The operators that also run on arrays of the host: those that shapes are computed with."""
+"""Operators that also run on arrays of the host, to compute shapes."""
 
 
 def operator(
@@ -60,7 +60,7 @@ def operator(
     refused: Mapping[int, str] | None = None,
     check: Callable[[Mapping[str, Any]], str] = lambda attributes: "",
 ) -> Callable[[Function], Function]:
-    """Puts a function into the table under each of the names."""
+    """Registers a function in the table under each of the names."""
 
     def register(function: Function) -> Function:
         for name in names:
@@ -85,12 +85,12 @@ def integers(value: Any) -> list[int]:
 
 
 def to_tensor(value: Any, device: torch.device | None = None) -> torch.Tensor:
-    """An array as a tensor of the same type; a tensor stays what it is."""
+    """An array as a tensor of the same type; a tensor unchanged."""
     if isinstance(value, torch.Tensor):
         return value
     if value.dtype.name == "bfloat16":
         return torch.tensor(value.astype(np.float32), dtype=torch.bfloat16, device=device)
-    if value.size > 1 and not any(value.strides):  # one number, expanded: this way it can be computed again
+    if value.size > 1 and not any(value.strides):  # one number, expanded: a replay can compute it again
         return torch.full(value.shape, value.flat[0].item(), dtype=torch.tensor(value.flat[0]).dtype, device=device)
     return torch.tensor(value.copy(), device=device)
 

@@ -1,7 +1,7 @@
 """Layers: products, convolutions, pooling, resizing, normalisations, softmax, and LSTM, GRU and RNN.
 
-ONNX joins the weights of the directions of a recurrent layer and orders its gates otherwise. Where a file holds them as
-constants, they become the parameters that ``torch.nn`` would have (:func:`torch_weights`).
+ONNX joins the weights of a recurrent layer's directions, and has another order of gates. If they are constants of the
+file, they become the parameters that ``torch.nn`` would have (:func:`torch_weights`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _TRANSPOSED = {1: functional.conv_transpose1d, 2: functional.conv_transpose2d, 3
 _MAX_POOLS = {1: functional.max_pool1d, 2: functional.max_pool2d, 3: functional.max_pool3d}
 _AVERAGE_POOLS = {1: functional.avg_pool1d, 2: functional.avg_pool2d, 3: functional.avg_pool3d}
 _GATES = {"LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2), "RNN": (0,)}
-"""Which of ONNX's gates come first, second, ... in torch: iofc -> ifco, zrh -> rzh."""
+"""The positions of ONNX's gates in torch's order: iofc -> ifco, zrh -> rzh."""
 _ACTIVATIONS = {"LSTM": ["sigmoid", "tanh", "tanh"], "GRU": ["sigmoid", "tanh"]}
 NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-"""What torch calls the weights of a direction, in their order."""
+"""Torch's names for the weights of a direction, in their order."""
 
 
 @operator("Gemm")
@@ -49,7 +49,7 @@ def _gemm(node: Node, left: torch.Tensor, right: torch.Tensor, added: torch.Tens
     refused={4: "past_key", 5: "past_value", 6: "nonpad_kv_seqlen"},
 )
 def _attention(node: Node, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None) -> Any:
-    """Of (batch, heads, length, width), or of (batch, length, heads x width) with the number of heads as attributes."""
+    """Attention on (batch, heads, length, width), or on (batch, length, heads x width) with heads as attributes."""
     attributes, is_flat = node.attributes, query.ndim == 3
     if is_flat:
         query = query.unflatten(2, (attributes["q_num_heads"], -1)).transpose(1, 2)
@@ -157,7 +157,7 @@ def _check_resize(attributes: Mapping[str, Any]) -> str:
     check=_check_resize,
 )
 def _resize(node: Node, value: torch.Tensor, roi: Any = None, scales: Any = None, sizes: Any = None) -> torch.Tensor:
-    """Of sizes and scales those of batch and channels have to leave these as they are."""
+    """Resizes all dimensions but batch and channels, whose sizes and scales must change nothing."""
     attributes, dims = node.attributes, value.ndim - 2
     mode, where = attributes.get("mode", "nearest"), attributes.get("coordinate_transformation_mode", "half_pixel")
     names = {"linear": ["linear", "bilinear", "trilinear"], "cubic": ["", "bicubic", ""], "nearest": ["nearest"] * 3}
@@ -174,7 +174,7 @@ def _of_dims(node: Node, name: str, dims: int) -> list[int]:
 
 
 def _padded(node: Node, value: torch.Tensor, kernel: list[int], fill: float) -> tuple[torch.Tensor, list[int]]:
-    """The value, and the pads of each dimension: at both ends the same, else they are put on here and none are left."""
+    """The value, and equal pads for both ends of each dimension. Unequal pads are applied here, and none are left."""
     dims = len(kernel)
     pads = _pads(node, value, kernel)
     if pads[:dims] == pads[dims:]:
@@ -202,7 +202,7 @@ def _pads(node: Node, value: torch.Tensor, kernel: list[int]) -> list[int]:
 def _batch_norm(
     node: Node, value: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor
 ) -> torch.Tensor:
-    """In training it moves the running statistics; ONNX's momentum is the share of them that stays."""
+    """Batch normalisation, which updates running statistics in training. ONNX's momentum is the share that stays."""
     attributes = node.attributes
     momentum, epsilon = 1.0 - attributes.get("momentum", 0.9), attributes.get("epsilon", 1e-5)
     return functional.batch_norm(value, mean, variance, scale, bias, node.training, momentum, epsilon)
@@ -228,7 +228,7 @@ def _layer_norm(node: Node, value: torch.Tensor, scale: torch.Tensor, bias: torc
 
 @operator("GroupNormalization", allowed={"stash_type": (1,)})
 def _group_norm(node: Node, value: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Scale and bias are per group up to opset 20, and torch's per channel."""
+    """Group normalisation. Up to opset 20 scale and bias are per group; torch's are per channel."""
     groups, channels = node.attributes["num_groups"], value.shape[1]
     if scale.numel() != channels:
         scale, bias = (part.repeat_interleave(channels // groups) for part in (scale, bias))
@@ -256,7 +256,7 @@ for _name, _function in _SIMPLE.items():
 def torch_weights(
     kind: str, weight: torch.Tensor, recurrence: torch.Tensor, bias: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """The weights as torch has them: for each direction of shape (gates * hidden, ...) two weights, then two biases.
+    """The weights for torch: for each direction two weights of shape (gates * hidden, ...), then two biases.
 
     ``weight`` is (directions, gates * hidden, inputs), ``recurrence`` (directions, gates * hidden, hidden) and ``bias``
     (directions, 2 * gates * hidden).
@@ -289,7 +289,7 @@ def _checked(kind: str) -> Any:
 
 
 def _recurrent(kind: str, node: Node, value: torch.Tensor, *inputs: Any) -> Any:
-    """Of all time steps (time, directions, batch, hidden), then the last states."""
+    """The states of all time steps (time, directions, batch, hidden), then the last states."""
     weights, hidden, cell = _taken(kind, node, value, inputs)
     is_biased = len(weights) == len(NAMES) * _directions(node)
     state: Any = (hidden, cell) if kind == "LSTM" else hidden
@@ -319,7 +319,7 @@ for _kind, _states in (("LSTM", 2), ("GRU", 1), ("RNN", 1)):
 def _taken(
     kind: str, node: Node, value: torch.Tensor, inputs: tuple[Any, ...]
 ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Weights in torch's order, and the first states; those that are not given are zeros."""
+    """Weights in torch's order, and the first states; missing ones are zeros."""
     weight, recurrence, bias, _, hidden, cell = [*inputs, *[None] * 6][:6]
     split = isinstance(weight, (list, tuple))
     weights = list(weight) if split else torch_weights(kind, weight, recurrence, bias)

@@ -1,6 +1,6 @@
-"""Operators on arrays of the host: the shapes, axes and positions that a graph computes beside its tensors.
+"""Operators on arrays of the host: shapes, axes and positions that a graph computes in addition to its tensors.
 
-A shape is never a tensor, so that no op of the step, no copy from a device and no profile has to do with it.
+A shape is never a tensor, so it needs no op of the step and no copy from a device, and is in no profile.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ HOST.update(
 @operator("Shape")
 @_on_host("Shape")
 def _shape(node: Node, value: Any) -> np.ndarray:
-    """Takes a tensor or an array; what it gives is always on the host."""
+    """The shape of a tensor or an array, always on the host."""
     shape = tuple(value.shape)
     return np.array(shape[node.attributes.get("start", 0) : node.attributes.get("end", len(shape))], np.int64)
 

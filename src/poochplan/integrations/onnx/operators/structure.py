@@ -12,7 +12,7 @@ from .known import Function, Node, integers, operator, to_tensor
 
 
 def asked_shape(node: Node, found: tuple[int, ...], asked: list[int]) -> list[int]:
-    """The shape that Reshape gives: 0 takes the dimension that is there, unless ``allowzero``."""
+    """The result's shape of Reshape: 0 is the dimension of the input, unless ``allowzero``."""
     if node.attributes.get("allowzero", 0):
         return asked
     return [found[index] if size == 0 else size for index, size in enumerate(asked)]
@@ -57,7 +57,7 @@ def _split(node: Node, value: torch.Tensor, sizes: Any = None) -> Any:
 
 
 def split_sizes(node: Node, size: int, sizes: Any) -> list[int]:
-    """The sizes that Split gives: those it is told, else equal ones with a smaller one at the end."""
+    """The sizes of Split's parts: the given ones, else equal ones with a smaller one at the end."""
     if sizes is not None:
         return integers(sizes)
     count = node.attributes.get("num_outputs", node.outputs)
@@ -67,7 +67,7 @@ def split_sizes(node: Node, size: int, sizes: Any) -> list[int]:
 
 @operator("SplitToSequence", on_host=(1,), allowed={"keepdims": (1,)})
 def _split_to_sequence(node: Node, value: torch.Tensor, sizes: Any = None) -> tuple[torch.Tensor, ...]:
-    """The parts as a tuple; one number is the size of each, and without any it is 1."""
+    """The parts as a tuple. One number is the size of each part; without sizes it is 1."""
     axis, given = node.attributes.get("axis", 0), [1] if sizes is None else integers(sizes)
     return torch.split(value, given[0] if sizes is None or sizes.ndim == 0 else given, axis)
 

@@ -211,7 +211,7 @@ def shape_of(segment: Segment) -> tuple[int, ...]:
 
 
 def _may_be(one: Key, other: Key) -> bool:
-    return one[2:] == other[2:]  # they differ in their place alone
+    return one[2:] == other[2:]  # they only differ in their place
 
 
 UNUSED = "no backward uses the saved tensors"
