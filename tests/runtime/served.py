@@ -17,8 +17,8 @@ from poochplan.formats.plan import Decision, Plan
 from poochplan.planner.writing import with_decisions
 from poochplan.runtime.allocator.library import library, why_unavailable
 from poochplan.runtime.run_report import ArenaReport
-from poochplan.runtime.session import Session
-from tests.runtime.nets import CASES, Case, snapshot
+from tests.runtime import nets
+from tests.runtime.nets import CASES
 
 SETTLED = 4
 """So many steps are metered, or written down: those behind them are served."""
@@ -52,27 +52,8 @@ def _made(name: str, kind: str) -> Plan:
             del changes[str(error).partition(": cannot be decided")[0]]
 
 
-class Loop:
-    """State: a model of a case in training, and what :func:`snapshot` said after each step.
-
-    ``session`` is set by whoever opens one.
-    """
-
-    def __init__(self, case: Case, optimizer: type[torch.optim.Optimizer] | None = None, **options: float) -> None:
-        self.model, self.loss_of, self.optimizer = case.fresh()
-        if optimizer is not None:
-            self.optimizer = optimizer(self.model.parameters(), **options)  # type: ignore[call-arg]
-        self.seen: list[list[torch.Tensor]] = []
-        self.session: Session | None = None
-        torch.manual_seed(1)
-
-    def step(self) -> torch.Tensor:
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = self.loss_of()
-        loss.backward()
-        self.seen.append(snapshot(self.model, loss))
-        self.optimizer.step()
-        return loss.detach()
+class Loop(nets.Loop):
+    """One whose steps an arena may serve."""
 
     def steps(self, count: int = SETTLED) -> None:
         for _ in range(count):

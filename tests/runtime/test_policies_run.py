@@ -10,28 +10,18 @@ from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Plan
 from poochplan.planner.planning import plan
 from poochplan.planner.policies import policy_names
-from tests.runtime.nets import CASES, equal, in_core, train
+from tests.runtime.nets import CASES, followed
 
 SHARES = (0.6, 0.7, 0.8, 0.9, 1.0)
 
 
-@pytest.fixture(scope="module", params=["residual", "attention"])
-def case_name(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
+@pytest.mark.parametrize("case_name", ["residual", "attention"])
 @pytest.mark.parametrize("name", policy_names())
 def test_a_policys_plan_runs_as_predicted(name: str, case_name: str) -> None:
-    case = CASES[case_name]
     made = _tightest(case_name, name)
-    reference = in_core(case, 2)
-    planned, report = train(case, 2, made)
-    assert equal(reference, planned)
-    assert report is not None
-    assert report.total.fallbacks == 0, report.total.fallback_reasons
-    assert report.last_step.peak_bytes == made.prediction.peak_bytes
-    assert report.last_step.out_bytes == made.prediction.out_bytes
-    assert report.last_step.in_bytes == made.prediction.in_bytes
+    found, predicted = followed(CASES[case_name], made).last_step, made.prediction
+    assert found.peak_bytes == predicted.peak_bytes
+    assert (found.out_bytes, found.in_bytes) == (predicted.out_bytes, predicted.in_bytes)
 
 
 @functools.cache

@@ -5,13 +5,11 @@ Replays before the use of their value, releases after a replay that starts from 
 
 from __future__ import annotations
 
-import functools
-
 import msgspec
 import pytest
 
 import poochplan
-from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Link, LinkDirection, Profile
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.search.allowance import Allowance
@@ -22,7 +20,7 @@ from poochplan.planner.simulator.schedule import Schedule, assemble, lists_of
 from poochplan.planner.simulator.simulate import simulate, try_decisions
 from tests.depth import seeds
 from tests.planner.plans import plan_with, random_decisions, random_tuning
-from tests.runtime.nets import CASES, Case, equal, in_core, metered_peaks, train
+from tests.runtime.nets import CASES, Case, followed, metered_peaks
 
 SLOW = LinkDirection(latency_s=1e-5, bandwidth_bytes_per_s=5e7)
 SHARE = 0.3
@@ -37,12 +35,7 @@ def tight(case: Case) -> tuple[Profile, Problem, int]:
 
 
 def run_and_compare(case: Case, profile: Profile, problem: Problem, schedule: Schedule) -> None:
-    reference = in_core(case, 2)
-    plan = plan_with(profile, schedule)
-    planned, report = train(case, 2, plan)
-    assert equal(reference, planned)
-    assert report is not None
-    assert report.total.fallbacks == 0, report.total.fallback_reasons
+    report = followed(case, plan_with(profile, schedule))
     assert report.last_step.peak_bytes == simulate(problem, schedule).peak_bytes
 
 
@@ -96,26 +89,16 @@ def test_a_value_that_leaves_after_a_replay_gives_the_gradients_of_in_core_train
     run_and_compare(case, profile, problem, schedule)
 
 
-@functools.cache
-def plan_that_switches_recording() -> Plan:
+def test_a_plan_that_switches_recording_between_in_place_chains_replays() -> None:
     measured = CASES["recurrent"].profile()
     # Ops of one length, and a thread that takes nothing: what is recomputed must not depend on how busy the machine is.
     ops = tuple(msgspec.structs.replace(op, duration_s=1e-6) for op in measured.ops)
     link = Link(name="slow", outward=SLOW, inward=SLOW)
     profile = msgspec.structs.replace(measured, ops=ops, link=link, runtime=None)
     # Where an arena has to fit too, nothing is recomputed: the bytes alone are what is asked for.
-    return poochplan.plan(profile, "90%", evaluations=1000, arena="off")
-
-
-def test_a_plan_that_switches_recording_between_in_place_chains_replays() -> None:
-    case = CASES["recurrent"]
-    plan = plan_that_switches_recording()
+    plan = poochplan.plan(profile, "90%", evaluations=1000, arena="off")
     assert {actions.record for actions in plan.schedule} >= {"on", "off"}
-    planned, report = train(case, 2, plan)
-    assert equal(in_core(case, 2), planned)
-    assert report is not None
-    assert report.total.replayed_values > 0
-    assert report.total.fallbacks == 0, report.total.fallback_reasons
+    assert followed(CASES["recurrent"], plan).total.replayed_values > 0
 
 
 @pytest.mark.parametrize("name", CASES)
