@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
+import poochplan
+from poochplan.errors import UsageError
 from poochplan.formats.plan import Decision, Plan, PlannedValue, PointActions, Prediction, Solve, SolveStatus
 from poochplan.formats.profile import PointKind, Profile
+from poochplan.planner.writing import with_decisions
 
 SWITCHES = (0.15, 0.4, 0.8)
 """At how many of the save points recording goes on or off."""
@@ -111,6 +116,20 @@ def _schedule(
         PointActions(at=kind, index=index, **{name: tuple(values) for name, values in at[kind, index].items()})  # type: ignore[arg-type]
         for kind, index in ordered
     )
+
+
+def decided(profile: Profile, wishes: Sequence[Decision], **options: Any) -> Plan:
+    """Values are decided so in turn, where they can be; any peak and any arena are within the budget."""
+    base = poochplan.plan(profile, "100%", evaluations=1, **options)
+    base = msgspec.structs.replace(base, budget_bytes=poochplan.smallest_budget(profile, arena="off"))
+    changes: dict[str, Decision | str] = {
+        value.name: wishes[index % len(wishes)] for index, value in enumerate(base.values)
+    }
+    while True:
+        try:
+            return msgspec.structs.replace(with_decisions(profile, base, changes), budget_bytes=1 << 40)
+        except UsageError as error:
+            del changes[str(error).partition(": cannot be decided")[0]]
 
 
 def windowed(plan: Plan, seed: int) -> Plan:

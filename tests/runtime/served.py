@@ -6,19 +6,17 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import msgspec
 import pytest
 import torch
 from torch import nn
 
 import poochplan
-from poochplan.errors import UsageError
 from poochplan.formats.plan import Decision, Plan
-from poochplan.planner.writing import with_decisions
 from poochplan.runtime.allocator.library import library, why_unavailable
 from poochplan.runtime.run_report import ArenaReport
 from tests.runtime import nets
 from tests.runtime.nets import CASES
+from tests.runtime.random_plans import decided
 
 SETTLED = 4
 """So many steps are metered, or written down: those behind them are served."""
@@ -35,21 +33,7 @@ WISHES = {
 def plan_of(name: str, kind: str = "mixed") -> Plan:
     """For a case: values are decided so in turn, where they can be; the budget has room for any arena."""
     with torch.random.fork_rng(devices=[]):  # made by the first who asks, between steps that draw numbers
-        return _made(name, kind)
-
-
-def _made(name: str, kind: str) -> Plan:
-    profile, wishes = CASES[name].profile(), WISHES[kind]
-    base = poochplan.plan(profile, "100%", evaluations=1)
-    base = msgspec.structs.replace(base, budget_bytes=poochplan.smallest_budget(profile, arena="off"))
-    changes: dict[str, Decision | str] = {
-        value.name: wishes[index % len(wishes)] for index, value in enumerate(base.values)
-    }
-    while True:
-        try:
-            return msgspec.structs.replace(with_decisions(profile, base, changes), budget_bytes=1 << 40)
-        except UsageError as error:
-            del changes[str(error).partition(": cannot be decided")[0]]
+        return decided(CASES[name].profile(), WISHES[kind])
 
 
 class Loop(nets.Loop):

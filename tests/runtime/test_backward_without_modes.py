@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 import torch
 from torch import nn
 
 import poochplan
-from poochplan.errors import UsageError
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
-from poochplan.planner.writing import with_decisions
 from poochplan.runtime.metering import allocated
 from poochplan.runtime.serving import ArenaMode
 from poochplan.runtime.watch.step_meter import When
 from poochplan.torch_private.tensor_internals import mode_count
 from tests.runtime.nets import LINK
+from tests.runtime.random_plans import decided
 
 pytestmark = pytest.mark.cpu_device  # the other one has a mode of its own
 STEPS, BATCH, WIDTH = 60, 64, 16
@@ -53,6 +51,10 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> Gradients:
     return seen
 
 
+def plan_of(profile: Profile, decision: Decision) -> Plan:
+    return decided(profile, [decision], arena="off")
+
+
 def steps_that_differ(one: Gradients, other: Gradients) -> int:
     return sum(any(not torch.equal(a, b) for a, b in zip(*pair, strict=True)) for pair in zip(one, other, strict=True))
 
@@ -71,18 +73,6 @@ def profiled() -> Profile:
     model, optimizer = fresh()
     batch = torch.zeros(BATCH, WIDTH)
     return poochplan.profile(lambda: model(batch).mean(), model=model, optimizer=optimizer, iterations=1, link=LINK)
-
-
-def plan_of(profile: Profile, decision: Decision) -> Plan:
-    """All that may be is decided so; any peak is within the budget."""
-    plan = poochplan.plan(profile, "100%", evaluations=1, arena="off")
-    plan = msgspec.structs.replace(plan, budget_bytes=poochplan.smallest_budget(profile, arena="off"))
-    changes: dict[str, Decision | str] = dict.fromkeys((value.name for value in plan.values), decision)
-    while True:
-        try:
-            return msgspec.structs.replace(with_decisions(profile, plan, changes), budget_bytes=1 << 40)
-        except UsageError as error:
-            del changes[str(error).partition(": cannot be decided")[0]]
 
 
 @pytest.mark.parametrize("meter", ["first-steps", "always", "never"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
@@ -14,7 +14,8 @@ from poochplan.planner.planning import smallest_budget
 from poochplan.profiler.capture import capture as capturing
 from poochplan.profiler.capture.workspace import Workspace
 from tests.live_bytes import LiveBytes
-from tests.runtime.nets import LINK, equal, snapshot
+from tests.runtime.compiled_nets import compiled, profiled, train
+from tests.runtime.nets import LINK, equal
 
 SLACK_BYTES = 16 * 512
 """What a meter in exact bytes is below one that rounds each storage up to 512."""
@@ -51,16 +52,10 @@ class BrokenBlock(Block):
 class Blocks(nn.Module):
     """Compiled blocks between plain layers."""
 
-    def __init__(self, kind: type[Block], how: str, backend: str) -> None:
+    def __init__(self, kind: type[Block], how: str) -> None:
         super().__init__()
-        width = 32
-        self.blocks = nn.ModuleList(kind(width) for _ in range(3))
-        for index, block in enumerate(self.blocks):
-            if how == "wrapped":
-                self.blocks[index] = torch.compile(block, backend=backend)  # type: ignore[assignment]
-            else:
-                block.compile(backend=backend)
-        self.between = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(compiled(kind(32), how, "aot_eager") for _ in range(3))
+        self.between = nn.Linear(32, 32)
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -73,25 +68,6 @@ def _clean_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def _train(step: Callable[[], torch.Tensor], model: nn.Module, judge: LiveBytes | None = None) -> list[Any]:
-    seen = []
-    for _ in range(3):
-        model.zero_grad(set_to_none=True)
-        if judge is not None:
-            judge.restart()
-        loss = step()
-        loss.backward()
-        seen.append(snapshot(model, loss))
-        del loss
-    return seen
-
-
-def _made(kind: type[Block], how: str, backend: str) -> tuple[nn.Module, torch.Tensor, Callable[[], torch.Tensor]]:
-    torch.manual_seed(0)
-    model, batch = Blocks(kind, how, backend), torch.randn(8, 96, 32)
-    return model, batch, lambda: model(batch).square().mean()
 
 
 @pytest.mark.parametrize("mode", ["run", "swap-all"])
@@ -107,9 +83,9 @@ def _made(kind: type[Block], how: str, backend: str) -> tuple[nn.Module, torch.T
 def test_no_step_of_compiled_blocks_is_above_its_predicted_peak(
     kind: type[Block], how: str, slack_bytes: int, mode: Literal["run", "swap-all"]
 ) -> None:
-    model, batch, step = _made(kind, how, "aot_eager")
-    reference = _train(step, model)
-    profile = poochplan.profile(step, model=model, iterations=1, mode=mode, link=LINK)
+    model, batch = Blocks(kind, how), torch.randn(8, 96, 32)
+    reference = train(model, batch)
+    profile = profiled(model, batch, mode=mode)
     smallest = smallest_budget(profile)
     peaks = set()
     for share in (1.0, 0.7, 0.4, 0.0):
@@ -117,7 +93,7 @@ def test_no_step_of_compiled_blocks_is_above_its_predicted_peak(
         plan = poochplan.plan(profile, budget, evaluations=100)
         predicted = max(plan.prediction.peak_bytes, plan.prediction.first_step_peak_bytes)
         with poochplan.apply(plan, model, meter="always") as session:
-            metered = _train(step, model)
+            metered = train(model, batch)
             report = session.report()
         assert equal(reference, metered)
         assert report.last_step.peak_bytes is not None
@@ -127,7 +103,7 @@ def test_no_step_of_compiled_blocks_is_above_its_predicted_peak(
             assert plan.prediction.arena_peak_bytes is not None
             assert report.last_step.peak_bytes <= plan.prediction.arena_peak_bytes <= budget
         with poochplan.apply(plan, model, meter="never"), LiveBytes(batch, *model.parameters()) as judge:
-            _train(step, model, judge)
+            train(model, batch, before=judge.restart)
         assert 0.98 * predicted <= judge.peak <= predicted  # it does not see what an op takes inside
         peaks.add(predicted)
     assert len(peaks) > 2
@@ -169,9 +145,8 @@ def test_without_the_allocator_regions_beside_another_profiler_are_said_to_be_un
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(capturing, "workspace_of", lambda where: Workspace())
-    model, _, step = _made(Block, "wrapped", "aot_eager")
     with torch.profiler.profile():
-        profile = poochplan.profile(step, model=model, iterations=1, link=LINK)
+        profile = profiled(Blocks(Block, "wrapped"), torch.randn(8, 96, 32))
     assert profile.facts is not None
     assert profile.facts.unmeasured_regions == 6
     assert any("another profiler was on" in line for line in profile.advice())

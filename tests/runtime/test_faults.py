@@ -32,12 +32,15 @@ pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread")]
 PWRITE, PREADV = os.pwrite, os.preadv
 
 
-def quietly(run: Callable[[], object]) -> list[str]:
-    """Runs it; the warnings it gave."""
+def trained(plan: Plan) -> tuple[list[list[torch.Tensor]], list[str]]:
+    """Two steps under the plan, and the warnings they gave."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run()
-    return [str(warning.message) for warning in caught if "poochplan" in str(warning.message)]
+        seen, report = train(CASE, 2, plan)
+    said = [str(warning.message) for warning in caught if "poochplan" in str(warning.message)]
+    assert report is not None
+    assert not said or report.total.fallbacks > 0
+    return seen, said
 
 
 # -- the disk -------------------------------------------------------------------------------------------------
@@ -66,9 +69,8 @@ def test_a_disk_that_is_full_from_any_write_on_changes_no_bit(swaps: Plan, monke
     assert roomy.asked > 20  # one to write ahead, the others are values
     for writes in range(0, roomy.asked, 3):
         monkeypatch.setattr(os, "pwrite", FullAfter(writes))
-        seen: list[object] = []
-        said = quietly(lambda seen=seen: seen.extend(train(CASE, 2, swaps)))  # type: ignore[misc]
-        assert equal(reference, seen[0]), writes  # type: ignore[arg-type]
+        seen, said = trained(swaps)
+        assert equal(reference, seen), writes
         assert len([line for line in said if "No space left on device" in line]) == (2 if writes == 0 else 1)
 
 
@@ -77,13 +79,12 @@ def test_a_limit_of_the_kernel_on_the_file_is_a_fallback_with_its_reason(swaps: 
     reference = in_core(CASE, 2)
     planned_bytes = max(value.host_offset + value.size_bytes for value in swaps.values)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    seen: list[object] = []
     resource.setrlimit(resource.RLIMIT_FSIZE, (planned_bytes // 2, before[1]))
     try:
-        said = quietly(lambda: seen.extend(train(CASE, 2, swaps)))
+        seen, said = trained(swaps)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert equal(reference, seen[0])  # type: ignore[arg-type]
+    assert equal(reference, seen)
     assert ["cannot hold the planned" in line for line in said] == [True, False]
     assert "cannot be written (File too large)" in said[1]
 
@@ -151,21 +152,19 @@ def test_a_copying_thread_that_is_killed_between_steps_gives_an_error_or_keeps_v
     expected = one_step_in_core(skipped=1)
     model, step, _ = CASE.fresh()
     torch.manual_seed(1)
-    with warnings.catch_warnings(record=True):
-        warnings.simplefilter("always")
-        with poochplan.apply(swaps, model) as session:
-            step().backward()
-            device = session._device
-            assert isinstance(device, CpuDevice)
-            kill(getattr(device, direction).thread)
-            if direction == "outward":
-                assert equal([expected], [one_step(model, step)])
-                reasons = session.report().last_step.fallback_reasons
-                assert any("the thread that copies has" in reason for reason in reasons)
-                assert set(session.report().last_step.fallback_kinds) == {FallbackKind.HOST_TIER}
-            else:
-                with pytest.raises(SpillError, match="the thread that copies has"):
-                    one_step(model, step)
+    with poochplan.apply(swaps, model) as session:
+        step().backward()
+        device = session._device
+        assert isinstance(device, CpuDevice)
+        kill(getattr(device, direction).thread)
+        if direction == "outward":
+            assert equal([expected], [one_step(model, step)])
+            reasons = session.report().last_step.fallback_reasons
+            assert any("the thread that copies has" in reason for reason in reasons)
+            assert set(session.report().last_step.fallback_kinds) == {FallbackKind.HOST_TIER}
+        else:
+            with pytest.raises(SpillError, match="the thread that copies has"):
+                one_step(model, step)
 
 
 @pytest.mark.usefixtures("leaves_nothing")
@@ -183,19 +182,11 @@ def test_a_copying_thread_that_is_killed_in_a_copy_gives_an_error_or_keeps_the_v
 
     reference = in_core(CASE, 2)
     monkeypatch.setattr(os, name, killed_inside)
-    outcome: list[object] = []
-
-    def run() -> None:
-        try:
-            outcome.append(train(CASE, 2, swaps)[0])
-        except SpillError as error:
-            outcome.append(str(error))
-
-    quietly(run)
     if name == "pwrite":
-        assert equal(reference, outcome[0])  # type: ignore[arg-type]
+        assert equal(reference, trained(swaps)[0])
     else:
-        assert "could not be read back" in str(outcome[0])
+        with pytest.raises(SpillError, match="could not be read back"):
+            trained(swaps)
 
 
 @pytest.mark.usefixtures("leaves_nothing")

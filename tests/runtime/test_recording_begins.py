@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -12,11 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import poochplan
-from poochplan.formats.plan import Plan
-from poochplan.formats.profile import Profile
 from poochplan.runtime.replays.replay import WRITTEN_SINCE
-from tests.runtime.nets import LINK, equal
+from tests.runtime.nets import Case, equal, in_core, train
 from tests.runtime.random_plans import random_plan, windowed
 
 Tensor = torch.Tensor
@@ -78,50 +73,38 @@ PROGRAMS = [a_layer_called_twice, an_activation_as_a_bias, weights_without_a_gra
 
 
 @functools.cache
-def _profile(body: Forward) -> Profile:
-    torch.manual_seed(0)
-    model = Twice(body)
-    return poochplan.profile(lambda: model(BATCH).square().sum(), model=model, iterations=1, link=LINK)
+def case_of(body: Forward, *, writes: bool = False) -> Case:
+    def make() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+        model = Twice(body)
+        model.writes = writes
+        return model, lambda model: model(BATCH).square().sum()
+
+    return Case(make)
 
 
-def _train(body: Forward, plan: Plan | None, *, writes: bool = False) -> list[Tensor]:
-    """The gradients of each step. Nothing meters them: so an op is dispatched as before when recording begins in it."""
-    torch.manual_seed(0)
-    model = Twice(body)
-    model.writes = writes
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found: list[Tensor] = []
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore", RuntimeWarning)
-        if plan is not None:
-            stack.enter_context(poochplan.apply(plan, model, meter="never", arena="off"))
-        for _ in range(STEPS):
-            optimizer.zero_grad(set_to_none=True)
-            model(BATCH).square().sum().backward()
-            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-            optimizer.step()
-    return found
+def _planned(body: Forward, seed: int, *, writes: bool = False) -> list[list[Tensor]]:
+    """Nothing meters the steps: so an op is dispatched as before when recording begins in it."""
+    plan = windowed(random_plan(case_of(body).profile(), seed, (0, 0, 1)), seed)
+    return train(case_of(body, writes=writes), STEPS, plan, meter="never", arena="off")[0]
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("body", PROGRAMS)
 def test_a_right_program_trains_bitwise_as_in_core_wherever_recording_begins(body: Forward) -> None:
-    wanted = _train(body, None)
     for seed in range(WINDOWS):
-        plan = windowed(random_plan(_profile(body), seed, (0, 0, 1)), seed)
-        assert equal([wanted], [_train(body, plan)]), seed
+        assert equal(in_core(case_of(body), STEPS), _planned(body, seed)), seed
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_write_into_what_no_replay_builds_is_noticed_where_it_is_not_recorded() -> None:
-    wanted, noticed = _train(filled_in_parts, None, writes=True), 0
+    wanted, noticed = in_core(case_of(filled_in_parts, writes=True), STEPS), 0
     for seed in range(WINDOWS):
-        plan = windowed(random_plan(_profile(filled_in_parts), seed, (0, 0, 1)), seed)
         try:
-            found = _train(filled_in_parts, plan, writes=True)
+            found = _planned(filled_in_parts, seed, writes=True)
         except RuntimeError as error:
             if WRITTEN_SINCE not in str(error):
                 raise
             noticed += 1
         else:
-            assert equal([wanted], [found]), seed
+            assert equal(wanted, found), seed
     assert noticed

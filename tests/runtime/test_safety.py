@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
-import warnings
 from collections.abc import Callable
 
 import msgspec
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import poochplan
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Plan
-from tests.runtime.nets import CASES, LINK, Residual, equal, snapshot, train
+from poochplan.runtime.session import Session
+from tests.runtime.autograd_steps import together
+from tests.runtime.nets import CASES, LINK, Use, either_way, equal, followed, gradients, snapshot, train
 from tests.runtime.random_plans import random_plan
 
 CASE = CASES["residual"]
@@ -27,159 +28,121 @@ def plan() -> Plan:
     return random_plan(CASE.profile(), 1, (1, 2, 2))
 
 
-def _gradients(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def _same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return equal([left], [right])
-
-
-def _both(plan: Plan, use: Callable[[torch.nn.Module, Callable[[], torch.Tensor]], list[torch.Tensor]]) -> None:
-    """Runs ``use`` in-core and under the plan and asserts that it returns the same tensors."""
-    model, step, _ = CASE.fresh()
-    reference = use(model, step)
-    model, step, _ = CASE.fresh()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        with poochplan.apply(plan, model):
-            planned = use(model, step)
-    assert _same(reference, planned)
-
-
 def test_a_plan_for_another_machine_warns_and_is_still_exact(plan: Plan) -> None:
     elsewhere = msgspec.structs.replace(plan, estimate=True, assumed=("link pcie3, instead of spill",))
     with pytest.warns(RuntimeWarning, match="for another machine .link pcie3, instead of spill.: its memory holds"):
-        poochplan.apply(elsewhere, CASE.fresh()[0])
-    _both(elsewhere, lambda model, step: [step().backward(), *_gradients(model)][1:])
+        followed(CASE, elsewhere)
 
 
-def test_backward_twice_with_retain_graph(plan: Plan) -> None:
-    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        loss = step()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return _gradients(model)
-
-    _both(plan, use)
+Step = Callable[[], torch.Tensor]
 
 
-def test_double_backward(plan: Plan) -> None:
-    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        weights = [p for p in model.parameters() if p.ndim > 1]
-        gradients = torch.autograd.grad(step(), weights, create_graph=True)
-        sum(g.square().sum() for g in gradients).backward()
-        return _gradients(model)
-
-    _both(plan, use)
+def backward_twice(model: nn.Module, step: Step, session: Session | None) -> None:
+    loss = step()
+    loss.backward(retain_graph=True)
+    loss.backward()
 
 
-def test_several_forwards_before_one_backward(plan: Plan) -> None:
-    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        (step() + step() + step()).backward()
-        return _gradients(model)
-
-    _both(plan, use)
+def double_backward(model: nn.Module, step: Step, session: Session | None) -> None:
+    weights = [p for p in model.parameters() if p.ndim > 1]
+    found = torch.autograd.grad(step(), weights, create_graph=True)
+    sum(g.square().sum() for g in found).backward()
 
 
-def test_gradient_accumulation(plan: Plan) -> None:
-    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        for _ in range(3):
-            step().backward()
-        return _gradients(model)
-
-    _both(plan, use)
+def several_forwards_before_one_backward(model: nn.Module, step: Step, session: Session | None) -> None:
+    (step() + step() + step()).backward()
 
 
-def test_an_exception_between_forward_and_backward_then_another_step(plan: Plan) -> None:
-    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        with pytest.raises(KeyError):
-            loss = step()
-            raise KeyError(loss.item())
-        del loss
+def gradient_accumulation(model: nn.Module, step: Step, session: Session | None) -> None:
+    for _ in range(3):
         step().backward()
-        return _gradients(model)
-
-    _both(plan, use)
 
 
-def test_part_of_the_graph_alone(plan: Plan) -> None:
-    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        assert isinstance(model, Residual)
-        return list(torch.autograd.grad(step(), [model.head.weight]))
-
-    _both(plan, use)
-
-
-def test_evaluation_inside_the_session(plan: Plan) -> None:
-    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+def an_exception_between_forward_and_backward_then_another_step(
+    model: nn.Module, step: Step, session: Session | None
+) -> None:
+    with pytest.raises(KeyError):
         loss = step()
-        with torch.no_grad():
-            step()
+        raise KeyError(loss.item())
+    del loss
+    step().backward()
+
+
+def part_of_the_graph_alone(model: nn.Module, step: Step, session: Session | None) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(step(), [model.head.weight])
+
+
+def evaluation_inside_the_session(model: nn.Module, step: Step, session: Session | None) -> None:
+    loss = step()
+    with torch.no_grad():
+        step()
+    loss.backward()
+
+
+def backward_on_another_thread(model: nn.Module, step: Step, session: Session | None) -> None:
+    together(step().backward)
+
+
+def the_users_own_checkpoint(model: nn.Module, step: Step, session: Session | None) -> None:
+    images = torch.ones(4, 8, 16, 16, requires_grad=True)
+    checkpoint(model, images, use_reentrant=False).sum().backward()
+    step().backward()
+
+
+def a_parameter_written_between_forward_and_backward(
+    model: nn.Module, step: Step, session: Session | None
+) -> list[torch.Tensor]:
+    """As by an optimizer that steps inside backward."""
+    loss, said = step(), ""
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    try:
         loss.backward()
-        return _gradients(model)
+    except RuntimeError as error:
+        said = str(error)
+    model.zero_grad(set_to_none=True)  # a replay meets it earlier
+    return [torch.tensor("modified by an inplace operation" in said)]
 
-    _both(plan, use)
+
+USES: list[Use] = [
+    backward_twice,
+    double_backward,
+    several_forwards_before_one_backward,
+    gradient_accumulation,
+    an_exception_between_forward_and_backward_then_another_step,
+    part_of_the_graph_alone,
+    evaluation_inside_the_session,
+    backward_on_another_thread,
+    the_users_own_checkpoint,
+    a_parameter_written_between_forward_and_backward,
+]
 
 
-def test_backward_on_another_thread(plan: Plan) -> None:
-    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        loss = step()
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
-        return _gradients(model)
-
-    _both(plan, use)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("use", USES)
+def test_whatever_a_loop_does_it_does_what_it_does_in_core(plan: Plan, use: Use) -> None:
+    either_way(CASE, plan, use, is_followed=False)
 
 
 def test_backward_after_the_session(plan: Plan) -> None:
     model, step, _ = CASE.fresh()
     step().backward()
-    reference = _gradients(model)
+    reference = gradients(model)
     model, step, _ = CASE.fresh()
     with poochplan.apply(plan, model):
         loss = step()
     loss.backward()
-    assert _same(reference, _gradients(model))
-
-
-def test_the_users_own_checkpoint(plan: Plan) -> None:
-    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        images = torch.ones(4, 8, 16, 16, requires_grad=True)
-        checkpoint(model, images, use_reentrant=False).sum().backward()
-        step().backward()
-        return _gradients(model)
-
-    _both(plan, use)
-
-
-def test_an_optimizer_that_steps_inside_backward_is_told_of_like_in_core(plan: Plan) -> None:
-    def outcome(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> str:
-        loss = step()
-        with torch.no_grad():
-            next(model.parameters()).add_(1.0)
-        try:
-            loss.backward()
-        except RuntimeError as error:
-            return "modified by an inplace operation" if "modified by an inplace operation" in str(error) else "other"
-        return "none"
-
-    model, step, _ = CASE.fresh()
-    reference = outcome(model, step)
-    model, step, _ = CASE.fresh()
-    with poochplan.apply(plan, model):
-        assert outcome(model, step) == reference
+    assert equal([reference], [gradients(model)])
 
 
 @pytest.mark.parametrize("weights", [(1, 0, 0), (0, 1, 0), (0, 0, 1)], ids=["keep", "swap", "replay"])
 def test_a_saved_value_written_in_place_raises_what_autograd_raises(weights: tuple[float, float, float]) -> None:
     written: list[torch.Tensor] = []
 
-    class Writes(torch.nn.Module):
+    class Writes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
         def forward(self, batch: torch.Tensor) -> torch.Tensor:
             hidden = self.first(batch).sigmoid()
@@ -249,23 +212,6 @@ def test_a_second_session_for_a_model_is_refused_on_another_thread_too(plan: Pla
     ]
 
 
-def test_nothing_is_left_behind_after_many_steps(plan: Plan) -> None:
-    threads = threading.active_count()
-    model, step, optimizer = CASE.fresh()
-    with poochplan.apply(plan, model) as session:
-        counts = []
-        for step_number in range(12):
-            optimizer.zero_grad(set_to_none=True)
-            step().backward()
-            optimizer.step()
-            if step_number in (4, 11):
-                gc.collect()
-                counts.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
-        assert not session._engine.cursor.holds_values
-        assert counts[0] == counts[1]
-    assert threading.active_count() == threads
-
-
 def test_a_snapshot_holds_loss_gradients_buffers_parameters_and_the_generators_state() -> None:
     model, step, _ = CASE.fresh()
     loss = step()
@@ -279,24 +225,21 @@ def test_in_core_training_repeats_itself_bitwise() -> None:
 
 
 def test_steps_taken_away_from_the_session_are_plain_ones_and_the_next_follows_the_plan(plan: Plan) -> None:
-    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor], away: Callable[[], object]) -> list[torch.Tensor]:
-        gradients = []
-        for _ in range(2):
+    def use(model: nn.Module, step: Step, session: Session | None) -> list[torch.Tensor]:
+        found = []
+        for away in (None, session, None, session):
             model.zero_grad(set_to_none=True)
-            step().backward()
-            gradients += _gradients(model)
-            model.zero_grad(set_to_none=True)
-            with away():  # type: ignore[attr-defined]
+            with contextlib.nullcontext() if away is None else away.away():
                 step().backward()
-            gradients += _gradients(model)
-        return gradients
+            found += gradients(model)
+        return found
 
-    reference = use(*CASE.fresh()[:2], contextlib.nullcontext)
-    model, step, _ = CASE.fresh()
-    with poochplan.apply(plan, model) as session:
-        planned = use(model, step, session.away)
-        report = session.report()
-    assert _same(reference, planned)
-    assert (report.total.steps, report.total.fallbacks) == (2, 0)
+    report = either_way(CASE, plan, use)
+    assert report.total.steps == 2
+
+
+def test_nobody_steps_away_from_a_session_that_is_closed(plan: Plan) -> None:
+    with poochplan.apply(plan, CASE.fresh()[0]) as session:
+        pass
     with pytest.raises(UsageError, match="expected an open session, found a closed one"), session.away():
         pass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import mmap
-import os
 import threading
 import warnings
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 import poochplan
-from poochplan.errors import UsageError
 from poochplan.runtime.allocator.arena import Arena
 from tests.runtime.nets import CASES, equal, in_core
 from tests.runtime.served import (
@@ -187,39 +185,6 @@ def test_training_goes_on_after_a_step_that_raises(where: str, settled: int) -> 
     reference.steps(settled)
     _broken_step(reference, where)
     assert equal(loop.seen, reference.seen)
-
-
-def test_a_fork_in_mid_step_leaves_a_child_that_allocates_and_a_parent_that_is_served() -> None:
-    with served("attention") as loop:
-        loop.optimizer.zero_grad(set_to_none=True)
-        loss = loop.loss_of()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-        if child == 0:
-            code = 2
-            try:
-                mine = [torch.full((size,), float(size)) for size in (8192, 6912 // 4, 27648 // 4)]
-                code = int(not all(bool((one == one.numel()).all()) for one in mine))
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        loss.backward()
-        loop.optimizer.step()
-        assert loop.is_served_whole
-        loop.step()
-        assert loop.is_served_whole
-
-
-def test_a_session_inside_a_session_is_refused_and_the_outer_one_is_served_on() -> None:
-    with served("attention") as loop:
-        with (
-            pytest.raises(UsageError, match="expected no open session on this thread"),
-            poochplan.apply(plan_of("attention"), loop.model, arena="on"),
-        ):
-            pass
-        loop.step()
-        assert loop.is_served_whole
 
 
 @pytest.mark.parametrize("way", ["leaving the block", "letting go of the session"])

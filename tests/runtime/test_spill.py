@@ -1,11 +1,9 @@
-"""The spill file: private, nameless, on a disk; and what happens when the disk fails."""
+"""The spill file: private, nameless, on a disk. What happens when the disk fails is in ``test_faults.py``."""
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
-import warnings
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ import poochplan
 from poochplan.errors import SpillError
 from poochplan.runtime.devices.cpu import CpuDevice, SpillFile, choose_spill_dir, file_system_type
 from poochplan.runtime.devices.transfers import copy_in, copy_out
-from tests.runtime.nets import CASES, equal, in_core, train
+from tests.runtime.nets import CASES, followed
 from tests.runtime.random_plans import random_plan
 
 pytestmark = pytest.mark.cpu_device
@@ -85,58 +83,16 @@ def test_a_throttle_holds_copies_to_its_rate(tmp_path: Path) -> None:
     device.close()
 
 
-def test_a_full_disk_keeps_values_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    plan = random_plan(CASE.profile(), 0, SWAP_ALL)
-    reference = in_core(CASE, 2)
-    monkeypatch.setattr(os, "pwrite", full)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        planned, report = train(CASE, 2, plan)
-    monkeypatch.undo()
-    assert equal(reference, planned)
-    assert report is not None
-    assert report.total.fallbacks > 0
-    said = [str(warning.message) for warning in caught if "cannot be written" in str(warning.message)]
-    assert len(said) == 1
-    assert "No space left on device" in said[0]
-
-
 def test_short_writes_and_reads_are_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite, preadv = os.pwrite, os.preadv
     plan = random_plan(CASE.profile(), 0, SWAP_ALL)
-    reference = in_core(CASE, 2)
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[: max(1, len(data) // 3)], at))
     monkeypatch.setattr(os, "preadv", lambda fd, data, at: preadv(fd, [data[0][: max(1, len(data[0]) // 3)]], at))
-    planned, _ = train(CASE, 2, plan)
-    assert equal(reference, planned)
-
-
-def test_a_failing_read_is_a_clear_error_not_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    plan = random_plan(CASE.profile(), 0, SWAP_ALL)
-    monkeypatch.setattr(os, "preadv", broken)
-    with pytest.raises(SpillError, match=r"could not be read back from the host tier \(Input/output error\)"):
-        train(CASE, 1, plan)
-
-
-def test_a_session_leaves_no_file_descriptor_behind() -> None:
-    plan = random_plan(CASE.profile(), 0, SWAP_ALL)
-    train(CASE, 1, plan)
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    for _ in range(5):
-        train(CASE, 1, plan)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    followed(CASE, plan)
 
 
 def test_a_closed_session_cannot_be_entered_again() -> None:
-    plan = random_plan(CASE.profile(), 0, SWAP_ALL)
-    model, _, _ = CASE.fresh()
-    session = poochplan.apply(plan, model)
+    session = poochplan.apply(random_plan(CASE.profile(), 0, SWAP_ALL), CASE.fresh()[0])
     with session:
         pass
     with pytest.raises(poochplan.PoochError, match="this session is closed"), session:

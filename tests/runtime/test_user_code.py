@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import queue
 import subprocess
@@ -18,10 +17,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import poochplan
-from poochplan.formats.plan import Plan
 from poochplan.runtime.session import Session
+from tests.runtime.autograd_steps import together
 from tests.runtime.data_parallel import Shared
-from tests.runtime.nets import CASES, LINK, Case, equal, in_core, snapshot, train
+from tests.runtime.nets import CASES, Case, Use, either_way, equal, followed, of
 from tests.runtime.random_plans import random_plan
 
 WEIGHTS = [(1, 2, 2), (0, 1, 0), (0, 0, 1)]
@@ -53,26 +52,6 @@ def _checkpointed(reentrant: bool) -> tuple[nn.Module, Callable[[nn.Module], tor
     return Checkpointed(reentrant=reentrant), lambda model: model(batch).square().sum()
 
 
-Use = Callable[[nn.Module, Callable[[], torch.Tensor], "Session | None"], None]
-
-
-def follow(case: Case, weights: tuple[float, float, float], use: Use) -> None:
-    """``use(model, step, session)`` leaves the same gradients in-core and under a plan, which it never leaves."""
-    plan = random_plan(case.profile(), 0, weights)
-    found = []
-    for given in (None, plan):
-        model, step, _ = case.fresh()
-        torch.manual_seed(3)
-        if given is None:
-            use(model, step, None)
-        else:
-            with poochplan.apply(given, model) as session:
-                use(model, step, session)
-            assert session.report().total.fallbacks == 0
-        found.append([p.grad for p in model.parameters() if p.grad is not None])
-    assert equal(found[:1], found[1:])
-
-
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize(
     "make",
@@ -81,20 +60,14 @@ def follow(case: Case, weights: tuple[float, float, float], use: Use) -> None:
 )
 def test_it_follows_its_plan(make: Callable[[], object], weights: tuple[float, float, float]) -> None:
     case = Case(make)  # type: ignore[arg-type]
-    planned, report = train(case, 2, random_plan(case.profile(), 0, weights))
-    assert equal(in_core(case, 2), planned)
-    assert report is not None
-    assert report.total.fallbacks == 0
+    followed(case, random_plan(case.profile(), 0, weights))
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_an_optimizer_in_the_hooks_of_backward(weights: tuple[float, float, float]) -> None:
     """The gradients never live together. The weight a step changes was read before it in the same backward."""
 
-    def train(plan: poochplan.Plan | None) -> list[list[torch.Tensor]]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-        batch = torch.randn(16, 8)
+    def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> list[torch.Tensor]:
         optimizers = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
 
         def update(parameter: torch.Tensor) -> None:
@@ -104,31 +77,18 @@ def test_an_optimizer_in_the_hooks_of_backward(weights: tuple[float, float, floa
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(update)
         seen = []
-
-        def go() -> None:
-            for _ in range(3):
-                loss = model(batch).square().sum()
-                loss.backward()
-                seen.append([loss.detach().clone(), *(p.detach().clone() for p in model.parameters())])
-
-        if plan is None:
-            go()
-        else:
-            with poochplan.apply(plan, model):
-                go()
+        for _ in range(3):
+            loss = step()
+            loss.backward()  # type: ignore[no-untyped-call]
+            seen += [loss.detach().clone(), *(p.detach().clone() for p in model.parameters())]
         return seen
 
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-    batch = torch.randn(16, 8)
-    profile = poochplan.profile(lambda: model(batch).square().sum(), model=model, iterations=1, link=LINK)  # type: ignore[arg-type]
-    assert equal(train(None), train(random_plan(profile, 0, weights)))
+    case = of(lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), 16, 8)
+    either_way(case, random_plan(case.profile(), 0, weights), use, is_followed=False)
 
 
 def test_another_thread_that_trains_another_model_is_left_alone() -> None:
     case = Case(_shared)
-    plan = random_plan(case.profile(), 0, (0, 1, 1))
-    reference = in_core(case, 2)
 
     def elsewhere() -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(7)
@@ -142,51 +102,29 @@ def test_another_thread_that_trains_another_model_is_left_alone() -> None:
     results: queue.SimpleQueue[list[torch.Tensor]] = queue.SimpleQueue()
     wanted = elsewhere()
     thread = threading.Thread(target=lambda: results.put(elsewhere()))
-    model, step, optimizer = case.fresh()
-    torch.manual_seed(1)
-    seen = []
-    with poochplan.apply(plan, model) as session:
-        for index in range(2):
-            optimizer.zero_grad(set_to_none=True)
-            loss = step()
-            if index == 0:
-                thread.start()
-            loss.backward()
-            seen.append(snapshot(model, loss))
-            optimizer.step()
-        thread.join()
-    assert equal(reference, seen)
+    places: list[str] = []
+
+    def at(place: str) -> None:
+        if place == "forward" and place not in places:
+            thread.start()
+        places.append(place)
+        if place == "closing":
+            thread.join()
+
+    followed(case, random_plan(case.profile(), 0, (0, 1, 1)), at=at)
     assert equal([wanted], [results.get()])
-    assert session.report().total.fallbacks == 0
 
 
 def test_the_same_model_run_by_another_thread_is_kept_in_core_there() -> None:
     """Hooks are the thread's that opened the session: what another saves is not the plan's."""
+
+    def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> None:
+        together(lambda: step().backward())  # type: ignore[no-untyped-call]
+        assert session is None or session.report().total.out_bytes == 0
+
     case = Case(_shared)
-    plan = random_plan(case.profile(), 0, (0, 1, 1))
-
-    def gradients(session_plan: poochplan.Plan | None) -> list[torch.Tensor]:
-        model, step, _ = case.fresh()
-
-        def train() -> None:
-            torch.manual_seed(3)
-            step().backward()
-
-        def run() -> None:
-            thread = threading.Thread(target=train)
-            thread.start()
-            thread.join()
-
-        if session_plan is None:
-            run()
-        else:
-            with poochplan.apply(session_plan, model) as session:
-                run()
-                assert session.report().total.out_bytes == 0
-        return [p.grad for p in model.parameters() if p.grad is not None]
-
     with pytest.warns(RuntimeWarning, match="was called 1 times on another thread than the session's"):
-        assert equal([gradients(None)], [gradients(plan)])
+        either_way(case, random_plan(case.profile(), 0, (0, 1, 1)), use)
 
 
 @pytest.mark.cpu_device
@@ -209,24 +147,18 @@ def test_data_parallel_training_in_two_processes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weights", [(0, 1, 0), (0, 0, 1)])
 def test_functional_call_with_other_weights_gives_their_gradients(weights: tuple[float, float, float]) -> None:
-    case = CASES["residual"]
-    plan = random_plan(case.profile(), 0, weights)
-
-    def train(plan: Plan | None) -> list[torch.Tensor]:
-        model, _, _ = case.fresh()
+    def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> list[torch.Tensor]:
         images, labels = torch.randn(4, 8, 16, 16), torch.randint(0, 5, (4,))
         own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         other = {name: (tensor.detach() * 1).requires_grad_(tensor.requires_grad) for name, tensor in own.items()}
-        with contextlib.nullcontext() if plan is None else poochplan.apply(plan, model) as session:
-            for _ in range(2):
-                out = torch.func.functional_call(model, other, (images,))
-                nn.functional.cross_entropy(out, labels).backward()
-        if session is not None:
-            assert session.report().total.fallbacks == 0
-            assert session.report().total.out_bytes + session.report().total.replayed_values > 0
+        for _ in range(2):
+            out = torch.func.functional_call(model, other, (images,))
+            nn.functional.cross_entropy(out, labels).backward()
         return [part for tensor in other.values() for part in (tensor.detach(), tensor.grad) if part is not None]
 
-    assert equal([train(None)], [train(plan)])
+    case = CASES["residual"]
+    report = either_way(case, random_plan(case.profile(), 0, weights), use)
+    assert report.total.out_bytes + report.total.replayed_values > 0
 
 
 def test_a_forward_without_backward_leaks_nothing() -> None:
@@ -245,6 +177,11 @@ def test_a_forward_without_backward_leaks_nothing() -> None:
         gc.enable()
 
 
+def the_shared_follows(weights: tuple[float, float, float], use: Use) -> None:
+    case = Case(_shared)
+    either_way(case, random_plan(case.profile(), 0, weights), use)
+
+
 def test_a_second_backward_and_a_second_look_at_a_saved_tensor_are_no_use_points() -> None:
     def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> None:
         loss = step()
@@ -254,7 +191,7 @@ def test_a_second_backward_and_a_second_look_at_a_saved_tensor_are_no_use_points
         del loss
         step().backward()  # type: ignore[no-untyped-call]
 
-    follow(Case(_shared), (0, 1, 1), use)
+    the_shared_follows((0, 1, 1), use)
 
 
 def test_what_backward_itself_saves_is_outside_the_plan() -> None:
@@ -263,7 +200,7 @@ def test_what_backward_itself_saves_is_outside_the_plan() -> None:
         sums = [g.sum() for g in torch.autograd.grad(step(), weights, create_graph=True)]
         torch.stack(sums).sum().backward()  # type: ignore[no-untyped-call] # neither saves anything
 
-    follow(Case(_shared), (0, 1, 1), use)
+    the_shared_follows((0, 1, 1), use)
 
 
 def test_backward_inside_autocast() -> None:
@@ -274,7 +211,7 @@ def test_backward_inside_autocast() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             loss.backward()  # type: ignore[no-untyped-call]
 
-    follow(Case(_shared), (0, 0, 1), use)
+    the_shared_follows((0, 0, 1), use)
 
 
 def test_a_model_checkpointed_as_a_whole_counts_each_step_once() -> None:
@@ -285,13 +222,7 @@ def test_a_model_checkpointed_as_a_whole_counts_each_step_once() -> None:
         return Shared(), lambda model: checkpoint(model, tokens, use_reentrant=False).square().sum()
 
     case = Case(whole)
-    plan = random_plan(case.profile(), 0, (0, 1, 0))
-    model, step, _ = case.fresh()
-    with poochplan.apply(plan, model) as session:
-        for _ in range(2):
-            step().backward()
-    assert session.report().total.steps == 2
-    assert session.report().total.fallbacks == 0
+    assert followed(case, random_plan(case.profile(), 0, (0, 1, 0))).total.steps == 2
 
 
 def test_steps_whose_backwards_wait_for_each_other_keep_their_values_apart() -> None:
@@ -303,4 +234,4 @@ def test_steps_whose_backwards_wait_for_each_other_keep_their_values_apart() -> 
             losses.append(step())
         torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
 
-    follow(Case(_shared), (0, 1, 0), use)
+    the_shared_follows((0, 1, 0), use)

@@ -25,8 +25,13 @@ def on_another_thread(run: object) -> None:
 
 
 @pytest.fixture
-def count(scope: ThreadScope) -> ByteCount:
-    return ByteCount(scope)
+def count(scope: ThreadScope) -> Iterator[ByteCount]:
+    """It has begun, and this thread counts."""
+    found = ByteCount(scope)
+    with scope.joined():
+        found.begin()
+        yield found
+    found.end()
 
 
 def test_each_block_of_64_bytes_or_more_counts_rounded_up_to_the_unit(scope: ThreadScope) -> None:
@@ -41,56 +46,44 @@ def test_each_block_of_64_bytes_or_more_counts_rounded_up_to_the_unit(scope: Thr
         count.end()
 
 
-def test_what_an_op_takes_inside_is_in_the_peak_and_not_in_what_lives(count: ByteCount, scope: ThreadScope) -> None:
+def test_what_an_op_takes_inside_is_in_the_peak_and_not_in_what_lives(count: ByteCount) -> None:
     x = torch.randn(8192)
-    with scope.joined():
-        count.begin()
-        y = x.exp().neg()  # the first result dies when the second is there
-        assert (count.live_bytes, count.peak_bytes) == (32768, 65536)
-        assert torch.equal(y, x.exp().neg())
-    count.end()
+    y = x.exp().neg()  # the first result dies when the second is there
+    assert (count.live_bytes, count.peak_bytes) == (65536, 98304)
+    assert torch.equal(y, x.exp().neg())
 
 
-def test_a_mark_gives_the_most_since_the_last_one(count: ByteCount, scope: ThreadScope) -> None:
-    with scope.joined():
-        count.begin()
-        first = empty(4096)
-        assert count.mark_peak() == 4096
-        del first
-        assert count.mark_peak() == 4096  # live as the last mark was made
-        assert count.mark_peak() == 0
-        second, third = empty(1024), empty(2048)
-        del third
-        assert count.mark_peak() == 3072
-        assert count.mark_peak() == second.nbytes
-        assert count.peak_bytes == 4096
-        count.reset_peak()
-        assert count.peak_bytes == 1024
-    count.end()
+def test_a_mark_gives_the_most_since_the_last_one(count: ByteCount) -> None:
+    first = empty(4096)
+    assert count.mark_peak() == 4096
+    del first
+    assert count.mark_peak() == 4096  # live as the last mark was made
+    assert count.mark_peak() == 0
+    second, third = empty(1024), empty(2048)
+    del third
+    assert count.mark_peak() == 3072
+    assert count.mark_peak() == second.nbytes
+    assert count.peak_bytes == 4096
+    count.reset_peak()
+    assert count.peak_bytes == 1024
 
 
-def test_other_threads_births_and_deaths_never_count(count: ByteCount, scope: ThreadScope) -> None:
+def test_other_threads_births_and_deaths_never_count(count: ByteCount) -> None:
     held: list[torch.Tensor] = []
-    with scope.joined():
-        count.begin()
-        on_another_thread(lambda: held.append(empty(1 << 20)))
-        assert (count.live_bytes, count.peak_bytes) == (0, 0)
-        held.clear()
-        assert count.live_bytes == 0
-    count.end()
+    on_another_thread(lambda: held.append(empty(1 << 20)))
+    assert (count.live_bytes, count.peak_bytes) == (0, 0)
+    held.clear()
+    assert count.live_bytes == 0
 
 
-def test_a_block_of_the_scope_may_die_on_any_thread(count: ByteCount, scope: ThreadScope) -> None:
-    with scope.joined():
-        count.begin()
-        held = [empty(1 << 20)]
-        on_another_thread(held.clear)
-        assert (count.live_bytes, count.peak_bytes) == (0, 1 << 20)
-    count.end()
+def test_a_block_of_the_scope_may_die_on_any_thread(count: ByteCount) -> None:
+    held = [empty(1 << 20)]
+    on_another_thread(held.clear)
+    assert (count.live_bytes, count.peak_bytes) == (0, 1 << 20)
 
 
-def test_deaths_of_what_this_thread_made_before_the_begin_count_down(count: ByteCount, scope: ThreadScope) -> None:
-    before, others = [empty(4096)], []
+def test_deaths_of_what_this_thread_made_before_the_begin_count_down(scope: ThreadScope) -> None:
+    count, before, others = ByteCount(scope), [empty(4096)], []
     on_another_thread(lambda: others.append(empty(8192)))
     with scope.joined():
         count.begin()
@@ -110,17 +103,14 @@ def test_a_thread_that_has_joined_counts_and_what_is_set_aside_does_not(count: B
             with scope.set_aside():
                 held.append(empty(1 << 20))
 
-    with scope.joined():
-        count.begin()
-        on_another_thread(joined)
-        assert count.live_bytes == 4096
-        with scope.set_aside():
-            aside = empty(1 << 20)
-        assert count.live_bytes == 4096
-        del aside
-        held.clear()
-        assert (count.live_bytes, count.peak_bytes) == (0, 4096)
-    count.end()
+    on_another_thread(joined)
+    assert count.live_bytes == 4096
+    with scope.set_aside():
+        aside = empty(1 << 20)
+    assert count.live_bytes == 4096
+    del aside
+    held.clear()
+    assert (count.live_bytes, count.peak_bytes) == (0, 4096)
 
 
 def test_two_scopes_count_beside_each_other(native: object) -> None:
@@ -144,7 +134,9 @@ def test_two_scopes_count_beside_each_other(native: object) -> None:
         count.end()
 
 
-def test_a_count_is_exact_while_many_threads_allocate(count: ByteCount, scope: ThreadScope) -> None:
+def test_a_count_is_exact_while_many_threads_allocate(scope: ThreadScope) -> None:
+    count = ByteCount(scope)
+
     def churn(joins: bool) -> None:
         if joins:
             scope.join()
@@ -162,13 +154,11 @@ def test_a_count_is_exact_while_many_threads_allocate(count: ByteCount, scope: T
     assert 7 * 512 <= count.peak_bytes <= 2 * 7 * 512
 
 
-def test_after_the_end_nothing_changes(count: ByteCount, scope: ThreadScope) -> None:
-    with scope.joined():
-        count.begin()
-        held = empty(4096)
-        count.end()
-        del held
-        empty(1 << 20)
+def test_after_the_end_nothing_changes(count: ByteCount) -> None:
+    held = empty(4096)
+    count.end()
+    del held
+    empty(1 << 20)
     assert (count.live_bytes, count.peak_bytes) == (4096, 4096)
 
 

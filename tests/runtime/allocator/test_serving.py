@@ -120,32 +120,22 @@ def test_the_sequence_finds_its_place_again_at_the_next_point(native: object) ->
     arena.close()
 
 
-def test_two_blocks_that_change_places_are_both_served(native: object) -> None:
-    arena = Arena(places((8 * KIB, 0, 0), (16 * KIB, 8 * KIB, 0), (12 * KIB, 24 * KIB, 0)), 64 * KIB)
+@pytest.mark.parametrize(
+    ("sizes_kib", "offsets_kib"),
+    [((12, 8, 16, 12), (8, 0, 20, 36)), ((8, 16, 12), (0, 20, 36)), ((16, 8, 12), (20, 0, 36))],
+    ids=["two change places", "one is missing", "one comes late"],
+)
+def test_what_comes_in_another_order_finds_its_own_place(
+    native: object, sizes_kib: tuple[int, ...], offsets_kib: tuple[int, ...]
+) -> None:
+    rows = (8, 0), (12, 8), (16, 20), (12, 36)
+    arena = Arena(places(*((size * KIB, offset * KIB, 0) for size, offset in rows)), 48 * KIB)
     with arena.serving():
-        held = [filled(16 * KIB, 1), filled(8 * KIB, 2), filled(12 * KIB, 3)]
-        assert held[0].data_ptr() - held[1].data_ptr() == 8 * KIB
-    assert arena.counts().step.served.blocks == 3
-    arena.close()
-
-
-def test_one_that_is_missing_does_not_move_those_behind_it(native: object) -> None:
-    arena = Arena(
-        places((8 * KIB, 0, 0), (12 * KIB, 8 * KIB, 0), (16 * KIB, 20 * KIB, 0), (12 * KIB, 36 * KIB, 0)), 48 * KIB
-    )
-    with arena.serving():
-        held = [filled(8 * KIB, 1), filled(16 * KIB, 2), filled(12 * KIB, 3)]
-        assert held[2].data_ptr() - held[0].data_ptr() == 36 * KIB
-    assert arena.counts().step.unmet == Tally(1, 12 * KIB)
-    arena.close()
-
-
-def test_one_that_comes_late_does_not_lead_the_sequence_back(native: object) -> None:
-    rows = (8 * KIB, 0, 0), (12 * KIB, 8 * KIB, 0), (16 * KIB, 20 * KIB, 0), (12 * KIB, 36 * KIB, 0)
-    arena = Arena(places(*rows), 48 * KIB)
-    with arena.serving():
-        held = [filled(16 * KIB, 1), filled(8 * KIB, 2), filled(12 * KIB, 3)]
-        assert held[2].data_ptr() - held[1].data_ptr() == 36 * KIB
+        held = [filled(size * KIB, 1) for size in sizes_kib]
+        base = held[0].data_ptr() - offsets_kib[0] * KIB
+        assert [(block.data_ptr() - base) // KIB for block in held] == list(offsets_kib)
+    step = arena.counts().step
+    assert (step.served.blocks, step.unmet.blocks) == (len(held), 4 - len(held))
     arena.close()
 
 
