@@ -20,7 +20,8 @@ from poochplan.errors import SpillError, StepError, UsageError
 from poochplan.formats.profile import Profile
 from poochplan.profiler import profiling
 from poochplan.profiler.link import measure_link
-from tests.runtime.nets import CASES, LINK, Residual
+from tests.runtime import nets
+from tests.runtime.nets import CASES, Residual
 
 MODES = ["run", "swap-all", "auto", "fake"]
 in_every_mode = pytest.mark.parametrize("mode", MODES)
@@ -30,14 +31,8 @@ Step = Callable[[], torch.Tensor]
 def taken(
     step: Step, model: nn.Module, mode: str = "run", optimizer: torch.optim.Optimizer | None = None, **options: Any
 ) -> Profile:
-    own: dict[str, Any] = {"roofline": "v100"} if mode == "fake" else {"iterations": 1}
-    return poochplan.profile(
-        step,
-        model=model,
-        optimizer=optimizer,
-        mode=mode,  # type: ignore[arg-type]
-        **({"link": LINK} | own | options),
-    )
+    own = {"roofline": "v100", "iterations": None} if mode == "fake" else {}
+    return nets.taken(step, model, optimizer, mode, **(own | options))
 
 
 def refusal(step: Step, model: nn.Module, mode: str, kind: type[Exception] = StepError) -> str:
@@ -207,28 +202,44 @@ def test_shapes_that_differ_from_step_to_step_are_noted(mode: str) -> None:
 # -- two devices ---------------------------------------------------------------------------------------------------
 
 
-@in_every_mode
-@pytest.mark.parametrize("layer", [0, 2], ids=["first", "last"])
-def test_a_parameter_on_another_device_is_named_with_both(layer: int, mode: str) -> None:
-    model, batch = network(), torch.randn(8, 16)
-    model[layer].to("meta")
-    message = refusal(lambda: model(batch).mean(), model, mode, UsageError)
-    assert message.startswith(f"model: expected every parameter on cpu, found {layer}.weight on meta; ")
+def _layer(index: int) -> Callable[[nn.Sequential], object]:
+    return lambda model: model[index].to("meta")
 
 
-@in_every_mode
-def test_a_buffer_on_another_device_is_named_with_both(mode: str) -> None:
-    model, batch = network(), torch.randn(8, 16)
+def _buffer(model: nn.Module) -> None:
     model.register_buffer("scale", torch.ones(4, device="meta"))
-    message = refusal(lambda: model(batch).mean(), model, mode, UsageError)
-    assert message.startswith("model: expected every buffer on cpu, found scale on meta; ")
 
 
 @in_every_mode
-def test_an_input_on_another_device_is_named_with_both(mode: str) -> None:
-    model, batch = network(), torch.randn(8, 16, device="meta")
-    message = refusal(lambda: model(batch).mean(), model, mode)
-    assert "expected the model's inputs on cpu, where its parameters are, found input 0 on meta" in message
+@pytest.mark.parametrize(
+    ("move", "said"),
+    [
+        (_layer(0), "expected every parameter on cpu, found 0.weight on meta; "),
+        (_layer(2), "expected every parameter on cpu, found 2.weight on meta; "),
+        (_buffer, "expected every buffer on cpu, found scale on meta; "),
+    ],
+    ids=["first layer", "last layer", "buffer"],
+)
+def test_what_of_the_model_is_on_another_device_is_named_with_both(
+    move: Callable[[nn.Module], object], said: str, mode: str
+) -> None:
+    model, batch = network(), torch.randn(8, 16)
+    move(model)
+    assert refusal(lambda: model(batch).mean(), model, mode, UsageError).startswith(f"model: {said}")
+
+
+@in_every_mode
+@pytest.mark.parametrize(
+    ("batch_on", "loss_on", "said"),
+    [
+        ("meta", "cpu", "expected the model's inputs on cpu, where its parameters are, found input 0 on meta"),
+        ("cpu", "meta", "expected a loss on cpu, where the model is, found one on meta"),
+    ],
+    ids=["input", "loss"],
+)
+def test_an_input_or_a_loss_on_another_device_is_told_so(batch_on: str, loss_on: str, said: str, mode: str) -> None:
+    model, batch = network(), torch.randn(8, 16, device=batch_on)
+    assert said in refusal(lambda: model(batch).mean().to(loss_on), model, mode)
 
 
 def test_an_input_that_the_model_brings_to_its_device_is_fine() -> None:
@@ -238,13 +249,6 @@ def test_an_input_that_the_model_brings_to_its_device_is_fine() -> None:
 
     model = Moves(16, 4)
     assert taken(lambda: model(torch.randn(8, 16, device="meta")).mean(), model).notes == ()
-
-
-@in_every_mode
-def test_a_loss_on_another_device_is_told_so(mode: str) -> None:
-    model, batch = network(), torch.randn(8, 16)
-    message = refusal(lambda: model(batch).mean().to("meta"), model, mode)
-    assert "expected a loss on cpu, where the model is, found one on meta" in message
 
 
 # -- eval mode -----------------------------------------------------------------------------------------------------

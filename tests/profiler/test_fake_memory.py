@@ -6,7 +6,6 @@ differ is what data decides, and what a step takes between its ops.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -21,7 +20,7 @@ from poochplan.profiler.fake.op_bench import OpBench, cache_path
 from poochplan.runtime.allocator.library import why_unavailable
 from tests.profiler.test_op_bench import HERE, aten, spec
 from tests.profiler.test_workspace import Taking
-from tests.runtime.nets import CASES, LINK, Case
+from tests.runtime.nets import CASES, of, taken
 
 needs_allocator = pytest.mark.skipif(bool(why_unavailable()), reason="no compiled allocator")
 
@@ -31,19 +30,15 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def _volume() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    blocks = [nn.Conv3d(1, 8, 3, padding=1), nn.BatchNorm3d(8), nn.ReLU(), nn.Conv3d(8, 8, 3, padding=1)]
-    batch = torch.randn(1, 1, 24, 24, 24)
-    return nn.Sequential(*blocks), lambda model: model(batch).square().mean()
+def _volume() -> nn.Module:
+    return nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), nn.BatchNorm3d(8), nn.ReLU(), nn.Conv3d(8, 8, 3, padding=1))
 
 
-def _encoder() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    model = nn.TransformerEncoderLayer(32, 4, 128, dropout=0.1, batch_first=True)
-    batch = torch.randn(4, 32, 32)
-    return model, lambda model: model(batch).square().mean()
-
-
-NETS = {"volume": Case(_volume), "encoder": Case(_encoder), "recurrent": CASES["recurrent"]}
+NETS = {
+    "volume": of(_volume, 1, 1, 24, 24, 24),
+    "encoder": of(lambda: nn.TransformerEncoderLayer(32, 4, 128, dropout=0.1, batch_first=True), 4, 32, 32),
+    "recurrent": CASES["recurrent"],
+}
 
 
 def _taken(ops: tuple[Op, ...]) -> list[object]:
@@ -92,7 +87,7 @@ def test_what_ops_take_is_remembered_and_measured_anew_where_it_was_not_known(mo
 
 def _partly_known() -> Profile:
     model, batch = Taking(), torch.randn(64, 256)
-    return poochplan.profile(lambda: model(batch).square().mean(), model=model, mode="fake", link=LINK)
+    return taken(lambda: model(batch).square().mean(), model, mode="fake")
 
 
 def _said(profile: Profile) -> str:

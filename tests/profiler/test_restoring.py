@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from poochplan.profiler.step.preserve import preserved
+from poochplan.torch_private.tensor_internals import mode_stack
 from tests.profiler.restoring import Net, everything, profile_of, train
 
 
@@ -92,9 +93,11 @@ def test_what_forward_changes_is_back(change: Callable[[Net], object], momentum:
 def test_a_whole_profile_leaves_everything_as_it_was(change: Callable[[Net], object], mode: str) -> None:
     model = Net(change)
     optimizer = torch.optim.Adam(model.parameters())
-    before = everything(model, optimizer)
-    profile_of(model, optimizer, mode=mode)
-    assert everything(model, optimizer) == before
+    for _ in range(2):  # without a state of the optimizer and gradients, and with them
+        before = everything(model, optimizer)
+        profile_of(model, optimizer, mode=mode)
+        assert everything(model, optimizer) == before
+        train(model, optimizer)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
@@ -115,6 +118,7 @@ def test_an_exception_in_the_step_restores_everything_too(error: type[BaseExcept
         profile_of(model, optimizer)
     assert calls == 3
     assert everything(model, optimizer) == before
+    assert not mode_stack()
 
 
 def test_a_compiled_model_is_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -43,10 +44,6 @@ class Kind(Case):
     mode_bytes: int = 0
     """What its backward takes more, at most, under a dispatch mode, where autograd has other formulas."""
 
-    def fresh(self) -> tuple[nn.Module, Callable[[], Tensor], torch.optim.Optimizer]:
-        model, step, _ = super().fresh()
-        return model, step, torch.optim.SGD(model.parameters(), lr=1e-3)
-
 
 KINDS: dict[str, Kind] = {}
 IMAGE, VOLUME = (4, 6, 8, 8), (2, 4, 4, 6, 6)
@@ -83,4 +80,6 @@ def kind(
 
         return net, loss_of
 
-    KINDS[name] = Kind(make, least=least, refused=refused, mode_bytes=mode_bytes)
+    KINDS[name] = Kind(
+        make, functools.partial(torch.optim.SGD, lr=1e-3), least=least, refused=refused, mode_bytes=mode_bytes
+    )

@@ -74,6 +74,10 @@ class Recurrent(nn.Module):
         return self.head(self.gru(self.lstm(series)[0])[0])
 
 
+def _adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
 @dataclass
 class Case:
     """A model with its step; ``fresh()`` makes the same one again.
@@ -82,13 +86,14 @@ class Case:
     """
 
     make: Callable[[], tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]]
+    optimizer: Callable[[Any], torch.optim.Optimizer] = _adam
     _profiles: dict[tuple[str, str | None], Profile] = field(init=False, repr=False, default_factory=dict)
     _in_core: dict[int, list[list[torch.Tensor]]] = field(init=False, repr=False, default_factory=dict)
 
     def fresh(self) -> tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer]:
         torch.manual_seed(0)
         model, loss_of = self.make()
-        return model, lambda: loss_of(model), torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return model, lambda: loss_of(model), self.optimizer(model.parameters())
 
     def profile(self, mode: str = "run", roofline: str | None = None) -> Profile:
         """The profile of this mode, taken the first time it is asked for."""
@@ -96,11 +101,22 @@ class Case:
             self._profiles[mode, roofline] = self.new_profile(mode=mode, roofline=roofline)
         return self._profiles[mode, roofline]
 
-    def new_profile(self, **options: object) -> Profile:
+    def new_profile(self, **options: Any) -> Profile:
         """A profile taken now."""
         model, step, optimizer = self.fresh()
-        iterations = None if options.get("mode") == "fake" else 1
-        return poochplan.profile(step, model=model, optimizer=optimizer, iterations=iterations, link=LINK, **options)  # type: ignore[call-overload, no-any-return]
+        return taken(step, model, optimizer, **options)
+
+
+def taken(
+    step: Callable[[], torch.Tensor],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    mode: str = "run",
+    **options: Any,
+) -> Profile:
+    """A profile of one timed step, where steps are timed."""
+    options = {"iterations": None if mode == "fake" else 1, "link": LINK} | options
+    return poochplan.profile(step, model=model, optimizer=optimizer, mode=mode, **options)  # type: ignore[call-overload, no-any-return]
 
 
 class Gated(nn.Module):
@@ -115,14 +131,14 @@ class Gated(nn.Module):
         return hidden.sigmoid().sum() + (hidden * self.scale).sum()
 
 
-def of(build: Callable[[], nn.Module], *shape: int) -> Case:
+def of(build: Callable[[], nn.Module], *shape: int, **options: Any) -> Case:
     """The mean square of what a model gives for random numbers of that shape."""
 
     def make() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
         model, batch = build(), torch.randn(shape)
         return model, lambda model: model(batch).square().mean()
 
-    return Case(make)
+    return Case(make, **options)
 
 
 def _residual(precision: torch.dtype = torch.float32) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
@@ -270,17 +286,16 @@ def metered_peaks(case: Case, plan: Plan) -> list[int]:
 
 
 def snapshot(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
-    """Copies of the loss, every gradient, buffer and parameter, and of the states of the generators.
-
-    A session's meter does not see them.
+    """Copies of the loss, every gradient, buffer and parameter, of the model's own tensors, and of the states of the
+    generators. A session's meter does not see them.
     """
     with _disable_current_modes(), aside():
-        gradients = [
-            p.grad.to_dense() if p.grad.is_sparse else p.grad for p in model.parameters() if p.grad is not None
-        ]
-        tensors = [loss, *gradients, *model.buffers(), *model.parameters()]
-        own = [thing.get_state() for thing in vars(model).values() if isinstance(thing, torch.Generator)]
-        copies = [*(tensor.detach().clone() for tensor in tensors), torch.get_rng_state(), *own]
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        held = vars(model).values()
+        tensors = [loss, *found, *model.buffers(), *model.parameters(), *(x for x in held if torch.is_tensor(x))]
+        dense = (x.detach().to_dense() if x.layout is not torch.strided else x.detach().clone() for x in tensors)
+        own = (thing.get_state() for thing in held if isinstance(thing, torch.Generator))
+        copies = [*dense, torch.get_rng_state(), *own]
         leave_out(copies)
         return copies
 
