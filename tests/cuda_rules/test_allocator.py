@@ -10,10 +10,9 @@ from poochplan.errors import UsageError
 from poochplan.formats.plan import Plan
 from poochplan.planner.planning import smallest_budget
 from poochplan.runtime.devices.cuda import CudaDevice
-from poochplan.runtime.run_report import Report
 from tests.cuda_rules.machine import WHERE, Machine
 from tests.gpu.cases import CASES
-from tests.runtime.nets import equal, train
+from tests.runtime.nets import followed, train
 from tests.runtime.random_plans import random_plan
 
 MIB = 1 << 20
@@ -27,17 +26,6 @@ def _plan() -> Plan:
     return poochplan.plan(profile, budget_bytes, time_limit_s=5, evaluations=100)
 
 
-def _report(plan: Plan) -> Report:
-    """Of three steps that nothing lies beside."""
-    model, step, optimizer = CASE.fresh()
-    with poochplan.apply(plan, model) as session:
-        for _ in range(3):
-            optimizer.zero_grad(set_to_none=True)
-            step().backward()
-            optimizer.step()
-    return session.report()
-
-
 @pytest.mark.parametrize("configured", ["native", "expandable_segments", "max_split_size_mb", "cudaMallocAsync"])
 def test_a_plan_is_kept_whatever_the_allocator_and_what_it_hands_out_is_as_predicted(
     gpu: Machine, configured: str
@@ -47,8 +35,14 @@ def test_a_plan_is_kept_whatever_the_allocator_and_what_it_hands_out_is_as_predi
     memory.backend = configured if configured == "cudaMallocAsync" else "native"
     memory.max_split_bytes = 20 * MIB if configured == "max_split_size_mb" else memory.max_split_bytes
     plan = _plan()
-    assert equal(train(CASE, 3)[0], train(CASE, 3, plan)[0])
-    report = _report(plan)
+    followed(CASE, plan, 3, wanted=train(CASE, 3)[0])
+    model, step, optimizer = CASE.fresh()
+    with poochplan.apply(plan, model) as session:  # nothing lies beside these steps
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=True)
+            step().backward()
+            optimizer.step()
+    report = session.report()
     assert report.last_step.out_bytes + report.last_step.replayed_values > 0
     assert report.memory is not None
     assert report.total.peak_bytes is not None

@@ -141,6 +141,16 @@ def of(build: Callable[[], nn.Module], *shape: int, **options: Any) -> Case:
     return Case(make, **options)
 
 
+def gated(where: str | torch.device = "cpu") -> Case:
+    """The sum of what a gated network gives."""
+
+    def make() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+        batch = torch.randn(32, 64).to(where)
+        return Gated().to(where), lambda model: model(batch)
+
+    return Case(make)
+
+
 def _residual(precision: torch.dtype = torch.float32) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
     images, labels = torch.randn(4, 8, 16, 16), torch.randint(0, 5, (4,))
 
@@ -240,11 +250,16 @@ def train(
 
 
 def followed(
-    case: Case, plan: Plan, steps: int = 2, at: Callable[[str], object] = lambda place: None, **options: Any
+    case: Case,
+    plan: Plan,
+    steps: int = 2,
+    at: Callable[[str], object] = lambda place: None,
+    wanted: list[list[torch.Tensor]] | None = None,
+    **options: Any,
 ) -> Report:
-    """The report of steps that followed a plan to the end, each bitwise as in-core."""
+    """The report of steps that followed a plan to the end, each bitwise as in-core, or as ``wanted``."""
     seen, report = train(case, steps, plan, at, **options)
-    assert equal(in_core(case, steps), seen)
+    assert equal(in_core(case, steps) if wanted is None else wanted, seen)
     assert report is not None
     assert report.total.fallbacks == 0, report.total.fallback_reasons
     return report

@@ -132,6 +132,25 @@ def decided(profile: Profile, wishes: Sequence[Decision], **options: Any) -> Pla
             del changes[str(error).partition(": cannot be decided")[0]]
 
 
+def gate_replayed_early(profile: Profile) -> Plan:
+    """Of ``nets.gated``: the gate is recomputed at the first use, before what it is made of was used."""
+    plan = random_plan(profile, 0, (1, 0, 0))
+    values = tuple(
+        msgspec.structs.replace(value, decision=Decision.RECOMPUTE) if "sigmoid" in value.name else value
+        for value in plan.values
+    )
+    (gate,) = (index for index, value in enumerate(values) if value.decision is Decision.RECOMPUTE)
+    at_first_use = PointActions(at="use", index=0, replay=(gate,))
+    return msgspec.structs.replace(plan, values=values, schedule=(at_first_use,), record_from_start=True)
+
+
+def fetched_early(plan: Plan) -> Plan:
+    """The same plan, with everything prefetched at the first use."""
+    swapped = tuple(index for actions in plan.schedule for index in actions.release)
+    saves = tuple(actions for actions in plan.schedule if actions.at == "save")
+    return msgspec.structs.replace(plan, schedule=(*saves, PointActions(at="use", index=0, prefetch=swapped)))
+
+
 def windowed(plan: Plan, seed: int) -> Plan:
     """The plan with recording switched on and off at random save points."""
     chance = random.Random(seed)

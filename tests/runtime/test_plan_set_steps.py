@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from torch import nn
 
 import poochplan
-from poochplan.errors import DivergenceError
+from poochplan.errors import DivergenceError, InfeasibleError, UsageError
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.runtime.run_report import FallbackKind
+from tests.runtime import besides
 from tests.runtime.detours import (
     WIDTH,
     Detour,
@@ -27,7 +29,7 @@ from tests.runtime.detours import (
     under,
     under_announced,
 )
-from tests.runtime.nets import equal
+from tests.runtime.nets import LINK, equal
 from tests.runtime.random_plans import random_plan
 
 
@@ -190,3 +192,47 @@ def test_a_set_keeps_what_is_saved_before_the_model_is_called_and_picks_its_plan
     assert re.search("more than its budget of .* what earlier steps saved", told[0])
     assert report.last_step.fallbacks == 0
     assert report.steps_followed == 1
+
+
+def step_for(model: nn.Module) -> Callable[[int], Callable[[], torch.Tensor]]:
+    def step_of(rows: int) -> Callable[[], torch.Tensor]:
+        batch = torch.ones(rows, besides.WIDTH)
+        return lambda: model(batch).square().mean()
+
+    return step_of
+
+
+def planned(model: nn.Module, shapes: list[int], budget: str) -> PlanSet:
+    return poochplan.plan_set(
+        step_for(model), shapes, model=model, budget=budget, evaluations=100, iterations=1, link=LINK
+    )
+
+
+@pytest.mark.cpu_device
+def test_each_step_follows_the_plan_of_its_shape_or_the_next_larger_one() -> None:
+    model = besides.fresh()
+    plans = planned(model, [128, 256], "90%")
+    assert len({plan.budget_bytes for plan in plans.plans}) == 1
+    assert plans.plans[0].budget_bytes == int(0.9 * plans.plans[1].prediction.in_core_peak_bytes)
+    followed = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with poochplan.apply(plans, model) as session:
+            for rows in (128, 256, 200):
+                step_for(model)(rows)().backward()
+                followed.append(plans.plans.index(session.plan))
+                model.zero_grad(set_to_none=True)
+    assert followed == [0, 1, 1]
+    assert session.report().steps_followed == 3
+
+
+@pytest.mark.cpu_device
+def test_what_cannot_be_planned_is_one_clear_line() -> None:
+    model = besides.fresh()
+    with pytest.raises(UsageError, match="expected at least one shape, found none"):
+        planned(model, [], "60%")
+    with pytest.raises(UsageError, match=r"expected step_for\(3\) to give a function .*, found Tensor"):
+        poochplan.plan_set(lambda rows: torch.ones(rows), [3], model=model, budget="60%")  # type: ignore[arg-type,return-value]
+    with pytest.raises(InfeasibleError, match="shape 256: no plan fits a budget of") as raised:
+        planned(model, [16, 256], "30%")
+    assert raised.value.smallest_budget_bytes > 0
