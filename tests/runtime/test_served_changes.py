@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -24,7 +23,7 @@ from poochplan.planner.arena.packing import packed
 from poochplan.runtime import serving
 from poochplan.runtime.run_report import ArenaReport
 from poochplan.runtime.session import Session
-from tests.runtime.nets import CASES, Attention, equal, snapshot
+from tests.runtime.nets import CASES, Attention, Case, equal, in_core, snapshot, train
 from tests.runtime.served import SETTLED, Loop, arenas_mapped, needs_compiler, plain, plan_of, served
 from tests.runtime.switching import follow
 
@@ -224,34 +223,20 @@ def test_one_that_is_learned_to_be_larger_than_there_is_room_for_is_not_used_and
 @needs_compiler
 @pytest.mark.parametrize("smaller", [(5,), (5, 6, 8), (1, 3, 5, 7, 9)])
 def test_batches_of_another_size_in_between_have_the_bits_of_in_core_training(smaller: tuple[int, ...]) -> None:
-    rows, steps = 1024, 11
-
-    def fresh() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
-        torch.manual_seed(0)
+    def make() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
         model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 64), nn.LayerNorm(64))
-        return model, torch.optim.AdamW(model.parameters()), torch.randn(rows, 64)
+        batch = torch.randn(1024, 64)
+        return model, lambda model: model(batch[: 700 if next(numbers) in smaller else 1024]).square().mean()
 
-    def train(plan: Plan | None) -> list[list[torch.Tensor]]:
-        model, optimizer, batch = fresh()
-        seen = []
-        with contextlib.ExitStack() as stack:
-            if plan is not None:
-                stack.enter_context(poochplan.apply(plan, model, arena="on"))
-            torch.manual_seed(1)
-            for number in range(steps):
-                optimizer.zero_grad(set_to_none=True)
-                loss = model(batch[: 700 if number in smaller else rows]).square().mean()
-                loss.backward()
-                seen.append(snapshot(model, loss))
-                optimizer.step()
-        return seen
-
-    model, optimizer, batch = fresh()
-    profile = poochplan.profile(lambda: model(batch).square().mean(), model=model, optimizer=optimizer, iterations=1)
-    plan = poochplan.plan(profile, "90%", evaluations=50)
+    numbers: Iterator[int] = itertools.repeat(-1)
+    case = Case(make)
+    plan = poochplan.plan(case.profile(), "90%", evaluations=50)
+    numbers = itertools.count()
+    reference = in_core(case, 11)
+    numbers = itertools.count()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # that they leave the plan
-        assert equal(train(plan), train(None))
+        assert equal(train(case, 11, plan, arena="on")[0], reference)
 
 
 def _apart_where_there_is_room(blocks: Sequence[tuple[int, int, int]], room_bytes: int) -> tuple[Sequence[int], int]:
