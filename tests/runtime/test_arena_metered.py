@@ -15,7 +15,7 @@ from poochplan.runtime.metering.allocated import AllocatedPeak
 from poochplan.runtime.replays.recorded import set_state_of, state_of
 from tests.runtime.allocator.steps import filled, places
 from tests.runtime.nets import CASES
-from tests.runtime.served import SETTLED, Loop, arenas_mapped, needs_compiler, plan_of, served
+from tests.runtime.served import SETTLED, Loop, needs_compiler, plan_of, served
 
 pytestmark = [pytest.mark.cpu_device, needs_compiler]
 ARENA_BYTES, SERVED_BYTES, OUTSIDE_BYTES = 1 << 20, 8192, 4608
@@ -128,15 +128,6 @@ def test_a_step_whose_arena_is_above_the_budget_is_told_of_though_its_blocks_are
         loop.steps(SETTLED + 3)
         assert loop.arena.served
     assert sum("more than its budget" in str(one.message) for one in caught) == 1
-
-
-def test_a_step_that_begins_at_a_census_is_served_as_others_are() -> None:
-    with served("attention", meter="always") as loop:
-        assert loop.session is not None
-        mapped = arenas_mapped()
-        loop.steps(3)
-        assert loop.is_served_whole
-        assert arenas_mapped() == mapped
 
 
 def test_a_generators_state_is_kept_and_put_back_without_a_block_of_torchs() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -75,30 +77,30 @@ def profiled() -> Profile:
     return poochplan.profile(lambda: model(batch).mean(), model=model, optimizer=optimizer, iterations=1, link=LINK)
 
 
-@pytest.mark.parametrize("meter", ["first-steps", "always", "never"])
-@pytest.mark.parametrize("arena", ["auto", "off"])
+@pytest.mark.parametrize(
+    ("arena", "meter", "is_counted"),
+    [*itertools.product(("auto", "off"), ("first-steps", "always", "never"), (True,)), ("off", "always", False)],
+)
 @pytest.mark.parametrize("decision", list(Decision))
 def test_every_step_of_a_noisy_or_has_plains_bits(
-    decision: Decision, arena: ArenaMode, meter: When, profile: Profile, plain: Gradients
+    decision: Decision,
+    arena: ArenaMode,
+    meter: When,
+    is_counted: bool,
+    profile: Profile,
+    plain: Gradients,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Also where there is no compiled allocator that counts."""
+    if not is_counted:
+        monkeypatch.setattr(allocated, "_counted", lambda: None)
     plan, (model, optimizer) = plan_of(profile, decision), fresh()
     with poochplan.apply(plan, model, meter=meter, arena=arena) as session:
         found = trained(model, optimizer)
     assert steps_that_differ(plain, found) == 0
     assert session.report().steps_followed == STEPS
+    assert is_counted or session.report().last_step.peak_bytes is not None
     assert {value.decision for value in plan.values} >= {decision}
-
-
-@pytest.mark.parametrize("decision", list(Decision))
-def test_so_it_has_where_there_is_no_compiled_allocator(
-    decision: Decision, profile: Profile, plain: Gradients, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(allocated, "_counted", lambda: None)
-    plan, (model, optimizer) = plan_of(profile, decision), fresh()
-    with poochplan.apply(plan, model, meter="always", arena="off") as session:
-        found = trained(model, optimizer)
-    assert steps_that_differ(plain, found) == 0
-    assert session.report().last_step.peak_bytes is not None
 
 
 @pytest.mark.parametrize("decision", list(Decision))

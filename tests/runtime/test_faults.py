@@ -191,30 +191,6 @@ def test_a_copying_thread_that_is_killed_in_a_copy_gives_an_error_or_keeps_the_v
             trained(swaps)
 
 
-@pytest.mark.usefixtures("leaves_nothing")
-def test_a_copy_that_the_garbage_collector_ends_on_the_copying_thread_does_not_wait_for_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go, collected = threading.Event(), threading.Event()
-
-    def collecting(descriptor: int, data: bytes, at: int) -> int:
-        go.wait()
-        gc.collect()
-        collected.set()
-        return PWRITE(descriptor, data, at)
-
-    device = CpuDevice(tmp_path)
-    monkeypatch.setattr(os, "pwrite", collecting)
-    first, second = (copy_out(device, device.allocate(1000), at) for at in (0, 4096))
-    cycle: list[object] = [second]
-    cycle.append(cycle)
-    del cycle, second
-    go.set()
-    first.wait()
-    assert collected.is_set()
-    device.close()
-
-
 # -- the user's own errors, processes and exits ---------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import poochplan
+from poochplan.runtime.run_report import SessionStatus
 from poochplan.runtime.session import Session
 from tests.runtime.autograd_steps import together
 from tests.runtime.data_parallel import Shared
@@ -124,7 +125,8 @@ def test_the_same_model_run_by_another_thread_is_kept_in_core_there() -> None:
 
     case = Case(_shared)
     with pytest.warns(RuntimeWarning, match="was called 1 times on another thread than the session's"):
-        either_way(case, random_plan(case.profile(), 0, (0, 1, 1)), use)
+        report = either_way(case, random_plan(case.profile(), 0, (0, 1, 1)), use)
+    assert report.status is SessionStatus.NO_STEPS
 
 
 @pytest.mark.cpu_device
