@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,10 +107,7 @@ def _optimizer(loss: torch.Tensor, model: nn.Module) -> torch.Tensor:
     ],
 )
 def test_a_step_that_does_more_than_forward_is_told_so(
-    make: Callable[[], nn.Module],
-    what: Callable[[torch.Tensor, nn.Module], torch.Tensor],
-    message: str,
-    mode: str,
+    make: Callable[[], nn.Module], what: Callable[[torch.Tensor, nn.Module], torch.Tensor], message: str, mode: str
 ) -> None:
     model, batch = make(), torch.randn(8, 16)
     assert message in refusal(lambda: what(model(batch).mean(), model), model, mode)
@@ -266,26 +262,24 @@ def test_a_model_in_eval_mode_is_warned_about_and_noted(mode: str) -> None:
     assert not model.training
 
 
+@pytest.mark.filterwarnings("error")
 @in_every_mode
 def test_a_frozen_batch_norm_is_noted_by_name_and_no_warning(mode: str) -> None:
     model, batch = Residual(), torch.randn(4, 8, 8, 8)
     for block in model.blocks[1:]:
         block[1].eval()  # type: ignore[index]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        profile = taken(lambda: model(batch).mean(), model, mode)
+    profile = taken(lambda: model(batch).mean(), model, mode)
     assert (
         "modules in eval mode: 2, first blocks.1.1 (BatchNorm2d): no dropout, no batch statistics there"
         in profile.notes
     )
 
 
+@pytest.mark.filterwarnings("error")
 @in_every_mode
 def test_a_step_that_turns_training_on_itself_is_not_warned_about(mode: str) -> None:
     model, batch = Residual().eval(), torch.randn(4, 8, 8, 8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        profile = taken(lambda: model.train()(batch).mean(), model, mode)
+    profile = taken(lambda: model.train()(batch).mean(), model, mode)
     assert not any("eval mode" in note for note in profile.notes)
     assert not model.training
 
@@ -313,6 +307,7 @@ def test_a_disk_without_room_for_the_link_test_is_one_clear_line(writes: int, mo
         measure_link(torch.device("cpu"))
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("mode", ["swap-all", "auto"])
 @pytest.mark.parametrize("writes", [0, 3, 40])
 def test_a_disk_that_fills_up_ends_a_swapping_profile_with_one_line(
@@ -322,8 +317,7 @@ def test_a_disk_that_fills_up_ends_a_swapping_profile_with_one_line(
     model, step, optimizer = CASES["residual"].fresh()
     monkeypatch.setattr(profiling, "available_bytes", lambda: 0)  # for auto
     full_after(writes, monkeypatch)
-    with warnings.catch_warnings(), pytest.raises(SpillError) as error:
-        warnings.simplefilter("error")
+    with pytest.raises(SpillError) as error:
         taken(step, model, mode, optimizer)
     assert re.search(r"could not be written .*No space left on device.*; free space, or name another", str(error.value))
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()

@@ -120,10 +120,7 @@ def test_a_step_whose_arena_is_above_the_budget_is_told_of_though_its_blocks_are
     assert found.peak_bytes < budget_bytes
     tight = msgspec.structs.replace(plan, budget_bytes=budget_bytes)
     loop = Loop(CASES["attention"])
-    with (
-        poochplan.apply(tight, loop.model, arena="on") as loop.session,
-        warnings.catch_warnings(record=True) as caught,
-    ):
+    with poochplan.apply(tight, loop.model, arena="on") as loop.session, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loop.steps(SETTLED + 3)
         assert loop.arena.served

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 
 import pytest
 import torch
@@ -68,6 +67,4 @@ def trained(name: str, plan: Plan | None) -> list[list[bytes]]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_gives_under_a_plan_the_bits_of_a_plain_one(name: str, kind: str) -> None:
     plan = random_plan(profile_of(name), 0, WEIGHTS[kind])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of steps that leave their plan, and torch's own of graphs that are kept
-        assert trained(name, plan) == plain(name)
+    assert trained(name, plan) == plain(name)

@@ -201,7 +201,7 @@ def test_bytes_beside_a_profile_raise_every_plan_by_as_much() -> None:
 
 @pytest.mark.parametrize("has_optimizer", [True, False])
 def test_what_runs_behind_the_step_is_not_metered(has_optimizer: bool) -> None:
-    """A validation with a large batch, and a copy of the weights that is saved."""
+    """A validation, and behind the optimizer also a copy of the weights that is saved."""
     model = fresh()
     optimizer = adam(model) if has_optimizer else None
     plan = tight(profiled(model, optimizer))
@@ -209,15 +209,15 @@ def test_what_runs_behind_the_step_is_not_metered(has_optimizer: bool) -> None:
 
     def train(model: nn.Module) -> None:
         for _ in range(3):
-            if optimizer is None:
-                model(batch).square().mean().backward()
-            else:
-                plain_step(model, optimizer, batch)
-            with torch.no_grad():
-                outputs = [model(torch.ones(8 * BATCH, WIDTH))]
-            outputs += [parameter.repeat(32, *[1] * (parameter.ndim - 1)) for parameter in model.parameters()]
-            del outputs
             model.zero_grad(set_to_none=True)
+            model(batch).square().mean().backward()
+            if optimizer is not None:
+                optimizer.step()
+            with torch.no_grad():
+                outputs = [model(batch) for _ in range(16)]
+            if optimizer is not None:
+                outputs += [parameter.repeat(32, *[1] * (parameter.ndim - 1)) for parameter in model.parameters()]
+            del outputs
 
     report, told = under(plan, model, train, meter="always")
     assert told == []

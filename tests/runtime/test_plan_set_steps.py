@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -208,6 +207,7 @@ def planned(model: nn.Module, shapes: list[int], budget: str) -> PlanSet:
     )
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.cpu_device
 def test_each_step_follows_the_plan_of_its_shape_or_the_next_larger_one() -> None:
     model = besides.fresh()
@@ -215,13 +215,11 @@ def test_each_step_follows_the_plan_of_its_shape_or_the_next_larger_one() -> Non
     assert len({plan.budget_bytes for plan in plans.plans}) == 1
     assert plans.plans[0].budget_bytes == int(0.9 * plans.plans[1].prediction.in_core_peak_bytes)
     followed = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with poochplan.apply(plans, model) as session:
-            for rows in (128, 256, 200):
-                step_for(model)(rows)().backward()
-                followed.append(plans.plans.index(session.plan))
-                model.zero_grad(set_to_none=True)
+    with poochplan.apply(plans, model) as session:
+        for rows in (128, 256, 200):
+            step_for(model)(rows)().backward()
+            followed.append(plans.plans.index(session.plan))
+            model.zero_grad(set_to_none=True)
     assert followed == [0, 1, 1]
     assert session.report().steps_followed == 3
 

@@ -10,16 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.runtime.graph_nets import (
-    Chain,
-    Make,
-    MovingScale,
-    WritesItsInput,
-    channels_last,
-    node_by_node,
-    of,
-    same,
-)
+from tests.runtime.graph_nets import Chain, Make, MovingScale, WritesItsInput, channels_last, node_by_node, of, same
 
 pytestmark = pytest.mark.cpu_device
 MAKES = {"chain": of(Chain), "convolutions": channels_last, "moving scale": of(MovingScale)}

@@ -78,10 +78,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         (Handle, "check_version", "version_of(watched) == self.version", "True"),
         lambda: test_safety.test_a_saved_value_written_in_place_raises_what_autograd_raises(SWAP),
     ),
-    "what comes back lies as it was saved": (
-        (storages.Geometry, "on", "self.offset", "0"),
-        Exact("attention", SWAP),
-    ),
+    "what comes back lies as it was saved": ((storages.Geometry, "on", "self.offset", "0"), Exact("attention", SWAP)),
     "only the first unpack is a use point": (
         (Engine, "_unpack", "not handle.used", "True"),
         test_user_code.test_a_second_backward_and_a_second_look_at_a_saved_tensor_are_no_use_points,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -196,8 +195,7 @@ def test_auto_does_not_use_an_arena_above_the_budget() -> None:
     assert plan.prediction.arena_peak_bytes is not None
     plan = msgspec.structs.replace(plan, budget_bytes=plan.prediction.arena_peak_bytes - 1)
     loop = Loop(CASES["attention"])
-    with warnings.catch_warnings(), poochplan.apply(plan, loop.model) as session:
-        warnings.simplefilter("ignore", RuntimeWarning)
+    with poochplan.apply(plan, loop.model) as session:
         loop.steps(SETTLED + 1)
         assert session.report().arena is None
 
@@ -234,9 +232,7 @@ def test_batches_of_another_size_in_between_have_the_bits_of_in_core_training(sm
     numbers = itertools.count()
     reference = in_core(case, 11)
     numbers = itertools.count()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # that they leave the plan
-        assert equal(train(case, 11, plan, arena="on")[0], reference)
+    assert equal(train(case, 11, plan, arena="on")[0], reference)
 
 
 def _apart_where_there_is_room(blocks: Sequence[tuple[int, int, int]], room_bytes: int) -> tuple[Sequence[int], int]:
@@ -319,10 +315,8 @@ class Accumulating:
 @contextmanager
 def _accumulating(name: str, micro_batches: int, meter: str) -> Iterator[tuple[Accumulating, Session]]:
     loop = Accumulating(name, micro_batches)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # that gradients are live through forward
-        with poochplan.apply(plan_of(name), loop.model, arena="on", meter=meter) as session:  # type: ignore[arg-type]
-            yield loop, session
+    with poochplan.apply(plan_of(name), loop.model, arena="on", meter=meter) as session:  # type: ignore[arg-type]
+        yield loop, session
 
 
 @needs_compiler
@@ -361,13 +355,11 @@ def test_one_step_more_or_less_in_between_changes_no_bit_and_is_served_again() -
     seen = []
     for is_served in (True, False):
         loop = Accumulating("attention", 3)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            session = poochplan.apply(plan_of("attention"), loop.model, arena="on" if is_served else "off")
-            with session:
-                for micro_batches in (3, 3, 3, 3, 3, 1, 3, 2, 3, 3, 3):
-                    loop._micro_batches = micro_batches
-                    loop.steps(1, session)
+        session = poochplan.apply(plan_of("attention"), loop.model, arena="on" if is_served else "off")
+        with session:
+            for micro_batches in (3, 3, 3, 3, 3, 1, 3, 2, 3, 3, 3):
+                loop._micro_batches = micro_batches
+                loop.steps(1, session)
         assert loop.is_served_whole is is_served
         seen.append(loop.seen)
     assert equal(*seen)
@@ -375,13 +367,11 @@ def test_one_step_more_or_less_in_between_changes_no_bit_and_is_served_again() -
 
 @needs_compiler
 def test_gradients_that_lie_in_the_arena_and_stay_there_cost_one_more_arena_and_no_place_for_good() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        with served("attention", meter="never") as loop:
-            assert isinstance(loop, Loop)
-            for _ in range(SETTLED + 1):
-                loop.loss_of().backward()  # its gradients are there in the step behind it
-                loop.optimizer.step()
-            assert loop.is_served_whole
-            loop.step()
-            assert loop.is_served_whole
+    with served("attention", meter="never") as loop:
+        assert isinstance(loop, Loop)
+        for _ in range(SETTLED + 1):
+            loop.loss_of().backward()  # its gradients are there in the step behind it
+            loop.optimizer.step()
+        assert loop.is_served_whole
+        loop.step()
+        assert loop.is_served_whole

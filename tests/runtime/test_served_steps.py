@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import mmap
 import threading
-import warnings
 
 import pytest
 import torch
@@ -252,16 +251,14 @@ def test_gradients_that_are_zeroed_in_place_stay_the_users() -> None:
     losses = []
     for is_served in (False, True):
         loop = Loop(CASES["attention"])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # that gradients are live through forward
-            session = poochplan.apply(plan_of("attention"), loop.model, arena="on" if is_served else "off")
-            with session as loop.session:
-                for _ in range(SETTLED + 3):
-                    loop.optimizer.zero_grad(set_to_none=False)
-                    loss = loop.loss_of()
-                    loss.backward()
-                    loop.optimizer.step()
-                    losses.append(loss.item())
+        session = poochplan.apply(plan_of("attention"), loop.model, arena="on" if is_served else "off")
+        with session as loop.session:
+            for _ in range(SETTLED + 3):
+                loop.optimizer.zero_grad(set_to_none=False)
+                loss = loop.loss_of()
+                loss.backward()
+                loop.optimizer.step()
+                losses.append(loss.item())
         if is_served:
             assert loop.is_served_whole
     half = len(losses) // 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -74,16 +73,15 @@ def _train(
     return seen
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("which", [0, 1], ids=["swap", "replay"])
 @pytest.mark.parametrize("said", [True, False], ids=["announced", "by the model that is called"])
 def test_both_halves_of_a_gan_follow_their_plans_bitwise(plans: dict[str, list[Plan]], which: int, said: bool) -> None:
     models = _halves()
     chosen = {name: plans[name][which] for name in models}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with poochplan.apply(chosen, models) as session:
-            seen = _train(models, 3, session.step if said else lambda _: None)
-            assert session.plan is chosen["g"]
+    with poochplan.apply(chosen, models) as session:
+        seen = _train(models, 3, session.step if said else lambda _: None)
+        assert session.plan is chosen["g"]
     report = session.report()
     assert equal(seen, _train(_halves(), 3))
     assert (report.status, report.steps_followed, report.total.steps) == ("followed", 6, 6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -234,9 +233,7 @@ def test_the_profiler_of_torch_runs_through(span: str) -> None:
     profiler = torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, profile_memory=True
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says what it does when it is entered more than once
-        run(case, PLANS["mixed"](case), Span(profiler, span))
+    run(case, PLANS["mixed"](case), Span(profiler, span))
     assert any("convolution" in event.key for event in profiler.key_averages())
 
 
