@@ -1,9 +1,11 @@
-"""A ``torch.compile``d submodule compiles as often with profile and session as without, and its gradients are equal."""
+"""A ``torch.compile``d submodule compiles as often with profile and session as without, its gradients are equal, and
+its peaks are predicted and metered as the allocator has them: temporaries inside included.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -11,7 +13,12 @@ from torch import nn
 
 import poochplan
 from poochplan.formats.profile import Profile
+from poochplan.planner.planning import smallest_budget
+from poochplan.profiler.capture import capture as capturing
+from poochplan.profiler.capture.workspace import Workspace
+from tests.live_bytes import LiveBytes
 from tests.runtime.compiled_nets import WAYS, Chained, compiled, followed, profiled, train
+from tests.runtime.nets import LINK, equal
 from tests.runtime.random_plans import random_plan
 
 
@@ -134,3 +141,131 @@ def test_a_model_compiled_as_a_whole_compiles_as_often_and_picks_its_plan_by_its
     report = followed(poochplan.PlanSet([random_plan(profile, 0, (0, 1, 0))]), model, batch, reference)
     assert counts == plain
     assert report.total.out_bytes > 0
+
+
+SLACK_BYTES = 16 * 512
+"""What a meter in exact bytes is below one that rounds each storage up to 512."""
+HELD_BYTES = 28 * 512
+"""What the profile's mode holds longer where the compiler gives up between two parts: 0.5% of the peak."""
+
+
+class Block(nn.Module):
+    """Large temporaries in forward and backward, and a part that comes back piece by piece."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        wide = self.up(self.norm(batch))
+        wide = wide * torch.sigmoid(wide) + torch.tanh(wide)
+        scores = (batch @ batch.transpose(-1, -2) / 8).softmax(-1)
+        return batch + self.down(wide) + scores @ batch
+
+
+class BrokenBlock(Block):
+    """The compiler gives up in its middle: two compiled parts, and what the first saves dies in the second."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        wide = self.up(self.norm(batch)).tanh()
+        torch._dynamo.graph_break()
+        wide = wide * torch.sigmoid(wide)
+        return batch + self.down(wide.exp().log1p())
+
+
+class Blocks(nn.Module):
+    """Compiled blocks between plain layers."""
+
+    def __init__(self, kind: type[Block], how: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(compiled(kind(32), how, "aot_eager") for _ in range(3))
+        self.between = nn.Linear(32, 32)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            batch = self.between(block(batch)).relu()
+        return batch
+
+
+@pytest.mark.parametrize("mode", ["run", "swap-all"])
+@pytest.mark.parametrize(
+    ("kind", "how", "slack_bytes"),
+    [
+        (Block, "wrapped", SLACK_BYTES),
+        (Block, "in place", SLACK_BYTES),
+        (BrokenBlock, "wrapped", SLACK_BYTES + HELD_BYTES),
+    ],
+    ids=["wrapped", "in place", "broken"],
+)
+def test_no_step_of_compiled_blocks_is_above_its_predicted_peak(
+    kind: type[Block], how: str, slack_bytes: int, mode: Literal["run", "swap-all"]
+) -> None:
+    model, batch = Blocks(kind, how), torch.randn(8, 96, 32)
+    reference = train(model, batch)
+    profile = profiled(model, batch, mode=mode)
+    smallest = smallest_budget(profile)
+    peaks = set()
+    for share in (1.0, 0.7, 0.4, 0.0):
+        budget = int(smallest + share * (profile.in_core_peak_bytes - smallest))
+        plan = poochplan.plan(profile, budget, evaluations=100)
+        predicted = max(plan.prediction.peak_bytes, plan.prediction.first_step_peak_bytes)
+        with poochplan.apply(plan, model, meter="always") as session:
+            metered = train(model, batch)
+            report = session.report()
+        assert equal(reference, metered)
+        assert report.last_step.peak_bytes is not None
+        if report.arena is None:
+            assert predicted - slack_bytes <= report.last_step.peak_bytes <= predicted <= budget
+        else:  # the arena counts whole, beside what a region takes before the step's first save point
+            assert plan.prediction.arena_peak_bytes is not None
+            assert report.last_step.peak_bytes <= plan.prediction.arena_peak_bytes <= budget
+        with poochplan.apply(plan, model, meter="never"), LiveBytes(batch, *model.parameters()) as judge:
+            train(model, batch, before=judge.restart)
+        assert 0.98 * predicted <= judge.peak <= predicted  # it does not see what an op takes inside
+        peaks.add(predicted)
+    assert len(peaks) > 2
+
+
+def test_what_a_backward_unpacks_lives_until_it_is_let_go_of_not_until_its_handle_dies() -> None:
+    class Slow(torch.autograd.Function):
+        """Drops its handles, as compiled backwards do, and then makes something large."""
+
+        @staticmethod
+        def forward(ctx: Any, batch: torch.Tensor) -> torch.Tensor:
+            made = batch * 2
+            ctx.save_for_backward(made)
+            return batch.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            (saved,) = ctx.saved_tensors
+            ctx.maybe_clear_saved_tensors()
+            large = torch.ones(64, 4096)
+            return gradient * saved * large.mean()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(64, 1))
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return Slow.apply(batch * self.scale)
+
+    model, batch = Net(), torch.randn(64, 4096)
+    profile = poochplan.profile(lambda: model(batch).sum(), model=model, iterations=1, link=LINK)
+    saved = next(value for value in profile.values if value.name.endswith("/mul#2"))
+    large = next(index for index, op in enumerate(profile.ops) if op.name == "aten.ones.default")
+    assert saved.freed >= profile.op_ticks[large]
+
+
+def test_without_the_allocator_regions_beside_another_profiler_are_said_to_be_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(capturing, "workspace_of", lambda where: Workspace())
+    with torch.profiler.profile():
+        profile = profiled(Blocks(Block, "wrapped"), torch.randn(8, 96, 32))
+    assert profile.facts is not None
+    assert profile.facts.unmeasured_regions == 6
+    assert any("another profiler was on" in line for line in profile.advice())

@@ -21,7 +21,7 @@ from poochplan.runtime.engine.saved_value import Handle, SavedValue
 from poochplan.runtime.replays import replay, tape
 from poochplan.runtime.step_policies.follow import Course
 from poochplan.tensors import operators, storages
-from tests.runtime import test_backward_without_modes, test_divergence, test_replay_limits, test_safety, test_user_code
+from tests.runtime import test_backward_without_modes, test_divergence, test_replay_limits, test_safety
 from tests.runtime.detours import profile_of
 from tests.runtime.mutants import rewritten
 from tests.runtime.nets import CASES, Case, Residual, followed, in_core
@@ -72,7 +72,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
     ),
     "what is packed is detached": (
         (SavedValue, "of", "detached_alias(tensor)", "tensor"),
-        test_user_code.test_a_forward_without_backward_leaks_nothing,
+        test_safety.test_a_forward_without_backward_leaks_nothing,
     ),
     "a saved value that was written is an error": (
         (Handle, "check_version", "version_of(watched) == self.version", "True"),
@@ -81,15 +81,15 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
     "what comes back lies as it was saved": ((storages.Geometry, "on", "self.offset", "0"), Exact("attention", SWAP)),
     "only the first unpack is a use point": (
         (Engine, "_unpack", "not handle.used", "True"),
-        test_user_code.test_a_second_backward_and_a_second_look_at_a_saved_tensor_are_no_use_points,
+        test_safety.test_a_second_backward_and_a_second_look_at_a_saved_tensor_are_no_use_points,
     ),
     "what backward saves is outside the plan": (
         (Engine, "_pack", "in_backward()", "False"),
-        test_user_code.test_what_backward_itself_saves_is_outside_the_plan,
+        test_safety.test_what_backward_itself_saves_is_outside_the_plan,
     ),
     "a forward inside backward begins no step": (
         (Attachment, "_forward_begins", "in_backward()", "False"),
-        test_user_code.test_a_model_checkpointed_as_a_whole_counts_each_step_once,
+        test_safety.test_a_model_checkpointed_as_a_whole_counts_each_step_once,
     ),
     "another shape is a divergence": (
         (Course, "why_not_save", 'return "" if fits else', 'return "" if True else'),
@@ -99,7 +99,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
     ),
     "a place on the host belongs to its value until that is gone": (
         (HostTier, "_is_free", "occupant is not None and", "False and"),
-        test_user_code.test_steps_whose_backwards_wait_for_each_other_keep_their_values_apart,
+        test_safety.test_steps_whose_backwards_wait_for_each_other_keep_their_values_apart,
     ),
     "a place behind the plan belongs to its value until that is gone": (
         (Intervals, "take", "[(behind, end)]", "[(start, end)]"),
@@ -121,7 +121,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
     ),
     "a replay is not cast": (
         (replay, "run_ops", "torch.autocast(device_type, enabled=False)", "torch.enable_grad()"),
-        test_user_code.test_backward_inside_autocast,
+        test_safety.test_backward_inside_autocast,
     ),
     "a replay runs in the grad mode of forward": (
         (replay, "run_ops", "with_gradients = op.grad_enabled", "with_gradients = False"),

@@ -1,10 +1,16 @@
-"""Never a wrong gradient, whatever the user's code does between pack and unpack."""
+"""Never a wrong gradient, whatever the user's training loop does around the model, and between pack and unpack."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import queue
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,9 +21,11 @@ from torch.utils.checkpoint import checkpoint
 import poochplan
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Plan
+from poochplan.runtime.run_report import SessionStatus
 from poochplan.runtime.session import Session
 from tests.runtime.autograd_steps import together
-from tests.runtime.nets import CASES, LINK, Use, either_way, equal, followed, gradients, snapshot, train
+from tests.runtime.data_parallel import Shared
+from tests.runtime.nets import CASES, LINK, Case, Use, either_way, equal, followed, gradients, of, snapshot, train
 from tests.runtime.random_plans import random_plan
 
 CASE = CASES["residual"]
@@ -243,3 +251,218 @@ def test_nobody_steps_away_from_a_session_that_is_closed(plan: Plan) -> None:
         pass
     with pytest.raises(UsageError, match="expected an open session, found a closed one"), session.away():
         pass
+
+
+WEIGHTS = [(1, 2, 2), (0, 1, 0), (0, 0, 1)]
+
+
+def _shared() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    tokens = torch.randint(0, 20, (4, 12))
+    return Shared(), lambda model: nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+class Checkpointed(nn.Module):
+    """The user's own checkpoints, one inside the other."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.outer = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        def both(hidden: torch.Tensor) -> torch.Tensor:
+            hidden = self.outer[0](hidden)
+            return checkpoint(self.outer[1], hidden, use_reentrant=self.reentrant)
+
+        return self.outer[2](checkpoint(both, batch, use_reentrant=self.reentrant))
+
+
+def _checkpointed(reentrant: bool) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    batch = torch.randn(8, 16, requires_grad=True)
+    return Checkpointed(reentrant=reentrant), lambda model: model(batch).square().sum()
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize(
+    "make",
+    [_shared, partial(_checkpointed, False), partial(_checkpointed, True)],
+    ids=["modules called twice and tied weights", "checkpoints", "reentrant checkpoints"],
+)
+def test_it_follows_its_plan(make: Callable[[], object], weights: tuple[float, float, float]) -> None:
+    case = Case(make)  # type: ignore[arg-type]
+    followed(case, random_plan(case.profile(), 0, weights))
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_an_optimizer_in_the_hooks_of_backward(weights: tuple[float, float, float]) -> None:
+    """The gradients never live together. The weight a step changes was read before it in the same backward."""
+
+    def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> list[torch.Tensor]:
+        optimizers = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
+
+        def update(parameter: torch.Tensor) -> None:
+            optimizers[parameter].step()  # type: ignore[index]
+            parameter.grad = None
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+        seen = []
+        for _ in range(3):
+            loss = step()
+            loss.backward()  # type: ignore[no-untyped-call]
+            seen += [loss.detach().clone(), *(p.detach().clone() for p in model.parameters())]
+        return seen
+
+    case = of(lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), 16, 8)
+    either_way(case, random_plan(case.profile(), 0, weights), use, is_followed=False)
+
+
+def test_another_thread_that_trains_another_model_is_left_alone() -> None:
+    case = Case(_shared)
+
+    def elsewhere() -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(7)
+        weight = torch.randn(8, 8, generator=generator, requires_grad=True)
+        batch = torch.randn(4, 8, generator=generator)
+        for _ in range(20):
+            (batch @ weight).tanh().square().sum().backward()
+        assert weight.grad is not None
+        return [weight.grad]
+
+    results: queue.SimpleQueue[list[torch.Tensor]] = queue.SimpleQueue()
+    wanted = elsewhere()
+    thread = threading.Thread(target=lambda: results.put(elsewhere()))
+    places: list[str] = []
+
+    def at(place: str) -> None:
+        if place == "forward" and place not in places:
+            thread.start()
+        places.append(place)
+        if place == "closing":
+            thread.join()
+
+    followed(case, random_plan(case.profile(), 0, (0, 1, 1)), at=at)
+    assert equal([wanted], [results.get()])
+
+
+def test_the_same_model_run_by_another_thread_is_kept_in_core_there() -> None:
+    """Hooks are the thread's that opened the session: what another saves is not the plan's."""
+
+    def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> None:
+        together(lambda: step().backward())  # type: ignore[no-untyped-call]
+        assert session is None or session.report().total.out_bytes == 0
+
+    case = Case(_shared)
+    with pytest.warns(RuntimeWarning, match="was called 1 times on another thread than the session's"):
+        report = either_way(case, random_plan(case.profile(), 0, (0, 1, 1)), use)
+    assert report.status is SessionStatus.NO_STEPS
+
+
+@pytest.mark.cpu_device
+def test_data_parallel_training_in_two_processes(tmp_path: Path) -> None:
+    """The plan is made for the model without its wrapper; each process follows it."""
+    plan_file = tmp_path / "plan.json"
+    random_plan(Case(_shared).profile(), 1, (1, 2, 2)).save(plan_file)
+    command = [sys.executable, "-m", "tests.runtime.data_parallel"]
+    running = [
+        subprocess.Popen([*command, str(rank), str(tmp_path), str(plan_file)], cwd=Path(__file__).parents[2])
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=120) for process in running] == [0, 0]
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    for alone, planned in ranks:
+        assert equal(alone, planned)
+    gradients = [planned[0][1] for _, planned in ranks]
+    assert torch.equal(*gradients)  # they really are reduced over both
+
+
+@pytest.mark.parametrize("weights", [(0, 1, 0), (0, 0, 1)])
+def test_functional_call_with_other_weights_gives_their_gradients(weights: tuple[float, float, float]) -> None:
+    def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> list[torch.Tensor]:
+        images, labels = torch.randn(4, 8, 16, 16), torch.randint(0, 5, (4,))
+        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        other = {name: (tensor.detach() * 1).requires_grad_(tensor.requires_grad) for name, tensor in own.items()}
+        for _ in range(2):
+            out = torch.func.functional_call(model, other, (images,))
+            nn.functional.cross_entropy(out, labels).backward()
+        return [part for tensor in other.values() for part in (tensor.detach(), tensor.grad) if part is not None]
+
+    case = CASES["residual"]
+    report = either_way(case, random_plan(case.profile(), 0, weights), use)
+    assert report.total.out_bytes + report.total.replayed_values > 0
+
+
+def test_a_forward_without_backward_leaks_nothing() -> None:
+    """Autograd's nodes are freed by reference counts alone: what is packed must not hold the graph alive."""
+    case = Case(_shared)
+    model, step, _ = case.fresh()
+    plan = random_plan(case.profile(), 0, (1, 0, 0))
+    gc.collect()
+    gc.disable()
+    try:
+        with poochplan.apply(plan, model) as session:
+            for _ in range(3):
+                step()
+            assert not session._engine.cursor.holds_values
+    finally:
+        gc.enable()
+
+
+def the_shared_follows(weights: tuple[float, float, float], use: Use) -> None:
+    case = Case(_shared)
+    either_way(case, random_plan(case.profile(), 0, weights), use)
+
+
+def test_a_second_backward_and_a_second_look_at_a_saved_tensor_are_no_use_points() -> None:
+    def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> None:
+        loss = step()
+        for _ in range(2):
+            loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        model.zero_grad(set_to_none=True)
+        del loss
+        step().backward()  # type: ignore[no-untyped-call]
+
+    the_shared_follows((0, 1, 1), use)
+
+
+def test_what_backward_itself_saves_is_outside_the_plan() -> None:
+    def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> None:
+        weights = [p for p in model.parameters() if p.ndim > 1]
+        sums = [g.sum() for g in torch.autograd.grad(step(), weights, create_graph=True)]
+        torch.stack(sums).sum().backward()  # type: ignore[no-untyped-call] # neither saves anything
+
+    the_shared_follows((0, 1, 1), use)
+
+
+def test_backward_inside_autocast() -> None:
+    """A replay must not be cast, whatever is on around it."""
+
+    def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> None:
+        loss = step()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    the_shared_follows((0, 0, 1), use)
+
+
+def test_a_model_checkpointed_as_a_whole_counts_each_step_once() -> None:
+    """Backward calls the model again; that begins no step."""
+
+    def whole() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+        tokens = torch.randint(0, 20, (4, 12))
+        return Shared(), lambda model: checkpoint(model, tokens, use_reentrant=False).square().sum()
+
+    case = Case(whole)
+    assert followed(case, random_plan(case.profile(), 0, (0, 1, 0))).total.steps == 2
+
+
+def test_steps_whose_backwards_wait_for_each_other_keep_their_values_apart() -> None:
+    def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> None:
+        losses = []
+        for _ in range(2):
+            if session is not None:
+                session.step()
+            losses.append(step())
+        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+
+    the_shared_follows((0, 1, 0), use)

@@ -1,9 +1,11 @@
-"""Dispatch modes of the user's see the step as it is in-core, wherever they are entered, and the plan is followed."""
+"""Dispatch modes of the user's see the step as it is in-core, the plan is followed, and a default device is theirs."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,7 +22,7 @@ from poochplan.formats.plan import Plan
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.tensors.modes import ToggledMode
 from tests.planner.plans import plan_with
-from tests.runtime.nets import CASES, Case, Loop, equal, followed, in_core, of, train
+from tests.runtime.nets import CASES, LINK, Case, Loop, equal, followed, in_core, of, train
 from tests.runtime.random_plans import random_plan
 from tests.runtime.test_recording import one_late_value
 
@@ -284,3 +287,67 @@ def test_what_is_switched_on_lies_below_all_modes_of_the_user_and_above_those_of
         second.switch_off()
         first.switch_off()
         assert _get_current_dispatch_mode_stack() == [fake, user, other]
+
+
+SWAPS, REPLAYS = (0, 1, 0), (0, 0, 1)
+ROOT = Path(__file__).parents[2]
+CONSTRUCTORS = {function.__name__ for function in _device_constructors()}
+
+
+@pytest.mark.parametrize("weights", [SWAPS, REPLAYS])
+@pytest.mark.parametrize("name", ["residual", "attention"])
+def test_a_session_within_a_device_context_gives_the_gradients_of_in_core_training(
+    name: str, weights: tuple[float, float, float]
+) -> None:
+    others = torch.device("meta")
+
+    def at(place: str) -> None:
+        if place == "step":
+            others.__enter__()
+        elif place == "backward":
+            others.__exit__(None, None, None)
+
+    case = CASES[name]
+    total = followed(case, random_plan(case.profile(), 1, weights), at=at).total
+    assert total.out_bytes + total.replayed_values > 0
+
+
+@pytest.mark.cpu_device
+@pytest.mark.parametrize("mode", ["run", "swap-all"])
+def test_a_profile_and_a_session_under_another_default_device_are_as_always(mode: str) -> None:
+    model, step, _ = CASES["residual"].fresh()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)  # AdamW of torch 2.12 counts its steps on the default device
+    options = {"model": model, "optimizer": optimizer, "iterations": 1, "mode": mode, "link": LINK}
+    usual = poochplan.profile(step, **options)  # type: ignore[call-overload]
+    torch.set_default_device("meta")
+    try:
+        profile = poochplan.profile(step, **options)  # type: ignore[call-overload]
+        plan = random_plan(profile, 0, SWAPS)
+        with poochplan.apply(plan, model) as session:
+            step().backward()
+    finally:
+        torch.set_default_device(None)
+    assert profile.ops_fingerprint == usual.ops_fingerprint
+    assert session.report().total.fallbacks == 0
+    assert session.report().total.out_bytes > 0
+
+
+@pytest.mark.cpu_device
+def test_every_tensor_that_the_package_makes_names_its_device() -> None:
+    nameless = []
+    for room in ("profiler", "runtime", "src/poochplan/tensors", "src/poochplan/torch_private"):
+        for path in sorted((ROOT / room).rglob("*.py")):
+            for call in ast.walk(ast.parse(path.read_text())):
+                if _makes_a_tensor(call) and "device" not in {keyword.arg for keyword in call.keywords}:  # type: ignore[attr-defined]
+                    nameless.append(f"{path.relative_to(ROOT)}:{call.lineno}")  # type: ignore[attr-defined]
+    assert nameless == [], f"expected device=... in {nameless}"
+
+
+def _makes_a_tensor(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "torch"
+        and node.func.attr in CONSTRUCTORS
+    )
