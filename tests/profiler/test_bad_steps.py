@@ -19,8 +19,7 @@ from poochplan.errors import SpillError, StepError, UsageError
 from poochplan.formats.profile import Profile
 from poochplan.profiler import profiling
 from poochplan.profiler.link import measure_link
-from tests.runtime import nets
-from tests.runtime.nets import CASES, Residual
+from tests.runtime.nets import CASES, LINK, Residual
 
 MODES = ["run", "swap-all", "auto", "fake"]
 in_every_mode = pytest.mark.parametrize("mode", MODES)
@@ -30,8 +29,9 @@ Step = Callable[[], torch.Tensor]
 def taken(
     step: Step, model: nn.Module, mode: str = "run", optimizer: torch.optim.Optimizer | None = None, **options: Any
 ) -> Profile:
-    own = {"roofline": "v100", "iterations": None} if mode == "fake" else {}
-    return nets.taken(step, model, optimizer, mode, **(own | options))
+    own: dict[str, Any] = {"roofline": "v100"} if mode == "fake" else {"iterations": 1}
+    options = {"mode": mode, "link": LINK} | own | options
+    return poochplan.profile(step, model=model, optimizer=optimizer, **options)
 
 
 def refusal(step: Step, model: nn.Module, mode: str, kind: type[Exception] = StepError) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 import poochplan
 from poochplan.formats.profile import Device, Profile
 from poochplan.profiler.fake.op_bench import OpBench, OpSpec, Recency, cache_bytes, cache_path
-from tests.runtime.nets import CASES, LINK
+from tests.runtime.nets import CASES, taken
 
 aten = torch.ops.aten
 HERE = Device(kind="cpu", name="a test's", memory_bytes=0, threads=torch.get_num_threads())
@@ -126,10 +126,8 @@ def test_the_step_s_tensors_and_generators_are_left_alone() -> None:
 def test_integers_that_index_are_within_range() -> None:
     model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 10))
     tokens = torch.randint(0, 10, (4, 6))
-    profile = poochplan.profile(
-        lambda: nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()),
-        model=model, mode="fake", link=LINK,
-    )  # fmt: skip
+    loss_of = nn.functional.cross_entropy
+    profile = taken(lambda: loss_of(model(tokens).flatten(0, 1), tokens.flatten()), model, mode="fake")
     assert counts(profile)[2] == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from poochplan.formats.profile import Profile
 from poochplan.formats.queries import saved_values
 from poochplan.profiler.trials.compare import RECORDED
 from poochplan.torch_private.tensor_internals import mode_count
-from tests.runtime.nets import LINK
+from tests.runtime.nets import taken
 
 
 class Watched(nn.Module):
@@ -66,14 +67,8 @@ def net(*layers: nn.Module) -> nn.Module:
 
 
 def profiled(model: nn.Module, batches: Iterator[torch.Tensor] | None = None) -> Profile:
-    batch = torch.ones(16, 32)
-    return poochplan.profile(
-        lambda: model(next(batches) if batches is not None else batch).square().mean(),
-        model=model,
-        optimizer=torch.optim.Adam(model.parameters()),
-        iterations=1,
-        link=LINK,
-    )
+    batches = batches or itertools.repeat(torch.ones(16, 32))
+    return taken(lambda: model(next(batches)).square().mean(), model, torch.optim.Adam(model.parameters()))
 
 
 def reasons(profile: Profile) -> set[str]:

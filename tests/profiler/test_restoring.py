@@ -13,12 +13,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations
 
-import poochplan
 from poochplan.errors import StepError, UsageError
 from poochplan.profiler.step.preserve import Action, GeneratorStates, TensorContents, preserved, restored
 from poochplan.torch_private.tensor_internals import mode_stack
-from tests.profiler.restoring import BATCH, Net, everything, profile_of, train
-from tests.runtime.nets import LINK
+from tests.profiler.restoring import BATCH, Net, everything, profile_of, train, unchanged
+from tests.runtime.nets import taken
 
 
 def _replaces_a_parameter(net: Net) -> None:
@@ -86,11 +85,9 @@ def test_what_forward_changes_is_back(change: Callable[[Net], object], momentum:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     train(model, optimizer)
     model.changes = change
-    before = everything(model, optimizer)
-    with preserved(model, optimizer):
+    with unchanged(model, optimizer) as before, preserved(model, optimizer):
         train(model, optimizer)
         assert everything(model, optimizer) != before
-    assert everything(model, optimizer) == before
 
 
 @pytest.mark.parametrize("change", [_registers_buffers, _ends_training, _draws], ids=lambda change: change.__name__[1:])
@@ -99,9 +96,8 @@ def test_a_whole_profile_leaves_everything_as_it_was(change: Callable[[Net], obj
     model = Net(change)
     optimizer = torch.optim.Adam(model.parameters())
     for _ in range(2):  # without a state of the optimizer and gradients, and with them
-        before = everything(model, optimizer)
-        profile_of(model, optimizer, mode=mode)
-        assert everything(model, optimizer) == before
+        with unchanged(model, optimizer):
+            profile_of(model, optimizer, mode=mode)
         train(model, optimizer)
 
 
@@ -118,29 +114,25 @@ def test_an_exception_in_the_step_restores_everything_too(error: type[BaseExcept
 
     model = Net(stops)
     optimizer = torch.optim.Adam(model.parameters())
-    before = everything(model, optimizer)
-    with pytest.raises(error):
+    with unchanged(model, optimizer), pytest.raises(error):
         profile_of(model, optimizer)
     assert calls == 3
-    assert everything(model, optimizer) == before
     assert not mode_stack()
 
 
 def test_a_compiled_model_is_back() -> None:
     model = torch.compile(Net(), backend="eager")
     optimizer = torch.optim.Adam(model.parameters())
-    before = everything(model, optimizer)
-    profile_of(model, optimizer)
-    assert everything(model, optimizer) == before
+    with unchanged(model, optimizer):
+        profile_of(model, optimizer)
 
 
 def test_a_step_without_memory_leaves_everything_as_it_was() -> None:
     model = Net(_draws)
     optimizer = torch.optim.Adam(model.parameters())
     train(model, optimizer)
-    before = everything(model, optimizer)
-    profile_of(model, optimizer, mode="fake", roofline="v100", iterations=None)
-    assert everything(model, optimizer) == before
+    with unchanged(model, optimizer):
+        profile_of(model, optimizer, mode="fake", roofline="v100", iterations=None)
 
 
 def test_a_generator_that_a_module_owns_is_back() -> None:
@@ -269,24 +261,19 @@ def test_optimizer_state_and_groups_are_back_with_their_identity(name: str, trai
     if trained:
         for _ in range(3):
             train(model, optimizer)
-    before = everything(model, optimizer)
-    with preserved(model, optimizer):
+    with unchanged(model, optimizer) as before, preserved(model, optimizer):
         for _ in range(2):
             train(model, optimizer)
         optimizer.param_groups[0]["lr"] = 7.0
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
         assert everything(model, optimizer) != before
-    assert everything(model, optimizer) == before
 
 
 def test_parameters_that_only_the_optimizer_has_are_back() -> None:
     model, scale = Net(), nn.Parameter(torch.ones(()))
     optimizer = torch.optim.Adam([*model.parameters(), scale])
-    before = everything(model, optimizer)
-    poochplan.profile(
-        lambda: (model(BATCH).square() * scale).sum(), model=model, optimizer=optimizer, iterations=1, link=LINK
-    )
-    assert everything(model, optimizer) == before
+    with unchanged(model, optimizer):
+        taken(lambda: (model(BATCH).square() * scale).sum(), model, optimizer)
     assert scale.grad is None
 
 
@@ -404,11 +391,8 @@ def test_torchscript_is_refused_before_the_first_step(make: Callable[[nn.Module]
     model = Counted(make(plain))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = [tensor.clone() for tensor in (*model.parameters(), *model.buffers())]
-    options = {} if mode == "fake" else {"iterations": 1}
     with pytest.raises(UsageError, match=r"expected modules in Python, found TorchScript .* in inner"):
-        poochplan.profile(
-            lambda: model(BATCH).square().sum(), model=model, optimizer=optimizer, mode=mode, link=LINK, **options
-        )
+        taken(lambda: model(BATCH).square().sum(), model, optimizer, mode)
     assert model.calls == 0
     assert all(torch.equal(x, y) for x, y in zip(before, (*model.parameters(), *model.buffers()), strict=True))
 

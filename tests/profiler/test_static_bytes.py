@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-import poochplan
 from poochplan.formats.profile import Profile
 from tests.live_bytes import LiveBytes
-from tests.runtime.nets import LINK
+from tests.runtime.nets import taken
 
 Step = Callable[[], torch.Tensor]
 UNIT = 512
@@ -66,9 +65,7 @@ def fresh(name: str) -> tuple[nn.Module, Step, torch.optim.Optimizer | None]:
 
 def profiled(name: str, accumulate: bool) -> Profile:
     model, step, optimizer = fresh(name)
-    return poochplan.profile(
-        step, model=model, optimizer=optimizer, iterations=1, link=LINK, accumulate=accumulate
-    )  # fmt: skip
+    return taken(step, model, optimizer, accumulate=accumulate)
 
 
 @pytest.mark.parametrize("name", Optimizers)
@@ -115,7 +112,7 @@ class Scratch(nn.Module):
 def test_the_peak_is_in_the_layer_that_takes_the_most_for_a_moment() -> None:
     layers = [nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), Scratch(), nn.Linear(32, 32)]
     model, batch = nn.Sequential(*layers), torch.randn(16, 32)
-    profile = poochplan.profile(lambda: model(batch).mean(), model=model, iterations=1, link=LINK)
+    profile = taken(lambda: model(batch).mean(), model)
     assert profile.in_core_peak_layer == "3"
     assert profile.in_core_peak_bytes >= 16 * 32 * 4096 * 4
     assert profile.to_frame("layers")["live_bytes"].idxmax() == "3"
@@ -124,6 +121,6 @@ def test_the_peak_is_in_the_layer_that_takes_the_most_for_a_moment() -> None:
 def test_the_peak_is_in_the_embedding_whose_gradient_comes_last() -> None:
     model = nn.Sequential(nn.Embedding(20_000, 32), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
     tokens = torch.randint(0, 20_000, (8, 8))
-    profile = poochplan.profile(lambda: model(tokens).mean(), model=model, iterations=1, link=LINK)
+    profile = taken(lambda: model(tokens).mean(), model)
     assert profile.in_core_peak_layer == "0"
     assert profile.to_frame("layers").loc["0", "live_bytes"] == profile.in_core_peak_bytes

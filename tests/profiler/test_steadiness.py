@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-import poochplan
 from poochplan.errors import StepError
 from poochplan.formats.profile import LayerTimes, Phase, Profile
 from poochplan.planner.whatif import for_machine
 from poochplan.profiler.assembly.reconcile import PhaseSeconds, Reconciled, contradicted, is_doubted, reconcile, steady
-from tests.runtime.nets import LINK, Residual
+from tests.runtime.nets import Residual, taken
 
 F, B, OPT = Phase
 
@@ -115,7 +114,7 @@ class Disturbed:
 def test_a_profile_of_a_machine_that_was_busy_for_a_while_is_timed_again() -> None:
     step = Disturbed({9: 0.6, 10: 0.7, 11: 0.6})  # all that are timed as planned steps run
     said: list[str] = []
-    profile = poochplan.profile(step, model=step.model, iterations=3, link=LINK, progress=said.append)
+    profile = taken(step, step.model, iterations=3, progress=said.append)
     assert "timed steps spread too much; timing 3 more" in said
     assert any("those of the second round count" in note for note in profile.notes)
 
@@ -123,7 +122,7 @@ def test_a_profile_of_a_machine_that_was_busy_for_a_while_is_timed_again() -> No
 def test_a_machine_that_was_busy_as_long_as_steps_were_timed_is_warned_about_and_noted() -> None:
     step = Disturbed({7: 0.5, 8: 0.5})  # the timed step, and the one with instruments
     with pytest.warns(UserWarning, match="later ones .* the machine was busy with something else"):
-        profile = poochplan.profile(step, model=step.model, iterations=1, link=LINK)
+        profile = taken(step, step.model)
     assert any("all times are uncertain" in note for note in profile.notes)
 
 
@@ -133,7 +132,7 @@ def test_a_refused_profile_leaves_the_model_as_it_was() -> None:
     step.model.weight.grad = torch.ones_like(step.model.weight)
     before = step.model.weight.clone()
     with pytest.raises(StepError, match="expected steps of about one length"):
-        poochplan.profile(step, model=step.model, iterations=3, link=LINK)
+        taken(step, step.model, iterations=3)
     assert torch.equal(step.model.weight, before)
     assert torch.equal(step.model.weight.grad, torch.ones_like(before))
 
@@ -187,13 +186,7 @@ def test_what_was_timed_once_has_no_spread() -> None:
 def profile() -> Profile:
     torch.manual_seed(0)
     model, images = Residual(), torch.randn(4, 8, 12, 12)
-    return poochplan.profile(
-        lambda: model(images).square().mean(),
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters()),
-        iterations=4,
-        link=LINK,
-    )
+    return taken(lambda: model(images).square().mean(), model, torch.optim.AdamW(model.parameters()), iterations=4)
 
 
 def test_every_layer_with_ops_in_forward_or_backward_has_its_times(profile: Profile) -> None:

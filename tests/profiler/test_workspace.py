@@ -20,7 +20,7 @@ from poochplan.profiler.capture.op_blocks import taken_in
 from poochplan.profiler.capture.workspace import Workspace, workspace_of
 from poochplan.runtime.allocator.library import BIRTH, DEATH, why_unavailable
 from poochplan.runtime.metering.allocated import joined_count
-from tests.runtime.nets import LINK
+from tests.runtime.nets import taken
 
 needs_allocator = pytest.mark.skipif(bool(why_unavailable()), reason="no compiled allocator")
 INSIDE_BYTES = 1 << 20
@@ -49,7 +49,7 @@ class Taking(nn.Module):
 
 
 def profile_of(model: nn.Module, batch: torch.Tensor) -> Profile:
-    return poochplan.profile(lambda: model(batch).square().mean(), model=model, iterations=1, link=LINK)
+    return taken(lambda: model(batch).square().mean(), model)
 
 
 @needs_allocator

@@ -13,7 +13,7 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from tests.runtime import autograd_backwards
 from tests.runtime.autograd_steps import WIDTH, Forward, Net
-from tests.runtime.nets import LINK
+from tests.runtime.nets import taken
 from tests.runtime.random_plans import random_plan
 
 CASES = autograd_backwards.CASES
@@ -32,7 +32,7 @@ def profile_of(name: str) -> Profile:
     """Of its forward, whose backward is a plain one."""
     with torch.random.fork_rng(devices=[]):
         net, forward = fresh(name)
-        return poochplan.profile(lambda: forward().square().mean(), model=net, iterations=1, link=LINK)  # type: ignore[arg-type]
+        return taken(lambda: forward().square().mean(), net)
 
 
 def bits(tensor: torch.Tensor) -> bytes:

@@ -15,7 +15,7 @@ from poochplan.runtime.metering import allocated
 from poochplan.runtime.serving import ArenaMode
 from poochplan.runtime.watch.step_meter import When
 from poochplan.torch_private.tensor_internals import mode_count
-from tests.runtime.nets import LINK
+from tests.runtime.nets import taken
 from tests.runtime.random_plans import decided
 
 pytestmark = pytest.mark.cpu_device  # the other one has a mode of its own
@@ -74,7 +74,7 @@ def profile() -> Profile:
 def profiled() -> Profile:
     model, optimizer = fresh()
     batch = torch.zeros(BATCH, WIDTH)
-    return poochplan.profile(lambda: model(batch).mean(), model=model, optimizer=optimizer, iterations=1, link=LINK)
+    return taken(lambda: model(batch).mean(), model, optimizer)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from poochplan.profiler.capture import capture as capturing
 from poochplan.profiler.capture.workspace import Workspace
 from tests.live_bytes import LiveBytes
 from tests.runtime.compiled_nets import WAYS, Chained, compiled, followed, profiled, train
-from tests.runtime.nets import LINK, equal
+from tests.runtime.nets import equal, taken
 from tests.runtime.random_plans import random_plan
 
 
@@ -254,7 +254,7 @@ def test_what_a_backward_unpacks_lives_until_it_is_let_go_of_not_until_its_handl
             return Slow.apply(batch * self.scale)
 
     model, batch = Net(), torch.randn(64, 4096)
-    profile = poochplan.profile(lambda: model(batch).sum(), model=model, iterations=1, link=LINK)
+    profile = taken(lambda: model(batch).sum(), model)
     saved = next(value for value in profile.values if value.name.endswith("/mul#2"))
     large = next(index for index, op in enumerate(profile.ops) if op.name == "aten.ones.default")
     assert saved.freed >= profile.op_ticks[large]

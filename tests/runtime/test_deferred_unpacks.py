@@ -25,7 +25,7 @@ from poochplan.runtime.compiled.inductor import compiled_deferring, why_no_graph
 from poochplan.runtime.compiled.partitioner import anchor, without_anchoring
 from poochplan.runtime.compiled.points import DEFERRED_UNPACK, told_of_points
 from tests.runtime.compiled_nets import followed, fresh, loss_of, profiled, train
-from tests.runtime.nets import LINK, equal
+from tests.runtime.nets import equal, taken
 from tests.runtime.random_plans import random_plan
 from tests.runtime.served import needs_compiler
 
@@ -204,7 +204,7 @@ def test_two_backwards_of_one_graph_and_none_in_parts_in_16_bits(is_in_16_bits: 
         with torch.autocast("cpu", torch.bfloat16, enabled=is_in_16_bits):
             return loss_of(model, batch)
 
-    profile = poochplan.profile(once, model=model, iterations=1, link=LINK)
+    profile = taken(once, model)
     assert (len(backward_parts(profile)) == 3) == is_in_16_bits
     with poochplan.apply(random_plan(profile, 0, SWAP), model) as session:
         assert equal(steps(model, batch), reference)

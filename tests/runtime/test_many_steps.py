@@ -21,7 +21,7 @@ from poochplan.runtime.devices.transfers import Copy
 from poochplan.runtime.engine.saved_value import Handle, SavedValue
 from poochplan.runtime.session import Session
 from tests.depth import tries
-from tests.runtime.nets import LINK, equal, snapshot
+from tests.runtime.nets import equal, snapshot, taken
 from tests.runtime.random_plans import random_plan
 
 pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread")]
@@ -93,9 +93,7 @@ def fresh() -> tuple[Net, torch.optim.Optimizer, torch.Tensor]:
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     model, optimizer, batch = fresh()
-    profile = poochplan.profile(
-        lambda: model(batch).square().mean(), model=model, optimizer=optimizer, iterations=1, link=LINK
-    )
+    profile = taken(lambda: model(batch).square().mean(), model, optimizer)
     found = random_plan(profile, 3)
     assert {value.decision for value in found.values} == set(Decision)
     return found

@@ -22,7 +22,7 @@ from poochplan.runtime.replays.replay import WRITTEN_SINCE
 from poochplan.runtime.replays.tape import Recorder
 from tests.depth import seeds
 from tests.planner.plans import plan_with, random_decisions
-from tests.runtime.nets import CASES, LINK, Case, equal, in_core, train
+from tests.runtime.nets import CASES, Case, equal, in_core, taken, train
 from tests.runtime.random_plans import random_plan, windowed
 
 STEPS = 2
@@ -138,7 +138,7 @@ class Halting(nn.Module):
 def test_after_an_exception_in_forward_nothing_is_recorded_until_the_next_step(compiled: bool) -> None:
     torch.manual_seed(0)
     model, batch = Halting(), torch.randn(4, 8)
-    profile = poochplan.profile(lambda: model(batch), model=model, iterations=1, link=LINK)
+    profile = taken(lambda: model(batch), model)
     plan = random_plan(profile, 0, (0, 0, 1))
     model(batch).backward()
     in_core = [p.grad for p in model.parameters()]
@@ -169,7 +169,7 @@ def test_a_model_that_returns_nothing_goes_on_being_recorded() -> None:
         model(batch)
         return model.loss.sin()
 
-    plan = random_plan(poochplan.profile(step, model=model, iterations=1, link=LINK), 0, (0, 0, 1))
+    plan = random_plan(taken(step, model), 0, (0, 0, 1))
     with poochplan.apply(plan, model) as session:
         step().backward()
     assert session.report().last_step.fallbacks == 0

@@ -23,7 +23,7 @@ from tests.runtime import (
     kinds_storage,  # noqa: F401
 )
 from tests.runtime.kinds import KINDS, Kind
-from tests.runtime.nets import LINK, TORCH, followed, in_core, snapshot
+from tests.runtime.nets import TORCH, followed, in_core, snapshot, taken
 
 NEVER_MINE = "it was there before the step"
 """Why inputs and constants are not recomputed."""
@@ -115,9 +115,7 @@ def test_scaled_losses_under_autocast_step_and_skip_as_in_core(dtype: torch.dtyp
         return seen
 
     model, optimizer, scaler = start()
-    profile = poochplan.profile(
-        lambda: loss_of(model, scaler), model=model, optimizer=optimizer, iterations=1, link=LINK
-    )
+    profile = taken(lambda: loss_of(model, scaler), model, optimizer)
     problem = build_problem(profile)
     plan = plan_with(profile, assemble(problem, all_that_may_be(problem), {}))
     reference, planned = run(None), run(plan)

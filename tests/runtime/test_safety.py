@@ -25,7 +25,7 @@ from poochplan.runtime.run_report import SessionStatus
 from poochplan.runtime.session import Session
 from tests.runtime.autograd_steps import together
 from tests.runtime.data_parallel import Shared
-from tests.runtime.nets import CASES, LINK, Case, Use, either_way, equal, followed, gradients, of, snapshot, train
+from tests.runtime.nets import CASES, Case, Use, either_way, equal, followed, gradients, of, snapshot, taken, train
 from tests.runtime.random_plans import random_plan
 
 CASE = CASES["residual"]
@@ -159,7 +159,7 @@ def test_a_saved_value_written_in_place_raises_what_autograd_raises(weights: tup
 
     batch = torch.randn(4, 8)
     model = Writes()
-    profile = poochplan.profile(lambda: model(batch).sum(), model=model, iterations=1, link=LINK)
+    profile = taken(lambda: model(batch).sum(), model)
     # The profile sees the alias in ``written`` and pins the value; a plan that did not know must not go wrong either.
     free = msgspec.structs.replace(
         profile, values=tuple(msgspec.structs.replace(value, pinned="") for value in profile.values)
@@ -186,7 +186,7 @@ def test_a_second_session_on_a_thread_is_refused_and_the_first_goes_on(plan: Pla
             with pytest.raises(UsageError, match="expected no open session on this thread, found one for Residual"):
                 poochplan.apply(plan, second).__enter__()
         with pytest.raises(UsageError, match=r"profile\(\): expected no open session on this thread"):
-            poochplan.profile(step, model=model, iterations=1, link=LINK)
+            taken(step, model)
         step().backward()
         assert session.report().total.steps == 2
         assert session.report().last_step.fallbacks == 0

@@ -12,7 +12,7 @@ from torch import nn
 import poochplan
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Plan
-from tests.runtime.nets import LINK, equal, snapshot
+from tests.runtime.nets import equal, snapshot, taken
 from tests.runtime.random_plans import random_plan
 
 NOISE, WIDTH, BATCH = 8, 24, 32
@@ -49,7 +49,7 @@ def plans() -> dict[str, list[Plan]]:
     profiles = {}
     for name, model in models.items():
         step = functools.partial(_loss, models, name, _batch(models, name))
-        profiles[name] = poochplan.profile(step, model=model, iterations=1, link=LINK)
+        profiles[name] = taken(step, model)
     return {name: [random_plan(one, 1, shares) for shares in (SWAP, REPLAY)] for name, one in profiles.items()}
 
 

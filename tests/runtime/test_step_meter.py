@@ -25,7 +25,7 @@ from poochplan.torch_private.tensor_internals import mode_stack, storage_identit
 from tests.runtime import cyclic
 from tests.runtime.besides import BATCH, WIDTH, fresh, live, profiled, tight
 from tests.runtime.cyclic import HELD_BYTES, Cyclic, State, in_an_attribute, no_collector
-from tests.runtime.nets import CASES, LINK, followed
+from tests.runtime.nets import CASES, followed, taken
 
 pytestmark = pytest.mark.cpu_device
 needs_allocator = pytest.mark.skipif(bool(why_unavailable()), reason="no compiled allocator")
@@ -193,7 +193,7 @@ def nowhere(model: Cyclic, state: State) -> None:
 @pytest.fixture(scope="module")
 def cyclic_plan() -> Plan:
     model, step, optimizer = cyclic.fresh(Cyclic(nowhere))
-    profile = poochplan.profile(step, model=model, optimizer=optimizer, iterations=1, link=LINK)
+    profile = taken(step, model, optimizer)
     # As without the compiled allocator: then not every step is metered.
     return live(poochplan.plan(profile, smallest_budget(profile, arena="off"), evaluations=100, arena="off"))
 

@@ -14,11 +14,10 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-import poochplan
 from poochplan.profiler.pass_profiling import profile_pass
 from poochplan.runtime.watch.census import census, storages_of
 from poochplan.tensors.storages import has_storage, memory_of, plain_storage
-from tests.runtime.nets import LINK, Case, followed, of
+from tests.runtime.nets import Case, followed, of, taken
 from tests.runtime.random_plans import random_plan
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
@@ -152,7 +151,7 @@ def test_a_gradient_that_is_a_zero_tensor_outlives_a_profile() -> None:
     model(batch).sum().backward()
     assert model.weight.grad is not None
     assert model.weight.grad._is_zerotensor()
-    poochplan.profile(lambda: model(batch).sum(), model=model, iterations=1, link=LINK)
+    taken(lambda: model(batch).sum(), model)
     assert model.weight.grad._is_zerotensor()
 
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import poochplan
 from poochplan.formats.plan import Departure
 from poochplan.planner.planning import smallest_budget
-from tests.runtime.nets import LINK, followed, of
+from tests.runtime.nets import followed, of, taken
 from tests.runtime.random_plans import random_plan
 
 WIDTH = 64
@@ -125,7 +125,7 @@ class Pairs(nn.Module):
 def left(planned: str, found: str, *, in_parts: bool = False) -> tuple[str, Departure]:
     """What is said where a step of one order is run under the plan of another, with one backward or one for each."""
     model, batch = Pairs(planned), torch.ones(8)
-    profile = poochplan.profile(lambda: sum(model(batch)), model=model, iterations=1, link=LINK)
+    profile = taken(lambda: sum(model(batch)), model)
     model.order = found
     with (
         pytest.warns(RuntimeWarning, match="diverged") as caught,
