@@ -14,7 +14,7 @@ import poochplan
 from poochplan.errors import InputFileError, StepError, UsageError
 from poochplan.formats.occupancy import live_bytes
 from poochplan.formats.profile import Kind, Phase, PointKind, Profile
-from tests.live_bytes import LiveBytes
+from tests.live_bytes import peak_of_a_step
 from tests.runtime.nets import CASES, taken
 
 
@@ -71,20 +71,9 @@ def test_durations_add_up_to_the_uninstrumented_step(chain: Profile) -> None:
 def test_the_in_core_peak_is_what_an_outside_meter_sees(name: str) -> None:
     model, step, optimizer = CASES[name].fresh()
     profile = taken(step, model, optimizer)
-    peaks = []
-    with LiveBytes(*model.parameters(), *model.buffers()) as meter:
-        loss = None
-        for _ in range(2):
-            optimizer.zero_grad(set_to_none=True)
-            meter.restart()
-            loss = step()
-            loss.backward()
-            optimizer.step()
-            peaks.append(meter.peak)
-    del loss
-    values = len(profile.values)
+    peak_bytes = peak_of_a_step(model, step, optimizer)
     # The profile rounds each storage up to 512 bytes, the meter does not.
-    assert peaks[1] <= profile.in_core_peak_bytes <= peaks[1] + 512 * values
+    assert peak_bytes <= profile.in_core_peak_bytes <= peak_bytes + 512 * len(profile.values)
 
 
 @pytest.mark.parametrize("name", CASES)

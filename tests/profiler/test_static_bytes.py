@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from poochplan.formats.profile import Profile
-from tests.live_bytes import LiveBytes
+from tests.live_bytes import peak_of_a_step
 from tests.runtime.nets import taken
 
 Step = Callable[[], torch.Tensor]
@@ -84,19 +84,9 @@ def test_static_bytes_of_each_kind_are_those_worked_out_by_hand(name: str) -> No
 def test_the_in_core_peak_is_what_an_outside_meter_sees(name: str, accumulate: bool) -> None:
     profile = profiled(name, accumulate)
     model, step, optimizer = fresh(name)
-    with LiveBytes(*model.parameters(), *model.buffers()) as meter:
-        loss = None
-        for _ in range(3):
-            if not accumulate:
-                model.zero_grad(set_to_none=True)
-            meter.restart()
-            loss = step()
-            loss.backward()
-            if optimizer is not None:
-                optimizer.step()
-    del loss
+    peak_bytes = peak_of_a_step(model, step, optimizer, accumulate=accumulate)
     # The profile rounds each storage up to 512 bytes, the meter does not.
-    assert meter.peak <= profile.in_core_peak_bytes <= meter.peak + UNIT * len(profile.values)
+    assert peak_bytes <= profile.in_core_peak_bytes <= peak_bytes + UNIT * len(profile.values)
     assert profile.gradients_live_through_forward is accumulate
 
 
