@@ -188,7 +188,7 @@ def test_a_step_behind_which_a_device_works_begins_when_that_is_idle(monkeypatch
     assert step_clock("cpu") is time.thread_time
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_every_other_value_of_the_small_network_is_replayed_and_none_falls_back() -> None:
     network = handle_cost._Network(6, 1, CPU)
     replays = build_problem(network.profile).replay.replays

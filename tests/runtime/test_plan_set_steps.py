@@ -207,7 +207,7 @@ def planned(model: nn.Module, shapes: list[int], budget: str) -> PlanSet:
     )
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.cpu_device
 def test_each_step_follows_the_plan_of_its_shape_or_the_next_larger_one() -> None:
     model = besides.fresh()

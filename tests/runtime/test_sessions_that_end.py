@@ -56,7 +56,7 @@ def test_steps_that_other_hooks_hide_are_told_of(plan: Plan) -> None:
     assert session.report().status is SessionStatus.NOT_FOLLOWED
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_session_in_which_an_exception_was_raised_says_no_more_than_that(plan: Plan) -> None:
     with pytest.raises(ZeroDivisionError), poochplan.apply(plan, fresh()):
         1 / 0
@@ -115,7 +115,7 @@ def test_the_same_function_may_leave_a_session_open_and_be_called_again(plan: Pl
     gc.collect()
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_another_model_is_never_moved_by_a_session_that_is_open(plan: Plan) -> None:
     model, other = fresh(), fresh()
     with poochplan.apply(plan, model) as session:
@@ -129,7 +129,7 @@ def test_another_model_is_never_moved_by_a_session_that_is_open(plan: Plan) -> N
     assert (report.status, report.total.steps, report.steps_followed) == (SessionStatus.FOLLOWED, 2, 2)
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_session_within_another_is_refused_also_where_a_generator_holds_the_outer_one(plan: Plan) -> None:
     model = fresh()
 

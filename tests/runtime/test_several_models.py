@@ -73,7 +73,7 @@ def _train(
     return seen
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("which", [0, 1], ids=["swap", "replay"])
 @pytest.mark.parametrize("said", [True, False], ids=["announced", "by the model that is called"])
 def test_both_halves_of_a_gan_follow_their_plans_bitwise(plans: dict[str, list[Plan]], which: int, said: bool) -> None:

@@ -80,7 +80,7 @@ def test_an_allocator_that_tells_is_asked_in_every_step(plan: Plan) -> None:
 
 
 @needs_allocator
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_without_the_allocator_a_plan_of_allocated_bytes_is_compared_with_what_its_ops_take_inside_as_predicted(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,14 +91,14 @@ def test_without_the_allocator_a_plan_of_allocated_bytes_is_compared_with_what_i
     assert 0.9 * plan.prediction.peak_bytes <= peaks[1] <= plan.prediction.peak_bytes
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_live_bytes_are_metered_in_the_first_two_steps_and_one_in_fifty(plan: Plan) -> None:
     peaks = metered(live(plan), 101)
     assert [number for number, peak in enumerate(peaks, 1) if peak is not None] == [1, 2, 50, 100]
 
 
 @needs_allocator
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_allocated_bytes_are_metered_in_every_step(plan: Plan) -> None:
     for peak_bytes in metered(plan, 6):
         assert peak_bytes is not None
@@ -223,7 +223,7 @@ def test_garbage_that_takes_a_step_above_the_budget_is_told_once(cyclic_plan: Pl
     assert str(found[1]) in str(told[0].message)
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_the_first_step_is_within_the_budget_and_so_is_each_after_a_collection(cyclic_plan: Plan) -> None:
     found = peaks(cyclic_plan, nowhere, 3, gc.collect)
     assert found[0] is not None
@@ -248,7 +248,7 @@ def test_a_last_step_above_the_budget_is_told_at_the_end_of_the_block(cyclic_pla
         step().backward()
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_steps_of_an_ordinary_network_are_told_nothing() -> None:
     profile = CASES["residual"].profile()
     plan = live(poochplan.plan(profile, smallest_budget(profile), evaluations=100))
