@@ -1,0 +1,88 @@
+"""A step that takes more than its plan's budget is never passed over in silence while it is metered."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+import poochplan
+from poochplan.formats.plan import Plan
+from poochplan.planner.planning import smallest_budget
+from tests.runtime.besides import live
+from tests.runtime.cyclic import HELD_BYTES, Cyclic, State, fresh, in_an_attribute, no_collector
+from tests.runtime.nets import CASES, LINK, followed
+
+Keep = Callable[[Cyclic, State], object]
+BUDGET = "poochplan: a step that follows the plan took [0-9]+ bytes, more than its budget of [0-9]+ "
+
+
+def nowhere(model: Cyclic, state: State) -> None:
+    """Garbage as soon as forward returns."""
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    model, step, optimizer = fresh(Cyclic(nowhere))
+    profile = poochplan.profile(step, model=model, optimizer=optimizer, iterations=1, link=LINK)
+    # As without the compiled allocator: then not every step is metered.
+    return live(poochplan.plan(profile, smallest_budget(profile, arena="off"), evaluations=100, arena="off"))
+
+
+def peaks(plan: Plan, keep: Keep, steps: int, after_each: Callable[[], object] = int) -> list[int | None]:
+    """The metered peaks of some steps, in which Python's collector does not run by itself."""
+    model, step, optimizer = fresh(Cyclic(keep))
+    found = []
+    with no_collector(), poochplan.apply(plan, model) as session:
+        for _ in range(steps):
+            optimizer.zero_grad(set_to_none=True)
+            step().backward()
+            optimizer.step()
+            found.append(session.report().last_step.peak_bytes)
+            after_each()
+        assert session.report().total.fallbacks == 0
+    return found
+
+
+@pytest.mark.parametrize("keep", [nowhere, in_an_attribute])
+def test_garbage_that_takes_a_step_above_the_budget_is_told_once(plan: Plan, keep: Keep) -> None:
+    with pytest.warns(RuntimeWarning, match=BUDGET) as told:
+        found = peaks(plan, keep, 4)
+    assert len([warning for warning in told if "budget" in str(warning.message)]) == 1
+    assert found[1] is not None
+    assert found[1] > plan.budget_bytes
+    assert str(found[1]) in str(told[0].message)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_the_first_step_is_within_the_budget_and_so_is_each_after_a_collection(plan: Plan) -> None:
+    found = peaks(plan, nowhere, 3, gc.collect)
+    assert found[0] is not None
+    assert found[1] is not None
+    assert max(found[0], found[1]) <= plan.prediction.peak_bytes <= plan.budget_bytes
+    assert found[2] is None  # nothing grows, so no more is metered
+
+
+def test_steps_that_grow_are_metered_until_they_are_above_the_budget(plan: Plan) -> None:
+    roomy = msgspec.structs.replace(plan, budget_bytes=plan.prediction.peak_bytes + 2 * HELD_BYTES)
+    with pytest.warns(RuntimeWarning, match=BUDGET):
+        found = peaks(roomy, nowhere, 6)
+    over = [peak is not None and peak > roomy.budget_bytes for peak in found]
+    assert over == [False, False, False, True, False, False]
+    assert found[4:] == [None, None]
+
+
+def test_a_last_step_above_the_budget_is_told_at_the_end_of_the_block(plan: Plan) -> None:
+    tight = msgspec.structs.replace(plan, budget_bytes=plan.prediction.peak_bytes // 2)
+    model, step, _ = fresh(Cyclic(nowhere))
+    with pytest.warns(RuntimeWarning, match=BUDGET), poochplan.apply(tight, model):
+        step().backward()
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_steps_of_an_ordinary_network_are_told_nothing() -> None:
+    profile = CASES["residual"].profile()
+    plan = live(poochplan.plan(profile, smallest_budget(profile), evaluations=100))
+    assert followed(CASES["residual"], plan, 3).last_step.peak_bytes is None
