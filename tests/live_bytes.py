@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,3 +52,26 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device.type == "cpu":
                 self._see(leaf)
         return result
+
+
+def peak_of_a_step(
+    model: torch.nn.Module,
+    step: Callable[[], torch.Tensor],
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    accumulate: bool = False,
+    before: Callable[[], object] = lambda: None,
+) -> int:
+    """Most bytes live in the third of three training steps; ``before`` runs before each, unmetered."""
+    loss = None
+    with LiveBytes(*model.parameters(), *model.buffers()) as meter:
+        for _ in range(3):
+            before()
+            if not accumulate:
+                model.zero_grad(set_to_none=True)
+            meter.restart()
+            loss = step()
+            loss.backward()  # type: ignore[no-untyped-call]
+            if optimizer is not None:
+                optimizer.step()
+    return meter.peak

@@ -15,7 +15,7 @@ from poochplan.formats.queries import saved_values
 from poochplan.runtime.run_report import FallbackKind
 from tests.cuda_rules.machine import Machine
 from tests.gpu.cases import CASES
-from tests.runtime.nets import equal, train
+from tests.runtime.nets import equal, followed, train
 from tests.runtime.random_plans import random_plan
 
 REPLAY = (0, 0, 1)
@@ -40,10 +40,7 @@ def test_a_convolution_that_is_chosen_by_timing_is_part_of_no_replay() -> None:
     assert any("cudnn.benchmark is on" in line for line in profile.advice())
     plan = random_plan(profile, 0, REPLAY)
     assert Decision.RECOMPUTE in {value.decision for value in plan.values}
-    in_core, (planned, report) = train(case, 2)[0], train(case, 2, plan)
-    assert equal(in_core, planned)
-    assert report is not None
-    assert report.total.fallbacks == 0
+    followed(case, plan, wanted=train(case, 2)[0])
 
 
 def _planned_without_benchmark() -> Plan:
@@ -83,7 +80,4 @@ def test_what_attention_leaves_unwritten_spoils_no_other_value(kernel: str, is_s
     unwritten = {f"aten.{operator} leaves some of its bytes unwritten"} if is_saved_there else set()
     assert _unreplayable(profile, operator) == {"", *unwritten}
     plan = random_plan(profile, 0, REPLAY)
-    in_core, (planned, report) = train(case, 2)[0], train(case, 2, plan)
-    assert equal(in_core, planned)
-    assert report is not None
-    assert report.total.fallbacks == 0
+    followed(case, plan, wanted=train(case, 2)[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,11 +11,10 @@ import poochplan
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Plan
 from poochplan.planner.planning import smallest_budget
-from poochplan.runtime.devices.cuda import CudaDevice
-from poochplan.runtime.run_report import Report
+from poochplan.runtime.devices.cuda import CudaDevice, HighWater
 from tests.cuda_rules.machine import WHERE, Machine
 from tests.gpu.cases import CASES
-from tests.runtime.nets import equal, train
+from tests.runtime.nets import followed, train
 from tests.runtime.random_plans import random_plan
 
 MIB = 1 << 20
@@ -27,17 +28,6 @@ def _plan() -> Plan:
     return poochplan.plan(profile, budget_bytes, time_limit_s=5, evaluations=100)
 
 
-def _report(plan: Plan) -> Report:
-    """Of three steps that nothing lies beside."""
-    model, step, optimizer = CASE.fresh()
-    with poochplan.apply(plan, model) as session:
-        for _ in range(3):
-            optimizer.zero_grad(set_to_none=True)
-            step().backward()
-            optimizer.step()
-    return session.report()
-
-
 @pytest.mark.parametrize("configured", ["native", "expandable_segments", "max_split_size_mb", "cudaMallocAsync"])
 def test_a_plan_is_kept_whatever_the_allocator_and_what_it_hands_out_is_as_predicted(
     gpu: Machine, configured: str
@@ -47,8 +37,14 @@ def test_a_plan_is_kept_whatever_the_allocator_and_what_it_hands_out_is_as_predi
     memory.backend = configured if configured == "cudaMallocAsync" else "native"
     memory.max_split_bytes = 20 * MIB if configured == "max_split_size_mb" else memory.max_split_bytes
     plan = _plan()
-    assert equal(train(CASE, 3)[0], train(CASE, 3, plan)[0])
-    report = _report(plan)
+    followed(CASE, plan, 3, wanted=train(CASE, 3)[0])
+    model, step, optimizer = CASE.fresh()
+    with poochplan.apply(plan, model) as session:  # nothing lies beside these steps
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=True)
+            step().backward()
+            optimizer.step()
+    report = session.report()
     assert report.last_step.out_bytes + report.last_step.replayed_values > 0
     assert report.memory is not None
     assert report.total.peak_bytes is not None
@@ -102,3 +98,53 @@ def test_the_users_peaks_and_resets_are_theirs_by_either_name(gpu: Machine, of: 
         memory = session.report().memory
     assert memory is not None
     assert memory.allocated_bytes < 256 * MIB
+
+
+class Allocator:
+    """One that counts, with the marks that torch gives: nested by statistic and pool, beside plain numbers."""
+
+    def __init__(self) -> None:
+        self.current = self.peak = 0
+
+    def take(self, size_bytes: int) -> None:
+        self.current += size_bytes
+        self.peak = max(self.peak, self.current)
+
+    def stats(self, index: int) -> dict[str, Any]:
+        return {
+            name: {"all": {"current": self.current, "peak": self.peak, "allocated": 9, "freed": 9}}
+            for name in ("allocated_bytes", "requested_bytes", "reserved_bytes")
+        } | {"num_ooms": 0}
+
+    def reset(self, index: int) -> None:
+        self.peak = self.current
+
+
+def test_steps_are_told_apart_and_the_users_mark_stays_the_highest() -> None:
+    allocator = Allocator()
+    both = HighWater(allocator.stats, allocator.reset)
+    allocator.take(100)
+    allocator.take(-100)
+    steps = []
+    for size_bytes in (30, 50, 20):
+        both.begin(0)
+        allocator.take(size_bytes)
+        allocator.take(-size_bytes)
+        steps.append(both.since_begin(0, "allocated_bytes"))
+        assert both.stats(0)["allocated_bytes"]["all"]["peak"] == 100
+    assert steps == [30, 50, 20]
+
+
+def test_the_users_own_reset_begins_their_mark_anew() -> None:
+    allocator = Allocator()
+    both = HighWater(allocator.stats, allocator.reset)
+    allocator.take(100)
+    allocator.take(-90)
+    both.begin(0)
+    both.reset(0)
+    assert both.stats(0)["allocated_bytes"]["all"]["peak"] == 10
+    allocator.take(5)
+    both.begin(0)
+    allocator.take(1)
+    assert both.stats(0)["reserved_bytes"]["all"] == {"current": 16, "peak": 16, "allocated": 9, "freed": 9}
+    assert both.stats(1)["reserved_bytes"]["all"]["peak"] == 16, "of another GPU nothing was kept"

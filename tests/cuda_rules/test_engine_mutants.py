@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pkgutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-import msgspec
 import pytest
 import torch
 
 import poochplan
 import poochplan.runtime.engine
-from poochplan.formats.plan import Decision, Plan, PointActions
+from poochplan.formats.plan import Plan
 from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
 from tests.gpu.cases import CASES
 from tests.runtime.mutants import Mutant, mutants_of
-from tests.runtime.nets import Case, Gated, equal
-from tests.runtime.random_plans import random_plan
+from tests.runtime.nets import Case, equal, gated, gradients
+from tests.runtime.random_plans import fetched_early, gate_replayed_early, random_plan
 
 _MODULES = [
     importlib.import_module(f"poochplan.runtime.engine.{found.name}")
@@ -29,43 +29,21 @@ MUTANTS = [mutant for mutant in mutants_of(*_MODULES) if mutant.name != "arrived
 CASE, STREAMS = CASES["residual"], CASES["two_streams"]
 
 
-def _gated() -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
-    batch = torch.randn(32, 64).to(WHERE)
-    return Gated().to(WHERE), lambda model: model(batch)
-
-
-def _gate_replayed_early(case: Case) -> Plan:
-    plan = random_plan(case.profile(), 0, (1, 0, 0))
-    values = tuple(
-        msgspec.structs.replace(value, decision=Decision.RECOMPUTE) if "sigmoid" in value.name else value
-        for value in plan.values
-    )
-    replayed = tuple(index for index, value in enumerate(values) if value.decision is Decision.RECOMPUTE)
-    at_first_use = PointActions(at="use", index=0, replay=replayed)
-    return msgspec.structs.replace(plan, values=values, schedule=(at_first_use,), record_from_start=True)
-
-
-def _fetched_early(plan: Plan) -> Plan:
-    swapped = tuple(index for actions in plan.schedule for index in actions.release)
-    saves = tuple(actions for actions in plan.schedule if actions.at == "save")
-    return msgspec.structs.replace(plan, schedule=(*saves, PointActions(at="use", index=0, prefetch=swapped)))
-
-
 class Judge:
     """Steps on the stand-in under plans made before; remembers what the allocator had when each gradient came."""
 
     def __init__(self) -> None:
         with on_stand_in():
-            gated = Case(_gated)
+            gates = gated(WHERE)
             swaps = random_plan(CASE.profile(), 1, (0, 1, 0))
             self.plans = [
                 (CASE, random_plan(CASE.profile(), 0, (1, 2, 2))),
                 (CASE, swaps),
                 (CASE, random_plan(CASE.profile(), 2, (0, 1, 3))),
                 (STREAMS, random_plan(STREAMS.profile(), 1, (0, 1, 1))),
-                (gated, _gate_replayed_early(gated)),
+                (gates, gate_replayed_early(gates.profile())),
             ]
-            self.fetched_early = _fetched_early(swaps)
+            self.fetched_early = fetched_early(swaps)
         self.held: dict[int, list[int]] = {}
         assert list(self.complaints()) == []
 
@@ -116,12 +94,9 @@ def _gradients(gpu: Machine, case: Case, plan: Plan | None) -> tuple[list[torch.
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: held.append(gpu.memory.allocated_bytes))
     torch.manual_seed(3)
-    if plan is None:
+    with contextlib.nullcontext() if plan is None else poochplan.apply(plan, model):
         step().backward()
-    else:
-        with poochplan.apply(plan, model):
-            step().backward()
-    return [p.grad for p in model.parameters() if p.grad is not None], held
+    return gradients(model), held
 
 
 @pytest.fixture(scope="module")

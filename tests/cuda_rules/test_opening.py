@@ -8,6 +8,9 @@ import torch
 from poochplan.errors import UsageError
 from poochplan.runtime.devices.cuda import CudaDevice
 from poochplan.runtime.devices.opening import model_device, open_device, usable_device
+from poochplan.runtime.replays.tape import Recorder, Tape
+from poochplan.runtime.run_report import MemoryPeaks
+from poochplan.tensors.operators import traits
 from tests.cuda_rules.machine import WHERE, Machine
 
 
@@ -34,3 +37,39 @@ def test_the_device_that_is_opened_for_it_is_the_current_one(gpu: Machine) -> No
     assert isinstance(device, CudaDevice)
     assert device.where == WHERE
     device.close()
+
+
+def test_a_number_in_host_memory_is_recorded_by_value() -> None:
+    tape = Tape("meta")
+    recorder = Recorder(tape)
+    field, factor = torch.ones(4, device="meta"), torch.tensor(2.0)
+    recorder.switch_on()
+    scaled = field * factor
+    with_host_tensor = torch.empty(1, device="meta").copy_(torch.ones(1))
+    recorder.switch_off()
+    factor.fill_(3.0)
+    birth = tape.record_of(scaled).birth
+    assert birth is not None
+    assert birth.usable
+    assert [x.item() for x in birth.arguments if isinstance(x, torch.Tensor)] == [2.0]
+    assert not tape.record_of(with_host_tensor).is_known
+
+
+def test_to_tell_the_allocator_of_a_stream_writes_nothing() -> None:
+    facts = traits(torch.ops.aten.record_stream.default)
+    assert facts.pure_view
+    assert facts.written == ()
+
+
+def test_a_device_must_be_known_and_hold_the_whole_model() -> None:
+    assert usable_device("cpu") == torch.device("cpu")
+    with pytest.raises(UsageError, match='expected "cpu", "cuda" or "cuda:N", found \'meta\''):
+        usable_device("meta")
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta"))
+    with pytest.raises(UsageError, match=r"expected every parameter on cpu, found 1\.weight on meta"):
+        model_device(model, "cpu")
+
+
+def test_fragmentation_is_what_was_reserved_and_never_used() -> None:
+    assert MemoryPeaks(allocated_bytes=75, reserved_bytes=100).fragmentation == 0.25
+    assert MemoryPeaks(allocated_bytes=0, reserved_bytes=0).fragmentation == 0.0

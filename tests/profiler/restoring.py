@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,14 @@ def everything(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[obj
         random.getstate(),
         str(np.random.get_state()[1].tolist()),
     ]
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Iterator[list[object]]:
+    """Behind the block everything is as it was before."""
+    before = everything(model, *optimizers)
+    yield before
+    assert everything(model, *optimizers) == before
 
 
 def profile_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> None:

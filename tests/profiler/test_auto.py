@@ -15,7 +15,7 @@ from poochplan.formats.profile import Profile
 from poochplan.profiler import profiling
 from poochplan.profiler.fake.fake_profile import needed_without_memory
 from poochplan.profiler.live.step_function import StepFunction
-from tests.runtime.nets import CASES, LINK
+from tests.runtime.nets import CASES, LINK, taken
 
 
 def needed(model: nn.Module, step: Any, optimizer: Any = None, accumulate: bool = False) -> int | None:
@@ -29,7 +29,7 @@ def auto(model: nn.Module, step: Any, **options: Any) -> Profile:
 @pytest.mark.parametrize("name", ["residual", "attention", "recurrent"])
 def test_what_is_needed_is_the_peak_less_what_is_there_before_the_first_step(name: str) -> None:
     model, step, optimizer = CASES[name].fresh()
-    profile = poochplan.profile(step, model=model, optimizer=optimizer, iterations=1, link=LINK)
+    profile = taken(step, model, optimizer)
     there = sum(profile.static_bytes[kind] for kind in ("parameter", "buffer", "input"))
     assert profile.in_core_live_peak_bytes is not None
     assert needed(model, step, optimizer) == profile.in_core_live_peak_bytes - there

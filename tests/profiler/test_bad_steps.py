@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,8 @@ def taken(
     step: Step, model: nn.Module, mode: str = "run", optimizer: torch.optim.Optimizer | None = None, **options: Any
 ) -> Profile:
     own: dict[str, Any] = {"roofline": "v100"} if mode == "fake" else {"iterations": 1}
-    return poochplan.profile(
-        step,
-        model=model,
-        optimizer=optimizer,
-        mode=mode,  # type: ignore[arg-type]
-        **({"link": LINK} | own | options),
-    )
+    options = {"mode": mode, "link": LINK} | own | options
+    return poochplan.profile(step, model=model, optimizer=optimizer, **options)
 
 
 def refusal(step: Step, model: nn.Module, mode: str, kind: type[Exception] = StepError) -> str:
@@ -113,10 +107,7 @@ def _optimizer(loss: torch.Tensor, model: nn.Module) -> torch.Tensor:
     ],
 )
 def test_a_step_that_does_more_than_forward_is_told_so(
-    make: Callable[[], nn.Module],
-    what: Callable[[torch.Tensor, nn.Module], torch.Tensor],
-    message: str,
-    mode: str,
+    make: Callable[[], nn.Module], what: Callable[[torch.Tensor, nn.Module], torch.Tensor], message: str, mode: str
 ) -> None:
     model, batch = make(), torch.randn(8, 16)
     assert message in refusal(lambda: what(model(batch).mean(), model), model, mode)
@@ -207,28 +198,44 @@ def test_shapes_that_differ_from_step_to_step_are_noted(mode: str) -> None:
 # -- two devices ---------------------------------------------------------------------------------------------------
 
 
-@in_every_mode
-@pytest.mark.parametrize("layer", [0, 2], ids=["first", "last"])
-def test_a_parameter_on_another_device_is_named_with_both(layer: int, mode: str) -> None:
-    model, batch = network(), torch.randn(8, 16)
-    model[layer].to("meta")
-    message = refusal(lambda: model(batch).mean(), model, mode, UsageError)
-    assert message.startswith(f"model: expected every parameter on cpu, found {layer}.weight on meta; ")
+def _layer(index: int) -> Callable[[nn.Sequential], object]:
+    return lambda model: model[index].to("meta")
 
 
-@in_every_mode
-def test_a_buffer_on_another_device_is_named_with_both(mode: str) -> None:
-    model, batch = network(), torch.randn(8, 16)
+def _buffer(model: nn.Module) -> None:
     model.register_buffer("scale", torch.ones(4, device="meta"))
-    message = refusal(lambda: model(batch).mean(), model, mode, UsageError)
-    assert message.startswith("model: expected every buffer on cpu, found scale on meta; ")
 
 
 @in_every_mode
-def test_an_input_on_another_device_is_named_with_both(mode: str) -> None:
-    model, batch = network(), torch.randn(8, 16, device="meta")
-    message = refusal(lambda: model(batch).mean(), model, mode)
-    assert "expected the model's inputs on cpu, where its parameters are, found input 0 on meta" in message
+@pytest.mark.parametrize(
+    ("move", "said"),
+    [
+        (_layer(0), "expected every parameter on cpu, found 0.weight on meta; "),
+        (_layer(2), "expected every parameter on cpu, found 2.weight on meta; "),
+        (_buffer, "expected every buffer on cpu, found scale on meta; "),
+    ],
+    ids=["first layer", "last layer", "buffer"],
+)
+def test_what_of_the_model_is_on_another_device_is_named_with_both(
+    move: Callable[[nn.Module], object], said: str, mode: str
+) -> None:
+    model, batch = network(), torch.randn(8, 16)
+    move(model)
+    assert refusal(lambda: model(batch).mean(), model, mode, UsageError).startswith(f"model: {said}")
+
+
+@in_every_mode
+@pytest.mark.parametrize(
+    ("batch_on", "loss_on", "said"),
+    [
+        ("meta", "cpu", "expected the model's inputs on cpu, where its parameters are, found input 0 on meta"),
+        ("cpu", "meta", "expected a loss on cpu, where the model is, found one on meta"),
+    ],
+    ids=["input", "loss"],
+)
+def test_an_input_or_a_loss_on_another_device_is_told_so(batch_on: str, loss_on: str, said: str, mode: str) -> None:
+    model, batch = network(), torch.randn(8, 16, device=batch_on)
+    assert said in refusal(lambda: model(batch).mean().to(loss_on), model, mode)
 
 
 def test_an_input_that_the_model_brings_to_its_device_is_fine() -> None:
@@ -238,13 +245,6 @@ def test_an_input_that_the_model_brings_to_its_device_is_fine() -> None:
 
     model = Moves(16, 4)
     assert taken(lambda: model(torch.randn(8, 16, device="meta")).mean(), model).notes == ()
-
-
-@in_every_mode
-def test_a_loss_on_another_device_is_told_so(mode: str) -> None:
-    model, batch = network(), torch.randn(8, 16)
-    message = refusal(lambda: model(batch).mean().to("meta"), model, mode)
-    assert "expected a loss on cpu, where the model is, found one on meta" in message
 
 
 # -- eval mode -----------------------------------------------------------------------------------------------------
@@ -262,26 +262,24 @@ def test_a_model_in_eval_mode_is_warned_about_and_noted(mode: str) -> None:
     assert not model.training
 
 
+@pytest.mark.filterwarnings("error")
 @in_every_mode
 def test_a_frozen_batch_norm_is_noted_by_name_and_no_warning(mode: str) -> None:
     model, batch = Residual(), torch.randn(4, 8, 8, 8)
     for block in model.blocks[1:]:
         block[1].eval()  # type: ignore[index]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        profile = taken(lambda: model(batch).mean(), model, mode)
+    profile = taken(lambda: model(batch).mean(), model, mode)
     assert (
         "modules in eval mode: 2, first blocks.1.1 (BatchNorm2d): no dropout, no batch statistics there"
         in profile.notes
     )
 
 
+@pytest.mark.filterwarnings("error")
 @in_every_mode
 def test_a_step_that_turns_training_on_itself_is_not_warned_about(mode: str) -> None:
     model, batch = Residual().eval(), torch.randn(4, 8, 8, 8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        profile = taken(lambda: model.train()(batch).mean(), model, mode)
+    profile = taken(lambda: model.train()(batch).mean(), model, mode)
     assert not any("eval mode" in note for note in profile.notes)
     assert not model.training
 
@@ -309,6 +307,7 @@ def test_a_disk_without_room_for_the_link_test_is_one_clear_line(writes: int, mo
         measure_link(torch.device("cpu"))
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("mode", ["swap-all", "auto"])
 @pytest.mark.parametrize("writes", [0, 3, 40])
 def test_a_disk_that_fills_up_ends_a_swapping_profile_with_one_line(
@@ -318,8 +317,7 @@ def test_a_disk_that_fills_up_ends_a_swapping_profile_with_one_line(
     model, step, optimizer = CASES["residual"].fresh()
     monkeypatch.setattr(profiling, "available_bytes", lambda: 0)  # for auto
     full_after(writes, monkeypatch)
-    with warnings.catch_warnings(), pytest.raises(SpillError) as error:
-        warnings.simplefilter("error")
+    with pytest.raises(SpillError) as error:
         taken(step, model, mode, optimizer)
     assert re.search(r"could not be written .*No space left on device.*; free space, or name another", str(error.value))
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()

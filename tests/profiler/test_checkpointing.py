@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import poochplan
-from tests.runtime.nets import LINK
+from tests.runtime.nets import taken
 
 
 class Net(nn.Module):
@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 def _facts(model: nn.Module, mode: Any = "run") -> poochplan.Profile:
     batch = torch.randn(8, 16, requires_grad=True)
-    return poochplan.profile(lambda: model(batch).square().mean(), model=model, iterations=1, mode=mode, link=LINK)
+    return taken(lambda: model(batch).square().mean(), model, mode=mode)
 
 
 @pytest.mark.parametrize("mode", ["run", "swap-all"])

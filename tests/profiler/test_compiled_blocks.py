@@ -20,7 +20,7 @@ from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import simulate
 from poochplan.profiler.capture.op_blocks import BEGINS, ENDS, Event, Taker, events_by_op, taken_in
 from poochplan.runtime.arena.library import BIRTH, DEATH, EVENT, MARK, why_unavailable
-from tests.runtime.nets import LINK
+from tests.runtime.nets import taken
 from tests.runtime.random_plans import random_plan
 
 needs_allocator = pytest.mark.skipif(bool(why_unavailable()), reason="no compiled allocator")
@@ -66,7 +66,7 @@ def _steps(backend: str) -> tuple[Profile, list[int]]:
     """The profile, and the metered peaks of steps that keep everything."""
     torch.manual_seed(0)
     model, batch = Between(backend), torch.randn(64, 32)
-    profile = poochplan.profile(lambda: model(batch).square().mean(), model=model, iterations=1, link=LINK)
+    profile = taken(lambda: model(batch).square().mean(), model)
     peaks = []
     with poochplan.apply(random_plan(profile, 0, (1, 0, 0)), model, meter="always", arena="off") as session:
         for _ in range(3):

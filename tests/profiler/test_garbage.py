@@ -10,7 +10,7 @@ import torch
 
 import poochplan
 from poochplan.formats.profile import Profile
-from tests.live_bytes import LiveBytes
+from tests.live_bytes import peak_of_a_step
 from tests.runtime.cyclic import HELD_BYTES, Cyclic, State, fresh, in_an_attribute, no_collector
 from tests.runtime.nets import LINK
 
@@ -72,17 +72,8 @@ def test_no_collection_within_the_captured_step_moves_a_death() -> None:
 def test_the_peak_is_that_of_a_step_in_which_nothing_is_collected() -> None:
     profile = taken(Cyclic(nowhere), iterations=1)
     model, step, optimizer = fresh(Cyclic(nowhere))
-    with no_collector(), LiveBytes(*model.parameters()) as meter:
-        loss = None
-        for _ in range(2):
-            gc.collect()
-            optimizer.zero_grad(set_to_none=True)
-            meter.restart()
-            loss = step()
-            loss.backward()
-            optimizer.step()
-        peak_bytes = meter.peak
-    del loss
+    with no_collector():
+        peak_bytes = peak_of_a_step(model, step, optimizer, before=gc.collect)
     # The profile rounds each storage up to 512 bytes, the meter does not.
     assert peak_bytes <= profile.in_core_peak_bytes <= peak_bytes + 512 * len(profile.values)
 

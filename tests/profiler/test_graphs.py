@@ -14,7 +14,7 @@ from poochplan.formats.queries import saved_values
 from poochplan.profiler.graph_capture import ELSEWHERE, SEVERAL
 from poochplan.torch_private.compiler_internals import inductor_settings
 from tests.compiling.small_nets import fresh, train
-from tests.runtime.nets import LINK, equal
+from tests.runtime.nets import equal, taken
 from tests.runtime.served import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.cpu_device]
@@ -63,7 +63,7 @@ def test_saves_lie_in_forward_and_uses_in_backward_each_at_a_point_of_its_own(gr
 def test_its_in_core_peak_is_that_of_the_measured_step(graphs: Profile) -> None:
     model, step, optimizer = fresh()
     model.compile(dynamic=False)
-    measured = poochplan.profile(step, model=model, optimizer=optimizer, link=LINK, iterations=1)
+    measured = taken(step, model, optimizer)
     assert abs(graphs.in_core_peak_bytes / measured.in_core_peak_bytes - 1) < 0.1
     assert graphs.static_bytes == measured.static_bytes
     assert graphs.model == measured.model

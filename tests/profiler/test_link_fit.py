@@ -1,4 +1,4 @@
-"""The line a link is planned with is exact where the curve is a line, and keeps to large copies where it is none."""
+"""The line a link is planned with is exact where the curve is a line; a preset is a link by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poochplan.formats.profile import LinkDirection
+from poochplan.errors import UsageError
+from poochplan.formats.profile import PRESET_BYTES_PER_S, LinkDirection, preset_link
 from poochplan.profiler.link import CURVE_SIZES_BYTES, SIZES_BYTES, fit_line
 
 MIB = 1 << 20
@@ -79,3 +80,22 @@ def test_one_size_and_a_curve_that_falls_still_give_a_line() -> None:
     falling = fit_line([(size, 1 / (1 + number)) for number, size in enumerate(SIZES_BYTES)])
     assert 0 <= falling.latency_s < float("inf")
     assert 0 < falling.bandwidth_bytes_per_s < float("inf")
+
+
+@pytest.mark.parametrize("name", PRESET_BYTES_PER_S)
+def test_a_preset_is_the_same_in_both_directions_and_full_duplex(name: str) -> None:
+    link = preset_link(name)
+    assert link.name == name
+    assert link.outward == link.inward
+    assert link.outward.bandwidth_bytes_per_s == PRESET_BYTES_PER_S[name]
+    assert (link.outward.latency_s, link.duplex) == (1e-5, 1.0)
+    assert (link.interference_out, link.interference_in, link.throttle_bytes_per_s) == (0.0, 0.0, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("pcie6", "did you mean pcie"), ("", "pcie3, pcie4"), ("12GB/s", "nvlink-c2c")]
+)
+def test_an_unknown_name_lists_the_names(name: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=hint) as caught:
+        preset_link(name)
+    assert "\n" not in str(caught.value)

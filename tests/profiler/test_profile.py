@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,12 +14,8 @@ import poochplan
 from poochplan.errors import InputFileError, StepError, UsageError
 from poochplan.formats.occupancy import live_bytes
 from poochplan.formats.profile import Kind, Phase, PointKind, Profile
-from tests.live_bytes import LiveBytes
-from tests.runtime.nets import CASES, LINK
-
-
-def _profile(step: Callable[[], torch.Tensor], model: nn.Module, **options: object) -> Profile:
-    return poochplan.profile(step, model=model, iterations=1, link=LINK, **options)  # type: ignore[arg-type]
+from tests.live_bytes import peak_of_a_step
+from tests.runtime.nets import CASES, taken
 
 
 class Chain(nn.Module):
@@ -39,7 +33,7 @@ class Chain(nn.Module):
 def chain() -> Profile:
     torch.manual_seed(0)
     model, batch = Chain(), torch.randn(32, 64)
-    return _profile(lambda: model(batch).sum(), model)
+    return taken(lambda: model(batch).sum(), model)
 
 
 def test_the_values_of_a_small_step_are_those_worked_out_by_hand(chain: Profile) -> None:
@@ -76,21 +70,10 @@ def test_durations_add_up_to_the_uninstrumented_step(chain: Profile) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_in_core_peak_is_what_an_outside_meter_sees(name: str) -> None:
     model, step, optimizer = CASES[name].fresh()
-    profile = _profile(step, model, optimizer=optimizer)
-    peaks = []
-    with LiveBytes(*model.parameters(), *model.buffers()) as meter:
-        loss = None
-        for _ in range(2):
-            optimizer.zero_grad(set_to_none=True)
-            meter.restart()
-            loss = step()
-            loss.backward()
-            optimizer.step()
-            peaks.append(meter.peak)
-    del loss
-    values = len(profile.values)
+    profile = taken(step, model, optimizer)
+    peak_bytes = peak_of_a_step(model, step, optimizer)
     # The profile rounds each storage up to 512 bytes, the meter does not.
-    assert peaks[1] <= profile.in_core_peak_bytes <= peaks[1] + 512 * values
+    assert peak_bytes <= profile.in_core_peak_bytes <= peak_bytes + 512 * len(profile.values)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -98,55 +81,6 @@ def test_two_profiles_of_one_model_have_the_same_fingerprints(name: str) -> None
     first, second = CASES[name].profile(), CASES[name].new_profile()
     assert first.model == second.model
     assert first.ops_fingerprint == second.ops_fingerprint
-
-
-def test_model_optimizer_gradients_and_generators_are_as_before() -> None:
-    model, step, optimizer = CASES["residual"].fresh()
-    step().backward()
-    optimizer.step()
-    gradients = [p.grad for p in model.parameters()]
-
-    def state() -> list[torch.Tensor]:
-        tensors = [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
-        tensors += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        for entries in optimizer.state.values():
-            tensors += [value.clone() for value in entries.values() if isinstance(value, torch.Tensor)]
-        return [
-            *tensors,
-            torch.get_rng_state(),
-            torch.tensor(random.getstate()[1]),
-            torch.tensor(np.random.get_state()[1]),
-        ]
-
-    before = state()
-    _profile(step, model, optimizer=optimizer)
-    assert all(torch.equal(x, y) for x, y in zip(before, state(), strict=True))
-    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
-
-
-def test_an_optimizer_without_state_has_none_afterwards() -> None:
-    model, step, optimizer = CASES["residual"].fresh()
-    _profile(step, model, optimizer=optimizer)
-    assert len(optimizer.state) == 0
-
-
-def test_a_failing_step_leaves_the_model_as_it_was() -> None:
-    model, step, optimizer = CASES["residual"].fresh()
-    before = [p.detach().clone() for p in model.parameters()]
-    calls = 0
-
-    def fails_the_third_time() -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise KeyError("data")
-        return step()
-
-    with pytest.raises(KeyError):
-        poochplan.profile(fails_the_third_time, model=model, optimizer=optimizer, iterations=4, link=LINK)
-    assert all(torch.equal(x, y) for x, y in zip(before, model.parameters(), strict=True))
-    assert len(optimizer.state) == 0
-    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
 
 def test_a_value_the_user_holds_until_backward_is_pinned_with_the_reason() -> None:
@@ -159,7 +93,7 @@ def test_a_value_the_user_holds_until_backward_is_pinned_with_the_reason() -> No
             return self.second(hidden)
 
     model, batch = Holds(), torch.randn(32, 64)
-    profile = _profile(lambda: model(batch).sum(), model)
+    profile = taken(lambda: model(batch).sum(), model)
     relu = next(v for v in profile.values if v.name == "step/relu")
     assert relu.pinned == "held by something other than autograd until backward uses it"
 
@@ -183,7 +117,7 @@ def test_an_opaque_writer_makes_a_value_unreplayable() -> None:
             return self.second(Outside.apply(self.first(batch)))  # type: ignore[no-any-return]
 
     model, batch = Model(), torch.randn(32, 64)
-    profile = _profile(lambda: model(batch).sum(), model)
+    profile = taken(lambda: model(batch).sum(), model)
     value = next(v for v in profile.values if v.unreplayable.startswith("aten.empty_like"))
     assert "uninitialised" in value.unreplayable
 
@@ -199,24 +133,7 @@ def test_an_opaque_writer_makes_a_value_unreplayable() -> None:
 def test_a_step_that_returns_no_loss_is_told_so(returned: Callable[..., torch.Tensor], message: str) -> None:
     model, batch = Chain(), torch.randn(32, 64)
     with pytest.raises(StepError, match=message):
-        _profile(lambda: returned(model, batch), model)
-
-
-def test_a_step_that_calls_backward_itself_is_told_so() -> None:
-    model, batch = Chain(), torch.randn(32, 64)
-
-    def step() -> torch.Tensor:
-        model(batch).sum().backward()
-        return model(batch).sum()
-
-    with pytest.raises(StepError, match="calls backward"):
-        _profile(step, model)
-
-
-def test_a_model_with_nothing_to_train_is_told_so() -> None:
-    model = Chain().requires_grad_(False)
-    with pytest.raises(StepError, match="nothing to train"):
-        _profile(lambda: torch.zeros(()), model)
+        taken(lambda: returned(model, batch), model)
 
 
 def test_other_devices_are_refused() -> None:
@@ -267,9 +184,9 @@ def test_what_an_op_takes_beside_its_outputs_is_part_of_the_peak(chain: Profile)
 
 def test_the_device_is_by_default_where_the_model_is() -> None:
     model, batch = Chain(), torch.randn(32, 64)
-    assert _profile(lambda: model(batch).sum(), model).device.kind == "cpu"
+    assert taken(lambda: model(batch).sum(), model).device.kind == "cpu"
     with pytest.raises(UsageError, match=r"found first\.weight on meta"):
-        _profile(lambda: torch.zeros(()), Chain().to("meta"))
+        taken(lambda: torch.zeros(()), Chain().to("meta"))
 
 
 def test_a_gradient_that_the_loss_of_the_step_before_holds_is_live_through_forward() -> None:
@@ -287,7 +204,7 @@ def test_a_gradient_that_the_loss_of_the_step_before_holds_is_live_through_forwa
 
     torch.manual_seed(0)
     model, batch = InputIsALeaf(), torch.randn(64, 256)
-    profile = _profile(lambda: model(batch).square().mean(), model)
+    profile = taken(lambda: model(batch).square().mean(), model)
     held = [value for value in profile.values if value.kind is Kind.INPUT and value.size_bytes == 64 * 256 * 4]
     assert len(held) == 2  # the input, and the gradient from the step before
     assert min(value.freed for value in held) < profile.tick_count - 1

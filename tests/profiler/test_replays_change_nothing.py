@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 import poochplan
-from poochplan.formats.plan import Plan
-from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
-from poochplan.runtime.metering.allocated import aside
-from tests.runtime.nets import LINK, equal
+from tests.runtime.nets import Case, followed, taken
 
 BATCH = torch.linspace(-2, 2, 16 * 8).reshape(16, 8)
 
@@ -246,52 +240,14 @@ class OldSpectral(Net):
 
 
 NETS = [
-    Tallies,
-    GathersStatistics,
-    CountsInAnInput,
-    UpdatesStatistics,
-    Counts,
-    CountsInASlice,
-    CountsInAParameter,
-    ChangesItsInput,
-    Teacher,
-    Queue,
-    Spectral,
-    OldSpectral,
-]
+    Tallies, GathersStatistics, CountsInAnInput, UpdatesStatistics, Counts, CountsInASlice, CountsInAParameter,
+    ChangesItsInput, Teacher, Queue, Spectral, OldSpectral,
+]  # fmt: skip
 
 
 @functools.cache
-def _profile(make: Callable[[], nn.Module], mode: str = "run") -> Profile:
-    torch.manual_seed(0)
-    model = make()
-    return poochplan.profile(lambda: model(BATCH), model=model, iterations=1, link=LINK, mode=mode)  # type: ignore[arg-type]
-
-
-def _state(model: nn.Module) -> list[torch.Tensor]:
-    given = getattr(model, "given", None)
-    return [*model.parameters(), *model.buffers(), *([] if given is None else [given])]
-
-
-def _trained(make: Callable[[], nn.Module], plan: Plan | None) -> list[list[torch.Tensor]]:
-    """Losses, gradients and state of three steps, under the plan or in-core."""
-    torch.manual_seed(0)
-    model, seen = make(), []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)  # what is planned is done
-        with contextlib.nullcontext() if plan is None else poochplan.apply(plan, model):
-            for _ in range(3):
-                model.zero_grad()
-                loss = model(BATCH)
-                loss.backward()
-                seen.append(_copies(model, loss))
-    return seen
-
-
-def _copies(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    with _disable_current_modes(), aside():  # or a meter would count them as the step's own
-        return [x.detach().clone() for x in (loss, *gradients, *_state(model))]
+def _case(make: Callable[[], nn.Module]) -> Case:
+    return Case(lambda: (make(), lambda model: model(BATCH)))
 
 
 @pytest.mark.parametrize("mode", ["run", "swap-all"])
@@ -299,12 +255,9 @@ def _copies(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
 def test_whatever_is_recomputed_losses_gradients_and_buffers_are_those_of_in_core(
     make: Callable[[], nn.Module], mode: str
 ) -> None:
-    profile = _profile(make, mode)
-    in_core = _trained(make, None)
-    everything = poochplan.plan(profile, budget=10**9, policy="recompute-all")
-    assert equal(in_core, _trained(make, everything))
-    tight = poochplan.plan(profile, budget=smallest_budget(profile), evaluations=100)
-    assert equal(in_core, _trained(make, tight))
+    profile = _case(make).profile(mode)
+    followed(_case(make), poochplan.plan(profile, budget=10**9, policy="recompute-all"), 3)
+    followed(_case(make), poochplan.plan(profile, budget=smallest_budget(profile), evaluations=100), 3)
 
 
 @pytest.mark.parametrize("mode", ["run", "swap-all"])
@@ -321,7 +274,7 @@ def test_whatever_is_recomputed_losses_gradients_and_buffers_are_those_of_in_cor
     ],
 )
 def test_the_reason_names_the_buffer_in_a_note(make: Callable[[], nn.Module], what: str, mode: str) -> None:
-    profile = _profile(make, mode)
+    profile = _case(make).profile(mode)
     (reason,) = {value.unreplayable for value in profile.values if what in value.unreplayable}
     (note,) = [note for note in profile.notes if note.endswith(reason)]
     assert "kept or swapped, never recomputed" in note
@@ -329,13 +282,13 @@ def test_the_reason_names_the_buffer_in_a_note(make: Callable[[], nn.Module], wh
 
 @pytest.mark.parametrize("make", NETS)
 def test_other_values_of_the_same_step_are_still_recomputed(make: Callable[[], nn.Module]) -> None:
-    plan = poochplan.plan(_profile(make), budget=10**9, policy="recompute-all")
+    plan = poochplan.plan(_case(make).profile(), budget=10**9, policy="recompute-all")
     assert "recompute" in {str(value.decision) for value in plan.values}
 
 
 @pytest.mark.parametrize("make", [UpdatesStatistics, GathersStatistics])
 def test_statistics_of_a_batch_norm_in_parts_need_no_refusal(make: Callable[[], nn.Module]) -> None:
-    profile = _profile(make)
+    profile = _case(make).profile()
     assert profile.notes == ()
     assert any("batch_norm" in op.name for op in profile.ops)
 
@@ -346,7 +299,7 @@ def test_a_value_replayed_from_one_that_cannot_be_is_not_blamed() -> None:
             hidden = self.first(batch) * self.gate(batch)  # saves what the operator gave
             return self.last(hidden.sin().sin().sin()).square().mean()
 
-    marked = [value.name for value in _profile(Chain).values if "once more" in value.unreplayable]
+    marked = [value.name for value in _case(Chain).profile().values if "once more" in value.unreplayable]
     assert len(marked) == 1
 
 
@@ -359,7 +312,7 @@ def test_the_verified_step_itself_is_not_changed_by_its_replays() -> None:
         seen.append(model.count.clone())
         return model(BATCH)  # type: ignore[no-any-return]
 
-    poochplan.profile(step, model=model, iterations=1, link=LINK)
+    taken(step, model)
     counts = [int(count[0]) for count in seen]
     assert sorted(set(counts)) == list(range(max(counts) + 1))  # one a step, whatever was replayed
     assert len(counts) == len(set(counts)) + 3  # three steps run from the state of the next
@@ -383,7 +336,7 @@ def test_a_replay_that_raises_is_a_refusal_and_the_step_goes_on_with_the_right_b
 
     held: list[torch.Tensor] = []
     model.first.weight.register_hook(held.append)
-    profile = poochplan.profile(step, model=model, iterations=1, link=LINK)
+    profile = taken(step, model)
     (reason,) = {value.unreplayable for value in profile.values if "raised" in value.unreplayable}
     assert reason == "its replay raised ValueError: runs once a step"
     assert any(note.endswith(reason) for note in profile.notes)

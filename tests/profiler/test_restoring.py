@@ -1,18 +1,23 @@
-"""A profile puts back the modules, tensors and generators that a step changes, whatever it does to them."""
+"""A profile puts back what a step changes, whatever that is: all or nothing; what it could not put back is refused."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations
 
-from poochplan.profiler.step.preserve import preserved
-from tests.profiler.restoring import Net, everything, profile_of, train
+from poochplan.errors import StepError, UsageError
+from poochplan.profiler.step.preserve import Kept, kept_contents, kept_generators, preserved, restored
+from poochplan.torch_private.tensor_internals import mode_stack
+from tests.profiler.restoring import BATCH, Net, everything, profile_of, train, unchanged
+from tests.runtime.nets import taken
 
 
 def _replaces_a_parameter(net: Net) -> None:
@@ -80,11 +85,9 @@ def test_what_forward_changes_is_back(change: Callable[[Net], object], momentum:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     train(model, optimizer)
     model.changes = change
-    before = everything(model, optimizer)
-    with preserved(model, optimizer):
+    with unchanged(model, optimizer) as before, preserved(model, optimizer):
         train(model, optimizer)
         assert everything(model, optimizer) != before
-    assert everything(model, optimizer) == before
 
 
 @pytest.mark.parametrize("change", [_registers_buffers, _ends_training, _draws], ids=lambda change: change.__name__[1:])
@@ -92,9 +95,10 @@ def test_what_forward_changes_is_back(change: Callable[[Net], object], momentum:
 def test_a_whole_profile_leaves_everything_as_it_was(change: Callable[[Net], object], mode: str) -> None:
     model = Net(change)
     optimizer = torch.optim.Adam(model.parameters())
-    before = everything(model, optimizer)
-    profile_of(model, optimizer, mode=mode)
-    assert everything(model, optimizer) == before
+    for _ in range(2):  # without a state of the optimizer and gradients, and with them
+        with unchanged(model, optimizer):
+            profile_of(model, optimizer, mode=mode)
+        train(model, optimizer)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
@@ -110,28 +114,25 @@ def test_an_exception_in_the_step_restores_everything_too(error: type[BaseExcept
 
     model = Net(stops)
     optimizer = torch.optim.Adam(model.parameters())
-    before = everything(model, optimizer)
-    with pytest.raises(error):
+    with unchanged(model, optimizer), pytest.raises(error):
         profile_of(model, optimizer)
     assert calls == 3
-    assert everything(model, optimizer) == before
+    assert not mode_stack()
 
 
 def test_a_compiled_model_is_back() -> None:
     model = torch.compile(Net(), backend="eager")
     optimizer = torch.optim.Adam(model.parameters())
-    before = everything(model, optimizer)
-    profile_of(model, optimizer)
-    assert everything(model, optimizer) == before
+    with unchanged(model, optimizer):
+        profile_of(model, optimizer)
 
 
 def test_a_step_without_memory_leaves_everything_as_it_was() -> None:
     model = Net(_draws)
     optimizer = torch.optim.Adam(model.parameters())
     train(model, optimizer)
-    before = everything(model, optimizer)
-    profile_of(model, optimizer, mode="fake", roofline="v100", iterations=None)
-    assert everything(model, optimizer) == before
+    with unchanged(model, optimizer):
+        profile_of(model, optimizer, mode="fake", roofline="v100", iterations=None)
 
 
 def test_a_generator_that_a_module_owns_is_back() -> None:
@@ -140,3 +141,288 @@ def test_a_generator_that_a_module_owns_is_back() -> None:
     state = model.first.own.get_state()
     profile_of(model)
     assert torch.equal(model.first.own.get_state(), state)
+
+
+def _tied() -> nn.Module:
+    model = Net()
+    model.last.weight = model.first.weight
+    return model
+
+
+def _views_of_one_storage() -> nn.Module:
+    model, flat = Net(), torch.randn(128)
+    model.first.weight, model.last.weight = (nn.Parameter(flat[i : i + 64].view(8, 8)) for i in (0, 64))
+    return model
+
+
+def _with_buffer(tensor: torch.Tensor, change: Callable[[torch.Tensor], object]) -> nn.Module:
+    model = Net(lambda net: change(net.odd))
+    model.register_buffer("odd", tensor)
+    return model
+
+
+def _sparse() -> torch.Tensor:
+    return torch.tensor([[0.0, 1.0], [2.0, 0.0]]).to_sparse()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "tied parameters": _tied,
+    "parameters that share a storage": _views_of_one_storage,
+    "expanded buffer": lambda: _with_buffer(torch.ones(1).expand(4), lambda t: t[:1].add_(1)),
+    "complex buffer": lambda: _with_buffer(torch.ones(3, dtype=torch.complex64), lambda t: t.mul_(2j)),
+    "empty buffer": lambda: _with_buffer(torch.empty(0), lambda t: t.resize_(4).fill_(1)),
+    "resized buffer": lambda: _with_buffer(torch.ones(4), lambda t: t.untyped_storage().resize_(64)),
+    "sparse buffer": lambda: _with_buffer(_sparse(), lambda t: t.add_(torch.ones(2, 2).to_sparse())),
+    "compressed sparse buffer": lambda: _with_buffer(torch.eye(2).to_sparse_csr().mul(3), lambda t: t.values().add_(1)),
+    "quantized buffer": lambda: _with_buffer(
+        torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), lambda t: t.fill_(0.5)
+    ),
+    "bfloat16 buffer": lambda: _with_buffer(torch.ones(3, dtype=torch.bfloat16).view(torch.int16), lambda t: t.add_(1)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:.*quantiz.*:UserWarning")
+def test_tensors_of_every_kind_are_back(name: str) -> None:
+    model = MODELS[name]()
+    optimizer = torch.optim.Adam(model.parameters())
+    before = _content_of_kind(model), _everything_dense(model, optimizer)
+    with preserved(model, optimizer):
+        train(model, optimizer)
+        assert (_content_of_kind(model), _everything_dense(model, optimizer)) != before
+    assert (_content_of_kind(model), _everything_dense(model, optimizer)) == before
+
+
+def _content_of_kind(model: nn.Module) -> object:
+    odd = getattr(model, "odd", None)
+    if odd is None:
+        return None
+    dense = odd.to_dense() if odd.layout is not torch.strided else odd
+    dense = dense.dequantize() if dense.is_quantized else dense
+    nbytes = odd.untyped_storage().nbytes() if odd.layout is torch.strided else odd.values().numel()
+    return id(odd), odd.layout, dense.tolist(), odd.stride() if odd.layout is torch.strided else (), nbytes
+
+
+def _everything_dense(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[object]:
+    odd = model._buffers.pop("odd", None)
+    try:
+        return everything(model, optimizer)
+    finally:
+        if odd is not None:
+            model._buffers["odd"] = odd
+
+
+def test_jagged_buffers_are_back() -> None:
+    rows = [torch.ones(2, 3), torch.ones(4, 3)]
+    model = _with_buffer(torch.nested.nested_tensor(rows, layout=torch.jagged), lambda t: t.values().add_(1))
+    nested = model.odd
+    with preserved(model, None):
+        model(BATCH)
+        assert nested.values().sum() == 36
+    assert model.odd is nested
+    assert torch.equal(nested.values(), torch.ones(6, 3))
+
+
+def test_gradients_that_were_there_are_back_dense_and_sparse() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+    tokens = torch.tensor([1, 2, 2])
+    model(tokens).sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    before = [g.to_dense().clone() for g in gradients]
+    with preserved(model, None):
+        for _ in range(2):
+            model(tokens).sum().backward()
+        model[1].weight.grad = None
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+    assert all(torch.equal(g.to_dense(), b) for g, b in zip(gradients, before, strict=True))
+
+
+def _lbfgs(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = torch.optim.LBFGS(parameters, lr=0.1, max_iter=2)
+    plain = optimizer.step
+    optimizer.step = lambda: plain(lambda: torch.tensor(1.0))  # type: ignore[method-assign]
+    return optimizer
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adam": torch.optim.Adam,
+    "AdamW that can be captured": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), foreach=False),
+    "Adafactor": torch.optim.Adafactor,
+    "L-BFGS, whose state is lists of tensors": _lbfgs,
+}
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["without state", "with state"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_state_and_groups_are_back_with_their_identity(name: str, trained: bool) -> None:
+    model = Net()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    if trained:
+        for _ in range(3):
+            train(model, optimizer)
+    with unchanged(model, optimizer) as before, preserved(model, optimizer):
+        for _ in range(2):
+            train(model, optimizer)
+        optimizer.param_groups[0]["lr"] = 7.0
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        assert everything(model, optimizer) != before
+
+
+def test_parameters_that_only_the_optimizer_has_are_back() -> None:
+    model, scale = Net(), nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.Adam([*model.parameters(), scale])
+    with unchanged(model, optimizer):
+        taken(lambda: (model(BATCH).square() * scale).sum(), model, optimizer)
+    assert scale.grad is None
+
+
+class Refuses(dict[str, Any]):
+    """A table that cannot be emptied once its owner says so."""
+
+    refuses = False
+
+    def clear(self) -> None:
+        if self.refuses:
+            raise ValueError("this table stays")
+        super().clear()
+
+
+def test_where_one_action_fails_the_others_are_done_and_the_error_names_it() -> None:
+    model = Net()
+    table = model.first.__dict__["_buffers"] = Refuses()
+    optimizer = torch.optim.Adam(model.parameters())
+    before = everything(model, optimizer)
+    with pytest.raises(StepError, match=r"could not restore module first \(ValueError: this table stays\); build"):
+        with preserved(model, optimizer):
+            model.first.register_buffer("new", torch.ones(2))
+            train(model, optimizer)
+            table.refuses = True
+    del table["new"]
+    assert everything(model, optimizer) == before
+
+
+class Ignores(dict[str, Any]):
+    """A table that takes no update, and says nothing."""
+
+    deaf = False
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        if not self.deaf:
+            super().update(*args, **kwargs)
+
+
+def test_what_differs_although_nothing_raised_is_named() -> None:
+    model = Net()
+    model.norm.__dict__["_buffers"] = Ignores(model.norm._buffers)
+    with pytest.raises(StepError, match="could not restore module norm; build model and optimizer anew"):
+        with preserved(model, None):
+            model.norm._buffers.deaf = True
+            del model.norm._buffers["running_mean"]
+
+
+def test_the_checksum_tells_every_single_bit_and_names_the_tensor() -> None:
+    tensors = {"a": torch.randn(100), "b": torch.ones(3, dtype=torch.int8)}
+    contents = kept_contents(tensors.items())
+    for name, tensor in tensors.items():
+        raw = tensor.view(torch.uint8)
+        for index in range(raw.numel()):
+            raw[index] ^= 1 << index % 8
+            assert [part.name for part in contents if not part.is_back()] == [name]
+            raw[index] ^= 1 << index % 8
+    assert all(part.is_back() for part in contents)
+
+
+def test_an_interrupt_while_restoring_waits_until_all_is_back() -> None:
+    log: list[str] = []
+
+    def interrupted_half_way() -> None:
+        log.append("first")
+        if len(log) == 1:
+            raise KeyboardInterrupt
+
+    first = Kept("first", interrupted_half_way, lambda: True)
+    second = Kept("second", lambda: log.append("second"), lambda: True)
+    before = torch.get_rng_state()
+    with pytest.raises(KeyboardInterrupt), restored([first, second, *kept_generators()]):
+        torch.rand(3)
+    assert log == ["first", "first", "second"]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_error_of_the_step_stays_with_that_of_the_restoring() -> None:
+    model = Net()
+    model.norm.__dict__["_buffers"] = Ignores(model.norm._buffers)
+    with pytest.raises(StepError, match="could not restore module norm") as raised, preserved(model, None):
+        model.norm._buffers.deaf = True
+        del model.norm._buffers["running_mean"]
+        raise ValueError("the step's own")
+    assert str(raised.value.__context__) == "the step's own"
+
+
+class Counted(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.inner(batch)
+
+
+@pytest.mark.parametrize("mode", ["run", "swap-all", "auto", "fake"])
+@pytest.mark.parametrize(
+    "make", [torch.jit.script, lambda module: torch.jit.trace(module, BATCH)], ids=["script", "trace"]
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_torchscript_is_refused_before_the_first_step(make: Callable[[nn.Module], nn.Module], mode: str) -> None:
+    plain = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    model = Counted(make(plain))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [tensor.clone() for tensor in (*model.parameters(), *model.buffers())]
+    with pytest.raises(UsageError, match=r"expected modules in Python, found TorchScript .* in inner"):
+        taken(lambda: model(BATCH).square().sum(), model, optimizer, mode)
+    assert model.calls == 0
+    assert all(torch.equal(x, y) for x, y in zip(before, (*model.parameters(), *model.buffers()), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_model_that_is_torchscript_itself_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"found TorchScript .* in the model itself"):
+        profile_of(torch.jit.script(nn.Linear(8, 8)))
+
+
+def test_a_lazy_module_is_refused_and_stays_lazy() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(8))
+    with pytest.raises(UsageError, match="found weight of 1 not yet initialised"):
+        profile_of(model)
+    assert torch.nn.parameter.is_lazy(model[1].weight)
+    model(BATCH)
+    profile_of(model)
+
+
+def _of_another_mode(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    with FakeTensorMode():
+        model.register_buffer("odd", torch.zeros(3))
+    return "odd"
+
+
+def _on_meta(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    optimizer.state[model.first.weight]["odd"] = torch.zeros(3, device="meta")
+    return "optimizer state of first.weight odd"
+
+
+def _uncopyable(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    optimizer.state[model.first.weight]["odd"] = (number for number in range(3))
+    return "optimizer"
+
+
+@pytest.mark.parametrize("put", [_of_another_mode, _on_meta, _uncopyable])
+def test_what_has_no_content_that_can_be_kept_is_refused_by_name(put: Callable[..., str]) -> None:
+    calls: list[object] = []
+    model = Net(calls.append)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    name = put(model, optimizer)
+    with pytest.raises(UsageError, match=f"^{name}: expected "):
+        profile_of(model, optimizer)
+    assert calls == []

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-import poochplan
 from poochplan.formats.profile import Profile
-from tests.live_bytes import LiveBytes
-from tests.runtime.nets import LINK
+from tests.live_bytes import peak_of_a_step
+from tests.runtime.nets import taken
 
 Step = Callable[[], torch.Tensor]
 UNIT = 512
@@ -66,9 +65,7 @@ def fresh(name: str) -> tuple[nn.Module, Step, torch.optim.Optimizer | None]:
 
 def profiled(name: str, accumulate: bool) -> Profile:
     model, step, optimizer = fresh(name)
-    return poochplan.profile(
-        step, model=model, optimizer=optimizer, iterations=1, link=LINK, accumulate=accumulate
-    )  # fmt: skip
+    return taken(step, model, optimizer, accumulate=accumulate)
 
 
 @pytest.mark.parametrize("name", Optimizers)
@@ -87,19 +84,9 @@ def test_static_bytes_of_each_kind_are_those_worked_out_by_hand(name: str) -> No
 def test_the_in_core_peak_is_what_an_outside_meter_sees(name: str, accumulate: bool) -> None:
     profile = profiled(name, accumulate)
     model, step, optimizer = fresh(name)
-    with LiveBytes(*model.parameters(), *model.buffers()) as meter:
-        loss = None
-        for _ in range(3):
-            if not accumulate:
-                model.zero_grad(set_to_none=True)
-            meter.restart()
-            loss = step()
-            loss.backward()
-            if optimizer is not None:
-                optimizer.step()
-    del loss
+    peak_bytes = peak_of_a_step(model, step, optimizer, accumulate=accumulate)
     # The profile rounds each storage up to 512 bytes, the meter does not.
-    assert meter.peak <= profile.in_core_peak_bytes <= meter.peak + UNIT * len(profile.values)
+    assert peak_bytes <= profile.in_core_peak_bytes <= peak_bytes + UNIT * len(profile.values)
     assert profile.gradients_live_through_forward is accumulate
 
 
@@ -115,7 +102,7 @@ class Scratch(nn.Module):
 def test_the_peak_is_in_the_layer_that_takes_the_most_for_a_moment() -> None:
     layers = [nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), Scratch(), nn.Linear(32, 32)]
     model, batch = nn.Sequential(*layers), torch.randn(16, 32)
-    profile = poochplan.profile(lambda: model(batch).mean(), model=model, iterations=1, link=LINK)
+    profile = taken(lambda: model(batch).mean(), model)
     assert profile.in_core_peak_layer == "3"
     assert profile.in_core_peak_bytes >= 16 * 32 * 4096 * 4
     assert profile.to_frame("layers")["live_bytes"].idxmax() == "3"
@@ -124,6 +111,6 @@ def test_the_peak_is_in_the_layer_that_takes_the_most_for_a_moment() -> None:
 def test_the_peak_is_in_the_embedding_whose_gradient_comes_last() -> None:
     model = nn.Sequential(nn.Embedding(20_000, 32), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
     tokens = torch.randint(0, 20_000, (8, 8))
-    profile = poochplan.profile(lambda: model(tokens).mean(), model=model, iterations=1, link=LINK)
+    profile = taken(lambda: model(tokens).mean(), model)
     assert profile.in_core_peak_layer == "0"
     assert profile.to_frame("layers").loc["0", "live_bytes"] == profile.in_core_peak_bytes

@@ -22,7 +22,7 @@ from poochplan.profiler import profiling
 from poochplan.profiler.assembly.assemble import SWAPPED
 from poochplan.profiler.trials.compare import DIFFERS, parts_of
 from poochplan.workload import load_workload
-from tests.runtime.nets import CASES, LINK, equal, in_core, train
+from tests.runtime.nets import CASES, followed, taken
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -45,14 +45,8 @@ def test_ops_lifetimes_and_verdicts_are_those_of_the_in_core_step(name: str) -> 
 
 
 SMALL = {
-    "gpt2": {
-        "layers": "2",
-        "width": "32",
-        "heads": "2",
-        "batch_size": "2",
-        "sequence_length": "16",
-        "vocabulary": "64",
-    },
+    "gpt2": dict.fromkeys(("layers", "heads", "batch_size"), "2")
+    | {"width": "32", "sequence_length": "16", "vocabulary": "64"},
     "unet3d": {"side": "32", "features": "[4, 4, 8, 8, 16, 4]"},
     "seq2seq": {"batch_size": "4", "sequence_length": "12", "width": "16", "vocabulary": "20"},
 }
@@ -63,11 +57,8 @@ def test_so_are_those_of_the_ready_workloads(name: str) -> None:
     profiles = []
     for mode in ("run", "swap-all"):
         torch.manual_seed(0)
-        workload = load_workload(str(CONFIGS / f"{name}.toml"), SMALL[name]).workload
-        profile = poochplan.profile(
-            workload.step, model=workload.model, optimizer=workload.optimizer, mode=mode, iterations=1, link=LINK
-        )  # type: ignore[call-overload]
-        profiles.append(profile)
+        found = load_workload(str(CONFIGS / f"{name}.toml"), SMALL[name]).workload
+        profiles.append(taken(found.step, found.model, found.optimizer, mode))
     assert without_seconds(profiles[1]) == without_seconds(profiles[0])
 
 
@@ -100,10 +91,7 @@ class Noisy(nn.Module):
 
 def test_replays_that_give_other_bits_are_found_while_swapping() -> None:
     model, batch = Noisy(), torch.randn(16, 32)
-    found = [
-        poochplan.profile(lambda: model(batch), model=model, mode=mode, iterations=1, link=LINK)  # type: ignore[arg-type]
-        for mode in ("run", "swap-all")
-    ]
+    found = [taken(lambda: model(batch), model, mode=mode) for mode in ("run", "swap-all")]
     marked = [[value.name for value in profile.values if value.unreplayable == DIFFERS] for profile in found]
     assert marked[0]
     assert marked[1] == marked[0]
@@ -117,24 +105,10 @@ def test_the_workspace_of_an_lstm_is_never_recomputed_and_what_else_the_layer_re
     assert reasons == {"uint8": "aten.mkldnn_rnn_layer.default leaves some of its bytes unwritten", "float32": ""}
 
 
-def test_the_model_is_afterwards_as_it_was() -> None:
-    model, step, optimizer = CASES["residual"].fresh()
-    before = [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
-    state = torch.get_rng_state()
-    poochplan.profile(step, model=model, optimizer=optimizer, mode="swap-all", iterations=1, link=LINK)
-    assert all(torch.equal(a, b) for a, b in zip(before, (*model.parameters(), *model.buffers()), strict=True))
-    assert torch.equal(state, torch.get_rng_state())
-    assert not optimizer.state
-
-
 def test_a_plan_made_while_swapping_runs_with_the_gradients_of_in_core_training() -> None:
     plan = poochplan.plan(CASES["attention"].profile(mode="swap-all"), budget="80%", evaluations=100)
     assert not plan.estimate
-    planned, report = train(CASES["attention"], 2, plan)
-    reference = in_core(CASES["attention"], 2)
-    assert report is not None
-    assert report.total.fallbacks == 0
-    assert equal(planned, reference)
+    followed(CASES["attention"], plan)
 
 
 @pytest.mark.parametrize(("free_bytes", "mode"), [(1 << 40, "run"), (1 << 10, "swap-all")])
@@ -174,7 +148,7 @@ def test_verification_in_parts_replays_no_chain_of_values() -> None:
 
     model = nn.Sequential(*(Block() for _ in range(12)))
     batch = torch.randn(4, 8)
-    profile = poochplan.profile(lambda: model(batch).square().mean(), model=model, iterations=1, link=LINK)
+    profile = taken(lambda: model(batch).square().mean(), model)
     replays = build_problem(profile).replay.replays
     part_of = parts_of(profile, 2)
 

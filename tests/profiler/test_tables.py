@@ -13,18 +13,17 @@ import pandas as pd
 import pytest
 import torch
 
-import poochplan
 from poochplan.errors import UsageError
 from poochplan.formats.profile import Kind, Phase, PointKind, Profile
 from poochplan.formats.queries import FRAMES, OUTSIDE
-from tests.runtime.nets import LINK, Residual
+from tests.runtime.nets import LINK, Residual, taken
 
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
     torch.manual_seed(0)
     model, images = Residual(), torch.randn(4, 8, 12, 12)
-    return poochplan.profile(lambda: model(images).square().mean(), model=model, iterations=1, link=LINK)
+    return taken(lambda: model(images).square().mean(), model)
 
 
 def seconds(profile: Profile, *phases: Phase) -> float:

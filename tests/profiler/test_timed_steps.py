@@ -21,7 +21,7 @@ from poochplan.profiler.profiling import with_plain_again
 from poochplan.report.timeline import draw_timeline, timeline_of
 from poochplan.runtime.arena.known_steps import RepeatedStep
 from poochplan.runtime.arena.library import library
-from tests.runtime.nets import LINK
+from tests.runtime.nets import taken
 
 SLOWER = 1.5
 
@@ -37,7 +37,7 @@ def made() -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
 @pytest.fixture(scope="module")
 def profile() -> Profile:
     model, step = made()
-    return poochplan.profile(step, model=model, iterations=3, link=LINK)
+    return taken(step, model, iterations=3)
 
 
 def unserved(profile: Profile) -> Profile:
@@ -131,7 +131,7 @@ def test_where_pytorch_alone_was_not_timed_the_ops_stand_in_and_every_table_says
 
 def test_a_step_that_swaps_is_timed_from_an_arena_and_not_by_pytorch_alone() -> None:
     model, step = made()
-    profile = poochplan.profile(step, model=model, iterations=3, link=LINK, mode="swap-all")
+    profile = taken(step, model, iterations=3, mode="swap-all")
     assert profile.times.plain_step_s is None
     assert profile.times.unserved_step_s is not None  # so the pages of fresh memory are in the seconds of no op
 

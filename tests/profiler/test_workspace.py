@@ -1,4 +1,6 @@
-"""What ops take and give back inside is in the profile on the CPU, as an allocator hook of the tests sees it."""
+"""What ops take and give back inside, and what a step takes between them, is in the profile on the CPU: as an
+allocator hook of the tests sees it.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +8,43 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import poochplan
 from poochplan.formats.profile import Memory, Phase, Profile
+from poochplan.planner.arena.step_layout import blocks_of
+from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.schedule import schedule_of
+from poochplan.planner.simulator.simulate import simulate
 from poochplan.profiler.capture import capture as capturing
 from poochplan.profiler.capture.captured import CapturedOp
-from poochplan.profiler.capture.op_blocks import taken_in
+from poochplan.profiler.capture.op_blocks import (
+    BEGINS,
+    ENDS,
+    POINT,
+    STEM,
+    Event,
+    Moment,
+    Stray,
+    Taker,
+    bytes_beside_ops,
+    carried_in,
+    stray_values,
+    strays_in,
+    taken_in,
+)
 from poochplan.profiler.capture.workspace import Workspace, workspace_of
-from poochplan.runtime.arena.library import BIRTH, DEATH, why_unavailable
+from poochplan.runtime.arena.library import BIRTH, DEATH, MARK, why_unavailable
 from poochplan.runtime.metering.allocated import joined_count
-from tests.runtime.nets import LINK
+from tests.depth import seeds
+from tests.runtime.nets import Case, metered_peaks, taken
+from tests.runtime.random_plans import random_plan
 
 needs_allocator = pytest.mark.skipif(bool(why_unavailable()), reason="no compiled allocator")
 INSIDE_BYTES = 1 << 20
@@ -49,7 +73,7 @@ class Taking(nn.Module):
 
 
 def profile_of(model: nn.Module, batch: torch.Tensor) -> Profile:
-    return poochplan.profile(lambda: model(batch).square().mean(), model=model, iterations=1, link=LINK)
+    return taken(lambda: model(batch).square().mean(), model)
 
 
 @needs_allocator
@@ -147,3 +171,211 @@ def test_the_peaks_are_those_of_a_hook_of_the_tests() -> None:
     assert live < predicted // 2, "the convolutions take more inside than all that is live"
     assert 0.99 * predicted <= in_core <= predicted
     assert planned <= budget <= predicted
+
+
+STATE_BYTES = torch.get_rng_state().nbytes
+
+
+def mark(value: int) -> Event:
+    return MARK, -1, 0, value
+
+
+OP = (mark(BEGINS), mark(ENDS))
+POINTED = (mark(POINT),)
+
+
+def events(*parts: tuple[Event, ...] | tuple[int, int, int]) -> list[Event]:
+    """Parts are several marks, or one block's birth or death: kind, number, bytes."""
+    found: list[Event] = []
+    for part in parts:
+        if isinstance(part[0], tuple):
+            found += part  # type: ignore[arg-type]
+        else:
+            found.append((*part, 0))  # type: ignore[misc]
+    return found
+
+
+def test_a_stray_is_born_and_dies_between_the_ops_and_points_that_the_log_has() -> None:
+    log = events(OP, (BIRTH, 7, 5000), POINTED, OP, OP, (DEATH, 7, 5000), OP)
+    (stray,) = strays_in(log, known=())
+    assert stray == Stray(5000, Moment(1, 0), Moment(3, 1), is_early=True)
+    (value,) = stray_values([stray], op_ticks=[0, 2, 3, 4], tick_count=5)
+    assert (value.born, value.born_tick, value.freed) == (0, 1, 3)
+
+
+def test_values_and_what_ops_take_themselves_are_no_strays() -> None:
+    inside = (mark(BEGINS), (BIRTH, 1, 5000, 0), mark(ENDS))
+    assert strays_in(events(inside, (BIRTH, 2, 5000), (BIRTH, 3, 8), OP), known={2}) == []
+
+
+def test_a_stray_that_dies_inside_an_op_lives_at_its_tick() -> None:
+    (stray,) = strays_in(events((BIRTH, 1, 5000), OP, (mark(BEGINS), (DEATH, 1, 5000, 0), mark(ENDS)), OP), known=())
+    (value,) = stray_values([stray], op_ticks=[0, 1, 2], tick_count=3)
+    assert (value.born_tick, value.freed) == (0, 1)
+
+
+def test_a_stray_that_nobody_gives_back_lives_to_the_end() -> None:
+    (value,) = stray_values(strays_in(events(OP, (BIRTH, 1, 5000), OP), known=()), op_ticks=[0, 1], tick_count=2)
+    assert (value.born_tick, value.freed) == (1, 1)
+
+
+def test_what_is_gone_before_the_next_op_counts_with_that_op_alone() -> None:
+    strays = strays_in(events(OP, (BIRTH, 1, 5000), (DEATH, 1, 5000), OP), known=())
+    assert stray_values(strays, op_ticks=[0, 1], tick_count=2) == ()
+    assert bytes_beside_ops(strays) == {1: 5120}
+
+
+def test_what_is_taken_before_something_else_dies_counts_with_the_op_before() -> None:
+    log = events(OP, (BIRTH, 1, 5000), (DEATH, 2, 2048), (DEATH, 1, 5000), OP, (BIRTH, 3, 6000), (DEATH, 4, 64), OP)
+    strays = strays_in(log, known=())
+    assert bytes_beside_ops(strays) == {0: 5120, 1: 6144}
+    (value,) = stray_values(strays, op_ticks=[0, 1, 2], tick_count=3)
+    assert (value.size_bytes, value.born_tick, value.freed) == (6000, 2, 2)
+
+
+def test_what_is_taken_before_a_point_counts_with_what_a_plan_lets_go_of_there() -> None:
+    strays = strays_in(events(OP, (BIRTH, 1, 5000), POINTED, (BIRTH, 2, 6000), POINTED, OP), known=())
+    assert bytes_beside_ops(strays) == {0: 5120}
+    values = stray_values(strays, op_ticks=[0, 3], tick_count=4)
+    assert [(value.size_bytes, value.born_tick) for value in values] == [(5000, 1), (6000, 1)]
+
+
+def test_small_strays_of_one_lifetime_are_one_value_and_large_ones_their_own() -> None:
+    births = [(BIRTH, number, size) for number, size in enumerate([100, 200, 5000, 6000])]
+    values = stray_values(strays_in(events(OP, *births, OP), known=()), op_ticks=[0, 1], tick_count=2)
+    assert sorted(value.size_bytes for value in values) == [1024, 5000, 6000]
+    assert len({value.name for value in values}) == 3
+
+
+# -- in profiles -----------------------------------------------------------------------------------------------------
+
+
+class Checkpoints(nn.Module):
+    """The most bytes live in its first op, before two checkpoints in sequence take their states of generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = takes_and_gives_back(self.first(batch))
+        for layer in (self.second, self.third):
+            hidden = checkpoint(layer, hidden, use_reentrant=False)  # type: ignore[assignment]
+        return hidden
+
+
+def _checkpoints() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    batch = torch.randn(4, 16)
+    return Checkpoints(), lambda model: model(batch).square().mean()
+
+
+def _checkpoints_within_one() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    """The outer one's forward runs again up to what the inner one saves first: its state, and all casts then go."""
+    layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+    batch = torch.randn(4, 16)
+
+    def inside(rows: torch.Tensor) -> torch.Tensor:
+        hidden = layers[1](layers[0](rows).tanh()).tanh().sin().cos().exp()
+        found: torch.Tensor = checkpoint(layers[2], hidden, use_reentrant=False)
+        return found
+
+    def step(model: nn.Module) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = checkpoint(inside, batch, use_reentrant=False)
+        return hidden.float().square().mean()
+
+    return layers, step
+
+
+CASE = Case(_checkpoints)
+
+
+def _strays_of(profile: Profile) -> list[int]:
+    return [number for number, value in enumerate(profile.values) if value.name.startswith(STEM)]
+
+
+@needs_allocator
+def test_the_states_of_two_checkpoints_are_in_the_profile_from_when_they_are_taken() -> None:
+    profile = CASE.profile()
+    taken = next(tick for op, tick in zip(profile.ops, profile.op_ticks, strict=True) if "takes_and" in op.name)
+    strays = [profile.values[number] for number in _strays_of(profile)]
+    states = [value for value in strays if value.size_bytes == STATE_BYTES]
+    assert len(states) >= 2
+    assert all(value.born_tick is not None and taken < value.born_tick <= value.freed for value in states)
+    assert not any(value.pinned for value in states)
+    assert profile.static_bytes["input"] < STATE_BYTES
+
+
+@needs_allocator
+@pytest.mark.parametrize("weights", [(1, 0, 0), (0, 1, 0)], ids=["keep", "swap"])
+def test_the_peak_before_two_checkpoints_is_the_metered_one_to_the_byte(weights: tuple[float, float, float]) -> None:
+    profile = CASE.profile()
+    for seed in seeds(deep=5):
+        plan = random_plan(profile, seed, weights)
+        problem = build_problem(profile)
+        predicted = simulate(problem, schedule_of(plan, problem)).peak_bytes
+        assert metered_peaks(CASE, plan)[1] == predicted
+
+
+@needs_allocator
+def test_a_stray_is_a_block_of_the_step_and_not_of_what_was_there_before() -> None:
+    profile = CASE.profile()
+    problem = build_problem(profile)
+    blocks = blocks_of(profile, problem, schedule_of(random_plan(profile, 0, (1, 0, 0)), problem))
+    states = sum(profile.values[number].size_bytes == STATE_BYTES for number in _strays_of(profile))
+    assert sum(block.size_bytes == STATE_BYTES for block in blocks.by_ops) >= states >= 2
+    assert not any(block.size_bytes == STATE_BYTES for block in blocks.before)
+
+
+@needs_allocator
+def test_a_state_that_is_taken_before_a_forward_in_backward_lets_go_of_its_casts_is_in_the_predicted_peak() -> None:
+    case = Case(_checkpoints_within_one)
+    profile = case.profile()
+    problem = build_problem(profile)
+    plan = random_plan(profile, 0, (1, 0, 0))
+    assert metered_peaks(case, plan)[1] <= simulate(problem, schedule_of(plan, problem)).peak_bytes
+
+
+def _birth(block: int, size_bytes: int) -> Event:
+    return BIRTH, block, size_bytes, 0
+
+
+def _death(block: int, size_bytes: int) -> Event:
+    return DEATH, block, size_bytes, 0
+
+
+FIRST = [_birth(1, 8192), _birth(2, 4096), _death(2, 4096), _birth(3, 512)]
+LAST = [_birth(4, 4096), _death(1, 8192), _birth(5, 4096), _death(5, 4096)]
+
+
+def test_a_block_that_a_later_part_lets_go_of_is_carried_there_and_an_output_is_not() -> None:
+    parts = carried_in([FIRST, LAST], [Taker.PART, Taker.BACKWARD_COMPILED], {3, 4})
+    (one,) = parts.carried
+    assert (one.block, one.size_bytes, one.made_in, one.let_go_in) == (1, 8192, 0, 1)
+    assert parts.events[0] == FIRST
+    assert parts.events[1][1] == (MARK, -1, 0, -8192)
+
+
+def test_the_peaks_of_both_parts_are_those_of_all_their_blocks() -> None:
+    parts = carried_in([FIRST, LAST], [Taker.PART, Taker.BACKWARD_COMPILED], {3, 4})
+    blocks, first = taken_in(parts.events[0], {3: 0, 1: 1}, 2, Taker.PART)
+    assert first + 512 + 8192 == 8192 + 4096, "at its tick its outputs count too, the carried block among them"
+    assert [one.output for one in blocks] == [1, -1, 0]
+    _, last = taken_in(parts.events[1], {4: 0}, 1, Taker.BACKWARD_COMPILED)
+    assert last + 4096 == 8192 + 4096, "the carried block is live as it begins, and at no later tick"
+
+
+def test_what_outlives_its_backward_is_not_carried() -> None:
+    parts = carried_in([[_birth(1, 8192)], []], [Taker.PART, Taker.BACKWARD_COMPILED], set())
+    assert parts.carried == []
+
+
+def test_the_next_backward_has_no_part_in_it() -> None:
+    takers = [Taker.PART, Taker.BACKWARD_COMPILED, Taker.PART, Taker.BACKWARD_COMPILED]
+    parts = carried_in([[_birth(1, 8192)], [], [_death(1, 8192)], []], takers, set())
+    assert parts.carried == []
+    assert parts.events[2] == [_death(1, 8192)]
+
+
+def test_other_ops_are_left_as_they_are() -> None:
+    assert carried_in([FIRST, LAST], [Taker.OP, Taker.FORWARD_COMPILED], set()).events == [FIRST, LAST]

@@ -16,7 +16,7 @@ from poochplan.formats.profile import Profile
 from poochplan.formats.profile_parts import Memory
 from poochplan.planner.planning import smallest_budget
 from poochplan.runtime.run_report import Report
-from tests.runtime.nets import LINK
+from tests.runtime.nets import taken
 
 WIDTH, BATCH = 64, 256
 
@@ -37,9 +37,7 @@ def fresh() -> nn.Module:
 
 def profiled(model: nn.Module, optimizer: torch.optim.Optimizer | None, also: Sequence[Any] = ()) -> Profile:
     batch = torch.zeros(BATCH, WIDTH)
-    return poochplan.profile(
-        lambda: model(batch).square().mean(), model=model, optimizer=optimizer, iterations=1, link=LINK, also=also
-    )
+    return taken(lambda: model(batch).square().mean(), model, optimizer, also=also)
 
 
 def tight(profile: Profile) -> Plan:

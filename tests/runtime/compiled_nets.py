@@ -9,7 +9,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.runtime.nets import snapshot
+import poochplan
+from poochplan.formats.plan import Plan
+from poochplan.formats.plan_set import PlanSet
+from poochplan.formats.profile import Profile
+from poochplan.runtime.run_report import Report
+from tests.runtime.nets import LINK, equal, snapshot
 
 
 class Block(nn.Module):
@@ -48,6 +53,26 @@ class Blocks(nn.Module):
         return self.last(self.blocks[0](batch).tanh())
 
 
+class Chained(nn.Sequential):
+    """With a forward of its own: the compiler leaves calls of torch's own containers alone."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            batch = layer(batch)
+        return batch
+
+
+WAYS = ("wrapped", "in place")
+
+
+def compiled(module: nn.Module, how: str, backend: Any) -> nn.Module:
+    """By either way of asking for it."""
+    if how == "wrapped":
+        return torch.compile(module, backend=backend)  # type: ignore[return-value]
+    module.compile(backend=backend)
+    return module
+
+
 def fresh(checkpointed: str = "") -> tuple[nn.Module, torch.Tensor]:
     """The same network and batch each time."""
     torch.manual_seed(0)
@@ -58,16 +83,33 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).square().mean()
 
 
+def profiled(model: nn.Module, batch: torch.Tensor, **options: Any) -> Profile:
+    return poochplan.profile(lambda: loss_of(model, batch), model=model, iterations=1, link=LINK, **options)
+
+
 def train(
-    model: nn.Module, batch: torch.Tensor, steps: int = 3, back: Callable[[torch.Tensor], Any] = torch.Tensor.backward
+    model: nn.Module,
+    batch: torch.Tensor,
+    steps: int = 3,
+    back: Callable[[torch.Tensor], Any] = torch.Tensor.backward,
+    before: Callable[[], object] = int,
 ) -> list[list[torch.Tensor]]:
-    """What :func:`snapshot` says after each step; ``back`` is how the loss goes backward."""
+    """What :func:`snapshot` says after each step; ``back`` is how a loss goes backward, ``before`` runs before each."""
     seen = []
     for step in range(steps):
         torch.manual_seed(step)
         model.zero_grad(set_to_none=True)
+        before()
         loss = loss_of(model, batch)
         back(loss)
         seen.append(snapshot(model, loss))
         del loss
     return seen
+
+
+def followed(plan: Plan | PlanSet, model: nn.Module, batch: torch.Tensor, wanted: list[list[torch.Tensor]]) -> Report:
+    """As many steps under the plan: bitwise those, and to the end."""
+    with poochplan.apply(plan, model) as session:
+        assert equal(train(model, batch, len(wanted)), wanted)
+    assert session.report().total.fallbacks == 0
+    return session.report()

@@ -12,9 +12,12 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 import poochplan
+from poochplan.formats.plan import Plan
+from poochplan.formats.plan_set import PlanSet
 from poochplan.runtime.metering.allocated import aside
+from poochplan.runtime.run_report import Report
 from poochplan.runtime.watch.census import leave_out
-from tests.runtime.nets import LINK, Residual
+from tests.runtime.nets import LINK, Residual, equal
 
 WIDTH = 8
 Step = Callable[[nn.Module], torch.Tensor]
@@ -71,10 +74,39 @@ def gradients_of(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-def in_core_steps(make: Callable[[], nn.Module], steps: list[Step]) -> list[list[torch.Tensor]]:
+def in_core_steps(make: Callable[[], nn.Module], steps: Sequence[Step]) -> list[list[torch.Tensor]]:
     model = fresh_model(make)
     torch.manual_seed(1)
     return [gradients_of(model, step(model)) for step in steps]
+
+
+def under(
+    plan: Plan | PlanSet, make: Callable[[], nn.Module], steps: Sequence[Step], **options: Any
+) -> tuple[list[Report], list[str]]:
+    """Steps of a fresh model in a session, bitwise those in-core: the report behind each, and our warnings."""
+    model, seen, reports = fresh_model(make), [], []
+    with warnings.catch_warnings(record=True) as caught, poochplan.apply(plan, model, **options) as session:
+        warnings.simplefilter("always")
+        torch.manual_seed(1)
+        for step in steps:
+            seen.append(gradients_of(model, step(model)))
+            reports.append(session.report())
+    assert equal(seen, in_core_steps(make, steps))
+    return reports, our_warnings(caught)
+
+
+def under_announced(
+    plan: Plan | PlanSet, use: Callable[[nn.Module, Callable[[], object]], list[list[torch.Tensor]]]
+) -> Report:
+    """``use(model, announce)`` gives the same in-core and under the plan, where each step is announced."""
+    model = fresh_model(Detour)
+    torch.manual_seed(1)
+    reference = use(model, lambda: None)
+    model = fresh_model(Detour)
+    with poochplan.apply(plan, model) as session:
+        torch.manual_seed(1)
+        assert equal(reference, use(model, session.step))
+    return session.report()
 
 
 def our_warnings(caught: list[warnings.WarningMessage]) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,17 +16,17 @@ Body = Callable[["Net", Tensor], Tensor]
 
 
 class Net(nn.Module):
-    """A linear layer, what is to be tried, and a loss; ``parts`` are the modules that ``body`` calls."""
+    """A linear layer, what is to be tried, and a loss; ``a`` and ``b`` are the modules that ``body`` calls."""
 
     generator: torch.Generator
 
-    def __init__(self, body: Body, width: int, **parts: nn.Module) -> None:
+    def __init__(self, body: Body, width: int, parts: Sequence[nn.Module]) -> None:
         super().__init__()
         self.first = nn.Linear(width, width)
         self.body = body
         self.generator = torch.Generator().manual_seed(7)
         self.tokens = torch.tensor([[1, 4, 0, 2, 2, 7], [3, 0, 5, 6, 1, 1]])
-        for name, part in parts.items():
+        for name, part in zip("ab", parts, strict=False):
             self.add_module(name, part)
 
     def forward(self, batch: Tensor) -> Tensor:
@@ -43,10 +44,6 @@ class Kind(Case):
     mode_bytes: int = 0
     """What its backward takes more, at most, under a dispatch mode, where autograd has other formulas."""
 
-    def fresh(self) -> tuple[nn.Module, Callable[[], Tensor], torch.optim.Optimizer]:
-        model, step, _ = super().fresh()
-        return model, step, torch.optim.SGD(model.parameters(), lr=1e-3)
-
 
 KINDS: dict[str, Kind] = {}
 IMAGE, VOLUME = (4, 6, 8, 8), (2, 4, 4, 6, 6)
@@ -61,7 +58,7 @@ def kind(
     body: Body,
     *,
     shape: tuple[int, ...] = (6, 16),
-    parts: Callable[[], dict[str, nn.Module]] = dict,
+    parts: Callable[[], tuple[nn.Module, ...]] = tuple,
     around: Callable[[], object] | None = None,
     memory_format: torch.memory_format | None = None,
     least: int = 1,
@@ -71,7 +68,7 @@ def kind(
     """Enters a network: ``body`` between a linear layer on the last dimension of ``shape`` and a sum of squares."""
 
     def make() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-        net, batch = Net(body, shape[-1], **parts()), torch.randn(shape)
+        net, batch = Net(body, shape[-1], parts()), torch.randn(shape)
         if memory_format is not None:
             net, batch = net.to(memory_format=memory_format), batch.to(memory_format=memory_format)
 
@@ -83,4 +80,6 @@ def kind(
 
         return net, loss_of
 
-    KINDS[name] = Kind(make, least=least, refused=refused, mode_bytes=mode_bytes)
+    KINDS[name] = Kind(
+        make, functools.partial(torch.optim.SGD, lr=1e-3), least=least, refused=refused, mode_bytes=mode_bytes
+    )

@@ -14,14 +14,14 @@ from tests.runtime.kinds import IMAGE, ONEDNN, WRITTEN_LATER, Net, Tensor, kind
 
 
 def _recurrent(net: Net, x: Tensor) -> Tensor:
-    out, state = net.get_submodule("a")(x)
+    out, state = net.a(x)
     last = state[0] if isinstance(state, tuple) else state
     return out.exp().sum() + last.sin().sum()
 
 
 def _packed(net: Net, x: Tensor) -> Tensor:
     packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([7, 5, 2]), batch_first=True)
-    out, _ = net.get_submodule("a")(packed)
+    out, _ = net.a(packed)
     return nn.utils.rnn.pad_packed_sequence(out, batch_first=True)[0].exp()
 
 
@@ -29,8 +29,8 @@ def _cells(net: Net, x: Tensor) -> Tensor:
     hidden = memory = x.new_zeros(3, 16)
     state = x.new_zeros(3, 16)
     for step in x.unbind(1):
-        hidden, memory = net.get_submodule("a")(step, (hidden, memory))
-        state = net.get_submodule("b")(hidden, state)
+        hidden, memory = net.a(step, (hidden, memory))
+        state = net.b(hidden, state)
     return state.exp() * memory
 
 
@@ -48,23 +48,16 @@ def _recurrent_kinds(
     packed_mode_bytes: int = 0,
 ) -> None:
     one, deep, packed = least
+    kind(name, _recurrent, shape=SERIES, parts=lambda: (layer(16, 16, batch_first=True),), least=one, refused=refused)
     kind(
-        name, _recurrent, shape=SERIES, parts=lambda: {"a": layer(16, 16, batch_first=True)}, least=one, refused=refused
-    )
-    kind(
-        f"{name}, deep",
-        _recurrent,
-        shape=SERIES,
-        parts=lambda: {"a": layer(16, 12, **_DEEP)},
-        least=deep,
-        refused=refused,
+        f"{name}, deep", _recurrent, shape=SERIES, parts=lambda: (layer(16, 12, **_DEEP),), least=deep, refused=refused
     )
     rest = (*WRITTEN_LATER, *_GONE)
     kind(
         f"{name}, packed",
         _packed,
         shape=SERIES,
-        parts=lambda: {"a": layer(16, 12, **_DEEP)},
+        parts=lambda: (layer(16, 12, **_DEEP),),
         least=packed,
         refused=rest,
         mode_bytes=packed_mode_bytes,
@@ -78,7 +71,7 @@ kind(
     "lstm with projections",
     _recurrent,
     shape=SERIES,
-    parts=lambda: {"a": nn.LSTM(16, 16, proj_size=4, batch_first=True)},
+    parts=lambda: (nn.LSTM(16, 16, proj_size=4, batch_first=True),),
     least=15,
     refused=WRITTEN_LATER,
 )
@@ -86,7 +79,7 @@ kind(
     "lstm and gru cells",
     _cells,
     shape=SERIES,
-    parts=lambda: {"a": nn.LSTMCell(16, 16), "b": nn.GRUCell(16, 16)},
+    parts=lambda: (nn.LSTMCell(16, 16), nn.GRUCell(16, 16)),
     least=15,
     refused=WRITTEN_LATER,
 )
@@ -96,23 +89,21 @@ kind(
 
 
 def _embedded(net: Net, x: Tensor) -> Tensor:
-    return net.get_submodule("a")(net.tokens + 0).sin() * x[:2, None].exp()
+    return net.a(net.tokens + 0).sin() * x[:2, None].exp()
 
 
 def _embedded_twice(net: Net, x: Tensor) -> Tensor:
-    again = net.get_submodule("a")(net.tokens.flip(0) % 5)
+    again = net.a(net.tokens.flip(0) % 5)
     return _embedded(net, x) * again.exp()
 
 
 def _bags(net: Net, x: Tensor) -> Tensor:
     weights = (x[:2, :6] * 2).contiguous()
-    return (
-        net.get_submodule("a")(net.tokens).exp() * net.get_submodule("b")(net.tokens, per_sample_weights=weights).sin()
-    )
+    return net.a(net.tokens).exp() * net.b(net.tokens, per_sample_weights=weights).sin()
 
 
-def _embedding(**options: object) -> Callable[[], dict[str, nn.Module]]:
-    return lambda: {"a": nn.Embedding(8, 16, **options)}  # type: ignore[arg-type]
+def _embedding(**options: object) -> Callable[[], tuple[nn.Module, ...]]:
+    return lambda: (nn.Embedding(8, 16, **options),)  # type: ignore[arg-type]
 
 
 kind("embedding", _embedded, parts=_embedding(padding_idx=0), least=3)
@@ -128,7 +119,7 @@ kind(
 kind(
     "embedding bag",
     _bags,
-    parts=lambda: {"a": nn.EmbeddingBag(8, 16, mode="max"), "b": nn.EmbeddingBag(8, 16, mode="sum")},
+    parts=lambda: (nn.EmbeddingBag(8, 16, mode="max"), nn.EmbeddingBag(8, 16, mode="sum")),
     least=3,
 )
 
@@ -218,18 +209,14 @@ kind("losses", _losses, least=6)
 kind("fft and complex numbers", _spectrum, least=6, refused=("an input of the replay is gone",))
 kind(
     "einsum, bilinear, weight norm",
-    lambda net, x: (
-        torch.einsum("ij,kj->ik", x.exp(), x.sin())
-        * net.get_submodule("a")(x, x.cos())
-        @ net.get_submodule("b")(x).exp()
-    ),
+    lambda net, x: torch.einsum("ij,kj->ik", x.exp(), x.sin()) * net.a(x, x.cos()) @ net.b(x).exp(),
     shape=(6, 6),
-    parts=lambda: {"a": nn.Bilinear(6, 6, 6), "b": nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))},
+    parts=lambda: (nn.Bilinear(6, 6, 6), nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))),
     least=6,
 )
 kind(
     "spectral norm",
-    lambda net, x: net.get_submodule("a")(x).exp(),
-    parts=lambda: {"a": nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))},
+    lambda net, x: net.a(x).exp(),
+    parts=lambda: (nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)),),
     least=1,
 )

@@ -23,8 +23,8 @@ def _stages(*names: str) -> Body:
     return body
 
 
-def _norms(norm: type[nn.Module], size: int, **options: object) -> Callable[[], dict[str, nn.Module]]:
-    return lambda: {"a": norm(size, **options), "b": norm(size, **options)}
+def _norms(norm: type[nn.Module], size: int, **options: object) -> Callable[[], tuple[nn.Module, ...]]:
+    return lambda: (norm(size, **options), norm(size, **options))
 
 
 _twice = _stages("a", "b")
@@ -50,7 +50,7 @@ kind(
     least=2,
     refused=("aten.native_batch_norm",),
 )
-kind("group norm", _twice, shape=IMAGE, parts=lambda: {"a": nn.GroupNorm(2, 6), "b": nn.GroupNorm(6, 6)}, least=4)
+kind("group norm", _twice, shape=IMAGE, parts=lambda: (nn.GroupNorm(2, 6), nn.GroupNorm(6, 6)), least=4)
 kind("layer norm", _twice, parts=_norms(nn.LayerNorm, 16), least=4)
 kind("rms norm", _twice, parts=_norms(nn.RMSNorm, 16), least=4)
 kind("local response norm", _twice, shape=IMAGE, parts=_norms(nn.LocalResponseNorm, 2), least=4)
@@ -58,8 +58,8 @@ kind("batch norm used twice", _stages("a", "b", "a"), shape=IMAGE, parts=_norms(
 
 
 def _frozen_norm(net: Net, x: Tensor) -> Tensor:
-    net.get_submodule("a").eval()
-    return F.relu(net.get_submodule("a")(x)) * net.get_submodule("b")(x)
+    net.a.eval()
+    return F.relu(net.a(x)) * net.b(x)
 
 
 kind("batch norm in eval mode", _frozen_norm, shape=IMAGE, parts=_norms(nn.BatchNorm2d, 6), least=2)
@@ -68,20 +68,18 @@ kind("batch norm in eval mode", _frozen_norm, shape=IMAGE, parts=_norms(nn.Batch
 # -- precision and memory formats -----------------------------------------------------------------------------
 
 
-def _conv_block() -> dict[str, nn.Module]:
-    return {
-        "a": nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.Dropout(0.2)),
-        "b": nn.Sequential(
-            nn.Conv2d(6, 6, 3, padding=1, groups=2), nn.GroupNorm(2, 6), nn.GELU(), nn.MaxPool2d(3, 1, 1)
-        ),
-    }
+def _conv_block() -> tuple[nn.Module, ...]:
+    return (
+        nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.Dropout(0.2)),
+        nn.Sequential(nn.Conv2d(6, 6, 3, padding=1, groups=2), nn.GroupNorm(2, 6), nn.GELU(), nn.MaxPool2d(3, 1, 1)),
+    )
 
 
-def _conv3d_block() -> dict[str, nn.Module]:
-    return {
-        "a": nn.Sequential(nn.Conv3d(4, 4, 3, padding=1), nn.InstanceNorm3d(4), nn.PReLU()),
-        "b": nn.Sequential(nn.ConvTranspose3d(4, 4, 3, padding=1), nn.BatchNorm3d(4), nn.LeakyReLU(inplace=True)),
-    }
+def _conv3d_block() -> tuple[nn.Module, ...]:
+    return (
+        nn.Sequential(nn.Conv3d(4, 4, 3, padding=1), nn.InstanceNorm3d(4), nn.PReLU()),
+        nn.Sequential(nn.ConvTranspose3d(4, 4, 3, padding=1), nn.BatchNorm3d(4), nn.LeakyReLU(inplace=True)),
+    )
 
 
 def _autocast(dtype: torch.dtype) -> Callable[[], object]:
@@ -89,14 +87,14 @@ def _autocast(dtype: torch.dtype) -> Callable[[], object]:
 
 
 def _mixed(net: Net, x: Tensor) -> Tensor:
-    hidden = F.gelu(net.get_submodule("a")(x))
+    hidden = F.gelu(net.a(x))
     with torch.autocast("cpu", enabled=False):
-        hidden = net.get_submodule("b")(hidden.float()).softmax(-1)
-    return net.get_submodule("a")(hidden) * net.get_submodule("a")(x)
+        hidden = net.b(hidden.float()).softmax(-1)
+    return net.a(hidden) * net.a(x)
 
 
-def _linears() -> dict[str, nn.Module]:
-    return {"a": nn.Linear(16, 16), "b": nn.Linear(16, 16)}
+def _linears() -> tuple[nn.Module, ...]:
+    return (nn.Linear(16, 16), nn.Linear(16, 16))
 
 
 kind("autocast to bf16", _twice, shape=IMAGE, parts=_conv_block, around=_autocast(torch.bfloat16), least=8)
@@ -158,7 +156,7 @@ kind("cholesky, qr, svd, solve", _decompositions, least=8)
 
 def _attention(backend: SDPBackend, **options: object) -> Body:
     def body(net: Net, x: Tensor) -> Tensor:
-        query, key, value = net.get_submodule("a")(x).view(2, 8, 2, 3, 8).permute(3, 0, 2, 1, 4)
+        query, key, value = net.a(x).view(2, 8, 2, 3, 8).permute(3, 0, 2, 1, 4)
         mask = torch.ones(8, 8).tril().log() if options.get("mask") else None
         rest = {name: option for name, option in options.items() if name != "mask"}
         with sdpa_kernel(backend):
@@ -188,23 +186,23 @@ for _backend, _which in BACKENDS.items():
             f"attention {_backend} {_label}",
             _attention(_which, **_options),
             shape=(2, 8, 16),
-            parts=lambda: {"a": nn.Linear(16, 48)},
+            parts=lambda: (nn.Linear(16, 48),),
             least=3,
         )
 
 
 def _multihead(net: Net, x: Tensor) -> Tensor:
-    out, weights = net.get_submodule("a")(x, x, x, need_weights=True)
-    return net.get_submodule("b")(out + weights.mean())
+    out, weights = net.a(x, x, x, need_weights=True)
+    return net.b(out + weights.mean())
 
 
 kind(
     "multi-head attention with its weights",
     _multihead,
     shape=(2, 8, 16),
-    parts=lambda: {
-        "a": nn.MultiheadAttention(16, 2, dropout=0.1, batch_first=True),
-        "b": nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
-    },
+    parts=lambda: (
+        nn.MultiheadAttention(16, 2, dropout=0.1, batch_first=True),
+        nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
+    ),
     least=10,
 )

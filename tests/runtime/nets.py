@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +17,7 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.run_report import Report
+from poochplan.runtime.session import Session
 from poochplan.runtime.watch.census import leave_out
 
 
@@ -70,6 +74,10 @@ class Recurrent(nn.Module):
         return self.head(self.gru(self.lstm(series)[0])[0])
 
 
+def _adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
 @dataclass
 class Case:
     """A model with its step; ``fresh()`` makes the same one again.
@@ -78,13 +86,14 @@ class Case:
     """
 
     make: Callable[[], tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]]
+    optimizer: Callable[[Any], torch.optim.Optimizer] = _adam
     _profiles: dict[tuple[str, str | None], Profile] = field(init=False, repr=False, default_factory=dict)
     _in_core: dict[int, list[list[torch.Tensor]]] = field(init=False, repr=False, default_factory=dict)
 
     def fresh(self) -> tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer]:
         torch.manual_seed(0)
         model, loss_of = self.make()
-        return model, lambda: loss_of(model), torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return model, lambda: loss_of(model), self.optimizer(model.parameters())
 
     def profile(self, mode: str = "run", roofline: str | None = None) -> Profile:
         """The profile of this mode, taken the first time it is asked for."""
@@ -92,11 +101,22 @@ class Case:
             self._profiles[mode, roofline] = self.new_profile(mode=mode, roofline=roofline)
         return self._profiles[mode, roofline]
 
-    def new_profile(self, **options: object) -> Profile:
+    def new_profile(self, **options: Any) -> Profile:
         """A profile taken now."""
         model, step, optimizer = self.fresh()
-        iterations = None if options.get("mode") == "fake" else 1
-        return poochplan.profile(step, model=model, optimizer=optimizer, iterations=iterations, link=LINK, **options)  # type: ignore[call-overload, no-any-return]
+        return taken(step, model, optimizer, **options)
+
+
+def taken(
+    step: Callable[[], torch.Tensor],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    mode: str = "run",
+    **options: Any,
+) -> Profile:
+    """A profile of one timed step, where steps are timed."""
+    options = {"iterations": None if mode == "fake" else 1, "link": LINK} | options
+    return poochplan.profile(step, model=model, optimizer=optimizer, mode=mode, **options)  # type: ignore[call-overload, no-any-return]
 
 
 class Gated(nn.Module):
@@ -111,29 +131,39 @@ class Gated(nn.Module):
         return hidden.sigmoid().sum() + (hidden * self.scale).sum()
 
 
-def _residual() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+def of(build: Callable[[], nn.Module], *shape: int, **options: Any) -> Case:
+    """The mean square of what a model gives for random numbers of that shape."""
+
+    def make() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+        model, batch = build(), torch.randn(shape)
+        return model, lambda model: model(batch).square().mean()
+
+    return Case(make, **options)
+
+
+def gated(where: str | torch.device = "cpu") -> Case:
+    """The sum of what a gated network gives."""
+
+    def make() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+        batch = torch.randn(32, 64).to(where)
+        return Gated().to(where), lambda model: model(batch)
+
+    return Case(make)
+
+
+def _residual(precision: torch.dtype = torch.float32) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
     images, labels = torch.randn(4, 8, 16, 16), torch.randint(0, 5, (4,))
-    return Residual(), lambda model: nn.functional.cross_entropy(model(images), labels)
+
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision is torch.bfloat16):
+            return nn.functional.cross_entropy(model(images), labels)
+
+    return Residual(), loss_of
 
 
 def _attention() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
     tokens = torch.randint(0, 50, (3, 24))
     return Attention(), lambda model: nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-
-
-def _recurrent() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    series = torch.randn(3, 20, 16)
-    return Recurrent(), lambda model: model(series).square().mean()
-
-
-def _autocast() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    images, labels = torch.randn(4, 8, 16, 16), torch.randint(0, 5, (4,))
-
-    def loss_of(model: nn.Module) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return nn.functional.cross_entropy(model(images), labels)
-
-    return Residual(), loss_of
 
 
 def _channels_last() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
@@ -145,8 +175,8 @@ def _channels_last() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
 CASES = {
     "residual": Case(_residual),
     "attention": Case(_attention),
-    "recurrent": Case(_recurrent),
-    "autocast": Case(_autocast),
+    "recurrent": of(Recurrent, 3, 20, 16),
+    "autocast": Case(functools.partial(_residual, torch.bfloat16)),
     "channels_last": Case(_channels_last),
 }
 
@@ -170,40 +200,100 @@ def in_core(case: Case, steps: int) -> list[list[torch.Tensor]]:
     return case._in_core[steps]
 
 
+class Loop:
+    """State: a model of a case in training, and what :func:`snapshot` said after each step.
+
+    ``at`` is told each place that a step comes by, and ``session`` is set by whoever opens one.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        optimizer: type[torch.optim.Optimizer] | None = None,
+        at: Callable[[str], object] = lambda place: None,
+        **options: float,
+    ) -> None:
+        self.model, self.loss_of, self.optimizer = case.fresh()
+        if optimizer is not None:
+            self.optimizer = optimizer(self.model.parameters(), **options)  # type: ignore[call-arg]
+        self.at = at
+        self.seen: list[list[torch.Tensor]] = []
+        self.session: Session | None = None
+        torch.manual_seed(1)
+
+    def step(self) -> torch.Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.at("step")
+        loss = self.loss_of()
+        self.at("forward")
+        loss.backward()
+        self.at("backward")
+        self.seen.append(snapshot(self.model, loss))
+        self.optimizer.step()
+        self.at("updated")
+        return loss.detach()
+
+
 def train(
-    case: Case, steps: int, plan: Plan | None = None, **options: object
+    case: Case, steps: int, plan: Plan | None = None, at: Callable[[str], object] = lambda place: None, **options: Any
 ) -> tuple[list[list[torch.Tensor]], Report | None]:
     """What :func:`snapshot` says after each step, in-core or under a plan, from the same start."""
-    model, step, optimizer = case.fresh()
-    seen: list[list[torch.Tensor]] = []
-
-    def go() -> None:
+    loop = Loop(case, at=at)
+    at("before")
+    with contextlib.nullcontext() if plan is None else poochplan.apply(plan, loop.model, **options) as session:
+        at("opened")
         for _ in range(steps):
-            optimizer.zero_grad(set_to_none=True)
-            loss = step()
-            loss.backward()
-            seen.append(snapshot(model, loss))
-            optimizer.step()
+            _loss = loop.step()  # lives until the next one, as in a user's loop
+        at("closing")
+    at("after")
+    return loop.seen, session and session.report()
 
-    torch.manual_seed(1)
-    if plan is None:
-        go()
-        return seen, None
-    with poochplan.apply(plan, model, **options) as session:  # type: ignore[arg-type]
-        go()
-    return seen, session.report()
+
+def followed(
+    case: Case,
+    plan: Plan,
+    steps: int = 2,
+    at: Callable[[str], object] = lambda place: None,
+    wanted: list[list[torch.Tensor]] | None = None,
+    **options: Any,
+) -> Report:
+    """The report of steps that followed a plan to the end, each bitwise as in-core, or as ``wanted``."""
+    seen, report = train(case, steps, plan, at, **options)
+    assert equal(in_core(case, steps) if wanted is None else wanted, seen)
+    assert report is not None
+    assert report.total.fallbacks == 0, report.total.fallback_reasons
+    return report
+
+
+Use = Callable[[nn.Module, Callable[[], torch.Tensor], "Session | None"], Sequence[torch.Tensor] | None]
+
+
+def either_way(case: Case, plan: Plan, use: Use, *, is_followed: bool = True) -> Report:
+    """``use(model, step, session)`` gives the same, and leaves the same gradients, in-core and under the plan."""
+    found = []
+    for given in (None, plan):
+        model, step, _ = case.fresh()
+        torch.manual_seed(3)
+        with contextlib.nullcontext() if given is None else poochplan.apply(given, model) as session:
+            results = use(model, step, session) or ()
+        found.append([*results, *gradients(model)])
+    assert equal(found[:1], found[1:])
+    report: Report = session.report()
+    assert not is_followed or report.total.fallbacks == 0, report.total.fallback_reasons
+    return report
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Copies of those there are."""
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 def metered_peaks(case: Case, plan: Plan) -> list[int]:
     """Most live bytes of the first step and of the second, under a plan."""
-    model, step, optimizer = case.fresh()
-    peaks = []
-    with poochplan.apply(plan, model) as session:
+    loop, peaks = Loop(case), []
+    with poochplan.apply(plan, loop.model) as session:
         for _ in range(2):
-            optimizer.zero_grad(set_to_none=True)
-            loss = step()
-            loss.backward()
-            optimizer.step()
+            _loss = loop.step()
             peak_bytes = session.report().last_step.peak_bytes
             assert peak_bytes is not None
             peaks.append(peak_bytes)
@@ -211,17 +301,16 @@ def metered_peaks(case: Case, plan: Plan) -> list[int]:
 
 
 def snapshot(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
-    """Copies of the loss, every gradient, buffer and parameter, and of the states of the generators.
-
-    A session's meter does not see them.
+    """Copies of the loss, every gradient, buffer and parameter, of the model's own tensors, and of the states of the
+    generators. A session's meter does not see them.
     """
     with _disable_current_modes(), aside():
-        gradients = [
-            p.grad.to_dense() if p.grad.is_sparse else p.grad for p in model.parameters() if p.grad is not None
-        ]
-        tensors = [loss, *gradients, *model.buffers(), *model.parameters()]
-        own = [thing.get_state() for thing in vars(model).values() if isinstance(thing, torch.Generator)]
-        copies = [*(tensor.detach().clone() for tensor in tensors), torch.get_rng_state(), *own]
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        held = vars(model).values()
+        tensors = [loss, *found, *model.buffers(), *model.parameters(), *(x for x in held if torch.is_tensor(x))]
+        dense = (x.detach().to_dense() if x.layout is not torch.strided else x.detach().clone() for x in tensors)
+        own = (thing.get_state() for thing in held if isinstance(thing, torch.Generator))
+        copies = [*dense, torch.get_rng_state(), *own]
         leave_out(copies)
         return copies
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -69,3 +70,14 @@ class PagedDevice(AdversarialDevice):
     def close(self) -> None:
         super().close()
         self.tier.free()
+
+
+@contextlib.contextmanager
+def paged(**options: int) -> Iterator[PagedDevice]:
+    """One whose clock runs; afterwards nothing was wrong, and all memory is given back."""
+    clock = OpClock()
+    device = PagedDevice(clock, **options)
+    with clock:
+        yield device
+    assert device.violations == []
+    assert device.taken == []

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
+import poochplan
+from poochplan.errors import UsageError
 from poochplan.formats.plan import Decision, Plan, PlannedValue, PointActions, Prediction, Solve, SolveStatus
 from poochplan.formats.profile import PointKind, Profile
+from poochplan.planner.writing import with_decisions
 
 SWITCHES = (0.15, 0.4, 0.8)
 """At how many of the save points recording goes on or off."""
+NOT_SOLVED: dict[str, Any] = dict.fromkeys(("objective_s", "bound_s", "gap")) | {"wall_s": 0, "rounds": 0}
+NOT_PREDICTED: dict[str, Any] = {one.name: 0 for one in msgspec.structs.fields(Prediction) if one.required}
 
 
 def random_plan(profile: Profile, seed: int, weights: tuple[float, float, float] = (1, 2, 2)) -> Plan:
@@ -24,36 +31,14 @@ def random_plan(profile: Profile, seed: int, weights: tuple[float, float, float]
     for index, handle in enumerate(uses):
         first_use.setdefault(position[profile.handles[handle].value], index)
     decisions = [_decision(profile, value, chance, weights) for value in saves]
+    measured = {"in_core_peak_bytes": profile.in_core_peak_bytes, "memory": profile.memory}
     return Plan(
         workload=profile.workload,
         profile_fingerprint=profile.ops_fingerprint,
         budget_bytes=1 << 40,
         device=profile.device.kind,
-        solve=Solve(
-            policy="random",
-            solver="none",
-            status=SolveStatus.NOT_NEEDED,
-            objective_s=None,
-            bound_s=None,
-            gap=None,
-            wall_s=0,
-            rounds=0,
-        ),
-        prediction=Prediction(
-            peak_bytes=0,
-            first_step_peak_bytes=0,
-            in_core_peak_bytes=profile.in_core_peak_bytes,
-            in_core_step_s=0,
-            step_s=0,
-            overhead=0,
-            stall_s=0,
-            replay_s=0,
-            interference_s=0,
-            out_bytes=0,
-            in_bytes=0,
-            host_bytes=0,
-            memory=profile.memory,  # what its steps are metered by
-        ),
+        solve=Solve(policy="random", solver="none", status=SolveStatus.NOT_NEEDED, **NOT_SOLVED),
+        prediction=Prediction(**NOT_PREDICTED | measured),
         link=profile.link,
         record_from_start=Decision.RECOMPUTE in decisions,
         model=profile.model,
@@ -79,17 +64,8 @@ def _values(profile: Profile, saves: list[int], decisions: list[Decision]) -> tu
         facts = profile.values[value]
         offset = end if decision is Decision.SWAP else -1
         end += -(-facts.size_bytes // 4096) * 4096 if decision is Decision.SWAP else 0
-        values.append(
-            PlannedValue(
-                name=facts.name,
-                layer=facts.layer,
-                decision=decision,
-                size_bytes=facts.size_bytes,
-                dtype=facts.dtype,
-                shape=facts.shape,
-                host_offset=offset,
-            )
-        )
+        same: Any = {name: getattr(facts, name) for name in ("name", "layer", "size_bytes", "dtype", "shape")}
+        values.append(PlannedValue(decision=decision, host_offset=offset, **same))
     return tuple(values)
 
 
@@ -111,6 +87,39 @@ def _schedule(
         PointActions(at=kind, index=index, **{name: tuple(values) for name, values in at[kind, index].items()})  # type: ignore[arg-type]
         for kind, index in ordered
     )
+
+
+def decided(profile: Profile, wishes: Sequence[Decision], **options: Any) -> Plan:
+    """Values are decided so in turn, where they can be; any peak and any arena are within the budget."""
+    base = poochplan.plan(profile, "100%", evaluations=1, **options)
+    base = msgspec.structs.replace(base, budget_bytes=poochplan.smallest_budget(profile, arena="off"))
+    changes: dict[str, Decision | str] = {
+        value.name: wishes[index % len(wishes)] for index, value in enumerate(base.values)
+    }
+    while True:
+        try:
+            return msgspec.structs.replace(with_decisions(profile, base, changes), budget_bytes=1 << 40)
+        except UsageError as error:
+            del changes[str(error).partition(": cannot be decided")[0]]
+
+
+def gate_replayed_early(profile: Profile) -> Plan:
+    """Of ``nets.gated``: the gate is recomputed at the first use, before what it is made of was used."""
+    plan = random_plan(profile, 0, (1, 0, 0))
+    values = tuple(
+        msgspec.structs.replace(value, decision=Decision.RECOMPUTE) if "sigmoid" in value.name else value
+        for value in plan.values
+    )
+    (gate,) = (index for index, value in enumerate(values) if value.decision is Decision.RECOMPUTE)
+    at_first_use = PointActions(at="use", index=0, replay=(gate,))
+    return msgspec.structs.replace(plan, values=values, schedule=(at_first_use,), record_from_start=True)
+
+
+def fetched_early(plan: Plan) -> Plan:
+    """The same plan, with everything prefetched at the first use."""
+    swapped = tuple(index for actions in plan.schedule for index in actions.release)
+    saves = tuple(actions for actions in plan.schedule if actions.at == "save")
+    return msgspec.structs.replace(plan, schedule=(*saves, PointActions(at="use", index=0, prefetch=swapped)))
 
 
 def windowed(plan: Plan, seed: int) -> Plan:

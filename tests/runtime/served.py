@@ -6,19 +6,17 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import msgspec
 import pytest
 import torch
 from torch import nn
 
 import poochplan
-from poochplan.errors import UsageError
 from poochplan.formats.plan import Decision, Plan
-from poochplan.planner.writing import with_decisions
 from poochplan.runtime.arena.library import library, why_unavailable
 from poochplan.runtime.run_report import ArenaReport
-from poochplan.runtime.session import Session
-from tests.runtime.nets import CASES, Case, snapshot
+from tests.runtime import nets
+from tests.runtime.nets import CASES
+from tests.runtime.random_plans import decided
 
 SETTLED = 4
 """So many steps are metered, or written down: those behind them are served."""
@@ -35,44 +33,11 @@ WISHES = {
 def plan_of(name: str, kind: str = "mixed") -> Plan:
     """For a case: values are decided so in turn, where they can be; the budget has room for any arena."""
     with torch.random.fork_rng(devices=[]):  # made by the first who asks, between steps that draw numbers
-        return _made(name, kind)
+        return decided(CASES[name].profile(), WISHES[kind])
 
 
-def _made(name: str, kind: str) -> Plan:
-    profile, wishes = CASES[name].profile(), WISHES[kind]
-    base = poochplan.plan(profile, "100%", evaluations=1)
-    base = msgspec.structs.replace(base, budget_bytes=poochplan.smallest_budget(profile, arena="off"))
-    changes: dict[str, Decision | str] = {
-        value.name: wishes[index % len(wishes)] for index, value in enumerate(base.values)
-    }
-    while True:
-        try:
-            return msgspec.structs.replace(with_decisions(profile, base, changes), budget_bytes=1 << 40)
-        except UsageError as error:
-            del changes[str(error).partition(": cannot be decided")[0]]
-
-
-class Loop:
-    """State: a model of a case in training, and what :func:`snapshot` said after each step.
-
-    ``session`` is set by whoever opens one.
-    """
-
-    def __init__(self, case: Case, optimizer: type[torch.optim.Optimizer] | None = None, **options: float) -> None:
-        self.model, self.loss_of, self.optimizer = case.fresh()
-        if optimizer is not None:
-            self.optimizer = optimizer(self.model.parameters(), **options)  # type: ignore[call-arg]
-        self.seen: list[list[torch.Tensor]] = []
-        self.session: Session | None = None
-        torch.manual_seed(1)
-
-    def step(self) -> torch.Tensor:
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = self.loss_of()
-        loss.backward()
-        self.seen.append(snapshot(self.model, loss))
-        self.optimizer.step()
-        return loss.detach()
+class Loop(nets.Loop):
+    """One whose steps an arena may serve."""
 
     def steps(self, count: int = SETTLED) -> None:
         for _ in range(count):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from tests.runtime import autograd_backwards
 from tests.runtime.autograd_steps import WIDTH, Forward, Net
-from tests.runtime.nets import LINK
+from tests.runtime.nets import taken
 from tests.runtime.random_plans import random_plan
 
 CASES = autograd_backwards.CASES
@@ -33,7 +32,7 @@ def profile_of(name: str) -> Profile:
     """Of its forward, whose backward is a plain one."""
     with torch.random.fork_rng(devices=[]):
         net, forward = fresh(name)
-        return poochplan.profile(lambda: forward().square().mean(), model=net, iterations=1, link=LINK)  # type: ignore[arg-type]
+        return taken(lambda: forward().square().mean(), net)
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -68,6 +67,4 @@ def trained(name: str, plan: Plan | None) -> list[list[bytes]]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_gives_under_a_plan_the_bits_of_a_plain_one(name: str, kind: str) -> None:
     plan = random_plan(profile_of(name), 0, WEIGHTS[kind])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of steps that leave their plan, and torch's own of graphs that are kept
-        assert trained(name, plan) == plain(name)
+    assert trained(name, plan) == plain(name)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import msgspec
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 import poochplan
-from poochplan.errors import UsageError
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
-from poochplan.planner.writing import with_decisions
 from poochplan.runtime.arena.serving import ArenaMode
 from poochplan.runtime.metering import allocated
 from poochplan.runtime.watch.step_meter import When
 from poochplan.torch_private.tensor_internals import mode_count
-from tests.runtime.nets import LINK
+from tests.runtime.nets import taken
+from tests.runtime.random_plans import decided
 
 pytestmark = pytest.mark.cpu_device  # the other one has a mode of its own
 STEPS, BATCH, WIDTH = 60, 64, 16
@@ -53,6 +53,10 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> Gradients:
     return seen
 
 
+def plan_of(profile: Profile, decision: Decision) -> Plan:
+    return decided(profile, [decision], arena="off")
+
+
 def steps_that_differ(one: Gradients, other: Gradients) -> int:
     return sum(any(not torch.equal(a, b) for a, b in zip(*pair, strict=True)) for pair in zip(one, other, strict=True))
 
@@ -70,45 +74,33 @@ def profile() -> Profile:
 def profiled() -> Profile:
     model, optimizer = fresh()
     batch = torch.zeros(BATCH, WIDTH)
-    return poochplan.profile(lambda: model(batch).mean(), model=model, optimizer=optimizer, iterations=1, link=LINK)
+    return taken(lambda: model(batch).mean(), model, optimizer)
 
 
-def plan_of(profile: Profile, decision: Decision) -> Plan:
-    """All that may be is decided so; any peak is within the budget."""
-    plan = poochplan.plan(profile, "100%", evaluations=1, arena="off")
-    plan = msgspec.structs.replace(plan, budget_bytes=poochplan.smallest_budget(profile, arena="off"))
-    changes: dict[str, Decision | str] = dict.fromkeys((value.name for value in plan.values), decision)
-    while True:
-        try:
-            return msgspec.structs.replace(with_decisions(profile, plan, changes), budget_bytes=1 << 40)
-        except UsageError as error:
-            del changes[str(error).partition(": cannot be decided")[0]]
-
-
-@pytest.mark.parametrize("meter", ["first-steps", "always", "never"])
-@pytest.mark.parametrize("arena", ["auto", "off"])
+@pytest.mark.parametrize(
+    ("arena", "meter", "is_counted"),
+    [*itertools.product(("auto", "off"), ("first-steps", "always", "never"), (True,)), ("off", "always", False)],
+)
 @pytest.mark.parametrize("decision", list(Decision))
 def test_every_step_of_a_noisy_or_has_plains_bits(
-    decision: Decision, arena: ArenaMode, meter: When, profile: Profile, plain: Gradients
+    decision: Decision,
+    arena: ArenaMode,
+    meter: When,
+    is_counted: bool,
+    profile: Profile,
+    plain: Gradients,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Also where there is no compiled allocator that counts."""
+    if not is_counted:
+        monkeypatch.setattr(allocated, "_counted", lambda: None)
     plan, (model, optimizer) = plan_of(profile, decision), fresh()
     with poochplan.apply(plan, model, meter=meter, arena=arena) as session:
         found = trained(model, optimizer)
     assert steps_that_differ(plain, found) == 0
     assert session.report().steps_followed == STEPS
+    assert is_counted or session.report().last_step.peak_bytes is not None
     assert {value.decision for value in plan.values} >= {decision}
-
-
-@pytest.mark.parametrize("decision", list(Decision))
-def test_so_it_has_where_there_is_no_compiled_allocator(
-    decision: Decision, profile: Profile, plain: Gradients, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(allocated, "_counted", lambda: None)
-    plan, (model, optimizer) = plan_of(profile, decision), fresh()
-    with poochplan.apply(plan, model, meter="always", arena="off") as session:
-        found = trained(model, optimizer)
-    assert steps_that_differ(plain, found) == 0
-    assert session.report().last_step.peak_bytes is not None
 
 
 @pytest.mark.parametrize("decision", list(Decision))

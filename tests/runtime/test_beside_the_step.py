@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import poochplan
 from poochplan.errors import BudgetExceededError, UsageError
-from poochplan.formats.plan import Plan
 from poochplan.planner.whatif import with_bytes_beside
 from tests.live_bytes import LiveBytes
-from tests.runtime.besides import BATCH, WIDTH, fresh, plain_step, profiled, tight, under
+from tests.runtime.besides import BATCH, WIDTH, Loop, fresh, plain_step, profiled, tight, under
 
 pytestmark = pytest.mark.cpu_device
 
@@ -34,77 +34,71 @@ class Volumes:
             yield self.source[index].clone()
 
 
+@dataclass
 class Beside:
-    """A kind of thing that lives beside the step, and the loop that uses it."""
+    """What lives beside the step, what a message calls it, and how the loop uses it."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
-        self.also: list[Any] = []
-        self.batches: Any = [torch.ones(BATCH, WIDTH)] * 3
-
-    def train(self, model: nn.Module) -> None:
-        for batch in self.batches:
-            plain_step(model, self.optimizer, batch)
-            self.after_step(model)
-
-    def after_step(self, model: nn.Module) -> None:
-        """Nothing."""
+    name: str
+    also: Any
+    batches: Iterable[torch.Tensor] = field(default_factory=lambda: [torch.ones(BATCH, WIDTH)] * 3)
+    after_step: Callable[[], object] = int
 
 
-class DataSet(Beside):
-    name = r"TensorDataset\.tensors"
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        data = TensorDataset(torch.randn(BATCH * 16, WIDTH))
-        self.also = [data]
-        loader = DataLoader(data, batch_size=BATCH, shuffle=True)
-        self.batches = [batch for batch, _ in zip((one[0] for one in loader), range(1), strict=False)] * 3
+def data_set(model: nn.Module) -> Beside:
+    data = TensorDataset(torch.randn(BATCH * 16, WIDTH))
+    ((batch,), *_) = DataLoader(data, batch_size=BATCH, shuffle=True)
+    return Beside(r"TensorDataset\.tensors", data, [batch] * 3)
 
 
-class Average(Beside):
-    name = "the weights of AveragedModel"
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.average = AveragedModel(model)
-        self.also = [self.average]
-
-    def after_step(self, model: nn.Module) -> None:
-        self.average.update_parameters(model)
+def average(model: nn.Module, steps: int = 3) -> Beside:
+    held = AveragedModel(model)
+    batches = [torch.ones(BATCH, WIDTH)] * steps
+    return Beside("the weights of AveragedModel", held, batches, lambda: held.update_parameters(model))
 
 
-class Source(Beside):
-    name = r"Volumes\.source"
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.batches = Volumes()
-        self.also = [self.batches]
+def source(model: nn.Module) -> Beside:
+    volumes = Volumes()
+    return Beside(r"Volumes\.source", volumes, volumes)
 
 
-KINDS = (DataSet, Average, Source)
+KINDS = (data_set, average, source)
+
+
+def loop(optimizer: torch.optim.Optimizer, beside: Beside) -> Loop:
+    def train(model: nn.Module) -> None:
+        for batch in beside.batches:
+            plain_step(model, optimizer, batch)
+            beside.after_step()
+
+    return train
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_lives_beside_the_step_is_told_once_with_its_holder_and_its_bytes(kind: type[Any]) -> None:
+def test_what_lives_beside_the_step_is_told_once_with_its_holder_and_its_bytes(
+    kind: Callable[[nn.Module], Beside],
+) -> None:
     model = fresh()
-    plan = tight(profiled(model, torch.optim.AdamW(model.parameters())))
-    report, told = under(plan, model, kind(model).train)
+    plan = tight(profiled(model, adam(model)))
+    beside = kind(model)
+    report, told = under(plan, model, loop(adam(model), beside))
     assert len(told) == 1, told
     assert plan.budget_bytes < report.total.peak_bytes
     assert f"more than its budget of {plan.budget_bytes}" in told[0]
-    assert re.search(kind.name + r" \([\d.]+ [KM]iB\)", told[0]), told[0]
+    assert re.search(beside.name + r" \([\d.]+ [KM]iB\)", told[0]), told[0]
     assert " in forward of layers." in told[0] or " in backward" in told[0] or " in optimizer" in told[0], told[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_the_profile_was_told_of_is_within_the_budget_by_any_meter(kind: type[Any]) -> None:
+def test_what_the_profile_was_told_of_is_within_the_budget_by_any_meter(kind: Callable[[nn.Module], Beside]) -> None:
     model = fresh()
-    beside = kind(model)
-    plan = tight(profiled(model, beside.optimizer, beside.also))
+    beside, optimizer = kind(model), adam(model)
+    plan = tight(profiled(model, optimizer, [beside.also]))
     with LiveBytes() as outside:
-        report, told = under(plan, model, beside.train)
+        report, told = under(plan, model, loop(optimizer, beside))
     assert told == []
     assert report.total.peak_bytes <= plan.prediction.peak_bytes <= plan.budget_bytes
     assert outside.peak <= plan.budget_bytes
@@ -139,15 +133,10 @@ def test_buckets_of_data_parallel_training_are_named_and_planned_for(tmp_path: P
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         inner = fresh()
-        optimizer = torch.optim.AdamW(inner.parameters())
+        optimizer = adam(inner)
         plan = tight(profiled(inner, optimizer))
         wrapped = nn.parallel.DistributedDataParallel(inner)
-        batches = [torch.ones(BATCH, WIDTH)] * 3
-
-        def train(model: nn.Module) -> None:
-            for batch in batches:
-                plain_step(model, optimizer, batch)
-
+        train = loop(optimizer, Beside("", None))
         _, told = under(plan, wrapped, train)
         assert len(told) == 1, told
         assert "buckets of DistributedDataParallel" in told[0]
@@ -159,19 +148,12 @@ def test_buckets_of_data_parallel_training_are_named_and_planned_for(tmp_path: P
         torch.distributed.destroy_process_group()
 
 
-@pytest.fixture
-def plan_and_average() -> tuple[Plan, nn.Module, Average]:
+def test_on_request_a_step_above_its_budget_raises_at_its_end() -> None:
     model = fresh()
-    return tight(profiled(model, torch.optim.AdamW(model.parameters()))), model, Average(model)
-
-
-def test_on_request_a_step_above_its_budget_raises_at_its_end(
-    plan_and_average: tuple[Plan, nn.Module, Average],
-) -> None:
-    plan, model, beside = plan_and_average
+    plan, optimizer = tight(profiled(model, adam(model))), adam(model)
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(BudgetExceededError, match="more than its budget of") as raised:
-        under(plan, model, beside.train, on_over_budget="error")
+        under(plan, model, loop(optimizer, average(model)), on_over_budget="error")
     assert raised.value.exit_code == 5
     assert raised.value.peak_bytes > plan.budget_bytes
     assert not any(map(torch.equal, before, model.parameters())), "the optimizer has stepped"
@@ -180,31 +162,29 @@ def test_on_request_a_step_above_its_budget_raises_at_its_end(
 
 def test_on_request_a_new_plan_is_made_with_what_was_measured_and_followed_from_the_next_step_on() -> None:
     model = fresh()
-    profile = profiled(model, torch.optim.AdamW(model.parameters()))
-    beside = Average(model)
-    beside.batches = [torch.ones(BATCH, WIDTH)] * 6
+    profile = profiled(model, adam(model))
+    train = loop(adam(model), average(model, steps=6))
     own_bytes = sum(parameter.nbytes for parameter in model.parameters())
     # A new plan needs the weights once more than the tight one. At twice, an arena's first plan leaves room for them.
     plan = poochplan.plan(profile, tight(profile).budget_bytes + 3 * own_bytes // 2, evaluations=100)
-    report, told = under(plan, model, beside.train, on_over_budget="replan", profile=profile, meter="always")
+    report, told = under(plan, model, train, on_over_budget="replan", profile=profile, meter="always")
     assert report.last_step.peak_bytes <= plan.budget_bytes < report.total.peak_bytes, told
     assert report.total.fallbacks == 0
     assert report.status == "followed"
     assert "steps follow a plan that has room for" in told[0]
 
 
-def test_where_no_plan_has_room_for_it_the_smallest_budget_is_said(
-    plan_and_average: tuple[Plan, nn.Module, Average],
-) -> None:
-    plan, model, beside = plan_and_average
-    profile = profiled(model, torch.optim.AdamW(model.parameters()))
-    _, told = under(plan, model, beside.train, on_over_budget="replan", profile=profile)
+def test_where_no_plan_has_room_for_it_the_smallest_budget_is_said() -> None:
+    model = fresh()
+    profile, train = profiled(model, adam(model)), loop(adam(model), average(model))
+    _, told = under(tight(profile), model, train, on_over_budget="replan", profile=profile)
     assert len(told) == 1
     assert "no plan fits a budget of" in told[0]
 
 
-def test_a_new_plan_needs_the_profile_of_the_old_one(plan_and_average: tuple[Plan, nn.Module, Average]) -> None:
-    plan, model, _ = plan_and_average
+def test_a_new_plan_needs_the_profile_of_the_old_one() -> None:
+    model = fresh()
+    plan = tight(profiled(model, None))
     with pytest.raises(UsageError, match="expected the profile that the plan was made from, found none; pass it"):
         poochplan.apply(plan, model, on_over_budget="replan")
     with pytest.raises(UsageError, match='on_over_budget: expected "warn", "error" or "replan", found \'never\''):
@@ -219,43 +199,30 @@ def test_bytes_beside_a_profile_raise_every_plan_by_as_much() -> None:
     assert tight(more).prediction.peak_bytes == tight(profile).prediction.peak_bytes + 1024
 
 
-def test_what_runs_behind_the_step_is_not_metered() -> None:
-    """A validation with a large batch, and a copy of the weights that is saved."""
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_what_runs_behind_the_step_is_not_metered(has_optimizer: bool) -> None:
+    """A validation, and behind the optimizer also a copy of the weights that is saved."""
     model = fresh()
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = adam(model) if has_optimizer else None
     plan = tight(profiled(model, optimizer))
     batch = torch.ones(BATCH, WIDTH)
 
     def train(model: nn.Module) -> None:
         for _ in range(3):
-            plain_step(model, optimizer, batch)
+            model.zero_grad(set_to_none=True)
+            model(batch).square().mean().backward()
+            if optimizer is not None:
+                optimizer.step()
             with torch.no_grad():
-                model(torch.ones(8 * BATCH, WIDTH))
-            copies = [parameter.repeat(32, *[1] * (parameter.ndim - 1)) for parameter in model.parameters()]
-            del copies
+                outputs = [model(batch) for _ in range(16)]
+            if optimizer is not None:
+                outputs += [parameter.repeat(32, *[1] * (parameter.ndim - 1)) for parameter in model.parameters()]
+            del outputs
 
     report, told = under(plan, model, train, meter="always")
     assert told == []
     assert report.total.peak_bytes <= plan.budget_bytes
     assert report.last_step.peak_bytes is not None
-
-
-def test_a_validation_behind_a_step_without_an_optimizer_is_not_metered_either() -> None:
-    model = fresh()
-    plan = tight(profiled(model, None))
-    batch = torch.ones(BATCH, WIDTH)
-
-    def train(model: nn.Module) -> None:
-        for _ in range(3):
-            model(batch).square().mean().backward()
-            with torch.no_grad():
-                outputs = [model(batch) for _ in range(16)]
-            del outputs
-            model.zero_grad(set_to_none=True)
-
-    report, told = under(plan, model, train, meter="always")
-    assert told == []
-    assert report.total.peak_bytes <= plan.budget_bytes
 
 
 def test_also_takes_what_holds_tensors_and_refuses_what_holds_none() -> None:

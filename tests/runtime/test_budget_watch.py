@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -14,7 +13,7 @@ from poochplan.formats.plan import Plan
 from poochplan.planner.planning import smallest_budget
 from tests.runtime.besides import live
 from tests.runtime.cyclic import HELD_BYTES, Cyclic, State, fresh, in_an_attribute, no_collector
-from tests.runtime.nets import CASES, LINK
+from tests.runtime.nets import CASES, LINK, followed
 
 Keep = Callable[[Cyclic, State], object]
 BUDGET = "poochplan: a step that follows the plan took [0-9]+ bytes, more than its budget of [0-9]+ "
@@ -32,22 +31,17 @@ def plan() -> Plan:
     return live(poochplan.plan(profile, smallest_budget(profile, arena="off"), evaluations=100, arena="off"))
 
 
-def peaks(plan: Plan, keep: Keep, steps: int, after_each: Callable[[], object] = lambda: None) -> list[int | None]:
+def peaks(plan: Plan, keep: Keep, steps: int, after_each: Callable[[], object] = int) -> list[int | None]:
     """The metered peaks of some steps, in which Python's collector does not run by itself."""
-
-    def metered() -> Iterator[int | None]:
+    model, step, optimizer = fresh(Cyclic(keep))
+    found = []
+    with no_collector(), poochplan.apply(plan, model) as session:
         for _ in range(steps):
             optimizer.zero_grad(set_to_none=True)
-            loss = step()
-            loss.backward()
+            step().backward()
             optimizer.step()
-            del loss
-            yield session.report().last_step.peak_bytes
+            found.append(session.report().last_step.peak_bytes)
             after_each()
-
-    model, step, optimizer = fresh(Cyclic(keep))
-    with no_collector(), poochplan.apply(plan, model) as session:
-        found = list(metered())
         assert session.report().total.fallbacks == 0
     return found
 
@@ -62,10 +56,9 @@ def test_garbage_that_takes_a_step_above_the_budget_is_told_once(plan: Plan, kee
     assert str(found[1]) in str(told[0].message)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_the_first_step_is_within_the_budget_and_so_is_each_after_a_collection(plan: Plan) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = peaks(plan, nowhere, 3, gc.collect)
+    found = peaks(plan, nowhere, 3, gc.collect)
     assert found[0] is not None
     assert found[1] is not None
     assert max(found[0], found[1]) <= plan.prediction.peak_bytes <= plan.budget_bytes
@@ -88,16 +81,8 @@ def test_a_last_step_above_the_budget_is_told_at_the_end_of_the_block(plan: Plan
         step().backward()
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_steps_of_an_ordinary_network_are_told_nothing() -> None:
     profile = CASES["residual"].profile()
-    plan = poochplan.plan(profile, smallest_budget(profile), evaluations=100)
-    plan = live(plan)
-    model, step, optimizer = CASES["residual"].fresh()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with poochplan.apply(plan, model) as session:
-            for _ in range(3):
-                optimizer.zero_grad(set_to_none=True)
-                step().backward()
-                optimizer.step()
-            assert session.report().last_step.peak_bytes is None
+    plan = live(poochplan.plan(profile, smallest_budget(profile), evaluations=100))
+    assert followed(CASES["residual"], plan, 3).last_step.peak_bytes is None

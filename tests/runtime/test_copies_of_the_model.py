@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -18,9 +19,9 @@ import poochplan
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.session import Session
 from poochplan.tensors.modes import before_forward
-from tests.runtime.nets import LINK, Case, Residual, equal, in_core, snapshot
+from tests.runtime.compiled_nets import WAYS, Chained, compiled, profiled, train
+from tests.runtime.nets import Case, Loop, Residual, equal, in_core, of, snapshot
 from tests.runtime.random_plans import random_plan
-from tests.runtime.test_compiled import Block
 
 STEPS = 3
 
@@ -40,18 +41,12 @@ COPIES: dict[str, Callable[[nn.Module], Any]] = {
 each_way = pytest.mark.parametrize("way", COPIES)
 
 
-def _plain() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    batch = torch.randn(8, 16)
+def _plain() -> nn.Module:
     layers = (nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 16), nn.BatchNorm1d(16), nn.Tanh())
-    return nn.Sequential(*layers), lambda model: model(batch).square().sum()
+    return nn.Sequential(*layers)
 
 
-def _residual() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    batch = torch.randn(4, 8, 16, 16)
-    return Residual(), lambda model: model(batch).square().mean()
-
-
-NETS = {"plain": Case(_plain), "residual": Case(_residual)}
+NETS = {"plain": of(_plain, 8, 16), "residual": of(Residual, 4, 8, 16, 16)}
 
 
 def _plan(case: Case) -> poochplan.Plan:
@@ -94,23 +89,15 @@ def test_a_copy_has_no_hook_of_ours_and_trains_by_itself(name: str, way: str) ->
 @pytest.mark.parametrize("name", NETS)
 def test_the_session_goes_on_undisturbed(name: str, way: str) -> None:
     """Copies are made between steps, and between forward and backward."""
-    case = NETS[name]
-    model, step, optimizer = case.fresh()
-    seen, copies = [], []
-    torch.manual_seed(1)
-    with poochplan.apply(_plan(case), model) as session:
+    case, copies = NETS[name], []
+    loop = Loop(case, at=lambda place: copies.append(COPIES[way](loop.model)) if place in ("step", "forward") else None)
+    with poochplan.apply(_plan(case), loop.model) as session:
         for _ in range(STEPS):
-            copies.append(COPIES[way](model))
-            optimizer.zero_grad(set_to_none=True)
-            loss = step()
-            copies.append(COPIES[way](model))
-            loss.backward()  # type: ignore[no-untyped-call]
-            seen.append(snapshot(model, loss))
-            optimizer.step()
-    assert equal(in_core(case, STEPS), seen)
+            loop.step()
+    assert equal(in_core(case, STEPS), loop.seen)
     assert session.report().total.steps == STEPS
     assert session.report().total.fallbacks == 0, session.report().total.fallback_reasons
-    assert [_hooks(copied) for copied in copies] == [[]] * len(copies)
+    assert [_hooks(copied) for copied in copies] == [[]] * 2 * STEPS
 
 
 def test_a_mean_of_the_model_is_called_within_the_session() -> None:
@@ -118,42 +105,31 @@ def test_a_mean_of_the_model_is_called_within_the_session() -> None:
     case = NETS["residual"]
     batch = torch.randn(4, 8, 16, 16)
 
-    def train(plan: poochplan.Plan | None) -> list[list[torch.Tensor]]:
-        model, step, optimizer = case.fresh()
-        mean: nn.Module | None = None
-        seen = []
+    def looks(plan: poochplan.Plan | None) -> list[list[torch.Tensor]]:
+        seen: list[torch.Tensor] = []
+        means: list[nn.Module] = []
 
         @torch.no_grad()
-        def look() -> torch.Tensor:
-            return torch.zeros(()) if mean is None else mean(batch)
+        def at(place: str) -> None:
+            if place != "updated":
+                seen.extend(mean(batch) for mean in means)
+                return
+            if not means:
+                means.append(copy.deepcopy(loop.model).eval())
+            for averaged, parameter in zip(means[0].parameters(), loop.model.parameters(), strict=True):
+                averaged.lerp_(parameter, 0.1)
 
-        def go() -> None:
-            nonlocal mean
+        loop = Loop(case, at=at)
+        with contextlib.nullcontext() if plan is None else poochplan.apply(plan, loop.model) as session:
             for _ in range(STEPS + 1):
-                optimizer.zero_grad(set_to_none=True)
-                looks = [look()]
-                loss = step()
-                looks.append(look())
-                loss.backward()  # type: ignore[no-untyped-call]
-                looks.append(look())
-                seen.append([*snapshot(model, loss), *looks])
-                optimizer.step()
-                mean = copy.deepcopy(model).eval() if mean is None else mean
-                with torch.no_grad():
-                    for averaged, parameter in zip(mean.parameters(), model.parameters(), strict=True):
-                        averaged.lerp_(parameter, 0.1)
+                loop.step()
+        if session is not None:
+            assert session.report().total.steps == STEPS + 1
+            assert session.report().total.fallbacks == 0, session.report().total.fallback_reasons
+        assert len(seen) == 3 * STEPS
+        return [*loop.seen, seen]
 
-        torch.manual_seed(1)
-        if plan is None:
-            go()
-            return seen
-        with poochplan.apply(plan, model) as session:
-            go()
-        assert session.report().total.steps == STEPS + 1
-        assert session.report().total.fallbacks == 0, session.report().total.fallback_reasons
-        return seen
-
-    assert equal(train(None), train(_plan(case)))
+    assert equal(looks(None), looks(_plan(case)))
 
 
 @pytest.mark.cpu_device
@@ -240,49 +216,35 @@ def test_two_who_listen_to_one_model_leave_in_any_order() -> None:
 
 
 def _made(where: str, how: str) -> nn.Module:
-    """A model that is compiled as a whole or in a part of it, either way of asking for it."""
+    """A model that is compiled as a whole or in a part of it."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    block: Any = Block(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32), nn.Sigmoid())
-    if how == "wrapped":
-        block = torch.compile(block, backend="eager")
-    else:
-        block.compile(backend="eager")
-    return block if where == "whole" else Block(nn.Linear(32, 32), block, nn.Linear(32, 32))
-
-
-def _compiled_steps(model: nn.Module, between: Callable[[], object]) -> list[list[torch.Tensor]]:
-    torch.manual_seed(3)
-    batch, seen = torch.randn(16, 32), []
-    for _ in range(STEPS):
-        model.zero_grad(set_to_none=True)
-        between()
-        loss = model(batch).square().mean()
-        between()
-        loss.backward()
-        seen.append(snapshot(model, loss))
-    return seen
+    block = compiled(Chained(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32), nn.Sigmoid()), how, "eager")
+    return block if where == "whole" else Chained(nn.Linear(32, 32), block, nn.Linear(32, 32))
 
 
 @each_way
-@pytest.mark.parametrize("how", ["wrapped", "in place"])
+@pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("where", ["whole", "part"])
 def test_a_model_that_is_compiled(where: str, how: str, way: str) -> None:
-    model = _made(where, how)
     batch = torch.randn(16, 32)
-    profile = poochplan.profile(lambda: model(batch).square().mean(), model=model, iterations=1, link=LINK)  # type: ignore[arg-type]
-    reference = _compiled_steps(_made(where, how), lambda: None)
-    model = _made(where, how)
-    copies: list[nn.Module] = []
+    profile = profiled(_made(where, how), batch)
+    reference = train(_made(where, how), batch)
+    model, copies = _made(where, how), []
+
+    def copy_it(loss: torch.Tensor | None = None) -> None:
+        copies.append(COPIES[way](model))
+        if loss is not None:
+            loss.backward()  # type: ignore[no-untyped-call]
+
     with poochplan.apply(random_plan(profile, 0, (0, 1, 0)), model) as session:
-        planned = _compiled_steps(model, lambda: copies.append(COPIES[way](model)))
+        assert equal(train(model, batch, back=copy_it, before=copy_it), reference)
         steps = session._engine.segment.number
-    assert equal(reference, planned)
     assert session.report().total.fallbacks == 0
+    assert len(copies) == 6
     for copied in copies:
         assert _hooks(copied) == []
-        found = _compiled_steps(copied, lambda: None)
-        assert equal([step[:1] for step in found], [step[:1] for step in reference])
+        assert equal([step[:1] for step in train(copied, batch)], [step[:1] for step in reference])
     assert session._engine.segment.number == steps == STEPS
     torch._dynamo.reset()
 

@@ -24,8 +24,8 @@ from poochplan.runtime.compiled.deferred_unpack import deferring, waiting
 from poochplan.runtime.compiled.inductor import compiled_deferring, why_no_graph_mode, why_none_deferred
 from poochplan.runtime.compiled.partitioner import anchor, without_anchoring
 from poochplan.runtime.compiled.points import DEFERRED_UNPACK, told_of_points
-from tests.runtime.compiled_nets import fresh, loss_of, train
-from tests.runtime.nets import LINK, equal
+from tests.runtime.compiled_nets import followed, fresh, loss_of, profiled, train
+from tests.runtime.nets import equal, taken
 from tests.runtime.random_plans import random_plan
 from tests.runtime.served import needs_compiler
 
@@ -39,10 +39,6 @@ class Stock(NamedTuple):
 
     steps: list[list[torch.Tensor]]
     profile: Profile
-
-
-def profiled(model: torch.nn.Module, batch: torch.Tensor) -> Profile:
-    return poochplan.profile(lambda: loss_of(model, batch), model=model, iterations=1, link=LINK)
 
 
 def backward_parts(profile: Profile) -> list[int]:
@@ -73,10 +69,7 @@ def test_what_was_compiled_before_is_one_op_as_ever_and_its_steps_are_followed(s
     torch._dynamo.reset()
     model, batch = fresh()
     train(model, batch, 1)
-    with poochplan.apply(random_plan(stock.profile, 0, SWAP), model) as session:
-        planned = train(model, batch)
-    assert equal(planned, stock.steps)
-    assert session.report().total.fallbacks == 0
+    followed(random_plan(stock.profile, 0, SWAP), model, batch, stock.steps)
 
 
 @cpu_device
@@ -93,10 +86,7 @@ def test_uses_lie_between_the_parts_of_a_backward(stock: Stock, profile: Profile
 def test_gradients_are_those_of_stock_code(stock: Stock, profile: Profile, weights: tuple[float, float, float]) -> None:
     model, batch = fresh()
     for seed in range(2):
-        with poochplan.apply(random_plan(profile, seed, weights), model) as session:
-            planned = train(model, batch)
-        assert equal(planned, stock.steps)
-        assert session.report().total.fallbacks == 0
+        followed(random_plan(profile, seed, weights), model, batch, stock.steps)
     assert waiting() == 0
 
 
@@ -132,10 +122,7 @@ def test_a_step_is_served_from_an_arena(stock: Stock, profile: Profile) -> None:
 def test_a_compiled_block_in_a_checkpoint_gives_the_same_gradients(stock: Stock, profile: Profile, how: str) -> None:
     model, batch = fresh(how)
     reference = train(model, batch)
-    with poochplan.apply(random_plan(profiled(model, batch), 1, SWAP), model) as session:
-        planned = train(model, batch)
-    assert equal(planned, reference)
-    assert session.report().total.fallbacks == 0
+    followed(random_plan(profiled(model, batch), 1, SWAP), model, batch, reference)
     assert waiting() == 0
 
 
@@ -167,9 +154,7 @@ def test_the_input_of_a_checkpoint_around_a_compiled_block_is_none_of_its_saved_
     reference = train(*network())
     torch._dynamo.reset()
     model, batch = network()
-    with poochplan.apply(random_plan(profiled(model, batch), 1, SWAP), model) as session:
-        assert equal(train(model, batch), reference)
-    assert session.report().total.fallbacks == 0
+    followed(random_plan(profiled(model, batch), 1, SWAP), model, batch, reference)
     assert waiting() == 0
 
 
@@ -219,7 +204,7 @@ def test_two_backwards_of_one_graph_and_none_in_parts_in_16_bits(is_in_16_bits: 
         with torch.autocast("cpu", torch.bfloat16, enabled=is_in_16_bits):
             return loss_of(model, batch)
 
-    profile = poochplan.profile(once, model=model, iterations=1, link=LINK)
+    profile = taken(once, model)
     assert (len(backward_parts(profile)) == 3) == is_in_16_bits
     with poochplan.apply(random_plan(profile, 0, SWAP), model) as session:
         assert equal(steps(model, batch), reference)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,8 @@ import poochplan
 from poochplan.errors import DivergenceError, ModelMismatchError
 from poochplan.formats.plan import Plan
 from poochplan.runtime.run_report import FallbackKind
+from tests.runtime import besides
+from tests.runtime.besides import BATCH, Layers, fresh, profiled
 from tests.runtime.detours import (
     WIDTH,
     Detour,
@@ -23,9 +26,9 @@ from tests.runtime.detours import (
     gradients_of,
     images_step,
     in_core_steps,
-    our_warnings,
     profile_of,
     restarted,
+    under,
 )
 from tests.runtime.nets import Attention, equal
 from tests.runtime.random_plans import random_plan
@@ -67,44 +70,19 @@ def plans() -> dict[str, list[Plan]]:
 def test_another_step_falls_back_with_one_warning_and_the_next_follows_the_plan_again(
     plans: dict[str, list[Plan]], what: str, which: int
 ) -> None:
+    """And a report says where each step left the plan, and what was planned there."""
     name, other = OTHER_STEPS[what]
     make, planned = MODELS[name]
-    steps = [planned, other, other, planned]
-    model, fallbacks, seen = fresh_model(make), [], []
-    with (
-        pytest.warns(RuntimeWarning, match="diverged from the plan") as caught,
-        poochplan.apply(plans[name][which], model) as session,
-    ):
-        torch.manual_seed(1)
-        for step in steps:
-            seen.append(gradients_of(model, step(model)))
-            fallbacks.append(session.report().last_step.fallbacks)
-    assert equal(seen, in_core_steps(make, steps))
-    assert fallbacks == [0, 1, 1, 0]
-    assert session.report().total.fallback_kinds == {FallbackKind.DIVERGED: 2}
-    (message,) = our_warnings(list(caught))
+    plan = plans[name][which]
+    reports, told = under(plan, make, [planned, other, other, planned])
+    assert [one.last_step.fallbacks for one in reports] == [0, 1, 1, 0]
+    assert reports[-1].total.fallback_kinds == {FallbackKind.DIVERGED: 2}
+    (message,) = told
+    assert "diverged from the plan" in message
     assert BOTH_SHAPES.search(message), message
-
-
-@pytest.mark.parametrize("what", OTHER_STEPS)
-def test_a_report_says_where_each_step_left_the_plan_and_what_was_planned_there(
-    plans: dict[str, list[Plan]], what: str
-) -> None:
-    name, other = OTHER_STEPS[what]
-    make, planned = MODELS[name]
-    plan, model = plans[name][0], fresh_model(make)
-    with warnings.catch_warnings(), poochplan.apply(plan, model) as session:
-        warnings.simplefilter("ignore", RuntimeWarning)
-        for step in (planned, other, other):
-            gradients_of(model, step(model))
-    first, second = session.report().total.departures
+    first, second = reports[-1].total.departures
     assert (first.step, second.step) == (2, 3)
-    assert (first.at, first.index, first.planned, first.found) == (
-        second.at,
-        second.index,
-        second.planned,
-        second.found,
-    )
+    assert msgspec.structs.replace(first, step=3) == second
     assert first.planned != first.found
     if first.value:
         values = {"save": range(len(plan.values)), "pack": plan.handles, "use": [plan.handles[at] for at in plan.uses]}
@@ -146,8 +124,7 @@ def test_a_step_beside_which_something_is_kept_diverges_and_the_next_follows_the
         return [*seen, gradients_of(model, kept.square().sum())], fallbacks
 
     model = fresh_model(Detour)
-    with warnings.catch_warnings(), poochplan.apply(plans["images"][which], model) as session:
-        warnings.simplefilter("ignore", RuntimeWarning)
+    with poochplan.apply(plans["images"][which], model) as session:
         seen, fallbacks = train(session, model)
     assert equal(seen, train(None, fresh_model(Detour))[0])
     assert fallbacks == [False, (aside, when) != ("a part of the model", "before"), False, False]
@@ -158,8 +135,7 @@ def test_a_data_set_of_which_a_step_that_diverged_has_a_part_stays_where_it_is(p
     data = torch.randn(500, WIDTH, 16, 16)
     labels = torch.randint(0, 5, (100_000,))
     model, moved = fresh_model(Detour), []
-    with warnings.catch_warnings(), poochplan.apply(plans["images"][0], model) as session:
-        warnings.simplefilter("ignore", RuntimeWarning)
+    with poochplan.apply(plans["images"][0], model) as session:
         for number in range(3):
             first = 2 * number  # a smaller batch than planned
             nn.functional.cross_entropy(model(data[first : first + 2]), labels[first : first + 2]).backward()
@@ -222,15 +198,100 @@ def test_a_fresh_model_that_makes_a_buffer_in_its_first_forward_follows_the_plan
     weights: tuple[int, int, int],
 ) -> None:
     plan = random_plan(profile_of(MakesItsPositions, _rows), 0, weights)
-    model = fresh_model(MakesItsPositions)
-    assert model.positions.shape == (1, 1)
-    seen, fallbacks = [], []
-    with poochplan.apply(plan, model) as session, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(1)
-        for _ in range(3):
-            seen.append(gradients_of(model, _rows(model)))
-            fallbacks.append(session.report().last_step.fallbacks)
-    assert equal(seen, in_core_steps(MakesItsPositions, [_rows] * 3))
-    assert fallbacks[0] > 0
-    assert fallbacks[1:] == [0, 0]
+    reports, _ = under(plan, MakesItsPositions, [_rows] * 3)
+    assert [bool(one.last_step.fallbacks) for one in reports] == [True, False, False]
+
+
+INTERNAL = re.compile(r"outside the model\)|another save|no further save|use point|said once|before/")
+
+
+class Dropped(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.layers[2](self.drop(self.layers[:2](batch)))
+
+
+def _batch(rows: int = BATCH, width: int = besides.WIDTH) -> torch.Tensor:
+    return torch.ones(rows, width)
+
+
+def _another_loss(model: nn.Module) -> None:
+    model(_batch()).exp().sigmoid().sum().backward()
+
+
+def _replaced(model: nn.Module) -> None:
+    model.layers[1][1] = nn.SiLU()
+    model(_batch()).square().mean().backward()
+
+
+def _kept_output(model: nn.Module) -> None:
+    first = model(_batch())
+    model(_batch()).square().mean().backward()
+    del first
+
+
+def _eval(model: nn.Module) -> None:
+    model.eval()
+    model(_batch()).square().mean().backward()
+
+
+def _part(model: nn.Module) -> None:
+    model(_batch())[:, :3].square().mean().backward()
+
+
+def _autocast(model: nn.Module) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(_batch()).square().mean()
+    loss.backward()
+
+
+CHANGED: dict[str, tuple[Step, str]] = {
+    "another batch size": (
+        lambda model: model(_batch(17)).square().mean().backward(),
+        r"another batch size, input 0 is \[17, 64\], planned \[256, 64\]; .* poochplan\.plan_set\(step_for, shapes=",
+    ),
+    "another loss function": (_another_loss, r"with another loss function or one more term of it; make a new profile"),
+    "a layer replaced": (_replaced, r"layer layers\.1\.\d was replaced, left out or runs another way"),
+    "an output kept alive": (_kept_output, r"called again while the output of its call before is held; let go of that"),
+    "eval mode": (_eval, r"the model is in eval mode; call model\.train\(\) before the step"),
+    "autocast": (_autocast, r"another precision, bfloat16 in place of float32; profile under the same autocast"),
+}
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return random_plan(profiled(fresh(), None), 1, (0, 1, 0))
+
+
+@pytest.mark.cpu_device
+@pytest.mark.parametrize("what", CHANGED)
+def test_the_message_says_what_has_changed_and_what_to_do(plan: Plan, what: str) -> None:
+    step, said = CHANGED[what]
+    if what == "eval mode":
+        model: nn.Module = Dropped()
+        plan = random_plan(profiled(model, None), 1, (0, 1, 0))
+    else:
+        model = fresh()
+    with warnings.catch_warnings(record=True) as caught, poochplan.apply(plan, model):
+        warnings.simplefilter("always")
+        step(model)
+    told = [one for one in caught if "diverged from the plan" in str(one.message)]
+    assert len(told) == 1, [str(one.message) for one in caught]
+    message = str(told[0].message)
+    assert re.search(said, message), message
+    assert "its gradients are right" in message
+    assert not INTERNAL.search(message), message
+    assert told[0].filename in (__file__, besides.__file__)  # the step's, or in the model's forward
+
+
+@pytest.mark.cpu_device
+def test_the_error_says_so_too(plan: Plan) -> None:
+    model = fresh()
+    with (
+        pytest.raises(DivergenceError, match="another batch size"),
+        poochplan.apply(plan, model, on_divergence="error"),
+    ):
+        model(_batch(17)).square().mean().backward()

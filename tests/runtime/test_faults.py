@@ -1,4 +1,4 @@
-"""Disks that fail, threads that die, processes that fork: an error or a fallback, nothing left behind."""
+"""The spill file, disks that fail, threads that die, processes that fork: an error or a fallback, and nothing left."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import errno
 import gc
 import os
 import resource
+import stat
 import subprocess
 import sys
 import threading
@@ -21,23 +22,27 @@ from torch.utils.data import DataLoader, Dataset
 import poochplan
 from poochplan.errors import SpillError
 from poochplan.formats.plan import Plan
-from poochplan.runtime.devices.cpu import CpuDevice
-from poochplan.runtime.devices.transfers import copy_out
+from poochplan.runtime.devices.cpu import CpuDevice, SpillFile, choose_spill_dir, file_system_type
+from poochplan.runtime.devices.transfers import copy_in, copy_out
 from poochplan.runtime.run_report import FallbackKind
 from tests.runtime.faults import CASE, _ctrl_c_is_heard, leaves_nothing, plan, swaps
-from tests.runtime.nets import equal, in_core, snapshot, train
+from tests.runtime.nets import CASES, equal, followed, in_core, snapshot, train
+from tests.runtime.random_plans import random_plan
 
 pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread")]
 
 PWRITE, PREADV = os.pwrite, os.preadv
 
 
-def quietly(run: Callable[[], object]) -> list[str]:
-    """Runs it; the warnings it gave."""
+def trained(plan: Plan) -> tuple[list[list[torch.Tensor]], list[str]]:
+    """Two steps under the plan, and the warnings they gave."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run()
-    return [str(warning.message) for warning in caught if "poochplan" in str(warning.message)]
+        seen, report = train(CASE, 2, plan)
+    said = [str(warning.message) for warning in caught if "poochplan" in str(warning.message)]
+    assert report is not None
+    assert not said or report.total.fallbacks > 0
+    return seen, said
 
 
 # -- the disk -------------------------------------------------------------------------------------------------
@@ -66,9 +71,8 @@ def test_a_disk_that_is_full_from_any_write_on_changes_no_bit(swaps: Plan, monke
     assert roomy.asked > 20  # one to write ahead, the others are values
     for writes in range(0, roomy.asked, 3):
         monkeypatch.setattr(os, "pwrite", FullAfter(writes))
-        seen: list[object] = []
-        said = quietly(lambda seen=seen: seen.extend(train(CASE, 2, swaps)))  # type: ignore[misc]
-        assert equal(reference, seen[0]), writes  # type: ignore[arg-type]
+        seen, said = trained(swaps)
+        assert equal(reference, seen), writes
         assert len([line for line in said if "No space left on device" in line]) == (2 if writes == 0 else 1)
 
 
@@ -77,13 +81,12 @@ def test_a_limit_of_the_kernel_on_the_file_is_a_fallback_with_its_reason(swaps: 
     reference = in_core(CASE, 2)
     planned_bytes = max(value.host_offset + value.size_bytes for value in swaps.values)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    seen: list[object] = []
     resource.setrlimit(resource.RLIMIT_FSIZE, (planned_bytes // 2, before[1]))
     try:
-        said = quietly(lambda: seen.extend(train(CASE, 2, swaps)))
+        seen, said = trained(swaps)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert equal(reference, seen[0])  # type: ignore[arg-type]
+    assert equal(reference, seen)
     assert ["cannot hold the planned" in line for line in said] == [True, False]
     assert "cannot be written (File too large)" in said[1]
 
@@ -151,21 +154,19 @@ def test_a_copying_thread_that_is_killed_between_steps_gives_an_error_or_keeps_v
     expected = one_step_in_core(skipped=1)
     model, step, _ = CASE.fresh()
     torch.manual_seed(1)
-    with warnings.catch_warnings(record=True):
-        warnings.simplefilter("always")
-        with poochplan.apply(swaps, model) as session:
-            step().backward()
-            device = session._device
-            assert isinstance(device, CpuDevice)
-            kill(getattr(device, direction).thread)
-            if direction == "outward":
-                assert equal([expected], [one_step(model, step)])
-                reasons = session.report().last_step.fallback_reasons
-                assert any("the thread that copies has" in reason for reason in reasons)
-                assert set(session.report().last_step.fallback_kinds) == {FallbackKind.HOST_TIER}
-            else:
-                with pytest.raises(SpillError, match="the thread that copies has"):
-                    one_step(model, step)
+    with poochplan.apply(swaps, model) as session:
+        step().backward()
+        device = session._device
+        assert isinstance(device, CpuDevice)
+        kill(getattr(device, direction).thread)
+        if direction == "outward":
+            assert equal([expected], [one_step(model, step)])
+            reasons = session.report().last_step.fallback_reasons
+            assert any("the thread that copies has" in reason for reason in reasons)
+            assert set(session.report().last_step.fallback_kinds) == {FallbackKind.HOST_TIER}
+        else:
+            with pytest.raises(SpillError, match="the thread that copies has"):
+                one_step(model, step)
 
 
 @pytest.mark.usefixtures("leaves_nothing")
@@ -183,43 +184,11 @@ def test_a_copying_thread_that_is_killed_in_a_copy_gives_an_error_or_keeps_the_v
 
     reference = in_core(CASE, 2)
     monkeypatch.setattr(os, name, killed_inside)
-    outcome: list[object] = []
-
-    def run() -> None:
-        try:
-            outcome.append(train(CASE, 2, swaps)[0])
-        except SpillError as error:
-            outcome.append(str(error))
-
-    quietly(run)
     if name == "pwrite":
-        assert equal(reference, outcome[0])  # type: ignore[arg-type]
+        assert equal(reference, trained(swaps)[0])
     else:
-        assert "could not be read back" in str(outcome[0])
-
-
-@pytest.mark.usefixtures("leaves_nothing")
-def test_a_copy_that_the_garbage_collector_ends_on_the_copying_thread_does_not_wait_for_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go, collected = threading.Event(), threading.Event()
-
-    def collecting(descriptor: int, data: bytes, at: int) -> int:
-        go.wait()
-        gc.collect()
-        collected.set()
-        return PWRITE(descriptor, data, at)
-
-    device = CpuDevice(tmp_path)
-    monkeypatch.setattr(os, "pwrite", collecting)
-    first, second = (copy_out(device, device.allocate(1000), at) for at in (0, 4096))
-    cycle: list[object] = [second]
-    cycle.append(cycle)
-    del cycle, second
-    go.set()
-    first.wait()
-    assert collected.is_set()
-    device.close()
+        with pytest.raises(SpillError, match="could not be read back"):
+            trained(swaps)
 
 
 # -- the user's own errors, processes and exits ---------------------------------------------------------------
@@ -323,3 +292,84 @@ def test_a_process_that_ends_inside_a_session_with_copies_under_way_ends(swaps: 
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout) == (0, "reached the end\n")
     assert done.stderr == ""
+
+
+SWAP_ALL = (0, 1, 0)
+
+
+def test_the_spill_file_is_private_and_has_no_name(tmp_path: Path) -> None:
+    file = SpillFile(tmp_path)
+    status = os.fstat(file.descriptor)
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_nlink == 0
+    assert list(tmp_path.iterdir()) == []
+    file.close()
+    file.close()
+
+
+def test_the_file_is_written_once_ahead(tmp_path: Path) -> None:
+    file = SpillFile(tmp_path)
+    file.write_ahead(20 << 20)
+    status = os.fstat(file.descriptor)
+    assert status.st_size == 20 << 20
+    assert status.st_blocks * 512 >= 20 << 20  # allocated, not a hole
+    file.close()
+
+
+def test_a_directory_in_memory_is_refused() -> None:
+    shared_memory = Path("/dev/shm")
+    if not shared_memory.is_dir() or file_system_type(shared_memory) != "tmpfs":
+        pytest.skip("no tmpfs at /dev/shm")
+    with pytest.raises(SpillError, match=r"is a tmpfs: spilling to memory saves none; name a folder on a disk"):
+        choose_spill_dir(shared_memory)
+
+
+def test_a_directory_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpillError, match="expected a folder, found none"):
+        choose_spill_dir(tmp_path / "nowhere")
+
+
+def test_the_directory_can_be_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POOCH_SPILL_DIR", str(tmp_path))
+    assert choose_spill_dir() == tmp_path
+
+
+def test_bytes_survive_the_way_out_and_back(tmp_path: Path) -> None:
+    device = CpuDevice(tmp_path)
+    values = [torch.randn(100_000 + index) for index in range(5)]
+    copies = [copy_out(device, value.untyped_storage(), index << 20) for index, value in enumerate(values)]
+    back = []
+    for index, value in enumerate(values):
+        copies[index].wait()
+        storage = device.allocate(value.untyped_storage().nbytes())
+        copy_in(device, storage, index << 20).wait()
+        back.append(torch.empty(0).set_(storage, 0, value.shape))
+    device.close()
+    assert all(torch.equal(left, right) for left, right in zip(values, back, strict=True))
+
+
+def test_a_throttle_holds_copies_to_its_rate(tmp_path: Path) -> None:
+    import time
+
+    device = CpuDevice(tmp_path, throttle_bytes_per_s=50e6)
+    storage = torch.ones(5_000_000, dtype=torch.uint8).untyped_storage()
+    start_s = time.perf_counter()
+    copy_out(device, storage, 0).wait()
+    assert time.perf_counter() - start_s >= 0.099
+    device.close()
+
+
+def test_short_writes_and_reads_are_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite, preadv = os.pwrite, os.preadv
+    plan = random_plan(CASE.profile(), 0, SWAP_ALL)
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[: max(1, len(data) // 3)], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, data, at: preadv(fd, [data[0][: max(1, len(data[0]) // 3)]], at))
+    followed(CASE, plan)
+
+
+def test_a_closed_session_cannot_be_entered_again() -> None:
+    session = poochplan.apply(random_plan(CASE.profile(), 0, SWAP_ALL), CASE.fresh()[0])
+    with session:
+        pass
+    with pytest.raises(poochplan.PoochError, match="this session is closed"), session:
+        pass

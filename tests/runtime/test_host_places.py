@@ -14,22 +14,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import poochplan
 from poochplan.formats.plan import Decision, Instructions, Plan
-from poochplan.formats.profile_parts import host_aligned
+from poochplan.formats.profile_parts import HOST_ALIGNMENT_BYTES, host_aligned
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.transfers import copy_in, copy_out
-from poochplan.runtime.engine.host_tier import QUIET_STEPS, HostTier
+from poochplan.runtime.engine.host_tier import QUIET_STEPS, HostTier, Intervals
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.replays.tape import Tape
 from poochplan.runtime.run_report import FallbackKind
 from poochplan.runtime.session import Session
 from tests.runtime.adversarial import AdversarialDevice, OpClock
-from tests.runtime.nets import Case, Residual, equal
-from tests.runtime.paged import PagedDevice
+from tests.runtime.nets import Residual, equal, gradients, of
+from tests.runtime.paged import PagedDevice, paged
 from tests.runtime.random_plans import random_plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,45 +43,37 @@ def _images(count: int) -> torch.Tensor:
     return torch.randn(count, 8, 16, 16, generator=torch.Generator().manual_seed(count))
 
 
-def _residual() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    images = _images(PLANNED)
-    return Residual(), lambda model: model(images).square().mean()
+CASE = of(Residual, PLANNED, 8, 16, 16)
+Trained = list[list[torch.Tensor]]
+
+
+def _nobody() -> None:
+    """Steps are not announced."""
 
 
 @pytest.fixture(scope="module")
 def swaps() -> Plan:
-    return random_plan(Case(_residual).profile(), 0, (0, 1, 0))
+    return random_plan(CASE.profile(), 0, (0, 1, 0))
 
 
 def _backward(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
     model.zero_grad(set_to_none=True)
     loss.backward()  # type: ignore[no-untyped-call]
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return gradients(model)
 
 
-def _train(model: nn.Module, lengths: tuple[int, ...], announce: Callable[[], None] = lambda: None) -> list[object]:
+def _train(
+    model: nn.Module, lengths: tuple[int, ...], announce: Callable[[], None] = _nobody, *, overlap: bool = False
+) -> Trained:
+    """``overlap``: each backward runs after the forward of the next step."""
     torch.manual_seed(1)
-    seen: list[object] = []
+    seen: Trained = []
+    waiting: list[torch.Tensor] = []
     for length in lengths:
         announce()
-        seen.append(_backward(model, model(_images(length)).square().mean()))
-    return seen
-
-
-def _train_overlapping(
-    model: nn.Module, lengths: tuple[int, ...], announce: Callable[[], None] = lambda: None
-) -> list[object]:
-    """Each backward runs after the forward of the next step."""
-    torch.manual_seed(1)
-    seen: list[object] = []
-    before: torch.Tensor | None = None
-    for length in lengths:
-        announce()
-        loss = model(_images(length)).square().mean()
-        if before is not None:
-            seen.append(_backward(model, before))
-        before = loss
-        del loss
+        waiting.append(model(_images(length)).square().mean())
+        if len(waiting) > overlap:
+            seen.append(_backward(model, waiting.pop(0)))
     return seen
 
 
@@ -95,11 +89,9 @@ def _host_bytes(session: Session) -> int:
 
 @contextmanager
 def _session(plan: Plan, device: Callable[[], Device] | None = None) -> Iterator[tuple[nn.Module, Session]]:
-    model, _, _ = Case(_residual).fresh()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        with poochplan.apply(plan, model, device=device) as session:
-            yield model, session
+    model, _, _ = CASE.fresh()
+    with poochplan.apply(plan, model, device=device) as session:
+        yield model, session
 
 
 def _longest_step_bytes(plan: Plan) -> int:
@@ -112,19 +104,19 @@ def _longest_step_bytes(plan: Plan) -> int:
 
 
 def test_steps_of_variable_length_take_the_host_bytes_of_the_longest_step_not_of_all_of_them(swaps: Plan) -> None:
-    expected = _train(Case(_residual).fresh()[0], LENGTHS)
+    expected = _train(CASE.fresh()[0], LENGTHS)
     longest = _longest_step_bytes(swaps)
     with _session(swaps) as (model, session):
-        assert equal(expected, _train(model, LENGTHS))  # type: ignore[arg-type]
+        assert equal(expected, _train(model, LENGTHS))
         assert _host_bytes(session) == longest
 
 
 def test_steps_that_overlap_take_the_host_bytes_of_those_that_are_alive_at_once(swaps: Plan) -> None:
     lengths = 4 * LENGTHS
-    expected = _train_overlapping(Case(_residual).fresh()[0], lengths)
+    expected = _train(CASE.fresh()[0], lengths, overlap=True)
     longest = _longest_step_bytes(swaps)
     with _session(swaps) as (model, session):
-        assert equal(expected, _train_overlapping(model, lengths, session.step))  # type: ignore[arg-type]
+        assert equal(expected, _train(model, lengths, session.step, overlap=True))
         planned = session._engine.host.planned_bytes
         one_step = longest - planned
         assert _host_bytes(session) <= planned + 3 * one_step  # two alive, and room for what does not fit together
@@ -142,53 +134,45 @@ def test_after_many_planned_steps_what_was_taken_behind_the_plan_is_given_back(s
 
 
 def test_what_is_still_alive_outlasts_the_giving_back(swaps: Plan) -> None:
-    def use(model: nn.Module, announce: Callable[[], None]) -> list[object]:
+    def use(model: nn.Module, announce: Callable[[], None]) -> Trained:
         torch.manual_seed(1)
         announce()
         loss = model(_images(LONGEST)).square().mean()
         seen = _train(model, 2 * QUIET_STEPS * (PLANNED,), announce)
         return [*seen, _backward(model, loss)]
 
-    expected = use(Case(_residual).fresh()[0], lambda: None)
+    expected = use(CASE.fresh()[0], lambda: None)
     with _session(swaps) as (model, session):
-        assert equal(expected, use(model, session.step))  # type: ignore[arg-type]
+        assert equal(expected, use(model, session.step))
 
 
 # -- the tier of the CUDA device, in ordinary memory --------------------------------------------------------------
 
 
 @pytest.mark.cpu_device
-@pytest.mark.parametrize("train", [_train, _train_overlapping])
-def test_pages_hold_the_longest_step_and_values_that_lie_on_several_come_back(
-    swaps: Plan, train: Callable[..., list[object]]
-) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_pages_hold_the_longest_step_and_values_that_lie_on_several_come_back(swaps: Plan, overlap: bool) -> None:
     lengths = 3 * LENGTHS
-    expected = train(Case(_residual).fresh()[0], lengths)
+    expected = _train(CASE.fresh()[0], lengths, overlap=overlap)
     one_step = _longest_step_bytes(swaps)
-    clock = OpClock()
-    device = PagedDevice(clock)
-    with clock, _session(swaps, lambda: device) as (model, session):
+    with paged() as device, _session(swaps, lambda: device) as (model, session):
         planned = session._engine.host.planned_bytes
-        assert equal(expected, train(model, lengths, session.step))  # type: ignore[arg-type]
-        steps = 1 if train is _train else 3
+        assert equal(expected, _train(model, lengths, session.step, overlap=overlap))
+        steps = 3 if overlap else 1
         assert device.taken[0].size_bytes == planned
         assert 0 < _host_bytes(session) - planned <= steps * (one_step - planned) + 10_000
         _train(model, (QUIET_STEPS + 2) * (PLANNED,), session.step)
         assert _host_bytes(session) == planned
-    assert device.taken == []
-    assert device.violations == []
 
 
 @pytest.mark.cpu_device
 def test_where_the_limit_is_reached_values_are_kept_and_it_is_said_once(swaps: Plan) -> None:
-    expected = _train(Case(_residual).fresh()[0], LENGTHS)
-    clock = OpClock()
-    device = PagedDevice(clock, limit_bytes=50_000)
-    model, _, _ = Case(_residual).fresh()
-    with clock, warnings.catch_warnings(record=True) as caught:
+    expected = _train(CASE.fresh()[0], LENGTHS)
+    model, _, _ = CASE.fresh()
+    with paged(limit_bytes=50_000) as device, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with poochplan.apply(swaps, model, device=lambda: device) as session:
-            assert equal(expected, _train(model, LENGTHS))  # type: ignore[arg-type]
+            assert equal(expected, _train(model, LENGTHS))
             assert device.tier.behind_bytes <= 50_000
             assert session.report().last_step.out_bytes > 0
             assert session.report().total.fallback_kinds[FallbackKind.HOST_TIER] > 0
@@ -196,8 +180,6 @@ def test_where_the_limit_is_reached_values_are_kept_and_it_is_said_once(swaps: P
     assert len(said) == 1
     assert "is limited to 48.8 KiB, needed" in said[0]
     assert "free host memory, or raise host_limit_bytes of apply()" in said[0]
-    assert device.taken == []
-    assert device.violations == []
 
 
 @pytest.mark.cpu_device
@@ -303,3 +285,76 @@ def test_a_value_that_the_garbage_collector_ends_on_the_copying_thread_leaves_it
     device.close()
     assert torch.empty(0, dtype=torch.uint8).set_(back).unique().tolist() == [3]
     assert first.host_offset == 0
+
+
+SIZES = st.integers(0, 5 * HOST_ALIGNMENT_BYTES)
+STEPS = st.lists(
+    st.one_of(SIZES.map(lambda size: ("take", size)), st.integers(0, 40).map(lambda at: ("give back", at)))
+)
+
+
+class ByHand:
+    """The same, by looking at everything that is taken."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.taken: dict[int, int] = {}
+        """First byte -> byte behind."""
+
+    def lowest(self, size: int) -> int:
+        at = self.start
+        for first, behind in sorted(self.taken.items()):
+            if first - at >= size:
+                break
+            at = behind
+        return at
+
+    @property
+    def end(self) -> int:
+        return max(self.taken.values(), default=self.start)
+
+
+@pytest.mark.cpu_device
+@settings(deadline=None)
+@given(start=st.integers(0, 3 * HOST_ALIGNMENT_BYTES), steps=STEPS)
+def test_it_takes_the_lowest_place_that_is_free_and_large_enough(start: int, steps: list[tuple[str, int]]) -> None:
+    intervals, by_hand = Intervals(start), ByHand(host_aligned(start))
+    sizes: dict[int, int] = {}
+    for what, number in steps:
+        if what == "take":
+            room = max(host_aligned(number), HOST_ALIGNMENT_BYTES)
+            expected = by_hand.lowest(room)
+            assert intervals.take(number) == expected
+            by_hand.taken[expected] = expected + room
+            sizes[expected] = number
+        elif sizes:
+            at = sorted(sizes)[number % len(sizes)]
+            intervals.give_back(at, sizes.pop(at))
+            del by_hand.taken[at]
+        assert intervals._holes[-1][0] == by_hand.end
+
+
+@pytest.mark.cpu_device
+@settings(deadline=None)
+@given(sizes=st.lists(SIZES, min_size=1), chance=st.randoms(use_true_random=False))
+def test_what_is_given_back_in_any_order_comes_back_as_one(sizes: list[int], chance: object) -> None:
+    intervals = Intervals(HOST_ALIGNMENT_BYTES)
+    taken = [(intervals.take(size), size) for size in sizes]
+    end = intervals._holes[-1][0]
+    chance.shuffle(taken)  # type: ignore[attr-defined]
+    for at, size in taken:
+        intervals.give_back(at, size)
+    assert intervals._holes[-1][0] == HOST_ALIGNMENT_BYTES
+    assert intervals.take(end) == HOST_ALIGNMENT_BYTES
+    assert len(intervals._holes) == 1
+
+
+@pytest.mark.cpu_device
+def test_the_time_of_a_placement_does_not_grow_with_what_is_taken() -> None:
+    """What it looks at are the holes."""
+    intervals = Intervals()
+    places = [intervals.take(1) for _ in range(1000)]
+    assert len(intervals._holes) == 1
+    for place in places[::-1]:
+        intervals.give_back(place, 1)
+        assert len(intervals._holes) == 1

@@ -7,7 +7,6 @@ import itertools
 import os
 import statistics
 import threading
-import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from poochplan.runtime.devices.transfers import Copy
 from poochplan.runtime.engine.saved_value import Handle, SavedValue
 from poochplan.runtime.session import Session
 from tests.depth import tries
-from tests.runtime.nets import LINK, equal, snapshot
+from tests.runtime.nets import equal, snapshot, taken
 from tests.runtime.random_plans import random_plan
 
 pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread")]
@@ -94,9 +93,7 @@ def fresh() -> tuple[Net, torch.optim.Optimizer, torch.Tensor]:
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     model, optimizer, batch = fresh()
-    profile = poochplan.profile(
-        lambda: model(batch).square().mean(), model=model, optimizer=optimizer, iterations=1, link=LINK
-    )
+    profile = taken(lambda: model(batch).square().mean(), model, optimizer)
     found = random_plan(profile, 3)
     assert {value.decision for value in found.values} == set(Decision)
     return found
@@ -149,15 +146,13 @@ def test_nothing_grows_over_many_steps_and_they_stay_exact(plan: Plan, one_round
     model, optimizer, batch = fresh()
     torch.manual_seed(1)
     counts, resident = [], []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        with poochplan.apply(plan, model, meter="never") as session:
-            for index in range(STEPS // ROUND):
-                loss = one_round(model, optimizer, batch)
-                resident.append(resident_bytes())
-                if index + 1 in (WARM_ROUNDS, STEPS // ROUND):
-                    counts.append(count(session))
-            steps = session.report().total.steps
+    with poochplan.apply(plan, model, meter="never") as session:
+        for index in range(STEPS // ROUND):
+            loss = one_round(model, optimizer, batch)
+            resident.append(resident_bytes())
+            if index + 1 in (WARM_ROUNDS, STEPS // ROUND):
+                counts.append(count(session))
+        steps = session.report().total.steps
     assert steps >= STEPS
     assert equal([reference], [snapshot(model, loss)])
     assert counts[0] == counts[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 
@@ -11,40 +12,23 @@ import torch
 
 import poochplan
 from poochplan.errors import SpillError
-from poochplan.formats.plan import Decision, Plan, PointActions
+from poochplan.formats.plan import Plan
 from poochplan.runtime.devices import transfers
 from poochplan.runtime.devices.transfers import copy_in, copy_out
 from poochplan.runtime.engine import mechanism, saved_value
 from poochplan.runtime.metering.allocated import joined_count
 from tests.runtime.adversarial import AdversarialDevice, OpClock
 from tests.runtime.mutants import Mutant, mutants_of
-from tests.runtime.nets import CASES, Case, Gated, Residual, equal
-from tests.runtime.random_plans import random_plan
+from tests.runtime.nets import CASES, equal, gated, gradients
+from tests.runtime.random_plans import fetched_early, gate_replayed_early, random_plan
 
 pytestmark = pytest.mark.cpu_device
 CASE = CASES["residual"]
+BATCH = torch.linspace(-1, 1, 4 * 8 * 16 * 16).view(4, 8, 16, 16)
 MUTANTS = mutants_of(transfers, saved_value, mechanism)
 
 
 Scenario = Callable[[AdversarialDevice], list[str]]
-
-
-def _gated() -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
-    batch = torch.randn(32, 64)
-    return Gated(), lambda model: model(batch)
-
-
-def _gate_replayed_early() -> Plan:
-    profile = Case(_gated).profile()
-    plan = random_plan(profile, 0, (1, 0, 0))
-    values = tuple(
-        msgspec.structs.replace(value, decision=Decision.RECOMPUTE) if "sigmoid" in value.name else value
-        for value in plan.values
-    )
-    replayed = tuple(index for index, value in enumerate(values) if value.decision is Decision.RECOMPUTE)
-    assert len(replayed) == 1
-    at_first_use = PointActions(at="use", index=0, replay=replayed)
-    return msgspec.structs.replace(plan, values=values, schedule=(at_first_use,), record_from_start=True)
 
 
 class Judge:
@@ -54,8 +38,8 @@ class Judge:
         profile = CASE.profile()
         draws = [(1, 2, 2), (0, 1, 0), (0, 1, 3)]
         self.plans = [random_plan(profile, seed, weights) for seed, weights in enumerate(draws)]
-        self.gate_early = _gate_replayed_early()
-        self.fetched_early = _fetched_early(self.plans[1])
+        self.gate_early = gate_replayed_early(gated().profile())
+        self.fetched_early = fetched_early(self.plans[1])
         self.reference = self._gradients(None)
         self.other_batch = self._gradients(None, images=2)
         self.part = self._part(None)
@@ -97,7 +81,7 @@ class Judge:
 
     def _claimed(self, device: AdversarialDevice) -> list[str]:
         """What a replay needs goes once the value is back."""
-        model, step, _ = Case(_gated).fresh()
+        model, step, _ = gated().fresh()
         live: list[int] = []
         with poochplan.apply(self.gate_early, model, device=lambda: device):
             _note_live_bytes(model, live)
@@ -117,25 +101,19 @@ class Judge:
     ) -> list[torch.Tensor]:
         """Of one step; ``live`` takes the bytes live whenever a gradient has come."""
         model, _, _ = CASE.fresh()
-        batch = torch.linspace(-1, 1, 4 * 8 * 16 * 16).view(4, 8, 16, 16)[:images]
+        batch = BATCH[:images]
         torch.manual_seed(3)
-        if device is None:
+        with contextlib.nullcontext() if plan is None else poochplan.apply(plan, model, device=lambda: device):
+            if live is not None:
+                _note_live_bytes(model, live)
             model(batch).square().sum().backward()
-        else:
-            assert plan is not None
-            with poochplan.apply(plan, model, device=lambda: device):
-                if live is not None:
-                    _note_live_bytes(model, live)
-                model(batch).square().sum().backward()
-        return [p.grad for p in model.parameters() if p.grad is not None]
+        return gradients(model)
 
     def _part(self, device: AdversarialDevice | None) -> list[torch.Tensor]:
         model, step, _ = CASE.fresh()
-        assert isinstance(model, Residual)
-        if device is None:
-            return list(torch.autograd.grad(step(), [model.head.weight]))
-        with poochplan.apply(self.fetched_early, model, device=lambda: device):
-            return list(torch.autograd.grad(step(), [model.head.weight]))
+        plan = self.fetched_early
+        with contextlib.nullcontext() if device is None else poochplan.apply(plan, model, device=lambda: device):
+            return list(torch.autograd.grad(step(), [model.get_parameter("head.weight")]))
 
     def _part_of_the_graph(self, device: AdversarialDevice) -> list[str]:
         """What was prefetched for the rest of it goes unused."""
@@ -161,18 +139,16 @@ class Judge:
     def _lost(self, device: AdversarialDevice) -> list[str]:
         """A value that could not be read back is an error, and nothing is used in its place."""
         model, _, _ = CASE.fresh()
-        batch = torch.linspace(-1, 1, 4 * 8 * 16 * 16).view(4, 8, 16, 16)
         torch.manual_seed(3)
         with poochplan.apply(self.plans[1], model, device=lambda: device):
-            loss = model(batch).square().sum()
+            loss = model(BATCH).square().sum()
             try:
                 loss.backward(retain_graph=True)
                 return ["a value that could not be read was used"]
             except SpillError:
                 model.zero_grad(set_to_none=True)
             loss.backward()  # the disk is well again
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        return [] if equal([self.reference], [gradients]) else ["gradients differ"]
+        return [] if equal([self.reference], [gradients(model)]) else ["gradients differ"]
 
     def _full(self, device: AdversarialDevice) -> list[str]:
         """Values that could not be written are kept."""
@@ -187,13 +163,6 @@ def _note_live_bytes(model: torch.nn.Module, live: list[int]) -> None:
     model.register_forward_pre_hook(lambda *_: began_bytes.__setitem__(0, count.live_bytes))
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: live.append(count.live_bytes - began_bytes[0]))
-
-
-def _fetched_early(plan: Plan) -> Plan:
-    """The same plan, with everything prefetched at the first use."""
-    swapped = tuple(index for actions in plan.schedule for index in actions.release)
-    saves = tuple(actions for actions in plan.schedule if actions.at == "save")
-    return msgspec.structs.replace(plan, schedule=(*saves, PointActions(at="use", index=0, prefetch=swapped)))
 
 
 def _never_released(plan: Plan) -> Plan:

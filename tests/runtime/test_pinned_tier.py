@@ -18,44 +18,61 @@ from tests.runtime.random_plans import random_plan
 pytestmark = pytest.mark.cpu_device
 
 
-def _tier(
-    taken: list[OrdinaryMemory], *, limit_bytes: int | None = None, slab_bytes: int = 150
-) -> PinnedTier[OrdinaryMemory]:
-    tier = PinnedTier(lambda size_bytes: OrdinaryMemory(size_bytes, taken), limit_bytes=limit_bytes, page_bytes=100)
-    tier.reserve(slab_bytes)
-    return tier
+class Tier(PinnedTier[OrdinaryMemory]):
+    """Of pages of 100 bytes; ``taken`` is what is not given back yet, of which there can be ``most`` at once."""
+
+    def __init__(self, slab_bytes: int = 150, most: int = 1000, **options: int) -> None:
+        self.taken: list[OrdinaryMemory] = []
+
+        def pin(size_bytes: int) -> OrdinaryMemory:
+            if len(self.taken) == most:
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+            return OrdinaryMemory(size_bytes, self.taken)
+
+        super().__init__(pin, page_bytes=100, **options)
+        self.reserve(slab_bytes)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [memory.size_bytes for memory in self.taken]
+
+    def places(self, offset: int, size_bytes: int) -> list[tuple[int, int]]:
+        """Offsets and sizes of the parts there."""
+        return [(part.offset, part.size_bytes) for part in self.parts(offset, size_bytes)]
+
+    def bytes_apart(self) -> int:
+        """Of the first 600: each has a place of its own."""
+        return len({(id(part.memory), part.offset) for at in range(600) for part in self.parts(at, 1)})
 
 
 def test_the_slab_has_its_exact_size_and_pages_are_pinned_when_a_value_needs_them() -> None:
-    taken: list[OrdinaryMemory] = []
-    tier = _tier(taken)
-    assert [part[1:] for part in tier.parts(20, 130)] == [(20, 130)]
-    assert [memory.size_bytes for memory in taken] == [150]
+    tier = Tier()
+    assert tier.places(20, 130) == [(20, 130)]
+    assert tier.sizes == [150]
     parts = tier.parts(180, 200)
     assert [part[1:] for part in parts] == [(30, 70), (0, 100), (0, 30)]
-    assert [part.memory for part in parts] == taken[1:]
+    assert [part.memory for part in parts] == tier.taken[1:]
     assert tier.behind_bytes == 300
     assert tier.parts(180, 200) == parts  # nothing new is pinned
     assert tier.parts(140, 0) == []
 
 
 def test_every_byte_has_a_place_of_its_own() -> None:
-    tier = _tier([])
-    places = [(id(part.memory), part.offset) for at in range(600) for part in tier.parts(at, 1)]
-    assert len(set(places)) == 600
+    tier = Tier()
+    assert tier.bytes_apart() == 600
+    single = [(id(part.memory), part.offset) for at in range(600) for part in tier.parts(at, 1)]
     whole = [(id(part.memory), part.offset + byte) for part in tier.parts(0, 600) for byte in range(part.size_bytes)]
-    assert whole == places
+    assert whole == single
 
 
 def test_without_a_slab_pages_serve_from_the_first_byte() -> None:
-    taken: list[OrdinaryMemory] = []
-    assert [part[1:] for part in _tier(taken, slab_bytes=0).parts(90, 20)] == [(90, 10), (0, 10)]
-    assert [memory.size_bytes for memory in taken] == [100, 100]
+    tier = Tier(slab_bytes=0)
+    assert tier.places(90, 20) == [(90, 10), (0, 10)]
+    assert tier.sizes == [100, 100]
 
 
 def test_pages_beyond_the_limit_are_refused_and_those_within_it_stay() -> None:
-    taken: list[OrdinaryMemory] = []
-    tier = _tier(taken, limit_bytes=250)
+    tier = Tier(limit_bytes=250)
     tier.parts(150, 100)
     with pytest.raises(OSError, match=r"is limited to 250 B, needed 300 B; free host memory") as raised:
         tier.parts(200, 200)
@@ -64,13 +81,13 @@ def test_pages_beyond_the_limit_are_refused_and_those_within_it_stay() -> None:
     tier.parts(200, 100)
     assert tier.behind_bytes == 200
     tier.free()
-    assert taken == []
+    assert tier.taken == []
 
 
 def test_without_a_limit_given_it_is_a_share_of_what_is_available_at_the_first_page(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tier = _tier([])
+    tier = Tier()
     monkeypatch.setattr(pinned, "available_bytes", lambda: 400)
     tier.parts(150, 200)
     monkeypatch.setattr(pinned, "available_bytes", lambda: 0)
@@ -80,104 +97,80 @@ def test_without_a_limit_given_it_is_a_share_of_what_is_available_at_the_first_p
 
 
 def test_memory_that_cannot_be_pinned_is_an_error_and_the_rest_serves() -> None:
-    taken: list[OrdinaryMemory] = []
-
-    def pin(size_bytes: int) -> OrdinaryMemory:
-        if len(taken) == 2:
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-        return OrdinaryMemory(size_bytes, taken)
-
-    tier = PinnedTier(pin, limit_bytes=1000, page_bytes=100)
+    tier = Tier(0, most=2, limit_bytes=1000)
     with pytest.raises(OSError, match="Cannot allocate memory"):
         tier.parts(0, 300)
-    assert [part[1:] for part in tier.parts(0, 200)] == [(0, 100), (0, 100)]
-
-
-def _ahead(taken: list[OrdinaryMemory], **options: int) -> PinnedTier[OrdinaryMemory]:
-    """One of which a thread pins up to four pages ahead."""
-    return PinnedTier(lambda size_bytes: OrdinaryMemory(size_bytes, taken), page_bytes=100, most_ahead=4, **options)
+    assert tier.places(0, 200) == [(0, 100), (0, 100)]
 
 
 def test_pages_are_pinned_ahead_as_many_as_there_are_and_the_next_values_take_them() -> None:
-    taken: list[OrdinaryMemory] = []
-    tier = _ahead(taken)
+    tier = Tier(0, most_ahead=4)
     for count, there in ((1, 2), (2, 4), (3, 6), (4, 8), (8, 12)):
         tier.parts(0, 100 * count)
         for page in tier._ahead:
             page.result()
-        assert len(taken) == there
+        assert len(tier.taken) == there
         assert tier.pinned_bytes == 100 * count
     tier.free()
-    assert taken == []
+    assert tier.taken == []
 
 
 def test_none_is_pinned_ahead_of_the_limit_and_a_plan_needs_none() -> None:
-    taken: list[OrdinaryMemory] = []
-    tier = _ahead(taken, limit_bytes=350)
+    tier = Tier(0, limit_bytes=350, most_ahead=4)
     tier.parts(0, 200)
     tier.reserve(250)
-    assert sorted(memory.size_bytes for memory in taken) == [50, 100, 100]
+    assert sorted(memory.size_bytes for memory in tier.taken) == [50, 100, 100]
     tier.parts(250, 100)
     assert tier.behind_bytes + 100 * len(tier._ahead) <= 350
     tier.forget_ahead()
-    assert tier.pinned_bytes == sum(memory.size_bytes for memory in taken) == 350
+    assert tier.pinned_bytes == sum(memory.size_bytes for memory in tier.taken) == 350
 
 
 def test_what_cannot_be_pinned_ahead_is_an_error_of_the_value_that_needs_it() -> None:
-    def pin(size_bytes: int) -> OrdinaryMemory:
-        if taken:
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-        return OrdinaryMemory(size_bytes, taken)
-
-    taken: list[OrdinaryMemory] = []
-    tier = PinnedTier(pin, page_bytes=100, most_ahead=4)
+    tier = Tier(0, most=1, most_ahead=4)
     tier.parts(0, 100)
     with pytest.raises(OSError, match="Cannot allocate memory"):
         tier.parts(100, 100)
     tier.free()
-    assert taken == []
+    assert tier.taken == []
 
 
 def test_trimming_gives_back_the_pages_wholly_beyond_and_freeing_everything_once() -> None:
-    taken: list[OrdinaryMemory] = []
-    tier = _tier(taken)
+    tier = Tier()
     tier.parts(150, 400)
     tier.trim([(0, 351)])
     assert tier.behind_bytes == 300
     tier.trim([(0, 350)])
     assert tier.behind_bytes == 200
     tier.trim([(0, 150)])
-    assert [memory.size_bytes for memory in taken] == [150]
+    assert tier.sizes == [150]
     tier.free()
     tier.free()
-    assert taken == []
+    assert tier.taken == []
 
 
 def test_a_plan_is_pinned_where_no_page_lies_yet_and_pages_stay_as_they_are() -> None:
-    taken: list[OrdinaryMemory] = []
-    tier = _tier(taken, slab_bytes=0)
+    tier = Tier(slab_bytes=0)
     tier.parts(120, 30)
-    pages = list(taken)
+    pages = list(tier.taken)
     tier.reserve(330)
-    assert taken[: len(pages)] == pages
-    assert sorted(memory.size_bytes for memory in taken[len(pages) :]) == [100, 130]
+    assert tier.taken[: len(pages)] == pages
+    assert sorted(memory.size_bytes for memory in tier.taken[len(pages) :]) == [100, 130]
     assert tier.parts(120, 30)[0].memory is pages[0]
-    places = [(id(part.memory), part.offset) for at in range(600) for part in tier.parts(at, 1)]
-    assert len(set(places)) == 600
+    assert tier.bytes_apart() == 600
 
 
 def test_a_plans_bytes_may_begin_behind_others_and_what_lies_between_is_pinned_when_needed() -> None:
-    taken: list[OrdinaryMemory] = []
-    tier = _tier(taken)
+    tier = Tier()
     tier.reserve(1000, 310)
     assert tier.pinned_bytes == 1150
-    assert [part[1:] for part in tier.parts(100, 260)] == [(100, 50), (0, 100), (0, 60), (0, 50)]
+    assert tier.places(100, 260) == [(100, 50), (0, 100), (0, 60), (0, 50)]
     assert tier.pinned_bytes == 1310
     assert tier.behind_bytes == 310  # the old slab among them
 
 
 def test_pages_under_a_plan_do_not_count_against_the_limit() -> None:
-    tier = _tier([], limit_bytes=200, slab_bytes=0)
+    tier = Tier(limit_bytes=200, slab_bytes=0)
     tier.parts(0, 200)
     tier.reserve(200)
     assert tier.behind_bytes == 0
@@ -186,14 +179,13 @@ def test_pages_under_a_plan_do_not_count_against_the_limit() -> None:
 
 
 def test_what_nobody_lies_on_is_given_back_wherever_it_is() -> None:
-    taken: list[OrdinaryMemory] = []
-    tier = _tier(taken)
-    slab = taken[0]
+    tier = Tier()
+    slab = tier.taken[0]
     tier.reserve(1000, 310)
     tier.trim([(149, 150), (310, 1310)])
-    assert slab in taken
+    assert slab in tier.taken
     tier.trim([(310, 1310)])
-    assert [memory.size_bytes for memory in taken] == [1000]
+    assert tier.sizes == [1000]
 
 
 def test_a_limit_is_refused_where_the_disk_is_the_limit() -> None:

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import warnings
-from collections import Counter
+import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import poochplan
-from poochplan.errors import DivergenceError
+from poochplan.errors import DivergenceError, InfeasibleError, UsageError
 from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.plan_set import PlanSet
 from poochplan.runtime.run_report import FallbackKind
+from tests.runtime import besides
 from tests.runtime.detours import (
     WIDTH,
     Detour,
+    Step,
     fresh_model,
     gradients_of,
     images_step,
     in_core_steps,
-    our_warnings,
     profile_of,
     restarted,
+    under,
+    under_announced,
 )
-from tests.runtime.nets import equal
+from tests.runtime.nets import LINK, equal
 from tests.runtime.random_plans import random_plan
 
 
@@ -36,13 +38,15 @@ class Loader:
     def __init__(self) -> None:
         self.images = torch.empty(0)
 
-    def load(self, batch_size: int, side: int = 16) -> None:
+    def load(self, batch_size: int) -> None:
         self.images = torch.empty(0)
-        generator = torch.Generator().manual_seed(batch_size)
-        self.images = torch.randn(batch_size, WIDTH, side, side, generator=generator)
+        self.images = torch.randn(batch_size, WIDTH, 16, 16, generator=torch.Generator().manual_seed(batch_size))
 
     def step(self, model: nn.Module) -> torch.Tensor:
         return model(self.images).square().mean()
+
+    def steps(self, sizes: Sequence[int]) -> list[Step]:
+        return [lambda model, size=size: [self.load(size), self.step(model)][1] for size in sizes]  # type: ignore[misc]
 
 
 def _tight_plan(batch_size: int) -> Plan:
@@ -53,96 +57,45 @@ def _tight_plan(batch_size: int) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def two_plans() -> poochplan.PlanSet:
-    return poochplan.PlanSet([_tight_plan(8), _tight_plan(4)])
+def two_plans() -> PlanSet:
+    return PlanSet([_tight_plan(8), _tight_plan(4)])
 
 
-def _train(model: nn.Module, sizes: Sequence[int], session: Any = None) -> tuple[list[list[torch.Tensor]], list[Any]]:
-    loader, seen, reports = Loader(), [], []
-    for batch_size in sizes:
-        loader.load(batch_size)
-        seen.append(gradients_of(model, loader.step(model)))
-        if session is not None:
-            reports.append((session.report().last_step, session.report().predicted_peak_bytes))
-    return seen, reports
-
-
-def test_two_signatures_alternate_and_each_step_keeps_to_its_own_plan(two_plans: poochplan.PlanSet) -> None:
-    by_size = dict(zip((8, 4), two_plans.plans, strict=True))
-    sizes = (8, 4, 8, 4, 4, 8)
-    model = fresh_model(Detour)
-    with warnings.catch_warnings(), poochplan.apply(two_plans, model, meter="always") as session:
-        warnings.simplefilter("error", RuntimeWarning)
-        torch.manual_seed(1)
-        seen, reports = _train(model, sizes, session)
-    model = fresh_model(Detour)
-    torch.manual_seed(1)
-    assert equal(seen, _train(model, sizes)[0])
-    for batch_size, (report, predicted) in zip(sizes, reports, strict=True):
-        plan = by_size[batch_size]
-        kinds = Counter(value.decision for value in plan.values)
-        assert report.fallbacks == 0
-        assert report.peak_bytes <= plan.prediction.peak_bytes == predicted
-        assert report.out_bytes == plan.prediction.out_bytes > 0
-        assert report.replayed_values == kinds[Decision.RECOMPUTE] > 0
-
-
-@pytest.mark.parametrize(("batch_size", "larger"), [(7, 8), (5, 8), (3, 4), (1, 4)])
-def test_unknown_smaller_inputs_take_the_decisions_of_the_nearest_larger_plan(
-    two_plans: poochplan.PlanSet, batch_size: int, larger: int
+@pytest.mark.parametrize("sizes", [(8, 4, 8, 4, 4, 8), (7, 8, 7), (5, 8, 5), (3, 4, 3), (1, 4, 1)])
+def test_each_step_keeps_to_its_own_plan_and_smaller_ones_to_the_decisions_of_the_nearest_larger(
+    two_plans: PlanSet, sizes: tuple[int, ...]
 ) -> None:
-    plan = next(plan for plan in two_plans.plans if plan.inputs == (f"0 float32[{larger}, 8, 16, 16]",))
-    sizes = (batch_size, larger, batch_size)
-    model = fresh_model(Detour)
-    with warnings.catch_warnings(), poochplan.apply(two_plans, model, meter="always") as session:
-        warnings.simplefilter("error", RuntimeWarning)
-        torch.manual_seed(1)
-        seen, reports = _train(model, sizes, session)
-    model = fresh_model(Detour)
-    torch.manual_seed(1)
-    assert equal(seen, _train(model, sizes)[0])
-    for size, (report, predicted) in zip(sizes, reports, strict=True):
-        assert report.fallbacks == 0
-        assert report.out_bytes == plan.prediction.out_bytes * size // larger > 0
-        assert report.replayed_values == sum(value.decision is Decision.RECOMPUTE for value in plan.values) > 0
-        assert report.peak_bytes <= plan.prediction.peak_bytes == predicted
+    by_size = dict(zip((8, 4), two_plans.plans, strict=True))
+    reports, told = under(two_plans, Detour, Loader().steps(sizes), meter="always")
+    assert told == []
+    for size, report in zip(sizes, reports, strict=True):
+        planned_size = 8 if size > 4 else 4
+        plan, found = by_size[planned_size], report.last_step
+        assert found.fallbacks == 0
+        assert found.out_bytes == plan.prediction.out_bytes * size // planned_size > 0
+        assert found.replayed_values == sum(value.decision is Decision.RECOMPUTE for value in plan.values) > 0
+        assert found.peak_bytes <= plan.prediction.peak_bytes == report.predicted_peak_bytes
 
 
-def test_inputs_smaller_in_one_dimension_take_the_plan_that_is_as_large_in_all(two_plans: poochplan.PlanSet) -> None:
-    model, step = fresh_model(Detour), images_step(3, side=12)
-    with poochplan.apply(two_plans, model) as session:
-        torch.manual_seed(1)
-        seen = [gradients_of(model, step(model))]
-        report = session.report()
-    assert equal(seen, in_core_steps(Detour, [step]))
+def test_inputs_smaller_in_one_dimension_take_the_plan_that_is_as_large_in_all(two_plans: PlanSet) -> None:
+    ((report,), _) = under(two_plans, Detour, [images_step(3, side=12)])
     assert report.last_step.fallbacks == 0
     assert report.predicted_peak_bytes == two_plans.plans[1].prediction.peak_bytes
 
 
-def test_inputs_larger_than_any_plan_swap_everything_with_one_warning_that_names_both(
-    two_plans: poochplan.PlanSet,
-) -> None:
-    model, steps = fresh_model(Detour), [images_step(9), images_step(9), images_step(8)]
-    seen, reports = [], []
-    with (
-        pytest.warns(RuntimeWarning, match=r"at most 0 float32\[8, 8, 16, 16\].* found 0 float32\[9, 8, 16") as caught,
-        poochplan.apply(two_plans, model) as session,
-    ):
-        torch.manual_seed(1)
-        for step in steps:
-            seen.append(gradients_of(model, step(model)))
-            reports.append(session.report().last_step)
-    assert equal(seen, in_core_steps(Detour, steps))
-    named = [text for text in our_warnings(list(caught)) if "more than its budget" not in text]
-    assert len(named) == 1  # the other is true: the larger inputs live beside the last step
-    assert [report.fallbacks for report in reports] == [1, 1, 0]
-    assert session.report().total.fallback_kinds == {FallbackKind.NO_PLAN: 2}
+def test_inputs_larger_than_any_plan_swap_everything_with_one_warning_that_names_both(two_plans: PlanSet) -> None:
+    reports, told = under(two_plans, Detour, [images_step(9), images_step(9), images_step(8)])
+    (named,) = [text for text in told if "more than its budget" not in text]
+    # the other is true: the larger inputs live beside the last step
+    assert re.search(r"at most 0 float32\[8, 8, 16, 16\].* found 0 float32\[9, 8, 16", named)
+    assert [report.last_step.fallbacks for report in reports] == [1, 1, 0]
+    assert reports[-1].total.fallback_kinds == {FallbackKind.NO_PLAN: 2}
     swappable = sum(value.size_bytes for value in two_plans.plans[0].values if not value.why) * 9 // 8
-    assert reports[0].out_bytes >= swappable
-    assert reports[0].replayed_values == 0
+    assert reports[0].last_step.out_bytes >= swappable
+    assert reports[0].last_step.replayed_values == 0
 
 
-def test_inputs_larger_than_any_plan_raise_when_asked_to(two_plans: poochplan.PlanSet) -> None:
+def test_inputs_larger_than_any_plan_raise_when_asked_to(two_plans: PlanSet) -> None:
     model = fresh_model(Detour)
     with poochplan.apply(two_plans, model, on_divergence="error") as session:
         with pytest.raises(DivergenceError, match=r"no plan of the set .* found 0 float32\[9, 8, 16, 16\]"):
@@ -154,135 +107,130 @@ def test_inputs_larger_than_any_plan_raise_when_asked_to(two_plans: poochplan.Pl
     assert equal(seen, in_core_steps(Detour, [images_step(4)]))
 
 
-def test_a_smaller_step_that_is_another_one_besides_falls_back(two_plans: poochplan.PlanSet) -> None:
-    model, step = fresh_model(Detour), images_step(6, order=(0, 2))
-    with (
-        pytest.warns(RuntimeWarning, match=r"planned at most float32\[") as caught,
-        poochplan.apply(two_plans, model) as session,
-    ):
-        torch.manual_seed(1)
-        seen = [gradients_of(model, step(model))]
-        assert session.report().last_step.fallbacks == 1
-    assert equal(seen, in_core_steps(Detour, [step]))
-    assert len(our_warnings(list(caught))) == 1
+def _twice_the_batch(model: nn.Module) -> torch.Tensor:
+    model.copies = 2
+    return images_step(6)(model)
 
 
-def test_a_save_that_is_larger_than_the_larger_plan_has_it_falls_back(two_plans: poochplan.PlanSet) -> None:
-    def step(model: nn.Module) -> torch.Tensor:
-        model.copies = 2
-        return images_step(6)(model)
-
-    model = fresh_model(Detour)
-    with (
-        pytest.warns(RuntimeWarning, match=r"planned at most float32\[8, 8.* found float32\[12, 8") as caught,
-        poochplan.apply(two_plans, model) as session,
-    ):
-        torch.manual_seed(1)
-        seen = [gradients_of(model, step(model))]
-        assert session.report().last_step.fallbacks == 1
-    assert equal(seen, in_core_steps(Detour, [step]))
-    assert len(our_warnings(list(caught))) == 1
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (images_step(6, order=(0, 2)), r"planned at most float32\["),
+        (_twice_the_batch, r"planned at most float32\[8, 8.* found float32\[12, 8"),
+    ],
+    ids=["another one besides", "a save that is larger than the larger plan has it"],
+)
+def test_a_smaller_step_that_is_no_part_of_the_larger_plans_falls_back(
+    two_plans: PlanSet, step: Step, said: str
+) -> None:
+    ((report,), told) = under(two_plans, Detour, [step])
+    assert report.last_step.fallbacks == 1
+    assert len(told) == 1
+    assert re.search(said, told[0])
 
 
 def _one_backward(model: nn.Module) -> torch.Tensor:
     return images_step(8)(model) + images_step(4)(model) + images_step(3)(model) + images_step(9)(model)
 
 
-def test_forwards_of_several_shapes_before_one_backward(two_plans: poochplan.PlanSet) -> None:
-    model = fresh_model(Detour)
-    with warnings.catch_warnings(), poochplan.apply(two_plans, model):
-        warnings.simplefilter("ignore", RuntimeWarning)
-        torch.manual_seed(1)
-        seen = [gradients_of(model, _one_backward(model))]
-    assert equal(seen, in_core_steps(Detour, [_one_backward]))
+def test_forwards_of_several_shapes_before_one_backward(two_plans: PlanSet) -> None:
+    under(two_plans, Detour, [_one_backward])
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)])
 @pytest.mark.parametrize("which", ["set that swaps", "set that mixes"])
 def test_steps_of_other_plans_do_not_touch_what_an_earlier_one_has_on_the_host(
-    two_plans: poochplan.PlanSet, which: str, order: tuple[int, ...]
+    two_plans: PlanSet, which: str, order: tuple[int, ...]
 ) -> None:
     plans = two_plans if which == "set that mixes" else _swapping_set()
-    sizes = (8, 4, 6, 9)
-
-    def use(model: nn.Module, announce: Callable[[], None]) -> list[list[torch.Tensor]]:
-        losses = []
-        for size in sizes:
-            announce()
-            losses.append(images_step(size)(model))
-        return [gradients_of(model, losses[index]) for index in order]
-
-    model = fresh_model(Detour)
-    torch.manual_seed(1)
-    reference = use(model, lambda: None)
-    model = fresh_model(Detour)
-    with warnings.catch_warnings(), poochplan.apply(plans, model) as session:
-        warnings.simplefilter("ignore", RuntimeWarning)
-        torch.manual_seed(1)
-        assert equal(reference, use(model, session.step))
-        assert session.report().total.fallbacks == 1  # the largest one alone
+    report = under_announced(plans, _forwards([images_step(size) for size in (8, 4, 6, 9)], order))
+    assert report.total.fallbacks == 1  # the largest one alone
 
 
-def _swapping_set() -> poochplan.PlanSet:
-    return poochplan.PlanSet([random_plan(profile_of(Detour, images_step(size)), size, (0, 1, 0)) for size in (4, 8)])
+def _forwards(steps: list[Step], order: Sequence[int]) -> Callable[..., list[list[torch.Tensor]]]:
+    """All forwards, and then the backwards in that order."""
 
-
-def test_steps_of_plans_that_differ_in_their_saves_wait_for_each_other() -> None:
-    steps = [images_step(8), images_step(4, order=(0,))]
-    plans = poochplan.PlanSet([random_plan(profile_of(Detour, step), 0, (0, 1, 1)) for step in steps])
-    assert len({len(plan.values) for plan in plans.plans}) == 2
-
-    def use(model: nn.Module, announce: Callable[[], None]) -> list[list[torch.Tensor]]:
+    def use(model: nn.Module, announce: Callable[[], object]) -> list[list[torch.Tensor]]:
         losses = []
         for step in steps:
             announce()
             losses.append(step(model))
-        return [gradients_of(model, loss) for loss in losses]
+        return [gradients_of(model, losses[index]) for index in order]
 
-    model = fresh_model(Detour)
-    torch.manual_seed(1)
-    reference = use(model, lambda: None)
-    model = fresh_model(Detour)
-    with poochplan.apply(plans, model) as session:
-        torch.manual_seed(1)
-        assert equal(reference, use(model, session.step))
-        assert session.report().total.fallbacks == 0
+    return use
+
+
+def _swapping_set() -> PlanSet:
+    return PlanSet([random_plan(profile_of(Detour, images_step(size)), size, (0, 1, 0)) for size in (4, 8)])
+
+
+def test_steps_of_plans_that_differ_in_their_saves_wait_for_each_other() -> None:
+    steps = [images_step(8), images_step(4, order=(0,))]
+    plans = PlanSet([random_plan(profile_of(Detour, step), 0, (0, 1, 1)) for step in steps])
+    assert len({len(plan.values) for plan in plans.plans}) == 2
+    assert under_announced(plans, _forwards(steps, (0, 1))).total.fallbacks == 0
 
 
 def test_backward_again_after_a_step_of_another_plan() -> None:
-    plans = _swapping_set()
-
-    def use(model: nn.Module) -> list[list[torch.Tensor]]:
+    def use(model: nn.Module, _: Callable[[], object]) -> list[list[torch.Tensor]]:
         loss = images_step(8)(model)
         loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
         model.zero_grad(set_to_none=True)
         return [gradients_of(model, images_step(4)(model)), gradients_of(model, loss)]
 
-    model = fresh_model(Detour)
-    torch.manual_seed(1)
-    reference = use(model)
-    model = fresh_model(Detour)
-    with poochplan.apply(plans, model) as session:
-        torch.manual_seed(1)
-        assert equal(reference, use(model))
-        assert session.report().total.fallbacks == 0
+    assert under_announced(_swapping_set(), use).total.fallbacks == 0
 
 
-def test_a_set_keeps_what_is_saved_before_the_model_is_called_and_picks_its_plan_there(
-    two_plans: poochplan.PlanSet,
-) -> None:
+def test_a_set_keeps_what_is_saved_before_the_model_is_called_and_picks_its_plan_there(two_plans: PlanSet) -> None:
     def step(model: nn.Module) -> torch.Tensor:
         scale = torch.full((4, WIDTH, 16, 16), 0.5, requires_grad=True)
         return model(scale.exp()).square().mean()
 
-    model = fresh_model(Detour)
-    with (
-        pytest.warns(RuntimeWarning, match="more than its budget of .* what earlier steps saved") as caught,
-        poochplan.apply(two_plans, model) as session,
-    ):
-        torch.manual_seed(1)
-        seen = [gradients_of(model, step(model))]
-        assert session.report().last_step.fallbacks == 0
-        assert session.report().steps_followed == 1
-    assert equal(seen, in_core_steps(Detour, [step]))
-    assert len(our_warnings(list(caught))) == 1
+    ((report,), told) = under(two_plans, Detour, [step])
+    assert len(told) == 1
+    assert re.search("more than its budget of .* what earlier steps saved", told[0])
+    assert report.last_step.fallbacks == 0
+    assert report.steps_followed == 1
+
+
+def step_for(model: nn.Module) -> Callable[[int], Callable[[], torch.Tensor]]:
+    def step_of(rows: int) -> Callable[[], torch.Tensor]:
+        batch = torch.ones(rows, besides.WIDTH)
+        return lambda: model(batch).square().mean()
+
+    return step_of
+
+
+def planned(model: nn.Module, shapes: list[int], budget: str) -> PlanSet:
+    return poochplan.plan_set(
+        step_for(model), shapes, model=model, budget=budget, evaluations=100, iterations=1, link=LINK
+    )
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.cpu_device
+def test_each_step_follows_the_plan_of_its_shape_or_the_next_larger_one() -> None:
+    model = besides.fresh()
+    plans = planned(model, [128, 256], "90%")
+    assert len({plan.budget_bytes for plan in plans.plans}) == 1
+    assert plans.plans[0].budget_bytes == int(0.9 * plans.plans[1].prediction.in_core_peak_bytes)
+    followed = []
+    with poochplan.apply(plans, model) as session:
+        for rows in (128, 256, 200):
+            step_for(model)(rows)().backward()
+            followed.append(plans.plans.index(session.plan))
+            model.zero_grad(set_to_none=True)
+    assert followed == [0, 1, 1]
+    assert session.report().steps_followed == 3
+
+
+@pytest.mark.cpu_device
+def test_what_cannot_be_planned_is_one_clear_line() -> None:
+    model = besides.fresh()
+    with pytest.raises(UsageError, match="expected at least one shape, found none"):
+        planned(model, [], "60%")
+    with pytest.raises(UsageError, match=r"expected step_for\(3\) to give a function .*, found Tensor"):
+        poochplan.plan_set(lambda rows: torch.ones(rows), [3], model=model, budget="60%")  # type: ignore[arg-type,return-value]
+    with pytest.raises(InfeasibleError, match="shape 256: no plan fits a budget of") as raised:
+        planned(model, [16, 256], "30%")
+    assert raised.value.smallest_budget_bytes > 0

@@ -73,11 +73,7 @@ def bits(network: type[nn.Module], how: str) -> StepDigests:
 
 @pytest.mark.parametrize(
     ("network", "how"),
-    [
-        (ScaledBeforeItsProduct, "graph mode"),
-        (GatedBeforeItsProduct, "graph mode"),
-        (Both, "deferred unpacks"),
-    ],
+    [(ScaledBeforeItsProduct, "graph mode"), (GatedBeforeItsProduct, "graph mode"), (Both, "deferred unpacks")],
 )
 def test_all_bits_are_those_of_stock_code(network: type[nn.Module], how: str) -> None:
     assert bits(network, how) == bits(network, "stock")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -21,7 +23,7 @@ from tests.runtime import (
     kinds_storage,  # noqa: F401
 )
 from tests.runtime.kinds import KINDS, Kind
-from tests.runtime.nets import LINK, TORCH, equal, in_core, snapshot, train
+from tests.runtime.nets import TORCH, followed, in_core, snapshot, taken
 
 NEVER_MINE = "it was there before the step"
 """Why inputs and constants are not recomputed."""
@@ -36,10 +38,10 @@ def all_that_may_be(problem: Problem) -> list[Decision]:
     ]
 
 
-def in_core_or_skip(case: Kind) -> list[list[torch.Tensor]]:
-    """Its steps in-core; skips the test where this machine has no such kernel, or this torch no such derivative."""
+def skip_where_there_is_no_kernel(case: Kind) -> None:
+    """Or no derivative in this torch."""
     try:
-        return in_core(case, 2)
+        in_core(case, 2)
     except RuntimeError as error:
         if not any(reason in str(error) for reason in NOT_THERE):
             raise
@@ -54,7 +56,7 @@ def test_it_is_replayed_bitwise_at_the_bytes_simulated(name: str, running_on: st
         pytest.skip(
             "torch 2.11's backward of cumprod has other bits under any dispatch mode, as this device's clock is"
         )
-    reference = in_core_or_skip(case)
+    skip_where_there_is_no_kernel(case)
     profile = case.profile()
     problem = build_problem(profile)
     everything = assemble(problem, all_that_may_be(problem), {})
@@ -66,14 +68,10 @@ def test_it_is_replayed_bitwise_at_the_bytes_simulated(name: str, running_on: st
     )
 
     def run(schedule: Schedule) -> int:
-        planned, report = train(case, 2, plan_with(profile, schedule))
-        assert equal(reference, planned)
-        assert report is not None
-        assert report.total.fallbacks == 0, report.total.fallback_reasons
-        simulated_bytes = simulate(problem, schedule).peak_bytes
-        assert report.last_step.peak_bytes is not None
-        assert 0 <= simulated_bytes - report.last_step.peak_bytes <= case.mode_bytes
-        return report.last_step.replayed_values
+        found = followed(case, plan_with(profile, schedule)).last_step
+        assert found.peak_bytes is not None
+        assert 0 <= simulate(problem, schedule).peak_bytes - found.peak_bytes <= case.mode_bytes
+        return found.replayed_values
 
     if DEEP or running_on == "cpu":
         assert run(everything) == everything.decisions.count(Decision.RECOMPUTE) >= case.least
@@ -102,8 +100,8 @@ def test_scaled_losses_under_autocast_step_and_skip_as_in_core(dtype: torch.dtyp
     def run(plan: poochplan.Plan | None) -> list[list[torch.Tensor]]:
         model, optimizer, scaler = start()
         seen = []
-
-        def go() -> None:
+        torch.manual_seed(1)
+        with contextlib.nullcontext() if plan is None else poochplan.apply(plan, model) as session:
             for _ in range(4):
                 optimizer.zero_grad(set_to_none=True)
                 loss = loss_of(model, scaler)
@@ -111,21 +109,13 @@ def test_scaled_losses_under_autocast_step_and_skip_as_in_core(dtype: torch.dtyp
                 scaler.step(optimizer)
                 scaler.update()
                 seen.append([*snapshot(model, loss), torch.tensor(scaler.get_scale())])
-
-        torch.manual_seed(1)
-        if plan is None:
-            go()
-            return seen
-        with poochplan.apply(plan, model) as session:
-            go()
-        assert session.report().total.fallbacks == 0
-        assert session.report().last_step.replayed_values > 4
+        if session is not None:
+            assert session.report().total.fallbacks == 0
+            assert session.report().last_step.replayed_values > 4
         return seen
 
     model, optimizer, scaler = start()
-    profile = poochplan.profile(
-        lambda: loss_of(model, scaler), model=model, optimizer=optimizer, iterations=1, link=LINK
-    )
+    profile = taken(lambda: loss_of(model, scaler), model, optimizer)
     problem = build_problem(profile)
     plan = plan_with(profile, assemble(problem, all_that_may_be(problem), {}))
     reference, planned = run(None), run(plan)

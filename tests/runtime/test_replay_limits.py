@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
+import itertools
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -19,8 +18,10 @@ from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import assemble
 from poochplan.profiler.trials.compare import DIFFERS
 from poochplan.runtime.run_report import FallbackKind, StepReport
+from poochplan.runtime.session import Session
 from tests.planner.plans import plan_with
-from tests.runtime.nets import CASES, LINK, equal
+from tests.runtime.cyclic import no_collector
+from tests.runtime.nets import CASES, Case, either_way, of
 from tests.runtime.random_plans import random_plan
 
 REPLAY_ALL = (0, 0, 1)
@@ -32,41 +33,17 @@ def _clean_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def _profile(model: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor]) -> Profile:
-    return poochplan.profile(lambda: loss_of(model), model=model, iterations=1, link=LINK)
+def _replay_all(profile: Profile) -> Plan:
+    return random_plan(profile, 0, REPLAY_ALL)
 
 
-def _gradients(
-    make: Callable[[], nn.Module], loss_of: Callable[[nn.Module], torch.Tensor], plan: Plan | None
-) -> list[list[torch.Tensor]]:
-    torch.manual_seed(0)
-    model = make()
-    torch.manual_seed(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        if plan is None:
-            loss_of(model).backward()
-        else:
-            with poochplan.apply(plan, model):
-                loss_of(model).backward()
-    return [[p.grad for p in model.parameters() if p.grad is not None]]
+def _one_step(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> None:
+    step().backward()  # type: ignore[no-untyped-call]
 
 
-def _report(make: Callable[[], nn.Module], loss_of: Callable[[nn.Module], torch.Tensor], plan: Plan) -> StepReport:
-    model = make()
-    with poochplan.apply(plan, model) as session:
-        loss_of(model).backward()
-    return session.report().last_step
-
-
-def _check(
-    make: Callable[[], nn.Module],
-    loss_of: Callable[[nn.Module], torch.Tensor],
-    plan_of: Callable[[Profile], Plan] = lambda profile: random_plan(profile, 0, REPLAY_ALL),
-) -> None:
-    torch.manual_seed(0)
-    plan = plan_of(_profile(make(), loss_of))
-    assert equal(_gradients(make, loss_of, None), _gradients(make, loss_of, plan))
+def _check(case: Case, plan_of: Callable[[Profile], Plan] = _replay_all) -> StepReport:
+    """A step has the gradients of in-core training, whether it can follow the plan or not."""
+    return either_way(case, plan_of(case.profile()), _one_step, is_followed=False).last_step
 
 
 class Stages(nn.Module):
@@ -80,11 +57,8 @@ class Stages(nn.Module):
         return self.second(self.between(self.first(batch)).sin()).sin()
 
 
-BATCH = torch.linspace(-2, 2, 8 * 16).reshape(8, 16)
-
-
-def _loss(model: nn.Module) -> torch.Tensor:
-    return model(BATCH).square().sum()
+def _staged(between: Callable[[torch.Tensor], torch.Tensor]) -> Case:
+    return of(lambda: Stages(between), 8, 16)
 
 
 def test_a_compiled_region_that_writes_its_argument_in_place() -> None:
@@ -105,7 +79,7 @@ def test_a_compiled_region_that_writes_its_argument_in_place() -> None:
 
         return Model()
 
-    _check(make, _loss)
+    _check(of(make, 8, 16))
 
 
 def test_a_value_written_where_recording_is_off() -> None:
@@ -117,29 +91,14 @@ def test_a_value_written_where_recording_is_off() -> None:
 
     def plan_of(profile: Profile) -> Plan:
         plan = random_plan(profile, 0, REPLAY_ALL)
-        middle = tuple(
-            msgspec.structs.replace(actions, record="off" if actions.index == 1 else "on")
-            for actions in _with_saves(plan)
-            if actions.at == "save"
-        )
-        rest = tuple(actions for actions in plan.schedule if actions.at == "use")
-        return msgspec.structs.replace(plan, schedule=middle + rest)
+        have = {actions.index: actions for actions in plan.schedule if actions.at == "save"}
+        saves = (have.get(index, PointActions(at="save", index=index)) for index in range(len(plan.values)))
+        switched = (msgspec.structs.replace(one, record="off" if one.index == 1 else "on") for one in saves)
+        rest = (actions for actions in plan.schedule if actions.at == "use")
+        return msgspec.structs.replace(plan, schedule=(*switched, *rest))
 
-    def make() -> nn.Module:
-        return Stages(between)
-
-    _check(make, _loss, plan_of)
-    torch.manual_seed(0)
-    plan = plan_of(_profile(make(), _loss))
     with pytest.warns(RuntimeWarning, match="is swapped, not recomputed: a writer of the value was not recorded"):
-        assert _report(make, _loss, plan).fallback_kinds == {FallbackKind.NOT_REPLAYABLE: 1}
-
-
-def _with_saves(plan: Plan) -> list[poochplan.formats.plan.PointActions]:
-    from poochplan.formats.plan import PointActions
-
-    have = {actions.index: actions for actions in plan.schedule if actions.at == "save"}
-    return [have.get(index, PointActions(at="save", index=index)) for index in range(len(plan.values))]
+        assert _check(_staged(between), plan_of).fallback_kinds == {FallbackKind.NOT_REPLAYABLE: 1}
 
 
 def test_a_saved_value_written_after_its_save_point_is_no_input_of_a_replay() -> None:
@@ -153,14 +112,10 @@ def test_a_saved_value_written_after_its_save_point_is_no_input_of_a_replay() ->
             value.detach().add_(1)
         return out + norm
 
-    def loss_of(model: nn.Module) -> torch.Tensor:
-        return _loss(model)
-
-    torch.manual_seed(0)
-    profile = _profile(Stages(between), loss_of)
+    case = _staged(between)
+    plan = _replay_all(case.profile())
     writes[0] = True
-    plan = random_plan(profile, 0, REPLAY_ALL)
-    assert equal(_gradients(lambda: Stages(between), loss_of, None), _gradients(lambda: Stages(between), loss_of, plan))
+    _check(case, lambda _: plan)
 
 
 def test_a_storage_that_has_grown_leaves_the_plan() -> None:
@@ -175,10 +130,10 @@ def test_a_storage_that_has_grown_leaves_the_plan() -> None:
             big = self.first(batch.repeat(rows[0], 1))
             return big[-8:].sin() + self.first(batch).cos()
 
-    torch.manual_seed(0)
-    plan = random_plan(_profile(Tail(), _loss), 0, (0, 1, 0))
+    case = of(Tail, 8, 16)
+    plan = random_plan(case.profile(), 0, (0, 1, 0))
     rows[0] = 32
-    assert equal(_gradients(Tail, _loss, None), _gradients(Tail, _loss, plan))
+    _check(case, lambda _: plan)
 
 
 def test_an_operator_that_draws_random_numbers_without_saying_so() -> None:
@@ -189,7 +144,7 @@ def test_an_operator_that_draws_random_numbers_without_saying_so() -> None:
     def between(value: torch.Tensor) -> torch.Tensor:
         return value * noise(value.detach())
 
-    _check(lambda: Stages(between), _loss)
+    _check(_staged(between))
 
 
 def test_a_write_through_numpy_is_found_by_verification() -> None:
@@ -198,10 +153,9 @@ def test_a_write_through_numpy_is_found_by_verification() -> None:
         mask.numpy()[::2] = 1
         return value * mask
 
-    _check(lambda: Stages(between), _loss)
-    torch.manual_seed(0)
-    profile = _profile(Stages(between), _loss)
-    assert [value.name for value in profile.values if value.unreplayable == DIFFERS] == ["step/zeros"]
+    case = _staged(between)
+    _check(case)
+    assert [value.name for value in case.profile().values if value.unreplayable == DIFFERS] == ["step/zeros"]
 
 
 def test_running_statistics_that_are_no_buffers_of_the_model() -> None:
@@ -210,7 +164,7 @@ def test_running_statistics_that_are_no_buffers_of_the_model() -> None:
         nn.functional.batch_norm(value.detach(), mean, variance, training=True)
         return value * mean
 
-    _check(lambda: Stages(between), _loss)
+    _check(_staged(between))
 
 
 def test_a_model_with_a_sparse_and_an_expanded_buffer() -> None:
@@ -224,72 +178,47 @@ def test_a_model_with_a_sparse_and_an_expanded_buffer() -> None:
         def forward(self, batch: torch.Tensor) -> torch.Tensor:
             return (torch.sparse.mm(self.adjacency, self.first(batch)) * self.row).sin()
 
-    _check(Graph, _loss)
+    _check(of(Graph, 8, 16))
 
 
-def _blocks_after(rounds: int, one_round: Callable[[], None]) -> list[int]:
-    """Of Python's memory in use behind each round, where nobody collects garbage."""
-    blocks = []
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(rounds):
-            one_round()
-            blocks.append(sys.getallocatedblocks())
-    finally:
-        gc.enable()
-    return blocks
+def _alone(step: Callable[[], torch.Tensor], session: Session) -> Iterator[None]:
+    while True:
+        step().backward()  # type: ignore[no-untyped-call]
+        yield
 
 
-def test_recordings_do_not_wait_for_the_garbage_collector() -> None:
-    case = CASES["residual"]
-    plan = random_plan(case.profile(), 0, REPLAY_ALL)
-    model, step, optimizer = case.fresh()
-
-    def one_step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        step().backward()
-        optimizer.step()
-
-    with poochplan.apply(plan, model) as session:
-        blocks = _blocks_after(8, one_step)
-        storages = len(session._engine.tape)
-    assert blocks[-1] - blocks[3] < 20 * storages  # those of one step's recording; four steps' would be much more
-
-
-def test_recordings_of_steps_that_wait_for_each_other_go_when_nothing_is_held_any_more() -> None:
-    case = CASES["residual"]
-    plan = random_plan(case.profile(), 0, REPLAY_ALL)
-    model, step, _ = case.fresh()
-    with poochplan.apply(plan, model) as session:
-
-        def two_steps() -> None:
+def _two_that_wait_for_each_other(step: Callable[[], torch.Tensor], session: Session) -> Iterator[None]:
+    while True:
+        losses = []
+        for _ in range(2):
             session.step()
-            first = step()
-            session.step()
-            second = step()
-            first.backward()
-            second.backward()
-
-        blocks = _blocks_after(8, two_steps)
-        storages = len(session._engine.tape)
-    assert blocks[-1] - blocks[3] < 20 * storages
+            losses.append(step())
+        while losses:
+            losses.pop(0).backward()  # type: ignore[no-untyped-call]
+        yield
 
 
-def test_recordings_of_steps_that_always_overlap_go_each_with_its_own_step() -> None:
-    case = CASES["residual"]
-    plan = random_plan(case.profile(), 0, REPLAY_ALL)
-    model, step, _ = case.fresh()
-    with poochplan.apply(plan, model) as session:
+def _always_overlapping(step: Callable[[], torch.Tensor], session: Session) -> Iterator[None]:
+    """Something is held at all times."""
+    session.step()
+    waiting = [step()]
+    while True:
         session.step()
-        waiting = [step()]
+        waiting.append(step())
+        waiting.pop(0).backward()  # type: ignore[no-untyped-call]
+        yield
 
-        def next_step() -> None:
-            session.step()
-            waiting.append(step())  # before the backward of the one that waits: something is held at all times
-            waiting.pop(0).backward()
 
-        blocks = _blocks_after(12, next_step)
+@pytest.mark.parametrize("steps", [_alone, _two_that_wait_for_each_other, _always_overlapping])
+def test_recordings_go_with_their_steps_and_do_not_wait_for_the_garbage_collector(
+    steps: Callable[..., Iterator[None]],
+) -> None:
+    case = CASES["residual"]
+    model, step, _ = case.fresh()
+    blocks = []
+    with poochplan.apply(_replay_all(case.profile()), model) as session, no_collector():
+        for _ in itertools.islice(steps(step, session), 12):
+            blocks.append(sys.getallocatedblocks())
         storages = len(session._engine.tape)
     assert blocks[-1] - blocks[4] < 20 * storages  # those of one step's recording; seven steps' would be much more
 
@@ -305,19 +234,20 @@ def test_a_session_that_is_never_entered_starts_nothing() -> None:
 
 
 def test_steps_that_call_the_model_twice_follow_the_plan_when_they_are_announced() -> None:
-    def loss_of(model: nn.Module) -> torch.Tensor:
-        model(BATCH).sum().item()
-        return _loss(model)
+    def make() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+        batch = torch.randn(8, 16)
+        return Stages(torch.tanh), lambda model: model(batch).square().sum() + model(batch).sum().item()
 
-    torch.manual_seed(0)
-    model = Stages(torch.tanh)
-    plan = random_plan(_profile(model, loss_of), 0, REPLAY_ALL)
-    assert Decision.RECOMPUTE in {value.decision for value in plan.values}
-    with poochplan.apply(plan, model) as session:
+    def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> None:
         for _ in range(2):
-            session.step()
-            loss_of(model).backward()
-            assert session.report().last_step.fallbacks == 0
+            if session is not None:
+                session.step()
+            step().backward()  # type: ignore[no-untyped-call]
+
+    case = Case(make)
+    plan = _replay_all(case.profile())
+    assert Decision.RECOMPUTE in {value.decision for value in plan.values}
+    either_way(case, plan, use)
 
 
 class WrittenLater(nn.Module):
@@ -351,11 +281,7 @@ def _recorded_only_until_the_first_save(profile: Profile) -> Plan:
 def test_what_is_written_where_recording_is_off_is_another_content(
     part_of: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    _check(
-        lambda: WrittenLater(part_of),
-        lambda model: model(BATCH),
-        _recorded_only_until_the_first_save,
-    )
+    _check(of(lambda: WrittenLater(part_of), 8, 16), _recorded_only_until_the_first_save)
 
 
 class ChunkWrittenLater(nn.Module):
@@ -381,4 +307,4 @@ def test_a_write_that_no_counter_tells_of_is_recorded() -> None:
         assert Decision.RECOMPUTE in decisions
         return plan_with(profile, assemble(problem, decisions, {}))
 
-    _check(ChunkWrittenLater, lambda model: model(BATCH), recomputing_the_exponential)
+    _check(of(ChunkWrittenLater, 8, 16), recomputing_the_exponential)

@@ -10,15 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.runtime.graph_nets import (
-    Chain,
-    MovingScale,
-    WritesItsInput,
-    channels_last,
-    node_by_node,
-    of,
-    same,
-)
+from tests.runtime.graph_nets import Chain, Make, MovingScale, WritesItsInput, channels_last, node_by_node, of, same
 
 pytestmark = pytest.mark.cpu_device
 MAKES = {"chain": of(Chain), "convolutions": channels_last, "moving scale": of(MovingScale)}
@@ -137,3 +129,50 @@ def test_numbers_are_drawn_again_from_the_seed_that_is_saved() -> None:
     assert any("inductor_lookup_seed" in str(node.target) for node in forward)
     assert not any("inductor_lookup_seed" in str(node.target) for node in backward)
     assert any("inductor_lookup_seed" in node.name for node in split.saved())
+
+
+def key_of(make: Make) -> str:
+    _, noted = node_by_node(make)
+    (key,) = noted.why
+    return key
+
+
+def test_the_same_network_has_the_same_key_with_other_weights_and_its_replays_in_it() -> None:
+    key = key_of(of(Chain))
+
+    def others() -> tuple[nn.Module, torch.Tensor]:
+        torch.manual_seed(7)
+        return of(Chain)()
+
+    assert key_of(others) == key
+    _, noted = node_by_node(of(Chain))
+    _, replayed = node_by_node(of(Chain), noted.replayable())
+    assert list(replayed.why) == [key]
+
+
+def other_batch() -> tuple[nn.Module, torch.Tensor]:
+    return Chain(), torch.randn(32, 16)
+
+
+def other_type() -> tuple[nn.Module, torch.Tensor]:
+    return Chain().double(), torch.randn(64, 16).double()
+
+
+def frozen() -> tuple[nn.Module, torch.Tensor]:
+    model, batch = of(Chain)()
+    model.norm.requires_grad_(False)  # type: ignore[union-attr]
+    return model, batch
+
+
+def contiguous() -> tuple[nn.Module, torch.Tensor]:
+    model, batch = channels_last()
+    return model.to(memory_format=torch.contiguous_format), batch.contiguous()
+
+
+def test_other_code_has_another_key() -> None:
+    makes = [of(Chain), other_batch, other_type, of(MovingScale), channels_last, contiguous]
+    assert len({key_of(make) for make in makes}) == len(makes)
+
+
+def test_what_a_frozen_layer_saves_less_is_in_the_key() -> None:
+    assert key_of(frozen) != key_of(of(Chain))

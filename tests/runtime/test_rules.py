@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-import poochplan
 from poochplan.formats.plan import Plan
 from poochplan.runtime.arena.library import library
 from poochplan.runtime.attachment import Attachment
@@ -21,10 +21,10 @@ from poochplan.runtime.engine.saved_value import Handle, SavedValue
 from poochplan.runtime.replays import replay, tape
 from poochplan.runtime.step_policies.follow import Course
 from poochplan.tensors import operators, storages
-from tests.runtime import test_backward_without_modes, test_divergence, test_replay_limits, test_safety, test_user_code
+from tests.runtime import test_backward_without_modes, test_divergence, test_replay_limits, test_safety
 from tests.runtime.detours import profile_of
 from tests.runtime.mutants import rewritten
-from tests.runtime.nets import CASES, Case, Residual, equal, in_core, snapshot
+from tests.runtime.nets import CASES, Case, Residual, followed, in_core
 from tests.runtime.random_plans import random_plan
 
 pytestmark = pytest.mark.cpu_device
@@ -52,26 +52,11 @@ class Exact:
     def plan(self) -> Plan:
         return random_plan(self.case.profile(), 0, self.weights)
 
-    @functools.cached_property
-    def reference(self) -> list[list[torch.Tensor]]:
-        return in_core(self.case, 2)
-
     def __call__(self) -> None:
-        reference, plan = self.reference, self.plan
-        model, step, optimizer = self.case.fresh()
-        seen, live_blocks = [], []
-        torch.manual_seed(1)
-        with poochplan.apply(plan, model) as session:
-            for _ in range(2):
-                optimizer.zero_grad(set_to_none=True)
-                before = library().live_blocks()
-                loss = step()
-                live_blocks.append(library().live_blocks() - before)
-                loss.backward()  # type: ignore[no-untyped-call]
-                seen.append(snapshot(model, loss))
-                optimizer.step()
-        assert equal(reference, seen)
-        assert session.report().total.fallbacks == 0
+        in_core(self.case, 2)
+        blocks: dict[str, list[int]] = defaultdict(list)
+        followed(self.case, self.plan, at=lambda place: blocks[place].append(library().live_blocks()))
+        live_blocks = [behind - before for before, behind in zip(blocks["step"], blocks["forward"], strict=True)]
         self.live_blocks = self.live_blocks or live_blocks
         assert live_blocks == self.live_blocks
 
@@ -87,27 +72,24 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
     ),
     "what is packed is detached": (
         (SavedValue, "of", "detached_alias(tensor)", "tensor"),
-        test_user_code.test_a_forward_without_backward_leaks_nothing,
+        test_safety.test_a_forward_without_backward_leaks_nothing,
     ),
     "a saved value that was written is an error": (
         (Handle, "check_version", "version_of(watched) == self.version", "True"),
         lambda: test_safety.test_a_saved_value_written_in_place_raises_what_autograd_raises(SWAP),
     ),
-    "what comes back lies as it was saved": (
-        (storages.Geometry, "on", "self.offset", "0"),
-        Exact("attention", SWAP),
-    ),
+    "what comes back lies as it was saved": ((storages.Geometry, "on", "self.offset", "0"), Exact("attention", SWAP)),
     "only the first unpack is a use point": (
         (Engine, "_unpack", "not handle.used", "True"),
-        test_user_code.test_a_second_backward_and_a_second_look_at_a_saved_tensor_are_no_use_points,
+        test_safety.test_a_second_backward_and_a_second_look_at_a_saved_tensor_are_no_use_points,
     ),
     "what backward saves is outside the plan": (
         (Engine, "_pack", "in_backward()", "False"),
-        test_user_code.test_what_backward_itself_saves_is_outside_the_plan,
+        test_safety.test_what_backward_itself_saves_is_outside_the_plan,
     ),
     "a forward inside backward begins no step": (
         (Attachment, "_forward_begins", "in_backward()", "False"),
-        test_user_code.test_a_model_checkpointed_as_a_whole_counts_each_step_once,
+        test_safety.test_a_model_checkpointed_as_a_whole_counts_each_step_once,
     ),
     "another shape is a divergence": (
         (Course, "why_not_save", 'return "" if fits else', 'return "" if True else'),
@@ -117,7 +99,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
     ),
     "a place on the host belongs to its value until that is gone": (
         (HostTier, "_is_free", "occupant is not None and", "False and"),
-        test_user_code.test_steps_whose_backwards_wait_for_each_other_keep_their_values_apart,
+        test_safety.test_steps_whose_backwards_wait_for_each_other_keep_their_values_apart,
     ),
     "a place behind the plan belongs to its value until that is gone": (
         (Intervals, "take", "[(behind, end)]", "[(start, end)]"),
@@ -139,7 +121,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
     ),
     "a replay is not cast": (
         (replay, "run_ops", "torch.autocast(device_type, enabled=False)", "torch.enable_grad()"),
-        test_user_code.test_backward_inside_autocast,
+        test_safety.test_backward_inside_autocast,
     ),
     "a replay runs in the grad mode of forward": (
         (replay, "run_ops", "with_gradients = op.grad_enabled", "with_gradients = False"),

@@ -1,22 +1,31 @@
-"""Never a wrong gradient, whatever the user's code does between pack and unpack."""
+"""Never a wrong gradient, whatever the user's training loop does around the model, and between pack and unpack."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import queue
+import subprocess
+import sys
 import threading
-import warnings
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import poochplan
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Plan
-from tests.runtime.nets import CASES, LINK, Residual, equal, snapshot, train
+from poochplan.runtime.run_report import SessionStatus
+from poochplan.runtime.session import Session
+from tests.runtime.autograd_steps import together
+from tests.runtime.data_parallel import Shared
+from tests.runtime.nets import CASES, Case, Use, either_way, equal, followed, gradients, of, snapshot, taken, train
 from tests.runtime.random_plans import random_plan
 
 CASE = CASES["residual"]
@@ -27,159 +36,121 @@ def plan() -> Plan:
     return random_plan(CASE.profile(), 1, (1, 2, 2))
 
 
-def _gradients(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def _same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return equal([left], [right])
-
-
-def _both(plan: Plan, use: Callable[[torch.nn.Module, Callable[[], torch.Tensor]], list[torch.Tensor]]) -> None:
-    """Runs ``use`` in-core and under the plan and asserts that it returns the same tensors."""
-    model, step, _ = CASE.fresh()
-    reference = use(model, step)
-    model, step, _ = CASE.fresh()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        with poochplan.apply(plan, model):
-            planned = use(model, step)
-    assert _same(reference, planned)
-
-
 def test_a_plan_for_another_machine_warns_and_is_still_exact(plan: Plan) -> None:
     elsewhere = msgspec.structs.replace(plan, estimate=True, assumed=("link pcie3, instead of spill",))
     with pytest.warns(RuntimeWarning, match="for another machine .link pcie3, instead of spill.: its memory holds"):
-        poochplan.apply(elsewhere, CASE.fresh()[0])
-    _both(elsewhere, lambda model, step: [step().backward(), *_gradients(model)][1:])
+        followed(CASE, elsewhere)
 
 
-def test_backward_twice_with_retain_graph(plan: Plan) -> None:
-    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        loss = step()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return _gradients(model)
-
-    _both(plan, use)
+Step = Callable[[], torch.Tensor]
 
 
-def test_double_backward(plan: Plan) -> None:
-    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        weights = [p for p in model.parameters() if p.ndim > 1]
-        gradients = torch.autograd.grad(step(), weights, create_graph=True)
-        sum(g.square().sum() for g in gradients).backward()
-        return _gradients(model)
-
-    _both(plan, use)
+def backward_twice(model: nn.Module, step: Step, session: Session | None) -> None:
+    loss = step()
+    loss.backward(retain_graph=True)
+    loss.backward()
 
 
-def test_several_forwards_before_one_backward(plan: Plan) -> None:
-    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        (step() + step() + step()).backward()
-        return _gradients(model)
-
-    _both(plan, use)
+def double_backward(model: nn.Module, step: Step, session: Session | None) -> None:
+    weights = [p for p in model.parameters() if p.ndim > 1]
+    found = torch.autograd.grad(step(), weights, create_graph=True)
+    sum(g.square().sum() for g in found).backward()
 
 
-def test_gradient_accumulation(plan: Plan) -> None:
-    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        for _ in range(3):
-            step().backward()
-        return _gradients(model)
-
-    _both(plan, use)
+def several_forwards_before_one_backward(model: nn.Module, step: Step, session: Session | None) -> None:
+    (step() + step() + step()).backward()
 
 
-def test_an_exception_between_forward_and_backward_then_another_step(plan: Plan) -> None:
-    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        with pytest.raises(KeyError):
-            loss = step()
-            raise KeyError(loss.item())
-        del loss
+def gradient_accumulation(model: nn.Module, step: Step, session: Session | None) -> None:
+    for _ in range(3):
         step().backward()
-        return _gradients(model)
-
-    _both(plan, use)
 
 
-def test_part_of_the_graph_alone(plan: Plan) -> None:
-    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        assert isinstance(model, Residual)
-        return list(torch.autograd.grad(step(), [model.head.weight]))
-
-    _both(plan, use)
-
-
-def test_evaluation_inside_the_session(plan: Plan) -> None:
-    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+def an_exception_between_forward_and_backward_then_another_step(
+    model: nn.Module, step: Step, session: Session | None
+) -> None:
+    with pytest.raises(KeyError):
         loss = step()
-        with torch.no_grad():
-            step()
+        raise KeyError(loss.item())
+    del loss
+    step().backward()
+
+
+def part_of_the_graph_alone(model: nn.Module, step: Step, session: Session | None) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(step(), [model.head.weight])
+
+
+def evaluation_inside_the_session(model: nn.Module, step: Step, session: Session | None) -> None:
+    loss = step()
+    with torch.no_grad():
+        step()
+    loss.backward()
+
+
+def backward_on_another_thread(model: nn.Module, step: Step, session: Session | None) -> None:
+    together(step().backward)
+
+
+def the_users_own_checkpoint(model: nn.Module, step: Step, session: Session | None) -> None:
+    images = torch.ones(4, 8, 16, 16, requires_grad=True)
+    checkpoint(model, images, use_reentrant=False).sum().backward()
+    step().backward()
+
+
+def a_parameter_written_between_forward_and_backward(
+    model: nn.Module, step: Step, session: Session | None
+) -> list[torch.Tensor]:
+    """As by an optimizer that steps inside backward."""
+    loss, said = step(), ""
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    try:
         loss.backward()
-        return _gradients(model)
+    except RuntimeError as error:
+        said = str(error)
+    model.zero_grad(set_to_none=True)  # a replay meets it earlier
+    return [torch.tensor("modified by an inplace operation" in said)]
 
-    _both(plan, use)
+
+USES: list[Use] = [
+    backward_twice,
+    double_backward,
+    several_forwards_before_one_backward,
+    gradient_accumulation,
+    an_exception_between_forward_and_backward_then_another_step,
+    part_of_the_graph_alone,
+    evaluation_inside_the_session,
+    backward_on_another_thread,
+    the_users_own_checkpoint,
+    a_parameter_written_between_forward_and_backward,
+]
 
 
-def test_backward_on_another_thread(plan: Plan) -> None:
-    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        loss = step()
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
-        return _gradients(model)
-
-    _both(plan, use)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("use", USES)
+def test_whatever_a_loop_does_it_does_what_it_does_in_core(plan: Plan, use: Use) -> None:
+    either_way(CASE, plan, use, is_followed=False)
 
 
 def test_backward_after_the_session(plan: Plan) -> None:
     model, step, _ = CASE.fresh()
     step().backward()
-    reference = _gradients(model)
+    reference = gradients(model)
     model, step, _ = CASE.fresh()
     with poochplan.apply(plan, model):
         loss = step()
     loss.backward()
-    assert _same(reference, _gradients(model))
-
-
-def test_the_users_own_checkpoint(plan: Plan) -> None:
-    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        images = torch.ones(4, 8, 16, 16, requires_grad=True)
-        checkpoint(model, images, use_reentrant=False).sum().backward()
-        step().backward()
-        return _gradients(model)
-
-    _both(plan, use)
-
-
-def test_an_optimizer_that_steps_inside_backward_is_told_of_like_in_core(plan: Plan) -> None:
-    def outcome(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> str:
-        loss = step()
-        with torch.no_grad():
-            next(model.parameters()).add_(1.0)
-        try:
-            loss.backward()
-        except RuntimeError as error:
-            return "modified by an inplace operation" if "modified by an inplace operation" in str(error) else "other"
-        return "none"
-
-    model, step, _ = CASE.fresh()
-    reference = outcome(model, step)
-    model, step, _ = CASE.fresh()
-    with poochplan.apply(plan, model):
-        assert outcome(model, step) == reference
+    assert equal([reference], [gradients(model)])
 
 
 @pytest.mark.parametrize("weights", [(1, 0, 0), (0, 1, 0), (0, 0, 1)], ids=["keep", "swap", "replay"])
 def test_a_saved_value_written_in_place_raises_what_autograd_raises(weights: tuple[float, float, float]) -> None:
     written: list[torch.Tensor] = []
 
-    class Writes(torch.nn.Module):
+    class Writes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
         def forward(self, batch: torch.Tensor) -> torch.Tensor:
             hidden = self.first(batch).sigmoid()
@@ -188,7 +159,7 @@ def test_a_saved_value_written_in_place_raises_what_autograd_raises(weights: tup
 
     batch = torch.randn(4, 8)
     model = Writes()
-    profile = poochplan.profile(lambda: model(batch).sum(), model=model, iterations=1, link=LINK)
+    profile = taken(lambda: model(batch).sum(), model)
     # The profile sees the alias in ``written`` and pins the value; a plan that did not know must not go wrong either.
     free = msgspec.structs.replace(
         profile, values=tuple(msgspec.structs.replace(value, pinned="") for value in profile.values)
@@ -215,7 +186,7 @@ def test_a_second_session_on_a_thread_is_refused_and_the_first_goes_on(plan: Pla
             with pytest.raises(UsageError, match="expected no open session on this thread, found one for Residual"):
                 poochplan.apply(plan, second).__enter__()
         with pytest.raises(UsageError, match=r"profile\(\): expected no open session on this thread"):
-            poochplan.profile(step, model=model, iterations=1, link=LINK)
+            taken(step, model)
         step().backward()
         assert session.report().total.steps == 2
         assert session.report().last_step.fallbacks == 0
@@ -249,23 +220,6 @@ def test_a_second_session_for_a_model_is_refused_on_another_thread_too(plan: Pla
     ]
 
 
-def test_nothing_is_left_behind_after_many_steps(plan: Plan) -> None:
-    threads = threading.active_count()
-    model, step, optimizer = CASE.fresh()
-    with poochplan.apply(plan, model) as session:
-        counts = []
-        for step_number in range(12):
-            optimizer.zero_grad(set_to_none=True)
-            step().backward()
-            optimizer.step()
-            if step_number in (4, 11):
-                gc.collect()
-                counts.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
-        assert not session._engine.cursor.holds_values
-        assert counts[0] == counts[1]
-    assert threading.active_count() == threads
-
-
 def test_a_snapshot_holds_loss_gradients_buffers_parameters_and_the_generators_state() -> None:
     model, step, _ = CASE.fresh()
     loss = step()
@@ -279,24 +233,236 @@ def test_in_core_training_repeats_itself_bitwise() -> None:
 
 
 def test_steps_taken_away_from_the_session_are_plain_ones_and_the_next_follows_the_plan(plan: Plan) -> None:
-    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor], away: Callable[[], object]) -> list[torch.Tensor]:
-        gradients = []
-        for _ in range(2):
+    def use(model: nn.Module, step: Step, session: Session | None) -> list[torch.Tensor]:
+        found = []
+        for away in (None, session, None, session):
             model.zero_grad(set_to_none=True)
-            step().backward()
-            gradients += _gradients(model)
-            model.zero_grad(set_to_none=True)
-            with away():  # type: ignore[attr-defined]
+            with contextlib.nullcontext() if away is None else away.away():
                 step().backward()
-            gradients += _gradients(model)
-        return gradients
+            found += gradients(model)
+        return found
 
-    reference = use(*CASE.fresh()[:2], contextlib.nullcontext)
-    model, step, _ = CASE.fresh()
-    with poochplan.apply(plan, model) as session:
-        planned = use(model, step, session.away)
-        report = session.report()
-    assert _same(reference, planned)
-    assert (report.total.steps, report.total.fallbacks) == (2, 0)
+    report = either_way(CASE, plan, use)
+    assert report.total.steps == 2
+
+
+def test_nobody_steps_away_from_a_session_that_is_closed(plan: Plan) -> None:
+    with poochplan.apply(plan, CASE.fresh()[0]) as session:
+        pass
     with pytest.raises(UsageError, match="expected an open session, found a closed one"), session.away():
         pass
+
+
+WEIGHTS = [(1, 2, 2), (0, 1, 0), (0, 0, 1)]
+
+
+def _shared() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    tokens = torch.randint(0, 20, (4, 12))
+    return Shared(), lambda model: nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+class Checkpointed(nn.Module):
+    """The user's own checkpoints, one inside the other."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.outer = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        def both(hidden: torch.Tensor) -> torch.Tensor:
+            hidden = self.outer[0](hidden)
+            return checkpoint(self.outer[1], hidden, use_reentrant=self.reentrant)
+
+        return self.outer[2](checkpoint(both, batch, use_reentrant=self.reentrant))
+
+
+def _checkpointed(reentrant: bool) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    batch = torch.randn(8, 16, requires_grad=True)
+    return Checkpointed(reentrant=reentrant), lambda model: model(batch).square().sum()
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize(
+    "make",
+    [_shared, partial(_checkpointed, False), partial(_checkpointed, True)],
+    ids=["modules called twice and tied weights", "checkpoints", "reentrant checkpoints"],
+)
+def test_it_follows_its_plan(make: Callable[[], object], weights: tuple[float, float, float]) -> None:
+    case = Case(make)  # type: ignore[arg-type]
+    followed(case, random_plan(case.profile(), 0, weights))
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_an_optimizer_in_the_hooks_of_backward(weights: tuple[float, float, float]) -> None:
+    """The gradients never live together. The weight a step changes was read before it in the same backward."""
+
+    def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> list[torch.Tensor]:
+        optimizers = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
+
+        def update(parameter: torch.Tensor) -> None:
+            optimizers[parameter].step()  # type: ignore[index]
+            parameter.grad = None
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+        seen = []
+        for _ in range(3):
+            loss = step()
+            loss.backward()  # type: ignore[no-untyped-call]
+            seen += [loss.detach().clone(), *(p.detach().clone() for p in model.parameters())]
+        return seen
+
+    case = of(lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), 16, 8)
+    either_way(case, random_plan(case.profile(), 0, weights), use, is_followed=False)
+
+
+def test_another_thread_that_trains_another_model_is_left_alone() -> None:
+    case = Case(_shared)
+
+    def elsewhere() -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(7)
+        weight = torch.randn(8, 8, generator=generator, requires_grad=True)
+        batch = torch.randn(4, 8, generator=generator)
+        for _ in range(20):
+            (batch @ weight).tanh().square().sum().backward()
+        assert weight.grad is not None
+        return [weight.grad]
+
+    results: queue.SimpleQueue[list[torch.Tensor]] = queue.SimpleQueue()
+    wanted = elsewhere()
+    thread = threading.Thread(target=lambda: results.put(elsewhere()))
+    places: list[str] = []
+
+    def at(place: str) -> None:
+        if place == "forward" and place not in places:
+            thread.start()
+        places.append(place)
+        if place == "closing":
+            thread.join()
+
+    followed(case, random_plan(case.profile(), 0, (0, 1, 1)), at=at)
+    assert equal([wanted], [results.get()])
+
+
+def test_the_same_model_run_by_another_thread_is_kept_in_core_there() -> None:
+    """Hooks are the thread's that opened the session: what another saves is not the plan's."""
+
+    def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> None:
+        together(lambda: step().backward())  # type: ignore[no-untyped-call]
+        assert session is None or session.report().total.out_bytes == 0
+
+    case = Case(_shared)
+    with pytest.warns(RuntimeWarning, match="was called 1 times on another thread than the session's"):
+        report = either_way(case, random_plan(case.profile(), 0, (0, 1, 1)), use)
+    assert report.status is SessionStatus.NO_STEPS
+
+
+@pytest.mark.cpu_device
+def test_data_parallel_training_in_two_processes(tmp_path: Path) -> None:
+    """The plan is made for the model without its wrapper; each process follows it."""
+    plan_file = tmp_path / "plan.json"
+    random_plan(Case(_shared).profile(), 1, (1, 2, 2)).save(plan_file)
+    command = [sys.executable, "-m", "tests.runtime.data_parallel"]
+    running = [
+        subprocess.Popen([*command, str(rank), str(tmp_path), str(plan_file)], cwd=Path(__file__).parents[2])
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=120) for process in running] == [0, 0]
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    for alone, planned in ranks:
+        assert equal(alone, planned)
+    gradients = [planned[0][1] for _, planned in ranks]
+    assert torch.equal(*gradients)  # they really are reduced over both
+
+
+@pytest.mark.parametrize("weights", [(0, 1, 0), (0, 0, 1)])
+def test_functional_call_with_other_weights_gives_their_gradients(weights: tuple[float, float, float]) -> None:
+    def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> list[torch.Tensor]:
+        images, labels = torch.randn(4, 8, 16, 16), torch.randint(0, 5, (4,))
+        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        other = {name: (tensor.detach() * 1).requires_grad_(tensor.requires_grad) for name, tensor in own.items()}
+        for _ in range(2):
+            out = torch.func.functional_call(model, other, (images,))
+            nn.functional.cross_entropy(out, labels).backward()
+        return [part for tensor in other.values() for part in (tensor.detach(), tensor.grad) if part is not None]
+
+    case = CASES["residual"]
+    report = either_way(case, random_plan(case.profile(), 0, weights), use)
+    assert report.total.out_bytes + report.total.replayed_values > 0
+
+
+def test_a_forward_without_backward_leaks_nothing() -> None:
+    """Autograd's nodes are freed by reference counts alone: what is packed must not hold the graph alive."""
+    case = Case(_shared)
+    model, step, _ = case.fresh()
+    plan = random_plan(case.profile(), 0, (1, 0, 0))
+    gc.collect()
+    gc.disable()
+    try:
+        with poochplan.apply(plan, model) as session:
+            for _ in range(3):
+                step()
+            assert not session._engine.cursor.holds_values
+    finally:
+        gc.enable()
+
+
+def the_shared_follows(weights: tuple[float, float, float], use: Use) -> None:
+    case = Case(_shared)
+    either_way(case, random_plan(case.profile(), 0, weights), use)
+
+
+def test_a_second_backward_and_a_second_look_at_a_saved_tensor_are_no_use_points() -> None:
+    def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> None:
+        loss = step()
+        for _ in range(2):
+            loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        model.zero_grad(set_to_none=True)
+        del loss
+        step().backward()  # type: ignore[no-untyped-call]
+
+    the_shared_follows((0, 1, 1), use)
+
+
+def test_what_backward_itself_saves_is_outside_the_plan() -> None:
+    def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> None:
+        weights = [p for p in model.parameters() if p.ndim > 1]
+        sums = [g.sum() for g in torch.autograd.grad(step(), weights, create_graph=True)]
+        torch.stack(sums).sum().backward()  # type: ignore[no-untyped-call] # neither saves anything
+
+    the_shared_follows((0, 1, 1), use)
+
+
+def test_backward_inside_autocast() -> None:
+    """A replay must not be cast, whatever is on around it."""
+
+    def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> None:
+        loss = step()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    the_shared_follows((0, 0, 1), use)
+
+
+def test_a_model_checkpointed_as_a_whole_counts_each_step_once() -> None:
+    """Backward calls the model again; that begins no step."""
+
+    def whole() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+        tokens = torch.randint(0, 20, (4, 12))
+        return Shared(), lambda model: checkpoint(model, tokens, use_reentrant=False).square().sum()
+
+    case = Case(whole)
+    assert followed(case, random_plan(case.profile(), 0, (0, 1, 0))).total.steps == 2
+
+
+def test_steps_whose_backwards_wait_for_each_other_keep_their_values_apart() -> None:
+    def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> None:
+        losses = []
+        for _ in range(2):
+            if session is not None:
+                session.step()
+            losses.append(step())
+        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+
+    the_shared_follows((0, 1, 0), use)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,12 +12,12 @@ from torch import nn
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import poochplan
-from poochplan.formats.profile import Profile
 from poochplan.runtime.compiled.deferred_unpack import waiting
 from poochplan.runtime.compiled.inductor import GraphBackend
 from poochplan.runtime.compiled.partitioner import Replays
+from tests.runtime.compiled_nets import profiled
 from tests.runtime.graph_nets import Noting, same, step
-from tests.runtime.nets import LINK
+from tests.runtime.nets import equal, gradients
 from tests.runtime.random_plans import random_plan
 from tests.runtime.served import needs_compiler
 
@@ -47,10 +46,7 @@ class Two(nn.Module):
         return self.norm(self.conv(image)).relu().tanh()  # type: ignore[no-any-return]
 
 
-class Stock(NamedTuple):
-    """Of Inductor by itself: what two steps give."""
-
-    steps: list[list[torch.Tensor]]
+Steps = list[list[torch.Tensor]]
 
 
 def fresh(replays: Replays | None = None, noting: Noting | None = None) -> tuple[nn.Module, torch.Tensor]:
@@ -62,27 +58,24 @@ def fresh(replays: Replays | None = None, noting: Noting | None = None) -> tuple
     return model, batch
 
 
-def steps(model: nn.Module, batch: torch.Tensor) -> list[list[torch.Tensor]]:
+def steps(model: nn.Module, batch: torch.Tensor) -> Steps:
     return [step(model, batch, seed) for seed in range(2)]
 
 
-def all_same(left: list[list[torch.Tensor]], right: list[list[torch.Tensor]]) -> bool:
-    return len(left) == len(right) and all(map(same, left, right))
-
-
 @pytest.fixture(scope="module")
-def stock() -> Iterator[Stock]:
+def stock() -> Iterator[Steps]:
+    """Of Inductor by itself."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, batch = Two(), torch.randn(32, 64)
     model.compile(dynamic=False)
     with fresh_cache():  # what is found in a cache is not noted
-        yield Stock(steps(model, batch))
+        yield steps(model, batch)
     torch._dynamo.reset()
 
 
 @pytest.fixture(scope="module")
-def noted(stock: Stock) -> Noting:
+def noted(stock: Steps) -> Noting:
     """Of code with points, which is compiled here."""
     torch._dynamo.reset()
     noting = Noting()
@@ -99,9 +92,9 @@ def forwards(noted: Noting) -> list[str]:
     return [body for body in bodies if "poochplan.save" in body]
 
 
-def test_without_a_session_the_gradients_are_those_of_stock_inductor(stock: Stock, noted: Noting) -> None:
+def test_without_a_session_the_gradients_are_those_of_stock_inductor(stock: Steps, noted: Noting) -> None:
     model, batch = fresh()
-    assert all_same(steps(model, batch), stock.steps)
+    assert equal(steps(model, batch), stock)
     gc.collect()
     assert waiting() == 0
 
@@ -125,25 +118,21 @@ def test_what_a_save_point_gives_is_read_by_nothing_and_what_it_was_given_is_not
 
 @pytest.mark.parametrize("which", [pytest.param("half", marks=pytest.mark.deep), "all"])
 def test_with_replays_and_plans_the_gradients_are_those_of_stock_inductor(
-    stock: Stock, noted: Noting, which: str
+    stock: Steps, noted: Noting, which: str
 ) -> None:
     replays = {key: names if which == "all" else names[::2] for key, names in noted.replayable().items()}
     assert any(replays.values())
     torch._dynamo.reset()
     model, batch = fresh(replays)
-    assert all_same(steps(model, batch), stock.steps)
+    assert equal(steps(model, batch), stock)
     profile = profiled(model, batch)
     for seed, weights in enumerate([(0, 1, 0), (1, 1, 0)]):
         model, batch = fresh(replays)
         with poochplan.apply(random_plan(profile, seed, weights), model) as session:
-            assert all_same(steps(model, batch), stock.steps)
+            assert equal(steps(model, batch), stock)
         assert session.report().total.fallbacks == 0
     gc.collect()
     assert waiting() == 0
-
-
-def profiled(model: nn.Module, batch: torch.Tensor) -> Profile:
-    return poochplan.profile(lambda: model(batch).square().mean(), model=model, iterations=1, link=LINK)
 
 
 # -- hooks, and no hooks ---------------------------------------------------------------------------------------------
@@ -160,13 +149,17 @@ class Handed(nn.Module):
         return self.layer(batch).exp()  # type: ignore[no-any-return]
 
 
-@pytest.fixture(scope="module")
-def handed() -> Iterator[tuple[nn.Module, torch.Tensor]]:
+def fresh_handed(replays: Replays | None = None, **options: bool) -> tuple[Handed, torch.Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, batch = Handed(), torch.randn(64, 32)
-    model.compile(backend=GraphBackend(), dynamic=False)
-    yield model, batch
+    model.compile(backend=GraphBackend(replays), **options)
+    return model, batch
+
+
+@pytest.fixture(scope="module")
+def handed() -> Iterator[tuple[nn.Module, torch.Tensor]]:
+    yield fresh_handed(dynamic=False)
     torch._dynamo.reset()
 
 
@@ -190,9 +183,7 @@ def test_hooks_of_others_get_tensors(handed: Pair) -> None:
 
 
 def test_what_is_written_behind_the_forward_is_an_error_as_it_is_without_points() -> None:
-    torch._dynamo.reset()
-    model, batch = Handed(), torch.randn(64, 32)
-    model.compile(backend=GraphBackend(), dynamic=False)
+    model, batch = fresh_handed(dynamic=False)
     for _ in range(2):  # where it has just been compiled too
         result = model(batch)
         result.mul_(2)
@@ -208,9 +199,9 @@ def test_a_graph_goes_back_twice_and_one_that_never_does_leaves_nothing(handed: 
     model.zero_grad(set_to_none=True)
     loss = model(batch).square().mean()
     loss.backward(retain_graph=True)
-    once = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    once = gradients(model)
     loss.backward()
-    assert same([p.grad for p in model.parameters() if p.grad is not None], [2 * gradient for gradient in once])
+    assert same(gradients(model), [2 * gradient for gradient in once])
     unused = model(batch)
     assert waiting() == before + 1
     del loss, unused
@@ -219,9 +210,7 @@ def test_a_graph_goes_back_twice_and_one_that_never_does_leaves_nothing(handed: 
 
 
 def test_other_batch_sizes_are_compiled_for_any_and_a_call_without_gradients_saves_nothing() -> None:
-    torch._dynamo.reset()
-    model, batch = Handed(), torch.randn(64, 32)
-    model.compile(backend=GraphBackend())
+    model, batch = fresh_handed()
     gc.collect()
     before = waiting()
     plain = Handed()
@@ -240,7 +229,7 @@ def test_other_batch_sizes_are_compiled_for_any_and_a_call_without_gradients_sav
 # -- caches ----------------------------------------------------------------------------------------------------------
 
 
-def test_one_plan_never_gets_the_code_of_another(stock: Stock) -> None:
+def test_one_plan_never_gets_the_code_of_another(stock: Steps) -> None:
     """In one cache."""
     noting = Noting()
     saved: list[int] = []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -75,12 +76,19 @@ LEADS_TO = {
 NAMES = ("is copied", "is given up", "its copy has failed", "is fetched", "is dropped", "came back")
 
 
-@pytest.mark.parametrize(("state", "name"), list(itertools.product(State, NAMES)))
-def test_a_value_goes_where_it_may_and_nowhere_else(state: State, name: str) -> None:
+@contextlib.contextmanager
+def alive(state: State) -> Iterator[Life]:
     with OpClock() as clock:
         life = Life(clock)
         for step in ROADS[state]:
             life.do(step)
+        yield life
+        life.device.synchronize()
+
+
+@pytest.mark.parametrize(("state", "name"), list(itertools.product(State, NAMES)))
+def test_a_value_goes_where_it_may_and_nowhere_else(state: State, name: str) -> None:
+    with alive(state) as life:
         assert life.value.state is state
         wanted = LEADS_TO.get((state, name))
         if wanted is None:
@@ -90,37 +98,26 @@ def test_a_value_goes_where_it_may_and_nowhere_else(state: State, name: str) -> 
         else:
             life.do(name)
             assert life.value.state is wanted
-        life.device.synchronize()
 
 
 @pytest.mark.parametrize("state", State)
 def test_a_value_has_a_storage_where_its_state_says_so(state: State) -> None:
-    with OpClock() as clock:
-        life = Life(clock)
-        for step in ROADS[state]:
-            life.do(step)
+    with alive(state) as life:
         there = state in (State.ON_DEVICE, State.COPIED, State.ARRIVING)
         assert (life.value.storage is not None) == there
         assert (life.value.recipe is not None) == (state is State.TO_REPLAY)
         assert (life.value.host_offset >= 0) == (state in (State.COPIED, State.ON_HOST, State.ARRIVING))
-        life.device.synchronize()
 
 
 def test_what_arrives_is_on_the_device_and_still_on_the_host() -> None:
-    with OpClock() as clock:
-        life = Life(clock)
-        for step in ROADS[State.ARRIVING]:
-            life.do(step)
+    with alive(State.ARRIVING) as life:
         life.value.arrived()
         assert life.value.state is State.COPIED
         assert life.value.in_copy is None
-        life.device.synchronize()
 
 
 def test_a_replay_that_gives_other_bytes_than_were_saved_is_an_error() -> None:
-    with OpClock() as clock:
-        life = Life(clock)
-        life.do("is dropped")
+    with alive(State.TO_REPLAY) as life:
         with pytest.raises(RuntimeError, match="a replay gave 4 bytes where 64 were saved"):
             life.value.came_back(torch.ones(1).untyped_storage())
         assert life.value.waits_for_replay

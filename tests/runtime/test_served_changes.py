@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import gc
 import itertools
 import threading
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 import pytest
@@ -20,8 +20,10 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.planner.arena.packing import packed
 from poochplan.runtime import serving
-from tests.runtime.nets import CASES, Attention, equal, snapshot
-from tests.runtime.served import SETTLED, Loop, needs_compiler, plan_of, served
+from poochplan.runtime.run_report import ArenaReport
+from poochplan.runtime.session import Session
+from tests.runtime.nets import CASES, Attention, Case, equal, in_core, snapshot, train
+from tests.runtime.served import SETTLED, Loop, arenas_mapped, needs_compiler, plain, plan_of, served
 from tests.runtime.switching import follow
 
 pytestmark = pytest.mark.cpu_device
@@ -193,8 +195,7 @@ def test_auto_does_not_use_an_arena_above_the_budget() -> None:
     assert plan.prediction.arena_peak_bytes is not None
     plan = msgspec.structs.replace(plan, budget_bytes=plan.prediction.arena_peak_bytes - 1)
     loop = Loop(CASES["attention"])
-    with warnings.catch_warnings(), poochplan.apply(plan, loop.model) as session:
-        warnings.simplefilter("ignore", RuntimeWarning)
+    with poochplan.apply(plan, loop.model) as session:
         loop.steps(SETTLED + 1)
         assert session.report().arena is None
 
@@ -220,34 +221,18 @@ def test_one_that_is_learned_to_be_larger_than_there_is_room_for_is_not_used_and
 @needs_compiler
 @pytest.mark.parametrize("smaller", [(5,), (5, 6, 8), (1, 3, 5, 7, 9)])
 def test_batches_of_another_size_in_between_have_the_bits_of_in_core_training(smaller: tuple[int, ...]) -> None:
-    rows, steps = 1024, 11
-
-    def fresh() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
-        torch.manual_seed(0)
+    def make() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
         model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 64), nn.LayerNorm(64))
-        return model, torch.optim.AdamW(model.parameters()), torch.randn(rows, 64)
+        batch = torch.randn(1024, 64)
+        return model, lambda model: model(batch[: 700 if next(numbers) in smaller else 1024]).square().mean()
 
-    def train(plan: Plan | None) -> list[list[torch.Tensor]]:
-        model, optimizer, batch = fresh()
-        seen = []
-        with contextlib.ExitStack() as stack:
-            if plan is not None:
-                stack.enter_context(poochplan.apply(plan, model, arena="on"))
-            torch.manual_seed(1)
-            for number in range(steps):
-                optimizer.zero_grad(set_to_none=True)
-                loss = model(batch[: 700 if number in smaller else rows]).square().mean()
-                loss.backward()
-                seen.append(snapshot(model, loss))
-                optimizer.step()
-        return seen
-
-    model, optimizer, batch = fresh()
-    profile = poochplan.profile(lambda: model(batch).square().mean(), model=model, optimizer=optimizer, iterations=1)
-    plan = poochplan.plan(profile, "90%", evaluations=50)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # that they leave the plan
-        assert equal(train(plan), train(None))
+    numbers: Iterator[int] = itertools.repeat(-1)
+    case = Case(make)
+    plan = poochplan.plan(case.profile(), "90%", evaluations=50)
+    numbers = itertools.count()
+    reference = in_core(case, 11)
+    numbers = itertools.count()
+    assert equal(train(case, 11, plan, arena="on")[0], reference)
 
 
 def _apart_where_there_is_room(blocks: Sequence[tuple[int, int, int]], room_bytes: int) -> tuple[Sequence[int], int]:
@@ -282,3 +267,111 @@ def test_what_grows_beside_a_step_makes_its_arena_smaller(
     assert loop.is_served_whole
     assert (loop.arena.size_bytes < apart_bytes) == bool(grown_bytes)
     assert len(said) == bool(grown_bytes)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["attention", "residual"])
+def test_where_every_step_is_observed_steps_are_served_as_observed_ones_are(name: str) -> None:
+    with served(name, meter="always") as loop:
+        for _ in range(4):
+            loop.step()
+            assert loop.is_served_whole, loop.arena
+        assert loop.session is not None
+        assert loop.session.report().last_step.peak_bytes is not None
+        assert loop.session.report().total.served_bytes >= 5 * loop.arena.served_bytes
+    assert equal(loop.seen, plain(name, len(loop.seen)).seen)
+
+
+class Accumulating:
+    """A loop of steps of several micro-batches. State: what it saw, and what the arena did of each micro-batch."""
+
+    def __init__(self, name: str, micro_batches: int) -> None:
+        self.model, self.loss_of, _ = CASES[name].fresh()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.seen: list[list[torch.Tensor]] = []
+        self.found: list[ArenaReport | None] = []
+        self._micro_batches = micro_batches
+        torch.manual_seed(1)
+
+    def steps(self, count: int, session: Session | None = None) -> None:
+        for _ in range(count):
+            self.optimizer.zero_grad(set_to_none=True)
+            self.found.clear()
+            for number in range(self._micro_batches):
+                loss = self.loss_of()
+                loss.backward()
+                if number == self._micro_batches - 1:
+                    self.seen.append(snapshot(self.model, loss))
+                    self.optimizer.step()
+                if session is not None:
+                    self.found.append(session.report().arena)
+
+    @property
+    def is_served_whole(self) -> bool:
+        """Whether each micro-batch of the last step was."""
+        return all(one is not None and one.served > 0 and not one.unplanned + one.taken for one in self.found)
+
+
+@contextmanager
+def _accumulating(name: str, micro_batches: int, meter: str) -> Iterator[tuple[Accumulating, Session]]:
+    loop = Accumulating(name, micro_batches)
+    with poochplan.apply(plan_of(name), loop.model, arena="on", meter=meter) as session:  # type: ignore[arg-type]
+        yield loop, session
+
+
+@needs_compiler
+@pytest.mark.parametrize("meter", ["first-steps", "always"])
+@pytest.mark.parametrize("micro_batches", [2, 4, 5])
+@pytest.mark.parametrize("name", ["attention", "residual"])
+def test_every_micro_batch_is_served_whole_from_one_arena(name: str, micro_batches: int, meter: str) -> None:
+    gc.collect()
+    before = arenas_mapped()
+    with _accumulating(name, micro_batches, meter) as (loop, session):
+        loop.steps(6, session)
+        for _ in range(4):
+            loop.steps(1, session)
+            assert loop.is_served_whole, loop.found
+            assert arenas_mapped() == before + 1
+    reference = Accumulating(name, micro_batches)
+    reference.steps(10)
+    assert equal(loop.seen, reference.seen)
+
+
+@needs_compiler
+def test_an_arena_of_several_kinds_is_no_larger_than_the_largest_of_them() -> None:
+    with _accumulating("attention", 2, "never") as (loop, session):
+        loop.steps(6, session)
+        assert session._serving is not None
+        sizes = [one.size_bytes for one in loop.found if one is not None]
+        assert len(sizes) == 2
+        arena = session._serving._runs.laid.arena
+        assert arena is not None
+        assert arena.size_bytes == max(sizes)
+
+
+@needs_compiler
+def test_one_step_more_or_less_in_between_changes_no_bit_and_is_served_again() -> None:
+    """The last micro-batches of an epoch are fewer, so that the optimizer steps where it did not."""
+    seen = []
+    for is_served in (True, False):
+        loop = Accumulating("attention", 3)
+        session = poochplan.apply(plan_of("attention"), loop.model, arena="on" if is_served else "off")
+        with session:
+            for micro_batches in (3, 3, 3, 3, 3, 1, 3, 2, 3, 3, 3):
+                loop._micro_batches = micro_batches
+                loop.steps(1, session)
+        assert loop.is_served_whole is is_served
+        seen.append(loop.seen)
+    assert equal(*seen)
+
+
+@needs_compiler
+def test_gradients_that_lie_in_the_arena_and_stay_there_cost_one_more_arena_and_no_place_for_good() -> None:
+    with served("attention", meter="never") as loop:
+        assert isinstance(loop, Loop)
+        for _ in range(SETTLED + 1):
+            loop.loss_of().backward()  # its gradients are there in the step behind it
+            loop.optimizer.step()
+        assert loop.is_served_whole
+        loop.step()
+        assert loop.is_served_whole

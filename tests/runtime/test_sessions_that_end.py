@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
-import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -46,19 +44,6 @@ def test_a_session_whose_model_is_never_called_says_so_and_reports_no_success(pl
     assert report.total.out_bytes == 0, "the other model was left alone, though it saves what the plan says"
 
 
-def test_steps_on_another_thread_are_told_of(plan: Plan) -> None:
-    model = fresh()
-    with (
-        pytest.warns(RuntimeWarning, match="Layers was called 2 times on another thread than the session's"),
-        poochplan.apply(plan, model) as session,
-    ):
-        for _ in range(2):
-            worker = threading.Thread(target=step, args=(model,))
-            worker.start()
-            worker.join()
-    assert session.report().status is SessionStatus.NO_STEPS
-
-
 def test_steps_that_other_hooks_hide_are_told_of(plan: Plan) -> None:
     model = fresh()
     with (
@@ -71,22 +56,10 @@ def test_steps_that_other_hooks_hide_are_told_of(plan: Plan) -> None:
     assert session.report().status is SessionStatus.NOT_FOLLOWED
 
 
-def test_a_session_that_was_followed_says_nothing(plan: Plan) -> None:
-    model = fresh()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with poochplan.apply(plan, model) as session:
-            step(model)
-            step(model)
-    report = session.report()
-    assert (report.status, report.steps_followed) == (SessionStatus.FOLLOWED, 2)
-
-
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_session_in_which_an_exception_was_raised_says_no_more_than_that(plan: Plan) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(ZeroDivisionError), poochplan.apply(plan, fresh()):
-            1 / 0
+    with pytest.raises(ZeroDivisionError), poochplan.apply(plan, fresh()):
+        1 / 0
 
 
 def _left_open(plan: Plan, model: nn.Module) -> None:
@@ -135,29 +108,28 @@ def test_the_same_function_may_leave_a_session_open_and_be_called_again(plan: Pl
     kept: list[BaseException] = []
     for _ in range(2):
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                _left_open(plan, fresh())
+            _left_open(plan, fresh())
         except ZeroDivisionError as error:
             kept.append(error)
     kept.clear()
     gc.collect()
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_another_model_is_never_moved_by_a_session_that_is_open(plan: Plan) -> None:
     model, other = fresh(), fresh()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with poochplan.apply(plan, model) as session:
-            step(model)
-            moved = session.report().total.out_bytes
-            step(other)
-            step(other)
-            assert session.report().total.out_bytes == moved > 0
-            step(model)
-    assert (session.report().total.steps, session.report().steps_followed) == (2, 2)
+    with poochplan.apply(plan, model) as session:
+        step(model)
+        moved = session.report().total.out_bytes
+        step(other)
+        step(other)
+        assert session.report().total.out_bytes == moved > 0
+        step(model)
+    report = session.report()
+    assert (report.status, report.total.steps, report.steps_followed) == (SessionStatus.FOLLOWED, 2, 2)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_session_within_another_is_refused_also_where_a_generator_holds_the_outer_one(plan: Plan) -> None:
     model = fresh()
 
@@ -170,6 +142,4 @@ def test_a_session_within_another_is_refused_also_where_a_generator_holds_the_ou
     with pytest.raises(UsageError, match="expected no open session on this thread"), poochplan.apply(plan, fresh()):
         pass
     step(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert next(outer, None) is None
+    assert next(outer, None) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 import poochplan
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Plan
-from tests.runtime.nets import LINK, equal, snapshot
+from tests.runtime.nets import equal, snapshot, taken
 from tests.runtime.random_plans import random_plan
 
 NOISE, WIDTH, BATCH = 8, 24, 32
@@ -50,7 +49,7 @@ def plans() -> dict[str, list[Plan]]:
     profiles = {}
     for name, model in models.items():
         step = functools.partial(_loss, models, name, _batch(models, name))
-        profiles[name] = poochplan.profile(step, model=model, iterations=1, link=LINK)
+        profiles[name] = taken(step, model)
     return {name: [random_plan(one, 1, shares) for shares in (SWAP, REPLAY)] for name, one in profiles.items()}
 
 
@@ -74,16 +73,15 @@ def _train(
     return seen
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("which", [0, 1], ids=["swap", "replay"])
 @pytest.mark.parametrize("said", [True, False], ids=["announced", "by the model that is called"])
 def test_both_halves_of_a_gan_follow_their_plans_bitwise(plans: dict[str, list[Plan]], which: int, said: bool) -> None:
     models = _halves()
     chosen = {name: plans[name][which] for name in models}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with poochplan.apply(chosen, models) as session:
-            seen = _train(models, 3, session.step if said else lambda _: None)
-            assert session.plan is chosen["g"]
+    with poochplan.apply(chosen, models) as session:
+        seen = _train(models, 3, session.step if said else lambda _: None)
+        assert session.plan is chosen["g"]
     report = session.report()
     assert equal(seen, _train(_halves(), 3))
     assert (report.status, report.steps_followed, report.total.steps) == ("followed", 6, 6)

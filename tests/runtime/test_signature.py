@@ -11,7 +11,7 @@ from transformers import BatchEncoding
 
 import poochplan
 from poochplan.tensors.signatures import input_signature
-from tests.runtime.nets import CASES, LINK
+from tests.runtime.nets import CASES, taken
 
 pytestmark = pytest.mark.cpu_device
 Pair = namedtuple("Pair", "left right")
@@ -43,16 +43,11 @@ def test_of_several_calls_the_first_counts_and_keywords_go_by_name() -> None:
             return super().forward(batch) * scale
 
     model, scale = Scaled(8, 8), torch.ones(())
-    profile = poochplan.profile(
-        lambda: (model(torch.ones(4, 8), scale=scale) + model(torch.ones(1, 8), scale=scale)).sum(),
-        model=model,
-        iterations=1,
-        link=LINK,
-    )
+    profile = taken(lambda: (model(torch.ones(4, 8), scale=scale) + model(torch.ones(1, 8), scale=scale)).sum(), model)
     assert profile.inputs == ("0 float32[4, 8]", "scale float32[]")
 
 
 def test_a_model_that_is_never_called_has_no_inputs() -> None:
     model = nn.Linear(8, 8)
-    profile = poochplan.profile(lambda: model.forward(torch.ones(4, 8)).sum(), model=model, iterations=1, link=LINK)
+    profile = taken(lambda: model.forward(torch.ones(4, 8)).sum(), model)
     assert profile.inputs == ()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -49,100 +51,73 @@ def step(model: nn.Module) -> None:
     model(torch.ones(BATCH, WIDTH)).square().mean().backward()
 
 
+def metered(plan: Plan, count: int, after_each: Callable[[int], object] = int, **options: Any) -> list[int | None]:
+    """The metered peaks of so many steps."""
+    model, peaks = fresh(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with poochplan.apply(plan, model, **options) as session:
+        for number in range(1, count + 1):
+            step(model)
+            optimizer.step()
+            peaks.append(session.report().last_step.peak_bytes)
+            after_each(number)
+    return peaks
+
+
 def test_an_allocator_that_tells_is_asked_in_every_step(plan: Plan) -> None:
     plan = msgspec.structs.replace(live(plan), budget_bytes=10 * plan.budget_bytes)
     peaks = [5, 6, 7, 8, plan.budget_bytes + 1, 9]
-    device, seen, model = Telling(peaks), [], fresh()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with (
-        pytest.warns(RuntimeWarning, match=f"took {plan.budget_bytes + 1} bytes, more than its budget") as told,
-        poochplan.apply(plan, model, device=lambda: device) as session,
-    ):
-        for _ in peaks:
-            step(model)
-            optimizer.step()
-            seen.append(session.report().last_step.peak_bytes)
-    assert seen == peaks
+    device = Telling(peaks)
+    with pytest.warns(RuntimeWarning, match=f"took {plan.budget_bytes + 1} bytes, more than its budget") as told:
+        assert metered(plan, len(peaks), device=lambda: device) == peaks
     assert device.begun == len(peaks)
     assert len(told) == 1
 
 
 @needs_allocator
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_without_the_allocator_a_plan_of_allocated_bytes_is_compared_with_what_its_ops_take_inside_as_predicted(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(allocated, "_counted", lambda: None)
-    model, peaks = fresh(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with warnings.catch_warnings(), poochplan.apply(plan, model) as session:
-        warnings.simplefilter("error")
-        for _ in range(4):
-            step(model)
-            optimizer.step()
-            peaks.append(session.report().last_step.peak_bytes)
+    peaks = metered(plan, 4)
     assert peaks[2:] == [None, None], "nothing tells of steps whose ops are not metered"
     assert peaks[1] is not None
     assert 0.9 * plan.prediction.peak_bytes <= peaks[1] <= plan.prediction.peak_bytes
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_live_bytes_are_metered_in_the_first_two_steps_and_one_in_fifty(plan: Plan) -> None:
-    plan = live(plan)
-    model, metered = fresh(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with warnings.catch_warnings(), poochplan.apply(plan, model) as session:
-        warnings.simplefilter("error")
-        for number in range(1, 102):
-            step(model)
-            optimizer.step()
-            if session.report().last_step.peak_bytes is not None:
-                metered.append(number)
-    assert metered == [1, 2, 50, 100]
+    peaks = metered(live(plan), 101)
+    assert [number for number, peak in enumerate(peaks, 1) if peak is not None] == [1, 2, 50, 100]
 
 
 @needs_allocator
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_allocated_bytes_are_metered_in_every_step(plan: Plan) -> None:
-    model = fresh()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with warnings.catch_warnings(), poochplan.apply(plan, model) as session:
-        warnings.simplefilter("error")
-        for _ in range(6):
-            step(model)
-            optimizer.step()
-            peak_bytes = session.report().last_step.peak_bytes
-            assert peak_bytes is not None
-            assert 0.9 * plan.prediction.peak_bytes <= peak_bytes <= plan.prediction.peak_bytes
+    for peak_bytes in metered(plan, 6):
+        assert peak_bytes is not None
+        assert 0.9 * plan.prediction.peak_bytes <= peak_bytes <= plan.prediction.peak_bytes
 
 
-@needs_allocator
-def test_what_is_kept_is_told_of_once_a_census_has_seen_it_too(plan: Plan) -> None:
-    model, kept, told_at = fresh(), [], []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with poochplan.apply(plan, model):
-        for number in range(1, 13):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                step(model)
-                optimizer.step()
-            told_at += [number for one in caught if "more than its budget" in str(one.message)]
-            if number == 9:
-                kept.append(torch.zeros(BATCH, WIDTH))
-    assert told_at == [11]
+@pytest.mark.parametrize(
+    ("is_live", "wanted"), [pytest.param(False, 11, marks=needs_allocator), (True, 50)], ids=["allocated", "live"]
+)
+def test_what_is_kept_is_told_of_once_a_census_has_seen_it_too(plan: Plan, is_live: bool, wanted: int) -> None:
+    """And a meter that starts late knows what lives already."""
+    kept: list[torch.Tensor] = []
+    told_at: list[int] = []
 
+    def after_each(number: int) -> None:
+        told_at.extend(number for one in caught if "variable kept of " in str(one.message))
+        caught.clear()
+        if number == 9:
+            kept.append(torch.zeros(BATCH, WIDTH))
 
-def test_a_meter_that_starts_late_knows_what_lives_already(plan: Plan) -> None:
-    plan = live(plan)
-    model, kept, told_at = fresh(), [], []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with poochplan.apply(plan, model):
-        for number in range(1, 53):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                step(model)
-                optimizer.step()
-            told_at += [number for one in caught if "variable kept of test_a_meter" in str(one.message)]
-            if number == 9:
-                kept.append(torch.zeros(BATCH, WIDTH))
-    assert told_at == [50]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        metered(live(plan) if is_live else plan, wanted + 2, after_each)
+    assert told_at == [wanted]
 
 
 def test_a_census_finds_what_python_holds_whatever_its_class_and_leaves_out_what_is_asked_to() -> None:
@@ -197,8 +172,6 @@ def test_an_optimizer_that_steps_in_backward_leaves_no_mode_of_ours_behind(plan:
     optimizer = torch.optim.SGD([last], lr=0.1)
     last.register_post_accumulate_grad_hook(lambda _: optimizer.step())
     before = mode_stack()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with poochplan.apply(plan, model, meter="always"):
-            step(model)
+    with poochplan.apply(plan, model, meter="always"):
+        step(model)
     assert mode_stack() == before

@@ -9,29 +9,19 @@ from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import simulate
 from tests.depth import seeds
 from tests.planner.plans import plan_with
-from tests.runtime.nets import Case, equal, in_core, train
+from tests.runtime.nets import Case, followed
 from tests.runtime.third_party_networks import NETWORKS, QUICK, random_schedule
-
-STEPS = 2
 
 
 def follow_random_plans(case: Case, plans: range) -> set[Decision]:
-    """Trains under a random plan of each seed.
-
-    Loss, gradients, buffers, parameters and generators are compared bitwise with those of in-core training after each
-    step. Returns the decisions that the plans made.
-    """
-    reference = in_core(case, STEPS)
+    """Trains under a random plan of each seed; the decisions that the plans made."""
     profile = case.profile()
     problem = build_problem(profile)
     made: set[Decision] = set()
     for seed in plans:
         schedule = random_schedule(profile, problem, seed)
         made.update(schedule.decisions)
-        planned, report = train(case, STEPS, plan_with(profile, schedule))
-        assert equal(reference, planned)
-        assert report is not None
-        assert report.total.fallbacks == 0, report.total.fallback_reasons
+        report = followed(case, plan_with(profile, schedule))
         assert report.last_step.peak_bytes == simulate(problem, schedule).peak_bytes
         assert report.total.replayed_values > 0
         assert report.total.in_bytes > 0 or Decision.SWAP not in schedule.decisions

@@ -6,21 +6,18 @@ wrapping ones, and those that ``torch.func`` hands out.
 
 from __future__ import annotations
 
-import warnings
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-import poochplan
-from poochplan.formats.profile import Profile
 from poochplan.profiler.pass_profiling import profile_pass
 from poochplan.runtime.watch.census import census, storages_of
 from poochplan.tensors.storages import has_storage, memory_of, plain_storage
-from tests.runtime.nets import LINK
+from tests.runtime.nets import Case, followed, of, taken
 from tests.runtime.random_plans import random_plan
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
@@ -111,63 +108,32 @@ class Net(nn.Module):
         return self.last(self.layer(self.first(batch).sigmoid()).tanh())  # type: ignore[no-any-return]
 
 
-def made(layer: Layer) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-    torch.manual_seed(0)
-    model, batch = Net(layer), torch.randn(16, WIDTH)
-    return model, lambda: model(batch).square().sum()
+@functools.cache
+def case_of(layer: Layer) -> Case:
+    return of(lambda: Net(layer), 16, WIDTH)
 
 
-def taken(layer: Layer, mode: Any = "run") -> Profile:
-    model, step = made(layer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch's own, of sparse layouts
-        iterations = None if mode == "fake" else 1
-        return poochplan.profile(step, model=model, iterations=iterations, link=LINK, mode=mode)
-
-
-def trained(layer: Layer, plan: poochplan.Plan | None = None) -> list[torch.Tensor]:
-    model, step = made(layer)
-    seen = []
-    torch.manual_seed(1)
-
-    def go() -> None:
-        for _ in range(3):
-            model.zero_grad(set_to_none=True)
-            step().backward()
-            seen.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
-
-    if plan is None:
-        go()
-        return seen
-    with poochplan.apply(plan, model, meter="always") as session:
-        go()
-    assert session.report().total.fallbacks == 0, session.report().total.fallback_reasons
-    return seen
-
-
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of sparse layouts
 @pytest.mark.parametrize("mode", ["run", "swap-all"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_step_with_them_is_profiled_and_its_gradients_under_plans_are_those_of_plain_steps(
     layer: Layer, mode: str
 ) -> None:
-    profile, plain = taken(layer, mode), trained(layer)
-    assert len(plain) == 12
+    case = case_of(layer)
     for weights in ((0, 1, 0), (0, 0, 1)):
-        under = trained(layer, random_plan(profile, 0, weights))
-        assert all(map(torch.equal, plain, under)), weights
+        followed(case, random_plan(case.profile(mode), 0, weights), 3, meter="always")
 
 
 @pytest.mark.cpu_device  # the other one's own mode has no effect of conjugation inside, as torch calls it
 @pytest.mark.parametrize("weights", [(0, 1, 0), (0, 0, 1)])
 def test_a_kernel_that_conjugates_inside_gives_the_same_where_it_is_recorded(weights: tuple[int, int, int]) -> None:
-    plan = random_plan(taken(pseudo_inverse), 0, weights)
-    wanted = trained(pseudo_inverse)
-    assert all(map(torch.equal, wanted, trained(pseudo_inverse, plan)))
+    case = case_of(pseudo_inverse)
+    followed(case, random_plan(case.profile(), 0, weights), 3, meter="always")
 
 
 @pytest.mark.parametrize("layer", [zero_gradient, conjugate, negative])
 def test_what_has_no_data_has_such_profiles_too(layer: Layer) -> None:
-    fake, real = taken(layer, "fake"), taken(layer)
+    fake, real = case_of(layer).profile("fake"), case_of(layer).profile()
     assert fake.in_core_live_peak_bytes == real.in_core_live_peak_bytes
 
 
@@ -185,7 +151,7 @@ def test_a_gradient_that_is_a_zero_tensor_outlives_a_profile() -> None:
     model(batch).sum().backward()
     assert model.weight.grad is not None
     assert model.weight.grad._is_zerotensor()
-    poochplan.profile(lambda: model(batch).sum(), model=model, iterations=1, link=LINK)
+    taken(lambda: model(batch).sum(), model)
     assert model.weight.grad._is_zerotensor()
 
 

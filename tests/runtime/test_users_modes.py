@@ -1,10 +1,11 @@
-"""Dispatch modes of the user's see the step as it is in-core, wherever they are entered, and the plan is followed."""
+"""Dispatch modes of the user's see the step as it is in-core, the plan is followed, and a default device is theirs."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,7 +22,7 @@ from poochplan.formats.plan import Plan
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.tensors.modes import ToggledMode
 from tests.planner.plans import plan_with
-from tests.runtime.nets import CASES, Case, equal, in_core, snapshot, train
+from tests.runtime.nets import CASES, LINK, Case, Loop, equal, followed, in_core, of, train
 from tests.runtime.random_plans import random_plan
 from tests.runtime.test_recording import one_late_value
 
@@ -92,44 +94,18 @@ class Span:
             self.at(self.end)
 
 
-def run(case: Case, plan: Plan | None, *spans: Span) -> list[list[torch.Tensor]]:
-    """What each step left behind; every span is told each place of the loop. The plan is followed to the end."""
+def run(case: Case, plan: Plan | None, *spans: Span) -> None:
+    """Each step leaves behind what it does in-core, and the plan is followed to the end; spans are told each place."""
 
     def at(place: str) -> None:
         for span in spans if place == "step" else reversed(spans):
             span.at(place)
 
-    model, step, optimizer = case.fresh()
-    seen = []
-    torch.manual_seed(1)
-    at("before")
-    with contextlib.nullcontext() if plan is None else poochplan.apply(plan, model) as session:
-        at("opened")
-        for _ in range(STEPS):
-            optimizer.zero_grad(set_to_none=True)
-            at("step")
-            loss = step()
-            at("forward")
-            loss.backward()  # type: ignore[no-untyped-call]
-            at("backward")
-            with outside_all():
-                seen.append(snapshot(model, loss))
-            optimizer.step()
-            at("updated")
-        at("closing")
-    at("after")
+    seen, report = train(case, STEPS, plan, at)
     for span in reversed(spans):
         span.finish()
-    if session is not None:
-        assert session.report().total.fallbacks == 0, session.report().total.fallback_reasons
-    return seen
-
-
-@contextlib.contextmanager
-def outside_all() -> Iterator[None]:
-    """What the test itself does is not the step's."""
-    with torch.utils._python_dispatch._disable_current_modes():
-        yield
+    assert equal(in_core(case, STEPS), seen)
+    assert report is None or report.total.fallbacks == 0, report.total.fallback_reasons
 
 
 @pytest.fixture(autouse=True)
@@ -145,10 +121,10 @@ def _the_stack_is_as_it_was() -> Iterator[None]:
 def test_a_mode_sees_the_ops_of_in_core_training_in_their_order(plan: str, span: str) -> None:
     case = CASES["residual"]
     given, plain, hooked, planned = PLANS[plan](case), Ops(), Ops(), Ops()
-    assert equal(in_core(case, STEPS), run(case, None, Span(plain, span)))
+    run(case, None, Span(plain, span))
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         run(case, None, Span(hooked, span))
-    assert equal(in_core(case, STEPS), run(case, given, Span(planned, span)))
+    run(case, given, Span(planned, span))
     assert len(plain.without_detach) > 0
     assert planned.without_detach == plain.without_detach
     assert planned.seen == hooked.seen
@@ -156,15 +132,12 @@ def test_a_mode_sees_the_ops_of_in_core_training_in_their_order(plan: str, span:
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_modes_one_around_the_other_see_the_same_ops(name: str) -> None:
-    case = CASES[name]
-
-    def ops(plan: Plan | None) -> list[list[str]]:
+    case, seen = CASES[name], []
+    for plan in (None, PLANS["mixed"](case)):
         outer, inner = Ops(), Ops()
-        seen = run(case, plan, Span(outer, "around the session"), Span(inner, "around each step"))
-        assert equal(in_core(case, STEPS), seen)
-        return [outer.without_detach, inner.without_detach]
-
-    assert ops(PLANS["mixed"](case)) == ops(None)
+        run(case, plan, Span(outer, "around the session"), Span(inner, "around each step"))
+        seen.append([outer.without_detach, inner.without_detach])
+    assert seen[0] == seen[1]
 
 
 class Scoped(nn.Module):
@@ -182,20 +155,14 @@ class Scoped(nn.Module):
         return batch
 
 
-def _scoped() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    batch = torch.randn(8, 16)
-    return Scoped(Ops()), lambda model: model(batch).square().sum()
-
-
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_mode_that_the_model_enters_in_its_forward(plan: str) -> None:
     """Recording begins and ends while it is on, and it is left in the middle of what is recorded."""
-    case = Case(_scoped)
-    given = PLANS[plan](case)
+    given = PLANS[plan](of(lambda: Scoped(Ops()), 8, 16))
     seen = []
     for one in (None, given):
         mode = Ops()
-        case = Case(lambda mode=mode: (Scoped(mode), _scoped()[1]))  # type: ignore[misc]
+        case = of(lambda mode=mode: Scoped(mode), 8, 16)  # type: ignore[misc]
         steps, report = train(case, STEPS, one)
         assert report is None or report.total.fallbacks == 0
         seen.append((steps, mode.without_detach))
@@ -206,24 +173,24 @@ def test_a_mode_that_the_model_enters_in_its_forward(plan: str) -> None:
 
 def test_a_mode_between_two_steps_alone() -> None:
     """The session goes on recording where it is left; in backward and behind it the mode is alone."""
-    case = CASES["residual"]
-    model, step, optimizer = case.fresh()
-    mode, seen, stacks = Ops(), [], []
+    mode, stacks = Ops(), []
     outside = _get_current_dispatch_mode_stack()
-    torch.manual_seed(1)
-    with poochplan.apply(PLANS["mixed"](case), model, meter="always") as session:
+
+    def at(place: str) -> None:
+        if place == "forward":
+            loop.model.head.weight.register_hook(lambda _: stacks.append(_get_current_dispatch_mode_stack()))
+        if place == "backward":
+            mode.__enter__()
+            stacks.append(_get_current_dispatch_mode_stack()[:-1])
+        if place == "updated":
+            mode.__exit__(None, None, None)
+
+    loop = Loop(CASES["residual"], at=at)
+    with poochplan.apply(PLANS["mixed"](CASES["residual"]), loop.model, meter="always") as session:
         for _ in range(STEPS):
-            with mode:
-                optimizer.zero_grad(set_to_none=True)
-            loss = step()
-            loss.register_hook(lambda _: stacks.append(_get_current_dispatch_mode_stack()))
-            loss.backward()
-            seen.append(snapshot(model, loss))
-            with mode:
-                stacks.append(_get_current_dispatch_mode_stack()[:-1])
-                optimizer.step()
-    assert equal(in_core(case, STEPS), seen)
-    assert stacks == [outside] * (2 * STEPS)
+            loop.step()
+    assert equal(in_core(CASES["residual"], STEPS), loop.seen)
+    assert stacks == [outside] * len(stacks)
     assert session.report().total.fallbacks == 0
 
 
@@ -233,7 +200,7 @@ def test_a_flop_counter_counts_what_it_counts_in_core(plan: str, span: str) -> N
     case = CASES["attention"]
     reference, counter = FlopCounterMode(display=False), FlopCounterMode(display=False)
     run(case, None, Span(reference, span))
-    assert equal(in_core(case, STEPS), run(case, PLANS[plan](case), Span(counter, span)))
+    run(case, PLANS[plan](case), Span(counter, span))
     assert counter.get_total_flops() == reference.get_total_flops() > 0
     assert counter.get_flop_counts() == reference.get_flop_counts()
 
@@ -242,8 +209,7 @@ def test_a_mode_that_asks_for_it_sees_replays_and_buffers_too() -> None:
     case = CASES["residual"]
     reference, everything = Ops(), Everything()
     run(case, None, Span(reference, "around each step"))
-    seen = run(case, PLANS["mixed"](case), Span(everything, "around each step"))
-    assert equal(in_core(case, STEPS), seen)
+    run(case, PLANS["mixed"](case), Span(everything, "around each step"))
     for name in ("aten.convolution.default", "aten.empty.memory_format"):
         assert everything.seen.count(name) > reference.seen.count(name)
 
@@ -259,9 +225,8 @@ class Tracked(Span):
 
 @each_pair
 def test_a_memory_tracker_runs_through(plan: str, span: str) -> None:
-    case = CASES["residual"]
-    given, tracker = PLANS[plan](case), MemTracker()
-    assert equal(in_core(case, STEPS), run(case, given, Tracked(tracker, span)))
+    tracker = MemTracker()
+    run(CASES["residual"], PLANS[plan](CASES["residual"]), Tracked(tracker, span))
     assert max(snapshot["Total"] for snapshot in tracker.get_tracker_snapshot("peak").values()) > 0
 
 
@@ -271,31 +236,20 @@ def test_the_profiler_of_torch_runs_through(span: str) -> None:
     profiler = torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, profile_memory=True
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says what it does when it is entered more than once
-        seen = run(case, PLANS["mixed"](case), Span(profiler, span))
-    assert equal(in_core(case, STEPS), seen)
+    run(case, PLANS["mixed"](case), Span(profiler, span))
     assert any("convolution" in event.key for event in profiler.key_averages())
 
 
 def test_a_step_without_memory_in_the_middle_of_a_planned_one() -> None:
-    case = CASES["residual"]
-    model, step, optimizer = case.fresh()
-    seen = []
-    torch.manual_seed(1)
-    with poochplan.apply(PLANS["mixed"](case), model) as session:
-        for _ in range(STEPS):
-            optimizer.zero_grad(set_to_none=True)
-            loss = step()
+    def at(place: str) -> None:
+        if place == "forward":
             with FakeTensorMode():
                 other = nn.Sequential(nn.Linear(3, 4), nn.GELU())
                 other(torch.empty(2, 3)).sum().backward()
             assert type(other[0].weight.grad) is FakeTensor
-            loss.backward()  # type: ignore[no-untyped-call]
-            seen.append(snapshot(model, loss))
-            optimizer.step()
-    assert equal(in_core(case, STEPS), seen)
-    assert session.report().total.fallbacks == 0
+
+    case = CASES["residual"]
+    followed(case, PLANS["mixed"](case), STEPS, at)
 
 
 def test_a_session_around_which_there_are_fake_tensors() -> None:
@@ -333,3 +287,67 @@ def test_what_is_switched_on_lies_below_all_modes_of_the_user_and_above_those_of
         second.switch_off()
         first.switch_off()
         assert _get_current_dispatch_mode_stack() == [fake, user, other]
+
+
+SWAPS, REPLAYS = (0, 1, 0), (0, 0, 1)
+ROOT = Path(__file__).parents[2]
+CONSTRUCTORS = {function.__name__ for function in _device_constructors()}
+
+
+@pytest.mark.parametrize("weights", [SWAPS, REPLAYS])
+@pytest.mark.parametrize("name", ["residual", "attention"])
+def test_a_session_within_a_device_context_gives_the_gradients_of_in_core_training(
+    name: str, weights: tuple[float, float, float]
+) -> None:
+    others = torch.device("meta")
+
+    def at(place: str) -> None:
+        if place == "step":
+            others.__enter__()
+        elif place == "backward":
+            others.__exit__(None, None, None)
+
+    case = CASES[name]
+    total = followed(case, random_plan(case.profile(), 1, weights), at=at).total
+    assert total.out_bytes + total.replayed_values > 0
+
+
+@pytest.mark.cpu_device
+@pytest.mark.parametrize("mode", ["run", "swap-all"])
+def test_a_profile_and_a_session_under_another_default_device_are_as_always(mode: str) -> None:
+    model, step, _ = CASES["residual"].fresh()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)  # AdamW of torch 2.12 counts its steps on the default device
+    options = {"model": model, "optimizer": optimizer, "iterations": 1, "mode": mode, "link": LINK}
+    usual = poochplan.profile(step, **options)  # type: ignore[call-overload]
+    torch.set_default_device("meta")
+    try:
+        profile = poochplan.profile(step, **options)  # type: ignore[call-overload]
+        plan = random_plan(profile, 0, SWAPS)
+        with poochplan.apply(plan, model) as session:
+            step().backward()
+    finally:
+        torch.set_default_device(None)
+    assert profile.ops_fingerprint == usual.ops_fingerprint
+    assert session.report().total.fallbacks == 0
+    assert session.report().total.out_bytes > 0
+
+
+@pytest.mark.cpu_device
+def test_every_tensor_that_the_package_makes_names_its_device() -> None:
+    nameless = []
+    for room in ("profiler", "runtime", "src/poochplan/tensors", "src/poochplan/torch_private"):
+        for path in sorted((ROOT / room).rglob("*.py")):
+            for call in ast.walk(ast.parse(path.read_text())):
+                if _makes_a_tensor(call) and "device" not in {keyword.arg for keyword in call.keywords}:  # type: ignore[attr-defined]
+                    nameless.append(f"{path.relative_to(ROOT)}:{call.lineno}")  # type: ignore[attr-defined]
+    assert nameless == [], f"expected device=... in {nameless}"
+
+
+def _makes_a_tensor(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "torch"
+        and node.func.attr in CONSTRUCTORS
+    )

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import poochplan
-from poochplan.formats.plan import Departure, Plan
-from poochplan.formats.profile import Profile
+from poochplan.formats.plan import Departure
 from poochplan.planner.planning import smallest_budget
-from poochplan.runtime.run_report import Report
-from tests.runtime.nets import LINK
+from tests.runtime.nets import followed, of, taken
 from tests.runtime.random_plans import random_plan
 
 WIDTH = 64
@@ -69,84 +66,47 @@ class Speech(nn.Module):
         return self.loss(self.last(self.first(frames).sigmoid().square()).log_softmax(-1), labels, *lengths)  # type: ignore[no-any-return]
 
 
-Make = Callable[[], tuple[nn.Module, torch.Tensor]]
-MAKES: dict[str, Make] = {layer.__name__: lambda layer=layer: (Net(layer), torch.randn(32, WIDTH)) for layer in LAYERS}  # type: ignore[misc]
-MAKES["ctc_loss"] = lambda: (Speech(), torch.randn(20, 4, 8))
-
-
-def fresh(name: str) -> tuple[nn.Module, torch.Tensor]:
-    torch.manual_seed(0)
-    return MAKES[name]()
-
-
-def taken(name: str) -> Profile:
-    model, batch = fresh(name)
-    return poochplan.profile(lambda: model(batch), model=model, iterations=1, link=LINK)
-
-
-def steps(model: nn.Module, batch: torch.Tensor, count: int = 3) -> list[np.ndarray]:
-    """The gradients of each, kept where no meter counts them."""
-    seen = []
-    for _ in range(count):
-        model.zero_grad(set_to_none=True)
-        model(batch).backward()
-        seen += [p.grad.numpy().copy() for p in model.parameters() if p.grad is not None]
-    return seen
-
-
-def trained(name: str, plan: Plan, mode: TorchDispatchMode | None = None, meter: str = "always") -> Report:
-    """The report of steps under that plan, whose gradients are those of plain ones."""
-    plain = steps(*fresh(name))
-    model, batch = fresh(name)
-    with poochplan.apply(plan, model, meter=meter) as session:  # type: ignore[arg-type]
-        if mode is not None:
-            with mode:
-                seen = steps(model, batch)
-        else:
-            seen = steps(model, batch)
-    assert all(
-        torch.equal(torch.from_numpy(one), torch.from_numpy(other)) for one, other in zip(plain, seen, strict=True)
-    )
-    return session.report()
+CASES = {layer.__name__: of(functools.partial(Net, layer), 32, WIDTH) for layer in LAYERS}
+CASES["ctc_loss"] = of(Speech, 20, 4, 8)
 
 
 @pytest.mark.parametrize("weights", [(0, 1, 0), (0, 0, 1), (1, 2, 2)], ids=["swap", "recompute", "all three"])
-@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_step_whose_profile_saw_it_follows_its_plan(name: str, weights: tuple[int, int, int]) -> None:
-    report = trained(name, random_plan(taken(name), 0, weights))
-    assert report.total.fallbacks == 0, report.total.fallback_reasons
+    followed(CASES[name], random_plan(CASES[name].profile(), 0, weights), 3, meter="always")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
-@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize("name", CASES)
 def test_it_follows_what_was_solved_and_takes_no_more_than_was_predicted(name: str, share: float) -> None:
-    profile = taken(name)
+    profile = CASES[name].profile()
     smallest = smallest_budget(profile)
     budget = smallest + int(share * (profile.in_core_peak_bytes - smallest))
     plan = poochplan.plan(profile, budget, evaluations=50, arena="off")
-    report = trained(name, plan)
-    assert report.total.fallbacks == 0, report.total.fallback_reasons
-    assert report.last_step.peak_bytes is not None
-    assert report.last_step.peak_bytes <= plan.prediction.peak_bytes
+    found = followed(CASES[name], plan, 3, meter="always").last_step
+    assert found.peak_bytes is not None
+    assert found.peak_bytes <= plan.prediction.peak_bytes
 
 
-@pytest.mark.parametrize("look", [None, FlopCounterMode], ids=["nobody", "a FLOP counter"])
-@pytest.mark.parametrize("name", MAKES)
-def test_whether_somebody_looks_at_a_step_makes_no_difference_to_what_it_saves(
-    name: str, look: Callable[..., TorchDispatchMode] | None
-) -> None:
-    mode = None if look is None else look(display=False)
-    report = trained(name, random_plan(taken(name), 0, (0, 1, 0)), mode, meter="never")
-    assert report.total.fallbacks == 0, report.total.fallback_reasons
+@pytest.mark.parametrize("is_watched", [False, True], ids=["nobody", "a FLOP counter"])
+@pytest.mark.parametrize("name", CASES)
+def test_whether_somebody_looks_at_a_step_makes_no_difference_to_what_it_saves(name: str, is_watched: bool) -> None:
+    counter = FlopCounterMode(display=False)
+
+    def at(place: str) -> None:
+        if is_watched and place == "opened":
+            counter.__enter__()
+        if is_watched and place == "closing":
+            counter.__exit__(None, None, None)
+
+    followed(CASES[name], random_plan(CASES[name].profile(), 0, (0, 1, 0)), 3, at, meter="never")
 
 
 def test_what_is_let_go_of_between_two_saves_can_still_be_moved() -> None:
-    profile = taken("watched")
-    planned = random_plan(profile, 0, (0, 1, 0))
+    planned = random_plan(CASES["watched"].profile(), 0, (0, 1, 0))
     (value,) = [index for index, one in enumerate(planned.values) if planned.handles.count(index) == 3]
     assert planned.values[value].decision == "swap"
-    report = trained("watched", planned)
-    assert report.last_step.out_bytes >= planned.values[value].size_bytes
+    assert followed(CASES["watched"], planned).last_step.out_bytes >= planned.values[value].size_bytes
 
 
 class Pairs(nn.Module):
@@ -165,7 +125,7 @@ class Pairs(nn.Module):
 def left(planned: str, found: str, *, in_parts: bool = False) -> tuple[str, Departure]:
     """What is said where a step of one order is run under the plan of another, with one backward or one for each."""
     model, batch = Pairs(planned), torch.ones(8)
-    profile = poochplan.profile(lambda: sum(model(batch)), model=model, iterations=1, link=LINK)
+    profile = taken(lambda: sum(model(batch)), model)
     model.order = found
     with (
         pytest.warns(RuntimeWarning, match="diverged") as caught,

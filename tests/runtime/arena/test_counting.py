@@ -1,15 +1,17 @@
-"""Live bytes of a scope, against tensors of known sizes; and of a step, with what was there before it."""
+"""Live bytes and the log of a scope, against tensors of known sizes; and of a step, with what was there before it."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
-from poochplan.runtime.arena.library import ThreadScope
+from poochplan.runtime.arena.library import BIRTH, DEATH, MARK, AllocationLog, ThreadScope, lifetimes
 from poochplan.runtime.metering.allocated import AllocatedPeak, ByteCount, step_scope
+from tests.runtime.arena.steps import Net, recorded
 
 SMALL_BYTES, ROUNDED_BYTES = 576, 1024
 
@@ -25,8 +27,13 @@ def on_another_thread(run: object) -> None:
 
 
 @pytest.fixture
-def count(scope: ThreadScope) -> ByteCount:
-    return ByteCount(scope)
+def count(scope: ThreadScope) -> Iterator[ByteCount]:
+    """It has begun, and this thread counts."""
+    found = ByteCount(scope)
+    with scope.joined():
+        found.begin()
+        yield found
+    found.end()
 
 
 def test_each_block_of_64_bytes_or_more_counts_rounded_up_to_the_unit(count: ByteCount, scope: ThreadScope) -> None:
@@ -39,51 +46,39 @@ def test_each_block_of_64_bytes_or_more_counts_rounded_up_to_the_unit(count: Byt
     count.end()
 
 
-def test_what_an_op_takes_inside_is_in_the_peak_and_not_in_what_lives(count: ByteCount, scope: ThreadScope) -> None:
+def test_what_an_op_takes_inside_is_in_the_peak_and_not_in_what_lives(count: ByteCount) -> None:
     x = torch.randn(8192)
-    with scope.joined():
-        count.begin()
-        y = x.exp().neg()  # the first result dies when the second is there
-        assert (count.live_bytes, count.peak_bytes) == (32768, 65536)
-        assert torch.equal(y, x.exp().neg())
-    count.end()
+    y = x.exp().neg()  # the first result dies when the second is there
+    assert (count.live_bytes, count.peak_bytes) == (65536, 98304)
+    assert torch.equal(y, x.exp().neg())
 
 
-def test_a_reset_gives_the_most_since_then(count: ByteCount, scope: ThreadScope) -> None:
-    with scope.joined():
-        count.begin()
-        first = empty(4096)
-        del first
-        second, third = empty(1024), empty(2048)
-        del third
-        assert count.peak_bytes == 4096
-        count.reset_peak()
-        assert count.peak_bytes == second.nbytes == 1024
-    count.end()
+def test_a_reset_gives_the_most_since_then(count: ByteCount) -> None:
+    first = empty(4096)
+    del first
+    second, third = empty(1024), empty(2048)
+    del third
+    assert count.peak_bytes == 4096
+    count.reset_peak()
+    assert count.peak_bytes == second.nbytes == 1024
 
 
-def test_other_threads_births_and_deaths_never_count(count: ByteCount, scope: ThreadScope) -> None:
+def test_other_threads_births_and_deaths_never_count(count: ByteCount) -> None:
     held: list[torch.Tensor] = []
-    with scope.joined():
-        count.begin()
-        on_another_thread(lambda: held.append(empty(1 << 20)))
-        assert (count.live_bytes, count.peak_bytes) == (0, 0)
-        held.clear()
-        assert count.live_bytes == 0
-    count.end()
+    on_another_thread(lambda: held.append(empty(1 << 20)))
+    assert (count.live_bytes, count.peak_bytes) == (0, 0)
+    held.clear()
+    assert count.live_bytes == 0
 
 
-def test_a_block_of_the_scope_may_die_on_any_thread(count: ByteCount, scope: ThreadScope) -> None:
-    with scope.joined():
-        count.begin()
-        held = [empty(1 << 20)]
-        on_another_thread(held.clear)
-        assert (count.live_bytes, count.peak_bytes) == (0, 1 << 20)
-    count.end()
+def test_a_block_of_the_scope_may_die_on_any_thread(count: ByteCount) -> None:
+    held = [empty(1 << 20)]
+    on_another_thread(held.clear)
+    assert (count.live_bytes, count.peak_bytes) == (0, 1 << 20)
 
 
-def test_deaths_of_what_this_thread_made_before_the_begin_count_down(count: ByteCount, scope: ThreadScope) -> None:
-    before, others = [empty(4096)], []
+def test_deaths_of_what_this_thread_made_before_the_begin_count_down(scope: ThreadScope) -> None:
+    count, before, others = ByteCount(scope), [empty(4096)], []
     on_another_thread(lambda: others.append(empty(8192)))
     with scope.joined():
         count.begin()
@@ -103,17 +98,14 @@ def test_a_thread_that_has_joined_counts_and_what_is_set_aside_does_not(count: B
             with scope.set_aside():
                 held.append(empty(1 << 20))
 
-    with scope.joined():
-        count.begin()
-        on_another_thread(joined)
-        assert count.live_bytes == 4096
-        with scope.set_aside():
-            aside = empty(1 << 20)
-        assert count.live_bytes == 4096
-        del aside
-        held.clear()
-        assert (count.live_bytes, count.peak_bytes) == (0, 4096)
-    count.end()
+    on_another_thread(joined)
+    assert count.live_bytes == 4096
+    with scope.set_aside():
+        aside = empty(1 << 20)
+    assert count.live_bytes == 4096
+    del aside
+    held.clear()
+    assert (count.live_bytes, count.peak_bytes) == (0, 4096)
 
 
 def test_two_scopes_count_beside_each_other(native: object) -> None:
@@ -137,7 +129,9 @@ def test_two_scopes_count_beside_each_other(native: object) -> None:
         count.end()
 
 
-def test_a_count_is_exact_while_many_threads_allocate(count: ByteCount, scope: ThreadScope) -> None:
+def test_a_count_is_exact_while_many_threads_allocate(scope: ThreadScope) -> None:
+    count = ByteCount(scope)
+
     def churn(joins: bool) -> None:
         if joins:
             scope.join()
@@ -155,13 +149,11 @@ def test_a_count_is_exact_while_many_threads_allocate(count: ByteCount, scope: T
     assert 7 * 512 <= count.peak_bytes <= 2 * 7 * 512
 
 
-def test_after_the_end_nothing_changes(count: ByteCount, scope: ThreadScope) -> None:
-    with scope.joined():
-        count.begin()
-        held = empty(4096)
-        count.end()
-        del held
-        empty(1 << 20)
+def test_after_the_end_nothing_changes(count: ByteCount) -> None:
+    held = empty(4096)
+    count.end()
+    del held
+    empty(1 << 20)
     assert (count.live_bytes, count.peak_bytes) == (4096, 4096)
 
 
@@ -189,3 +181,98 @@ def test_what_no_tensor_shows_counts_where_it_is_told(peak: AllocatedPeak) -> No
     known_bytes = peak.peak_bytes
     peak.looked_around({}, unseen_bytes=ROUNDED_BYTES)
     assert peak.peak_bytes == known_bytes + ROUNDED_BYTES
+
+
+def test_births_deaths_and_marks_are_in_order(scope: ThreadScope) -> None:
+    with AllocationLog(scope) as log:
+        first = torch.empty(100, dtype=torch.uint8)
+        log.mark(7)
+        second = torch.empty(3000, dtype=torch.uint8)
+        del first
+        log.mark(9)
+        del second
+    assert log.events["kind"].tolist() == [BIRTH, MARK, BIRTH, DEATH, MARK, DEATH]
+    assert log.events["size_bytes"].tolist() == [100, 0, 3000, 100, 0, 3000]
+    assert log.events["value"].tolist() == [0, 7, 0, 0, 9, 0]
+    blocks = log.events["block"]
+    assert (blocks[0], blocks[2]) == (blocks[3], blocks[5])
+    assert blocks[0] < blocks[2]
+
+
+def test_a_step_gives_the_same_births_twice(scope: ThreadScope) -> None:
+    net = Net()
+    net.step()
+    first, second = (recorded(net.step, scope) for _ in range(2))
+    born = [events[events["kind"] != DEATH] for events in (first, second)]
+    assert len(born[0]) > 50
+    assert born[0]["size_bytes"].tolist() == born[1]["size_bytes"].tolist()
+    assert born[0]["value"].tolist() == born[1]["value"].tolist()
+
+
+def test_other_threads_are_left_out_and_their_hand_in_a_death_is_told(scope: ThreadScope) -> None:
+    held = [torch.empty(4096, dtype=torch.uint8)]
+
+    def run() -> None:
+        torch.empty(1 << 20, dtype=torch.uint8)
+        held.clear()
+
+    with AllocationLog(scope) as log:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert log.events[["kind", "size_bytes", "value"]].tolist() == [(DEATH, 4096, 1)]
+
+
+def test_lifetimes_say_point_birth_and_death_of_each_block(scope: ThreadScope) -> None:
+    with AllocationLog(scope) as log:
+        a = torch.empty(4096, dtype=torch.uint8)
+        log.mark(3)
+        small = torch.empty(16, dtype=torch.uint8)
+        b = torch.empty(8192, dtype=torch.uint8)
+        del a
+        c = torch.empty(4096, dtype=torch.uint8)
+        del b, small
+    found = lifetimes(log.events, smallest_bytes=4096)
+    assert found.tolist() == [(4096, 0, 0, 4), (8192, 3, 3, 6), (4096, 3, 5, -1)]
+    assert c.nbytes == 4096
+
+
+def test_lifetimes_of_a_step_agree_with_a_walk_over_its_events(scope: ThreadScope) -> None:
+    net = Net()
+    net.step()
+    events = recorded(net.step, scope)
+    point, expected = 0, {}
+    for index, (kind, block, size_bytes, value) in enumerate(events.tolist()):
+        if kind == MARK:
+            point = value
+        elif kind == BIRTH:
+            expected[block] = [size_bytes, point, index, -1]
+        elif block in expected:
+            expected[block][3] = index
+    assert lifetimes(events).tolist() == [tuple(row) for row in expected.values()]
+
+
+def test_a_log_in_which_nothing_happens_is_empty(scope: ThreadScope) -> None:
+    with AllocationLog(scope) as log:
+        pass
+    assert len(log.events) == len(lifetimes(log.events)) == 0
+
+
+def test_a_long_log_loses_nothing(scope: ThreadScope) -> None:
+    with AllocationLog(scope) as log:
+        for _ in range(50_000):
+            torch.empty(64, dtype=torch.uint8)
+    assert len(log.events) == 100_000
+    assert np.unique(log.events["block"]).size == 50_000
+
+
+def test_an_error_within_the_block_passes_and_the_log_ends(scope: ThreadScope) -> None:
+    log = AllocationLog(scope)
+    try:
+        with log:
+            torch.empty(4096, dtype=torch.uint8)
+            raise KeyError("in the step")
+    except KeyError:
+        pass
+    torch.empty(4096, dtype=torch.uint8)
+    assert len(log.events) == 2

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 from torch import nn
 
 import poochplan
+from poochplan.errors import AllocatorError, UsageError
 from tests.runtime.inference.passes import (
     KINDS,
     LARGE_BYTES,
@@ -22,7 +26,8 @@ from tests.runtime.inference.passes import (
     plain,
     served,
 )
-from tests.runtime.served import arenas_mapped, needs_compiler
+from tests.runtime.nets import CASES
+from tests.runtime.served import arenas_mapped, needs_compiler, plan_of
 
 pytestmark = [pytest.mark.cpu_device, needs_compiler]
 
@@ -59,34 +64,24 @@ def test_results_that_are_kept_stay_as_they_are() -> None:
     assert all(alike(one, plain(model, batch + shift)) for shift, one in enumerate(kept))
 
 
-def test_what_a_hook_keeps_of_served_passes_is_never_overwritten_and_soon_lies_outside() -> None:
+def test_what_a_hook_keeps_is_never_overwritten_is_said_to_be_unserved_and_soon_lies_outside() -> None:
     model, batch = KINDS["convolutions"].fresh()
     kept: list[torch.Tensor] = []
     with served(model, batch) as arena:
-        part = model[1]
-        with part.register_forward_hook(lambda _, __, output: kept.append(output)):
+        with model[1].register_forward_hook(lambda _, __, output: kept.append(output)):
             contents = []
             for shift in range(8):
                 model(batch + shift)
                 contents.append(kept[-1].clone())
                 if shift == 1:
-                    assert arena.report().taken > 0
+                    found = arena.report()
             assert is_served_whole(arena)
         assert all(torch.equal(one, content) for one, content in zip(kept, contents, strict=True))
-
-
-def test_a_pass_says_what_was_not_served_and_in_which_part() -> None:
-    model, batch = KINDS["convolutions"].fresh()
-    kept: list[torch.Tensor] = []
-    with served(model, batch) as arena:
-        with model[1].register_forward_hook(lambda _, __, output: kept.append(output)):
-            model(batch)
-            model(batch)
-        told = arena.report().unserved
-        assert {one.why for one in told} == {"taken"}
-        assert {one.layer for one in told} <= {"0", "1", "2"}
-        assert told[0].size_bytes >= LARGE_BYTES
-        assert "taken" in str(arena.report())
+    assert found.taken > 0
+    assert {one.why for one in found.unserved} == {"taken"}
+    assert {one.layer for one in found.unserved} <= {"0", "1", "2"}
+    assert found.unserved[0].size_bytes >= LARGE_BYTES
+    assert "taken" in str(found)
 
 
 def test_with_gradients_nothing_is_served() -> None:
@@ -279,3 +274,79 @@ def test_a_closed_arena_serves_nothing_leaves_no_hook_and_still_reports() -> Non
     assert arena.report() == before
     assert before.served > 0
     assert not any(len(one._forward_pre_hooks) + len(one._forward_hooks) for one in model.modules())
+
+
+def _as_it_is(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="eager")  # type: ignore[return-value]
+
+
+def _in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("compiled", [_as_it_is, _in_place])
+def test_a_compiled_model_is_served_and_not_compiled_again(compiled: Callable[[nn.Module], nn.Module]) -> None:
+    plain_model, batch = KINDS["convolutions"].fresh()
+    expected = plain(plain_model, batch)
+    model = compiled(plain_model)
+    with torch.no_grad():
+        model(batch)
+    with served(model, batch) as arena, torch._dynamo.config.patch(error_on_recompile=True):
+        assert alike(leaves(model(batch)), expected)
+        assert is_served_whole(arena)
+
+
+def test_copies_and_pickles_of_the_model_have_no_part_in_its_arena() -> None:
+    model, batch = KINDS["recurrent"].fresh()
+    with served(model, batch) as arena:
+        before = arena.report()
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert alike(leaves(other(batch)), plain(other, batch))
+        assert arena.report() == before
+
+
+def test_an_arena_within_a_session_is_refused_in_one_line() -> None:
+    model, loss_of, _ = CASES["attention"].fresh()
+    with poochplan.apply(plan_of("attention"), model):
+        with pytest.raises(UsageError, match=r"^arena\(\): expected no open session on this thread"):
+            poochplan.arena(nn.Linear(2, 2))
+        loss_of().backward()
+
+
+def test_passes_within_a_session_are_ordinary() -> None:
+    model, loss_of, _ = CASES["attention"].fresh()
+    with poochplan.arena(model) as arena:
+        with poochplan.apply(plan_of("attention"), model), torch.no_grad():
+            for _ in range(SETTLED + 1):
+                loss_of()
+        assert (arena.report().passes, arena.report().layouts) == (SETTLED + 1, 0)
+        with torch.no_grad():
+            for _ in range(SETTLED + 1):
+                loss_of()
+        assert arena.report().layouts == 1
+
+
+def test_without_a_compiler_one_line_says_so_and_passes_are_ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise AllocatorError("expected a C++ compiler, found none; install g++")
+
+    monkeypatch.setattr("poochplan.sessions.library", fail)
+    model, batch = KINDS["skips"].fresh()
+    with pytest.warns(RuntimeWarning, match=r"^poochplan: arena\(\) .*install g\+\+; they are ordinary$") as told:
+        arena = poochplan.arena(model)
+    assert (len(told), told[0].filename) == (1, __file__)
+    with arena, torch.no_grad():
+        assert alike(leaves(model(batch)), plain(model, batch))
+    assert "install g++" in arena.report().reason
+    assert "install g++" in str(arena.report())
+
+
+def test_a_model_elsewhere_is_told_of_in_one_line() -> None:
+    with pytest.warns(RuntimeWarning, match=r"found a model on meta"):
+        poochplan.arena(nn.Linear(2, 2, device="meta")).close()
+
+
+def test_a_layer_that_has_other_kernels_with_hooks_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"found torch\.nn\.TransformerEncoderLayer, which then leaves its fast path"):
+        poochplan.arena(nn.TransformerEncoderLayer(8, 2))
