@@ -19,7 +19,7 @@ from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.capture.op_blocks import Taker
 from poochplan.profiler.trials.host_store import bytes_of
 from poochplan.runtime.watch.census import census
-from poochplan.torch_private.tensor_internals import is_dense, last_sequence_number, pytree
+from poochplan.torch_private.tensor_internals import is_dense, is_view, last_sequence_number, pytree
 
 from .captured import CapturedOp, Lifetimes, shapes_of
 from .compiled_calls import Noting
@@ -92,7 +92,8 @@ class NodeOps(NodeListener):
             parts = [] if gradient is None else self._capture.ordinary([gradient])
             if gradient is not None and parts:
                 number = self._capture.value_if_known(parts[0])
-                self._sums.adds(edge, number, len(self._capture.ops) - 1, is_dense=is_dense(gradient))
+                is_own = is_dense(gradient) and not is_view(gradient)
+                self._sums.adds(edge, number, len(self._capture.ops) - 1, is_own=is_own)
 
     def node_begins(self, node: Any, gradients: Gradients) -> None:
         self.gradients_arrive(gradients, node)
@@ -157,7 +158,8 @@ class Pending:
 
     number: int
     """The value that came first; -1 for none."""
-    is_dense: bool
+    is_own: bool
+    """Whether it is dense and no view. A view, such as a part of what ``cat`` got, holds its base's storage too."""
     own: torch.UntypedStorage | None = None
     """The value of the first gradient, into which the sum is written."""
     made_behind: int = -1
@@ -171,14 +173,14 @@ class Sums(dict[Edge, Pending]):
         super().__init__()
         self._lifetimes = lifetimes
 
-    def adds(self, edge: Edge, number: int, behind: int, *, is_dense: bool) -> None:
+    def adds(self, edge: Edge, number: int, behind: int, *, is_own: bool) -> None:
         """That value goes to that place, after that op."""
         pending = self.get(edge)
         if edge[0] is None or pending is None:
-            self[edge] = Pending(number, is_dense)
+            self[edge] = Pending(number, is_own)
         elif pending.own is None and pending.made_behind < 0:
             holders = [number, *(one.number for one in self.values())].count(pending.number)
-            if pending.is_dense and holders == 1:
+            if pending.is_own and holders == 1:
                 pending.own = self._lifetimes.storage_of(pending.number)
             if pending.own is None:
                 pending.made_behind = behind

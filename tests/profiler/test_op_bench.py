@@ -238,7 +238,7 @@ def _said(profile: Profile) -> str:
 def test_an_op_that_cannot_be_run_by_itself_is_said_to_be_unknown() -> None:
     profile = _partly_known()
     assert profile.memory is Memory.ALLOCATED
-    assert "of 1 it is not known, first poochplan_tests.takes_and_gives_back.default: peaks may be" in _said(profile)
+    assert "that of 1 is not known, first poochplan_tests.takes_and_gives_back.default: peaks may be" in _said(profile)
     (advice,) = (line for line in profile.advice() if "inside is not known" in line)
     assert "of 1 that could not be run by themselves" in advice
     (op,) = (op for op in profile.ops if "takes_and_gives_back" in op.name)

@@ -43,6 +43,7 @@ from poochplan.profiler.capture.workspace import Workspace, workspace_of
 from poochplan.runtime.arena.library import BIRTH, DEATH, MARK, why_unavailable
 from poochplan.runtime.metering.allocated import joined_count
 from tests.depth import seeds
+from tests.live_bytes import peak_of_a_step
 from tests.runtime.nets import Case, metered_peaks, taken
 from tests.runtime.random_plans import random_plan
 
@@ -171,6 +172,32 @@ def test_the_peaks_are_those_of_a_hook_of_the_tests() -> None:
     assert live < predicted // 2, "the convolutions take more inside than all that is live"
     assert 0.99 * predicted <= in_core <= predicted
     assert planned <= budget <= predicted
+
+
+class Skip(nn.Module):
+    """The gradient of what skips is a part of that of ``cat``: torch adds the other one to it in new memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1, 64, 4096))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = (self.weight * x).exp()
+        return torch.cat([both, both * 0.5], 1).neg_()
+
+
+def test_a_gradient_that_is_added_to_a_part_of_another_is_new_memory() -> None:
+    model, batch = Skip(), torch.randn(1, 64, 4096)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    profile = poochplan.profile(step, model=model, optimizer=optimizer, backward="inside")  # node by node
+    metered_bytes = peak_of_a_step(model, lambda: model(batch).sum(), optimizer)
+    assert abs(metered_bytes - profile.in_core_live_peak_bytes) < batch.nbytes // 8
 
 
 STATE_BYTES = torch.get_rng_state().nbytes

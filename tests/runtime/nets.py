@@ -290,10 +290,14 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 def metered_peaks(case: Case, plan: Plan) -> list[int]:
     """Most live bytes of the first step and of the second, under a plan."""
-    loop, peaks = Loop(case), []
-    with poochplan.apply(plan, loop.model) as session:
+    model, step, optimizer = case.fresh()
+    peaks = []
+    with poochplan.apply(plan, model) as session:
         for _ in range(2):
-            _loss = loop.step()
+            optimizer.zero_grad(set_to_none=True)
+            loss = step()
+            loss.backward()
+            optimizer.step()
             peak_bytes = session.report().last_step.peak_bytes
             assert peak_bytes is not None
             peaks.append(peak_bytes)

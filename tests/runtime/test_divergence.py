@@ -253,7 +253,7 @@ CHANGED: dict[str, tuple[Step, str]] = {
         lambda model: model(_batch(17)).square().mean().backward(),
         r"another batch size, input 0 is \[17, 64\], planned \[256, 64\]; .* poochplan\.plan_set\(step_for, shapes=",
     ),
-    "another loss function": (_another_loss, r"with another loss function or one more term of it; make a new profile"),
+    "another loss function": (_another_loss, r"with another loss function or one more term; make a new profile"),
     "a layer replaced": (_replaced, r"layer layers\.1\.\d was replaced, left out or runs another way"),
     "an output kept alive": (_kept_output, r"called again while the output of its call before is held; let go of that"),
     "eval mode": (_eval, r"the model is in eval mode; call model\.train\(\) before the step"),

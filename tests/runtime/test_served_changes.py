@@ -19,7 +19,7 @@ from poochplan.errors import UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.planner.arena.packing import packed
-from poochplan.runtime import serving
+from poochplan.runtime.arena import serving
 from poochplan.runtime.run_report import ArenaReport
 from poochplan.runtime.session import Session
 from tests.runtime.nets import CASES, Attention, Case, equal, in_core, snapshot, train

@@ -196,18 +196,18 @@ def advice(profile: ProfileData) -> Iterator[str]:
     yield from _fixed(profile, facts)
     if profile.switches.get("benchmark") == "True" and any("convolution" in op.name for op in profile.ops):
         yield (
-            "torch.backends.cudnn.benchmark is on, under which a convolution may give other bits on another thread, "
-            "and so none is recomputed: switch it off and profile again, where plans are to recompute them"
+            "torch.backends.cudnn.benchmark is on: a convolution may then give other bits on another thread, so none is "
+            "recomputed; to let plans recompute convolutions, switch it off and profile again"
         )
     if facts.unmeasured_regions:
         yield (
-            f"what {facts.unmeasured_regions} runs of compiled regions take and give back inside is not known, since "
-            "another profiler was on: peaks may be higher than predicted; profile again without it"
+            f"memory that {facts.unmeasured_regions} runs of compiled regions take and give back inside is not known, "
+            "because another profiler was on: peaks may be higher than predicted; profile again without it"
         )
     if facts.unmeasured_ops:
         yield (
-            f"what ops take and give back inside is not known of {facts.unmeasured_ops} that could not be run by "
-            "themselves: peaks may be higher than predicted; profile in mode run or swap-all where the step can run"
+            f"memory that ops take and give back inside is not known for {facts.unmeasured_ops} that could not be run "
+            "by themselves: peaks may be higher than predicted; profile in mode run or swap-all if the step can run"
         )
 
 

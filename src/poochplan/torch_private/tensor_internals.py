@@ -146,6 +146,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd knows the tensor as a view of another one, which it keeps alive."""
+    return tensor._is_view()
+
+
 def detached_alias(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor.detach()``, which shares the version counter, also inside a dispatch mode.
 
