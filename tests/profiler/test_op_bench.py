@@ -240,7 +240,7 @@ def test_an_op_that_cannot_be_run_by_itself_is_said_to_be_unknown() -> None:
     assert profile.memory is Memory.ALLOCATED
     assert "that of 1 is not known, first poochplan_tests.takes_and_gives_back.default: peaks may be" in _said(profile)
     (advice,) = (line for line in profile.advice() if "inside is not known" in line)
-    assert "of 1 that could not be run by themselves" in advice
+    assert "for 1 that could not be run by themselves" in advice
     (op,) = (op for op in profile.ops if "takes_and_gives_back" in op.name)
     assert (op.workspace_bytes, op.blocks) == (0, ())
 

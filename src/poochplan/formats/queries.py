@@ -196,8 +196,8 @@ def advice(profile: ProfileData) -> Iterator[str]:
     yield from _fixed(profile, facts)
     if profile.switches.get("benchmark") == "True" and any("convolution" in op.name for op in profile.ops):
         yield (
-            "torch.backends.cudnn.benchmark is on: a convolution may then give other bits on another thread, so none is "
-            "recomputed; to let plans recompute convolutions, switch it off and profile again"
+            "torch.backends.cudnn.benchmark is on: a convolution may then give other bits on another thread, so none "
+            "is recomputed; to let plans recompute convolutions, switch it off and profile again"
         )
     if facts.unmeasured_regions:
         yield (
