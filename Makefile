@@ -89,7 +89,7 @@ notebooks: setup  ## Execute the notebooks, and store what they show: on a quiet
 
 demo: setup  ## Profile, plan and run a 3D U-Net on a real MRI volume, a minute or two on 2 cores
 	@mkdir -p $(DEMO)
-	$(BIN)/pooch profile configs/demo.toml --iterations 3 --throttle 400MB/s -o $(DEMO)/profile.json --force
+	$(BIN)/pooch profile configs/demo.toml --throttle 400MB/s -o $(DEMO)/profile.json --force
 	$(BIN)/pooch plan $(DEMO)/profile.json --budget 60% -o $(DEMO)/plan.json --force
 	$(BIN)/pooch run configs/demo.toml --plan $(DEMO)/plan.json --check \
 		--profile $(DEMO)/profile.json --timeline $(DEMO)/timeline.png --force
