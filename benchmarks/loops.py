@@ -1,14 +1,12 @@
 """Whole training loops as they are and under ``poochplan.auto``: seconds in all, and when the plan came.
 
-    python -m benchmarks.loops -o benchmarks/results/loops.json
-    python -m benchmarks.stacks --seconds 20 -o benchmarks/results/stack-loops.json   # those of stack_loops.py
+    python -m benchmarks.loops --loops unet3d llama -o loops.json   # workloads, and those of stack_loops.py
 
 Each loop in a process of its own: with ``auto`` and empty caches, and with ``auto`` again, each in turns with a plain
 one (``benchmarks/turns.py``). Seconds are from before the ``with`` block to behind it, without imports and the making
-of the model, which all share. ``bitwise``:
-whether the parameters are those of the plain loop. ``memory_mib``: the most that was resident, less the plain loop's.
-``most``: the share of the budget that steps under a plan took, by a meter from outside
-(``tests/allocated_bytes.py``); None where nothing was planned.
+of the model, which all share. ``bitwise``: whether the parameters are those of the plain loop. ``memory_mib``: the most
+that was resident, less the plain loop's. ``most``: the share of the budget that steps under a plan took, by a meter
+from outside (``tests/allocated_bytes.py``); None where nothing was planned.
 """
 
 from __future__ import annotations
@@ -164,7 +162,7 @@ def _found(output: Path) -> dict[str, Any]:
     return {**json.loads(printed[-1]), "said": said[1:]}
 
 
-def row_of(name: str, budget: str, seconds: float, runs: int = 2) -> dict[str, Any]:
+def row_of(name: str, budget: str, seconds: float, runs: int) -> dict[str, Any]:
     """So many runs under ``auto`` that share a cache, each in turns with a plain one, of one loop."""
     with tempfile.TemporaryDirectory() as cache:
         short = trained_in_turns(name, cache, [("", SHORT_S, 0)])[0]
@@ -194,6 +192,7 @@ def main() -> None:
     parser.add_argument("--loops", nargs="+", choices=(*LOOPS, *STACKS), default=list(LOOPS))
     parser.add_argument("--seconds", type=float, default=60.0, help="of the plain loop (default: 60)")
     parser.add_argument("--budget", default="70%")
+    parser.add_argument("--runs", type=int, choices=(1, 2), default=2, help="under auto (default: 2)")
     parser.add_argument("--one", nargs=4, metavar=("LOOP", "BUDGET", "SECONDS", "STEPS"), help=argparse.SUPPRESS)
     parser.add_argument("-o", "--output")
     options = parser.parse_args()
@@ -203,9 +202,10 @@ def main() -> None:
         return
     rows = []
     for name in options.loops:
-        rows.append(row_of(name, options.budget, options.seconds))
+        rows.append(row_of(name, options.budget, options.seconds, options.runs))
         print(json.dumps(rows[-1]), flush=True)
-    write_results(options.output, {**facts_of_run(options), "rows": rows})
+    packages = ("torch", "transformers", "peft", "accelerate", "lightning", "monai")
+    write_results(options.output, {**facts_of_run(options, packages), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,14 +1,10 @@
 """Training stacks under ``auto``: lines that a user adds, bits, and the budget by a meter from outside.
 
     python -m benchmarks.stacks [--only NAME ...] [--share 0.6] [-o FILE.json]
-    python -m benchmarks.stacks --seconds 60 [--only NAME ...] [-o FILE.json]   # whole loops, by the clock
 
 Each stack trains for 20 turns as it is, and again with ``auto`` around it at a share of the in-core peak that was
 measured first, data sets and copies of the model included. Where no plan fits, the smallest budget that is named is
 tried in its place, and the row says so.
-
-With ``--seconds`` the loops of ``stack_loops.py`` run for so long as they are, and for as many steps with ``auto`` and
-empty caches: seconds in all beside plain, when the plan came, the most of its budget (``benchmarks/loops.py``).
 """
 
 from __future__ import annotations
@@ -26,7 +22,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import loops, stack_loops
 from benchmarks.facts import facts_of_run, write_results
 from benchmarks.stack_frameworks import LIBRARIES, run_library
 from tests.online.networks import NETWORKS
@@ -123,17 +118,12 @@ def ranks_row() -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--only", nargs="*", choices=(*STACKS, *stack_loops.STACKS))
-    parser.add_argument("--seconds", type=float, help="of each plain loop")
-    parser.add_argument("--runs", type=int, default=1, help="under auto, by the clock (default: 1)")
+    parser.add_argument("--only", nargs="*", choices=STACKS)
     parser.add_argument("--share", type=float, default=0.6)
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for name in arguments.only or (stack_loops.STACKS if arguments.seconds else STACKS):
-        if arguments.seconds:
-            rows.append(loops.row_of(name, f"{arguments.share:.0%}", arguments.seconds, arguments.runs))
-        else:
-            rows.append(asdict(measured(name, arguments.share)))
+    for name in arguments.only or STACKS:
+        rows.append(asdict(measured(name, arguments.share)))
         print(json.dumps(rows[-1]), flush=True)
     packages = ("torch", "transformers", "peft", "accelerate", "lightning", "monai")
     write_results(arguments.output, {**facts_of_run(arguments, packages), "rows": rows})

@@ -23,8 +23,8 @@ from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together
 from poochplan.runtime.step_policies.step_policy import Chooser
 from poochplan.runtime.watch.teller import Place, users_line
 from poochplan.tensors.modes import (
+    around_calls,
     around_compiled,
-    before_forward,
     uncompiled_hooks,
     where_forward_raises,
 )
@@ -131,7 +131,7 @@ class Attachment:
             stack.enter_context(compiled_deferring(self.whole, self._kind))
             stack.enter_context(around_compiled(self.whole, self._without_modes))
             for name, model in self.models.items():
-                stack.enter_context(before_forward(model, partial(self._forward_begins, name)))
+                stack.enter_context(around_calls(model, partial(self._forward_begins, name)))
                 stack.enter_context(where_forward_raises(model, self._forward_raised))
             stack.enter_context(intercept_autograd(self._around_backward))
             stack.enter_context(around_optimizer_steps(self.whole, self._optimizer_steps, self._optimizer_stepped))

@@ -1,8 +1,8 @@
 """NodeOps: the nodes of a backward as ops of a capture, one op each.
 
-Torch writes the sum of several gradients for one place into the first of them if nothing else holds it, and otherwise
-into new memory. A capture that has looked at a gradient's storage holds it, so all sums are new. The sums that torch
-makes without a capture are therefore derived.
+Torch writes the sum of several gradients for one place into the first of them if nothing else holds its memory, as a
+view's base does, and otherwise into new memory. A capture that has looked at a gradient's storage holds it, so all sums
+are new. The sums that torch makes without a capture are therefore derived.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class NodeOps(NodeListener):
             parts = [] if gradient is None else self._capture.ordinary([gradient])
             if gradient is not None and parts:
                 number = self._capture.value_if_known(parts[0])
-                is_own = is_dense(gradient) and not is_view(gradient)
-                self._sums.adds(edge, number, len(self._capture.ops) - 1, is_own=is_own)
+                takes_sum = is_dense(gradient) and not is_view(gradient)
+                self._sums.adds(edge, number, len(self._capture.ops) - 1, takes_sum=takes_sum)
 
     def node_begins(self, node: Any, gradients: Gradients) -> None:
         self.gradients_arrive(gradients, node)
@@ -158,8 +158,8 @@ class Pending:
 
     number: int
     """The value that came first; -1 for none."""
-    is_own: bool
-    """Whether it is dense and no view. A view, such as a part of what ``cat`` got, holds its base's storage too."""
+    takes_sum: bool
+    """Whether torch may write the sum into it: it is dense and no view, since a view's base holds the memory too."""
     own: torch.UntypedStorage | None = None
     """The value of the first gradient, into which the sum is written."""
     made_behind: int = -1
@@ -173,14 +173,14 @@ class Sums(dict[Edge, Pending]):
         super().__init__()
         self._lifetimes = lifetimes
 
-    def adds(self, edge: Edge, number: int, behind: int, *, is_own: bool) -> None:
+    def adds(self, edge: Edge, number: int, behind: int, *, takes_sum: bool) -> None:
         """That value goes to that place, after that op."""
         pending = self.get(edge)
         if edge[0] is None or pending is None:
-            self[edge] = Pending(number, is_own)
+            self[edge] = Pending(number, takes_sum)
         elif pending.own is None and pending.made_behind < 0:
             holders = [number, *(one.number for one in self.values())].count(pending.number)
-            if pending.is_own and holders == 1:
+            if pending.takes_sum and holders == 1:
                 pending.own = self._lifetimes.storage_of(pending.number)
             if pending.own is None:
                 pending.made_behind = behind

@@ -25,7 +25,7 @@ from poochplan.runtime.engine.saved_value import Handle
 from poochplan.runtime.replays.recorded import StorageRecord
 from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.runtime.watch.census import bucket_bytes, census, census_bytes
-from poochplan.tensors.modes import before_forward
+from poochplan.tensors.modes import around_calls
 from poochplan.tensors.signatures import input_signature
 from poochplan.tensors.storages import has_storage, parts_of
 from poochplan.torch_private.sharding import is_sharded
@@ -79,7 +79,7 @@ class Capturing(Watch):
         self._look_around(segment)
         with (
             collected_after(self.capture, () if self.scene.is_repeated else self.kinds),
-            before_forward(self.scene.model, self._called) if self.scene.is_repeated else contextlib.nullcontext(),
+            around_calls(self.scene.model, self._called) if self.scene.is_repeated else contextlib.nullcontext(),
             self.capture.running(),
         ):
             yield

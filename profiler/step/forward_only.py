@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from poochplan.errors import StepError
-from poochplan.tensors.modes import before_forward
+from poochplan.tensors.modes import around_calls
 from poochplan.tensors.signatures import tensor_leaves
 from poochplan.tensors.storages import stands_for_memory
 from poochplan.torch_private.compiler_internals import is_tracing
@@ -80,7 +80,7 @@ def inputs_explained(model: torch.nn.Module) -> Iterator[None]:
         leaves = (*tensor_leaves("", args), *tensor_leaves("", kwargs))
         elsewhere.extend(f"{path} on {leaf.device}" for path, leaf in leaves if leaf.device != where)
 
-    with before_forward(model, note):
+    with around_calls(model, note):
         try:
             yield
         except RuntimeError as error:

@@ -18,7 +18,7 @@ from torch import nn
 import poochplan
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.session import Session
-from poochplan.tensors.modes import before_forward
+from poochplan.tensors.modes import around_calls
 from tests.runtime.compiled_nets import WAYS, Chained, compiled, profiled, train
 from tests.runtime.nets import Case, Loop, Residual, equal, in_core, of, snapshot
 from tests.runtime.random_plans import random_plan
@@ -201,8 +201,8 @@ def test_a_users_own_hooks_travel_and_are_removed_by_their_handles(way: str) -> 
 def test_two_who_listen_to_one_model_leave_in_any_order() -> None:
     model = nn.Linear(2, 2)
     heard: list[str] = []
-    first = before_forward(model, lambda args, kwargs: heard.append("first"))
-    second = before_forward(model, lambda args, kwargs: heard.append("second"))
+    first = around_calls(model, lambda args, kwargs: heard.append("first"))
+    second = around_calls(model, lambda args, kwargs: heard.append("second"))
     first.__enter__()
     second.__enter__()
     assert _hooks(copy.deepcopy(model)) == []

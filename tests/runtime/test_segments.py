@@ -15,7 +15,7 @@ from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy, SwapEach
-from poochplan.tensors.modes import before_forward, uncompiled_hooks
+from poochplan.tensors.modes import around_calls, uncompiled_hooks
 from poochplan.tensors.signatures import input_signature
 from poochplan.torch_private.tensor_internals import in_backward
 from tests.runtime.nets import CASES
@@ -72,7 +72,7 @@ def under(chooser: InTurn, model: nn.Module) -> Iterator[Engine]:
         engine.model_is_called(lambda: input_signature(args, kwargs))
 
     try:
-        with uncompiled_hooks(engine.pack, engine.unpack), before_forward(model, called):
+        with uncompiled_hooks(engine.pack, engine.unpack), around_calls(model, called):
             yield engine
         engine.end()
         engine.tell_end()

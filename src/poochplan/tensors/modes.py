@@ -294,11 +294,6 @@ def _told(call: Callable[..., Any], begins: Begins | None, ends: Ends | None) ->
     return told
 
 
-def before_forward(model: torch.nn.Module, tell: Begins) -> contextlib.AbstractContextManager[None]:
-    """Calls ``tell(args, kwargs)`` before each call of ``model``, as :func:`around_calls`."""
-    return around_calls(model, tell)
-
-
 def where_forward_raises(model: torch.nn.Module, tell: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """Calls ``tell()`` when a call of ``model`` ends with an exception, as :func:`around_calls`."""
 
