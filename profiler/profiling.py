@@ -102,8 +102,8 @@ def profile(
         replay is verified, and ``iterations`` is not used. Each distinct op is timed by itself; its time is cached in
         the user's cache folder. ``roofline`` gives durations and link instead; ``spill_dir`` and ``throttle`` are then
         not used. Build a model that is too large for memory inside :func:`poochplan.profiler.fake.fake.building`.
-    roofline: ``"v100"``, ``"a100"``, ``"h200"``, ``"p100"``, ``"titan-x"``, ``"cpu-core"`` or ``"FLOPS,BYTES"`` per
-        second; for mode ``"fake"`` (or ``"auto"``).
+    roofline: ``"v100"``, ``"a100"``, ``"h100"``, ``"h200"``, ``"p100"``, ``"titan-x"``, ``"cpu-core"`` or
+        ``"FLOPS,BYTES"`` per second; for mode ``"fake"`` (or ``"auto"``).
     workload: the profile's name.
     iterations: number of steps timed by PyTorch alone, timed as planned steps run, and timed op by op; 5 each by
         default.

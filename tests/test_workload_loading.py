@@ -173,7 +173,7 @@ def test_a_config_that_ships_is_found_by_its_name_alone_from_anywhere(folder: Pa
         ("training.py", ["name its function: training.py:function"]),
         ("missing.py", ["there is no such file"]),
         ("training.py:", ["name its function"]),
-        ("linear", ["expected a TOML file, package.module:function or path/to/file.py:function"]),
+        ("linear", ["expected a TOML file, package.module:function, path/to/file.py:function or hf:NAME"]),
         ("unet3", ["found 'unet3'; the names that ship are bert, ", "did you mean unet3d?"]),
         ("configs/unet3d.toml", ["configs/unet3d.toml: no such workload file; ", "unet3d is one that ships"]),
         ("", ["name one"]),

@@ -78,17 +78,21 @@ DEVICES = {
         memory_bytes=80 << 30,
         link="pcie4",
     ),
-    # H200 SXM: fp32 67, TF32 494, bf16 989, fp64 67 (tensor cores) TFLOP/s dense; 4,800 GB/s; 141 GB.
-    "h200": Roofline(
-        name="h200",
-        fp32_flops_per_s=50e12,
-        cudnn_fp32_flops_per_s=350e12,
-        half_flops_per_s=690e12,
-        fp64_flops_per_s=47e12,
-        memory_bytes_per_s=4800e9,
-        memory_bytes=141 * 10**9,
-        link="pcie5",
-    ),
+    # H100 and H200 SXM: fp32 67, TF32 494, bf16 989, fp64 67 (tensor cores) TFLOP/s dense; 3,350 and 4,800 GB/s;
+    # 80 and 141 GB.
+    **{
+        name: Roofline(
+            name=name,
+            fp32_flops_per_s=50e12,
+            cudnn_fp32_flops_per_s=350e12,
+            half_flops_per_s=690e12,
+            fp64_flops_per_s=47e12,
+            memory_bytes_per_s=bytes_per_s,
+            memory_bytes=memory_bytes,
+            link="pcie5",
+        )
+        for name, bytes_per_s, memory_bytes in (("h100", 3350e9, 80 * 10**9), ("h200", 4800e9, 141 * 10**9))
+    },
     # P100 SXM2: data sheet fp32 10.6, fp16 21.2, fp64 5.3 TFLOP/s; 732 GB/s; no tensor cores. 77%, as above.
     "p100": Roofline(
         name="p100",

@@ -26,7 +26,7 @@ from .out_of_memory import asked_text, is_out_of_memory
 if TYPE_CHECKING:
     import torch
 
-_FORMS = "a TOML file, package.module:function or path/to/file.py:function"
+_FORMS = "a TOML file, package.module:function, path/to/file.py:function or hf:NAME"
 _SETTABLE = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -68,7 +68,8 @@ def load_workload(
     target: str | Callable[..., Workload], overrides: Mapping[str, Any] | None = None, device: str | None = None
 ) -> LoadedWorkload:
     """Builds the workload ``target``: a TOML file, ``package.module:function``, ``path/to/file.py:function``, an ONNX
-    file, the name of a shipped config (:func:`shipped_configs`), or the function itself.
+    file, the name of a shipped config (:func:`shipped_configs`), ``hf:NAME`` (a model of transformers by the name of
+    its configuration), or the function itself.
 
     ``overrides`` are ``--set key=value`` pairs. Text is read as a TOML value if it is one. They take precedence over
     the TOML's ``[parameters]``. The folder of a ``file.py``, or the current folder for a module, is put on
@@ -130,6 +131,10 @@ def _resolved(target: str | Callable[..., Workload]) -> tuple[Callable[..., obje
         return target, {}, name, name
     if target.endswith(".onnx"):
         return _onnx_function(target), {}, Path(target).stem, target
+    if target.startswith("hf:"):
+        from .workloads.hugging_face import function_of
+
+        return function_of(target), {}, target.removeprefix("hf:"), target
     python_target, parameters, name = target, {}, ""
     folder = Path()
     path = shipped_configs().get(target) or (Path(target) if target.endswith(".toml") else None)
@@ -370,7 +375,7 @@ def _check_device(model: torch.nn.Module, device: str, what: str) -> None:
 
 
 def _annotations(function: Callable[..., object]) -> dict[str, Any]:
-    target = function.__init__ if inspect.isclass(function) else function
+    target = function.__init__ if inspect.isclass(function) else getattr(function, "func", function)  # of a partial
     try:
         return typing.get_type_hints(target)
     except Exception:  # names that only a type checker sees: then the function itself checks its arguments

@@ -49,7 +49,10 @@ def test_a_plan_with_a_roofline_s_times_runs_only_when_forced(pooch: Pooch, work
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mode", "fake", "--roofline", "v1000"], "a100, h200, p100, titan-x, cpu-core or FLOPS,BYTES per second"),
+        (
+            ["--mode", "fake", "--roofline", "v1000"],
+            "a100, h100, h200, p100, titan-x, cpu-core or FLOPS,BYTES per second",
+        ),
         (["--mode", "fake", "--roofline", "1e12"], "such as 50e12,2e12, found '1e12'"),
         (
             ["--mode", "run", "--roofline", "v100"],

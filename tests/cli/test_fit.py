@@ -132,7 +132,7 @@ def test_here_the_value_runs_bitwise_within_the_limit_and_the_next_is_refused(po
         (["--vary", "batch_size", "--device-memory", "64KiB"], 3, "the smallest possible peak of batch_size 2"),
         (["--vary", "batch_size", "--max-overhead", "30"], 2, "expected a share such as 30% or 0.3, found '30'"),
         (["--vary", "batch_size", "--from", "9", "--to", "8"], 2, "expected values from 1 up, found 9 to 8"),
-        (["--vary", "batch_size", "--roofline", "v1000"], 2, "roofline: expected v100, a100, h200"),
+        (["--vary", "batch_size", "--roofline", "v1000"], 2, "roofline: expected v100, a100, h100, h200"),
         (["--vary", "batch_size", "-o", "plan.txt"], 2, "expected a file name that ends in .json"),
     ],
 )

@@ -210,7 +210,10 @@ def test_what_another_compiler_has_compiled_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "fake", "roofline": "v1000"}, "expected v100, a100, h200, p100, titan-x, cpu-core or FLOPS,BYTES"),
+        (
+            {"mode": "fake", "roofline": "v1000"},
+            "expected v100, a100, h100, h200, p100, titan-x, cpu-core or FLOPS,BYTES",
+        ),
         ({"mode": "fake", "roofline": "50e12"}, "found '50e12'"),
         ({"mode": "fake", "roofline": "50e12,-1"}, "found '50e12,-1'"),
         ({"mode": "fake", "roofline": "nan,1e12"}, "found 'nan,1e12'"),

@@ -67,7 +67,7 @@ class FitVerb(Verb):
         parser.add_argument(
             "--roofline",
             metavar="DEVICE",
-            help="v100, a100, h200, p100, titan-x, cpu-core, or FLOPS,BYTES such as 50e12,2e12: no step is run",
+            help="v100, a100, h100, h200, p100, titan-x, cpu-core, or FLOPS,BYTES such as 50e12,2e12: no step is run",
         )
         add_machine_arguments(parser)
         add_search_arguments(parser)

@@ -73,7 +73,7 @@ class ProfileVerb(Verb):
         parser.add_argument(
             "--roofline",
             metavar="DEVICE",
-            help="for mode fake: v100, a100, h200, p100, titan-x, cpu-core, or FLOPS,BYTES such as 50e12,2e12",
+            help="for mode fake: v100, a100, h100, h200, p100, titan-x, cpu-core, or FLOPS,BYTES such as 50e12,2e12",
         )
         parser.add_argument(
             "--iterations",

@@ -99,7 +99,7 @@ def fit(
     workload: a name, TOML file or function as for ``pooch profile``, or the function itself.
     vary: the parameter, such as ``"batch_size"``, ``"layers"``, ``"sequence_length"`` or ``"image_size"``.
     device_memory: bytes, or text such as ``"16GiB"``; by default that of ``roofline``.
-    roofline: the device, ``"v100"``, ``"a100"``, ``"h200"``, ``"p100"``, ``"titan-x"``, ``"cpu-core"`` or
+    roofline: the device, ``"v100"``, ``"a100"``, ``"h100"``, ``"h200"``, ``"p100"``, ``"titan-x"``, ``"cpu-core"`` or
         ``"FLOPS,BYTES"`` per second.
     link, compute_scale: of the machine, as for ``pooch plan``.
     margin: part of the memory that the step must leave free.
