@@ -7,8 +7,8 @@ them.
     python -m benchmarks.instances [NAME ...] [--out benchmarks/instances]
 
 Convolutional and recurrent networks are fp32 on every device; convolutions and LSTMs take TF32 rates where the device
-has them and products of matrices do not, as torch's defaults are. Transformers are fp32 on V100 and bf16 throughout
-(parameters and optimizer state too) on A100 and H200. Durations are rounded to four digits, so that files compress.
+has them and products of matrices do not, as torch's defaults are. Transformers are fp32 on V100, and bf16 throughout
+(parameters and optimizer state too) on newer devices. Durations are rounded to four digits, so that files compress.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -30,9 +30,26 @@ from poochplan.units import format_bytes, format_seconds
 from poochplan.workload import Workload
 from poochplan.workloads import sequence, volume
 from poochplan.workloads.common import require
+from poochplan.workloads.hugging_face import transformer
 
 HERE = Path(__file__).parent
 DEVICES = ("v100", "a100", "h200")
+QWEN2_7B = {
+    "hidden_size": 3584,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+}
+VIT_L = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096, "num_labels": 1000}
+WHISPER_LARGE = {
+    "d_model": 1280,
+    "encoder_attention_heads": 20,
+    "decoder_attention_heads": 20,
+    "encoder_ffn_dim": 5120,
+    "decoder_ffn_dim": 5120,
+    "num_mel_bins": 128,
+}
 
 
 class Instance(NamedTuple):
@@ -79,6 +96,13 @@ def language_model(model: torch.nn.Module, vocabulary: int, batch: int, length: 
     return Workload(model, lambda: model(input_ids=tokens, labels=tokens).loss, optimizer)
 
 
+def today(name: str, text: str, **settings: Any) -> Instance:
+    """A model of transformers in bf16 throughout, by the name of its configuration."""
+    return Instance(
+        lambda: transformer(name, precision="bfloat16", **settings), text, devices=("h100",), transformer=True
+    )
+
+
 INSTANCES = {
     "resnet50-b256": Instance(
         lambda: classifier(networks.resnet50(), (256, 3, 224, 224), 1000), "ResNet-50, 256 images of 224x224"
@@ -114,6 +138,14 @@ INSTANCES = {
         "a GPT of 96 layers of 2,048 (GPT-3's depth, 5 billion parameters), 4 x 2,048 tokens",
         devices=("h200",),
         transformer=True,
+    ),
+    "llama-7b": today("llama", "Llama 7B, 2 x 4,096 tokens", batch_size=2, length=4096),
+    "qwen2-7b": today(
+        "qwen2", "Qwen2 7B, 4 key-value heads, 2 x 4,096 tokens", batch_size=2, length=4096, layers=28, **QWEN2_7B
+    ),
+    "vit-l": today("vit", "ViT-L, 512 images of 224x224", batch_size=512, layers=24, **VIT_L),
+    "whisper-large": today(
+        "whisper", "Whisper large, 32 x 30 s of speech", batch_size=32, length=448, layers=32, **WHISPER_LARGE
     ),
 }
 

@@ -1,6 +1,7 @@
 """Plans of the instances: overhead, proven bound and gap at five budgets on four links, and every other policy beside.
 
     python -m benchmarks.planning grid -o benchmarks/results/planning.json       # 6 networks x 4 links x 5 budgets
+    python -m benchmarks.planning grid --networks llama-7b qwen2-7b vit-l whisper-large -o ...  # on an H100 and pcie5
     python -m benchmarks.planning wall -o benchmarks/results/planning-wall.json  # time to a wanted gap, one at a time
     python -m benchmarks.planning seeds -o benchmarks/results/planning-seeds.json  # the ten hardest, five seeds each
     python -m benchmarks.planning pooch -o benchmarks/results/planning-pooch.json  # PoocH's setting
@@ -40,7 +41,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "planning.json"
 HARDEST, SEEDS = 10, 5
 RAISED = ((300, 200, 1000), (600, 200, 2000), (1200, 200, 4000), (600, 10**6, 4000))
 NETWORKS = ("resnet50-b256", "resnext101-3d", "unet3d-192", "gpt2-medium", "seq2seq", "bert-large")
-TRANSFORMERS = ("gpt2-medium", "bert-large", "gpt-96")
+OF_TODAY = ("llama-7b", "qwen2-7b", "vit-l", "whisper-large")
+TRANSFORMERS = ("gpt2-medium", "bert-large", "gpt-96", *OF_TODAY)
 LINKS = {"pcie3": "v100", "pcie4": "a100", "pcie5": "h200", "nvlink2": "v100"}
 SHARES = ("60%", "70%", "80%")
 KEPT = (0.7, 0.5, 0.3, 0.2, 0.1)
@@ -55,7 +57,7 @@ WALL_CASES = (
 
 def instance(network: str, link: str) -> Profile:
     """The step of ``network`` on the device that goes with ``link``."""
-    device = "h200" if network == "gpt-96" else LINKS[link]
+    device = "h200" if network == "gpt-96" else "h100" if network in OF_TODAY else LINKS[link]
     return for_machine(Profile.load(ROOT / "benchmarks" / "instances" / f"{network}-{device}.json.gz"), link=link)
 
 
@@ -110,8 +112,9 @@ def one(
 
 def grid(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """All cases, or with ``--redo`` those of a results file whose gap was missed; the others are taken over."""
-    networks = [network for network in arguments.networks if network in NETWORKS]
-    cases = [(network, link, kept) for network in networks for link in LINKS for kept in KEPT]
+    networks = [network for network in arguments.networks if network != "gpt-96"]
+    pairs = [(name, link) for name in networks for link in (LINKS if name in NETWORKS else ("pcie5",))]
+    cases = [(network, link, kept) for network, link in pairs for kept in KEPT]
     found: dict[tuple[str, str, float], dict[str, Any]] = {}
     if arguments.redo:
         for row in json.loads(Path(arguments.redo).read_text())["rows"]:
@@ -282,7 +285,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=(*WHAT, "table"))
     parser.add_argument("results", nargs="?", help="for table and seeds: a results file of grid")
-    parser.add_argument("--networks", nargs="+", default=[*NETWORKS, "gpt-96"], choices=[*NETWORKS, "gpt-96"])
+    parser.add_argument(
+        "--networks", nargs="+", default=[*NETWORKS, "gpt-96"], choices=[*NETWORKS, "gpt-96", *OF_TODAY]
+    )
     parser.add_argument("--profiles", nargs="+", default=[], metavar="FILE", help="measured: profiles to plan")
     parser.add_argument("--time-limit", type=float, default=25.0, help="seconds per plan")
     parser.add_argument("--patience", type=float, default=1.0, help="wall: limit, as a multiple of the time asked for")

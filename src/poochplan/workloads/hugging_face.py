@@ -114,7 +114,7 @@ def _configuration(name: str, layers: int | None, length: int, fields: dict[str,
     usual = config_class()
     known = {*usual.to_dict(), *usual.attribute_map}
     for key in fields:
-        if key not in known:
+        if key not in known and not isinstance(getattr(usual, key, None), (int, str)):  # num_labels is a property
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"see {config_class.__name__} of transformers"
             raise UsageError(f"{PREFIX}{name}: unknown parameter {key!r}; {hint}")
