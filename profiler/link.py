@@ -98,6 +98,7 @@ def measure_link(
             interference_out=_interference(copy_out, device, sizes[-1]),
             interference_in=_interference(copy_in, device, sizes[-1]),
             throttle_bytes_per_s=throttle_bytes_per_s,
+            ranks=1,
             **_pageable(device, sizes),
         )
     finally:
