@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -10,7 +11,7 @@ from typing import Literal
 from poochplan.errors import InfeasibleError, UsageError
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
-from poochplan.formats.profile import Memory, Profile
+from poochplan.formats.profile import Link, Memory, Profile
 from poochplan.formats.queries import limits
 from poochplan.planner.arena.fitting import NO_ARENA, Fitting, smallest_arena
 from poochplan.planner.arena.step_layout import layout_of
@@ -23,7 +24,7 @@ from poochplan.planner.simulator.schedule import keep_all
 from poochplan.planner.simulator.simulate import Candidate, simulated, swap_all_on_demand
 from poochplan.units import format_bytes, parse_budget, parse_bytes
 
-from .whatif import as_unserved
+from .whatif import as_unserved, link_text, shared
 from .writing import KEEP_ALL, write_plan
 
 ILP = "ilp"
@@ -43,6 +44,7 @@ def plan(
     gap: float = 0.005,
     threads: int | None = None,
     host_budget: str | int | None = None,
+    ranks_per_host: int = 1,
     evaluations: int | None = None,
     seed: int = 0,
     workload: str | None = None,
@@ -63,6 +65,8 @@ def plan(
     gap: the search also ends when the step is within this share of the proven bound.
     threads: with 2 (the default) one improves the bound while the other searches; further ones search too.
     host_budget: most bytes swapped out (bytes, or text; 0 for recomputing alone); no limit by default.
+    ranks_per_host: number of processes on one host that train with this plan, each on its own device. Each gets an even
+        share of ``host_budget`` and of the link's rates. A link that was measured with as many ranks is not divided.
     evaluations: counts simulations instead of ``time_limit_s``, with one thread. The same arguments then give the
         same plan, to the bit, on a machine of any speed and load.
     seed: of the random walks.
@@ -86,14 +90,16 @@ def plan(
     begin_build()
     budget_bytes = parse_budget(budget, profile.in_core_peak_bytes)
     has_arena = in_arena(profile, arena)
-    profile = as_unserved(profile) if arena == "off" else profile
+    given, profile = profile, shared(as_unserved(profile) if arena == "off" else profile, ranks_per_host)
     problem = build_problem(profile)
     if policy != ILP and arena == "on":
         raise UsageError(f'arena: expected "auto" or "off" with policy {policy!r}, which decides alone, found "on"')
+    host_bytes = None
+    if host_budget is not None and policy == ILP:
+        host_bytes = parse_bytes(host_budget, "host_budget", least=0) // ranks_per_host
     if policy != ILP:
         found = _alone(policy, profile, problem, budget_bytes)
     else:
-        host_bytes = None if host_budget is None else parse_bytes(host_budget, "host_budget", least=0)
         if threads is None:
             threads = 2 if evaluations is None else 1
         search = SearchLimits(
@@ -104,9 +110,26 @@ def plan(
         found = _optimal(profile, problem, budget_bytes, search, watch, has_arena=has_arena)
         if arena == "on" and NO_ARENA in found.notes:
             found = replace(found, best=swap_all_on_demand(problem), notes=())
+    found = replace(found, notes=(*found.notes, *_shares(given.link, profile.link, host_bytes, ranks_per_host)))
     wall_s = time.perf_counter() - started_s
     is_laid_out = arena != "off" and profile.device.kind == "cpu"
     return write_plan(profile, problem, found, budget_bytes, workload, wall_s, is_laid_out=is_laid_out)
+
+
+def _shares(given: Link, link: Link, host_bytes: int | None, ranks_per_host: int) -> Iterator[str]:
+    """What a plan's notes say about the rank's share of the host."""
+    if ranks_per_host == 1:
+        return
+    each = f"each of {ranks_per_host} ranks of a host"
+    if link is given:
+        yield f"{each} has the link as measured while {link.ranks} ranks copied at once: {link_text(link)}"
+    else:
+        yield (
+            f"{each} has its share of the link, {link_text(link)}, by division: pooch profile --nproc {ranks_per_host} "
+            "measures it"
+        )
+    if host_bytes is not None:
+        yield f"{each} swaps at most {format_bytes(host_bytes)}, its share of the host budget"
 
 
 def smallest_budget(profile: Profile, *, arena: Literal["auto", "on", "off"] = "auto") -> int:

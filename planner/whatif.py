@@ -14,7 +14,7 @@ import msgspec
 from poochplan.errors import InfeasibleError, UsageError
 from poochplan.formats.occupancy import held_until, static_bytes
 from poochplan.formats.plan import Plan
-from poochplan.formats.profile import PRESET_BYTES_PER_S, Kind, Link, Profile, preset_link, rated_link
+from poochplan.formats.profile import PRESET_BYTES_PER_S, Kind, Link, LinkDirection, Profile, preset_link, rated_link
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import swap_all_on_demand
 from poochplan.units import format_bytes, format_rate, parse_bytes, parse_rate
@@ -96,9 +96,30 @@ def as_unserved(profile: Profile) -> Profile:
     return msgspec.structs.replace(slower, times=times, runtime=profile.runtime)  # the machine is the same
 
 
+def shared(profile: Profile, ranks_per_host: int) -> Profile:
+    """The same step on each of this many ranks of one host, whose link they share evenly.
+
+    A link that was measured while as many ranks copied at once, or more, is not divided again. Latency, duplex and
+    interference stay as measured. Raises ``UsageError`` if the number is below 1.
+    """
+    if ranks_per_host < 1:
+        raise UsageError(f"ranks per host: expected a number of at least 1, found {ranks_per_host}")
+    link = profile.link
+    if ranks_per_host <= link.ranks:
+        return profile
+    share = link.ranks / ranks_per_host
+    out, back = (
+        LinkDirection(latency_s=way.latency_s, bandwidth_bytes_per_s=max(1.0, way.bandwidth_bytes_per_s * share))
+        for way in (link.outward, link.inward)
+    )
+    return msgspec.structs.replace(
+        profile, link=msgspec.structs.replace(link, outward=out, inward=back, ranks=ranks_per_host)
+    )
+
+
 def as_followed(profile: Profile, plan: Plan) -> Profile:
-    """The same step, with an arena if the plan has one."""
-    return profile if plan.holds_arena else as_unserved(profile)
+    """The same step, with an arena if the plan has one, and with the plan's share of the link."""
+    return shared(profile if plan.holds_arena else as_unserved(profile), plan.link.ranks)
 
 
 def parse_link(text: str | float) -> Link:

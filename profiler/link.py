@@ -47,6 +47,9 @@ CPU_PROBE, CUDA_PROBE = (512, 4 << 20), (4096, 64 << 20)
 _REPEATS = 5
 _LONGEST_FIRST_WRITE_S = 5.0
 Curve = list[tuple[int, float]]
+Least = Callable[[int], int]
+Begin = Callable[[], object]
+"""Called before each timed run. It returns when the device has no work left, and when all ranks have called it."""
 Floats = npt.NDArray[np.float64]
 SMALL_BYTES = 1 << 20
 """Copies from this size on count in full, shorter ones by their share of it: they carry few bytes."""
@@ -67,6 +70,8 @@ def measure_link(
     directory: str | Path | None = None,
     throttle_bytes_per_s: float | None = None,
     sizes: tuple[int, ...] = (),
+    ranks: int = 1,
+    least: Least = int,
 ) -> Link:
     """The link of the device ``where``: on the CPU process memory to a spill file in ``directory`` and back, on CUDA
     device memory to pinned host memory and back.
@@ -75,6 +80,9 @@ def measure_link(
     left out in these cases: one copy would take more than a quarter of a second under the throttle; the test's two
     places would take more than half of the free disk (on CUDA a quarter of the host's or the device's free memory); the
     first write of a smaller size took seconds; or it, or a smaller size, cannot be pinned.
+
+    Several ``ranks`` of one host measure it together: each calls this function, and every copy begins on all of them at
+    once. ``least`` returns the least of every rank's number, once all have called it.
 
     Raises ``SpillError`` if the directory cannot be used, has no room, or is too slow for the smallest size; on CUDA,
     if not even that much memory can be pinned.
@@ -88,27 +96,35 @@ def measure_link(
         else:
             sizes = tuple(size for size in sizes if 8 * size <= _room_bytes(device)) or sizes[:1]
         sizes = _written_once(device, sizes)
-        out = _curve(copy_out, device, sizes)
-        back = _curve(copy_in, device, sizes)
+        sizes = sizes[: least(len(sizes))]
+
+        def begin() -> None:
+            device.synchronize()
+            least(0)
+
+        out = _curve(copy_out, device, sizes, begin)
+        back = _curve(copy_in, device, sizes, begin)
         return Link(
             name="spill" if where.type == "cpu" else "pinned",
             outward=fit_line(out),
             inward=fit_line(back),
-            duplex=_duplex(device, sizes[-1], out[-1][1], back[-1][1]),
-            interference_out=_interference(copy_out, device, sizes[-1]),
-            interference_in=_interference(copy_in, device, sizes[-1]),
+            duplex=_duplex(device, sizes[-1], out[-1][1], back[-1][1], begin),
+            interference_out=_interference(copy_out, device, sizes[-1], begin),
+            interference_in=_interference(copy_in, device, sizes[-1], begin),
             throttle_bytes_per_s=throttle_bytes_per_s,
-            **_pageable(device, sizes),
+            ranks=ranks,
+            **_pageable(device, sizes, begin),
         )
     finally:
         device.close()
 
 
-def _pageable(device: Device, sizes: tuple[int, ...]) -> dict[str, LinkDirection]:
+def _pageable(device: Device, sizes: tuple[int, ...], begin: Begin) -> dict[str, LinkDirection]:
     """The two directions of pageable memory; none on the CPU, whose host tier is a file."""
     if device.kind != "cuda":
         return {}
-    out, back = pageable_curves(device, tuple(size for size in sizes if size <= LARGEST_PAGEABLE_BYTES) or sizes[:1])
+    sizes = tuple(size for size in sizes if size <= LARGEST_PAGEABLE_BYTES) or sizes[:1]
+    out, back = pageable_curves(device, sizes, begin)
     return {"pageable_out": fit_line(out), "pageable_in": fit_line(back)}
 
 
@@ -181,7 +197,7 @@ def _buffer(device: Device, size_bytes: int) -> torch.UntypedStorage:
     return storage
 
 
-def _curve(copy: CopyCall, device: Device, sizes: tuple[int, ...]) -> Curve:
+def _curve(copy: CopyCall, device: Device, sizes: tuple[int, ...], begin: Begin) -> Curve:
     curve = []
     for size_bytes in sizes:
         storage = _buffer(device, size_bytes)
@@ -189,11 +205,11 @@ def _curve(copy: CopyCall, device: Device, sizes: tuple[int, ...]) -> Curve:
         def one(storage: torch.UntypedStorage = storage) -> None:
             _checked(device, copy(device, storage, 0))
 
-        curve.append((size_bytes, _median_s(device, one)))
+        curve.append((size_bytes, _median_s(begin, one)))
     return curve
 
 
-def pageable_curves(device: Device, sizes: tuple[int, ...]) -> tuple[Curve, Curve]:
+def pageable_curves(device: Device, sizes: tuple[int, ...], begin: Begin) -> tuple[Curve, Curve]:
     """Seconds of copies to ordinary host memory and back, which the driver stages in its own pinned memory."""
     out: Curve = []
     back: Curve = []
@@ -206,15 +222,15 @@ def pageable_curves(device: Device, sizes: tuple[int, ...]) -> tuple[Curve, Curv
                 to.copy_(source)
                 device.synchronize()
 
-            curve.append((size_bytes, _median_s(device, copy)))
+            curve.append((size_bytes, _median_s(begin, copy)))
     return out, back
 
 
-def _median_s(device: Device, run: Callable[[], object]) -> float:
-    """Median seconds of several runs, each begun when the device has no work left; ``run`` waits for its own end."""
+def _median_s(begin: Begin, run: Callable[[], object]) -> float:
+    """Median seconds of several runs, each after ``begin``; ``run`` waits for its own end."""
     times_s = []
     for _ in range(_REPEATS):
-        device.synchronize()
+        begin()
         start_s = time.perf_counter()
         run()
         times_s.append(time.perf_counter() - start_s)
@@ -232,11 +248,11 @@ def _checked(device: Device, *copies: Copy) -> None:
             )
 
 
-def _duplex(device: Device, size_bytes: int, out_s: float, in_s: float) -> float:
+def _duplex(device: Device, size_bytes: int, out_s: float, in_s: float, begin: Begin) -> float:
     """Share of its rate that a direction keeps while both run."""
     outgoing, incoming = _buffer(device, size_bytes), _buffer(device, size_bytes)
     both_s = _median_s(
-        device, lambda: _checked(device, copy_out(device, outgoing, 0), copy_in(device, incoming, size_bytes))
+        begin, lambda: _checked(device, copy_out(device, outgoing, 0), copy_in(device, incoming, size_bytes))
     )
     # The shorter copy ends first, the longer runs its rest alone: total = long + short * (1 / share - 1).
     long_s, short_s = max(out_s, in_s), min(out_s, in_s)
@@ -244,7 +260,7 @@ def _duplex(device: Device, size_bytes: int, out_s: float, in_s: float) -> float
     return float(min(1.0, max(0.3, 1 / slowed))) if slowed > 0 else 1.0
 
 
-def _interference(copy: CopyCall, device: Device, size_bytes: int) -> float:
+def _interference(copy: CopyCall, device: Device, size_bytes: int, begin: Begin) -> float:
     """How much longer ops take beside copies, minus 1.
 
     Half of a step's ops are bound by memory (norms, activations). The others are bound by arithmetic and slow down
@@ -256,7 +272,9 @@ def _interference(copy: CopyCall, device: Device, size_bytes: int) -> float:
         op()
         alone_s, beside_s = [], []
         for _ in range(3):
+            begin()
             alone_s.append(_per_call_s(device, op, lambda: None))
+            begin()
             pending = [copy(device, storage, 0)]
 
             def keep_busy(pending: list[Copy] = pending) -> None:

@@ -19,6 +19,7 @@ from poochplan.profiler.live.after_capture import OpTiming
 from poochplan.profiler.live.capturing import Capturing
 from poochplan.profiler.live.step_function import StepFunction
 from poochplan.profiler.request import Options
+from poochplan.runtime.watch.census import wrapper_of
 from poochplan.tensors.modes import compiled_modules
 
 from .fake import FakeCapture, faked
@@ -92,7 +93,9 @@ def needed_without_memory(steps: StepFunction) -> int | None:
     data. The step runs twice, on fake tensors. Its errors are ignored: the real step will raise them.
     """
     model, optimizer = steps.model, steps.optimizer
-    if compiled_modules(model):  # it would have to be compiled
+    if (
+        compiled_modules(model) or wrapper_of(model) is not None
+    ):  # it would be compiled, or exchange contents with ranks
         return None
     there_bytes = _state_bytes(optimizer) if optimizer is not None else 0
     try:

@@ -185,6 +185,7 @@ def check(
     seed: int = 0,
     progress: Progress | None = None,
     in_core_build: Build | None = None,
+    on_any: Callable[[bool], bool] = bool,
     **options: Any,
 ) -> Comparison:
     """Runs ``steps`` steps in-core and under the plan from the same seed, and compares them bit by bit.
@@ -193,7 +194,8 @@ def check(
     these differ: for a model compiled with a plan inside, the same one compiled without. ``timed_steps`` further steps
     of each run are only timed; a step time is the median. In-core steps are timed before the session, with no setting
     of a session, and again after it. So a machine that becomes slower or faster meanwhile affects both runs.
-    ``options`` are those of ``poochplan.apply``.
+    ``options`` are those of ``poochplan.apply``. Ranks that train together run as many steps: ``on_any`` tells each
+    whether a fact is true on any of them.
 
     Raises
     ------
@@ -216,10 +218,10 @@ def check(
     if timed_steps:
         in_core.seconds.extend(in_core_run(0, timed_steps, "in-core again").seconds)
     difference = first_difference(in_core.records, planned.records)
-    if difference is not None:
+    if on_any(difference is not None):
         again = in_core_run(steps, 0, "again")
         unsteady = first_difference(in_core.records, again.records)
-        if unsteady is not None:
+        if difference is not None and unsteady is not None:
             difference += f"; two in-core runs differ as well ({unsteady}), so the workload itself is not deterministic"
     return Comparison(in_core, planned, difference, steps, _count(in_core.records))
 

@@ -62,7 +62,7 @@ def test_pageable_copies_have_a_curve_each_way() -> None:
     """On the CPU both ends are ordinary memory: what CUDA runs, without its device."""
     device = open_device(torch.device("cpu"), None, None)
     try:
-        for curve in pageable_curves(device, SIZES):
+        for curve in pageable_curves(device, SIZES, device.synchronize):
             assert [size for size, _ in curve] == list(SIZES)
             assert all(seconds > 0 for _, seconds in curve)
     finally:

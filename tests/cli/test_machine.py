@@ -63,3 +63,24 @@ def test_a_plan_for_another_machine_says_so_and_run_warns(pooch: Pooch, profile_
     )
     assert result.code == 2
     assert "--timeline: expected a plan for this machine" in result.error
+
+
+def test_a_plan_for_ranks_of_one_host_records_their_shares_and_show_tells_them(
+    pooch: Pooch, profile_path: Path
+) -> None:
+    options = "--budget", "85%", "--ranks-per-host", "4", "--host-budget", "1TiB", "--timeline", "plan.png"
+    result = pooch("plan", profile_path, "-o", "plan.json", *options)
+    assert result.code == 0
+    made, link = poochplan.Plan.load("plan.json"), Profile.load(profile_path).link
+    assert made.link.ranks == 4
+    assert made.link.inward.bandwidth_bytes_per_s == link.inward.bandwidth_bytes_per_s / 4
+    assert (made.estimate, made.assumed) == (False, ())
+    for shown in (result.out, pooch("show", "plan.json").out):
+        text = " ".join(shown.split())
+        assert "each of 4 ranks of a host has its share of the link" in text
+        assert "each of 4 ranks of a host swaps at most 256 GiB, its share of the host budget" in text
+    result = pooch("plan", profile_path, "-o", "other.json", "--budget", "85%", "--ranks-per-host", "0")
+    assert (result.code, "--ranks-per-host: expected a whole number of at least 1, found '0'" in result.error) == (
+        2,
+        True,
+    )

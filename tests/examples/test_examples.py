@@ -11,7 +11,10 @@ import pytest
 from poochplan.workload import load_workload
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-STACKS = ("auto_loop", "accelerate_loop", "ddp_torchrun", "fsdp_torchrun", "hf_trainer", "lightning_module")
+STACKS = (
+    *("auto_loop", "accelerate_loop", "hf_trainer", "lightning_module"),
+    *("ddp_torchrun", "fsdp_torchrun", "lightning_fsdp"),
+)
 """Tried in ``test_stacks.py``."""
 
 

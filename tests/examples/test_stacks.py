@@ -257,3 +257,13 @@ def test_the_trainer_of_transformers_on_two_processes_is_the_same_in_60_percent_
         assert facts["metered_bytes"] <= facts["budget_bytes"], "with the buckets, which no tensor of Python's lies on"
     assert first["planned"]["parameters"] == second["planned"]["parameters"]
     assert first["followed"] == second["followed"] > 0
+
+
+def test_lightning_with_fsdp2_on_two_processes_is_the_same_under_one_plan(tmp_path: Path) -> None:
+    first, second = torchrun("tests.examples.lightning_ranks", tmp_path)
+    for facts in (first, second):
+        assert facts["planned"] == facts["plain"]
+        assert facts["fallbacks"] == 0
+    assert first["plan"] == second["plan"] is not None
+    assert first["followed"] == second["followed"] > 0
+    assert first["plain"]["losses"] != second["plain"]["losses"], "each rank has its own batches"

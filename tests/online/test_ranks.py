@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 from typing import Any
 
+from poochplan.units import parse_budget
 from tests.online.sharded import KINDS
-from tests.torchrun import torchrun
+from tests.online.test_sessions import within
+from tests.torchrun import started, torchrun
 
 UNIT_BYTES = 132_864
 """Gathered weights of one block: gloo's threads may hold the buffer of a collective a moment longer, and plans leave
@@ -45,3 +49,42 @@ def check(kind: str, plain: dict[str, Any], planned: dict[str, Any], recomputed:
     assert abs(plain["peak_bytes"] - planned["in_core_bytes"]) <= UNIT_BYTES + 0.03 * plain["peak_bytes"], kind
     if recomputed is not None:
         assert recomputed["replayed"] > 0, kind
+
+
+def test_the_budget_is_the_smallest_of_all_ranks(tmp_path: Path) -> None:
+    for rank in torchrun("tests.online.unequal", tmp_path, "budgets"):
+        planned = rank["planned"]
+        assert planned["budget_bytes"] == parse_budget("75%", planned["in_core_bytes"])
+        assert planned["followed"] > 0
+        assert {name: planned[name] for name in rank["plain"]} == rank["plain"]
+
+
+def test_a_rank_with_larger_shapes_trains_on_without_the_plan_that_the_others_follow(tmp_path: Path) -> None:
+    first, second = torchrun("tests.online.unequal", tmp_path, "shapes")
+    for rank in (first, second):
+        assert {name: rank["planned"][name] for name in rank["plain"]} == rank["plain"]
+    assert first["planned"]["followed"] > second["planned"]["followed"] == 0
+
+
+def test_a_rank_that_is_killed_ends_the_others_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    folder, files, spilled = (tmp_path / name for name in ("ranks", "files", "spilled"))
+    for one in (folder, files, spilled):
+        one.mkdir()
+    mark = f"ranks-{tmp_path.name}-{os.getpid()}"
+    variables = {"TMPDIR": str(files), "POOCH_SPILL_DIR": str(spilled), "POOCH_TEST_MARK": mark}
+    done = started("tests.online.unequal", str(folder), "killed", **variables)
+    assert done.returncode != 0
+    assert (files / "planning").exists()
+    assert not list(folder.glob("rank*.json")), "no rank trained to the end"
+    assert within(30, lambda: not processes_with(mark))
+    assert [*files.glob("poochplan*"), *spilled.iterdir()] == []
+
+
+def processes_with(mark: str) -> list[str]:
+    """Processes that have the mark in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in path.read_bytes():
+                found.append(path.parent.name)
+    return found

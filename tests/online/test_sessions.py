@@ -206,15 +206,20 @@ time.sleep(600)
 
 
 def test_the_planning_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
-    root = str(Path(__file__).parents[2])
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(tmp_path)], cwd=root, stdout=subprocess.PIPE, text=True
-    )
+    root, files = str(Path(__file__).parents[2]), tmp_path / "files"
+    files.mkdir()
+    command = [sys.executable, "-c", PARENT, str(tmp_path)]
+    environment = {**os.environ, "TMPDIR": str(files)}
+    parent = subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
+    os.kill(child, signal.SIGSTOP)  # it is at its beginning
+    assert list(files.glob("poochplan-*"))
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
+    os.kill(child, signal.SIGCONT)
     assert within(30, lambda: is_gone(child))
+    assert not list(files.glob("poochplan-*"))
 
 
 def is_gone(number: int) -> bool:

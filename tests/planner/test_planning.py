@@ -10,13 +10,14 @@ import pytest
 from poochplan.errors import InfeasibleError, PoochError, UsageError
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Kind, Profile
+from poochplan.peak import simulate_plan
 from poochplan.planner.planning import plan, share_that_holds, smallest_budget
 from poochplan.planner.search.decide import solve_fluid
 from poochplan.planner.search.fluid import Request
 from poochplan.planner.search.solvers import SolverLimits, choose_solver
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import movable, swap_all_on_demand
-from poochplan.units import parse_budget
+from poochplan.units import format_bytes, parse_budget
 from tests.planner.checker import check
 from tests.planner.random_profiles import Recorder, link, random_profile, resnet_like, transformer_like, unet_like
 
@@ -203,3 +204,43 @@ def test_a_host_budget_of_nothing_recomputes_alone() -> None:
     assert found.prediction.out_bytes == 0
     assert decisions_of(found) == {Decision.KEEP, Decision.RECOMPUTE}
     assert check(profile, found).peak_bytes == found.prediction.peak_bytes
+
+
+def quartered(profile: Profile) -> Profile:
+    slower = link(gb_per_s=profile.link.outward.bandwidth_bytes_per_s / 4e9)
+    return msgspec.structs.replace(profile, link=slower)
+
+
+def promised(found: Plan) -> tuple[object, ...]:
+    return found.instructions, found.prediction, found.solve.bound_s, found.budget_bytes
+
+
+def test_a_rank_of_four_gets_a_quarter_of_the_link_and_of_the_host_budget() -> None:
+    profile = transformer_like(2, link_gb_per_s=4.0)
+    free = plan(profile, "50%", evaluations=1000)
+    host_bytes = 2 * free.prediction.out_bytes  # a quarter of it is half of what would be swapped
+    found = plan(profile, "50%", host_budget=host_bytes, ranks_per_host=4, evaluations=1000)
+    assert promised(found) == promised(plan(quartered(profile), "50%", host_budget=host_bytes // 4, evaluations=1000))
+    assert found.link.ranks == 4
+    assert 0 < found.prediction.out_bytes <= host_bytes // 4
+    assert check(profile, found).peak_bytes == found.prediction.peak_bytes <= found.budget_bytes
+    assert simulate_plan(profile, found).step_s == found.prediction.step_s
+    notes = "; ".join(found.notes)
+    assert "each of 4 ranks of a host has its share of the link, test (1 GB/s each way), by division" in notes
+    assert f"each of 4 ranks of a host swaps at most {format_bytes(host_bytes // 4)}" in notes
+
+
+def test_a_link_that_was_measured_with_all_ranks_copying_is_not_divided_again() -> None:
+    profile = transformer_like(2, link_gb_per_s=4.0)
+    measured = msgspec.structs.replace(profile, link=msgspec.structs.replace(profile.link, ranks=4))
+    for ranks in (1, 2, 4):
+        found = plan(measured, "50%", ranks_per_host=ranks, evaluations=300)
+        assert promised(found) == promised(plan(profile, "50%", evaluations=300))
+    assert "each of 4 ranks of a host has the link as measured while 4 ranks copied at once" in "; ".join(found.notes)
+    eight = plan(measured, "50%", ranks_per_host=8, evaluations=300)
+    assert eight.link.outward.bandwidth_bytes_per_s == 2e9
+
+
+def test_fewer_ranks_than_one_are_refused() -> None:
+    with pytest.raises(UsageError, match="ranks per host: expected a number of at least 1, found 0"):
+        plan(transformer_like(1), "90%", ranks_per_host=0)

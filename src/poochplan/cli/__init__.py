@@ -21,7 +21,7 @@ from poochplan.errors import PoochError, UsageError
 
 from .. import __version__
 from ..out_of_memory import asked_text, is_out_of_memory
-from .base import Verb
+from .base import Verb, rank_and_count
 
 VERBS = {
     "profile": "measure a training step: ops, saved values, memory, and the link to the host tier",
@@ -104,9 +104,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings():
         if not verbose:
             warnings.showwarning = _show_warning
+        if rank_and_count()[0] > 0:
+            warnings.simplefilter("ignore")
         try:
             asked = next((one for one in arguments if not one.startswith("-")), "")
             options = build_parser(asked).parse_args(arguments)
+            options.arguments = arguments
             verb: Verb = options.verb(options)
             return verb.execute()
         except SystemExit as ended:  # --help and --version
@@ -135,7 +138,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _explain(line: str, verbose: bool) -> None:
     if verbose:
         traceback.print_exc(file=sys.stderr)
-    print(f"pooch: error: {line}", file=sys.stderr)
+    rank, count = rank_and_count()
+    whose = f"rank {rank}: " if count > 1 else ""
+    print(f"pooch: error: {whose}{line}", file=sys.stderr)
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:

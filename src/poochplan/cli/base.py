@@ -17,12 +17,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TextIO
 from rich.console import Console
 
 from poochplan.errors import PoochError, UsageError
-from poochplan.formats.files import check_output
+from poochplan.formats.files import Document, check_output
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 NARROWEST_TABLE = 100
+
+
+def rank_and_count() -> tuple[int, int]:
+    """This process's rank and the number of ranks, if torchrun or a launcher like it has started several; else 0, 1."""
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return 0, 1
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 class Say(Protocol):
@@ -42,10 +49,14 @@ class Verb(ABC):
     description: ClassVar[str]
     examples: ClassVar[str]
     force_help: ClassVar[str] = "overwrite output files that exist"
+    has_ranks: ClassVar[bool] = False
+    """Whether torchrun may start the verb on several ranks. Rank 0 alone then prints and writes."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
+        self.rank, self.rank_count = rank_and_count() if self.has_ranks else (0, 1)
         self.console = _console(sys.stderr if options.json else sys.stdout)
+        self.console.quiet = self.rank > 0
         self.exit_code = 0
         """The exit code of a run without an error; ``run`` may change it."""
         self.problem: PoochError | None = None
@@ -64,12 +75,16 @@ class Verb(ABC):
         """Runs the verb; returns the exit code. Only ``main`` catches errors."""
         if self.options.json:
             with data_alone() as stdout:
-                print(json.dumps(self.run(), indent=2, allow_nan=False), file=stdout, flush=True)
+                data = json.dumps(self.run(), indent=2, allow_nan=False)
+                if self.rank == 0:
+                    print(data, file=stdout, flush=True)
         else:
             self.run()
-        if self.problem is not None:
-            raise self.problem
-        return self.exit_code
+        if self.problem is None:
+            return self.exit_code
+        if self.rank > 0:  # rank 0 tells it
+            return self.problem.exit_code
+        raise self.problem
 
     def show(self, *renderables: RenderableType) -> None:
         """Prints tables or lines; the terminal wraps long lines."""
@@ -84,6 +99,11 @@ class Verb(ABC):
     def wrote(self, path: Path) -> None:
         """Prints that a file was written."""
         self.show(f"Wrote {path}")
+
+    def save(self, document: Document, path: Path | None) -> None:
+        """Writes the file and says so; nothing without a path, and on ranks above 0."""
+        if path is not None and self.rank == 0:
+            self.wrote(document.save(path, force=self.options.force))
 
     def output(self, path: str | Path | None, *, suffix: str = "") -> Path | None:
         """The path, checked before the work starts; None if no such output was requested."""
@@ -100,7 +120,7 @@ class Verb(ABC):
         Yields a function that moves it. Before the first share, the bar only shows that the work goes on.
         """
         console = Console(stderr=True)
-        if not console.is_terminal:
+        if not console.is_terminal or self.rank > 0:
             yield lambda text, share=None: None
             return
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

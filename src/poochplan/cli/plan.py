@@ -17,6 +17,7 @@ from poochplan.planner.arena.step_layout import Laid
 from poochplan.planner.planning import in_arena, plan, share_that_holds
 from poochplan.planner.search.allowance import Progress
 from poochplan.planner.sweep import compare_policies
+from poochplan.planner.whatif import shared
 from poochplan.report.files_shown import decision_data
 from poochplan.report.frontier import policy_table
 from poochplan.report.palette import write_picture
@@ -58,6 +59,7 @@ class PlanVerb(Verb):
   pooch plan profile.json --budget 60% --max-gap 1%
   pooch plan profile.json --budget 60% --arena off
   pooch plan profile.json --device-memory 16GiB --link pcie3 --compute-scale 0.1
+  pooch plan profile.json --budget 60% --ranks-per-host 8 --host-budget 1TiB
   pooch plan profile.json --budget 60% --policy all
   pooch plan profile.json --budget 60% --evaluations 100000 --seed 1
   pooch plan profile.json --budget 0.45 --solver PULP_CBC_CMD --time-limit 300 --json | jq .overhead
@@ -88,6 +90,13 @@ class PlanVerb(Verb):
             help="threads of the search; with 2, one of them proves the bound (default: 2; 1 with --evaluations)",
         )
         parser.add_argument("--host-budget", metavar="SIZE", help="most bytes swapped to the host (default: no limit)")
+        parser.add_argument(
+            "--ranks-per-host",
+            type=at_least(1),
+            default=1,
+            metavar="N",
+            help="plan for each of N processes on one host, which share --host-budget and the link evenly (default: 1)",
+        )
         parser.add_argument(
             "--policy",
             default="ilp",
@@ -124,6 +133,7 @@ class PlanVerb(Verb):
                 gap=options.gap,
                 threads=options.threads,
                 host_budget=options.host_budget,
+                ranks_per_host=options.ranks_per_host,
                 evaluations=options.evaluations,
                 seed=options.seed,
                 policy="ilp" if options.policy == "all" else options.policy,
@@ -134,6 +144,7 @@ class PlanVerb(Verb):
                 arena=options.arena,
             )
         made.save(path, force=options.force)
+        profile = shared(profile, options.ranks_per_host)
         kept = self._kept(profile, made)
         self._show(made, kept)
         self.wrote(path)

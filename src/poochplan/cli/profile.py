@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import time
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +20,7 @@ from .base import Verb
 from .options import add_spill_dir, add_workload, add_workload_arguments, at_least, parse_overrides
 
 if TYPE_CHECKING:
+    from poochplan.online.ranks import Ranks
     from poochplan.workload import LoadedWorkload
 
 MODES = ("auto", "run", "swap-all", "fake")
@@ -35,6 +39,7 @@ class ProfileVerb(Verb):
     """Runs the step a few times and writes its profile."""
 
     name = "profile"
+    has_ranks = True
     description = (
         "Runs the workload's training step a few times and writes a profile: the time of every op, the lifetime of "
         "every saved value, the in-core peak, and the link in both directions. If the step does not fit in-core, "
@@ -49,6 +54,7 @@ class ProfileVerb(Verb):
   pooch profile train.py:workload --set batch_size=64 --top 10
   pooch profile gpt2 --device cuda -o gpu.json
   pooch profile gpt2 --set layers=48 --mode fake --roofline v100
+  pooch profile gpt2 --nproc 2 -o two-ranks.json
   pooch profile resnet50 --inference -o pass.json
   pooch profile model.onnx --loss cross-entropy --set batch=32 -o profile.json
   pooch profile my_package.models:build --throttle 400MB/s --spill-dir /scratch --json | jq .in_core_peak_bytes
@@ -106,6 +112,13 @@ class ProfileVerb(Verb):
             help="your loop has no zero_grad between these steps, so gradients exist already in forward",
         )
         parser.add_argument(
+            "--nproc",
+            type=at_least(2),
+            metavar="N",
+            help="measure on N ranks at once, as torchrun starts them: each wraps the model for data-parallel "
+            "training, and all copy at the same time; the profile is that of rank 0",
+        )
+        parser.add_argument(
             "--top",
             type=at_least(0),
             default=0,
@@ -113,7 +126,22 @@ class ProfileVerb(Verb):
             help="show the N layers that save the most bytes, and the cost of swapping or recomputing them",
         )
 
+    def execute(self) -> int:
+        """With ``--nproc`` torchrun runs the same command on every rank, and rank 0 writes and prints."""
+        if self.options.nproc is None or self.rank_count > 1:
+            return super().execute()
+        self._check_mode()
+        if self.options.output is not None:
+            self.output(self.options.output)
+        return _on_ranks(self.options.nproc, self.options.arguments)
+
     def run(self) -> dict[str, Any]:
+        from poochplan.online.ranks import launched_ranks
+
+        with launched_ranks(self.rank_count) as ranks:
+            return self._run(ranks)
+
+    def _run(self, ranks: Ranks | None) -> dict[str, Any]:
         options = self.options
         if options.output is not None:
             self.output(options.output)
@@ -126,17 +154,20 @@ class ProfileVerb(Verb):
         if options.inference:
             return _profile_inference(self, loaded, path)
         start_s = time.perf_counter()
-        profile = self._measure(loaded, throttle)
-        profile.save(path, force=options.force)
+        profile = self._measure(loaded, throttle, ranks)
+        if profile is None:  # rank 0 has it
+            return {}
         took = format_seconds(time.perf_counter() - start_s)
         self.show(summary_table(f"Profile of {loaded.name}, taken in {took}", profile.rows()))
         layers = self._top_layers(profile) if options.top else []
-        self.wrote(path)
+        self.save(profile, path)
         return profile_data(profile, path) | ({"layers": layers} if options.top else {})
 
     def _check_mode(self) -> None:
         """Checks the mode before torch is loaded and a model is built."""
         options = self.options
+        if options.nproc is not None or self.rank_count > 1:
+            self._check_ranks()
         if options.inference:
             _check_inference(options)
         if self._is_fake() and options.iterations is not None:
@@ -153,34 +184,59 @@ class ProfileVerb(Verb):
         elif options.roofline is not None:
             raise UsageError(f"--roofline: mode {options.mode} measures durations; drop it, or add --mode fake")
 
+    def _check_ranks(self) -> None:
+        options = self.options
+        for is_given, option, why in (
+            (self._is_fake(), "--mode fake" if options.mode == "fake" else "--roofline", "a step without memory"),
+            (options.inference, "--inference", "a forward pass"),
+            (options.cached_link, "--cached-link", "a link that one process has measured"),
+        ):
+            if is_given:
+                raise UsageError(
+                    f"--nproc: expected steps of several ranks, found {option}: {why}; drop one of the two"
+                )
+
     def _is_fake(self) -> bool:
         return self.options.mode == "fake" or (self.options.mode == "auto" and self.options.roofline is not None)
 
     def _load(self) -> LoadedWorkload:
         if not self._is_fake():
-            return load(self.options)
+            return load(self.options, self.rank)
         from poochplan.profiler.fake.fake import building
 
         with building():
             return load(self.options)
 
-    def _measure(self, loaded: LoadedWorkload, throttle: float | None) -> Profile:
+    def _measure(self, loaded: LoadedWorkload, throttle: float | None, ranks: Ranks | None) -> Profile | None:
+        """The profile; None on ranks above 0, which run the steps that rank 0 measures."""
         import torch
 
         from poochplan.profiler.profiling import profile
         from poochplan.profiler.request import stage_share
 
         options, workload = self.options, loaded.workload
+        where = next((parameter.device for parameter in workload.model.parameters()), torch.device("cpu"))
         with self.progress(f"profiling {loaded.name}") as say:
             link = None
             if options.cached_link:
                 from poochplan.profiler.link import cached_link
 
                 say("the link")
-                where = next((parameter.device for parameter in workload.model.parameters()), torch.device("cpu"))
                 link, _ = cached_link(where, options.spill_dir, throttle)
-            return profile(
-                workload.step,
+            step = workload.step
+            if ranks is not None:
+                from poochplan.online.ranks import data_parallel
+                from poochplan.profiler.link import measure_link
+
+                workload = data_parallel(workload)
+                count, least = self.rank_count, ranks.least
+                link = measure_link(where, options.spill_dir, throttle, ranks=count, least=least)
+                if self.rank > 0:
+                    ranks.follow(workload, accumulate=options.accumulate)
+                    return None
+                step = ranks.led(workload.step)
+            measured = profile(
+                step,
                 model=workload.model,
                 optimizer=workload.optimizer,
                 workload=loaded.name,
@@ -194,6 +250,9 @@ class ProfileVerb(Verb):
                 link=link,
                 progress=lambda text: say(text, stage_share(text)),
             )
+            if ranks is not None:
+                ranks.end_steps()
+            return measured
 
     def _top_layers(self, profile: Profile) -> list[dict[str, Any]]:
         top = profile.to_frame("layers").head(self.options.top)
@@ -213,8 +272,8 @@ class ProfileVerb(Verb):
         return plain_rows(top)
 
 
-def load(options: argparse.Namespace) -> LoadedWorkload:
-    """The seeded workload of the options; raises the errors of ``load_workload``."""
+def load(options: argparse.Namespace, rank: int = 0) -> LoadedWorkload:
+    """The workload of the options, with a seed of its own for each rank; raises the errors of ``load_workload``."""
     overrides = parse_overrides(options.settings)
     from poochplan.runtime.devices.opening import usable_device
     from poochplan.verify import seed_everything
@@ -222,8 +281,28 @@ def load(options: argparse.Namespace) -> LoadedWorkload:
 
     if options.device is not None:
         usable_device(options.device)
-    seed_everything(options.seed)
+    seed_everything(options.seed + rank)
     return load_workload(options.workload, overrides, options.device)
+
+
+def _on_ranks(count: int, arguments: list[str]) -> int:
+    """Has torchrun start ``pooch`` with these arguments on that many ranks; returns the exit code of the first that
+    failed, else 0.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    config = LaunchConfig(1, 1, count, run_id=str(uuid.uuid4()), rdzv_endpoint="localhost:0", rdzv_backend="c10d")
+    config.max_restarts = 0
+    try:
+        elastic_launch(config, sys.executable)("-m", "poochplan", *arguments)
+    except ChildFailedError as error:
+        return error.get_first_failure()[1].exitcode
+    except SignalException:
+        raise KeyboardInterrupt from None
+    return 0
 
 
 def profile_data(profile: Profile, path: Path) -> dict[str, Any]:

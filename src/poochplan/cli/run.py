@@ -19,7 +19,7 @@ from poochplan.formats.queries import OUTSIDE
 from poochplan.formats.run_record import RunRecord
 from poochplan.report.palette import write_picture
 from poochplan.report.pictures import draw_step_memory, step_memory_of
-from poochplan.report.runs import run_record
+from poochplan.report.runs import run_record, worst_of
 from poochplan.report.tables import summary_table
 from poochplan.report.timeline import draw_timeline, timeline_of, write_trace
 from poochplan.units import format_bytes, parse_bytes
@@ -36,6 +36,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
+    from poochplan.online.ranks import Ranks
     from poochplan.runtime.arena.serving import ArenaMode
     from poochplan.verify import Build
     from poochplan.workload import LoadedWorkload, Workload
@@ -48,13 +49,15 @@ class RunVerb(Verb):
     """Runs steps under a plan. With ``--check`` it also runs them in-core and compares the results bit by bit."""
 
     name = "run"
+    has_ranks = True
     description = (
         "Builds the workload, runs training steps under the plan, and compares measured peak and step time with the "
         "predicted ones. With --check the same steps also run in-core from the same seed. Loss, gradients, buffers "
         "and parameters of each step must then be bitwise equal (exit code 1 if not). The step time is the median "
         "over --timed further steps, which are neither metered nor compared. Exit code 5: a metered step exceeded "
         "the budget. Exit code 6: steps diverged from the plan. With --compile Inductor compiles the model with the "
-        "plan inside its graphs (CPU, with a C++ compiler)."
+        "plan inside its graphs (CPU, with a C++ compiler). Under torchrun every rank wraps the workload's model for "
+        "data-parallel training and follows the plan; rank 0 reports each rank, and the figures of the worst."
     )
     force_help = "overwrite output files that exist, and run a plan whose times are a roofline's"
     examples = """\
@@ -67,6 +70,7 @@ class RunVerb(Verb):
   pooch run gpt2 --plan plan.json --check --arena on --timed 10
   pooch run train.py:workload --plan batch32.plan.json --plan batch64.plan.json --set batch_size=48
   pooch run gpt2 --compile --budget 60% --check --save-plan compiled.plan.json
+  torchrun --standalone --nproc-per-node 2 -m poochplan run gpt2 --plan plan.json --check
 """
 
     @classmethod
@@ -137,10 +141,15 @@ class RunVerb(Verb):
             help="the plan's profile, for --timeline and --picture (default: found beside the plan)",
         )
 
+    _ranks: Ranks | None = None
+
     def run(self) -> dict[str, Any]:
-        _check_compile(self.options)
+        _check_compile(self.options, self.rank_count)
         if not self.options.compile:
-            return self._run()
+            from poochplan.online.ranks import launched_ranks
+
+            with launched_ranks(self.rank_count) as self._ranks:
+                return self._run()
         from poochplan.torch_private.compiler_internals import more_compiles
 
         with more_compiles(COMPILED_RUNS):
@@ -157,23 +166,25 @@ class RunVerb(Verb):
             raise UsageError("--certificate: expected --check beside it, which compares the steps; add --check")
         plans = self._plans()
         every = plans.plans if isinstance(plans, PlanSet) else (plans,)
-        if plan_path is not None:
-            self.wrote(every[0].save(plan_path, force=options.force))
+        self.save(every[0], plan_path)
+        if self._ranks is not None:
+            self._ranks.check_same(msgspec.json.encode(every))
         build, in_core = self._builders(every[0])
         self._cap_bytes = self._cap(every)
         drawn = "--timeline" if timeline is not None else "--picture" if picture is not None else ""
         profile = self._profile(plans, drawn) if drawn else None
         plan, record = self._measure(plans, build, in_core, certificate_path)
+        if self._ranks is not None:
+            record = worst_of(self._ranks.gathered(record))
         steps = f"{options.steps} steps and {options.timed} timed ones"
         self.show(summary_table(f"{plan.workload}: {steps} under the plan", record.rows(plan)))
-        if timeline is not None and profile is not None:
+        if timeline is not None and profile is not None and self.rank == 0:
             overhead = record.measured_overhead if record.in_core_step_measured else None
             shown = timeline_of(
                 profile, plan, measured_peak_bytes=record.measured_peak_bytes, measured_overhead=overhead
             )
             self.wrote(write_picture(draw_timeline(shown), timeline, force=options.force))
-        if record_path is not None:
-            self.wrote(record.save(record_path, force=options.force))
+        self.save(record, record_path)
         if trace_path is not None or picture is not None:
             self._trace(plans, build, trace_path, picture, profile)
         self.problem = _problem_of(record)
@@ -188,7 +199,10 @@ class RunVerb(Verb):
 
         options = self.options
         with self.progress("tracing a step"):
-            traced = traced_step(build, plans, seed=options.seed, spill_dir=options.spill_dir, force=options.force)
+            seed = options.seed + self.rank
+            traced = traced_step(build, plans, seed=seed, spill_dir=options.spill_dir, force=options.force)
+        if self.rank > 0:
+            return
         if path is not None:
             self.wrote(write_trace(traced, path, force=options.force))
         if picture is not None and profile is not None and not isinstance(plans, PlanSet):
@@ -205,7 +219,12 @@ class RunVerb(Verb):
         parse_overrides(self.options.settings)  # raises errors before anything runs
 
         def build() -> Workload:
-            return self._load(plan.device).workload
+            workload = self._load(plan.device).workload
+            if self._ranks is None:
+                return workload
+            from poochplan.online.ranks import data_parallel
+
+            return data_parallel(workload)
 
         return (_compiled(build, plan), _compiled(build, None)) if self.options.compile else (build, None)
 
@@ -274,7 +293,7 @@ class RunVerb(Verb):
         shared: dict[str, Any] = {
             "steps": options.steps,
             "timed_steps": options.timed,
-            "seed": options.seed,
+            "seed": options.seed + self.rank,
             "spill_dir": Path(options.spill_dir) if options.spill_dir else None,
             "on_divergence": options.on_divergence,
             "cap_bytes": self._cap_bytes,
@@ -284,13 +303,15 @@ class RunVerb(Verb):
         compared = None
         with self.progress("running") as say:
             if options.check:
-                compared = verify.check(build, plans, in_core_build=in_core_build, progress=say, **shared)
+                on_any = bool if self._ranks is None else self._ranks.on_any
+                compared = verify.check(
+                    build, plans, in_core_build=in_core_build, on_any=on_any, progress=say, **shared
+                )
                 planned = compared.planned
             else:
                 planned = verify.run_planned(build, plans, record=False, progress=say, **shared)
         if compared is not None and certificate is not None:
-            found = verify.certificate_of(compared, options.seed)
-            self.wrote(found.save(certificate, force=options.force))
+            self.save(verify.certificate_of(compared, options.seed), certificate)
         plan = planned.plan
         assert plan is not None, "it was given"
         why_not = _why_not_served(options.arena, plan)
@@ -329,9 +350,11 @@ def _add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _check_compile(options: argparse.Namespace) -> None:
+def _check_compile(options: argparse.Namespace, rank_count: int) -> None:
     """Raises ``UsageError`` if options of a compiled run contradict each other, or there is no plan to follow."""
     plans, is_compiled = options.plans or (), options.compile
+    if is_compiled and rank_count > 1:
+        raise UsageError(f"--compile: expected one process, found {rank_count} ranks; run it without torchrun")
     if options.budget is not None and not is_compiled:
         raise UsageError("--budget: expected --compile beside it, found none; pooch plan makes a plan without it")
     if options.save_plan is not None and (not is_compiled or options.budget is None):

@@ -138,6 +138,7 @@ class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
         saved = [value for value in self.values if value.kind is Kind.ACTIVATION]
         free_bytes = sum(value.size_bytes for value in saved if not value.pinned)
         throttle = f", held to {format_rate(link.throttle_bytes_per_s)}" if link.throttle_bytes_per_s else ""
+        ranks = f", while {link.ranks} ranks copy at once" if link.ranks > 1 else ""
         static = ", ".join(f"{name} {format_bytes(size)}" for name, size in static_bytes(self).items())
         peak = format_bytes(self.in_core_peak_bytes)
         if self.memory is Memory.ALLOCATED and self.in_core_live_peak_bytes is not None:
@@ -161,7 +162,7 @@ class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
             f"{format_bytes(free_bytes)} of it free to swap or recompute",
             "ops / values / points": f"{len(self.ops)} / {len(self.values)} / {len(self.points)}",
             f"link ({link.name})": f"out {format_rate(link.outward.bandwidth_bytes_per_s)}, "
-            f"in {format_rate(link.inward.bandwidth_bytes_per_s)}{throttle}",
+            f"in {format_rate(link.inward.bandwidth_bytes_per_s)}{throttle}{ranks}",
             **numbered("advice", self.advice()),
             **numbered("assumed", self.assumed),
             **numbered("note", self.notes),

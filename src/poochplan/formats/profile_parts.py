@@ -54,6 +54,8 @@ Count = Annotated[int, Meta(ge=0, lt=MOST_ITEMS)]
 Index = Annotated[int, Meta(ge=0, lt=MOST_ITEMS)]
 IndexOrNone = Annotated[int, Meta(ge=-1, lt=MOST_ITEMS)]
 """-1 means no index."""
+Ranks = Annotated[int, Meta(ge=1, lt=MOST_ITEMS)]
+"""A number of processes that train together, each on its own device."""
 Seconds = Annotated[float, Meta(ge=0, le=MOST_S)]
 Rate = Annotated[float, Meta(ge=1, le=1e18)]
 """Bytes per second."""
@@ -236,6 +238,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     describes."""
     pageable_in: LinkDirection | None = None
     """The same from pageable memory."""
+    ranks: Ranks = 1
+    """The number of ranks of one host that copy at once. Rates and interference are those of each."""
 
     @property
     def out_bytes_per_s(self) -> float:

@@ -20,6 +20,27 @@ SCHEMA_VERSION = 1
 MUCH_FRAGMENTATION = 0.1
 
 
+class RankRun(msgspec.Struct, frozen=True, kw_only=True):
+    """The results of one rank, of several that trained together."""
+
+    measured_peak_bytes: Bytes | None
+    planned_step_s: Seconds
+    stall_s: Seconds
+    left_steps: Count
+    bitwise_equal: bool | None
+
+    @property
+    def text(self) -> str:
+        """All of them, in words."""
+        peak = (
+            "peak not metered" if self.measured_peak_bytes is None else f"peak {format_bytes(self.measured_peak_bytes)}"
+        )
+        step = f"step {format_seconds(self.planned_step_s)}, stall {format_seconds(self.stall_s)}"
+        left = f"LEFT THE PLAN in {self.left_steps} steps" if self.left_steps else "followed the plan"
+        equal = {None: "bits not checked", True: "bitwise equal", False: "NOT BITWISE EQUAL"}[self.bitwise_equal]
+        return f"{peak}, {step}, {left}, {equal}"
+
+
 class RunRecord(Document, frozen=True, kw_only=True):
     """The results of a run, next to the predictions of its plan. Bytes and seconds are those of one step: medians over
     steps.
@@ -90,6 +111,10 @@ class RunRecord(Document, frozen=True, kw_only=True):
     compared_steps: Count = 0
     """Steps whose tensors were compared with the in-core ones."""
     compared_tensors: Count = 0
+    rank: Count = 0
+    """Of several ranks, the one that all fields but the next describe: the worst."""
+    ranks: tuple[RankRun, ...] = ()
+    """Each rank's results; empty if only one process ran."""
 
     @property
     def is_over(self) -> bool:
@@ -125,6 +150,8 @@ class RunRecord(Document, frozen=True, kw_only=True):
             **self._allocator_rows(plan),
             **(self._arena_rows() if plan is None or plan.device == "cpu" else {}),
             **({"left the plan": f"{self.left_steps} of {self.steps} steps"} if self.left_steps else {}),
+            **({"worst rank": f"{self.rank} of {len(self.ranks)}, whose figures these are"} if self.ranks else {}),
+            **{f"rank {number}": one.text for number, one in enumerate(self.ranks)},
             **({"note": self.contradiction} if self.contradiction else {}),
             **numbered("fallback", self.fallback_reasons),
         }

@@ -60,7 +60,7 @@ class Background:
         (self._at / "asked.json").write_bytes(msgspec.json.encode(self._asked))
         with (self._at / "messages").open("wb") as told:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "poochplan.online.planning_process", str(self._at)],
+                [sys.executable, "-m", "poochplan.online.planning_process", str(self._at), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=told,

@@ -14,7 +14,7 @@ from poochplan.errors import InfeasibleError, PoochError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import Kind, Profile
-from poochplan.formats.profile_parts import rounded_up
+from poochplan.formats.profile_parts import MOST_BYTES, rounded_up
 from poochplan.formats.queries import in_flight_bytes
 from poochplan.online.plan_cache import PlanCache
 from poochplan.planner.planning import smallest_budget
@@ -29,6 +29,7 @@ from poochplan.units import parse_budget
 from .background import Background, Plannings
 from .before_plan import Earned, Unplanned
 from .planning_process import Asked
+from .ranks import Ranks
 from .telling import KNOWN, in_force, infeasible, not_planned
 
 
@@ -76,6 +77,11 @@ class KnownPlans:
     def budget_of(self, profile: Profile) -> int:
         """The budget in bytes, for the segments of a profile."""
         return parse_budget(self._budget, profile.in_core_peak_bytes)
+
+    def take_smallest(self, ranks: Ranks) -> None:
+        """From now on the budget is the smallest of all ranks, which follow one plan. Bytes are less than any share."""
+        self._budget = min(ranks.gathered(self._budget), key=lambda one: parse_budget(one, MOST_BYTES))
+        self._cache.budget = self._budget
 
     @property
     def is_planning(self) -> bool:

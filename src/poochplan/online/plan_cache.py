@@ -59,8 +59,8 @@ class PlanCache:
     ) -> None:
         self._folder, self._where = folder, where
         self._model = model_signature(model)
-        digests = self._model.fingerprint, code_digest(model), switches_digest(model)
-        self._asked = (*digests, repr(budget), arena)
+        self._digests = self._model.fingerprint, code_digest(model), switches_digest(model)
+        self.budget, self._arena = budget, arena
         self._at: dict[Key, Path] = {}
         """The folder in which entries of a kind are found and stored."""
         self._left: set[Path] = set()
@@ -131,7 +131,7 @@ class PlanCache:
         return min(self._folders(key), key=_kept_at)
 
     def _folders(self, key: Key) -> list[Path]:
-        text = "\n".join(map(str, (*self._asked, *self._process, *key)))
+        text = "\n".join(map(str, (*self._digests, repr(self.budget), self._arena, *self._process, *key)))
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
         return [self._folder / (name if number == 0 else f"{name}-{number}") for number in range(MOST_KEPT)]
 

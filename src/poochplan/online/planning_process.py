@@ -1,6 +1,6 @@
 """The process that plans for a training loop, at low priority. It ends when its parent does.
 
-    python -m poochplan.online.planning_process FOLDER
+    python -m poochplan.online.planning_process FOLDER PARENT
 
 The folder has a profile and a request (:class:`Asked`). If the profile lacks the link and the costs of the machine,
 this process measures them and writes the profile anew, with the plan next to it.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -36,10 +37,20 @@ class Asked(msgspec.Struct, frozen=True):
     """Whether the profile has all facts of the machine. Then torch is not loaded."""
 
 
-def ends_with_its_parent() -> None:
-    """Has the system end this process when its parent has ended, for whatever reason."""
+def ends_with_its_parent(parent: int, folder: Path) -> None:
+    """Has the system end this process when its parent, the process of that number, has ended for whatever reason. Then
+    nobody else removes the folder.
+    """
+
+    def end(*_: object) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    signal.signal(signal.SIGHUP, end)  # SIGTERM is from a parent that waits, and that removes the folder itself
     with contextlib.suppress(OSError, AttributeError):  # not on Linux: the parent ends it if it can
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
+        if os.getppid() != parent:
+            end()
 
 
 def yields_to_others() -> None:
@@ -77,6 +88,6 @@ def main(folder: str) -> int:
 
 
 if __name__ == "__main__":
-    ends_with_its_parent()
+    ends_with_its_parent(int(sys.argv[2]), Path(sys.argv[1]))
     yields_to_others()
     sys.exit(main(sys.argv[1]))

@@ -1,9 +1,15 @@
-"""Ranks: data-parallel training, where rank 0 profiles and plans, and all ranks begin to follow at the same step."""
+"""Ranks: data-parallel training, where rank 0 profiles and plans, and all ranks begin to follow at the same step; and
+the ranks of a command line that torchrun has started.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -12,9 +18,16 @@ import torch.distributed as dist
 from poochplan.errors import UsageError
 from poochplan.formats.files import encode_readable
 from poochplan.formats.plan import Plan
+from poochplan.profiler.live.step_function import StepFunction
 from poochplan.profiler.live.step_kinds import Key
+from poochplan.profiler.request import checked_device
+from poochplan.runtime.metering.allocated import aside, step_scope
 from poochplan.runtime.watch.census import EVERY, wrapper_of
 from poochplan.torch_private.sharding import is_sharded, rebuilds_buckets
+from poochplan.torch_private.tensor_internals import without_modes
+from poochplan.workload import Workload
+
+T = TypeVar("T")
 
 
 class Shared(msgspec.Struct, frozen=True):
@@ -37,6 +50,7 @@ class Ranks:
         self.is_settled = False
         """From rank 0's last message."""
         self._steps = 0
+        self._ordering: dist.Work | None = None
 
     @classmethod
     def of(cls, models: Iterable[torch.nn.Module]) -> Ranks | None:
@@ -76,16 +90,116 @@ class Ranks:
         )
         dist.broadcast(content, 0, self._group)
         received = content.numpy().tobytes()
-        self._check(received)
+        self.check_same(received)
         shared = msgspec.json.decode(received, type=Shared)
         self.is_settled = shared.is_settled
         return shared
 
-    def _check(self, received: bytes) -> None:
-        digest = int.from_bytes(hashlib.sha256(received).digest()[:7], "big")
+    def check_same(self, content: bytes) -> None:
+        """Raises ``UsageError`` on every rank if the content of the plan is not the same on all."""
+        digest = int.from_bytes(hashlib.sha256(content).digest()[:7], "big")
         bounds = torch.tensor([digest, -digest])
         dist.all_reduce(bounds, dist.ReduceOp.MAX, self._group)
         if bounds.tolist() != [digest, -digest]:
             raise UsageError(
                 "plan: expected the same one on all ranks, found that they differ; train without a session"
             )
+
+    def least(self, number: int) -> int:
+        """The least of every rank's number, once all have called this."""
+        found = torch.tensor([number])
+        dist.all_reduce(found, dist.ReduceOp.MIN, self._group)
+        return int(found.item())
+
+    def on_any(self, fact: bool) -> bool:
+        """Whether the fact is true on any rank."""
+        return self.least(-int(fact)) < 0
+
+    def gathered(self, what: T) -> list[T]:
+        """What each rank has given, by rank."""
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, what, self._group)
+        return found
+
+    def led(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """On rank 0: the step, which the other ranks begin at the same time (:meth:`follow`)."""
+
+        def together() -> torch.Tensor:
+            self._order(1)
+            return step()
+
+        return together
+
+    def follow(self, workload: Workload, *, accumulate: bool) -> None:
+        """On all ranks but 0: runs a step by PyTorch alone with each step of rank 0's, until these end."""
+        where = checked_device(workload.model, None, None, 1)
+        steps = StepFunction(workload.step, workload.model, workload.optimizer, where, accumulate=accumulate)
+        while self._order(0):
+            steps.one_step()
+
+    def end_steps(self) -> None:
+        """On rank 0: the other ranks run no more steps."""
+        self._order(0)
+
+    def _order(self, count: int) -> int:
+        """The number of steps that rank 0 orders. Rank 0 does not wait, and a step that is captured does not see it."""
+        with without_modes(), aside():
+            order = torch.tensor([count])
+            self._ordering = dist.broadcast(order, 0, self._group, async_op=True)
+            if not self.is_first:
+                self._ordering.wait()
+            return int(order.item())
+
+
+@contextlib.contextmanager
+def launched_ranks(count: int) -> Iterator[Ranks | None]:
+    """A block in which the processes that torchrun has started are one process group; None if there is only one."""
+    if count == 1:
+        yield None
+        return
+    has_gpus = torch.cuda.is_available()
+    if has_gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo")
+    try:
+        yield Ranks()
+    finally:
+        dist.destroy_process_group()
+
+
+def data_parallel(workload: Workload) -> Workload:
+    """The workload with its model wrapped for data-parallel training. It is left as it is if FSDP2 shards its model.
+
+    The step calls the model that it knows, and reaches the wrapper by it.
+    """
+    model = workload.model
+    if is_sharded(model):
+        return workload
+    wrapper = wrapper_of(model)
+    if wrapper is None:
+        if all(one.device.type == "cpu" for one in model.parameters()):
+            step_scope()  # counts from now on: the second step frees these buckets for others
+        wrapper = torch.nn.parallel.DistributedDataParallel(model)
+        _calls_wrapper(model, wrapper)
+    return dataclasses.replace(workload, model=wrapper)
+
+
+def _calls_wrapper(model: torch.nn.Module, wrapper: torch.nn.Module) -> None:
+    """From now on a call of the model is a call of its wrapper, which calls the model itself."""
+    kind: Any = type(model)
+    is_inside = False
+
+    class Wrapped(kind):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            nonlocal is_inside
+            if is_inside:
+                return super().__call__(*args, **kwargs)
+            is_inside = True
+            try:
+                return wrapper(*args, **kwargs)
+            finally:
+                is_inside = False
+
+    for name in ("__module__", "__name__", "__qualname__"):
+        setattr(Wrapped, name, getattr(kind, name))
+    model.__class__ = Wrapped

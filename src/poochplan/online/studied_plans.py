@@ -126,6 +126,8 @@ class StudiedPlans(Observer):
     def attached(self, attachment: Attachment) -> Hooks:
         hooks = super().attached(attachment)
         self._ranks = Ranks.of(attachment.models.values())
+        if self._ranks is not None:
+            self._known.take_smallest(self._ranks)
         self._teller.is_quiet |= not self._is_planner
         if self._is_one_region:
             self._teller.say(ONE_REGION)

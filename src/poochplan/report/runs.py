@@ -11,7 +11,7 @@ import msgspec
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Host
 from poochplan.formats.queries import OUTSIDE
-from poochplan.formats.run_record import RunRecord
+from poochplan.formats.run_record import RankRun, RunRecord
 from poochplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -94,6 +94,29 @@ def run_record(
         unserved_bytes=arena.unplanned_bytes + arena.taken_bytes,
         unserved=_unserved(arena),
     )
+
+
+def worst_of(records: Sequence[RunRecord]) -> RunRecord:
+    """The record of the worst rank, with the results of each; ``records`` are by rank.
+
+    A rank that differs from in-core is worse than one above the budget, and that is worse than one that left the plan.
+    Otherwise the largest peak decides, then the longest step.
+    """
+
+    def badness(rank: int) -> tuple[bool, bool, int, int, float]:
+        one = records[rank]
+        return (
+            one.difference is not None,
+            one.is_over,
+            one.left_steps,
+            one.measured_peak_bytes or 0,
+            one.planned_step_s,
+        )
+
+    worst = max(range(len(records)), key=badness)
+    names = RankRun.__struct_fields__
+    ranks = tuple(RankRun(**{name: getattr(one, name) for name in names}) for one in records)
+    return msgspec.structs.replace(records[worst], rank=worst, ranks=ranks)
 
 
 def contradiction(plan: Plan, planned_s: float, in_core_s: float | None) -> str:

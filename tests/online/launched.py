@@ -1,0 +1,64 @@
+"""One rank of a command line: ``torchrun ... -m tests.online.launched FOLDER``; what it saw goes to ``rankN.json``."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from poochplan.errors import UsageError
+from poochplan.online.ranks import Ranks, data_parallel, launched_ranks
+from poochplan.workload import Workload
+
+
+def main(folder: Path) -> None:
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with launched_ranks(count) as ranks:
+        assert ranks is not None
+        facts = {
+            "least": ranks.least(5 + rank),
+            "on_any": [ranks.on_any(rank == 1), ranks.on_any(False)],
+            "gathered": ranks.gathered(rank),
+            "same": refusal(ranks, b"plan"),
+            "differs": refusal(ranks, b"plan %d" % rank),
+            **gradients(rank, ranks),
+        }
+        (folder / f"rank{rank}.json").write_text(json.dumps(facts))
+
+
+def refusal(ranks: Ranks, content: bytes) -> str:
+    try:
+        ranks.check_same(content)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def gradients(rank: int, ranks: Ranks) -> dict[str, object]:
+    """Those of this rank's own batch alone, and those after backward of the wrapped model."""
+    torch.manual_seed(rank)
+    model, calls = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    alone, batch = copy.deepcopy(model), torch.randn(16, 8)
+    workload = data_parallel(Workload(model, lambda: model(batch).square().mean()))
+    alone.load_state_dict(model.state_dict())  # rank 0's, on every rank
+    alone(batch).square().mean().backward()
+    calls.clear()
+    workload.step().backward()  # type: ignore[no-untyped-call]
+    return {
+        "calls": len(calls),
+        "class": type(model).__name__,
+        "again": data_parallel(workload).model is workload.model,
+        "alone": [one.grad.tolist() for one in alone.parameters() if one.grad is not None],
+        "together": [one.grad.tolist() for one in model.parameters() if one.grad is not None],
+        "parameters": ranks.gathered([one.tolist() for one in model.parameters()])[0],
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
