@@ -8,6 +8,7 @@
     python -m benchmarks.planning table benchmarks/results/planning.json         # the table of benchmarks/README.md
     python -m benchmarks.planning caps                                           # PoocH's caps, raised
     python -m benchmarks.planning uses                                           # how far apart backward uses a value
+    python -m benchmarks.planning ranks -o benchmarks/results/planning-ranks.json  # eight on a host, together and alone
     python -m benchmarks.planning measured --profiles demo.json gpt2.json        # as measured on a machine, with arenas
 
 ``kept`` x means: of the bytes between the smallest feasible budget and the in-core peak, the budget has x. A link goes
@@ -22,6 +23,7 @@ import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -35,10 +37,15 @@ from poochplan.planner import for_machine, plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, policy_names, run_policy
 from poochplan.planner.policies import pooch as pooch_policy
 from poochplan.planner.policies.swapping import level_at, level_distances
+from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.schedule import schedule_of
+from poochplan.planner.simulator.simulate import simulate
+from poochplan.planner.whatif import shared
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "planning.json"
 HARDEST, SEEDS = 10, 5
+RANKS = 8
 RAISED = ((300, 200, 1000), (600, 200, 2000), (1200, 200, 4000), (600, 10**6, 4000))
 NETWORKS = ("resnet50-b256", "resnext101-3d", "unet3d-192", "gpt2-medium", "seq2seq", "bert-large")
 OF_TODAY = ("llama-7b", "qwen2-7b", "vit-l", "whisper-large")
@@ -248,6 +255,27 @@ def measured(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Ranks of one host that share its link: plans that each makes for itself, and plans that know of the others. Both
+    are simulated on the shared link.
+    """
+    rows = []
+    for network in ("resnet50-b256", "unet3d-192", "gpt2-medium", "bert-large"):
+        profile = instance(network, "pcie5")
+        problem = build_problem(shared(profile, RANKS))
+        for kept in (0.7, 0.5, 0.3):
+            budget_bytes = budget_of(profile, kept)
+            ask = partial(plan, profile, budget_bytes, time_limit_s=arguments.time_limit, gap=arguments.gap)
+            alone, together = ask(), ask(ranks_per_host=RANKS)
+            row = {"network": network, "kept": kept, "ranks": RANKS, "promised_alone": alone.prediction.overhead}
+            for name, found in (("alone", alone), ("together", together)):
+                row[name] = simulate(problem, schedule_of(found, problem)).step_s / problem.in_core_s - 1
+            rows.append(row | {"gap": together.solve.gap})
+            figures = " | ".join(f"{row[name]:.2%}" for name in ("promised_alone", "alone", "together"))
+            print(f"| {network} | {kept:.0%} | {figures} | {together.solve.gap:.2%} |", flush=True)
+    return rows
+
+
 def line(row: dict[str, Any]) -> str:
     """One row of the table, as Markdown."""
     fluid = "" if row["fluid"] is None else f"{row['fluid']:.2%}"
@@ -277,7 +305,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 WHAT = {
-    "grid": grid, "wall": wall, "seeds": seeds, "pooch": pooch, "caps": caps, "uses": uses, "measured": measured,
+    "grid": grid, "wall": wall, "seeds": seeds, "pooch": pooch, "caps": caps, "uses": uses, "ranks": ranks,
+    "measured": measured,
 }  # fmt: skip
 
 
