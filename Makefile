@@ -54,14 +54,14 @@ test-all: test  ## That, and the rest: second device, mutants, packaging, stacks
 	POOCH_PART=rest OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(NOTEBOOKS) tests
 	@echo "make test-all: the rest of the tests and the notebooks passed too."
 
-test-torch: $(VENV)-torch-$(VERSION)/.installed  ## Run the suite on another torch, in an environment of its own: VERSION=2.9.1
+test-torch: $(VENV)-torch-$(VERSION)/.installed  ## Run the suite on another torch, in an environment of its own: VERSION=2.14.1
 	OMP_NUM_THREADS=1 $(VENV)-torch-$(VERSION)/bin/python -m pytest $(PARALLEL) $(TORCH_ARGS) tests
 	@echo "make test-torch: passed on torch $(VERSION)."
 
 # sympy and setuptools: torch pins its own. highspy, numpy and pandas: the newest, which nothing else here tries.
 $(VENV)-torch-$(VERSION)/.installed: pyproject.toml constraints.txt
 	@if [ -z "$(VERSION)" ]; then \
-		echo "error: expected a version of torch: make test-torch VERSION=2.9.1" >&2; exit 1; fi
+		echo "error: expected a version of torch: make test-torch VERSION=2.14.1" >&2; exit 1; fi
 	$(PYTHON) -m venv --clear $(@D)
 	grep -vE '^(torch|sympy|setuptools|highspy|numpy|pandas)==' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt 'torch==$(VERSION)' --editable '.[dev]'

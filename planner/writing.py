@@ -80,14 +80,18 @@ def write_plan(
 
 def _unserved(profile: Profile, problem: Problem, found: Optimum) -> tuple[Profile, Problem, Optimum]:
     """The same plan simulated with the seconds of steps without an arena. Its bound stays that of steps with an arena:
-    there may be such a plan that was not found.
+    there may be such a plan that was not found. If a disturbed profile has shorter steps without one, the bound is
+    shorter by the same ratio: only ops change their speed, so no step shrinks by more than they do.
     """
     slower = as_unserved(profile)
     if slower is profile:
         return profile, problem, found
     problem = build_problem(slower)
     best = replace(found.best, simulation=simulate(problem, found.best.schedule))
-    return slower, problem, replace(found, best=best)
+    bound_s = found.bound_s
+    if bound_s is not None:
+        bound_s *= min(1.0, slower.times.step_s / profile.times.step_s)
+    return slower, problem, replace(found, best=best, bound_s=bound_s)
 
 
 def with_decisions(profile: Profile, plan: Plan, changes: Mapping[str, Decision | str]) -> Plan:

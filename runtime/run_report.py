@@ -191,9 +191,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     def _title(self) -> str:
         count = self.total.steps
         steps = f"{count} step{'' if count == 1 else 's'}"
-        budget = (
-            f"within a budget of {format_bytes(self.budget_bytes)}" if self.budget_bytes else "without a plan so far"
-        )
+        budget = f"with a budget of {format_bytes(self.budget_bytes)}" if self.budget_bytes else "without a plan so far"
         return f"{steps} {budget}"
 
     def _rows(self) -> list[tuple[str, str, str]]:

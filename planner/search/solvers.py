@@ -332,7 +332,12 @@ def _seconds(limits: SolverLimits) -> float:
 def _highs(limits: SolverLimits) -> Any:
     import highspy
 
-    highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    class Silent(highspy.Highs):
+        def enableCallbacks(self) -> None:  # noqa: N802  (of HiGHS)
+            self.setOptionValue("output_flag", False)  # else 1.16 greets on C's stdout here, within its __init__
+            super().enableCallbacks()  # type: ignore[no-untyped-call]
+
+    highs: Any = Silent()  # type: ignore[no-untyped-call]
     highs.setOptionValue("output_flag", False)
     highs.setOptionValue("time_limit", _seconds(limits))
     highs.setOptionValue("threads", 1)  # two runs may go on at the same time

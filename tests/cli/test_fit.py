@@ -74,6 +74,14 @@ def test_the_plan_that_is_written_is_that_of_the_value(pooch: Pooch, workloads: 
     assert smallest_budget(profile) <= made.budget_bytes
 
 
+def test_a_range_that_ends_before_the_memory_does_is_no_largest_value(pooch: Pooch, workloads: Path) -> None:
+    arguments = ("--vary", "depth", "--device-memory", "1GiB", *SIMULATED, "--to", 4)
+    result = pooch("fit", f"{workloads}:small", *arguments)
+    assert result.code == 0, result.err
+    assert "depth 4 is the largest tried that trains within 1.00 GiB, with everything kept" in result.out
+    assert "the range ends at 4: larger ones were not tried, and may fit too" in result.out
+
+
 def test_less_overhead_is_a_smaller_value(pooch: Pooch, workloads: Path) -> None:
     arguments = ("fit", f"{workloads}:small", "--vary", "batch_size", "--device-memory", "2MiB", *SIMULATED, "--json",
                  "--link", "100MB/s")  # fmt: skip

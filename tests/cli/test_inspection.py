@@ -282,6 +282,10 @@ def test_a_step_that_contradicts_its_plan_is_noted(
     assert re.search(r"^note +the planned step took", result.out, re.MULTILINE)
     told = " ".join(result.out.split())
     assert "where the plan predicts 1e+03 s: the machine was busy during one of the two; profile again" in told
+    left = run(pooch, workloads, other, "--set", "batch_size=96", "--force", "--json")
+    found = json.loads(left.out)
+    assert (left.code, found["contradiction"]) == (6, "")  # another step takes another time
+    assert found["why_not_served"] == "steps left the plan"
 
 
 @pytest.mark.parametrize(

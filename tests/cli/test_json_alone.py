@@ -31,6 +31,21 @@ from poochplan.cli import main
 sys.exit(main())
 """
 """``pooch`` beside a HiGHS that greets on C's stdout, as 1.16 does and 1.15 did not."""
+PLANS = f"""
+import ctypes, sys
+import highspy
+
+class Greeting(highspy.Highs):
+    def enableCallbacks(self):
+        if self.getOptionValue("output_flag")[1]:
+            ctypes.CDLL(None).puts(b"{GREETING}")
+        super().enableCallbacks()
+
+highspy.Highs = Greeting
+import poochplan
+poochplan.plan(poochplan.Profile.load(sys.argv[1]), int(sys.argv[2]), time_limit_s=2)
+"""
+"""A program beside a HiGHS that greets unless it was told before to be silent: what 1.16 does."""
 WORKLOAD = """
 import ctypes, os, sys, threading
 import torch, poochplan
@@ -61,16 +76,26 @@ def profile_file(tmp_path: Path) -> Path:
     return path
 
 
+def budget_near_the_smallest(path: Path) -> int:
+    """Bytes at which simple rules do not come near the bound, so that the solver is asked."""
+    profile = Profile.load(path)
+    smallest = smallest_budget(profile)
+    return smallest + (profile.in_core_peak_bytes - smallest) // 10
+
+
 @pytest.mark.parametrize("verb", ["plan", "sweep"])
 def test_what_the_solver_prints_is_not_among_the_data(profile_file: Path, verb: str, tmp_path: Path) -> None:
-    profile = Profile.load(profile_file)
-    smallest = smallest_budget(profile)
-    budget = smallest + (profile.in_core_peak_bytes - smallest) // 10  # simple rules do not come near the bound there
+    budget = budget_near_the_smallest(profile_file)
     asked = ("--budget", budget) if verb == "plan" else ("--budgets", budget, "--policies", "ilp")
     done = run(GREETS, verb, profile_file, *asked, "--time-limit", 2, "--json", "-o", tmp_path / f"made.{verb}.json")
     assert done.returncode in (0, 4), done.stderr
     assert json.loads(done.stdout)
     assert GREETING in done.stderr
+
+
+def test_in_python_the_solver_prints_nothing(profile_file: Path) -> None:
+    done = run(PLANS, profile_file, budget_near_the_smallest(profile_file))
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
 def test_what_a_workload_prints_is_not_among_the_data(tmp_path: Path) -> None:

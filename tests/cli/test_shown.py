@@ -74,7 +74,7 @@ def report(**total: object) -> Report:
 
 def test_a_report_prints_as_a_table_of_the_last_step_and_all_of_them() -> None:
     first, headings, *rows = str(report()).splitlines()
-    assert first == "3 steps within a budget of 4.00 MiB"
+    assert first == "3 steps with a budget of 4.00 MiB"
     assert headings.split("  ")[-1] == "all steps"
     assert rows[0].split("  ", 1)[0] == "peak"
     assert "not metered" in rows[0]

@@ -55,6 +55,20 @@ def node(kind: str, **attributes: Any) -> list[onnx.NodeProto]:
     return [helper.make_node(kind, ["table", "product"], ["out"], name="the node", **attributes)]
 
 
+def test_a_bias_of_two_layers_is_told_for_an_exporter_may_have_joined_equal_ones(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["rows"]),
+        helper.make_node("MatMul", ["rows", "square"], ["first"]),
+        helper.make_node("Add", ["zeros", "first"], ["between"]),
+        helper.make_node("MatMul", ["between", "other"], ["second"]),
+        helper.make_node("Add", ["second", "zeros"], ["out"]),
+    ]
+    squares = {name: np.full((4, 4), value, np.float32) for name, value in (("square", 0.5), ("other", 0.25))}
+    path = write(tmp_path / "model.onnx", nodes, arrays=squares | {"zeros": np.zeros(4, np.float32)})
+    with pytest.warns(UserWarning, match=r"several layers have one parameter \(zeros\)"):
+        load(path)
+
+
 def test_dynamic_dimensions_are_parameters_of_the_workload(tmp_path: Path) -> None:
     name, values = parameter_values(str(write(tmp_path / "model.onnx")))
     assert name == "model"

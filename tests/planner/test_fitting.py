@@ -83,6 +83,20 @@ def test_where_no_arena_fits_the_plan_is_within_its_peak_and_says_so(
     assert NO_ARENA in found.notes
 
 
+@pytest.mark.parametrize("ratio", [0.5, 2.0])
+def test_the_bound_holds_however_long_steps_without_an_arena_take(
+    monkeypatch: pytest.MonkeyPatch, ratio: float
+) -> None:
+    monkeypatch.setattr(step_layout, "LOOKS_PER_BLOCK", 0)  # packs badly, so no arena fits
+    times = msgspec.structs.replace(PROFILE.times, unserved_step_s=ratio * PROFILE.times.step_s)
+    device = msgspec.structs.replace(PROFILE.device, kind="cpu")
+    profile: Profile = msgspec.structs.replace(PROFILE, memory=Memory.ALLOCATED, device=device, times=times)
+    found = plan(profile, smallest_budget(PROFILE, arena="off"), evaluations=200)
+    assert NO_ARENA in found.notes
+    assert found.solve.bound_s is not None
+    assert found.solve.bound_s <= found.prediction.step_s * (1 + 1e-9)
+
+
 # -- what is learned from a plan that was packed ----------------------------------------------------
 
 

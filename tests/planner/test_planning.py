@@ -11,6 +11,7 @@ from poochplan.errors import InfeasibleError, PoochError, UsageError
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Kind, Profile
 from poochplan.peak import simulate_plan
+from poochplan.planner import writing
 from poochplan.planner.planning import plan, share_that_holds, smallest_budget
 from poochplan.planner.search.decide import solve_fluid
 from poochplan.planner.search.fluid import Request
@@ -113,6 +114,17 @@ def test_the_gap_is_that_of_the_simulated_step_to_the_proven_bound(share: str) -
     assert found.solve.bound_s is not None
     assert found.prediction.in_core_step_s <= found.solve.bound_s <= found.prediction.step_s * (1 + 1e-9)
     assert found.solve.gap == pytest.approx(found.prediction.step_s / found.solve.bound_s - 1, abs=1e-9)
+
+
+@pytest.mark.parametrize(("below", "is_noted"), [(1e-9, True), (0.0, False)])
+def test_a_gap_above_the_wide_one_is_noted(below: float, is_noted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = unet_like(2, link_gb_per_s=3.0)
+    gap = plan(profile, "65%", evaluations=100).solve.gap
+    assert gap is not None
+    monkeypatch.setattr(writing, "WIDE_GAP", gap - below)
+    notes = plan(profile, "65%", evaluations=100).notes
+    line = f"its step is proven to be at most {gap:.1%} longer than that of the best plan there is"
+    assert any(note.startswith(line) for note in notes) == is_noted
 
 
 def test_a_policy_alone_claims_no_bound() -> None:

@@ -141,7 +141,7 @@ class Verb(ABC):
 def data_alone() -> Iterator[TextIO | None]:
     """A block in which output to stdout goes to stderr, also that of C libraries. Yields the real stdout.
 
-    HiGHS prints a greeting on C's stdout, which no option prevents, and a workload may print.
+    A solver may print on C's stdout, whatever it was told, and so may a workload.
     """
     stdout: TextIO | None = sys.stdout
     if stdout is None:  # closed by the caller; its descriptor may belong to another file by now

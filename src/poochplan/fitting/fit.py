@@ -274,7 +274,7 @@ class _Search:
             elif self.is_open:
                 lines.append(f"every {name} up to {found.value} fits; larger ones were not asked for")
             else:
-                lines.append(f"the range ends at {self.high}, which fits or is not taken; larger ones may fit too")
+                lines.append(f"the range ends at {self.high}: larger ones were not tried, and may fit too")
         return lines
 
 

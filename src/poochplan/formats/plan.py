@@ -369,7 +369,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         if found.arena_peak_bytes is not None:
             text = f"{text}; {format_bytes(found.arena_peak_bytes)} with what lies outside"
         if self.device == "cpu" and not self.holds_arena:
-            text = f"{text}, ABOVE THE BUDGET: steps are served from it with pooch run --arena on alone"
+            text = f"{text}, ABOVE THE BUDGET: only pooch run --arena on serves steps from it"
         rows = {"arena": text}
         if self.device == "cpu" and found.memory is Memory.LIVE and not self.estimate:
             rows["no allocator"] = (

@@ -49,8 +49,8 @@ def infeasible(profile: Profile, budget_bytes: int, smallest_bytes: int, way: Un
     also = "".join(f"; {line}" for line in limits(profile))
     return (
         f"no plan fits the budget of {format_bytes(budget_bytes)}: the smallest possible is {smallest_bytes} bytes "
-        f"({format_bytes(smallest_bytes)}, {share} of the in-core peak), which {where} needs; {_HOW[way]}, and the "
-        f"budget is not kept{also}"
+        f"({format_bytes(smallest_bytes)}, {share} of the in-core peak), which {where} needs; steps {_HOW[way]}, "
+        f"and the budget is not kept{also}"
     )
 
 
@@ -78,10 +78,10 @@ def not_planned(reason: str) -> str:
 
 def without_plan(reason: str, way: Unplanned) -> str:
     """Says why steps will have no plan, and how they continue."""
-    return f"no plan is made for some of the steps: {reason}; {_HOW[way]}"
+    return f"no plan is made for some of the steps: {reason}; they {_HOW[way]}"
 
 
 _HOW = {
-    Unplanned.IN_CORE: "they run in-core as long as memory has room",
-    Unplanned.SWAP: "every saved value is swapped",
+    Unplanned.IN_CORE: "run in-core as long as memory has room",
+    Unplanned.SWAP: "swap every saved value",
 }

@@ -86,8 +86,9 @@ def _marks(fit: Fit, rung: Rung) -> list[str]:
 def fit_lines(fit: Fit) -> list[str]:
     """The result in words: the value, the memory of the next one, the best throughput, and the run."""
     name, budget = fit.parameter, format_bytes(fit.budget_bytes)
-    lines = [f"{name} {fit.value} is the largest that trains within {budget}{_compared(fit)}"]
     after = fit.following
+    largest = "the largest tried" if after is None else "the largest"
+    lines = [f"{name} {fit.value} is {largest} that trains within {budget}{_compared(fit)}"]
     if after is not None and after.smallest_peak_bytes > fit.budget_bytes:
         lines.append(
             f"{name} {after.value} needs {format_bytes(after.smallest_peak_bytes)} at one moment, "
@@ -105,6 +106,8 @@ def fit_lines(fit: Fit) -> list[str]:
 def _compared(fit: Fit) -> str:
     if fit.in_core_value is None:
         return "; none does with everything kept"
+    if fit.in_core_value == fit.value:
+        return ", with everything kept"
     return f", {fit.times_in_core:.3g} times the largest in-core one, {fit.in_core_value}"
 
 

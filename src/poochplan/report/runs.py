@@ -44,6 +44,7 @@ def run_record(
     steps = planned.step_reports
     timed = [step for step in steps[1:] if step.peak_bytes is None] or steps
     in_core_s = None if comparison is None else comparison.in_core.step_s
+    left_steps = sum(step.fallbacks > 0 for step in steps)
     record = RunRecord(
         workload=plan.workload,
         plan_fingerprint=plan.fingerprint,
@@ -64,9 +65,9 @@ def run_record(
         replay_s=statistics.median(step.replay_s for step in timed),
         replayed_values=_median(timed, "replayed_values"),
         stall_s=statistics.median(step.stall_s for step in timed),
-        contradiction=contradiction(plan, planned.step_s, in_core_s),
+        contradiction="" if left_steps else contradiction(plan, planned.step_s, in_core_s),
         steps=len(steps),
-        left_steps=sum(step.fallbacks > 0 for step in steps),
+        left_steps=left_steps,
         fallbacks=total.fallbacks,
         fallback_reasons=tuple(total.fallback_reasons),
         departures=tuple(total.departures),
@@ -81,7 +82,7 @@ def run_record(
         arena_peak_bytes=prediction.arena_peak_bytes,
         memory=prediction.memory,
         predicted_live_peak_bytes=prediction.live_peak_bytes,
-        why_not_served=_why_not_served(arena, why_not_served),
+        why_not_served=_why_not_served(arena, why_not_served or ("steps left the plan" if left_steps else "")),
     )
     if arena is None:
         return record

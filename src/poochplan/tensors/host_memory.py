@@ -197,8 +197,8 @@ def fitting_mode(needed_bytes: int, free_bytes: int) -> tuple[Literal["run", "sw
     mode: Literal["run", "swap-all"] = "run" if needed_bytes * MARGIN <= free_bytes else "swap-all"
     verb = "fits" if mode == "run" else "does not fit"
     return mode, (
-        f"mode auto chose {mode}: in-core the step {verb}, it needs {format_bytes(needed_bytes)} "
-        f"and a tenth to spare where {format_bytes(free_bytes)} are free"
+        f"mode auto chose {mode}: in-core the step {verb}. Beside model and data it needs {format_bytes(needed_bytes)} "
+        f"and a tenth to spare; {format_bytes(free_bytes)} are free"
     )
 
 

@@ -121,9 +121,11 @@ def tell_joined(path: Path, graph: GraphProto, parted: dict[str, str], weights: 
             "each is a parameter of its own again",
             stacklevel=2,
         )
+    made_by = {output: node.op_type for node in graph.node for output in node.output}
     for node in graph.node:
-        if node.op_type in _LAYERS or node.op_type.endswith("Normalization"):
-            for name in set(node.input[1:]) & names:
+        is_bias = node.op_type == "Add" and any(made_by.get(name) in _PRODUCTS for name in node.input)
+        if is_bias or node.op_type in _LAYERS or node.op_type.endswith("Normalization"):
+            for name in set(node.input if is_bias else node.input[1:]) & names:
                 readers[name].append(node.name or node.output[0])
     shared = sorted(name for name, found in readers.items() if len(found) > 1)
     if shared:
