@@ -22,6 +22,8 @@ from poochplan.formats.files import Document, check_output
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from poochplan.online.ranks import Ranks
+
 NARROWEST_TABLE = 100
 
 
@@ -85,6 +87,17 @@ class Verb(ABC):
         if self.rank > 0:  # rank 0 tells it
             return self.problem.exit_code
         raise self.problem
+
+    @contextlib.contextmanager
+    def ranks(self) -> Iterator[Ranks | None]:
+        """A block in which the ranks are one process group; None if this process is alone."""
+        if self.rank_count == 1:
+            yield None
+            return
+        from poochplan.online.ranks import launched_ranks
+
+        with launched_ranks() as ranks:
+            yield ranks
 
     def show(self, *renderables: RenderableType) -> None:
         """Prints tables or lines; the terminal wraps long lines."""

@@ -136,9 +136,7 @@ class ProfileVerb(Verb):
         return _on_ranks(self.options.nproc, self.options.arguments)
 
     def run(self) -> dict[str, Any]:
-        from poochplan.online.ranks import launched_ranks
-
-        with launched_ranks(self.rank_count) as ranks:
+        with self.ranks() as ranks:
             return self._run(ranks)
 
     def _run(self, ranks: Ranks | None) -> dict[str, Any]:

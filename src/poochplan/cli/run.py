@@ -146,9 +146,7 @@ class RunVerb(Verb):
     def run(self) -> dict[str, Any]:
         _check_compile(self.options, self.rank_count)
         if not self.options.compile:
-            from poochplan.online.ranks import launched_ranks
-
-            with launched_ranks(self.rank_count) as self._ranks:
+            with self.ranks() as self._ranks:
                 return self._run()
         from poochplan.torch_private.compiler_internals import more_compiles
 

@@ -102,7 +102,8 @@ class Ranks:
         dist.all_reduce(bounds, dist.ReduceOp.MAX, self._group)
         if bounds.tolist() != [digest, -digest]:
             raise UsageError(
-                "plan: expected the same one on all ranks, found that they differ; train without a session"
+                "plan: expected the same one on all ranks, found that they differ; give each the same file, or train "
+                "without a session"
             )
 
     def least(self, number: int) -> int:
@@ -152,11 +153,8 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def launched_ranks(count: int) -> Iterator[Ranks | None]:
-    """A block in which the processes that torchrun has started are one process group; None if there is only one."""
-    if count == 1:
-        yield None
-        return
+def launched_ranks() -> Iterator[Ranks]:
+    """A block in which the processes that torchrun has started are one process group."""
     has_gpus = torch.cuda.is_available()
     if has_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
