@@ -10,7 +10,7 @@ import msgspec
 
 from poochplan.errors import UsageError
 from poochplan.formats.files import package_version
-from poochplan.formats.plan import Decision, Plan, PlannedValue, Prediction, Solve
+from poochplan.formats.plan import Decision, Plan, PlannedValue, Prediction, Solve, SolveStatus
 from poochplan.formats.profile import Memory, PointKind, Profile
 from poochplan.formats.profile_parts import host_aligned
 from poochplan.planner.arena.caching_allocator import SMALL_BYTES
@@ -91,6 +91,9 @@ def _unserved(profile: Profile, problem: Problem, found: Optimum) -> tuple[Profi
     bound_s = found.bound_s
     if bound_s is not None:
         bound_s *= min(1.0, slower.times.step_s / profile.times.step_s)
+    is_longer = best.simulation.step_s > found.best.simulation.step_s
+    if is_longer and found.status is SolveStatus.WITHIN_GAP:  # that was with an arena
+        found = replace(found, status=SolveStatus.SEARCHED)
     return slower, problem, replace(found, best=best, bound_s=bound_s)
 
 

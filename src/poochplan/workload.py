@@ -132,9 +132,8 @@ def _resolved(target: str | Callable[..., Workload]) -> tuple[Callable[..., obje
     if target.endswith(".onnx"):
         return _onnx_function(target), {}, Path(target).stem, target
     if target.startswith("hf:"):
-        from .workloads.hugging_face import function_of
-
-        return function_of(target), {}, target.removeprefix("hf:"), target
+        function: Any = _load_module(f"{__package__}.workloads.hugging_face", "").function_of(target)
+        return function, {}, target.removeprefix("hf:"), target
     python_target, parameters, name = target, {}, ""
     folder = Path()
     path = shipped_configs().get(target) or (Path(target) if target.endswith(".toml") else None)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from poochplan.formats.plan import SolveStatus
 from poochplan.formats.profile import Memory, Profile
 from poochplan.planner.arena import fitting, packing, step_layout
 from poochplan.planner.arena.fitting import HOPELESS, NO_ARENA, NO_ROOM, ROOM, Fitting, smallest_arena
@@ -95,6 +96,20 @@ def test_the_bound_holds_however_long_steps_without_an_arena_take(
     assert NO_ARENA in found.notes
     assert found.solve.bound_s is not None
     assert found.solve.bound_s <= found.prediction.step_s * (1 + 1e-9)
+
+
+def test_a_plan_that_is_far_from_its_bound_without_an_arena_is_not_called_within_the_gap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_layout, "LOOKS_PER_BLOCK", 0)
+    device = msgspec.structs.replace(PROFILE.device, kind="cpu")
+    for factor in (1.0, 2.0):
+        times = msgspec.structs.replace(PROFILE.times, unserved_step_s=factor * PROFILE.times.step_s)
+        profile: Profile = msgspec.structs.replace(PROFILE, memory=Memory.ALLOCATED, device=device, times=times)
+        found = plan(profile, smallest_budget(PROFILE, arena="off"), evaluations=200, gap=0.5)
+        assert NO_ARENA in found.notes
+        assert found.solve.gap is not None
+        assert (found.solve.status is SolveStatus.WITHIN_GAP) == (found.solve.gap <= 0.5)
 
 
 # -- what is learned from a plan that was packed ----------------------------------------------------
