@@ -11,6 +11,7 @@ from rich.console import Console
 
 from poochplan.errors import OutputExistsError
 from poochplan.planner.planning import ILP
+from poochplan.planner.policies import policy_names
 from poochplan.planner.sweep import CellStatus, SweepPoint, all_policies
 from poochplan.report.frontier import Frontier, draw_frontier, frontier_frame, frontier_table
 from poochplan.report.pictures import write_picture
@@ -111,9 +112,23 @@ def test_the_table_names_the_best_other_policy_and_the_margin() -> None:
         console.print(frontier_table(shown))
     rows = [row.split() for row in captured.get().splitlines()[2:]]
     assert rows[0] == ["50.0", "MiB", "50.0%", "-", "-", "-", "-", "-", "any"]
-    assert rows[1] == ["60.0", "MiB", "60.0%", "+10.0%", "+9.00%", "greedy", "+12.0%", "2.00", "points", "vdnn"]
-    assert rows[2] == ["80.0", "MiB", "80.0%", "+1.00%", "+0.90%", "vdnn", "+3.00%", "2.00", "points", "-"]
+    assert rows[1] == ["60.0", "MiB", "60.0%", "+10.0%", "+9.00%", "greedy", "+12.0%", "2.00", "pt", "vdnn"]
+    assert rows[2] == ["80.0", "MiB", "80.0%", "+1.00%", "+0.90%", "vdnn", "+3.00%", "2.00", "pt", "-"]
     assert rows[3][3] == "+0.00%"
+
+
+def test_no_name_of_a_policy_is_broken_on_a_terminal_of_100_columns() -> None:
+    names = [*policy_names(), "ilp"]
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(
+            frontier_table(
+                frontier({name: (None, 0.1, 0.1, 0.0) if name == "ilp" else (None, None, None, 0.0) for name in names})
+            )
+        )
+    words = captured.get().replace(",", " ").split()
+    assert all(words.count(name) >= 2 for name in names if name != "ilp")  # no plan from: the two budgets that ilp fits
+    assert not any(line.lstrip().startswith(",") for line in captured.get().splitlines())
 
 
 def test_what_there_is_no_figure_for_is_empty_in_the_frame() -> None:

@@ -136,8 +136,8 @@ def frontier_table(frontier: Frontier) -> Table:
     """One row per budget: the ILP's overhead and bound, the best other policy, and the ILP's lead."""
     has_ilp = ILP in frontier.policies
     has_bound = any(point.bound_overhead is not None for point in frontier.points)
-    headings = ["budget", "of in-core", *(["ilp"] if has_ilp else []), *(["proven bound"] if has_bound else [])]
-    headings += ["best other" if has_ilp else "best policy", "overhead", *(["ilp ahead by"] if has_ilp else [])]
+    headings = ["budget", "of peak", *(["ilp"] if has_ilp else []), *(["bound"] if has_bound else [])]
+    headings += ["best other" if has_ilp else "best policy", "overhead", *(["ahead by"] if has_ilp else [])]
     rows = [_table_row(frontier, budget_bytes, has_ilp, has_bound) for budget_bytes in frontier.budgets]
     heading = f"{frontier.workload}: overhead within each budget"
     text = ("best other", "best policy", "no plan from")
@@ -156,7 +156,7 @@ def _table_row(frontier: Frontier, budget_bytes: int, has_ilp: bool, has_bound: 
         cells.append(_overhead(None if ilp is None else ilp.bound_overhead))
     cells += ["-" if best is None else best.policy, _overhead(of_best)]
     if has_ilp:
-        cells.append("-" if of_ilp is None or of_best is None else f"{100 * (of_best - of_ilp):.2f} points")
+        cells.append("-" if of_ilp is None or of_best is None else f"{100 * (of_best - of_ilp):.2f} pt")
     here = {point.policy for point in fitting}
     missing = [policy for policy in frontier.policies if policy not in here]
     return [*cells, "any" if not here else ", ".join(missing) or "-"]
