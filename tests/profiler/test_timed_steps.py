@@ -112,7 +112,8 @@ def test_where_giving_up_is_dearer_everything_is_kept_without_an_arena_and_the_b
     plan = poochplan.plan(slower, slower.in_core_peak_bytes, evaluations=50)
     assert {value.decision for value in plan.values} == {Decision.KEEP}
     assert not plan.holds_arena
-    assert plan.solve.gap == pytest.approx(0.0001, rel=0.1)
+    assert plan.solve.gap is not None
+    assert 0.00005 < plan.solve.gap < 0.00011  # of the ops alone: the runtime's own time is in both steps
 
 
 def test_where_pytorch_alone_was_not_timed_the_ops_stand_in_and_every_table_says_so(profile: Profile) -> None:
