@@ -24,6 +24,7 @@ from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.saved_value import Handle
 from poochplan.runtime.step_policies.follow import Course, Follow
 from poochplan.runtime.step_policies.step_policy import Actions, Diverged, StepPolicy, SwapEach
+from poochplan.tensors.host_memory import page_faults
 from poochplan.tensors.storages import has_storage
 from poochplan.torch_private.tensor_internals import in_backward, without_modes
 
@@ -71,8 +72,8 @@ class Keeping(Follow):
 
 
 class PhaseTiming(Watch):
-    """``seconds`` of each phase, without those in hooks. Code after a backward counts up to the optimizer's step, if
-    there is one.
+    """``seconds`` of each phase, without those in hooks, and the page ``faults`` of each on the step's thread. Code
+    after a backward counts up to the optimizer's step, if there is one.
 
     ``arena``: the arena of a step function; None for the ordinary allocator.
     """
@@ -81,14 +82,16 @@ class PhaseTiming(Watch):
         super().__init__(scene, policy)
         self._waits = isinstance(policy, SwapEach)
         self.in_hooks = HookSeconds()
+        self.faults: dict[Phase, int] = dict.fromkeys(Phase, 0)
         self._arena = arena
         self._since_s = 0.0
+        self._since_faults = 0
         self._is_over = False
 
     @contextlib.contextmanager
     def instruments(self, segment: Segment) -> Iterator[None]:
         with self._arena.run() if self._arena is not None else contextlib.nullcontext():
-            self._since_s = self._now_s()
+            self._since_s, self._since_faults = self._now_s(), page_faults()
             yield
 
     def pack(self, tensor: torch.Tensor, pack: Pack) -> Handle:
@@ -100,7 +103,7 @@ class PhaseTiming(Watch):
     def aside(self, hook: Hook, argument: Any) -> Any:
         if self._waits:
             self.scene.clock.synchronize()
-        start_s = time.perf_counter()
+        start_s, faults = time.perf_counter(), page_faults()
         try:
             if not self._waits:
                 return hook(argument)
@@ -110,6 +113,7 @@ class PhaseTiming(Watch):
             return result
         finally:
             self.hooks_s += time.perf_counter() - start_s
+            self._since_faults += page_faults() - faults
 
     def enter(self, phase: Phase) -> None:
         self._account()
@@ -124,9 +128,10 @@ class PhaseTiming(Watch):
             self.why_not = self.why_not or self.policy.differs
 
     def _account(self) -> None:
-        now_s = self._now_s()
+        now_s, faults = self._now_s(), page_faults()
         self.seconds[self.phase] += now_s - self._since_s
-        self._since_s = now_s
+        self.faults[self.phase] += max(0, faults - self._since_faults)  # less is another thread's count
+        self._since_s, self._since_faults = now_s, faults
 
     def _now_s(self) -> float:
         """The present time, once all queued work is done, on a clock that stops in hooks."""

@@ -25,7 +25,14 @@ from poochplan.formats.queries import saved_values
 from poochplan.planner.arena.packing import packed
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.assembly.assemble import SWAPPED
-from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds, contradicted, is_doubted, steady
+from poochplan.profiler.assembly.reconcile import (
+    Floats,
+    PhaseSeconds,
+    contradicted,
+    is_doubted,
+    steady,
+    typical_phases,
+)
 from poochplan.profiler.assembly.values import UNWRITTEN
 from poochplan.profiler.capture.capture import Capture, collected_after
 from poochplan.profiler.capture.timing import OpRuns
@@ -35,7 +42,7 @@ from poochplan.profiler.trials.handle_cost import keeping
 from poochplan.runtime.arena.known_steps import RepeatedStep
 from poochplan.runtime.step_policies.follow import Course, Follow
 from poochplan.runtime.step_policies.step_policy import StepPolicy, SwapEach
-from poochplan.tensors.host_memory import is_freed_memory_given_back, new_memory_holds
+from poochplan.tensors.host_memory import is_freed_memory_given_back, new_memory_holds, page_fault_s
 
 from .after_capture import HookSeconds, Keeping, OpTiming, PhaseTiming, Summing, Verifying
 from .capturing import Capturing
@@ -90,7 +97,9 @@ class Timed(NamedTuple):
     """Seconds of each op, (steps, ops); None if no step matched the captured one."""
     notes: list[str]
     unserved_s: float | None
-    """The shortest step with the ordinary allocator, if the others were served from an arena."""
+    """The step with the ordinary allocator, if ``steps`` are as if served from an arena."""
+    plain_s: float
+    """The median step with the ordinary allocator, or as it was timed."""
 
 
 def study(scene: Scene, options: StudyOptions) -> Studied:
@@ -108,7 +117,7 @@ def study(scene: Scene, options: StudyOptions) -> Studied:
         timed = yield from _timed(scene, options, seen.capture, keep_all, in_hooks)
         notes = [*options.notes, *timed.notes, *([SWAPPED] if mode == "swap-all" else [])]
         if is_plain and len(in_hooks) == TIMED:  # without their time in hooks, this is PyTorch's own time
-            plain_s = median(sum(step.values()) for step in timed.steps)
+            plain_s = timed.plain_s
         profile = draft(mode, captured_s if timed.runs is None else timed.runs, timed.steps, notes)
         times = msgspec.structs.replace(profile.times, plain_step_s=plain_s, unserved_step_s=timed.unserved_s)
         profile = msgspec.structs.replace(profile, times=times)
@@ -147,7 +156,7 @@ def _timed(
     all values.
 
     A repeatable step runs as planned steps do: on the CPU from one arena, if it can be laid out. Otherwise the seconds
-    of ops would include fresh pages of memory.
+    of ops would include fresh pages of memory. In a loop these are counted, and their seconds subtracted.
     """
     arena: RepeatedStep | None = None
 
@@ -157,11 +166,14 @@ def _timed(
             return SwapEach(at_once=True)
         return None if scene.is_repeated else Keeping(keeps)
 
+    fresh: list[PhaseSeconds] = []
+
     def several(count: int) -> Generator[NewWatch, Any, list[PhaseSeconds]]:
         seconds = []
         for _ in range(count):
             watch: PhaseTiming = yield lambda: PhaseTiming(scene, policy(), arena)
             seconds.append(watch.seconds)
+            fresh.append({phase: count * page_fault_s() for phase, count in watch.faults.items()})
             in_hooks.extend([watch.in_hooks] if isinstance(watch.policy, Keeping) else [])
         return seconds
 
@@ -190,7 +202,18 @@ def _timed(
         if scene.is_repeated and not notes and is_doubted(steps, ops.steps):  # steps that differ may take other times
             options.say(f"timed steps spread too much; timing {options.timed} more")
             steps, notes = steady(steps, (yield from several(options.timed)), ops.steps)
-    return Timed(steps, ops.seconds, notes, unserved_s)
+    plain_s = median(sum(step.values()) for step in steps)
+    if not scene.is_repeated and scene.where.type == "cpu" and capture.memory is Memory.ALLOCATED:
+        unserved_s = sum(typical_phases(steps).values())
+        steps = [_without(step, typical_phases(fresh)) for step in steps]
+    return Timed(steps, ops.seconds, notes, unserved_s, plain_s)
+
+
+def _without(seconds: PhaseSeconds, fresh: PhaseSeconds) -> PhaseSeconds:
+    """The step without the seconds that fresh pages take: an arena keeps its pages. If they seem to be more than half
+    of a phase, the machine was busy when a page fault was timed.
+    """
+    return {phase: max(phase_s / 2, phase_s - fresh[phase]) for phase, phase_s in seconds.items()}
 
 
 def _kept(scene: Scene, profile: Profile, timed: list[PhaseSeconds], in_hooks: list[HookSeconds]) -> Studied:

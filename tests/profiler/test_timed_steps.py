@@ -21,7 +21,7 @@ from poochplan.profiler.profiling import with_plain_again
 from poochplan.report.timeline import draw_timeline, timeline_of
 from poochplan.runtime.arena.known_steps import RepeatedStep
 from poochplan.runtime.arena.library import library
-from tests.runtime.nets import taken
+from tests.runtime.nets import LINK, taken
 
 SLOWER = 1.5
 
@@ -51,6 +51,30 @@ def test_a_profile_has_the_step_by_pytorch_alone_and_without_an_arena(profile: P
     assert profile.times.plain_step_s is not None
     assert profile.times.unserved_step_s is not None
     assert sum(op.duration_s for op in profile.ops) == pytest.approx(profile.times.step_s, rel=0.01)
+
+
+def test_in_a_loop_the_seconds_of_fresh_pages_are_not_those_of_ops() -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            for _ in range(4):
+                batch = (batch * self.weight).tanh()
+            return batch.mean()
+
+    model, batch = Scaled(), torch.randn(40 << 18)  # 40 MiB: the C library maps each such tensor afresh
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).backward()
+        optimizer.step()
+
+    times = poochplan.profile(step, model=model, optimizer=optimizer, backward="inside", link=LINK).times
+    assert times.unserved_step_s is not None
+    assert times.unserved_step_s / 2 <= times.step_s < 0.99 * times.unserved_step_s
 
 
 def test_overheads_are_beside_pytorch_alone_and_the_gap_beside_simulated_steps(profile: Profile) -> None:

@@ -7,6 +7,7 @@ library says, not the clock: how many mappings of their own its blocks have.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from poochplan.tensors.host_memory import freed_memory_given_back
+from poochplan.tensors.host_memory import freed_memory_given_back, page_fault_s, page_faults
 
 ROOT = Path(__file__).parents[2]
 PRELUDE = """
@@ -267,3 +268,15 @@ print(held()[1])
     *within, behind = said(script, **asked)
     assert within == ["True", "True"]
     assert behind == "{3}" if asked else behind != "{1}"
+
+
+def test_a_page_fault_is_counted_and_timed_where_memory_is_fresh() -> None:
+    with mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as fresh:
+        counts, place = [], ctypes.c_char.from_buffer(fresh)
+        for _ in range(2):
+            before = page_faults()
+            ctypes.memset(ctypes.addressof(place), 1, len(fresh))
+            counts.append(page_faults() - before)
+        del place
+    assert counts[0] >= counts[1] + 2  # pages of 2 MiB at most
+    assert 1e-8 < page_fault_s() < 1e-2

@@ -306,8 +306,9 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     it was not timed, for example because the step does not fit."""
     unserved_step_s: Seconds | None = None
     """Set if the timed steps allocated from one arena, as planned steps do. It is then the time of the step in which
-    each tensor is fresh memory, which is returned when it is freed, as in steps without an arena. None if the timed
-    steps had no arena themselves."""
+    each tensor is fresh memory, which is returned when it is freed, as in steps without an arena. In a running loop the
+    timed steps have no arena: then the seconds of their page faults are subtracted from them, and this is the time of
+    the whole step. None if ``step_s`` is of steps without an arena."""
 
 
 class LayerTimes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
