@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from statistics import median
 from typing import Literal
 
 import torch
@@ -37,7 +36,7 @@ _MOST = (1 << 31) - 1
 
 _lock = threading.RLock()  # reentrant, because a session may end in a finalizer, which can run anywhere
 _holders: set[object] = set()
-_FRESH_BYTES, _FAULT_TRIALS = 8 << 20, 3
+_FRESH_BYTES, _FAULT_TRIALS = 4 << 20, 5
 MARGIN = 1.1
 """The in-core step must fit with a tenth to spare, because memory of allocators and threads belongs to no value."""
 
@@ -153,23 +152,23 @@ def page_faults() -> int:
 
 @functools.cache
 def page_fault_s() -> float:
-    """Seconds that a page fault takes where memory is fresh: the median of some, measured once in some milliseconds.
-    0 if they cannot be counted.
+    """Seconds that a fresh page takes: its fault, and its return. Measured once, in some milliseconds; 0 if faults
+    cannot be counted. The shortest counts, because whatever else uses the processor only makes them longer.
     """
-    return median(_page_fault_s() for _ in range(_FAULT_TRIALS))
+    return min(_page_fault_s() for _ in range(_FAULT_TRIALS))
 
 
 def _page_fault_s() -> float:
+    faults, times_s = page_faults(), [time.perf_counter()]  # a thread's own time lacks what a hypervisor takes
     with mmap.mmap(-1, _FRESH_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as fresh:
         place = ctypes.c_char.from_buffer(fresh)
-        took_s, faults = [], page_faults()
         for _ in range(2):  # the second finds the pages there
-            start_s = time.thread_time()  # not of the clock: something else may use the processor meanwhile
             ctypes.memset(ctypes.addressof(place), 1, _FRESH_BYTES)
-            took_s.append(time.thread_time() - start_s)
+            times_s.append(time.perf_counter())
         faults = page_faults() - faults
         del place  # else the mapping could not be closed
-    return max(0.0, took_s[0] - took_s[1]) / faults if faults else 0.0
+    start_s, first_s, second_s = times_s
+    return max(0.0, time.perf_counter() - start_s - 2 * (second_s - first_s)) / faults if faults else 0.0
 
 
 def give_back_freed() -> None:
