@@ -11,7 +11,7 @@ import torch
 
 import poochplan
 from poochplan.errors import UsageError
-from poochplan.online import before_plan
+from poochplan.online import background, before_plan
 from poochplan.online.before_plan import SHARE_TAKEN, BeforePlan, Unplanned, free_bytes
 from poochplan.runtime.step_policies.step_policy import KeepWhileRoom, SwapEach
 from tests.online.trainings import batch, blocks, dropout_and_batch_norm, loss_of
@@ -173,3 +173,26 @@ def test_overheads_are_beside_steps_that_were_timed_before_anything_was_given_up
     assert kept
     assert all(kept)
     assert not any(steps_by_pytorch_alone(tmp_path / "swapped", before_plan="swap"))
+
+
+@pytest.mark.parametrize(("age_s", "steps"), [(5.0, []), (11.0, ["measure", "start"])])
+def test_a_loop_that_has_paused_too_long_waits_with_the_machine_s_measurements_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch, age_s: float, steps: list[str]
+) -> None:
+    for module in (background, before_plan):
+        monkeypatch.setattr(module, "has_no_processor_to_spare", lambda: True)
+    earned, done = before_plan.Earned(), list[str]()
+    earned._since_s -= age_s
+    earned._spent_s = 2.0
+
+    class Planning:
+        lacks_facts = True
+
+        def measure(self, _: float) -> None:
+            done.append("measure")
+
+        def start(self) -> None:
+            done.append("start")
+
+    background.Plannings(earned, measures_here=True)["kind"] = Planning()  # type: ignore[assignment]
+    assert done == steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -24,6 +25,8 @@ END_S = 5.0
 """A process that was asked to end is killed after this."""
 MEASURING_S = 0.5
 """Seconds of pause that a loop must have earned before it pauses for the measurements of the machine."""
+LONG_S = 10.0
+"""A loop that has run for so long pauses for them in any case: later they would take as long, and the plan waits."""
 
 
 class Background:
@@ -144,6 +147,7 @@ class Plannings(dict[Any, Background]):
     def _start_the_first(self) -> None:
         for planning in self.values():
             is_here = self._measures_here and planning.lacks_facts and has_no_processor_to_spare()
-            if not is_here or self._earned.spend(planning.measure, MEASURING_S):
+            least_s = MEASURING_S if self._earned.age_s < LONG_S else -math.inf
+            if not is_here or self._earned.spend(planning.measure, least_s):
                 planning.start()
             return

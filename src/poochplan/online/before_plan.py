@@ -140,9 +140,14 @@ class Earned:
         self._spent_s = 0.0
 
     @property
+    def age_s(self) -> float:
+        """Seconds since the loop began."""
+        return time.monotonic() - self._since_s
+
+    @property
     def left_s(self) -> float:
-        """Seconds that the loop may still pause now."""
-        return max(AT_ONCE_S, SHARE * (time.monotonic() - self._since_s)) - self._spent_s
+        """Seconds that the loop may still pause now. Negative if it has paused for too long."""
+        return max(AT_ONCE_S, SHARE * self.age_s) - self._spent_s
 
     def spend(self, work: Callable[[float], object], least_s: float = LEAST_S) -> bool:
         """Runs ``work(most_s)`` during a pause of the loop, if a pause is better than background work and has been
