@@ -93,9 +93,7 @@ def needed_without_memory(steps: StepFunction) -> int | None:
     data. The step runs twice, on fake tensors. Its errors are ignored: the real step will raise them.
     """
     model, optimizer = steps.model, steps.optimizer
-    if (
-        compiled_modules(model) or wrapper_of(model) is not None
-    ):  # it would be compiled, or exchange contents with ranks
+    if compiled_modules(model) or wrapper_of(model) is not None:  # it would be compiled, or wait for other ranks
         return None
     there_bytes = _state_bytes(optimizer) if optimizer is not None else 0
     try:

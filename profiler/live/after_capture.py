@@ -112,8 +112,8 @@ class PhaseTiming(Watch):
             self.scene.clock.synchronize()
             return result
         finally:
-            self.hooks_s += time.perf_counter() - start_s
             self._since_faults += page_faults() - faults
+            self.hooks_s += time.perf_counter() - start_s
 
     def enter(self, phase: Phase) -> None:
         self._account()

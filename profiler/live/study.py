@@ -166,14 +166,14 @@ def _timed(
             return SwapEach(at_once=True)
         return None if scene.is_repeated else Keeping(keeps)
 
-    fresh: list[PhaseSeconds] = []
+    faults: list[PhaseSeconds] = []
 
     def several(count: int) -> Generator[NewWatch, Any, list[PhaseSeconds]]:
         seconds = []
         for _ in range(count):
             watch: PhaseTiming = yield lambda: PhaseTiming(scene, policy(), arena)
             seconds.append(watch.seconds)
-            fresh.append({phase: count * page_fault_s() for phase, count in watch.faults.items()})
+            faults.append({phase: float(count) for phase, count in watch.faults.items()})
             in_hooks.extend([watch.in_hooks] if isinstance(watch.policy, Keeping) else [])
         return seconds
 
@@ -205,15 +205,16 @@ def _timed(
     plain_s = median(sum(step.values()) for step in steps)
     if not scene.is_repeated and scene.where.type == "cpu" and capture.memory is Memory.ALLOCATED:
         unserved_s = sum(typical_phases(steps).values())
-        steps = [_without(step, typical_phases(fresh)) for step in steps]
+        fresh_s = {phase: count * page_fault_s() for phase, count in typical_phases(faults).items()}
+        steps = [_without(step, fresh_s) for step in steps]
     return Timed(steps, ops.seconds, notes, unserved_s, plain_s)
 
 
-def _without(seconds: PhaseSeconds, fresh: PhaseSeconds) -> PhaseSeconds:
+def _without(seconds: PhaseSeconds, fresh_s: PhaseSeconds) -> PhaseSeconds:
     """The step without the seconds that fresh pages take: an arena keeps its pages. If they seem to be more than half
     of a phase, the machine was busy when a page fault was timed.
     """
-    return {phase: max(phase_s / 2, phase_s - fresh[phase]) for phase, phase_s in seconds.items()}
+    return {phase: max(phase_s / 2, phase_s - fresh_s[phase]) for phase, phase_s in seconds.items()}
 
 
 def _kept(scene: Scene, profile: Profile, timed: list[PhaseSeconds], in_hooks: list[HookSeconds]) -> Studied:

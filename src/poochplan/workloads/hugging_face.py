@@ -87,13 +87,15 @@ def transformer(
     model_class = getattr(require("transformers"), str(_class_name(name)))
     with _uninitialised():
         model = model_class(configuration).train()
+    if model.loss_type is None:  # transformers knows a task by the class's name, and warns of GPT-2's
+        model.loss_type = "ForCausalLM"
     model = model.to(where, torch.bfloat16 if precision == "bfloat16" else torch.float32)
     inputs = _inputs(configuration, model.main_input_name, batch_size, length, data)
-    kinds = {key: one.to(where, model.dtype if one.is_floating_point() else one.dtype) for key, one in inputs.items()}
+    batch = {key: one.to(where, model.dtype if one.is_floating_point() else one.dtype) for key, one in inputs.items()}
 
     def step() -> torch.Tensor:
         with torch.autocast(where.type, torch.bfloat16, enabled=precision == "autocast"):
-            loss: torch.Tensor = model(**kinds).loss
+            loss: torch.Tensor = model(**batch).loss
         return loss
 
     return Workload(model, step, make_optimizer(optimizer, model, lr))

@@ -11,6 +11,7 @@ from poochplan.runtime.devices.opening import usable_device
 from poochplan.workload import Workload
 
 from .common import make_optimizer, require, seeded
+from .hugging_face import transformer
 
 _IGNORED_LABEL = -100  # the ignore_index of cross entropy, as transformers uses it
 
@@ -30,12 +31,17 @@ def gpt2(
     device: str = "cpu",
 ) -> Workload:
     """GPT-2 as a causal language model: each token predicts the next; ``width`` is the size of the embedding."""
-    transformers = require("transformers")
-    where, data = usable_device(device), seeded(seed)
-    config = transformers.GPT2Config(
+    return transformer(
+        "gpt2",
+        batch_size=batch_size,
+        length=sequence_length,
+        layers=layers,
+        optimizer=optimizer,
+        lr=lr,
+        seed=seed,
+        device=device,
         vocab_size=vocabulary,
         n_positions=sequence_length,
-        n_layer=layers,
         n_embd=width,
         n_head=heads,
         embd_pdrop=dropout,
@@ -43,17 +49,7 @@ def gpt2(
         resid_pdrop=dropout,
         bos_token_id=0,
         eos_token_id=0,
-        use_cache=False,  # a cache would hold every layer's keys and values beyond the forward pass
     )
-    model = transformers.GPT2LMHeadModel(config).train().to(where)
-    model.loss_type = "ForCausalLM"  # the default of transformers, which warns because GPT-2's class name lacks it
-    tokens = torch.randint(vocabulary, (batch_size, sequence_length), generator=data).to(where)
-
-    def step() -> torch.Tensor:
-        loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
-        return loss
-
-    return Workload(model, step, make_optimizer(optimizer, model, lr))
 
 
 def bert(
