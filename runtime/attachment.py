@@ -28,6 +28,7 @@ from poochplan.tensors.modes import (
     uncompiled_hooks,
     where_forward_raises,
 )
+from poochplan.tensors.operators import past_first_calls
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import plain_storage
 from poochplan.torch_private.tensor_internals import has_topmost_hooks, in_backward, intercept_autograd, stand_aside
@@ -111,6 +112,7 @@ class Attachment:
 
     def __enter__(self) -> Attachment:
         self.place = Place.of_caller()
+        past_first_calls()
         with ExitStack() as stack:  # undone if one of these fails
             if self._kind == "cuda":
                 refuse_graphs(self.whole)

@@ -17,6 +17,7 @@ from torch import nn
 from benchmarks.epochs.recurrent_networks import ALL as RECURRENT
 from benchmarks.models import CLASSES, MODELS, WIDTH, Made, build, hugging, images
 from benchmarks.pairs import CONFIGS
+from poochplan.tensors.operators import past_first_calls
 from poochplan.workload import Workload, load_workload
 
 _TEXT = {"batch_size": 4, "sequence_length": 256, "layers": 6, "width": 256, "heads": 4, "vocabulary": 4096}
@@ -100,6 +101,7 @@ OF_MODELS = {f"models.{name}": Network(functools.partial(build, name), ()) for n
 
 def fresh(name: str) -> Workload:
     """The network of that name with its step, from the same seed each time."""
+    past_first_calls()
     torch.manual_seed(0)
     return (NETWORKS | TINY | OF_EPOCHS | OF_MODELS)[name].make()
 

@@ -24,6 +24,7 @@ from poochplan.runtime.engine.mechanism import Mechanism
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.step_policies.step_policy import StepPolicy
 from poochplan.tensors.modes import around_compiled
+from poochplan.tensors.operators import past_first_calls
 from poochplan.torch_private.tensor_internals import without_modes
 
 from .after_capture import PhaseTiming
@@ -58,6 +59,7 @@ class StepFunction:
         spill_dir: str | Path | None = None,
         in_core: bool = True,
     ) -> None:
+        past_first_calls()
         self.step, self.model, self.optimizer = step, model, optimizer
         optimizers = [] if optimizer is None else [optimizer]
         self.scene = Scene(model, where, clock_of(where), spill_dir, optimizers, there_before=self._there_before)

@@ -27,6 +27,7 @@ from poochplan.torch_private.tensor_internals import (
     schema_of,
     topmost_hooks,
     version_of,
+    without_modes,
 )
 
 from .storages import is_plain, storage_key
@@ -71,6 +72,10 @@ _CONVOLUTIONS = frozenset(
 )
 # Operators of other namespaces (custom ones) may draw random numbers or write without declaring it.
 _KNOWN_NAMESPACES = ("aten", "prims")
+_VECTOR_FUNCTIONS = (
+    *("acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "expm1", "lgamma"),
+    *("log", "log10", "log1p", "log2", "sin", "sinh", "sqrt", "tan", "tanh", "trunc"),
+)
 _CTC_LOSS = torch.ops.aten.ctc_loss
 CUDNN_RNN, CUDNN_RNN_DROPOUT, CUDNN_RNN_TRAIN = "aten._cudnn_rnn.default", 11, 12
 """The operator, and the positions of two of its arguments; its last is the state of its generator."""
@@ -154,6 +159,19 @@ def is_chosen_by_timing(facts: Traits, device_type: str) -> bool:
     Each thread measures and remembers the algorithms separately. A replay runs on autograd's thread.
     """
     return facts.convolves and device_type == "cuda" and bool(torch.backends.cudnn.benchmark)
+
+
+@functools.cache
+def past_first_calls() -> None:
+    """Calls each function of MKL's vector library once, on this thread alone; costs less than a millisecond.
+
+    Otherwise a function's first call in a process may be imprecise (5e-5 for ``tanh``) in what one of several threads
+    computes, as https://github.com/pytorch/pytorch/issues/188792 explains. The same step has other bits then.
+    """
+    with without_modes(), torch.no_grad():
+        for name in _VECTOR_FUNCTIONS:
+            for dtype in (torch.float32, torch.float64):
+                getattr(torch, name)(torch.full((1,), 0.5, dtype=dtype, device="cpu"))
 
 
 @functools.cache
