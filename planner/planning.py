@@ -72,7 +72,7 @@ def plan(
     seed: of the random walks.
     workload: replaces the profile's name of the workload.
     policy: one other than ``"ilp"`` is used alone: no solver, no local search, no bound.
-    watch: is called from time to time with the state of the search.
+    watch: is called from time to time with the state of the search, which ends once it returns True.
     keep_interrupted: an interrupt (Ctrl-C) ends the search with the best plan so far, instead of an exception.
     arena: whether the budget covers one arena for the step and everything outside it
         (``Plan.prediction.arena_peak_bytes``), instead of the peak alone. ``"auto"``: for a CPU profile of allocated

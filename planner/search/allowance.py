@@ -99,8 +99,12 @@ class Allowance:
         return SolverLimits(inf, gap, absolute_gap, most_checks=checks, most_columns=MODEL_COLUMNS)
 
     def stop(self) -> None:
-        """From now on it is spent, and so are its parts."""
+        """An interrupt: from now on it is spent, and so are its parts."""
         self._is_stopped = True
+
+    def end(self) -> None:
+        """From now on it is spent, as if its limit were reached."""
+        self._evaluations_left = 0.0
 
 
 @dataclass(frozen=True)
@@ -120,8 +124,8 @@ class Progress:
     is_counted: bool
 
 
-Watch: TypeAlias = Callable[[Progress], None]
-"""Called from time to time, in the thread that asked for the plan."""
+Watch: TypeAlias = Callable[[Progress], bool | None]
+"""Called from time to time, in the thread that asked for the plan. The search ends once it returns True."""
 
 
 @dataclass(frozen=True)

@@ -157,8 +157,8 @@ class _PlanSearch:
         jobs = self._jobs()
         with ThreadPoolExecutor(len(jobs), "search") as pool:
             try:
-                self._watch([pool.submit(self._work, job) for job in jobs], watch)
-                self._watch([pool.submit(self._polish)], watch)
+                self._watch([pool.submit(self._work, job) for job in jobs], self.allowance, watch)
+                self._watch([pool.submit(self._polish)], self.whole, watch)
             except KeyboardInterrupt:
                 self._stop()
                 if not self.effort.keeps_interrupted:
@@ -167,15 +167,16 @@ class _PlanSearch:
                 self._stop()
                 raise
 
-    def _watch(self, running: list[Future[None]], watch: Watch | None) -> None:
-        """Waits for all threads, or for an error in one."""
+    def _watch(self, running: list[Future[None]], allowance: Allowance, watch: Watch | None) -> None:
+        """Waits for all threads, or for an error in one. They spend ``allowance``."""
         left = set(running)
         while left:
             done, left = wait(left, timeout=WATCHED_S, return_when=FIRST_EXCEPTION)
             for job in done:
                 job.result()
-            if watch is not None and self.incumbents.step_s < inf:
-                watch(self.progress())
+            if watch is not None and self.incumbents.step_s < inf and watch(self.progress()):
+                allowance.end()
+                self.proof.end()
             if self.is_good_enough or self.proof.is_late:
                 self.proof.end()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 
 import poochplan
 from poochplan.errors import UsageError
-from poochplan.online import background, before_plan
+from poochplan.online import background, before_plan, planning_process
 from poochplan.online.before_plan import SHARE_TAKEN, BeforePlan, Unplanned, free_bytes
+from poochplan.planner.search.allowance import Progress
 from poochplan.runtime.step_policies.step_policy import KeepWhileRoom, SwapEach
 from tests.online.trainings import batch, blocks, dropout_and_batch_norm, loss_of
 from tests.runtime.nets import LINK
@@ -196,3 +198,25 @@ def test_a_loop_that_has_paused_too_long_waits_with_the_machine_s_measurements_b
 
     background.Plannings(earned, measures_here=True)["kind"] = Planning()  # type: ignore[assignment]
     assert done == steps
+
+
+@pytest.mark.parametrize(
+    ("loop_s", "gap", "took_s", "is_over"),
+    [
+        (20.0, 0.03, 2.0, False),  # every search has three seconds
+        (20.0, 0.03, 3.5, True),  # 3% of the loop's 20 s are 0.6 s
+        (20.0, 0.30, 3.5, False),
+        (3600.0, 0.03, 9.0, False),
+        (3600.0, 0.001, 9.0, True),
+    ],
+)
+def test_a_search_ends_once_it_cannot_save_what_it_takes_from_the_loop(
+    monkeypatch: pytest.MonkeyPatch, loop_s: float, gap: float, took_s: float, is_over: bool
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    watch = planning_process.ends_when_it_gains_less_than_it_takes(loop_s)
+    now_s += took_s
+    progress = Progress(step_s=1.0 + gap, bound_s=1.0, overhead=0.5, gap=gap, left=1.0, is_counted=False)
+    assert watch(progress) is is_over
+    assert not watch(replace(progress, bound_s=0.0, gap=0.0)), "nothing is proven yet"

@@ -48,6 +48,19 @@ def test_stopping_the_whole_ends_its_parts_and_theirs(new: Callable[[], Allowanc
 
 
 @pytest.mark.parametrize("new", NEW.values(), ids=NEW)
+def test_what_is_ended_is_spent_as_at_its_limit(new: Callable[[], Allowance]) -> None:
+    whole = new()
+    ended = whole.part(0.9)
+    part = ended.part(0.5)
+    ended.end()
+    for each in (ended, part, ended.part(1.0)):
+        assert each.is_spent
+        assert not each.spend()
+    assert ended.status in {SolveStatus.TIME_LIMIT, SolveStatus.EVALUATION_LIMIT}
+    assert not whole.is_spent
+
+
+@pytest.mark.parametrize("new", NEW.values(), ids=NEW)
 def test_stopping_a_part_leaves_the_whole(new: Callable[[], Allowance]) -> None:
     whole = new()
     part, other = whole.part(0.5), whole.part(0.5)

@@ -98,6 +98,23 @@ def test_an_interrupt_ends_the_search_with_the_best_plan_so_far(threads: int) ->
     assert_valid(profile, made)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_who_watches_may_end_it_with_the_best_plan_so_far(threads: int) -> None:
+    profile = large()
+    seen: list[float] = []
+
+    def has_seen_three(progress: Progress) -> bool:
+        seen.append(progress.step_s)
+        return len(seen) >= 3
+
+    limits = {"gap": NEVER_MET, "time_limit_s": LONG_S, "threads": threads}
+    made = plan(profile, tight(profile), watch=has_seen_three, **limits)
+    assert made.solve.status is SolveStatus.TIME_LIMIT
+    assert made.solve.wall_s < LONG_S / 2
+    assert made.prediction.step_s <= min(seen) + 1e-9
+    assert_valid(profile, made)
+
+
 def test_an_interrupt_from_elsewhere_does_too() -> None:
     profile = large()
     main = threading.main_thread().ident

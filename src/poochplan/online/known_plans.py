@@ -100,6 +100,11 @@ class KnownPlans:
         """Whether that kind has had a plan. From then on its budget is kept."""
         return key in self._promised
 
+    @property
+    def has_promised(self) -> bool:
+        """Whether any kind has had a plan."""
+        return bool(self._promised)
+
     def is_refused(self, key: Key) -> bool:
         """Whether no plan fits that kind."""
         return key in self._hopeless
@@ -160,7 +165,8 @@ class KnownPlans:
         if left_bytes:
             profile = self.profiles[key] = with_bytes_beside(profile, left_bytes)
         try:
-            self._pending[key] = Background(profile, msgspec.structs.replace(self._asked, budget_bytes=budget_bytes))
+            asked = msgspec.structs.replace(self._asked, budget_bytes=budget_bytes, loop_s=self.earned.age_s)
+            self._pending[key] = Background(profile, asked)
         except OSError as error:
             self._teller.warn(not_planned(f"planning could not begin ({error.strerror})"))
         return key in self._pending

@@ -14,15 +14,21 @@ import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
+
+if TYPE_CHECKING:
+    from poochplan.planner.search.allowance import Progress, Watch
 
 PR_SET_PDEATHSIG = 1
 LEAST_PRIORITY = 10
 GAP = 0.02
 """The search ends within this share of the proven bound, because the loop needs the processors."""
+SEARCH_S = 3.0
+"""The search goes on for so long, unless it is within the gap."""
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -35,6 +41,8 @@ class Asked(msgspec.Struct, frozen=True):
     budget_bytes: int = 0
     is_complete: bool = False
     """Whether the profile has all facts of the machine. Then torch is not loaded."""
+    loop_s: float = 0.0
+    """Seconds for which the loop had run."""
 
 
 def ends_with_its_parent(parent: int, folder: Path) -> None:
@@ -59,6 +67,19 @@ def yields_to_others() -> None:
         os.nice(LEAST_PRIORITY)
 
 
+def ends_when_it_gains_less_than_it_takes(loop_s: float) -> Watch:
+    """Ends a search whose plan cannot become better by as much time as the search has taken from the loop, if the loop
+    goes on for as long as it has run (``loop_s`` seconds before the search).
+    """
+    began_s = time.monotonic()
+
+    def is_over(progress: Progress) -> bool:
+        took_s = time.monotonic() - began_s
+        return took_s >= SEARCH_S and progress.bound_s > 0 and progress.gap * (loop_s + took_s) <= took_s
+
+    return is_over
+
+
 def plan_in(folder: Path) -> None:
     """Reads the request in that folder, and writes the plan. Raises ``PoochError``."""
     from poochplan.formats.profile import Profile
@@ -71,7 +92,9 @@ def plan_in(folder: Path) -> None:
 
         profile = completed(profile, asked.spill_dir)
         profile.save(folder / "profile.json", force=True)
-    made = plan(profile, asked.budget_bytes, time_limit_s=asked.time_limit_s, gap=GAP, threads=1, arena=asked.arena)
+    watch = ends_when_it_gains_less_than_it_takes(asked.loop_s)
+    limit_s, arena = asked.time_limit_s, asked.arena
+    made = plan(profile, asked.budget_bytes, time_limit_s=limit_s, gap=GAP, threads=1, arena=arena, watch=watch)
     made.save(folder / "plan.json")
 
 
