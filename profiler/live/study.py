@@ -11,7 +11,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from statistics import median
@@ -50,6 +50,8 @@ from .watch import NewWatch, Scene, Studied
 
 TIMED = 3
 """Number of a loop's segments that are timed whole, and again op by op."""
+LOOP_SERVED = 2
+"""Number of a loop's segments that are timed whole while an arena serves them."""
 KEPT_STEPS = 2
 """Number of steps of a step function that keep every value under the engine, to measure the time of its hooks."""
 LIVE = "profiled inside a running training loop"
@@ -77,6 +79,8 @@ class StudyOptions:
     """Most bytes that a step may take. If that leaves no room for comparisons, no replay is tried and none is
     planned.
     """
+    has_arena: Callable[[], bool] = lambda: True
+    """Whether steps may be timed from an arena, which holds its memory between them."""
     with_costs: Callable[[Profile, Sequence[HookSeconds]], Profile]
     """Adds the runtime's costs to the profile; the given steps kept every value."""
     workload: str = ""
@@ -98,8 +102,9 @@ class Timed(NamedTuple):
     notes: list[str]
     unserved_s: float | None
     """The step with the ordinary allocator, if ``steps`` are as if served from an arena."""
-    plain_s: float
-    """The median step with the ordinary allocator, or as it was timed."""
+    plain_s: float | None
+    """The median step with the ordinary allocator in a loop, without its hooks; None if not all of them kept every
+    value."""
 
 
 def study(scene: Scene, options: StudyOptions) -> Studied:
@@ -109,14 +114,17 @@ def study(scene: Scene, options: StudyOptions) -> Studied:
     options.say("measuring the link")
     draft = partial(seen.draft, link=options.link(), workload=options.workload)
     captured_s, plain_s = seen.capture.durations(), options.plain_s
-    keep_all = _keep_all(seen, draft("run", captured_s, [dict.fromkeys(Phase, 0.0)], []), options.fits)
+    in_core = draft("run", captured_s, [dict.fromkeys(Phase, 0.0)], [])
+    twice = with_bytes_beside(in_core, in_core.in_core_peak_bytes)
+    has_room = partial(options.fits, twice)
+    keep_all = _keep_all(seen, in_core, options.fits, has_room)
     mode: Literal["run", "swap-all"] = "swap-all" if keep_all() is None else "run"
-    in_hooks: list[HookSeconds] = []
+    steps = _Steps(scene, keep_all)
     try:
         is_plain = not is_freed_memory_given_back()  # no setting of a session is in force yet
-        timed = yield from _timed(scene, options, seen.capture, keep_all, in_hooks)
+        timed = yield from _timed(options, seen.capture, steps, has_room)
         notes = [*options.notes, *timed.notes, *([SWAPPED] if mode == "swap-all" else [])]
-        if is_plain and len(in_hooks) == TIMED:  # without their time in hooks, this is PyTorch's own time
+        if is_plain and timed.plain_s is not None:  # without their time in hooks, this is PyTorch's own time
             plain_s = timed.plain_s
         profile = draft(mode, captured_s if timed.runs is None else timed.runs, timed.steps, notes)
         times = msgspec.structs.replace(profile.times, plain_step_s=plain_s, unserved_step_s=timed.unserved_s)
@@ -124,21 +132,23 @@ def study(scene: Scene, options: StudyOptions) -> Studied:
         options.say("verifying replays")
         profile = yield from _verified(scene, profile, options.room(profile) - max(0, seen.grown_bytes()))
         if scene.is_repeated and mode == "run":
-            profile = yield from _kept(scene, profile, timed.steps, in_hooks)
+            profile = yield from _kept(scene, profile, timed.steps, steps.in_hooks)
     except Hurry:
         once = {phase: sum(op.duration_s for op in seen.capture.ops if op.phase is phase) for phase in Phase}
         profile = without_replays(draft("swap-all", captured_s, [once], [*options.notes, HURRIED]))
-    return options.with_costs(profile, in_hooks if mode == "run" else [])
+    return options.with_costs(profile, steps.in_hooks if mode == "run" else [])
 
 
-def _keep_all(seen: Capturing, in_core: Profile, fits: Callable[[Profile], bool]) -> KeepAll:
+def _keep_all(
+    seen: Capturing, in_core: Profile, fits: Callable[[Profile], bool], has_room: Callable[[], bool]
+) -> KeepAll:
     """A function that returns the instructions to keep all values in a step that is about to begin; None if it must
     swap.
     """
-    keeps, twice = keeping(in_core), with_bytes_beside(in_core, in_core.in_core_peak_bytes)
+    keeps = keeping(in_core)
 
     def keep_all() -> Instructions | None:
-        if fits(twice):  # fits after any likely growth: a census takes as long as some steps
+        if has_room():  # it fits after any likely growth: a census takes as long as some steps
             return keeps
         more_bytes = seen.grown_bytes()
         return keeps if fits(with_bytes_beside(in_core, more_bytes) if more_bytes > 0 else in_core) else None
@@ -149,72 +159,110 @@ def _keep_all(seen: Capturing, in_core: Profile, fits: Callable[[Profile], bool]
 # -- TIME ------------------------------------------------------------------------------------------------------------
 
 
-def _timed(
-    scene: Scene, options: StudyOptions, capture: Capture, keep_all: KeepAll, in_hooks: list[HookSeconds]
-) -> Generator[NewWatch, Any, Timed]:
-    """Times the segments of a loop, under hooks whose time is subtracted; ``in_hooks`` gets the time of steps that keep
-    all values.
+@dataclass
+class _Steps:
+    """State: the steps timed so far."""
 
-    A repeatable step runs as planned steps do: on the CPU from one arena, if it can be laid out. Otherwise the seconds
-    of ops would include fresh pages of memory. In a loop these are counted, and their seconds subtracted.
-    """
+    scene: Scene
+    keep_all: KeepAll
     arena: RepeatedStep | None = None
+    """Serves the steps from here on."""
+    in_hooks: list[HookSeconds] = field(default_factory=list)
+    """The time in the hooks of steps that kept all values under the engine."""
+    faults: list[PhaseSeconds] = field(default_factory=list)
+    """Page faults of every step."""
 
-    def policy() -> StepPolicy | None:
-        keeps = keep_all()
+    def policy(self) -> StepPolicy | None:
+        """The policy of a step that is about to begin."""
+        keeps = self.keep_all()
         if keeps is None:
             return SwapEach(at_once=True)
-        return None if scene.is_repeated else Keeping(keeps)
+        return None if self.scene.is_repeated else Keeping(keeps)
 
-    faults: list[PhaseSeconds] = []
-
-    def several(count: int) -> Generator[NewWatch, Any, list[PhaseSeconds]]:
+    def several(self, count: int) -> Generator[NewWatch, Any, list[PhaseSeconds]]:
+        """The seconds of that many steps, timed whole."""
         seconds = []
         for _ in range(count):
-            watch: PhaseTiming = yield lambda: PhaseTiming(scene, policy(), arena)
+            watch: PhaseTiming = yield lambda: PhaseTiming(self.scene, self.policy(), self.arena)
             seconds.append(watch.seconds)
-            faults.append({phase: float(count) for phase, count in watch.faults.items()})
-            in_hooks.extend([watch.in_hooks] if isinstance(watch.policy, Keeping) else [])
+            self.faults.append({phase: float(count) for phase, count in watch.faults.items()})
+            self.in_hooks.extend([watch.in_hooks] if isinstance(watch.policy, Keeping) else [])
         return seconds
 
-    options.say(f"timing {options.timed} steps")
-    with collected_after(capture) if scene.is_repeated else contextlib.nullcontext():
-        steps = yield from several(1)
-    with contextlib.ExitStack() as stack:
-        unserved_s = None
-        if scene.is_repeated and scene.where.type == "cpu" and capture.memory is Memory.ALLOCATED:
-            arena = stack.enter_context(contextlib.closing(RepeatedStep(packed)))
-            steps += yield from several(1)  # ordinary, and logged
-            for _ in range(2):  # one that touches the pages; another if it differs from the log
-                yield from several(0 if arena.is_served else 1)
-            if arena.is_served:
-                steps, unserved_s = [], min(sum(step.values()) for step in steps)
-            else:
-                arena.close()
-                arena = None
-        steps += yield from several(options.timed - len(steps))
-        options.say(f"timing {len(capture.ops)} ops over {options.timed} steps")
-        ops = OpRuns(capture.ops)
-        for _ in range(options.timed):
-            watch: OpTiming = yield lambda: OpTiming(scene, policy(), arena)
-            ops.add(watch.timer, watch.seconds)
-        notes = ops.notes
-        if scene.is_repeated and not notes and is_doubted(steps, ops.steps):  # steps that differ may take other times
-            options.say(f"timed steps spread too much; timing {options.timed} more")
-            steps, notes = steady(steps, (yield from several(options.timed)), ops.steps)
-    plain_s = median(sum(step.values()) for step in steps)
-    if not scene.is_repeated and scene.where.type == "cpu" and capture.memory is Memory.ALLOCATED:
-        unserved_s = sum(typical_phases(steps).values())
-        fresh_s = {phase: count * page_fault_s() for phase, count in typical_phases(faults).items()}
-        steps = [_without(step, fresh_s) for step in steps]
-    return Timed(steps, ops.seconds, notes, unserved_s, plain_s)
+    def by_op(self, count: int, runs: OpRuns) -> Generator[NewWatch, Any, None]:
+        """Adds that many steps, timed op by op."""
+        for _ in range(count):
+            watch: OpTiming = yield lambda: OpTiming(self.scene, self.policy(), self.arena)
+            runs.add(watch.timer, watch.seconds)
+
+    def recorded(self) -> Generator[NewWatch, Any, list[PhaseSeconds]]:
+        """One ordinary step, by which an arena is laid out. One or two more follow that touch its pages. If these
+        differ from the first there is no arena.
+        """
+        self.arena = RepeatedStep(packed)
+        seconds = yield from self.several(1)
+        for _ in range(2):
+            yield from self.several(0 if self.arena.is_served else 1)
+        if not self.arena.is_served:
+            self.close()
+        return seconds
+
+    def close(self) -> None:
+        """Steps are ordinary again. Idempotent."""
+        if self.arena is not None:
+            self.arena.rests()  # so that blocks that stay in it do not hold all of it
+            self.arena.close()
+        self.arena = None
+
+    @property
+    def have_kept(self) -> bool:
+        """Whether all of them kept every value under the engine."""
+        return len(self.in_hooks) == len(self.faults)
+
+    def without_faults(self, steps: list[PhaseSeconds]) -> list[PhaseSeconds]:
+        """The steps without the seconds that fresh pages take: an arena keeps its pages. If they seem to be more than
+        half of a phase, the machine was busy when a page fault was timed.
+        """
+        fresh_s = {phase: count * page_fault_s() for phase, count in typical_phases(self.faults).items()}
+        return [{phase: max(one / 2, one - fresh_s[phase]) for phase, one in step.items()} for step in steps]
 
 
-def _without(seconds: PhaseSeconds, fresh_s: PhaseSeconds) -> PhaseSeconds:
-    """The step without the seconds that fresh pages take: an arena keeps its pages. If they seem to be more than half
-    of a phase, the machine was busy when a page fault was timed.
+def _timed(
+    options: StudyOptions, capture: Capture, steps: _Steps, has_room: Callable[[], bool]
+) -> Generator[NewWatch, Any, Timed]:
+    """Times steps, those of a loop under hooks whose time is subtracted.
+
+    They run as planned steps do: on the CPU from one arena, if it can be laid out and there is room for it beside an
+    ordinary step. Otherwise the seconds of ops would include fresh pages of memory. In a loop these are counted, and
+    their seconds subtracted.
     """
-    return {phase: max(phase_s / 2, phase_s - fresh_s[phase]) for phase, phase_s in seconds.items()}
+    is_repeated, count = steps.scene.is_repeated, options.timed
+    options.say(f"timing {count} steps")
+    with collected_after(capture) if is_repeated else contextlib.nullcontext():
+        ordinary = yield from steps.several(1)
+    is_allocated = steps.scene.where.type == "cpu" and capture.memory is Memory.ALLOCATED
+    served: list[PhaseSeconds] = []
+    with contextlib.closing(steps):
+        if is_allocated and options.has_arena() and (is_repeated or has_room()):
+            ordinary += yield from steps.several(0 if is_repeated else count - 2)
+            ordinary += yield from steps.recorded()
+        if steps.arena is not None:
+            served = yield from steps.several(count if is_repeated else LOOP_SERVED)
+        else:
+            ordinary += yield from steps.several(count - len(ordinary))
+        timed, has_kept = served or ordinary, steps.have_kept
+        options.say(f"timing {len(capture.ops)} ops over {count} steps")
+        ops = OpRuns(capture.ops)
+        yield from steps.by_op(count, ops)
+        notes = ops.notes
+        if is_repeated and not notes and is_doubted(timed, ops.steps):  # steps that differ may take other times
+            options.say(f"timed steps spread too much; timing {count} more")
+            timed, notes = steady(timed, (yield from steps.several(count)), ops.steps)
+    whole_s = [sum(step.values()) for step in ordinary]
+    plain_s, unserved_s = median(whole_s) if has_kept else None, min(whole_s) if served else None
+    if is_allocated and not is_repeated:
+        timed, unserved_s = served or steps.without_faults(timed), median(whole_s)
+    return Timed(timed, ops.seconds, notes, unserved_s, plain_s)
 
 
 def _kept(scene: Scene, profile: Profile, timed: list[PhaseSeconds], in_hooks: list[HookSeconds]) -> Studied:

@@ -92,6 +92,7 @@ class StudiedPlans(Observer):
             link=link,
             fits=lambda one: self._before.has_room(one.in_core_peak_bytes, known.budget_of(one)),
             room=lambda one: self._before.room_of(known.budget_of(one)),
+            has_arena=lambda: not known.has_promised,
             with_costs=lambda one, kept: with_costs(one, where, kept),
         )
         super().__init__(model, optimizers, where, study_options, spill_dir)
