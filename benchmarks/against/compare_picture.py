@@ -17,6 +17,8 @@ COLOURS = {
     "sac": "#457b9d",
     "save-on-cpu": "#6a994e",
     "compile": "#8338ec",
+    "compiled-checkpoint": "#2a9d8f",
+    "graph": "#e07a9f",
 }
 OTHER = "#777777"
 
