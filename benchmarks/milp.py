@@ -22,10 +22,9 @@ from benchmarks.facts import facts_of_run, write_results
 from benchmarks.planning import NETWORKS, budget_of, instance
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.search.allowance import Allowance
-from poochplan.planner.search.annealing import Walker
+from poochplan.planner.search.annealing import EvaluatedPlan, Incumbents, Walker
 from poochplan.planner.search.decide import solve_fluid
 from poochplan.planner.search.fluid import Request
-from poochplan.planner.search.incumbents import EvaluatedPlan, Incumbents
 from poochplan.planner.search.solvers import SolverLimits
 from poochplan.planner.simulator.evaluator import STYLE_OF, codes_of, flat_problem_of
 from poochplan.planner.simulator.problem import build_problem

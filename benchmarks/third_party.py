@@ -34,6 +34,7 @@ from benchmarks.resident import in_a_process
 from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
+from poochplan.planner.policies import PolicyInput
 from poochplan.planner.search.optimise import Optimum
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.simulate import Candidate, simulate
@@ -120,7 +121,7 @@ def random_plan(profile: Profile, problem: Problem, seed: int, arena: str) -> Pl
     """A plan for a random schedule, whose budget is what it promises."""
     schedule = random_schedule(profile, problem, seed)
     best = Candidate(BY_HAND, schedule.decisions, schedule, simulate(problem, schedule))
-    plan = write_plan(profile, problem, Optimum(best, BY_HAND), 0, None, 0.0, is_laid_out=True)
+    plan = write_plan(PolicyInput(profile, problem, 0), Optimum(best, BY_HAND), 0.0, is_laid_out=True)
     found = plan.prediction
     least = found.arena_peak_bytes if arena == "on" else max(found.peak_bytes, found.first_step_peak_bytes)
     assert least is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from poochplan.formats.plan import Decision, Plan
@@ -15,12 +16,7 @@ __all__ = ["Decision", "Plan", "for_machine", "plan", "smallest_budget"]
 
 def __getattr__(name: str) -> Any:
     # Lazy, because the runtime reads plans and should not wait for a solver to load.
-    if name in ("plan", "smallest_budget"):
-        from . import planning
-
-        return getattr(planning, name)
-    if name == "for_machine":
-        from .whatif import for_machine
-
-        return for_machine
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = {"plan": "planning", "smallest_budget": "planning", "for_machine": "whatif"}.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{home}", __name__), name)

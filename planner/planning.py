@@ -13,13 +13,12 @@ from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Link, Memory, Profile
 from poochplan.formats.queries import limits
-from poochplan.planner.arena.fitting import NO_ARENA, Fitting, smallest_arena
-from poochplan.planner.arena.step_layout import layout_of
+from poochplan.planner.arena.step_layout import NO_ARENA, Fitting, layout_of, smallest_arena
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.search.allowance import Allowance, SearchLimits, Watch
 from poochplan.planner.search.optimise import Optimum, optimise
 from poochplan.planner.simulator.evaluator import begin_build, library
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import keep_all
 from poochplan.planner.simulator.simulate import Candidate, simulated, swap_all_on_demand
 from poochplan.units import format_bytes, parse_budget, parse_bytes
@@ -89,16 +88,16 @@ def plan(
     started_s = time.perf_counter()
     begin_build()
     budget_bytes = parse_budget(budget, profile.in_core_peak_bytes)
-    has_arena = in_arena(profile, arena)
-    given, profile = profile, shared(as_unserved(profile) if arena == "off" else profile, ranks_per_host)
-    problem = build_problem(profile)
+    has_arena, measured = in_arena(profile, arena), profile.link
+    profile = shared(as_unserved(profile) if arena == "off" else profile, ranks_per_host)
+    given = PolicyInput.of(profile, budget_bytes)
     if policy != ILP and arena == "on":
         raise UsageError(f'arena: expected "auto" or "off" with policy {policy!r}, which decides alone, found "on"')
     host_bytes = None
     if host_budget is not None and policy == ILP:
         host_bytes = parse_bytes(host_budget, "host_budget", least=0) // ranks_per_host
     if policy != ILP:
-        found = _alone(policy, profile, problem, budget_bytes)
+        found = _alone(policy, given)
     else:
         if threads is None:
             threads = 2 if evaluations is None else 1
@@ -106,22 +105,22 @@ def plan(
             solver, time_limit_s, gap, max(1, threads), host_bytes, evaluations, seed, keep_interrupted
         )
         if arena == "on" and profile.in_core_peak_bytes > budget_bytes:
-            _check_feasible(profile, problem, budget_bytes, smallest_budget(profile, arena=arena))
-        found = _optimal(profile, problem, budget_bytes, search, watch, has_arena=has_arena)
+            _check_feasible(given, smallest_budget(profile, arena=arena))
+        found = _optimal(given, search, watch, has_arena=has_arena)
         if arena == "on" and NO_ARENA in found.notes:
-            found = replace(found, best=swap_all_on_demand(problem), notes=())
-    found = replace(found, notes=(*found.notes, *_shares(given.link, profile.link, host_bytes, ranks_per_host)))
+            found = replace(found, best=swap_all_on_demand(given.problem), notes=())
+    found = replace(found, notes=(*found.notes, *_shares(measured, profile.link, host_bytes, ranks_per_host)))
     wall_s = time.perf_counter() - started_s
     is_laid_out = arena != "off" and profile.device.kind == "cpu"
-    return write_plan(profile, problem, found, budget_bytes, workload, wall_s, is_laid_out=is_laid_out)
+    return write_plan(given, found, wall_s, is_laid_out=is_laid_out, workload=workload)
 
 
-def _shares(given: Link, link: Link, host_bytes: int | None, ranks_per_host: int) -> Iterator[str]:
+def _shares(measured: Link, link: Link, host_bytes: int | None, ranks_per_host: int) -> Iterator[str]:
     """What a plan's notes say about the rank's share of the host."""
     if ranks_per_host == 1:
         return
     each = f"each of {ranks_per_host} ranks of a host"
-    if link is given:
+    if link is measured:
         yield f"{each} has the link as measured while {link.ranks} ranks copied at once: {link_text(link)}"
     else:
         yield (
@@ -153,48 +152,48 @@ def in_arena(profile: Profile, arena: Literal["auto", "on", "off"]) -> bool:
     return arena == "on" or (arena == "auto" and is_known)
 
 
-def _check_feasible(profile: Profile, problem: Problem, budget_bytes: int, least_bytes: int = 0) -> None:
+def _check_feasible(given: PolicyInput, least_bytes: int = 0) -> None:
     """Raises unless the budget holds the smallest possible peak, and ``least_bytes``."""
-    smallest = swap_all_on_demand(problem)
+    profile, budget_bytes, smallest = given.profile, given.budget_bytes, swap_all_on_demand(given.problem)
     smallest_bytes = max(smallest.peak_bytes, least_bytes)
     if smallest_bytes <= budget_bytes:
         return
     share = share_that_holds(smallest_bytes, profile.in_core_peak_bytes)
     static = sum(static_bytes(profile).values())
+    expected = f"expected at least {smallest_bytes} bytes ({format_bytes(smallest_bytes)}"
     if budget_bytes < static:
-        raise InfeasibleError(
-            f"no plan fits a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)}): parameters and whatever "
-            f"else stays in memory for the whole step take {static} bytes ({format_bytes(static)}) alone; expected at "
-            f"least {smallest_bytes} bytes ({format_bytes(smallest_bytes)}); "
-            f"pass a budget of {share} or more",
-            smallest_budget_bytes=smallest_bytes,
+        reason = (
+            f"parameters and whatever else stays in memory for the whole step take {static} bytes "
+            f"({format_bytes(static)}) alone; {expected}); pass a budget of {share} or more"
         )
-    where = smallest.simulation.peak_layer or "one moment of the step"
-    also = "".join(f"; {line}" for line in limits(profile))  # other ways to make it smaller
+    else:
+        where = smallest.simulation.peak_layer or "one moment of the step"
+        also = "".join(f"; {line}" for line in limits(profile))  # other ways to make it smaller
+        reason = (
+            f"{expected}, {share} of the in-core peak of {format_bytes(profile.in_core_peak_bytes)}), which {where} "
+            f"needs at once whatever is swapped or recomputed; pass a budget of {share} or more, or make the batch "
+            f"smaller{also}"
+        )
     raise InfeasibleError(
-        f"no plan fits a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)}): expected at least "
-        f"{smallest_bytes} bytes ({format_bytes(smallest_bytes)}, {share} of the in-core peak of "
-        f"{format_bytes(profile.in_core_peak_bytes)}), which {where} needs at once whatever is swapped or recomputed; "
-        f"pass a budget of {share} or more, or make the batch smaller{also}",
+        f"no plan fits a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)}): {reason}",
         smallest_budget_bytes=smallest_bytes,
     )
 
 
-def _optimal(
-    profile: Profile, problem: Problem, budget_bytes: int, search: SearchLimits, watch: Watch | None, *, has_arena: bool
-) -> Optimum:
+def _optimal(given: PolicyInput, search: SearchLimits, watch: Watch | None, *, has_arena: bool) -> Optimum:
     """The plan that keeps everything if no plan can be faster; else the best plan that was found."""
+    profile, problem, budget_bytes = given.profile, given.problem, given.budget_bytes
     in_core = simulated(problem, KEEP_ALL, keep_all(problem))
     if in_core.peak_bytes > budget_bytes:
-        _check_feasible(profile, problem, budget_bytes)
-        return _searched(profile, problem, budget_bytes, search, watch, has_arena=has_arena)
+        _check_feasible(given)
+        return _searched(given, search, watch, has_arena=has_arena)
     holds = f"the budget of {format_bytes(budget_bytes)} holds the in-core peak of {format_bytes(in_core.peak_bytes)}"
     slower = as_unserved(profile)
     laid = None if not has_arena or slower is profile else layout_of(profile, problem, in_core.schedule)
     kept = Optimum(in_core, KEEP_ALL, (f"{holds}: everything is kept",), laid=laid)
     if laid is None or laid.peak_bytes <= budget_bytes:
         return kept
-    found = _searched(profile, problem, budget_bytes, search, watch, has_arena=True)
+    found = _searched(given, search, watch, has_arena=True)
     if NO_ARENA in found.notes or found.best.simulation.step_s >= build_problem(slower).keep_all_s:
         return replace(kept, laid=None, bound_s=found.bound_s, status=found.status, solver=found.solver)
     note = (
@@ -204,25 +203,22 @@ def _optimal(
     return replace(found, notes=(note, *found.notes))
 
 
-def _searched(
-    profile: Profile, problem: Problem, budget_bytes: int, search: SearchLimits, watch: Watch | None, *, has_arena: bool
-) -> Optimum:
+def _searched(given: PolicyInput, search: SearchLimits, watch: Watch | None, *, has_arena: bool) -> Optimum:
     """The best plan that a search finds."""
     started_s = time.perf_counter()
-    given = PolicyInput(profile, problem, budget_bytes)
 
     def propose(name: str, allowance: Allowance) -> Candidate:
         return run_policy(name, replace(given, allowance=allowance))
 
     library(None if search.evaluations is not None else BUILD_SHARE * search.time_limit_s)
-    fitting = Fitting(profile, problem, budget_bytes) if has_arena else None
+    fitting = Fitting(given.profile, given.problem, given.budget_bytes) if has_arena else None
     spent_s = time.perf_counter() - started_s
     proposals = [partial(propose, name) for name in STRONG_POLICIES]
-    optimum = optimise(problem, budget_bytes, search, proposals, watch, spent_s, fitting)
+    optimum = optimise(given.problem, given.budget_bytes, search, proposals, watch, spent_s, fitting)
     best = optimum.best
-    if best.peak_bytes > budget_bytes:
+    if best.peak_bytes > given.budget_bytes:
         raise InfeasibleError(
-            f"no plan was found within {format_bytes(budget_bytes)} that swaps at most "
+            f"no plan was found within {format_bytes(given.budget_bytes)} that swaps at most "
             f"{format_bytes(search.host_bytes or 0)}; pass a larger host budget, or a larger budget",
             smallest_budget_bytes=best.peak_bytes,
         )
@@ -232,18 +228,18 @@ def _searched(
     return replace(optimum, policy="annealing", notes=(note, *optimum.notes))
 
 
-def _alone(policy: str, profile: Profile, problem: Problem, budget_bytes: int) -> Optimum:
+def _alone(policy: str, given: PolicyInput) -> Optimum:
     """The unchanged plan of one policy."""
-    best = run_policy(policy, PolicyInput(profile, problem, budget_bytes))
+    best = run_policy(policy, given)
+    budget_bytes, in_core_peak_bytes = given.budget_bytes, given.profile.in_core_peak_bytes
     if best.peak_bytes > budget_bytes:
-        _check_feasible(profile, problem, budget_bytes)
-        smallest_bytes = swap_all_on_demand(problem).peak_bytes
+        _check_feasible(given)
+        smallest_bytes = swap_all_on_demand(given.problem).peak_bytes
         raise InfeasibleError(
             f"the plan of policy {policy!r} does not fit a budget of {budget_bytes} bytes "
             f"({format_bytes(budget_bytes)}): its peak is {best.peak_bytes} bytes ({format_bytes(best.peak_bytes)}, "
-            f"{share_that_holds(best.peak_bytes, profile.in_core_peak_bytes)} of the in-core peak); raise the budget, "
-            f"or take policy {ILP!r}, which has plans from "
-            f"{share_that_holds(smallest_bytes, profile.in_core_peak_bytes)} on",
+            f"{share_that_holds(best.peak_bytes, in_core_peak_bytes)} of the in-core peak); raise the budget, or take "
+            f"policy {ILP!r}, which has plans from {share_that_holds(smallest_bytes, in_core_peak_bytes)} on",
             smallest_budget_bytes=smallest_bytes,
         )
     return Optimum(best, policy)

@@ -79,11 +79,9 @@ class SweepPoint:
     status: SolveStatus | CellStatus
     """How the search ended, if the cell has a plan of the ILP."""
     failure: str = ""
-    """The error of a cell that failed."""
 
     @property
     def failed(self) -> bool:
-        """Whether an error ended this cell."""
         return self.status is CellStatus.FAILED
 
     @property
@@ -100,13 +98,13 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class Solving:
-    """How each cell is solved."""
+    """How each cell is solved; see ``plan``."""
 
     solver: str | None = None
     time_limit_s: float = 20.0
     gap: float = 0.005
     arena: Literal["auto", "on", "off"] = "auto"
-    """See ``plan``. Another policy than the ILP has an arena if that of its plan happens to fit the budget."""
+    """Another policy than the ILP has an arena if that of its plan happens to fit the budget."""
 
 
 def solve_cell(profile: Profile, solving: Solving, cell: Cell) -> SweepPoint:
@@ -129,10 +127,7 @@ def _plan_of(profile: Profile, solving: Solving, cell: Cell) -> SweepPoint:
         if candidate.peak_bytes > budget_bytes:
             return _without_plan(cell, CellStatus.INFEASIBLE, peak_bytes=candidate.peak_bytes)
         return _with_plan(cell, _written(given, candidate, solving.arena), CellStatus.FITS)
-    limit_s, arena = solving.time_limit_s, solving.arena
-    made = plan(
-        profile, budget_bytes, solver=solving.solver, time_limit_s=limit_s, gap=solving.gap, threads=1, arena=arena
-    )
+    made = plan(profile, budget_bytes, threads=1, **asdict(solving))
     found = _with_plan(cell, made.prediction, made.solve.status)
     bound_s, in_core_s = made.solve.bound_s, made.prediction.in_core_step_s
     bound = bound_s / in_core_s - 1 if bound_s is not None and in_core_s > 0 else None
@@ -141,26 +136,21 @@ def _plan_of(profile: Profile, solving: Solving, cell: Cell) -> SweepPoint:
 
 def _written(given: PolicyInput, candidate: Candidate, arena: Literal["auto", "on", "off"]) -> Prediction:
     """The prediction for a policy's plan, made as for the ILP: without an arena if none fits the budget."""
-    profile, is_laid_out = given.profile, arena != "off" and given.profile.device.kind == "cpu"
-    found = Optimum(candidate, candidate.policy)
-    made = write_plan(profile, given.problem, found, given.budget_bytes, None, 0.0, is_laid_out=is_laid_out)
-    return made.prediction
+    is_laid_out = arena != "off" and given.profile.device.kind == "cpu"
+    return write_plan(given, Optimum(candidate, candidate.policy), 0.0, is_laid_out=is_laid_out).prediction
 
 
 def _with_plan(cell: Cell, does: Prediction, status: SolveStatus | CellStatus) -> SweepPoint:
-    return SweepPoint(
-        policy=cell[0],
-        budget_bytes=cell[1],
-        feasible=True,
-        peak_bytes=max(does.peak_bytes, does.first_step_peak_bytes),
-        step_s=does.step_s,
-        overhead=does.overhead,
-        stall_s=does.stall_s,
-        replay_s=does.replay_s,
-        out_bytes=does.out_bytes,
-        in_bytes=does.in_bytes,
-        status=status,
-    )
+    policy, budget_bytes = cell
+    figures = _figures(does) | {"out_bytes": does.out_bytes, "in_bytes": does.in_bytes}
+    return SweepPoint(policy=policy, budget_bytes=budget_bytes, feasible=True, status=status, **figures)
+
+
+def _figures(does: Prediction) -> dict[str, Any]:
+    """The figures that all tables have; the peak includes the first step."""
+    names = ("step_s", "overhead", "stall_s", "replay_s")
+    peak_bytes = max(does.peak_bytes, does.first_step_peak_bytes)
+    return {"peak_bytes": peak_bytes} | {name: getattr(does, name) for name in names}
 
 
 def _without_plan(
@@ -362,16 +352,12 @@ def compare_policies(profile: Profile, made: Plan) -> tuple[ComparisonRow, ...]:
     arena: Literal["auto", "off"] = "auto" if made.layout is not None else "off"
 
     def row(policy: str, does: Prediction, wall_s: float) -> ComparisonRow:
-        peak_bytes = max(does.peak_bytes, does.first_step_peak_bytes)
-        fits = peak_bytes <= made.budget_bytes
+        figures = _figures(does)
+        fits = figures["peak_bytes"] <= made.budget_bytes
         return ComparisonRow(
+            **figures,
             policy=policy,
-            peak_bytes=peak_bytes,
             fits=fits,
-            step_s=does.step_s,
-            overhead=does.overhead,
-            stall_s=does.stall_s,
-            replay_s=does.replay_s,
             interference_s=does.interference_s,
             moved_bytes=does.out_bytes + does.in_bytes,
             ilp_margin=does.overhead - made.prediction.overhead if fits else None,

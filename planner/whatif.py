@@ -48,7 +48,12 @@ def for_machine(
     """
     assumed = list(profile.assumed)
     changed = profile
-    if compute_scale is not None and _checked(compute_scale) != 1:
+    if compute_scale is not None and not (math.isfinite(compute_scale) and compute_scale > 0):
+        raise UsageError(
+            f"compute scale: expected a factor above 0 on the time of every op (0.5 is a device twice as fast), "
+            f"found {compute_scale}"
+        )
+    if compute_scale is not None and compute_scale != 1:
         changed = _at_speed(changed, compute_scale)
         assumed.append(f"compute takes {compute_scale:g} times as long as measured on {profile.device.name}")
     if link is not None and link != MEASURED:
@@ -154,15 +159,6 @@ def _rates_text(outward: float, inward: float) -> str:
     if outward == inward:
         return f"{format_rate(outward)} each way"
     return f"{format_rate(outward)} out, {format_rate(inward)} in"
-
-
-def _checked(compute_scale: float) -> float:
-    if not (math.isfinite(compute_scale) and compute_scale > 0):
-        raise UsageError(
-            f"compute scale: expected a factor above 0 on the time of every op (0.5 is a device twice as fast), "
-            f"found {compute_scale}"
-        )
-    return compute_scale
 
 
 def _at_speed(profile: Profile, scale: float) -> Profile:

@@ -15,6 +15,7 @@ from poochplan.formats.profile import Memory, PointKind, Profile
 from poochplan.formats.profile_parts import host_aligned
 from poochplan.planner.arena.caching_allocator import SMALL_BYTES
 from poochplan.planner.arena.step_layout import Laid, layout_of
+from poochplan.planner.policies import PolicyInput
 from poochplan.planner.search.optimise import Optimum
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.simulate import Candidate, simulate, try_decisions
@@ -30,30 +31,31 @@ BY_HAND = "by hand"
 
 
 def write_plan(
-    profile: Profile,
-    problem: Problem,
-    found: Optimum,
-    budget_bytes: int,
-    workload: str | None,
-    wall_s: float,
-    *,
-    is_laid_out: bool,
+    given: PolicyInput, found: Optimum, wall_s: float, *, is_laid_out: bool, workload: str | None = None
 ) -> Plan:
-    """The Plan for a search's result, found in ``wall_s`` seconds. With ``is_laid_out`` its arena may be used."""
-    best, laid = found.best, found.laid
+    """The Plan for a search's result, found in ``wall_s`` seconds. With ``is_laid_out`` its arena may be used.
+    ``workload`` replaces the profile's name.
+    """
+    laid = found.laid
     if found.bound_s is None and found.policy == KEEP_ALL:
-        found = replace(found, bound_s=problem.keep_all_s)
+        found = replace(found, bound_s=given.problem.keep_all_s)
     if laid is None and is_laid_out:
-        laid = layout_of(profile, problem, best.schedule)
-    if laid is None or laid.peak_bytes > budget_bytes:  # no arena can serve it
-        profile, problem, found = _unserved(profile, problem, found)
-        best = found.best
+        laid = layout_of(given.profile, given.problem, found.best.schedule)
+    if laid is None or laid.peak_bytes > given.budget_bytes:  # no arena can serve it
+        given, found = _unserved(given, found)
+    profile, problem, best = given.profile, given.problem, found.best
     solve = _solve_record(found, wall_s)
+    notes = found.notes
+    if solve.gap is not None and solve.gap > WIDE_GAP:
+        notes += (
+            f"its step is proven to be at most {solve.gap:.1%} longer than that of the best plan there is: a longer "
+            "search may find a better one, or prove more",
+        )
     values, host_bytes = _planned_values(profile, problem, best.schedule.decisions, found.tiny)
     return Plan(
         workload=workload or profile.workload,
         profile_fingerprint=profile.ops_fingerprint,
-        budget_bytes=budget_bytes,
+        budget_bytes=given.budget_bytes,
         device=profile.device.kind,
         versions=profile.versions | {"poochplan": package_version()},
         switches=profile.switches,
@@ -66,7 +68,7 @@ def write_plan(
         solve=solve,
         prediction=_prediction(profile, problem, best, host_bytes, laid),
         link=profile.link,
-        notes=found.notes + _gap_notes(solve),
+        notes=notes,
         record_from_start=best.schedule.record_from_start,
         model=profile.model,
         inputs=profile.inputs,
@@ -78,23 +80,22 @@ def write_plan(
     )
 
 
-def _unserved(profile: Profile, problem: Problem, found: Optimum) -> tuple[Profile, Problem, Optimum]:
+def _unserved(given: PolicyInput, found: Optimum) -> tuple[PolicyInput, Optimum]:
     """The same plan simulated with the seconds of steps without an arena. Its bound stays that of steps with an arena:
     there may be such a plan that was not found. If a disturbed profile has shorter steps without one, the bound is
     shorter by the same ratio: only ops change their speed, so no step shrinks by more than they do.
     """
-    slower = as_unserved(profile)
+    profile, slower, bound_s = given.profile, as_unserved(given.profile), found.bound_s
     if slower is profile:
-        return profile, problem, found
-    problem = build_problem(slower)
-    best = replace(found.best, simulation=simulate(problem, found.best.schedule))
-    bound_s = found.bound_s
+        return given, found
+    given = PolicyInput.of(slower, given.budget_bytes)
+    best = replace(found.best, simulation=simulate(given.problem, found.best.schedule))
     if bound_s is not None:
         bound_s *= min(1.0, slower.times.step_s / profile.times.step_s)
     is_longer = best.simulation.step_s > found.best.simulation.step_s
     if is_longer and found.status is SolveStatus.WITHIN_GAP:  # that was with an arena
         found = replace(found, status=SolveStatus.SEARCHED)
-    return slower, problem, replace(found, best=best, bound_s=bound_s)
+    return given, replace(found, best=best, bound_s=bound_s)
 
 
 def with_decisions(profile: Profile, plan: Plan, changes: Mapping[str, Decision | str]) -> Plan:
@@ -110,7 +111,8 @@ def with_decisions(profile: Profile, plan: Plan, changes: Mapping[str, Decision 
         recomputed; the message says why.
     """
     started_s = time.perf_counter()
-    problem = build_problem(profile)
+    given = PolicyInput.of(profile, plan.budget_bytes)
+    problem = given.problem
     if problem.names != tuple(value.name for value in plan.values):
         raise UsageError("profile: expected the one that the plan was made from, found another; plan again")
     place = {name: index for index, name in enumerate(problem.names)}
@@ -121,8 +123,8 @@ def with_decisions(profile: Profile, plan: Plan, changes: Mapping[str, Decision 
         wish[place[name]] = _possible(problem, place[name], decision)
     best = try_decisions(problem, BY_HAND, wish, plan.budget_bytes)
     wall_s = time.perf_counter() - started_s
-    found, is_laid_out = Optimum(best, BY_HAND), plan.layout is not None
-    return write_plan(profile, problem, found, plan.budget_bytes, plan.workload, wall_s, is_laid_out=is_laid_out)
+    found = Optimum(best, BY_HAND)
+    return write_plan(given, found, wall_s, is_laid_out=plan.layout is not None, workload=plan.workload)
 
 
 def _possible(problem: Problem, value: int, decision: Decision | str) -> Decision:
@@ -141,53 +143,27 @@ def _possible(problem: Problem, value: int, decision: Decision | str) -> Decisio
 def _solve_record(found: Optimum, wall_s: float) -> Solve:
     # The simulator adds in another order than the bound, so a step may be shorter than the bound by rounding alone.
     gap = max(0.0, found.best.simulation.step_s / found.bound_s - 1) if found.bound_s else None
-    return Solve(
-        policy=found.policy,
-        solver=found.solver,
-        status=found.status,
-        objective_s=found.objective_s,
-        bound_s=found.bound_s,
-        gap=gap,
-        wall_s=wall_s,
-        rounds=found.rounds,
-        evaluations=found.evaluations,
-        seed=found.seed,
-    )
-
-
-def _gap_notes(solve: Solve) -> tuple[str, ...]:
-    if solve.gap is None or solve.gap <= WIDE_GAP:
-        return ()
-    return (
-        f"its step is proven to be at most {solve.gap:.1%} longer than that of the best plan there is: a longer search "
-        "may find a better one, or prove more",
-    )
+    same = ("policy", "solver", "status", "objective_s", "bound_s", "rounds", "evaluations", "seed")
+    return Solve(gap=gap, wall_s=wall_s, **{name: getattr(found, name) for name in same})
 
 
 def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes: int, laid: Laid | None) -> Prediction:
-    simulation = best.simulation
+    peaks, moved = ("peak_bytes", "first_step_peak_bytes"), ("out_bytes", "in_bytes")
+    same = (*peaks, *moved, "step_s", "stall_s", "replay_s", "interference_s", "runtime_s")
     return Prediction(
-        peak_bytes=simulation.peak_bytes,
         live_peak_bytes=_live_peak(profile, best),
         memory=profile.memory,
-        first_step_peak_bytes=simulation.first_step_peak_bytes,
         allocated_peak_bytes=_handed_out(profile, best) if profile.device.kind == "cuda" else None,
         in_core_peak_bytes=profile.in_core_peak_bytes,
         in_core_step_s=problem.plain_s,
         is_timed_alone=profile.times.plain_step_s is not None,
         kept_step_s=problem.keep_all_s,
-        step_s=simulation.step_s,
-        overhead=problem.overhead(simulation.step_s),
-        stall_s=simulation.stall_s,
-        replay_s=simulation.replay_s,
-        interference_s=simulation.interference_s,
-        runtime_s=simulation.runtime_s,
-        out_bytes=simulation.out_bytes,
-        in_bytes=simulation.in_bytes,
+        overhead=problem.overhead(best.simulation.step_s),
         host_bytes=host_bytes,
         arena_bytes=laid.layout.arena_bytes if laid else None,
         arena_live_bytes=laid.live_bytes if laid else None,
         arena_peak_bytes=laid.peak_bytes if laid else None,
+        **{name: getattr(best.simulation, name) for name in same},
     )
 
 
@@ -219,12 +195,11 @@ def _planned_values(
     offset = 0
     planned = []
     for value, decision in enumerate(decisions):
-        point = profile.points[problem.save_points[value]]
-        handle = profile.handles[point.handle]
+        handle = profile.handles[profile.points[problem.save_points[value]].handle]
+        size_bytes = int(problem.size_bytes[value])
         host_offset = -1
         if decision is Decision.SWAP:
             host_offset = offset
-            size_bytes = int(problem.size_bytes[value])
             offset += host_aligned(size_bytes)
         is_tiny = decision is Decision.KEEP and value in tiny
         planned.append(
@@ -232,7 +207,7 @@ def _planned_values(
                 name=problem.names[value],
                 layer=problem.layers[value],
                 decision=decision,
-                size_bytes=int(problem.size_bytes[value]),
+                size_bytes=size_bytes,
                 dtype=handle.dtype,
                 shape=handle.shape,
                 host_offset=host_offset,

@@ -9,7 +9,7 @@ which decides between free blocks of one size; a driver's addresses may differ. 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -84,11 +84,12 @@ class CachingAllocator:
         assert not piece.is_free, "the block is free already"
         self.allocated_bytes -= piece.size_bytes
         piece.is_free = True
-        if piece.before is not None and piece.before.is_free:
-            piece = self._joined(self._taken_out(piece.before), piece)
-        if piece.after is not None and piece.after.is_free:
-            piece = self._joined(piece, self._taken_out(piece.after))
-        insort(self._free[piece.is_small], piece, key=_Piece.key)
+        free = self._free[piece.is_small]
+        for beside in (piece.before, piece.after):
+            if beside is not None and beside.is_free:
+                del free[bisect_left(free, beside.key(), key=_Piece.key)]
+                piece = self._joined(beside, piece) if beside.address < piece.address else self._joined(piece, beside)
+        insort(free, piece, key=_Piece.key)
 
     def _new_segment(self, size: int, is_small: bool) -> _Piece:
         if is_small:
@@ -99,11 +100,6 @@ class CachingAllocator:
             segment_bytes = _round_up(size, ROUND_LARGE_BYTES)
         piece = _Piece(self.reserved_bytes, segment_bytes, is_small)
         self.reserved_bytes += segment_bytes
-        return piece
-
-    def _taken_out(self, piece: _Piece) -> _Piece:
-        free = self._free[piece.is_small]
-        del free[bisect_left(free, piece.key(), key=_Piece.key)]
         return piece
 
     @staticmethod
@@ -127,23 +123,17 @@ def peak_reserved(before: Sequence[Block], step: Sequence[Block], end: int, step
             allocator.allocate(block.size_bytes)
     passing = [block for block in before if block.end < end]
     blocks = [*passing, *step]
-    events = list(_events(blocks))
+    events = [(block.start, True, number) for number, block in enumerate(blocks)]
+    events += [(block.end, False, number) for number, block in enumerate(blocks)]
+    events.sort()  # at one time, ends come before starts
     for _ in range(steps):
         held: dict[int, _Piece] = {}
-        for is_start, number in events:
+        for _, is_start, number in events:
             if is_start:
                 held[number] = allocator.allocate(blocks[number].size_bytes)
             else:
                 allocator.free(held.pop(number))
     return allocator.peak
-
-
-def _events(blocks: Sequence[Block]) -> Iterator[tuple[bool, int]]:
-    """(whether it is allocated, block), in the order of time; at one time, ends come before starts."""
-    events = [(block.start, True, number) for number, block in enumerate(blocks)]
-    events += [(block.end, False, number) for number, block in enumerate(blocks)]
-    for _, is_start, number in sorted(events):
-        yield is_start, number
 
 
 def _round_up(size: int, unit: int) -> int:

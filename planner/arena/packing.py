@@ -53,8 +53,7 @@ TURNS = 50_000
 FEWEST_SEARCHES = 2
 """The allowance is divided among at least this many searches."""
 LOWERED = (0.7, 0.85)
-"""Share of the arena's excess over the bound that the next search may keep. While searches fail, the shares are tried
-in turn."""
+"""Share of the arena's excess over the bound that the next search may keep; tried in turn while searches fail."""
 CLOSE = 0.001
 """If the excess is less than this share of the bound, the next search aims at the bound itself."""
 DEAREST = 1_000_000
@@ -64,8 +63,6 @@ WAITS = -1
 
 @dataclass(frozen=True)
 class Manner:
-    """The manner of one search."""
-
     cost: float
     """The cost of a block is its area (bytes times lifetime) to this power."""
     life: float
@@ -206,7 +203,9 @@ def pack(blocks: Sequence[Block], looks: int | None = None, enough_bytes: int = 
     spans, bound = _spans(start[taken], end[taken], units[taken])
     offsets = np.zeros(len(units), dtype=np.int64)
     if len(taken):
-        fits = [first_fit(spans, order) for order in _orders(spans)]
+        size, life = spans[2], spans[1] - spans[0]
+        orders = np.lexsort((-life, -size)), np.lexsort((-life, -size * life)), np.lexsort((-size, -life))
+        fits = [first_fit(spans, order) for order in orders]
         portfolio = Portfolio(spans, bound, min(fits, key=lambda places: int((places + spans[2]).max())))
         enough = enough_bytes // ALLOCATION_UNIT_BYTES
         wanted = QUICK_PER_BLOCK * len(taken) if looks is None else looks
@@ -253,9 +252,3 @@ def _spans(start: Ints, end: Ints, units: Ints) -> tuple[Ints, int]:
     times = np.unique(start)
     first, after = np.searchsorted(times, start), np.searchsorted(times, end)
     return np.stack([first, after, units]), int(occupancy(len(times), (first, after - 1, units)).max(initial=0))
-
-
-def _orders(spans: Ints) -> list[Ints]:
-    """The blocks by size; by size times lifetime; by lifetime."""
-    size, life = spans[2], spans[1] - spans[0]
-    return [np.lexsort((-life, -size)), np.lexsort((-life, -size * life)), np.lexsort((-size, -life))]

@@ -1,4 +1,5 @@
-"""The layout of a planned step: the blocks of device memory that it takes, and their places in one arena.
+"""The layout of a planned step: the blocks of device memory that it takes, and their places in one arena; and plans for
+which the arena and the memory outside it are within the budget, and not only the live bytes.
 
 Times are finer than ticks. An op's tick has a time for each block that it takes. A use point with replays has the times
 of the ops that they run, and one more. If an op's blocks are unknown, the most bytes live at the times of its tick
@@ -7,6 +8,7 @@ equal the simulator's bytes at that tick. If they are known, they are at most th
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +20,10 @@ from poochplan.formats.plan import OUTSIDE, Decision, Layout, Place
 from poochplan.formats.profile import Kind, Op, OpBlock, Profile
 from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
 from poochplan.planner.arena.packing import LOOKS_PER_BLOCK, Block, live_peak, pack
-from poochplan.planner.simulator.problem import Problem
-from poochplan.planner.simulator.schedule import Schedule
-from poochplan.planner.simulator.simulate import ReplayRun, Walk, lives
+from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.replays import MergedReplay
+from poochplan.planner.simulator.schedule import Schedule, keep_all
+from poochplan.planner.simulator.simulate import Candidate, Walk, swap_all_on_demand
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def blocks_of(profile: Profile, problem: Problem, schedule: Schedule) -> StepBlo
     walk = Walk(problem, schedule)
     taken = [taken_by(profile, op) for op in profile.ops]
     clock = _clock(profile, problem, walk, taken)
-    first_end, back, end = (ticks.tolist() for ticks in lives(problem, walk))
+    first_end, back, end = (ticks.tolist() for ticks in walk.lives)
     value_of = problem.replay.value_of
     last_tick = [min(value.freed, problem.tick_count - 1) for value in profile.values]
     for saved, value in enumerate(value_of):
@@ -78,24 +81,17 @@ def blocks_of(profile: Profile, problem: Problem, schedule: Schedule) -> StepBlo
     ]
     again = {value_of[saved]: clock[end[saved] + 1] for saved in range(len(back)) if back[saved] >= 0}
     replayed: list[Block] = []
-    now = {run.tick: clock[run.tick] for run in walk.replays}
-    for run in walk.replays:
-        inside = _ReplayBlocks(profile, problem, run, taken)
-        for value, block in inside.blocks(now[run.tick], again):
-            (replayed if value in inside.targets else by_ops).append(block)
-        now[run.tick] += inside.width
-    size_bytes = [profile.values[value].size_bytes for value in value_of]
+    now = {tick: clock[tick] for tick, _ in walk.replays}
+    for tick, replay in walk.replays:
+        targets = {value_of[target] for target in replay.targets}
+        for value, block in _blocks_of_replay(profile, problem, replay, taken, now[tick], again):
+            (replayed if value in targets else by_ops).append(block)
+        now[tick] += _replay_times(replay, taken)[-1]
+    size_bytes = problem.size_bytes.tolist()
     fetched = [Block(clock[back[s]], clock[end[s] + 1], size_bytes[s]) for s in walk.copied_in]
     point_times = tuple(clock[tick] for tick in profile.point_ticks)
-    return StepBlocks(
-        before=_taken(before),
-        by_ops=_taken(by_ops),
-        gradients=_taken(gradients),
-        fetched=_taken(fetched),
-        replayed=_taken(replayed),
-        end=clock[-1],
-        point_times=point_times,
-    )
+    after, end = _taken(replayed), clock[-1]
+    return StepBlocks(_taken(before), _taken(by_ops), _taken(gradients), _taken(fetched), after, end, point_times)
 
 
 def taken_by(profile: Profile, op: Op) -> tuple[OpBlock, ...]:
@@ -130,40 +126,39 @@ def _clock(profile: Profile, problem: Problem, walk: Walk, taken: Sequence[Seque
     times = [1] * problem.tick_count
     for tick, own in zip(profile.op_ticks, taken, strict=True):
         times[tick] = max(1, len(own))
-    for run in walk.replays:
-        times[run.tick] += _ReplayBlocks(profile, problem, run, taken).width
+    for tick, replay in walk.replays:
+        times[tick] += _replay_times(replay, taken)[-1]
     return [0, *accumulate(times)]
 
 
-class _ReplayBlocks:
-    """The blocks of a replay. ``targets`` are values of the profile; ``width`` is the number of its times."""
+def _replay_times(replay: MergedReplay, taken: Sequence[Sequence[OpBlock]]) -> list[int]:
+    """The first time of each op of a replay, and the time after the last, from its beginning."""
+    return [0, *accumulate(max(1, len(taken[op])) for op in replay.ops)]
 
-    def __init__(self, profile: Profile, problem: Problem, run: ReplayRun, taken: Sequence[Sequence[OpBlock]]) -> None:
-        self._profile, self._graph, self._taken = profile, problem.replay, taken
-        self.targets = {self._graph.value_of[target] for target in run.targets}
-        self._ops = self._graph.merged(run.targets).ops
-        self._starts = [0, *accumulate(max(1, len(taken[op])) for op in self._ops)]
-        self.width = self._starts[-1]
 
-    def blocks(self, start: int, again: Mapping[int, int]) -> Iterator[tuple[int, Block]]:
-        """Blocks of a replay that begins at ``start``, with the value in each, or -1; ``again`` are the targets'
-        ends.
-        """
-        lives = self._graph.lives(self._ops, self.targets)
-        ends = {value: start + self._starts[last + 1] for value, _, last in lives}
-        ends |= {target: again[target] for target in self.targets}
-        for op, begin, end in zip(self._ops, self._starts, self._starts[1:], strict=False):
-            record = self._profile.ops[op]
-            yield from _at(self._taken[op], record.outputs, start + begin, ends, start + end)
-            stand_ins_bytes = self._graph.op_workspace_bytes[op] - self._profile.rounded_bytes(record.workspace_bytes)
-            yield -1, Block(start + begin, start + end, stand_ins_bytes)
+def _blocks_of_replay(
+    profile: Profile,
+    problem: Problem,
+    replay: MergedReplay,
+    taken: Sequence[Sequence[OpBlock]],
+    start: int,
+    again: Mapping[int, int],
+) -> Iterator[tuple[int, Block]]:
+    """Blocks of a replay that begins at ``start``, with the value in each, or -1; ``again`` are the targets' ends."""
+    graph, times = problem.replay, [start + time for time in _replay_times(replay, taken)]
+    targets = {graph.value_of[target] for target in replay.targets}
+    ends = {value: times[last + 1] for value, _, last in graph.lives(replay.ops, targets)}
+    ends |= {target: again[target] for target in targets}
+    for op, begin, end in zip(replay.ops, times, times[1:], strict=False):
+        record = profile.ops[op]
+        yield from _at(taken[op], record.outputs, begin, ends, end)
+        yield -1, Block(begin, end, graph.op_workspace_bytes[op] - profile.rounded_bytes(record.workspace_bytes))
 
 
 MOST_BLOCKS = 20_000
 """With more blocks, no arena is computed along with a plan: that would take longer than a few seconds."""
 GENERATOR_STATE_BYTES = 5120
-"""Recording a random op reads the generator's state, and so does its replay. The state lies outside the arena for a
-moment."""
+"""Recording or replaying a random op reads the generator's state, which lies outside the arena for a moment."""
 
 
 @dataclass(frozen=True)
@@ -211,3 +206,96 @@ def layout_of(
     )
     layout = Layout(arena_bytes=packing.arena_bytes, least_bytes=LEAST_PLACED_BYTES, places=places)
     return Laid(layout, packing.lower_bound_bytes, packing.arena_bytes + outside_bytes)
+
+
+ROOM = 0.005
+"""Share of the arena that should remain free in the budget. A real step's blocks are laid out again, and differ a
+little. In 18 plans of six networks, a search of at most 0.2 s found an arena that exceeded the planned one by at most
+this share."""
+DEAREST = 0.02
+"""A plan with room may have a step that is longer by this share."""
+CLIMB = 0.0025
+"""Share of the budget by which the next plans may have more live bytes once one fits."""
+HOPELESS = 8
+"""After this many plans with the fewest live bytes whose arena does not fit, no room is requested; after as many again,
+no arena."""
+NO_ARENA = "no plan was found whose arena fits the budget too: its steps are served by the ordinary allocator"
+NO_ROOM = "its arena fits the budget with less than 0.5% of room: a step that takes other blocks may need more"
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A plan whose arena fits the budget."""
+
+    candidate: Candidate
+    laid: Laid | None
+    """None if it has too many blocks to be laid out."""
+    note: str = ""
+
+    @property
+    def step_s(self) -> float:
+        return self.candidate.simulation.step_s
+
+
+class Fitting:
+    """State: the best packed plans, and what the last one shows about the next. Any thread may use it.
+
+    Walks know live bytes alone. A plan that would become the best one is packed before it is accepted. The bytes that
+    packing added are subtracted from the live bytes that the next plans may have. The arena should leave room in the
+    budget, because the runtime lays out a real step (``ROOM``). The room is a preference; the budget is a limit.
+    """
+
+    def __init__(self, profile: Profile, problem: Problem, budget_bytes: int) -> None:
+        self._profile, self._problem, self._budget_bytes = profile, problem, budget_bytes
+        self._least_bytes = swap_all_on_demand(problem).peak_bytes
+        self.within_bytes = max(self._least_bytes, int(budget_bytes / (1 + ROOM)))
+        """Live bytes with which an arena is expected to fit."""
+        self._lock = threading.Lock()
+        self._shortest: dict[str, Packed] = {}
+        """By note: the shortest plan whose arena leaves room, and the shortest whose arena does not."""
+        self._failed = 0
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether apparently no arena fits."""
+        return self._failed >= 2 * HOPELESS and not self._shortest
+
+    def pack(self, candidate: Candidate) -> int:
+        """Bytes of a budget that holds the plan's arena, the memory outside it, and room. Remembers a fitting plan."""
+        laid = layout_of(self._profile, self._problem, candidate.schedule, enough_bytes=self._budget_bytes, room=ROOM)
+        taken_bytes = candidate.peak_bytes if laid is None else laid.peak_bytes
+        with_room_bytes = taken_bytes + (int(ROOM * laid.layout.arena_bytes) if laid is not None else 0)
+        packed = Packed(candidate, laid, "" if with_room_bytes <= self._budget_bytes else NO_ROOM)
+        with self._lock:
+            shortest = self._shortest.get(packed.note)
+            if taken_bytes <= self._budget_bytes and (shortest is None or packed.step_s < shortest.step_s):
+                self._shortest[packed.note] = packed
+            needed_bytes = with_room_bytes if self._failed < HOPELESS else taken_bytes
+            if needed_bytes <= self._budget_bytes:
+                most_bytes = candidate.peak_bytes + int(CLIMB * self._budget_bytes)
+                self.within_bytes = min(self._budget_bytes, max(self.within_bytes, most_bytes))
+            else:
+                self._failed += self.within_bytes == self._least_bytes
+                fewer_bytes = candidate.peak_bytes - (needed_bytes - self._budget_bytes)
+                self.within_bytes = max(self._least_bytes, min(self.within_bytes, fewer_bytes))
+        return needed_bytes
+
+    def chosen(self) -> Packed | None:
+        """The shortest step of plans whose arena leaves room; if there is none, or it is too slow, of the others."""
+        best, tight = self._shortest.get(""), self._shortest.get(NO_ROOM)
+        if best is None or tight is None:
+            return best or tight
+        return tight if best.step_s > (1 + DEAREST) * tight.step_s else best
+
+
+def smallest_arena(profile: Profile, problem: Problem) -> int:
+    """Bytes of a budget that certainly has a plan whose arena fits, or a plan with too many blocks for an arena."""
+    smallest = swap_all_on_demand(problem)
+    laid = layout_of(profile, problem, smallest.schedule)
+    return max(smallest.peak_bytes, laid.peak_bytes if laid is not None else 0)
+
+
+def kept_in_arena(profile: Profile) -> Laid | None:
+    """The layout of the step that keeps everything; None if it has too many blocks for an arena."""
+    problem = build_problem(profile)
+    return layout_of(profile, problem, keep_all(problem))

@@ -111,12 +111,8 @@ class _Greedy:
 
     def _frees(self, value: int, tick: int) -> bool:
         """Whether a value is kept and, at ``tick``, only waits for a later use."""
-        problem = self.problem
-        first = max(int(problem.forward_death[value]) + 1, int(problem.save_tick[value]))
-        return self.wish[value] is Decision.KEEP and first <= tick < self._absent_until(value)
-
-    def _absent_until(self, value: int) -> int:
-        return int(min(self.problem.first_use[value], self.problem.freed[value] + 1))
+        first, until = self.given.away(value)
+        return self.wish[value] is Decision.KEEP and first <= tick < until
 
     def _alone_s(self, move: Move) -> float:
         """Seconds on the link, or of the replay from kept values."""
@@ -135,8 +131,8 @@ class _Greedy:
         """Step time with these decisions too, scheduled for the peak that they reach. It updates their cost."""
         memory = self.memory.copy()
         for value, _ in moves:
-            first = max(int(self.problem.forward_death[value]) + 1, int(self.problem.save_tick[value]))
-            memory[first : self._absent_until(value)] -= self.problem.rounded_bytes[value]
+            first, until = self.given.away(value)
+            memory[first:until] -= self.problem.rounded_bytes[value]
         wish = self._with(moves)
         target = max(self.given.budget_bytes, int(memory.max()))
         found = self.given.evaluator.evaluate(wish, target, self.style)

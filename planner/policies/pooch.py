@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, islice
+from itertools import chain, combinations, islice
 
 from poochplan.formats.occupancy import Ints
 from poochplan.formats.plan import Decision
@@ -43,8 +43,7 @@ def run_pooch(given: PolicyInput) -> Candidate:
     """
     kept = _search_keeps(given)
     flipped = _flip_to_recompute(given, kept)
-    as_flipped = try_style(given.problem, "", flipped.wish, given.budget_bytes, Style())
-    return min((given.candidate(flipped.wish), given.candidate(kept.wish), as_flipped), key=given.rank)
+    return min(given.candidate(flipped.wish), given.candidate(kept.wish), key=given.rank)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,13 +74,16 @@ def _search_keeps(given: PolicyInput) -> _Tried:
     waited_in.sort(key=lambda value: int(problem.first_use[value]))
     waited_out = [by_name[name] for name in _waited_for(spans, Lane.OUT)]
     waited_out.sort(key=lambda value: -int(problem.save_tick[value]))
-    room = _Room(given)
+    free_bytes: Ints = given.budget_bytes - swap_all_on_demand(problem).simulation.memory_bytes
     best = _tried(given, start.wish)
     tried: set[frozenset[int]] = set()
-    filled = room.fill(waited_in)
+    filled = _filled(given, free_bytes, waited_in)
     rest = [value for value in waited_in if value not in filled]
-    for skipped in islice(_fewest_skipped([*reversed(filled), *rest]), KEEP_SETS):
-        kept = frozenset(room.fill([value for value in waited_in if value not in skipped] + waited_out))
+    order = [*reversed(filled), *rest]
+    subsets = chain.from_iterable(combinations(order, count) for count in range(len(order) + 1))  # small ones first
+    for skipped in islice(subsets, KEEP_SETS):
+        unskipped = [value for value in waited_in if value not in skipped]
+        kept = frozenset(_filled(given, free_bytes, unskipped + waited_out))
         if kept not in tried:
             tried.add(kept)
             swapped = [value for value in given.movable if value not in kept]
@@ -100,32 +102,17 @@ def _waited_for(spans: Iterable[Span], lane: Lane) -> list[str]:
     return list(dict.fromkeys(stalls))
 
 
-def _fewest_skipped(values: list[int]) -> Iterator[frozenset[int]]:
-    """All subsets, small ones first."""
-    for count in range(len(values) + 1):
-        for skipped in combinations(values, count):
-            yield frozenset(skipped)
-
-
-class _Room:
-    """The room for kept values within the budget while all other values are swapped."""
-
-    def __init__(self, given: PolicyInput) -> None:
-        self.problem = given.problem
-        self.free_bytes: Ints = given.budget_bytes - swap_all_on_demand(given.problem).simulation.memory_bytes
-
-    def fill(self, values: Iterable[int]) -> list[int]:
-        """Those of the values, in order, for which there is still room."""
-        problem, free_bytes = self.problem, self.free_bytes.copy()
-        kept: list[int] = []
-        for value in dict.fromkeys(values):
-            first = max(int(problem.forward_death[value]) + 1, int(problem.save_tick[value]))
-            until = int(min(problem.first_use[value], problem.freed[value] + 1))
-            absent = free_bytes[first:until]
-            if not len(absent) or int(absent.min()) >= problem.rounded_bytes[value]:
-                absent -= problem.rounded_bytes[value]
-                kept.append(value)
-        return kept
+def _filled(given: PolicyInput, free_bytes: Ints, values: Iterable[int]) -> list[int]:
+    """Those of the values, in order, that can be kept within the bytes that are free at each tick."""
+    free_bytes = free_bytes.copy()
+    kept: list[int] = []
+    for value in dict.fromkeys(values):
+        first, until = given.away(value)
+        absent, size_bytes = free_bytes[first:until], given.problem.rounded_bytes[value]
+        if not len(absent) or int(absent.min()) >= size_bytes:
+            absent -= size_bytes
+            kept.append(value)
+    return kept
 
 
 def _flip_to_recompute(given: PolicyInput, start: _Tried) -> _Tried:

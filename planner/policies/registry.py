@@ -12,7 +12,7 @@ from poochplan.formats.profile import Kind, Phase, Profile
 from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.simulator.evaluator import STYLE_OF, Evaluator
 from poochplan.planner.simulator.problem import Problem, build_problem
-from poochplan.planner.simulator.simulate import Candidate, movable, try_decisions
+from poochplan.planner.simulator.simulate import ON_DEMAND, Candidate, movable, try_decisions, try_style
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,6 @@ class PolicyInput:
 
     @property
     def is_over(self) -> bool:
-        """Whether the allowance is used up."""
         return self.allowance is not None and self.allowance.is_spent
 
     @cached_property
@@ -47,13 +46,11 @@ class PolicyInput:
 
     @cached_property
     def replayable(self) -> frozenset[int]:
-        """Saved values that may be recomputed."""
         replays = self.problem.replay.replays
         return frozenset(value for value in self.movable if replays[value] is not None)
 
     @cached_property
     def forward_ops(self) -> tuple[int, ...]:
-        """Ops of the forward pass, in order."""
         return tuple(index for index, op in enumerate(self.profile.ops) if op.phase is Phase.FORWARD)
 
     @cached_property
@@ -61,7 +58,8 @@ class PolicyInput:
         """Per op: its operator without namespace, overload and the underscore of in-place (``convolution``, ``add``);
         for a node of autograd its name (``convolutionbackward0``).
         """
-        return tuple(_kind_of(op.name) for op in self.profile.ops)
+        names = (op.name.removeprefix("aten.").removeprefix("autograd.") for op in self.profile.ops)
+        return tuple(name.split(".")[0].rstrip("_").lower() for name in names)
 
     @cached_property
     def producers(self) -> tuple[int, ...]:
@@ -126,6 +124,12 @@ class PolicyInput:
             levels.append(level)
         return tuple(levels)
 
+    def away(self, value: int) -> tuple[int, int]:
+        """The first tick at which a kept value only waits for its first use, and the tick after the last one."""
+        problem = self.problem
+        first = max(int(problem.forward_death[value]) + 1, int(problem.save_tick[value]))
+        return first, int(min(problem.first_use[value], problem.freed[value] + 1))
+
     def wish(self, *, swap: Sequence[int] = (), recompute: Sequence[int] = ()) -> tuple[Decision, ...]:
         """Decisions that keep all values but these; values that must be kept are kept anyway."""
         decisions = [Decision.KEEP] * self.problem.value_count
@@ -162,6 +166,11 @@ class PolicyInput:
             else:
                 low = middle + 1
         return low, made.get(low) or make(low)
+
+    def fewest_that_fit(self, count: int, wish: Callable[[int], Sequence[Decision]]) -> tuple[Decision, ...]:
+        """The first of ``count`` wishes whose schedule on demand fits. Every wish after it must fit too."""
+        first, _ = self.first_that_fits(count, lambda n: try_style(self.problem, "", wish(n), 0, ON_DEMAND))
+        return tuple(wish(first))
 
 
 @dataclass(frozen=True)
@@ -214,10 +223,6 @@ def run_policy(name: str, given: PolicyInput) -> Candidate:
 def unknown_policy(name: str) -> UsageError:
     """The error for a name that no policy has."""
     return UsageError(f"policy {name!r} is unknown: expected ilp or one of {', '.join(policy_names())}")
-
-
-def _kind_of(name: str) -> str:
-    return name.removeprefix("aten.").removeprefix("autograd.").split(".")[0].rstrip("_").lower()
 
 
 def _is_floating(dtype: str) -> bool:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from poochplan.formats.plan import Decision
-from poochplan.formats.profile import Kind, Op, Phase, Profile
+from poochplan.formats.profile import Kind, Phase, Profile
 from poochplan.planner.policies.registry import PolicyInput, policy
 from poochplan.planner.simulator.evaluator import STYLE_OF
 from poochplan.planner.simulator.schedule import Tuning
-from poochplan.planner.simulator.simulate import ON_DEMAND, Candidate, try_style
+from poochplan.planner.simulator.simulate import Candidate, try_style
 
 LEAST_STEPS = 3
 """Fewest repetitions of a loop: two towers that share weights are no loop."""
@@ -37,7 +37,6 @@ class TimeLoop:
         return bisect_right(self.starts, op) - 1 if op < self.end else -1
 
     def ops_of(self, step: int) -> range:
-        """The ops of a step."""
         ends = (*self.starts[1:], self.end)
         return range(self.starts[step], ends[step])
 
@@ -56,18 +55,16 @@ def loops_of(profile: Profile) -> tuple[TimeLoop, ...]:
     A loop repeats one sequence of (operator, parameters read) at least :data:`LEAST_STEPS` times. Only ops that read
     parameters count. Its steps then also get the ops before these, as far as they are the same in all steps.
     """
-    forward = [index for index, op in enumerate(profile.ops) if op.phase is Phase.FORWARD]
-    marks = [(index, parameters) for index in forward if (parameters := _parameters(profile, profile.ops[index]))]
-    found = _runs([(profile.ops[index].name, parameters) for index, parameters in marks])
+    forward, marks = 0, list[tuple[int, tuple[str, tuple[int, ...]]]]()
+    for index, op in enumerate(profile.ops):
+        if op.phase is Phase.FORWARD:
+            forward = index + 1
+            parameters = tuple(value for value in op.inputs if profile.values[value].kind is Kind.PARAMETER)
+            marks += [(index, (op.name, parameters))] if parameters else []
     loops = []
-    for run in found:
-        starts = [marks[run.first + step * run.period][0] for step in range(run.repeats)]
-        loops.append(_loop(profile, starts, forward[-1] + 1))
+    for first, period, repeats in _runs([key for _, key in marks]):
+        loops.append(_loop(profile, [marks[first + step * period][0] for step in range(repeats)], forward))
     return tuple(loops)
-
-
-def _parameters(profile: Profile, op: Op) -> tuple[int, ...]:
-    return tuple(value for value in op.inputs if profile.values[value].kind is Kind.PARAMETER)
 
 
 def _runs(keys: Sequence[tuple[str, tuple[int, ...]]]) -> list[_Repeat]:
@@ -116,12 +113,9 @@ def _loop(profile: Profile, starts: Sequence[int], forward_end: int) -> TimeLoop
 
 def _shared(profile: Profile, loop: TimeLoop) -> frozenset[int]:
     """Values that every step reads and that an op of forward made before the loop."""
-    shared: frozenset[int] | None = None
-    for step in range(len(loop.starts)):
-        read = {value for op in loop.ops_of(step) for value in profile.ops[op].inputs}
-        made_before = frozenset(value for value in read if 0 <= profile.values[value].born < loop.starts[0])
-        shared = made_before if shared is None else shared & made_before
-    return shared or frozenset()
+    steps = (loop.ops_of(step) for step in range(len(loop.starts)))
+    read = set.intersection(*({value for op in ops for value in profile.ops[op].inputs} for ops in steps))
+    return frozenset(value for value in read if 0 <= profile.values[value].born < loop.starts[0])
 
 
 class Group(NamedTuple):
@@ -167,7 +161,8 @@ def groups_of(given: PolicyInput) -> tuple[Group, ...]:
     spanning = [_spanning(given, loop) for loop in loops]
     outside = []
     for value in given.movable:
-        place = _place(loops, given.producers[value])
+        steps = enumerate(loop.step_of(given.producers[value]) for loop in loops)
+        place = next(((loop, step) for loop, step in steps if step >= 0), None)
         if place is None:
             outside.append(value)
             continue
@@ -180,15 +175,6 @@ def groups_of(given: PolicyInput) -> tuple[Group, ...]:
         *(Group(tuple(others[loop, step]), loops[loop].starts[step]) for loop, step in sorted(others)),
         *(Group((value,), given.producers[value]) for value in outside),
     )
-
-
-def _place(loops: Sequence[TimeLoop], op: int) -> tuple[int, int] | None:
-    """Loop and step of an op; None if it is in none."""
-    for number, loop in enumerate(loops):
-        step = loop.step_of(op)
-        if step >= 0:
-            return number, step
-    return None
 
 
 def _spanning(given: PolicyInput, loop: TimeLoop) -> frozenset[int]:
@@ -208,7 +194,9 @@ def _spanning(given: PolicyInput, loop: TimeLoop) -> frozenset[int]:
 
 
 def _fewest(given: PolicyInput, groups: Sequence[Group], dropped: Decision) -> Candidate:
-    """The plan that fits and gives up the fewest groups, in order. ``dropped`` is the decision for attention's."""
+    """The plan that fits and gives up the fewest groups, in order. ``dropped`` is the decision for attention's. The
+    outward queue has the steps in order of time.
+    """
 
     def wish(count: int) -> tuple[Decision, ...]:
         swap: list[int] = []
@@ -219,16 +207,8 @@ def _fewest(given: PolicyInput, groups: Sequence[Group], dropped: Decision) -> C
                 (recompute if is_dropped else swap).append(value)
         return given.wish(swap=swap, recompute=recompute)
 
-    def on_demand(count: int) -> Candidate:
-        return try_style(given.problem, "", wish(count), 0, ON_DEMAND)
-
-    count, _ = given.first_that_fits(len(groups) + 1, on_demand)
-    return _in_time(given, wish(count), groups)
-
-
-def _in_time(given: PolicyInput, wish: Sequence[Decision], groups: Sequence[Group]) -> Candidate:
-    """These decisions in their best style. The outward queue has the steps in order of time."""
-    order = [value for group in sorted(groups, key=lambda group: group.begin) for value in group.values]
-    tuning = Tuning(out_order=tuple(order))
-    tried = [try_style(given.problem, "", wish, given.budget_bytes, style, tuning) for style in STYLE_OF]
+    fewest = given.fewest_that_fit(len(groups) + 1, wish)
+    in_time = [value for group in sorted(groups, key=lambda group: group.begin) for value in group.values]
+    tuning = Tuning(out_order=tuple(in_time))
+    tried = [try_style(given.problem, "", fewest, given.budget_bytes, style, tuning) for style in STYLE_OF]
     return min(tried, key=given.rank)

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Phase, PointKind
 from poochplan.planner.simulator.construct import fit
-from poochplan.planner.simulator.schedule import Schedule, Style, assemble, keep_all
-from poochplan.planner.simulator.simulate import (
-    ON_DEMAND,
-    Candidate,
-    simulated,
-    swap_all,
-    swap_all_on_demand,
-    try_style,
-)
+from poochplan.planner.simulator.schedule import Schedule, Style, assemble, by_point, keep_all, points_of
+from poochplan.planner.simulator.simulate import ON_DEMAND, Candidate, simulated, swap_all, swap_all_on_demand
 
 from .registry import PolicyInput, policy
 
@@ -35,23 +28,19 @@ class _Trip(NamedTuple):
     prefetch: int
 
 
-def _schedule(given: PolicyInput, trips: Iterable[_Trip]) -> Schedule:
+def _schedule(given: PolicyInput, trips: Sequence[_Trip]) -> Schedule:
     """The schedule of these trips, queued in this order; other values are kept."""
-    lists: dict[int, dict[str, list[int]]] = {}
-    swapped = []
-    for trip in trips:
-        swapped.append(trip.value)
-        lists.setdefault(trip.swap_out, {}).setdefault("swap_out", []).append(trip.value)
-        lists.setdefault(trip.release, {}).setdefault("release", []).append(trip.value)
-        lists.setdefault(trip.prefetch, {}).setdefault("prefetch", []).append(trip.value)
-    for actions in lists.values():
-        actions.get("prefetch", []).sort(key=lambda value: given.problem.first_use_point[value])
-    return assemble(given.problem, given.wish(swap=swapped), lists)
+    by_use = sorted(trips, key=lambda trip: given.problem.first_use_point[trip.value])
+    lists = by_point(
+        swap_out=((trip.value, trip.swap_out) for trip in trips),
+        release=((trip.value, trip.release) for trip in trips),
+        prefetch=((trip.value, trip.prefetch) for trip in by_use),
+    )
+    return assemble(given.problem, given.wish(swap=[trip.value for trip in trips]), lists)
 
 
 @policy("keep-all", "keeps everything: the in-core step")
 def run_keep_all(given: PolicyInput) -> Candidate:
-    """Keeps every value."""
     return simulated(given.problem, "", keep_all(given.problem))
 
 
@@ -97,11 +86,7 @@ def _shortest_run(given: PolicyInput, order: Sequence[int]) -> Candidate:
     One more value never raises the peak of the schedule on demand, so bisection finds their number.
     """
 
-    def on_demand(count: int) -> Candidate:
-        return try_style(given.problem, "", given.wish(swap=order[:count]), 0, ON_DEMAND)
-
-    count, _ = given.first_that_fits(len(order) + 1, on_demand)
-    return given.candidate(given.wish(swap=order[:count]))
+    return given.candidate(given.fewest_that_fit(len(order) + 1, lambda count: given.wish(swap=order[:count])))
 
 
 @policy(
@@ -224,16 +209,12 @@ def _led(given: PolicyInput, swapped: Sequence[int], ahead: int) -> Candidate:
 def _lead(given: PolicyInput, schedule: Schedule, ahead: int) -> list[_Trip]:
     """The trips of a schedule. Each copy back starts ``ahead`` levels before its value's first use."""
     problem = given.problem
-    points: dict[str, dict[int, int]] = {"swap_out": {}, "release": {}}
-    for action in schedule.actions:
-        point = (problem.save_points if action.at == "save" else problem.use_points)[action.index]
-        points["swap_out"].update(dict.fromkeys(action.swap_out, point))
-        points["release"].update(dict.fromkeys(action.release, point))
+    out, gone = points_of(problem, schedule, "swap_out"), points_of(problem, schedule, "release")
     trips = []
     for value, decision in enumerate(schedule.decisions):
         if decision is Decision.SWAP:
-            release, used = points["release"][value], problem.first_use_point[value]
-            trips.append(_Trip(value, points["swap_out"][value], release, _lead_point(given, release, used, ahead)))
+            prefetch = _lead_point(given, gone[value], problem.first_use_point[value], ahead)
+            trips.append(_Trip(value, out[value], gone[value], prefetch))
     return sorted(trips, key=lambda trip: (trip.swap_out, problem.forward_death[trip.value], trip.value))
 
 

@@ -23,9 +23,7 @@ EVALUATIONS_PER_CHECK = 20
 EVALUATIONS_PER_SOLVE = 20
 """If simulations are counted, each further linear program that is solved counts as this many."""
 MODEL_COLUMNS = 10_000
-"""If simulations are counted, a model with more columns is not solved with integrality: its root alone takes
-minutes.
-"""
+"""If simulations are counted, a larger model is not solved with integrality: its root alone takes minutes."""
 
 
 class Allowance:
@@ -91,11 +89,11 @@ class Allowance:
             return Allowance(evaluations=ceil(min(left, evaluations)), whole=self)
         return Allowance(left, evaluations, self)
 
-    def limits(self, share: float = 1.0, *, gap: float = 0.005, absolute_gap: float = 0.0) -> SolverLimits:
+    def limits(self, *, gap: float = 0.005, absolute_gap: float = 0.0) -> SolverLimits:
         """What one solver run may take of the rest."""
         if not self.is_counted:
-            return SolverLimits(max(0.1, self.left * share), gap, absolute_gap)
-        checks = ceil(max(0.0, self.left) * share / EVALUATIONS_PER_CHECK)
+            return SolverLimits(max(0.1, self.left), gap, absolute_gap)
+        checks = ceil(max(0.0, self.left) / EVALUATIONS_PER_CHECK)
         return SolverLimits(inf, gap, absolute_gap, most_checks=checks, most_columns=MODEL_COLUMNS)
 
     def stop(self) -> None:
@@ -130,12 +128,11 @@ Watch: TypeAlias = Callable[[Progress], bool | None]
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """How long to search, and when to stop."""
+    """How long to search, and when to stop; :func:`~poochplan.plan` describes the same arguments."""
 
     solver: str | None = None
     time_limit_s: float = 20.0
     gap: float = 0.005
-    """The search ends when the step is within this share of the proven bound."""
     threads: int = 2
     host_bytes: int | None = None
     evaluations: int | None = None
@@ -143,9 +140,7 @@ class SearchLimits:
     pure function of profile, budget and effort, however long it takes. Starting points of walks and simulations of
     other policies are additional."""
     seed: int = 0
-    """Seed of the random walks."""
     keeps_interrupted: bool = False
-    """Whether an interrupt (Ctrl-C) ends the search with the best plan so far; else it is raised."""
 
     def __post_init__(self) -> None:
         if self.seed < 0:

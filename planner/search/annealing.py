@@ -1,40 +1,165 @@
-"""Annealing and descent: one thread's walks through decisions.
+"""Annealing and descent: one thread's walks through decisions; and the best plans so far, found by several threads.
 
 Kirkpatrick, Gelatt and Vecchi, "Optimization by Simulated Annealing", Science 220 (1983). Each step changes a few
 decisions and evaluates them; a change for the worse is taken with probability ``exp(-loss / temperature)``. The random
-numbers come from outside, so that the same numbers give the same walk.
+numbers come from outside, so that the same numbers give the same walk. With an arena, only plans whose arena fits the
+budget count.
 """
 
 from __future__ import annotations
 
 import re
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from math import exp
+from math import exp, inf
 from typing import NamedTuple
 
 import numpy as np
 
 from poochplan.formats.occupancy import Bytes
+from poochplan.planner.arena.step_layout import Fitting
 from poochplan.planner.search.allowance import Allowance
-from poochplan.planner.search.incumbents import EvaluatedPlan, Incumbents
-from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, Evaluator, FlatProblem
+from poochplan.planner.simulator.evaluator import (
+    KEEP,
+    RECOMPUTE,
+    STYLE_OF,
+    SWAP,
+    Evaluator,
+    FlatProblem,
+    codes_of,
+    decisions_of,
+)
 from poochplan.planner.simulator.problem import Problem
-from poochplan.planner.simulator.simulate import STYLES
+from poochplan.planner.simulator.simulate import STYLES, Candidate, try_style
 
-OVER_BUDGET = 0.02
-"""Cost, as a share of the step, of being over budget in a walk; ``OVER_BUDGET_SLOPE`` times the excess share is
-added.
-"""
-OVER_BUDGET_SLOPE = 5.0
+KEPT = 2500
+"""This many plans with the shortest steps are remembered; all of them if all ways to decide are tried."""
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluatedPlan:
+    """Decisions and a style, evaluated."""
+
+    wish: Bytes
+    """The requested decisions, by their codes."""
+    decisions: Bytes
+    """The resulting decisions: a value that memory never requires to be released is kept."""
+    style: int
+    step_s: float
+    peak_bytes: int
+    """Most live bytes, including in the first step."""
+    moved_bytes: int
+    """Bytes over the link, both ways."""
+    origin: str
+    """Source of the decisions: a policy's name, or ``ilp`` for those of a model."""
+    within_bytes: int
+    """The live bytes for which its schedule was made."""
+    arena_bytes: int = 0
+    """If its arena does not fit: the bytes that the arena takes, or is estimated to take."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that a budget must hold."""
+        return max(self.peak_bytes, self.arena_bytes)
+
+
+class Incumbents:
+    """State: the plans that count. Every method may be called by any thread."""
+
+    def __init__(
+        self, problem: Problem, budget_bytes: int, host_bytes: int | None, fitting: Fitting | None = None
+    ) -> None:
+        self.problem, self.budget_bytes = problem, budget_bytes
+        self.host_bytes = -1 if host_bytes is None else host_bytes
+        """Most bytes swapped out; -1 if there is no limit."""
+        self._fitting = fitting
+        self._lock = threading.Lock()
+        self._plans: dict[tuple[bytes, int], EvaluatedPlan] = {}
+        self.step_s = inf
+        """Seconds of the shortest step within the budget; infinite if there is none."""
+
+    @property
+    def fitting(self) -> Fitting | None:
+        """Packs the best plans; None if the budget covers live bytes alone."""
+        return None if self._fitting is None or self._fitting.is_hopeless else self._fitting
+
+    @property
+    def within_bytes(self) -> int:
+        """Live bytes that a plan may have: the budget minus the bytes that packing adds."""
+        return self.budget_bytes if self.fitting is None else self.fitting.within_bytes
+
+    def offer(self, found: EvaluatedPlan) -> EvaluatedPlan:
+        """Remembers a plan if it is among the best. A plan that needs more host memory than there is never is.
+
+        A plan that would be the best one is packed first. It is returned with the bytes of its arena if that does not
+        fit.
+        """
+        if not self._fits_host(found.decisions):
+            return found
+        found = self._packed(found)
+        with self._lock:
+            self._plans[found.wish.tobytes(), found.style] = found
+            if len(self._plans) > 2 * KEPT:
+                self._plans = dict(sorted(self._plans.items(), key=lambda item: self.rank(item[1]))[:KEPT])
+            if found.needed_bytes <= self.budget_bytes:
+                self.step_s = min(self.step_s, found.step_s)
+        return found
+
+    def _packed(self, found: EvaluatedPlan) -> EvaluatedPlan:
+        """The plan with the bytes that its arena takes, or is estimated to take, if these exceed the budget."""
+        fitting = self.fitting
+        if fitting is None or found.peak_bytes > self.budget_bytes or found.step_s >= self.step_s:
+            return found
+        over_bytes = found.peak_bytes - fitting.within_bytes
+        needed_bytes = self.budget_bytes + over_bytes if over_bytes > 0 else fitting.pack(self.simulated(found))
+        return replace(found, arena_bytes=needed_bytes) if needed_bytes > self.budget_bytes else found
+
+    def ranked(self) -> list[EvaluatedPlan]:
+        """The best plan first: by the bytes that a budget must hold, or by live bytes alone if no arena fits."""
+        return sorted(self._all(is_live=self.fitting is None), key=self.rank)
+
+    def best(self, *, is_live: bool = False) -> EvaluatedPlan:
+        """The plan with the shortest step within the budget, else that with the fewest bytes above it.
+
+        ``is_live``: the budget covers live bytes alone, for example because the search ended without an arena that
+        fits.
+        """
+        return min(self._all(is_live=is_live), key=self.rank)
+
+    def _all(self, *, is_live: bool) -> list[EvaluatedPlan]:
+        with self._lock:
+            return [replace(found, arena_bytes=0) if is_live else found for found in self._plans.values()]
+
+    def simulated(self, found: EvaluatedPlan) -> Candidate:
+        """The same plan with its schedule, by the simulator."""
+        wish = decisions_of(found.wish)
+        return try_style(self.problem, found.origin, wish, found.within_bytes, STYLE_OF[found.style])
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether the host has room for the values that a plan swaps."""
+        return self._fits_host(codes_of(candidate.schedule.decisions))
+
+    def _fits_host(self, decisions: Bytes) -> bool:
+        return self.host_bytes < 0 or int(self.problem.size_bytes[decisions == SWAP].sum()) <= self.host_bytes
+
+    def rank(self, found: EvaluatedPlan) -> tuple[int, float, bool, int, bytes]:
+        """Smaller is better. Of plans equal to a millionth of the step, that of the model itself is preferred."""
+        over_bytes = max(0, found.needed_bytes - self.budget_bytes)
+        step = round(found.step_s / self.problem.step_s * 1e6) if self.problem.step_s > 0 else 0
+        return over_bytes, step, found.origin != "ilp", found.moved_bytes, found.wish.tobytes()
+
+
+OVER_BUDGET, OVER_BUDGET_SLOPE = 0.02, 5.0
+"""Cost, as a share of the step, of being over budget in a walk; the second times the excess share is added."""
 DRAWS = 48
 """More random numbers than one step uses."""
 LONGEST_RUN = 24
 """Most values of one role, or of a stretch of them, that are changed together."""
 LONGEST_STRETCH = 0.25
-"""Largest share of a role that is changed together, and largest share of all values that is taken over from another
-plan."""
+"""Largest share of a role that is changed together, and of all values that is taken over from another plan."""
 LONGEST_WINDOW = 6
 """Most values saved one after another that are changed together."""
 
@@ -75,18 +200,16 @@ class Scored(NamedTuple):
 
 
 def scored(evaluator: Evaluator, limits: Limits, style: int, codes: bytes) -> Scored:
-    """The step as a share of the one that keeps all; the cost is higher if the peak, or the host, exceeds its
-    budget.
-    """
+    """The step as a share of the one that keeps all; more if the peak, or the host, exceeds its budget."""
     problem, budget_bytes = evaluator.problem, limits.budget_bytes
     found = evaluator.evaluate_codes(codes, budget_bytes, style)
     share = found.step_s / problem.step_s if problem.step_s > 0.0 else 1.0
-    if found.peak_bytes > budget_bytes:
-        share += OVER_BUDGET + OVER_BUDGET_SLOPE * (found.peak_bytes - budget_bytes) / max(1, budget_bytes)
+    taken = [(found.peak_bytes, budget_bytes)]
     if limits.host_bytes >= 0:
-        over_bytes = int(problem.size_bytes[evaluator.codes == SWAP].sum()) - limits.host_bytes
-        if over_bytes > 0:
-            share += OVER_BUDGET + OVER_BUDGET_SLOPE * over_bytes / max(1, limits.host_bytes)
+        taken.append((int(problem.size_bytes[evaluator.codes == SWAP].sum()), limits.host_bytes))
+    for size_bytes, most_bytes in taken:
+        if size_bytes > most_bytes:
+            share += OVER_BUDGET + OVER_BUDGET_SLOPE * (size_bytes - most_bytes) / max(1, most_bytes)
     return Scored(share, style, codes)
 
 
@@ -99,9 +222,7 @@ def step(
     temperature: float,
     draws: Sequence[float],
 ) -> Scored:
-    """The position of a walk after one step. ``mate``: another good plan, to take decisions from; ``draws``:
-    :data:`DRAWS` random numbers.
-    """
+    """A walk's next position. ``mate``: another plan, to copy from; ``draws``: :data:`DRAWS` random numbers."""
     trial = bytearray(here.codes)
     style = _change(space, trial, mate, here.style, draws)
     if style == here.style and trial == here.codes:
@@ -134,9 +255,7 @@ def _change(space: SearchSpace, trial: bytearray, mate: bytes, style: int, draws
 def _exchange(space: SearchSpace, trial: bytearray, draws: Sequence[float]) -> None:
     """Two values of similar size trade their decisions, if both may have them."""
     one = _drawn(space, draws[1])
-    away = 1 + int(draws[2] * 3)
-    if draws[3] < 0.5:
-        away = -away
+    away = (1 + int(draws[2] * 3)) * (-1 if draws[3] < 0.5 else 1)
     other = space.by_size[(space.place[one] + away) % len(space.values)]
     if (trial[one] != RECOMPUTE or space.replayable[other]) and (trial[other] != RECOMPUTE or space.replayable[one]):
         trial[one], trial[other] = trial[other], trial[one]
@@ -223,16 +342,12 @@ FAR_OFF = 0.01
 SEARCH_STYLES = 2
 
 
-def sweep(
-    evaluator: Evaluator, replayable: Sequence[bool], limits: Limits, here: Scored, values: Iterable[int]
-) -> tuple[Scored, int]:
-    """Tries each of ``values`` with each other decision, and takes at once what gains. Returns the result and the
-    number of evaluations.
-    """
-    spent = 0
+def sweep(evaluator: Evaluator, limits: Limits, here: Scored, values: Iterable[int]) -> tuple[Scored, int]:
+    """Tries each value with each other decision; takes at once what gains. Returns the result and the evaluations."""
+    replays, spent = evaluator.problem.replay.replays, 0
     for value in values:
         for decision in (KEEP, SWAP, RECOMPUTE):
-            if decision == here.codes[value] or (decision == RECOMPUTE and not replayable[value]):
+            if decision == here.codes[value] or (decision == RECOMPUTE and replays[value] is None):
                 continue
             trial = bytearray(here.codes)
             trial[value] = decision
@@ -253,9 +368,7 @@ SWEPT_AT_ONCE = 8
 
 
 class Walker:
-    """State: everything that one thread needs to evaluate decisions. It offers the plans that it finds to the
-    incumbents.
-    """
+    """State: what one thread needs to evaluate decisions. It offers the plans that it finds to the incumbents."""
 
     def __init__(
         self,
@@ -268,15 +381,13 @@ class Walker:
         """``is_enough`` says whether a step of that many seconds ends the search."""
         self.problem, self.values, self.incumbents, self._is_enough = problem, tuple(values), incumbents, is_enough
         self._evaluator = Evaluator(problem, flat)
-        self._replayable = [replay is not None for replay in problem.replay.replays]
 
     @property
     def _limits(self) -> Limits:
         return Limits(self.incumbents.within_bytes, self.incumbents.host_bytes)
 
-    @property
-    def _is_over(self) -> bool:
-        return self._is_enough(self.incumbents.step_s)
+    def _goes_on(self, allowance: Allowance) -> bool:
+        return not allowance.is_spent and not self._is_enough(self.incumbents.step_s)
 
     def try_styles(self, wish: Bytes, origin: str, styles: Sequence[int] = range(len(STYLES))) -> EvaluatedPlan:
         """Tries decisions in each of the styles; returns the best one."""
@@ -304,7 +415,7 @@ class Walker:
         space, rng, limits = search_space_of(self.problem, values), np.random.default_rng(seed), self._limits
         here = best = scored(self._evaluator, limits, start.style, start.wish.tobytes())
         mate_codes = (mate or start).wish.tobytes()
-        while not allowance.is_spent and not self._is_over:
+        while self._goes_on(allowance):
             if limits != self._limits:
                 limits = self._limits
                 here, best = (scored(self._evaluator, limits, each.style, each.codes) for each in (here, best))
@@ -320,16 +431,16 @@ class Walker:
 
     def descend(self, start: EvaluatedPlan, allowance: Allowance) -> EvaluatedPlan:
         """Tries each value with each other decision, the costliest first, until a whole round gains nothing."""
-        order = sorted(self.values, key=lambda v: (-self._cost(start.wish, v), v))
+        order = sorted(self.values, key=lambda v: (-self._seconds(start.wish, v), v))
         limits = self._limits
         here = scored(self._evaluator, limits, start.style, start.wish.tobytes())
         last_gain = at = 0
-        while at - last_gain < len(order) and not allowance.is_spent and not self._is_over:
+        while at - last_gain < len(order) and self._goes_on(allowance):
             some = [order[(at + step) % len(order)] for step in range(SWEPT_AT_ONCE)]
             before = here
-            here, spent = sweep(self._evaluator, self._replayable, limits, here, some)
+            here, spent = sweep(self._evaluator, limits, here, some)
             allowance.spend(spent)
-            at += len(some)
+            at += SWEPT_AT_ONCE
             if here is not before:
                 last_gain = at
         return self._offer(here, start.origin)
@@ -343,42 +454,33 @@ class Walker:
 
     def _evaluated(self, wish: Bytes, style: int, origin: str) -> EvaluatedPlan:
         within_bytes = self.incumbents.within_bytes
-        found = self._evaluator.evaluate_codes(wish.tobytes(), within_bytes, style)
+        step_s, peak_bytes, moved_bytes, _ = self._evaluator.evaluate_codes(wish.tobytes(), within_bytes, style)
         decisions = self._evaluator.codes.copy()
-        return EvaluatedPlan(
-            wish, decisions, style, found.step_s, found.peak_bytes, found.moved_bytes, origin, within_bytes
-        )
+        return EvaluatedPlan(wish, decisions, style, step_s, peak_bytes, moved_bytes, origin, within_bytes)
 
-    def _cost(self, wish: Bytes, value: int) -> float:
+    def _seconds(self, wish: Bytes, value: int) -> float:
         if wish[value] == RECOMPUTE:
             return self.problem.replay_seconds(value)
         return self.problem.out_seconds(value) if wish[value] else 0.0
 
 
 def search_space_of(problem: Problem, values: Sequence[int]) -> SearchSpace:
-    """The space of a walk over ``values``."""
-    size_bytes = problem.rounded_bytes.tolist()
+    """The space of a walk over ``values``. Those of the same size, the same name except for its numbers, and replays
+    of the same length have the same role in repeated layers.
+    """
+    size_bytes, replays = problem.rounded_bytes.tolist(), problem.replay.replays
     by_size = sorted(values, key=lambda v: (size_bytes[v], v))
-    roles = _roles(problem, values)
+    groups: dict[tuple[int, str, int], list[int]] = {}
+    for value in values:
+        replay, name = replays[value], re.sub(r"\d+", "", problem.names[value])
+        groups.setdefault((size_bytes[value], name, -1 if replay is None else len(replay.ops)), []).append(value)
+    roles = list(groups.values())
     return SearchSpace(
         values=values,
         weights=list(accumulate(float(size_bytes[value]) ** 0.5 for value in values)),
         by_size=by_size,
         place={value: place for place, value in enumerate(by_size)},
-        replayable=[replay is not None for replay in problem.replay.replays],
+        replayable=[replay is not None for replay in replays],
         roles=roles,
         role={value: role for role in roles for value in role},
     )
-
-
-def _roles(problem: Problem, values: Sequence[int]) -> list[list[int]]:
-    """Values of the same size, the same name except for its numbers, and replays of the same length have the same role
-    in repeated layers.
-    """
-    groups: dict[tuple[int, str, int], list[int]] = {}
-    for value in values:
-        replay = problem.replay.replays[value]
-        name = re.sub(r"\d+", "", problem.names[value])
-        key = int(problem.rounded_bytes[value]), name, -1 if replay is None else len(replay.ops)
-        groups.setdefault(key, []).append(value)
-    return list(groups.values())

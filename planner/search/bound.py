@@ -7,7 +7,6 @@ The argument, row by row, is in ``docs/planner.md``.
 from __future__ import annotations
 
 import heapq
-import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -20,21 +19,17 @@ from poochplan.formats.occupancy import Floats
 from poochplan.formats.plan import Decision
 from poochplan.planner.search.allowance import EVALUATIONS_PER_SOLVE, Allowance
 from poochplan.planner.search.decide import build_fluid_model
-from poochplan.planner.search.fluid import FluidModel, Purpose, Request
+from poochplan.planner.search.fluid import FluidModel, Request
+from poochplan.planner.search.memory_constraints import large_values
 from poochplan.planner.search.solvers import Cancel, SolverLimits, SolverStatus, Warm, proven_bound, solve_linear
-from poochplan.planner.search.whole_buffers import large_values
 from poochplan.planner.simulator.evaluator import DECISIONS
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import movable
 
 PROOF = 1e-7
-"""A ray proves that no plan is left only if the infeasibility that it shows exceeds this share of the ray's own
-size.
-"""
+"""A ray proves that no plan is left only if the infeasibility that it shows exceeds this share of its own size."""
 FEW = 300
-"""With more values, BOUND has fewer columns for each: it proves a little less, and is solved in a fraction of the
-time.
-"""
+"""With more values, BOUND has fewer columns for each: it proves a little less, in a fraction of the time."""
 SHORT_WINDOW = 4
 """With more values, this many returns of a value before its own use have a column."""
 FREE_SHARE = 0.002
@@ -57,7 +52,7 @@ class Relaxed:
 
 
 class Relaxation:
-    """State: the linear program in the solver, with the decisions that the last solve fixed.
+    """State: the linear program in the solver, in which the last solve has fixed decisions.
 
     Two threads may solve two of them at once, because HiGHS releases the interpreter's lock. Two threads may not solve
     the same one.
@@ -70,13 +65,10 @@ class Relaxation:
         self._model = bound_model(problem, budget_bytes)
         arrays = self._model.linear.arrays()
         self._arrays = replace(arrays, low=arrays.low.copy(), high=arrays.high.copy())
-        self._no_cost = replace(self._arrays, cost=np.zeros_like(arrays.cost))
         self._free = arrays
-        is_solved_again = is_solved_again and len(arrays.cost) <= MOST_COLUMNS
-        self._warm = Warm(self._arrays, cancel, is_solved_again=is_solved_again)
-        self._fixed: dict[int, Decision] = {}
-        self.is_solved_again = is_solved_again
+        self.is_solved_again = is_solved_again and len(arrays.cost) <= MOST_COLUMNS
         """Whether there is a basis from which to continue."""
+        self._warm = Warm(self._arrays, cancel, is_solved_again=self.is_solved_again)
 
     def solve(self, fixed: Mapping[int, Decision], limits: SolverLimits) -> Relaxed:
         """Solves with the values of ``fixed`` decided and all others free; values that cannot move are ignored.
@@ -86,40 +78,33 @@ class Relaxation:
         self._fix(fixed)
         status, values, duals = self._warm.solve(limits)
         if status is SolverStatus.INFEASIBLE and self._is_proven_empty():
-            return Relaxed(math.inf, status, None)
+            return Relaxed(inf, status, None)
         bound = None if duals is None else proven_bound(self._arrays, duals)
         shares = None if values is None else self._shares(values)
         return Relaxed(bound_seconds(self._model, bound), status, shares)
 
     def _fix(self, fixed: Mapping[int, Decision]) -> None:
-        for value in [value for value in self._fixed if value not in fixed]:
-            self._bound_columns(value, None)
-        for value, decision in fixed.items():
-            if value in self._model.swap and self._fixed.get(value) is not decision:
-                self._bound_columns(value, decision)
-        self._fixed = {value: decision for value, decision in fixed.items() if value in self._model.swap}
-
-    def _bound_columns(self, value: int, decision: Decision | None) -> None:
-        """Fixes the columns of a value, or frees them again."""
+        """Fixes the columns of these values, and frees all others again."""
         model, arrays = self._model, self._arrays
-        if decision is Decision.RECOMPUTE and value not in model.recompute:
-            raise ValueError(f"value {value}: expected one that has a replay, found none; fix another decision")
+        for value, decision in fixed.items():
+            if decision is Decision.RECOMPUTE and value in model.swap and value not in model.recompute:
+                raise ValueError(f"value {value}: expected one that has a replay, found none; fix another decision")
         for columns, chosen in ((model.swap, Decision.SWAP), (model.recompute, Decision.RECOMPUTE)):
-            if value not in columns:
-                continue
-            column = columns[value]
-            low, high = float(self._free.low[column]), float(self._free.high[column])
-            if decision is not None:
-                low = high = float(decision is chosen)
-            arrays.low[column], arrays.high[column] = low, high
-            self._warm.bound_column(column, low, high)
+            for value, column in columns.items():
+                low, high = float(self._free.low[column]), float(self._free.high[column])
+                if value in fixed:
+                    low = high = float(fixed[value] is chosen)
+                if (low, high) != (arrays.low[column], arrays.high[column]):
+                    arrays.low[column], arrays.high[column] = low, high
+                    self._warm.bound_column(column, low, high)
 
     def _is_proven_empty(self) -> bool:
         ray = self._warm.ray()
         if ray is None:
             return False
-        least = PROOF * float(np.abs(ray).max(initial=0.0))
-        return max(proven_bound(self._no_cost, ray), proven_bound(self._no_cost, -ray)) > least
+        least, no_cost = PROOF * float(np.abs(ray).max(initial=0.0)), np.zeros_like(self._arrays.cost)
+        model = replace(self._arrays, cost=no_cost)
+        return max(proven_bound(model, ray), proven_bound(model, -ray)) > least
 
     def _shares(self, values: Floats) -> Floats:
         count = self.problem.value_count
@@ -129,10 +114,10 @@ class Relaxation:
         return np.stack([np.clip(1.0 - swap - recompute, 0.0, 1.0), swap, recompute])
 
 
-def bound_model(problem: Problem, budget_bytes: int, *, whole: tuple[int, ...] = (), grid: int = 60) -> FluidModel:
-    """BOUND, for all values that may move; ``whole`` and ``grid`` as in :class:`~.fluid.Request`."""
+def bound_model(problem: Problem, budget_bytes: int, *, whole: tuple[int, ...] = ()) -> FluidModel:
+    """BOUND, for all values that may move; ``whole`` as in :class:`~.fluid.Request`."""
     candidates = movable(problem)
-    request = Request(budget_bytes, tuple(candidates), Purpose.BOUND, whole=whole, grid=grid)
+    request = Request(budget_bytes, tuple(candidates), is_bound=True, whole=whole)
     if len(candidates) > FEW:
         free = _smallest(problem, [value for value in candidates if value not in whole], FREE_SHARE)
         rest = tuple(value for value in candidates if value not in free)
@@ -203,35 +188,30 @@ class Branching:
         found = self.relaxation.solve({}, allowance.limits())
         self.solved += 1
         self.bound_s = found.bound_s
-        root = _node(found, {}, 0.0)
-        if root is not None:
-            heapq.heappush(self._open, (root.bound_s, self.solved, root))
+        if found.shares is not None:
+            heapq.heappush(self._open, (found.bound_s, self.solved, BranchNode(found.bound_s, {}, found.shares)))
 
     def step(self, allowance: Allowance, enough_s: float) -> bool:
         """Branches once; nodes that are not below ``enough_s`` are not examined. Returns whether nodes are left."""
         if not self._open or self._open[0][0] >= enough_s:
             return False
         _, _, node = heapq.heappop(self._open)
-        value = self._next_value(node)
+        free = (v for v in self.large if v not in node.fixed and node.shares[:, v].max() < DECIDED)
+        value = next(free, None)  # the largest one that is not decided
         if value is None:
             self._leaves.append(node)
         else:
             self._branch(node, value, allowance)
-        self._tell()
+        left_s = [bound_s for bound_s, _, _ in self._open[:1]] + [leaf.bound_s for leaf in self._leaves]
+        if left_s:  # a leaf's plans may be as short as its bound
+            self.bound_s = max(self.bound_s, min(left_s))
         return bool(self._open)
 
     def basins(self) -> list[dict[int, int]]:
-        """Starting points for plans, the least bound first: the codes of the largest values, each time different
-        ones.
-        """
+        """Starting points for plans, the least bound first: codes of the largest values, each time different ones."""
         nodes = sorted([*self._leaves, *(node for _, _, node in self._open)], key=lambda node: node.bound_s)
         ways = dict.fromkeys(tuple((value, node.code_of(value)) for value in self.large[:PINNED]) for node in nodes)
         return [dict(way) for way in ways]
-
-    def _next_value(self, node: BranchNode) -> int | None:
-        """The largest value that is not decided."""
-        free = (v for v in self.large if v not in node.fixed and node.shares[:, v].max() < DECIDED)
-        return next(free, None)
 
     def _branch(self, node: BranchNode, value: int, allowance: Allowance) -> None:
         for decision in DECISIONS:
@@ -242,17 +222,10 @@ class Branching:
             self.solved += 1
             if found.bound_s == inf:
                 continue
-            child = _node(found, fixed, node.bound_s) or BranchNode(node.bound_s, fixed, node.shares)
+            child = BranchNode(node.bound_s, fixed, node.shares)
+            if found.shares is not None:
+                child = BranchNode(max(node.bound_s, found.bound_s), fixed, found.shares)
             heapq.heappush(self._open, (child.bound_s, self.solved, child))
-
-    def _tell(self) -> None:
-        """Reports the bound of everything that is left: open nodes, and leaves, whose plans may be as short as their
-        bounds.
-        """
-        least = min([self._open[0][0]] if self._open else [inf])
-        least = min([least, *(leaf.bound_s for leaf in self._leaves)])
-        if least < inf:
-            self.bound_s = max(self.bound_s, least)
 
 
 def values_to_branch_on(problem: Problem, movable: Sequence[int]) -> tuple[int, ...]:
@@ -263,21 +236,14 @@ def values_to_branch_on(problem: Problem, movable: Sequence[int]) -> tuple[int, 
     return tuple(sorted(large, key=lambda v: (-int(size_bytes[v]), v))[:MOST_BRANCHED])
 
 
-def _node(found: Relaxed, fixed: Mapping[int, Decision], least_s: float) -> BranchNode | None:
-    return None if found.shares is None else BranchNode(max(least_s, found.bound_s), fixed, found.shares)
-
-
 INTEGRAL_SHARE = 0.0005
 """Values below this share of the saved bytes stay fractional in the MIP: that only relaxes it."""
 INTEGRAL_GAP = 2e-4
 """The MIP stops once it is solved to this share of the step."""
 WHOLE_SHARE = 0.02
 """Values of more than this share of the saved bytes move in one piece in the MIP."""
-GRID = 60
-"""Number of slots for which the MIP has columns of these."""
 SAFETY = 1e-6
-"""Share of the step that is subtracted from the MIP's dual bound for the solver's tolerances; the LP's bound needs
-none."""
+"""Share of the step subtracted from the MIP's dual bound for the solver's tolerances; the LP's needs none."""
 
 
 def lower_bound(problem: Problem, budget_bytes: int, solver: str, limits: SolverLimits) -> float:
@@ -306,7 +272,7 @@ def integral_bound(
     """
     started_s = time.perf_counter()
     large = large_values(problem, movable(problem), WHOLE_SHARE) if is_whole else ()
-    model = bound_model(problem, budget_bytes, whole=large, grid=GRID)
+    model = bound_model(problem, budget_bytes, whole=large)
     small = INTEGRAL_SHARE * model.all_bytes
     for columns in (model.swap, model.recompute):
         for value, column in columns.items():

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from enum import StrEnum
-from functools import cached_property
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -21,52 +19,28 @@ from poochplan.planner.search.solvers import LinearModel, Term
 from poochplan.planner.simulator.problem import Problem
 
 
-@dataclass(frozen=True, eq=False)
 class Slots:
     """Stretches of compute between clock points that do not coincide in time."""
 
-    first_point: tuple[int, ...]
-    """First point of each slot."""
-    seconds: Floats
-    of_point: tuple[int, ...]
-    start_tick: Ints
-    first_backward: int
-    """First slot that has a use point."""
-
-    last_point_tick: Ints
-    """Tick of the last point of each slot: the actions of the slot's points are done after it."""
-
-    @property
-    def count(self) -> int:
-        return len(self.first_point)
+    def __init__(self, problem: Problem) -> None:
+        first: list[int] = []  # first point of each slot
+        self.of_point: list[int] = []
+        for index, work_s in enumerate(problem.point_work_s):
+            if not first or work_s > problem.point_work_s[first[-1]]:
+                first.append(index)
+            self.of_point.append(len(first) - 1)
+        self.count = len(first)
+        self.seconds: Floats = np.diff(np.append(problem.point_work_s[first], problem.step_s))
+        self.start_tick: Ints = problem.point_ticks[first]
+        self.last_point_tick: Ints = problem.point_ticks[[*(point - 1 for point in first[1:]), len(self.of_point) - 1]]
+        """Tick of the last point of each slot: the actions of the slot's points are done after it."""
+        self.first_backward = min((self.of_point[point] for point in problem.use_points), default=self.count)
+        """First slot that has a use point."""
+        self._starts: list[int] = self.start_tick.tolist()
 
     def at_tick(self, tick: int) -> int:
         """The slot that holds a tick; 0 for a tick before the first point."""
         return max(0, bisect_right(self._starts, tick) - 1)
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        return list(map(int, self.start_tick))
-
-
-def slots_of(problem: Problem) -> Slots:
-    """Combines the clock points to slots."""
-    first: list[int] = []
-    of_point: list[int] = []
-    for index, work_s in enumerate(problem.point_work_s):
-        if not first or work_s > problem.point_work_s[first[-1]]:
-            first.append(index)
-        of_point.append(len(first) - 1)
-    starts = problem.point_work_s[first]
-    backward = [of_point[point] for point in problem.use_points]
-    return Slots(
-        first_point=tuple(first),
-        seconds=np.diff(np.append(starts, problem.step_s)),
-        of_point=tuple(of_point),
-        start_tick=problem.point_ticks[first],
-        first_backward=min(backward, default=len(first)),
-        last_point_tick=problem.point_ticks[[*(point - 1 for point in first[1:]), len(of_point) - 1]],
-    )
 
 
 WINDOW_NEEDS = 30
@@ -75,13 +49,6 @@ WINDOW_NEEDS = 30
 MANY, MANY_NEEDS = 1000, 4
 """With more values than the first number, PLAN has only the second number of points. Its relaxation has the same
 results, in a tenth of the time."""
-
-
-class Purpose(StrEnum):
-    """What the model is for."""
-
-    PLAN = "plan"
-    BOUND = "bound"
 
 
 @dataclass(frozen=True)
@@ -97,91 +64,80 @@ class Early:
 
 @dataclass(frozen=True)
 class Request:
-    """The request for a model."""
-
     budget_bytes: int
     candidates: tuple[int, ...]
     """Values that may be swapped or recomputed."""
-    purpose: Purpose = Purpose.PLAN
+    is_bound: bool = False
+    """Whether the model is BOUND, not PLAN."""
     host_bytes: int | None = None
     window: int = WINDOW_NEEDS
     whole: tuple[int, ...] = ()
-    """Values, all of them candidates, that PLAN moves in one piece; see ``whole_buffers.py``."""
+    """Values, all of them candidates, that PLAN moves in one piece; see ``memory_constraints.py``."""
     free: tuple[int, ...] = ()
     """Values, none of them candidates, that leave and return at no cost in BOUND."""
-    grid: int = 30
-    """Most slots at which these leave and return."""
 
 
-@dataclass(eq=False)
 class FluidModel:
     """The model under construction: columns by their meaning. ``unit`` bytes and ``time_unit_s`` are 1 in it."""
 
-    problem: Problem
-    request: Request
-    slots: Slots
-    unit: float
-    time_unit_s: float
-    linear: LinearModel = field(default_factory=LinearModel)
-    swap: dict[int, int] = field(default_factory=dict)
-    recompute: dict[int, int] = field(default_factory=dict)
-    early: dict[int, list[Early]] = field(default_factory=dict)
-    """Ascending by slot, all before the value's own use."""
-    consumers: dict[int, list[int]] = field(default_factory=dict)
-    """Per value: the recomputable values whose replay starts from it."""
-    replayed_ahead: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-    """Per backward slot, in BOUND: columns of seconds of replays without a return up to the slot, and bytes per
-    second."""
-    extra: list[int] = field(default_factory=list)
-    """Per slot: time the step takes beyond its compute (stalls and replays)."""
-    not_out: list[int] = field(default_factory=list)
-    """Per slot: bytes to be swapped that have not left."""
-    ahead: dict[int, int] = field(default_factory=dict)
-    """Per backward slot: bytes that are back before they are needed, after its points."""
-    arriving: dict[int, int] = field(default_factory=dict)
-    """Per backward slot: bytes that arrive during its compute."""
+    def __init__(self, problem: Problem, request: Request) -> None:
+        self.problem, self.request, self.is_bound = problem, request, request.is_bound
+        self.slots, self.linear = Slots(problem), LinearModel()
+        candidates = list(request.candidates)
+        self.unit = max(1.0, float(np.mean(problem.rounded_bytes[candidates])) / 10) if candidates else 1.0
+        self.time_unit_s = problem.step_s / 1000 or 1.0
+        self.swap, self.recompute = dict[int, int](), dict[int, int]()
+        self.early: dict[int, list[Early]] = {}
+        """Ascending by slot, all before the value's own use."""
+        self.consumers: dict[int, list[int]] = {}
+        """Per value: the recomputable values whose replay starts from it."""
+        self.replayed_ahead: dict[int, list[tuple[int, float]]] = {}
+        """Per backward slot, in BOUND: columns of seconds of replays not back by then, and bytes per second."""
+        self.extra, self.not_out = list[int](), list[int]()
+        """Per slot: time the step takes beyond its compute (stalls and replays); bytes to be swapped that have not
+        left."""
+        self.ahead, self.arriving = dict[int, int](), dict[int, int]()
+        """Per backward slot: bytes that are back before they are needed, after its points; bytes that arrive during its
+        compute."""
+        self._measure(candidates)
 
-    def __post_init__(self) -> None:
+    def _measure(self, candidates: list[int]) -> None:
+        """Sizes, seconds and rates in the model's units."""
         problem, slots = self.problem, self.slots
-        is_bound = self.request.purpose is Purpose.BOUND
-        moved_bytes = problem.size_bytes if is_bound else problem.rounded_bytes
+        moved_bytes = problem.size_bytes if self.is_bound else problem.rounded_bytes
         self.resident = [float(size) / self.unit for size in problem.rounded_bytes]
         """Per value: scaled bytes it takes on the device."""
         self.moved = [float(size) / self.unit for size in moved_bytes]
         """Per value: scaled bytes of a copy of it."""
         self.use_slot = [slots.of_point[p] if p >= 0 else slots.count for p in problem.first_use_point]
         self.save_slot = [slots.of_point[p] for p in problem.save_points]
-        cost = problem.launch_cost if problem.launch_cost is not None and problem.launch_cost.is_compute else None
-        self.replay_op_s = 0.0 if cost is None else cost.replay_s
-        """Seconds of the compute stream for each replayed op, in addition to the op itself."""
-        self.out_s, self.fetch_s = (0.0, 0.0) if cost is None else (cost.out_s, cost.fetch_s)
-        """The same for each copy out, and for each copy back."""
-        self.record_s = 0.0 if cost is None else cost.record_s
+        cost = problem.launch_cost
+        costs_s = cost.replay_s, cost.out_s, cost.fetch_s, cost.record_s
+        self.replay_op_s, self.out_s, self.fetch_s, self.record_s = costs_s if cost.is_compute else (0.0,) * 4
+        """Seconds of the compute stream for each replayed op in addition to the op itself, each copy out, each copy
+        back, and each recorded op."""
         self.replay_time = [
             0.0 if replay is None else problem.replay_seconds(value) / self.time_unit_s
             for value, replay in enumerate(problem.replay.replays)
         ]
         self.all_bytes = sum(self.resident) or 1.0
-        copies_s = sum(problem.out_seconds(v) + problem.in_seconds(v) for v in self.request.candidates)
-        copies_s += (self.out_s + self.fetch_s) * len(self.request.candidates) + self.record_s * len(problem.op_ticks)
+        copies_s = sum(problem.out_seconds(v) + problem.in_seconds(v) for v in candidates)
+        copies_s += (self.out_s + self.fetch_s) * len(candidates) + self.record_s * len(problem.op_ticks)
         self.longest = copies_s / self.time_unit_s + sum(self.replay_time) + 1.0
         """More time than any useful plan adds: an upper bound for the columns."""
-        self.out_rate, self.in_rate = _rates(self)
+        scale, total = self.time_unit_s / self.unit, sum(self.moved[value] for value in candidates) or 1.0
+        out_s = sum(problem.out_seconds(value) for value in candidates) or 1.0
+        in_s = sum(problem.in_seconds(value) for value in candidates) or 1.0
+        self.out_rate, self.in_rate = total / (out_s / self.time_unit_s), total / (in_s / self.time_unit_s)
         """Scaled bytes per scaled second: nominal for BOUND, latencies included for PLAN."""
-
-    @property
-    def is_bound(self) -> bool:
-        return self.request.purpose is Purpose.BOUND
+        if self.is_bound:
+            self.out_rate, self.in_rate = problem.link.out_bytes_per_s * scale, problem.link.in_bytes_per_s * scale
 
     @property
     def window(self) -> int:
         """Most points before its own use at which a value may be brought back."""
         is_large = not self.is_bound and len(self.request.candidates) > MANY
         return min(MANY_NEEDS, self.request.window) if is_large else self.request.window
-
-    def op_time(self, op: int) -> float:
-        """Seconds of one replayed op."""
-        return (self.problem.replay.op_seconds[op] + self.replay_op_s) / self.time_unit_s
 
     def swap_time(self, value: int) -> float:
         """Seconds of the compute stream for a swap of a value, in addition to its copies."""
@@ -196,23 +152,7 @@ class FluidModel:
 
     def replayed_by(self, value: int, slot: int) -> int | None:
         """Column "recomputed by the end of ``slot``'s points" before the value's own use; None if there is none."""
-        found = None
-        for early in self.early.get(value, ()):
-            if early.slot > slot:
-                break
-            found = early.replayed
-        return found
-
-
-def _rates(model: FluidModel) -> tuple[float, float]:
-    problem, candidates = model.problem, model.request.candidates
-    if model.is_bound:
-        scale = model.time_unit_s / model.unit
-        return problem.link.out_bytes_per_s * scale, problem.link.in_bytes_per_s * scale
-    total = sum(model.moved[value] for value in candidates) or 1.0
-    out_s = sum(problem.out_seconds(value) for value in candidates) or 1.0
-    in_s = sum(problem.in_seconds(value) for value in candidates) or 1.0
-    return total / (out_s / model.time_unit_s), total / (in_s / model.time_unit_s)
+        return next((one.replayed for one in reversed(self.early.get(value, ())) if one.slot <= slot), None)
 
 
 class Stretch(NamedTuple):
@@ -244,11 +184,14 @@ def running_sums(model: FluidModel, count: int, spans: Iterable[Stretch]) -> lis
     for index, span in enumerate(spans):
         entering[span.start].append(index)
         leaving[span.stop].append(index)
-    if is_written_out(model):
-        return _written_out(spans, entering, leaving)
     sums: list[list[Term]] = []
+    active: set[int] = set()
     before: int | None = None
     for enters, leaves in zip(entering[:count], leaving[:count], strict=True):
+        if is_written_out(model):  # in the order of ``spans``
+            active = (active | set(enters)) - set(leaves)
+            sums.append([(spans[index].column, spans[index].coefficient) for index in sorted(active)])
+            continue
         if enters or leaves:
             now = model.linear.column(2 * model.all_bytes)
             terms: list[Term] = [(now, 1.0)] if before is None else [(now, 1.0), (before, -1.0)]
@@ -257,15 +200,4 @@ def running_sums(model: FluidModel, count: int, spans: Iterable[Stretch]) -> lis
             model.linear.row(terms, low=0, high=0)
             before = now
         sums.append([] if before is None else [(before, 1.0)])
-    return sums
-
-
-def _written_out(spans: list[Stretch], entering: list[list[int]], leaving: list[list[int]]) -> list[list[Term]]:
-    """The sums in the order of ``spans``."""
-    active: set[int] = set()
-    sums: list[list[Term]] = []
-    for enters, leaves in zip(entering[:-1], leaving[:-1], strict=True):
-        active.update(enters)
-        active.difference_update(leaves)
-        sums.append([(spans[index].column, spans[index].coefficient) for index in sorted(active)])
     return sums

@@ -19,21 +19,18 @@ import numpy as np
 
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Decision, SolveStatus
-from poochplan.planner.arena.fitting import NO_ARENA, Fitting
-from poochplan.planner.arena.step_layout import Laid
+from poochplan.planner.arena.step_layout import NO_ARENA, Fitting, Laid
 from poochplan.planner.search.allowance import Allowance, Progress, SearchLimits, Watch
-from poochplan.planner.search.annealing import Walker
+from poochplan.planner.search.annealing import Incumbents, Walker
 from poochplan.planner.search.bound import Proof
 from poochplan.planner.search.decide import solve_fluid
 from poochplan.planner.search.fluid import Request
-from poochplan.planner.search.incumbents import Incumbents
+from poochplan.planner.search.memory_constraints import large_values
 from poochplan.planner.search.polish import polish, worth_polishing
 from poochplan.planner.search.solvers import choose_solver
 from poochplan.planner.search.walking import Walking, all_decisions, simple_decisions, tiny_values
-from poochplan.planner.search.whole_buffers import large_values
 from poochplan.planner.simulator.evaluator import KEEP, STYLE_OF, codes_of, flat_problem_of
 from poochplan.planner.simulator.problem import Problem
-from poochplan.planner.simulator.schedule import with_recording
 from poochplan.planner.simulator.simulate import Candidate, least_step_s, movable, swap_all_on_demand
 
 TINY_SHARE = 0.005
@@ -52,8 +49,8 @@ SMALL = 96
 fluid copies, another with large values in one piece."""
 WALKS_FIRST = 6
 """The other thread does so after this many walks, once every starting point has had its walk."""
-LARGE_SHARE, GRID = 0.01, 30
-"""Values of more than this share of the saved bytes move in one piece in PLAN with integrality, at so many slots."""
+LARGE_SHARE = 0.01
+"""Values of more than this share of the saved bytes move in one piece in PLAN with integrality."""
 SOLVER_GAP, ABSOLUTE_GAP = 0.005, 5e-4
 """PLAN is solved to this gap, or to this share of the step."""
 PROOF_SHARE, BRANCH_SHARE, ROUND_SHARE, PROPOSAL_SHARE = 0.6, 0.15, 0.2, 0.1
@@ -80,9 +77,7 @@ class Optimum:
     bound_s: float | None = None
     """No plan within the budget has a shorter step; None if nothing was searched."""
     objective_s: float | None = None
-    """Objective of the last PLAN that has decisions: with integrality for the budget, else relaxed and for less
-    memory.
-    """
+    """Objective of the last PLAN with decisions: with integrality for the budget, else relaxed for less memory."""
     rounds: int = 0
     """Number of linear or integer programs that were solved."""
     solver: str = "none"
@@ -108,7 +103,8 @@ def optimise(
     With ``fitting`` its arena fits the budget too, or a note says that no such plan was found. An interrupt ends the
     search; with ``effort.keeps_interrupted`` the best plan so far is returned.
     """
-    search = _PlanSearch(problem, budget_bytes, effort, proposals, spent_s, fitting)
+    incumbents = Incumbents(problem, budget_bytes, effort.host_bytes, fitting)
+    search = _PlanSearch(incumbents, effort, proposals, effort.allowance(spent_s), fitting is not None)
     search.run(watch)
     return search.optimum()
 
@@ -118,25 +114,27 @@ class _PlanSearch:
 
     def __init__(
         self,
-        problem: Problem,
-        budget_bytes: int,
+        incumbents: Incumbents,
         effort: SearchLimits,
         proposals: Sequence[Callable[[Allowance], Candidate]],
-        spent_s: float,
-        fitting: Fitting | None,
+        whole: Allowance,
+        has_arena: bool,
     ) -> None:
-        self.problem, self.budget_bytes, self.effort, self.proposals = problem, budget_bytes, effort, proposals
-        self.solver = _solver_for(effort)
-        self.whole = effort.allowance(spent_s)
-        self.allowance = self.whole.part(1.0 - POLISH_SHARE)
+        self.incumbents, self.effort, self.proposals, self.has_arena = incumbents, effort, proposals, has_arena
+        self.problem, self.budget_bytes = problem, budget_bytes = incumbents.problem, incumbents.budget_bytes
+        self.solver = choose_solver(effort.solver)
+        if effort.evaluations is not None and self.solver != "highs":
+            raise UsageError(
+                f"solver: expected highs with evaluations, found {self.solver!r}, which only time can stop; "
+                "pip install highspy and leave the solver out, or leave evaluations out"
+            )
+        self.whole, self.allowance = whole, whole.part(1.0 - POLISH_SHARE)
         self.flat = flat_problem_of(problem)
-        self._fitting = fitting
-        self.incumbents = Incumbents(problem, budget_bytes, effort.host_bytes, fitting)
         least = swap_all_on_demand(problem)
-        self.tiny = tiny_values(problem, self.incumbents.within_bytes - least.peak_bytes, TINY_SHARE)
+        self.tiny = tiny_values(problem, incumbents.within_bytes - least.peak_bytes, TINY_SHARE)
         self.values = tuple(value for value in movable(problem) if value not in self.tiny)
         self.proof = Proof(problem, budget_bytes, self.solver)
-        self.walking = Walking(problem, self.values, self.tiny, self.incumbents, self.allowance, effort.seed)
+        self.walking = Walking(self.values, self.tiny, incumbents, self.allowance, effort.seed)
         self.objective_s: float | None = None
         self.rounds = 0
         self.is_exhausted = False
@@ -159,13 +157,10 @@ class _PlanSearch:
             try:
                 self._watch([pool.submit(self._work, job) for job in jobs], self.allowance, watch)
                 self._watch([pool.submit(self._polish)], self.whole, watch)
-            except KeyboardInterrupt:
+            except BaseException as error:
                 self._stop()
-                if not self.effort.keeps_interrupted:
+                if not (isinstance(error, KeyboardInterrupt) and self.effort.keeps_interrupted):
                     raise
-            except BaseException:
-                self._stop()
-                raise
 
     def _watch(self, running: list[Future[None]], allowance: Allowance, watch: Watch | None) -> None:
         """Waits for all threads, or for an error in one. They spend ``allowance``."""
@@ -185,9 +180,9 @@ class _PlanSearch:
         self.proof.end()
 
     def _work(self, stages: Sequence[Callable[[], None]]) -> None:
-        """The work of one thread: its stages, until the search is over."""
+        """The work of one thread: its stages, until the search is over. A bound is proven in any case."""
         for stage in stages:
-            if self.is_over and not self.is_exhausted:
+            if self.is_over and not (self.is_exhausted and stage == self._relax):
                 return
             stage()
 
@@ -197,7 +192,7 @@ class _PlanSearch:
         tried, only the proof is left.
         """
         if self.is_exhausted:
-            return [[self._prove]]
+            return [[self._relax, self._integrate] if self.effort.threads > 1 else [self._relax]]
         walkers = [self._walker() for _ in range(self.effort.threads)]
         first, round_ = walkers[0], partial(self._round, walkers[0])
         walks: list[Callable[[], None]] = [partial(self._walk_on, walker) for walker in walkers]
@@ -211,26 +206,12 @@ class _PlanSearch:
             walk.append(partial(self._integrate_whole, walkers[1]))
         return [[*prove, walks[0]], [*walk, walks[1]], *([more] for more in walks[2:])]
 
-    def _prove(self) -> None:
-        """Proves the bound if all ways to decide were tried."""
-        self._relax()
-        if self.effort.threads > 1 and not self.is_over:
-            self._integrate()
-
     @property
     def is_small(self) -> bool:
         """Whether integer programs give more than their relaxations in the time available."""
         return len(self.values) <= SMALL
 
     # -- how far it is ------------------------------------------------------------------------------------------------
-
-    @property
-    def gap(self) -> float:
-        """Distance of the best plan to the bound proven so far; infinite while there is no plan within the budget."""
-        bound_s = self.proof.bound_s
-        if self.incumbents.step_s == inf:
-            return inf
-        return self.incumbents.step_s / bound_s - 1 if bound_s > 0 else 0.0
 
     def is_enough(self, step_s: float) -> bool:
         """Whether a step of that many seconds is within the wanted gap."""
@@ -246,12 +227,13 @@ class _PlanSearch:
         return self.is_good_enough or self.allowance.is_spent
 
     def progress(self) -> Progress:
-        """The progress for the watcher."""
+        """The progress for the watcher, once there is a plan within the budget."""
+        step_s, bound_s = self.incumbents.step_s, self.proof.bound_s
         return Progress(
-            step_s=self.incumbents.step_s,
-            bound_s=self.proof.bound_s,
-            overhead=self.problem.overhead(self.incumbents.step_s),
-            gap=max(0.0, self.gap),
+            step_s=step_s,
+            bound_s=bound_s,
+            overhead=self.problem.overhead(step_s),
+            gap=max(0.0, step_s / bound_s - 1) if bound_s > 0 else 0.0,
             left=max(0.0, self.allowance.left),
             is_counted=self.allowance.is_counted,
         )
@@ -290,7 +272,7 @@ class _PlanSearch:
         self._solve(walker, less, is_relaxed=True)
         if self.is_small and not self.is_over:
             whole = large_values(self.problem, self.values, LARGE_SHARE)
-            self._solve(walker, replace(request, whole=whole, grid=GRID), is_relaxed=False)
+            self._solve(walker, replace(request, whole=whole), is_relaxed=False)
 
     def _solve(self, walker: Walker, request: Request, *, is_relaxed: bool) -> None:
         limits = self.allowance.part(ROUND_SHARE).limits(
@@ -369,7 +351,7 @@ class _PlanSearch:
             self.incumbents.fitting.pack(candidate)
 
     def optimum(self) -> Optimum:
-        """The best plan, with recording, and the proven bound."""
+        """The best plan, and the proven bound."""
         fitting = self.incumbents.fitting
         packed = fitting.chosen() if fitting is not None else None
         if packed is not None:
@@ -377,15 +359,18 @@ class _PlanSearch:
         else:
             found = self.incumbents.simulated(self.incumbents.best(is_live=True))
             best = min([found, *self.polished], key=lambda candidate: candidate.rank(self.budget_bytes))
-        best = replace(best, schedule=with_recording(self.problem, best.schedule))
         bound_s = self.proof.bound_s
-        is_near = best.simulation.step_s <= bound_s * (1 + self.effort.gap) and best.peak_bytes <= self.budget_bytes
-        note = packed.note if packed is not None else "" if self._fitting is None else NO_ARENA
+        status = self.whole.status if self.whole.status is SolveStatus.INTERRUPTED else self.allowance.status
+        if status is not SolveStatus.INTERRUPTED and self.is_polished and (self.is_exhausted or self.walking.is_over):
+            status = SolveStatus.SEARCHED  # nothing was left to try
+        if best.simulation.step_s <= bound_s * (1 + self.effort.gap) and best.peak_bytes <= self.budget_bytes:
+            status = SolveStatus.WITHIN_GAP
+        note = packed.note if packed is not None else NO_ARENA if self.has_arena else ""
         return Optimum(
             best=best,
             policy=best.policy,
             notes=(note,) if note else (),
-            status=SolveStatus.WITHIN_GAP if is_near else self._status(),
+            status=status,
             bound_s=bound_s,
             objective_s=self.objective_s,
             rounds=self.rounds,
@@ -395,21 +380,3 @@ class _PlanSearch:
             tiny=self.tiny,
             laid=packed.laid if packed is not None else None,
         )
-
-    def _status(self) -> SolveStatus:
-        """What ended the search; ``searched`` if nothing was left to try."""
-        if self.whole.status is SolveStatus.INTERRUPTED:
-            return self.whole.status
-        has_looked_everywhere = self.is_exhausted or self.walking.is_over
-        return SolveStatus.SEARCHED if has_looked_everywhere and self.is_polished else self.allowance.status
-
-
-def _solver_for(effort: SearchLimits) -> str:
-    """The requested solver; if simulations are counted, one whose work can be counted too."""
-    solver = choose_solver(effort.solver)
-    if effort.evaluations is not None and solver != "highs":
-        raise UsageError(
-            f"solver: expected highs with evaluations, found {solver!r}, which only time can stop; "
-            "pip install highspy and leave the solver out, or leave evaluations out"
-        )
-    return solver

@@ -8,7 +8,7 @@ After each move the schedule is fitted again, so that memory stays within the bu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations, islice
 
 import numpy as np
@@ -16,11 +16,11 @@ import numpy as np
 from poochplan.formats.occupancy import occupancy
 from poochplan.formats.plan import Decision
 from poochplan.planner.search.allowance import Allowance
-from poochplan.planner.search.incumbents import EvaluatedPlan
+from poochplan.planner.search.annealing import EvaluatedPlan
 from poochplan.planner.simulator.construct import may_replay_at
-from poochplan.planner.simulator.evaluator import decisions_of
+from poochplan.planner.simulator.evaluator import SWAP, decisions_of
 from poochplan.planner.simulator.problem import Problem
-from poochplan.planner.simulator.schedule import AS_STYLED, Style, Tuning, lists_of, with_recording
+from poochplan.planner.simulator.schedule import AS_STYLED, MOVES, Style, Tuning, points_of, with_recording
 from poochplan.planner.simulator.simulate import STYLES, Candidate, least_step_s, try_style
 
 ALL_MOVES = 8
@@ -36,26 +36,15 @@ class Moves:
 
     def __init__(self, problem: Problem, tuning: Tuning, candidate: Candidate) -> None:
         self.problem, self.tuning, self.candidate = problem, tuning, candidate
-        lists = lists_of(problem, candidate.schedule)
-
-        def points_of(action: str) -> dict[int, int]:
-            return {value: point for point in sorted(lists) for value in lists[point][action]}
-
-        self.out, self.release = points_of("swap_out"), points_of("release")
-        self.prefetch, self.replay = points_of("prefetch"), points_of("replay")
-        """Value -> its point, in the order in which they happen."""
+        self.out, self.release, self.prefetch, self.replay = (
+            points_of(problem, candidate.schedule, action) for action in MOVES
+        )
         wished = (value for value, decision in enumerate(candidate.wish) if decision is Decision.SWAP)
         self.swapped = (*self.release, *(value for value in wished if value not in self.release))
         """In the order of releases, followed by values without one."""
         self.use_points = problem.use_points
 
-    @property
-    def are_few(self) -> bool:
-        """Whether every move can be tried."""
-        return len(self.candidate.wish) - sum(d is Decision.KEEP for d in self.candidate.wish) <= ALL_MOVES
-
     def all(self) -> Iterator[Tuning]:
-        """Every move."""
         problem = self.problem
         link = problem.link
         yield from self._by_rule()
@@ -69,8 +58,8 @@ class Moves:
         yield from (replace(self.tuning, out_order=order) for order in _exchanges(tuple(self.out)))
         yield from (replace(self.tuning, release_order=order) for order in _exchanges(self.swapped))
         yield from (replace(self.tuning, fetch_order=order) for order in _exchanges(tuple(self.prefetch)))
-        is_ahead = problem.launch_cost is not None and not problem.launch_cost.is_compute
-        if link.duplex < 1.0 or link.interference_out > 0.0 or link.interference_in > 0.0 or is_ahead:
+        is_slowed = link.duplex < 1.0 or link.interference_out > 0.0 or link.interference_in > 0.0
+        if is_slowed or not problem.launch_cost.is_compute:
             yield from self._copies_later()
 
     def near_waits(self) -> Iterator[Tuning]:
@@ -180,15 +169,6 @@ def polish(problem: Problem, candidate: Candidate, budget_bytes: int, allowance:
     return replace(best, schedule=with_recording(problem, best.schedule))
 
 
-@dataclass(frozen=True, eq=False)
-class _State:
-    """A requested schedule, and the result."""
-
-    style: Style
-    tuning: Tuning
-    candidate: Candidate
-
-
 class _Polish:
     """State: the present position of the search, the best schedule so far, and the schedules tried."""
 
@@ -196,34 +176,37 @@ class _Polish:
         self.problem, self.budget_bytes, self.allowance = problem, budget_bytes, allowance
         self.start = self.best = candidate
         self.seen: set[object] = set()
-        self.here: _State | None = None
+        self.here: tuple[Style, Tuning, Candidate] | None = None
+        """A requested schedule, and the result."""
         self.floor_s = least_step_s(problem, candidate.wish)
 
     def run(self) -> None:
         """First the plain styles, then moves until none gains."""
         for style in STYLES:
             self._try(style, AS_STYLED)
-        while self.here is not None and self._step(self.here):
-            pass
-
-    def _step(self, here: _State) -> bool:
-        """Makes the first move that gains. Returns whether there is one."""
-        return any(not self._is_done() and self._try(style, tuning) for style, tuning in self._moves(here))
+        while any(not self._is_done() and self._try(style, tuning) for style, tuning in self._moves()):
+            pass  # the first move that gains is made
 
     def _is_done(self) -> bool:
         best = self.best
         is_fast = best.simulation.step_s <= self.floor_s * (1 + MIN_GAIN)
         return self.allowance.is_spent or (is_fast and best.peak_bytes <= self.budget_bytes)
 
-    def _moves(self, here: _State) -> Iterator[tuple[Style, Tuning]]:
-        moves = Moves(self.problem, here.tuning, here.candidate)
-        yield replace(here.style, in_order=not here.style.in_order), here.tuning
-        for tuning in moves.all() if moves.are_few else moves.near_waits():
-            yield here.style, tuning
+    def _moves(self) -> Iterator[tuple[Style, Tuning]]:
+        if self.here is None:
+            return
+        style, tuning, candidate = self.here
+        moves = Moves(self.problem, tuning, candidate)
+        yield replace(style, in_order=not style.in_order), tuning
+        moving = sum(decision is not Decision.KEEP for decision in candidate.wish)
+        for changed in moves.all() if moving <= ALL_MOVES else moves.near_waits():
+            yield style, changed
 
     def _try(self, style: Style, tuning: Tuning) -> bool:
         """Fits and simulates. Returns whether the result is better than the present position."""
-        key = style, _key(tuning)
+        points = (tuning.stay_until, tuning.out_from, tuning.fetch_from)
+        orders = (tuning.out_order, tuning.release_order, tuning.fetch_order)
+        key = style, tuple(tuning.replay_at.items()), tuple(tuple(sorted(one.items())) for one in points), orders
         if key in self.seen or not self.allowance.spend():
             return False
         self.seen.add(key)
@@ -231,9 +214,9 @@ class _Polish:
         found = try_style(self.problem, start.policy, start.wish, self.budget_bytes, style, tuning, recorded=False)
         if self._is_better(found, self.best):
             self.best = found
-        if self.here is not None and not self._is_better(found, self.here.candidate):
+        if self.here is not None and not self._is_better(found, self.here[2]):
             return False
-        self.here = _State(style, tuning, found)
+        self.here = style, tuning, found
         return True
 
     def _is_better(self, found: Candidate, than: Candidate) -> bool:
@@ -252,9 +235,9 @@ def worth_polishing(
     """
     kept: dict[bytes, EvaluatedPlan] = {}
     for found in ranked:
-        key = found.decisions.tobytes()
-        if key not in kept or found.swapped > kept[key].swapped:
-            kept[key] = found
+        same = kept.setdefault(found.decisions.tobytes(), found)
+        if (found.wish == SWAP).sum() > (same.wish == SWAP).sum():
+            kept[found.decisions.tobytes()] = found
     fitting = [found for found in kept.values() if found.needed_bytes <= budget_bytes]
     others = (found for found in kept.values() if found.needed_bytes > budget_bytes)
     hopeful = (found for found in others if least_peak_bytes(problem, decisions_of(found.wish)) <= budget_bytes)
@@ -276,9 +259,3 @@ def least_peak_bytes(problem: Problem, wish: tuple[Decision, ...]) -> int:
         (first_use, np.maximum(freed, first_use), size_bytes[again]),
     )
     return int((live + problem.base_bytes).max())
-
-
-def _key(tuning: Tuning) -> object:
-    points = (tuning.stay_until, tuning.out_from, tuning.fetch_from)
-    orders = (tuning.out_order, tuning.release_order, tuning.fetch_order)
-    return tuple(tuning.replay_at.items()), tuple(tuple(sorted(one.items())) for one in points), orders

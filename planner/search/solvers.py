@@ -12,7 +12,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -23,25 +23,12 @@ from poochplan.formats.occupancy import Floats, Ints
 
 
 class SolverStatus(StrEnum):
-    """How a solver's run ended."""
+    """How a run of HiGHS ended."""
 
     OPTIMAL = "optimal"  # within the gap
-    TIME_LIMIT = "time limit"  # with a solution
-    CHECK_LIMIT = "check limit"  # with a solution; see ``Limits.most_checks``
-    TOO_LARGE = "too large"  # not tried; see ``Limits.most_columns``
-    NO_SOLUTION = "no solution found"
+    TIME_LIMIT = "time limit"
     INFEASIBLE = "infeasible"
-    UNBOUNDED = "unbounded"
-    NOT_SOLVED = "not solved"  # any other status of a solver
-
-    @property
-    def has_solution(self) -> bool:
-        """Whether a run with this status may have found a solution."""
-        return self in (SolverStatus.OPTIMAL, SolverStatus.TIME_LIMIT, SolverStatus.CHECK_LIMIT)
-
-    def without_solution(self) -> SolverStatus:
-        """The status of the same run if no solution was found."""
-        return SolverStatus.NO_SOLUTION if self.has_solution else self
+    NOT_SOLVED = "not solved"  # anything else
 
 
 Term = tuple[int, float]
@@ -63,25 +50,18 @@ class Arrays:
     coefficient: Floats
 
 
-@dataclass
 class LinearModel:
     """State: the columns and rows added so far."""
 
-    cost: list[float] = field(default_factory=list)
-    low: list[float] = field(default_factory=list)
-    high: list[float] = field(default_factory=list)
-    is_integer: list[bool] = field(default_factory=list)
-    _row_low: list[float] = field(default_factory=list)
-    _row_high: list[float] = field(default_factory=list)
-    _start: list[int] = field(default_factory=lambda: [0])
-    _column: list[int] = field(default_factory=list)
-    _coefficient: list[float] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.cost, self._high, self.is_integer = list[float](), list[float](), list[bool]()
+        self._row_low, self._row_high = list[float](), list[float]()
+        self._start, self._column, self._coefficient = [0], list[int](), list[float]()
 
     def column(self, high: float, *, cost: float = 0.0, integer: bool = False) -> int:
         """Adds a variable between 0 and ``high``. Every column is bounded, so that :func:`proven_bound` is finite."""
         self.cost.append(cost)
-        self.low.append(0.0)
-        self.high.append(high)
+        self._high.append(high)
         self.is_integer.append(integer)
         return len(self.cost) - 1
 
@@ -99,8 +79,8 @@ class LinearModel:
     def arrays(self) -> Arrays:
         return Arrays(
             cost=np.array(self.cost),
-            low=np.array(self.low),
-            high=np.array(self.high),
+            low=np.zeros(len(self.cost)),
+            high=np.array(self._high),
             is_integer=tuple(self.is_integer),
             row_low=np.array(self._row_low),
             row_high=np.array(self._row_high),
@@ -157,7 +137,6 @@ class SolverLimits:
 class LinearSolution:
     """A solver's result for a linear model."""
 
-    status: SolverStatus
     values: Floats | None = None
     """Per column; None if no solution was found."""
     objective: float | None = None
@@ -230,38 +209,35 @@ def _solve_highs(model: Arrays, limits: SolverLimits, relaxed: bool, cancel: Can
         cancel.attach(highs)
     is_integral = any(model.is_integer) and not relaxed
     if is_integral and limits.most_columns is not None and len(model.cost) > limits.most_columns:
-        return LinearSolution(SolverStatus.TOO_LARGE)
-    checks = _Checks(limits.most_checks)
+        return LinearSolution()
     if limits.most_checks is not None:
-        highs.cbMipInterrupt += checks
+        highs.cbMipInterrupt += _Checks(limits.most_checks)
     highs.passModel(_highs_model(model, is_integral))
     if not is_integral:
         highs.setOptionValue("solver", "ipm")
         highs.setOptionValue("run_crossover", "off")
     highs.run()
-    status = SolverStatus.CHECK_LIMIT if checks.are_over else _highs_status(highs)
-    info = highs.getInfo()
-    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        return LinearSolution(status.without_solution(), bound=_finite(info.mip_dual_bound) if is_integral else None)
-    solution = highs.getSolution()
-    bound = _finite(info.mip_dual_bound) if is_integral else proven_bound(model, np.array(solution.row_dual))
-    return LinearSolution(status, np.array(solution.col_value), float(info.objective_function_value), bound)
+    info, solution = highs.getInfo(), highs.getSolution()
+    is_solved = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    bound = None
+    if is_integral and np.isfinite(info.mip_dual_bound):
+        bound = float(info.mip_dual_bound)
+    elif is_solved and not is_integral:
+        bound = proven_bound(model, np.array(solution.row_dual))
+    if not is_solved:
+        return LinearSolution(bound=bound)
+    return LinearSolution(np.array(solution.col_value), float(info.objective_function_value), bound)
 
 
 class _Checks:
-    """State: how often HiGHS has asked whether to go on. When it asks depends on its work, not on the time."""
+    """State: how often HiGHS may still ask whether to go on. When it asks depends on its work, not on the time."""
 
-    def __init__(self, most: int | None) -> None:
+    def __init__(self, most: int) -> None:
         self._left = most
 
-    @property
-    def are_over(self) -> bool:
-        return self._left is not None and self._left <= 0
-
     def __call__(self, event: Any) -> None:
-        assert self._left is not None
         self._left -= 1
-        if self.are_over:
+        if self._left <= 0:
             event.interrupt()
 
 
@@ -296,12 +272,11 @@ class Warm:
             highs.clearSolver()
             highs.run()
         highs.setOptionValue("solver", "simplex")
-        status, info, solution = _highs_status(highs), highs.getInfo(), highs.getSolution()
+        info, solution = highs.getInfo(), highs.getSolution()
         is_solved = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+        values = np.array(solution.col_value) if is_solved else None
         duals = np.array(solution.row_dual) if solution.dual_valid else None
-        if not is_solved:
-            return status.without_solution(), None, duals
-        return status, np.array(solution.col_value), duals
+        return _highs_status(highs), values, duals
 
     def ray(self) -> Floats | None:
         """Row duals that prove that there is no solution; None if HiGHS has none."""
@@ -319,10 +294,6 @@ class Warm:
         highs.setOptionValue("presolve", "choose")
         highs.changeColsCost(len(columns), columns, cost)
         return found
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None
 
 
 def _seconds(limits: SolverLimits) -> float:
@@ -373,7 +344,6 @@ def _highs_status(highs: Any) -> SolverStatus:
         highspy.HighsModelStatus.kInterrupt: SolverStatus.TIME_LIMIT,
         highspy.HighsModelStatus.kInfeasible: SolverStatus.INFEASIBLE,
         highspy.HighsModelStatus.kUnboundedOrInfeasible: SolverStatus.INFEASIBLE,
-        highspy.HighsModelStatus.kUnbounded: SolverStatus.UNBOUNDED,
     }
     return statuses.get(highs.getModelStatus(), SolverStatus.NOT_SOLVED)
 
@@ -408,23 +378,16 @@ def _solve_with_pulp(model: Arrays, solver: str, limits: SolverLimits, relaxed: 
             problem.solve(pulp.getSolver(solver_names()[solver.lower()], msg=False, **options))
         except pulp.PulpSolverError as error:
             raise RuntimeError(str(error)) from error
-    statuses = {
-        pulp.LpSolutionOptimal: SolverStatus.OPTIMAL,
-        pulp.LpSolutionIntegerFeasible: SolverStatus.TIME_LIMIT,
-        pulp.LpSolutionNoSolutionFound: SolverStatus.NO_SOLUTION,
-        pulp.LpSolutionInfeasible: SolverStatus.INFEASIBLE,
-        pulp.LpSolutionUnbounded: SolverStatus.UNBOUNDED,
-    }
-    status = statuses.get(int(problem.sol_status), SolverStatus.NOT_SOLVED)
+    is_solved = int(problem.sol_status) in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
     found = [variable.varValue for variable in variables]
-    if not status.has_solution or all(value is None for value in found):
-        return LinearSolution(status.without_solution())
+    if not is_solved or all(value is None for value in found):
+        return LinearSolution()
     # The solver does not know a variable without a row: any value will do.
     values = np.where([value is None for value in found], model.low, np.array(found, dtype=np.float64))
     bound = None
     if relaxed and all(row.pi is not None for row in rows):
         bound = proven_bound(model, np.array([row.pi for row in rows], dtype=np.float64))
-    return LinearSolution(status, values, float(model.cost @ values), bound)
+    return LinearSolution(values, float(model.cost @ values), bound)
 
 
 def _pulp_model(model: Arrays, relaxed: bool) -> tuple[Any, list[Any], list[Any]]:

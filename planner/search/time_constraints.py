@@ -7,8 +7,6 @@ both. So values that are no starting point of any replay never share a run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from poochplan.formats.profile import Link
 from poochplan.planner.search.fluid import FluidModel
 from poochplan.planner.search.solvers import Term
@@ -48,37 +46,24 @@ def _returns(model: FluidModel, value: int) -> list[tuple[int, int]]:
     return [*early, (model.use_slot[value], model.recompute[value])]
 
 
-@dataclass
-class _Jump:
-    """The changes at a slot of backward."""
-
-    done: dict[int, list[Term]] = field(default_factory=dict)
-    """Per class: seconds of replays that are done by the slot's points, and were not by the slot before."""
-    begun: list[Term] = field(default_factory=list)
-    """Seconds of the replays that may have run since the slot before: at most those that are done by the next
-    return.
-    """
-
-
 def _add_replay_time(model: FluidModel) -> None:
     """BOUND: part of the time added at a slot is spent in replays, in those of each class and in ops that they share.
 
     All of it up to a slot pays for the replays done by then, and for no replay that is not done by the next return.
     """
     linear = model.linear
-    own, shared = add_runs(model)
-    classes = _classes(model, own)
-    jumps = _jumps(model, own, classes)
+    own, shared = _add_runs(model)
+    class_of, ratios = _classes(model, own)
+    done, begun = _jumps(model, own, class_of)
     ahead: dict[int, int] = {}
     early: int | None = None
     all_shared: list[Term] = []
     for slot in range(model.slots.first_backward, model.slots.count):
-        jump = jumps[slot]
         spent: list[Term] = []
-        for number, ratio in enumerate(classes.ratios):
+        for number, ratio in enumerate(ratios):
             column = linear.column(model.longest)
             spent.append((column, 1.0))
-            ahead[number] = _running(model, ahead.get(number), [(column, -1.0), *jump.done.get(number, ())])
+            ahead[number] = _running(model, ahead.get(number), [(column, -1.0), *done.get((slot, number), ())])
             model.replayed_ahead.setdefault(slot, []).append((ahead[number], ratio))
         if shared:
             column = linear.column(model.longest)
@@ -86,7 +71,7 @@ def _add_replay_time(model: FluidModel) -> None:
             all_shared.append((column, 1.0))
         if spent:
             linear.row([(model.extra[slot], 1.0), *((c, -1.0) for c, _ in spent)], low=0)
-            early = _running(model, early, [*spent, *((c, -s) for c, s in jump.begun)])
+            early = _running(model, early, [*spent, *((c, -s) for c, s in begun.get(slot, ()))])
     runs: list[Term] = [(column, -seconds) for column, seconds in shared]
     if shared:
         linear.row([*all_shared, *runs], low=0)
@@ -129,64 +114,64 @@ def _running(model: FluidModel, before: int | None, added: list[Term]) -> int:
     return now
 
 
-@dataclass(frozen=True)
-class _Classes:
-    """Recomputable values, divided by the bytes that a second of their replay brings back."""
-
-    of_value: dict[int, int]
-    ratios: list[float]
-    """Per class: the least of these ratios, in the model's units."""
-
-
-def _classes(model: FluidModel, own: list[float]) -> _Classes:
-    """Classes of values that have ``own`` seconds, the ratios of each class within a factor of ``CLASS_WIDTH``."""
+def _classes(model: FluidModel, own: list[float]) -> tuple[dict[int, int], list[float]]:
+    """Recomputable values that have ``own`` seconds, divided by the bytes that a second of their replay brings back:
+    the class of each value, and the least ratio of each class, in the model's units. The ratios of a class are within a
+    factor of ``CLASS_WIDTH``.
+    """
     ratios = {
         value: min(MOST_RATIO, model.resident[value] / own[value])
         for value in model.recompute
         if own[value] > 0 and model.use_slot[value] < model.slots.count
     }
-    order = sorted(ratios, key=lambda value: ratios[value])
-    of_value: dict[int, int] = {}
+    class_of: dict[int, int] = {}
     least: list[float] = []
-    for value in order:
+    for value in sorted(ratios, key=lambda value: ratios[value]):
         if not least or (ratios[value] > CLASS_WIDTH * least[-1] and len(least) < MOST_CLASSES):
             least.append(ratios[value])
-        of_value[value] = len(least) - 1
-    return _Classes(of_value, least)
+        class_of[value] = len(least) - 1
+    return class_of, least
 
 
-def _jumps(model: FluidModel, own: list[float], classes: _Classes) -> dict[int, _Jump]:
-    """Per slot of backward; ``own`` are the least seconds of each value's replay."""
+def _jumps(
+    model: FluidModel, own: list[float], class_of: dict[int, int]
+) -> tuple[dict[tuple[int, int], list[Term]], dict[int, list[Term]]]:
+    """By slot of backward and class: seconds of replays that are done by the slot's points, and were not by the slot
+    before; ``own`` are the least seconds of each value's replay. By slot: seconds of the replays that may have run
+    since the slot before, at most those that are done by the next return.
+    """
     first = model.slots.first_backward
-    jumps = {slot: _Jump() for slot in range(first, model.slots.count)}
+    done, begun = dict[tuple[int, int], list[Term]](), dict[int, list[Term]]()
     for value in model.recompute:
         seconds = model.replay_time[value]
         steps = _returns(model, value)
-        if not steps and jumps:  # never used in backward: if at all, it is replayed for another
-            jumps[first].begun.append((model.recompute[value], seconds))
+        if not steps:  # never used in backward: if at all, it is replayed for another
+            begun.setdefault(first, []).append((model.recompute[value], seconds))
         before: int | None = None
         begins = first
         for slot, now in steps:
             changes = [(now, 1.0)] if before is None else [(now, 1.0), (before, -1.0)]
-            if value in classes.of_value:
-                done = jumps[slot].done.setdefault(classes.of_value[value], [])
-                done += [(column, sign * own[value]) for column, sign in changes]
-            jumps[begins].begun += [(column, sign * seconds) for column, sign in changes]
+            if value in class_of:
+                here = done.setdefault((slot, class_of[value]), [])
+                here += [(column, sign * own[value]) for column, sign in changes]
+            begun.setdefault(begins, []).extend((column, sign * seconds) for column, sign in changes)
             before, begins = now, slot + 1
-    return jumps
+    return done, begun
 
 
-def add_runs(model: FluidModel) -> tuple[list[float], list[Term]]:
+def _add_runs(model: FluidModel) -> tuple[list[float], list[Term]]:
     """Per value: the least seconds of its replay; and the terms for the least further seconds of all replays.
 
     An op that several replays share counts with the largest of their values: in the run that brings it back.
     """
     own = list(model.replay_time)
     groups = dict[tuple[int, ...], float]()
+    op_seconds, replays = model.problem.replay.op_seconds, model.problem.replay.replays
     for op, values in _shared_ops(model).items():
-        groups[values] = groups.get(values, 0.0) + model.op_time(op)
+        groups[values] = groups.get(values, 0.0) + (op_seconds[op] + model.replay_op_s) / model.time_unit_s
     beyond: list[Term] = []
-    inputs = _inputs(model)
+    movable = (replays[value] for value in (*model.request.candidates, *model.request.free))
+    inputs = {source for replay in movable if replay is not None for source in replay.inputs}
     for values, seconds in groups.items():
         largest = max(values, key=lambda value: (model.resident[value], -value))
         for value in values:
@@ -205,15 +190,10 @@ def _shared_ops(model: FluidModel) -> dict[int, tuple[int, ...]]:
     return {op: tuple(values) for op, values in users.items() if len(values) > 1}
 
 
-def _inputs(model: FluidModel) -> set[int]:
-    """Values from which some replay starts, including replays of free values."""
-    replays = model.problem.replay.replays
-    movable = (replays[value] for value in (*model.request.candidates, *model.request.free))
-    return {source for replay in movable if replay is not None for source in replay.inputs}
-
-
 def _runs_of(model: FluidModel, values: tuple[int, ...], inputs: set[int]) -> int:
-    """A column that is at least the number of runs that the ``values`` need, all of which run some op."""
+    """A column that is at least the number of runs that the ``values`` need, all of which run some op. ``inputs``:
+    values from which some replay starts.
+    """
     leaves = [value for value in values if value not in inputs]
     inner = [value for value in values if value in inputs]
     reached = _starts(model, leaves, inner)

@@ -11,9 +11,8 @@ from math import prod
 from poochplan.formats.occupancy import Bytes
 from poochplan.formats.plan import Decision
 from poochplan.planner.search.allowance import Allowance
-from poochplan.planner.search.annealing import Walker
+from poochplan.planner.search.annealing import EvaluatedPlan, Incumbents, Walker
 from poochplan.planner.search.bound import values_to_branch_on
-from poochplan.planner.search.incumbents import EvaluatedPlan, Incumbents
 from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, codes_of
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import movable, swap_all
@@ -78,8 +77,7 @@ ENDS = 6
 WALKS = 12
 """Once every starting point has had its walk, the search ends after this many further walks without a gain."""
 HOT, WARM, COOL = 0.02, 0.005, 0.003
-"""Temperatures at which walks begin, as shares of the step: far from a good plan, at a rounded solution, and at the
-best plan."""
+"""Temperatures at which walks begin, as shares of the step: far from good plans, at a rounded solution, at the best."""
 REPAIRS = 3
 """How often the end of a walk whose arena does not fit is tried again with fewer live bytes."""
 MIN_GAIN = 1e-5
@@ -88,8 +86,6 @@ MIN_GAIN = 1e-5
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """The starting point of a walk."""
-
     codes: Bytes
     origin: str
     temperature: float
@@ -102,14 +98,13 @@ class Walking:
 
     def __init__(
         self,
-        problem: Problem,
         values: Sequence[int],
         tiny: frozenset[int],
         incumbents: Incumbents,
         allowance: Allowance,
         seed: int,
     ) -> None:
-        self.problem, self.values, self.tiny, self.incumbents = problem, tuple(values), tiny, incumbents
+        self.problem, self.values, self.tiny, self.incumbents = incumbents.problem, tuple(values), tiny, incumbents
         self._allowance, self._seed = allowance, seed
         self._starts: list[Start] = []
         self._ends: list[EvaluatedPlan] = []
@@ -126,13 +121,10 @@ class Walking:
         return not self._starts and self._again >= again
 
     def begin(self) -> None:
-        """The first starting points: everything swapped; and, until branching has better ones, the largest value
-        decided each way.
-        """
+        """The first starts: everything swapped; and, until branching has better ones, the largest value in each way."""
         self._starts.append(self._pinned({}))
         for value in values_to_branch_on(self.problem, self.values)[:1]:
-            has_replay = self.problem.replay.replays[value] is not None
-            ways = (SWAP, KEEP, RECOMPUTE) if has_replay else (SWAP, KEEP)
+            ways = (SWAP, KEEP, RECOMPUTE)[: len(_choices(self.problem, value))]
             self._starts += [self._pinned({value: code}) for code in ways]
 
     def look_in(self, basins: Sequence[dict[int, int]]) -> None:

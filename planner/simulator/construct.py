@@ -12,32 +12,23 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
 from poochplan.formats.occupancy import Ints, occupancy
 from poochplan.formats.plan import Decision
 from poochplan.planner.simulator.problem import Problem
-from poochplan.planner.simulator.schedule import AS_STYLED, Lists, Schedule, Style, Tuning, assemble
+from poochplan.planner.simulator.replays import MergedReplay
+from poochplan.planner.simulator.schedule import AS_STYLED, Lists, Schedule, Style, Tuning, assemble, by_point
 
 
-@dataclass(frozen=True)
-class Needs:
-    """When each value is needed in backward, under given decisions."""
-
-    points: tuple[tuple[int, ...], ...]
-    """Per value: the points up to its first use that need it on the device, in order."""
-    back_point: tuple[int, ...]
-    """Per value: the first of these points, or that of its replay; -1 if there is none."""
-    last_claim: Ints
-    """Per value: the last tick at which a replay needs it; -1 if none does."""
-    replays: tuple[tuple[int, int, tuple[int, ...]], ...]
-    """(point, requested value, all values that this replay brings back), in the order in which they run."""
-
-
-def needs_of(problem: Problem, decisions: Sequence[Decision], replay_at: Mapping[int, int] | None = None) -> Needs:
-    """The values that ``decisions`` need back, and when.
+def needs_of(
+    problem: Problem, decisions: Sequence[Decision], replay_at: Mapping[int, int]
+) -> tuple[list[list[int]], Ints, list[tuple[int, int, MergedReplay]]]:
+    """When ``decisions`` need each value in backward. Per value: the points up to its first use that need it on the
+    device, in order; and the last tick at which a replay needs it, -1 if none does. And the replays: (point, requested
+    value, its replay), in the order in which they run.
 
     A replay is at the first use of its value, or earlier, at the use point that ``replay_at`` has for the value. At one
     point these earlier replays come first, in the order of ``replay_at``.
@@ -47,35 +38,31 @@ def needs_of(problem: Problem, decisions: Sequence[Decision], replay_at: Mapping
     points: list[list[int]] = [[] for _ in range(count)]
     claim = np.full(count, -1, dtype=np.int64)
     replays = []
-    for point, _, value in _in_order(problem, decisions, replay_at or {}):
+    for point, _, value in _in_order(problem, decisions, replay_at):
         if decisions[value] is not Decision.RECOMPUTE:
             points[value].append(point)
             continue
         if back[value] >= 0:
             continue
-        targets = replay_closure(problem, decisions, value, back)
-        for target in targets:
+        replay = replay_for(problem, decisions, value, back)
+        for target in replay.targets:
             back[target] = point
             for source in problem.replay.of(target).inputs:
                 claim[source] = problem.point_ticks[point]
-        for source in problem.replay.merged(targets).inputs:
+        for source in replay.inputs:
             use = problem.first_use_point[source]
             if use < 0 or point < use:
                 points[source].append(point)
-        replays.append((point, value, targets))
-    for value, needed in enumerate(points):
-        if decisions[value] is not Decision.RECOMPUTE and needed:
-            back[value] = needed[0]
+        replays.append((point, value, replay))
     claim_for_never_replayed(problem, decisions, back, claim)
-    return Needs(tuple(map(tuple, points)), tuple(back), claim, tuple(replays))
+    return points, claim, replays
 
 
 def _in_order(
     problem: Problem, decisions: Sequence[Decision], replay_at: Mapping[int, int]
 ) -> list[tuple[int, int, int]]:
     """(point, order at the point, value) of each request for a value. At one point, replays come before the use."""
-    last = len(replay_at)
-    order = [(point, last, value) for value, point in enumerate(problem.first_use_point) if point >= 0]
+    order = [(point, len(replay_at), value) for value, point in enumerate(problem.first_use_point) if point >= 0]
     for position, (value, point) in enumerate(replay_at.items()):
         if decisions[value] is Decision.RECOMPUTE and may_replay_at(problem, value, point):
             order.append((point, position, value))
@@ -90,8 +77,8 @@ def may_replay_at(problem: Problem, value: int, point: int) -> bool:
     return problem.replay.may_run(value, tick) and (point <= use if use >= 0 else tick <= problem.freed[value])
 
 
-def replay_closure(problem: Problem, decisions: Sequence[Decision], value: int, back: Sequence[int]) -> tuple[int, ...]:
-    """The values that one replay of ``value`` brings back: itself, and recomputed inputs that are not back yet."""
+def replay_for(problem: Problem, decisions: Sequence[Decision], value: int, back: Sequence[int]) -> MergedReplay:
+    """The replay that brings back ``value``, and the recomputed inputs that are not back yet."""
     targets = {value}
     pending = [value]
     while pending:
@@ -99,15 +86,14 @@ def replay_closure(problem: Problem, decisions: Sequence[Decision], value: int, 
             if decisions[source] is Decision.RECOMPUTE and back[source] < 0 and source not in targets:
                 targets.add(source)
                 pending.append(source)
-    return tuple(sorted(targets))
+    return problem.replay.merged(tuple(sorted(targets)))
 
 
 def claim_for_never_replayed(problem: Problem, decisions: Sequence[Decision], back: Sequence[int], claim: Ints) -> None:
     """Extends ``claim``: a recomputed value that never comes back claims its inputs while it is itself held."""
-    replays = problem.replay.replays
     pending = [
         (replay.ops[-1], value, replay.inputs)
-        for value, replay in enumerate(replays)
+        for value, replay in enumerate(problem.replay.replays)
         if replay is not None and decisions[value] is Decision.RECOMPUTE and back[value] < 0
     ]
     for _, value, inputs in sorted(pending, reverse=True):  # a value's holders come after it
@@ -116,28 +102,43 @@ def claim_for_never_replayed(problem: Problem, decisions: Sequence[Decision], ba
             claim[source] = max(int(claim[source]), until)
 
 
-def add_inside_replays(problem: Problem, runs: Iterable[tuple[int, tuple[int, ...]]], memory: Ints) -> None:
-    """Raises ``memory`` at each replay's tick to the most that is live inside the replays there. ``runs``: the tick of
-    each, and the values that it brings back.
+def lives(
+    problem: Problem, decisions: Sequence[Decision], claim: Ints, release_tick: Sequence[int], back_tick: Sequence[int]
+) -> tuple[Ints, Ints, Ints]:
+    """Per saved value: last tick of its forward life, then first and last tick of its second life; -1 without one.
+    ``release_tick`` and ``back_tick`` are -1 for a value that is not released, or does not come back.
     """
-    by_tick: dict[int, list[tuple[int, ...]]] = {}
-    for tick, targets in runs:
-        by_tick.setdefault(tick, []).append(targets)
+    last, death = problem.tick_count - 1, problem.forward_death
+    end = np.maximum(problem.freed, claim)
+    release, back = np.array(release_tick, dtype=np.int64), np.array(back_tick, dtype=np.int64)
+    recomputed = np.array([decision is Decision.RECOMPUTE for decision in decisions])
+    first_end = np.maximum(death, np.where(recomputed, death, np.where(release >= 0, release - 1, end)))
+    return np.minimum(first_end, last), back, np.where(back >= 0, np.minimum(np.maximum(end, back), last), -1)
+
+
+def memory_of(problem: Problem, spans: tuple[Ints, Ints, Ints], runs: Iterable[tuple[int, MergedReplay]]) -> Ints:
+    """Most bytes live at each tick, with saved values live as in ``spans`` (:func:`lives`), including inside replays,
+    of which ``runs`` has the ticks.
+    """
+    first_end, back, end = spans
+    size_bytes, again = problem.rounded_bytes, np.flatnonzero(back >= 0)
+    live = occupancy(
+        problem.tick_count, (problem.born, first_end, size_bytes), (back[again], end[again], size_bytes[again])
+    )
+    memory: Ints = live + problem.base_bytes
+    by_tick: dict[int, list[MergedReplay]] = {}
+    for tick, replay in runs:
+        by_tick.setdefault(tick, []).append(replay)
     for tick, there in by_tick.items():
         memory[tick] = max(memory[tick], *inside_replays(problem, there, int(memory[tick])))
+    return memory
 
 
-def inside_replays(problem: Problem, runs: Sequence[tuple[int, ...]], after_bytes: int) -> list[int]:
-    """Most bytes live inside each of the replays of one tick, one after another; ``after_bytes`` are live after
-    them.
-    """
-    target_bytes = [int(problem.rounded_bytes[list(targets)].sum()) for targets in runs]
-    live = after_bytes - sum(target_bytes)
-    most = []
-    for targets, brought_back in zip(runs, target_bytes, strict=True):
-        most.append(live + problem.replay.merged(targets).peak_bytes)
-        live += brought_back
-    return most
+def inside_replays(problem: Problem, there: Sequence[MergedReplay], after_bytes: int) -> list[int]:
+    """Most bytes live inside each of the replays of one tick, in order; ``after_bytes`` are live after them."""
+    target_bytes = [int(problem.rounded_bytes[list(replay.targets)].sum()) for replay in there]
+    before_bytes = accumulate(target_bytes, initial=after_bytes - sum(target_bytes))
+    return [live + replay.peak_bytes for live, replay in zip(before_bytes, there, strict=False)]
 
 
 LOOK_TICKS = 512
@@ -155,13 +156,19 @@ class _Scheduler:
         self.ticks = problem.point_tick_list
         self.death: list[int] = problem.forward_death.tolist()
         self.size: list[int] = problem.rounded_bytes.tolist()
-        self.needs = needs_of(problem, decisions, tuning.replay_at)
-        self.end = np.maximum(problem.freed, self.needs.last_claim)
+        self.needed, claim, self.replays = needs_of(problem, decisions, tuning.replay_at)
+        self.end = np.maximum(problem.freed, claim)
         self.release: dict[int, int] = {}
         self.back: dict[int, int] = {}
         """Per released value: the point that needs it next; -1 if none does."""
         self.prefetch: dict[int, int] = {}
-        self.curve = self._curve_unreleased()
+        runs = [(self.ticks[point], replay) for point, _, replay in self.replays]
+        back_tick = [-1] * len(self.size)
+        for tick, replay in runs:
+            for target in replay.targets:
+                back_tick[target] = tick
+        spans = lives(problem, decisions, claim, [-1] * len(self.size), back_tick)
+        self.curve = memory_of(problem, spans, runs)
 
     def actions(self) -> Lists:
         """The actions at each point, in the form for ``assemble``. Afterwards ``decisions`` are final."""
@@ -175,29 +182,18 @@ class _Scheduler:
             if value not in self.release:
                 self.decisions[value] = Decision.KEEP
         self._prefetch()
-        return self._collect()
-
-    def _curve_unreleased(self) -> Ints:
-        problem = self.problem
-        recomputed = np.array([decision is Decision.RECOMPUTE for decision in self.decisions])
-        until = np.where(recomputed, problem.forward_death, np.maximum(problem.forward_death, self.end))
-        back_point = np.array(self.needs.back_point, dtype=np.int64)
-        back = np.flatnonzero(recomputed & (back_point >= 0))
-        live = occupancy(
-            problem.tick_count,
-            (problem.born, until, problem.rounded_bytes),
-            (problem.point_ticks[back_point[back]], self.end[back], problem.rounded_bytes[back]),
+        return by_point(
+            swap_out=self._queue(list(self.release)).items(),
+            release=self.release.items(),
+            prefetch=self.prefetch.items(),
+            replay=((value, point) for point, value, _ in self.replays),
         )
-        curve: Ints = live + problem.base_bytes
-        runs = ((self.ticks[point], targets) for point, _, targets in self.needs.replays)
-        add_inside_replays(problem, runs, curve)
-        return curve
 
     # -- releases -----------------------------------------------------------------------------------------------------
 
     def _need_after(self, value: int, point: int) -> int:
         """The first point that needs a value released at ``point``; -1 if none does."""
-        needed = self.needs.points[value]
+        needed = self.needed[value]
         index = bisect_left(needed, point)
         return needed[index] if index < len(needed) else -1
 
@@ -218,9 +214,8 @@ class _Scheduler:
 
     def _early_point(self, value: int) -> int:
         """The last save point up to the tick after the value's forward death; its own save point if that is later."""
-        problem = self.problem
-        index = bisect_right(problem.save_ticks, self.death[value] + 1) - 1
-        return problem.save_points[max(index, value)]
+        index = int(np.searchsorted(self.problem.save_tick, self.death[value] + 1, side="right")) - 1
+        return self.problem.save_points[max(index, value)]
 
     def _release_where_memory_asks(self, swapped: Sequence[int]) -> None:
         queued = {value: position for position, value in enumerate(self._queue(swapped))}
@@ -354,22 +349,6 @@ class _Scheduler:
             issued[value] = before = max(own, before)
         issued = {value: min(point, self.release.get(value, point)) for value, point in issued.items()}
         return dict(sorted(issued.items(), key=lambda item: item[1]))
-
-    def _collect(self) -> Lists:
-        lists: Lists = {}
-
-        def add(point: int, action: str, value: int) -> None:
-            lists.setdefault(point, {}).setdefault(action, []).append(value)
-
-        for value, point in self._queue(list(self.release)).items():
-            add(point, "swap_out", value)
-        for value, point in self.release.items():
-            add(point, "release", value)
-        for value, point in self.prefetch.items():
-            add(point, "prefetch", value)
-        for point, value, _ in self.needs.replays:
-            add(point, "replay", value)
-        return lists
 
 
 def fit(

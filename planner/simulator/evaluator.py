@@ -40,8 +40,6 @@ _SIGNATURES: Final[Signatures] = {
     "place_all": (_INT64, (_HANDLE, _INT64, _HANDLE, _INT64, _HANDLE, _INT64, _HANDLE)),
 }
 """Result and arguments of each function of ``native/evaluator.cpp``. Its names there begin with ``pooch_``."""
-NO_THREAD, COMPUTING, AHEAD = range(3)
-"""Kinds of launching thread: unknown, the compute stream itself, and ahead of the device."""
 
 
 class _Loading:
@@ -220,24 +218,20 @@ class FlatProblem(NamedTuple):
     facts: Ints
 
 
-class _Lists:
-    """Becomes ``FlatProblem.lists``."""
-
-    def __init__(self) -> None:
-        self.items: list[int] = []
-
-    def add(self, items: Iterable[int]) -> tuple[int, int]:
-        """Adds a list, and returns its beginning and end."""
-        begin = len(self.items)
-        self.items.extend(items)
-        return begin, len(self.items)
+def _added(lists: list[int], items: Iterable[int]) -> tuple[int, int]:
+    """Adds a list to what becomes ``FlatProblem.lists``, and returns its beginning and end."""
+    begin = len(lists)
+    lists.extend(items)
+    return begin, len(lists)
 
 
 def flat_problem_of(problem: Problem) -> FlatProblem:
     """The arrays of a problem; they are copies."""
-    lists = _Lists()
+    lists: list[int] = []
     values, ops, facts = _values(problem, lists), _ops(problem, lists), _facts(problem, lists)
-    count = problem.value_count
+    count, link, cost = problem.value_count, problem.link, problem.launch_cost
+    of_link = link.duplex, link.interference_out, link.interference_in
+    rates = *of_link, cost.out_s, cost.fetch_s, cost.record_s, cost.replay_s, problem.step_s
     return FlatProblem(
         values=values,
         copy_s=np.array([(problem.out_seconds(v), problem.in_seconds(v)) for v in range(count)]).reshape(count, 2),
@@ -246,25 +240,24 @@ def flat_problem_of(problem: Problem) -> FlatProblem:
         ticks=_table(problem.base_bytes, problem.first_step_less_bytes),
         ops=ops,
         op_s=_op_seconds(problem),
-        lists=np.array(lists.items, dtype=np.int64),
+        lists=np.array(lists, dtype=np.int64),
         value_bytes=np.array(problem.replay.value_bytes, dtype=np.int64),
-        rates=_rates(problem),
+        rates=np.array(rates),
         facts=facts,
     )
 
 
-def _values(problem: Problem, lists: _Lists) -> Ints:
-    count, graph, cost = problem.value_count, problem.replay, problem.launch_cost
-    save_tick, numbers = np.array(problem.save_ticks), np.arange(count)
+def _values(problem: Problem, lists: list[int]) -> Ints:
+    count, graph = problem.value_count, problem.replay
+    save_tick, numbers = problem.save_tick, np.arange(count)
     frees = np.maximum(save_tick, problem.forward_death + 1)
     by_rank = np.lexsort((numbers, frees))
     early = np.maximum(np.searchsorted(save_tick, problem.forward_death + 1, side="right") - 1, numbers)
-    is_paid_for = cost is not None and cost.record_s > 0
     ranges = np.zeros((count, 6), dtype=np.int64)
     for value, replay in enumerate(graph.replays):
         if replay is not None:
-            recorded = sorted(graph.to_record(replay.ops)) if is_paid_for else []
-            ranges[value] = [*lists.add(replay.ops), *lists.add(replay.inputs), *lists.add(recorded)]
+            recorded = sorted(graph.to_record(replay.ops)) if problem.launch_cost.record_s > 0 else []
+            ranges[value] = [at for items in (replay.ops, replay.inputs, recorded) for at in _added(lists, items)]
     return _table(
         problem.rounded_bytes,
         problem.size_bytes,
@@ -294,11 +287,11 @@ def _points(problem: Problem) -> Ints:
     return _table(problem.point_ticks, problem.point_ops, first_use_of, use, np.cumsum(is_save) - is_save)
 
 
-def _ops(problem: Problem, lists: _Lists) -> Ints:
+def _ops(problem: Problem, lists: list[int]) -> Ints:
     graph, save_op = problem.replay, problem.save_op_array
     numbers = np.arange(len(graph.op_seconds))
-    outputs = np.array([lists.add(outputs) for outputs in graph.op_outputs], dtype=np.int64).reshape(-1, 2)
-    temporaries = np.array([lists.add(values) for values in graph.op_temporaries], dtype=np.int64).reshape(-1, 2)
+    outputs = np.array([_added(lists, outputs) for outputs in graph.op_outputs], dtype=np.int64).reshape(-1, 2)
+    temporaries = np.array([_added(lists, values) for values in graph.op_temporaries], dtype=np.int64).reshape(-1, 2)
     on = np.searchsorted(save_op, numbers, side="left") - 1
     off = np.searchsorted(save_op, numbers, side="right")
     return _table(graph.op_workspace_bytes, *outputs.T, *temporaries.T, on, off)
@@ -309,31 +302,20 @@ def _op_seconds(problem: Problem) -> Floats:
     found = np.zeros((len(durations) + 1, 4))
     found[:-1, 0] = durations
     found[:, 3] = problem.work_before_op_s
-    if cost is not None:
-        found[:-1, 1] = cost.launch_s
-        found[:, 2] = cost.before_op_s
+    found[:-1, 1] = cost.launch_s
+    found[:, 2] = cost.before_op_s
     return found
 
 
-def _rates(problem: Problem) -> Floats:
-    link, cost = problem.link, problem.launch_cost
-    of_thread = (0.0, 0.0, 0.0, 0.0) if cost is None else (cost.out_s, cost.fetch_s, cost.record_s, cost.replay_s)
-    return np.array([link.duplex, link.interference_out, link.interference_in, *of_thread, problem.step_s])
-
-
-def _facts(problem: Problem, lists: _Lists) -> Ints:
+def _facts(problem: Problem, lists: list[int]) -> Ints:
     cost = problem.launch_cost
-    kind = NO_THREAD if cost is None else COMPUTING if cost.is_compute else AHEAD
     never = sorted(
-        (
-            (replay.ops[-1], value)
-            for value, replay in enumerate(problem.replay.replays)
-            if replay is not None and problem.first_use_point[value] < 0
-        ),
-        reverse=True,
+        (replay.ops[-1], value)
+        for value, replay in enumerate(problem.replay.replays)
+        if replay is not None and problem.first_use_point[value] < 0
     )
-    last_save_op = 0 if cost is None else cost.last_save_op
-    return np.array([kind, last_save_op, *lists.add(value for _, value in never)], dtype=np.int64)
+    held = _added(lists, (value for _, value in reversed(never)))
+    return np.array([not cost.is_compute, cost.last_save_op, *held], dtype=np.int64)
 
 
 def _table(*columns: Iterable[int] | Ints) -> Ints:

@@ -6,6 +6,7 @@ Ticks are those of ``poochplan.formats.profile``; bytes are rounded up to the al
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -14,15 +15,18 @@ import numpy as np
 
 from poochplan.errors import PoochError
 from poochplan.formats.occupancy import Floats, Ints, born_ticks, live_bytes
-from poochplan.formats.profile import Kind, Link, Phase, PointKind, Profile
+from poochplan.formats.profile import Kind, Link, Phase, PointKind, Profile, RuntimeCost
 
-from .replays import ReplayGraph, build_replay_graph
+from .replays import MergedReplay, ReplayGraph, build_replay_graph
+
+HELD = "held by something other than autograd until it is used"
+"""Why a value can only be kept whose forward death is no earlier than its first use."""
 
 
 @dataclass(frozen=True, eq=False)
 class LaunchCost:
     """The launching thread's cost in a step: the part that is the same for all decisions, and the part that each
-    decision adds.
+    decision adds. All are 0 if the profile lacks them.
     """
 
     is_compute: bool
@@ -60,29 +64,24 @@ class LaunchCost:
         lead_s = float((self.before_op_s[:-1] - work_before_op_s[:-1]).max())
         return max(step_s + max(0.0, lead_s), float(self.before_op_s[-1]))
 
-    def replay_of(
-        self, targets: tuple[int, ...], ops: tuple[int, ...], op_seconds: tuple[float, ...]
-    ) -> tuple[float, float]:
-        """Seconds in which the thread launches the ``ops`` that bring ``targets`` back, and the largest delay with
-        which it reaches one of them, compared with a device that never waits.
+    def replay_of(self, replay: MergedReplay, op_seconds: tuple[float, ...]) -> tuple[float, float]:
+        """Seconds in which the thread launches the ops of a replay, and the largest delay with which it reaches one of
+        them, compared with a device that never waits.
         """
-        found = self._replays.get(targets)
+        found = self._replays.get(replay.targets)
         if found is None:
-            launches = [float(self.launch_s[op]) for op in ops]
-            before = [0.0, *accumulate(launches)]
-            work = [0.0, *accumulate(op_seconds[op] for op in ops)]
-            own = [self.replay_s * (position + 1) for position in range(len(ops))]
-            behind = max((before[i] + own[i] - work[i] for i in range(len(ops))), default=0.0)
-            found = self._replays[targets] = before[-1] + self.replay_s * len(ops), behind
+            count = len(replay.ops)
+            before = [0.0, *accumulate(float(self.launch_s[op]) for op in replay.ops)]
+            work = [0.0, *accumulate(op_seconds[op] for op in replay.ops)]
+            behind = max((before[i] + self.replay_s * (i + 1) - work[i] for i in range(count)), default=0.0)
+            found = self._replays[replay.targets] = before[-1] + self.replay_s * count, behind
         return found
 
 
-def launch_cost_of(profile: Profile) -> LaunchCost | None:
-    """The launch cost of a profile; None if the profile lacks the thread's costs."""
-    measured = profile.runtime
-    if measured is None:
-        return None
-    is_compute = profile.device.kind == "cpu"
+def launch_cost_of(profile: Profile) -> LaunchCost:
+    """The launch cost of a profile."""
+    measured = profile.runtime or RuntimeCost(handle_s=0.0, swap_s=0.0, record_s=0.0)
+    is_compute = profile.runtime is None or profile.device.kind == "cpu"
     durations = np.array([op.duration_s for op in profile.ops])
     saves = [point.op for point in profile.points if point.kind is PointKind.SAVE]
     return LaunchCost(
@@ -99,9 +98,7 @@ def launch_cost_of(profile: Profile) -> LaunchCost | None:
 
 def _handle_seconds(profile: Profile, pack_s: float, unpack_s: float) -> Floats:
     """Per op: the packs of all handles of the values saved before it, and the unpacks of those used there."""
-    handles_of: dict[int, int] = {}
-    for handle in profile.handles:
-        handles_of[handle.value] = handles_of.get(handle.value, 0) + 1
+    handles_of = Counter(handle.value for handle in profile.handles)
     seconds = np.zeros(len(profile.ops) + 1)
     for point in profile.points:
         is_save = point.kind is PointKind.SAVE
@@ -159,8 +156,7 @@ class Problem:
     """Seconds of the in-core step: without a session, and so without handles."""
     plain_s: float
     """Seconds of the step by PyTorch alone if that was timed, else ``in_core_s``: the reference of overheads."""
-    launch_cost: LaunchCost | None = None
-    """The launching thread; None if the profile lacks its costs."""
+    launch_cost: LaunchCost
 
     @cached_property
     def point_tick_list(self) -> list[int]:
@@ -173,23 +169,11 @@ class Problem:
         return list(map(float, self.point_work_s))
 
     @cached_property
-    def point_op_array(self) -> Ints:
-        """``point_ops`` for code that reads all at once."""
-        return np.array(self.point_ops, dtype=np.int64)
-
-    @cached_property
     def save_op_array(self) -> Ints:
-        """Ops completed before each save point."""
-        return self.point_op_array[list(self.save_points)]
-
-    @cached_property
-    def save_ticks(self) -> list[int]:
-        """Tick of each save point."""
-        return [self.point_tick_list[point] for point in self.save_points]
+        return np.array([self.point_ops[point] for point in self.save_points], dtype=np.int64)
 
     @cached_property
     def use_ticks(self) -> list[int]:
-        """Tick of each use point."""
         return [self.point_tick_list[point] for point in self.use_points]
 
     @cached_property
@@ -204,7 +188,6 @@ class Problem:
 
     @property
     def value_count(self) -> int:
-        """Number of saved values."""
         return len(self.names)
 
     @property
@@ -215,7 +198,7 @@ class Problem:
     @cached_property
     def keep_all_s(self) -> float:
         """Seconds of the step that keeps everything; no plan's step is shorter."""
-        return self.step_s if self.launch_cost is None else self.launch_cost.keep_all_s(self.work_before_op_s)
+        return self.launch_cost.keep_all_s(self.work_before_op_s)
 
     def out_seconds(self, value: int) -> float:
         """Seconds of a value's copy to the host, alone on the link."""
@@ -232,8 +215,7 @@ class Problem:
     def replay_seconds(self, value: int) -> float:
         """Seconds of the compute stream for a value's own replay; it has one."""
         replay, cost = self.replay.of(value), self.launch_cost
-        on_compute_s = cost.replay_s if cost is not None and cost.is_compute else 0.0
-        return replay.seconds + on_compute_s * len(replay.ops)
+        return replay.seconds + (cost.replay_s if cost.is_compute else 0.0) * len(replay.ops)
 
     def layer_at(self, tick: int) -> str:
         """Layer of the op at a tick, or of the value packed or unpacked there."""
@@ -255,25 +237,30 @@ def build_problem(profile: Profile) -> Problem:
         The profile cannot be planned from; see :func:`check_profile`.
     """
     check_profile(profile)
-    saved_of, value_of = _saved_values(profile)
-    op_ticks = np.array(profile.op_ticks, dtype=np.int64)
-    point_ticks = np.array(profile.point_ticks, dtype=np.int64)
-    handle_value = tuple(saved_of[handle.value] for handle in profile.handles)
-    point_value = tuple(handle_value[point.handle] for point in profile.points)
     is_save = tuple(point.kind is PointKind.SAVE for point in profile.points)
     save_points = tuple(index for index, save in enumerate(is_save) if save)
-    first_use_point = _first_uses(point_value, is_save, len(value_of))
-    first_use = np.array([point_ticks[p] if p >= 0 else profile.tick_count for p in first_use_point], dtype=np.int64)
+    use_points = tuple(index for index, save in enumerate(is_save) if not save)
+    value_of = [profile.handles[profile.points[point].handle].value for point in save_points]
     values = [profile.values[value] for value in value_of]
+    saved_of = [-1] * len(profile.values)
+    for saved, value in enumerate(value_of):
+        saved_of[value] = saved
+    handle_value = tuple(saved_of[handle.value] for handle in profile.handles)
+    point_value = tuple(handle_value[point.handle] for point in profile.points)
+    first_use_point = [-1] * len(value_of)
+    for point in reversed(use_points):
+        first_use_point[point_value[point]] = point
+    point_ticks = np.array(profile.point_ticks, dtype=np.int64)
+    first_use = np.array([point_ticks[p] if p >= 0 else profile.tick_count for p in first_use_point], dtype=np.int64)
     work = np.concatenate(([0.0], np.cumsum([op.duration_s for op in profile.ops])))
     in_core_s, cost = float(work[-1]), launch_cost_of(profile)
-    if cost is not None and cost.is_compute:
+    if cost.is_compute:
         work = work + cost.before_op_s
     point_ops = tuple(point.op for point in profile.points)
     save_tick = point_ticks[list(save_points)]
     return Problem(
         tick_count=profile.tick_count,
-        op_ticks=op_ticks,
+        op_ticks=np.array(profile.op_ticks, dtype=np.int64),
         op_layers=tuple(op.layer or ("optimizer" if op.phase is Phase.OPTIMIZER else "") for op in profile.ops),
         work_before_op_s=work,
         point_ticks=point_ticks,
@@ -283,7 +270,7 @@ def build_problem(profile: Profile) -> Problem:
         point_value=point_value,
         handles=handle_value,
         save_points=save_points,
-        use_points=tuple(index for index, save in enumerate(is_save) if not save),
+        use_points=use_points,
         names=tuple(value.name for value in values),
         layers=tuple(value.layer for value in values),
         size_bytes=np.array([value.size_bytes for value in values], dtype=np.int64),
@@ -293,8 +280,11 @@ def build_problem(profile: Profile) -> Problem:
         freed=np.array([value.freed for value in values], dtype=np.int64),
         save_tick=save_tick,
         first_use=first_use,
-        first_use_point=first_use_point,
-        must_keep=_must_keep(profile, value_of, first_use),
+        first_use_point=tuple(first_use_point),
+        must_keep=tuple(
+            value.pinned or (HELD if value.forward_death >= use else "")
+            for value, use in zip(values, first_use, strict=True)
+        ),
         replay=build_replay_graph(
             profile, saved_of, value_of, [point_ops[p] for p in save_points], save_tick.tolist(), first_use.tolist()
         ),
@@ -307,49 +297,15 @@ def build_problem(profile: Profile) -> Problem:
     )
 
 
-def _saved_values(profile: Profile) -> tuple[list[int], list[int]]:
-    saved_of = [-1] * len(profile.values)
-    value_of: list[int] = []
-    for point in profile.points:
-        if point.kind is not PointKind.SAVE:
-            continue
-        value = profile.handles[point.handle].value
-        saved_of[value] = len(value_of)
-        value_of.append(value)
-    return saved_of, value_of
-
-
-def _first_uses(point_value: tuple[int, ...], is_save: tuple[bool, ...], count: int) -> tuple[int, ...]:
-    first = [-1] * count
-    for index, value in enumerate(point_value):
-        if not is_save[index] and value >= 0 and first[value] < 0:
-            first[value] = index
-    return tuple(first)
-
-
-def _must_keep(profile: Profile, value_of: list[int], first_use: Ints) -> tuple[str, ...]:
-    reasons = []
-    for saved, value in enumerate(value_of):
-        record = profile.values[value]
-        reason = record.pinned
-        if not reason and record.forward_death >= first_use[saved]:
-            reason = "held by something other than autograd until it is used"
-        reasons.append(reason)
-    return tuple(reasons)
-
-
 def _first_step_less_bytes(profile: Profile) -> Ints:
     less = np.zeros(profile.tick_count, dtype=np.int64)
-    optimizer_ticks = [
-        tick for op, tick in zip(profile.ops, profile.op_ticks, strict=True) if op.phase is Phase.OPTIMIZER
-    ]
-    state_bytes = sum(
+    ops = zip(profile.ops, profile.op_ticks, strict=True)
+    first_tick = next((tick for op, tick in ops if op.phase is Phase.OPTIMIZER), 0)
+    less[:first_tick] = sum(
         profile.rounded_bytes(value.size_bytes)
         for value in profile.values
         if value.kind is Kind.OPTIMIZER_STATE and value.born < 0
     )
-    if optimizer_ticks:
-        less[: optimizer_ticks[0]] = state_bytes
     return less
 
 
@@ -364,21 +320,19 @@ def check_profile(profile: Profile) -> None:
     _check_handles(profile)
     _check_ticks(profile)
     _check_ops(profile)
-    _check_link(profile)
-    _check_runtime(profile)
+    _check_costs(profile)
 
 
 def _check_points(profile: Profile) -> None:
+    what = {
+        PointKind.SAVE: "saved value: expected values that forward keeps for backward, found none, so there is nothing "
+        "to plan",
+        PointKind.USE: "backward: expected a use of a saved value, found none",
+    }
     kinds = {point.kind for point in profile.points}
-    if PointKind.SAVE not in kinds:
-        raise PoochError(
-            "the profile has no saved value: expected values that forward keeps for backward, found none, so there is "
-            "nothing to plan; profile a whole training step"
-        )
-    if PointKind.USE not in kinds:
-        raise PoochError(
-            "the profile has no backward: expected a use of a saved value, found none; profile a whole training step"
-        )
+    for kind, fault in what.items():
+        if kind not in kinds:
+            raise PoochError(f"the profile has no {fault}; profile a whole training step")
 
 
 def _check_handles(profile: Profile) -> None:
@@ -450,16 +404,13 @@ def _check_ops(profile: Profile) -> None:
                 )
 
 
-def _check_link(profile: Profile) -> None:
+def _check_costs(profile: Profile) -> None:
     for name, direction in (("outward", profile.link.outward), ("inward", profile.link.inward)):
         if not direction.bandwidth_bytes_per_s > 0 or direction.latency_s < 0:
             raise PoochError(
                 f"link.{name}: expected a bandwidth above 0 and a latency of at least 0, found "
                 f"{direction.bandwidth_bytes_per_s} bytes/s and {direction.latency_s} s; measure the link again"
             )
-
-
-def _check_runtime(profile: Profile) -> None:
     cost = profile.runtime
     if cost is None:
         return

@@ -1,7 +1,8 @@
 """The cost of recomputing a saved value: ops to run again, saved values to start from, bytes along the way.
 
 The rules are those of ``docs/semantics.md``, "Replay of a value". A forward value has *writers* (the op that created
-it, then every op that writes it in place); *version* ``g`` is its content after writer ``g``.
+it, then every op that writes it in place); *version* ``g`` is its content after writer ``g``. A gathered weight (FSDP2)
+has memory only in *stretches* of the step: in the unit's forward, and around its backward. Replays must find it there.
 """
 
 from __future__ import annotations
@@ -10,14 +11,13 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from poochplan.formats.occupancy import ints, occupancy
+from poochplan.formats.occupancy import born_ticks, ints, occupancy
 from poochplan.formats.profile import Kind, Op, Phase, Profile
-
-from .gathered import Stretches, reach_of
 
 
 def in_order(seconds: Iterable[float]) -> float:
@@ -42,13 +42,11 @@ class Replay:
 
 
 @dataclass(frozen=True)
-class MergedReplay:
-    """One replay that brings back one or more saved values."""
+class MergedReplay(Replay):
+    """One replay that brings back one or more saved values; its inputs are without these."""
 
-    ops: tuple[int, ...]
-    inputs: tuple[int, ...]
-    """Saved values that must be resident before it, without its targets."""
-    seconds: float
+    targets: tuple[int, ...]
+    """The saved values that it brings back, in ascending order."""
     peak_bytes: int
     """Most bytes it holds at any moment beyond what was live before: its targets, temporaries and workspace."""
 
@@ -98,9 +96,7 @@ class ReplayGraph:
         return wanted.union(*(self.value_writers[value] for value in temporaries))
 
     def recorded_for(self, values: Sequence[int]) -> NDArray[np.int64]:
-        """Everything that must be recorded so that replays of these saved values, which have one, can run;
-        ascending.
-        """
+        """What must be recorded so that replays of these saved values, which have one, can run; ascending."""
         together = np.bitwise_or.reduce(self._recorded_bits[values], axis=0)
         return np.flatnonzero(np.unpackbits(together, count=len(self.op_seconds)))
 
@@ -117,23 +113,16 @@ class ReplayGraph:
         """The replay that brings back ``targets`` (sorted, all replayable) together; shared ops run once."""
         found = self._merged.get(targets)
         if found is None:
-            found = self._merge(targets)
-            self._merged[targets] = found
+            ops = tuple(sorted({op for target in targets for op in self.of(target).ops}))
+            inputs = {source for target in targets for source in self.of(target).inputs}
+            found = self._merged[targets] = MergedReplay(
+                ops=ops,
+                inputs=tuple(sorted(inputs.difference(targets))),
+                seconds=in_order(self.op_seconds[op] for op in ops),
+                targets=targets,
+                peak_bytes=self._peak(ops, {self.value_of[target] for target in targets}),
+            )
         return found
-
-    def _merge(self, targets: tuple[int, ...]) -> MergedReplay:
-        op_set: set[int] = set()
-        inputs: set[int] = set()
-        for target in targets:
-            op_set.update(self.of(target).ops)
-            inputs.update(self.of(target).inputs)
-        ops = tuple(sorted(op_set))
-        return MergedReplay(
-            ops=ops,
-            inputs=tuple(sorted(inputs.difference(targets))),
-            seconds=in_order(self.op_seconds[op] for op in ops),
-            peak_bytes=self._peak(ops, {self.value_of[target] for target in targets}),
-        )
 
     def lives(self, ops: Sequence[int], kept: Set[int]) -> list[tuple[int, int, int]]:
         """The values that a replay with these ``ops`` makes: (value, position of the op that creates it, position up to
@@ -207,12 +196,8 @@ def build_replay_graph(
                 writers[value].append(index)
     saved_version = [bisect_left(writers[value], save_op[i]) for i, value in enumerate(value_of)]
     versions = _Versions(profile, writers, saved_of, saved_version)
-    replays: list[Replay | None] = []
-    reasons: list[str] = []
-    for saved in range(len(value_of)):
-        replay, reason = _replay_of(versions, saved, value_of, save_tick, first_use_tick)
-        replays.append(replay)
-        reasons.append(reason)
+    found = [_replay_of(versions, saved, value_of, save_tick, first_use_tick) for saved in range(len(value_of))]
+    replays, reasons = [replay for replay, _ in found], [reason for _, reason in found]
     earliest_tick = _within_stretches(profile, replays, reasons, first_use_tick)
     return ReplayGraph(
         replays=tuple(replays),
@@ -228,23 +213,56 @@ def build_replay_graph(
     )
 
 
+Stretches: TypeAlias = dict[int, list[tuple[int, int]]]
+"""First and last tick of each stretch of a gathered weight, which is named by the value of its first stretch."""
+
+
 def _within_stretches(
     profile: Profile, replays: list[Replay | None], reasons: list[str], first_use_tick: Sequence[int]
 ) -> tuple[int, ...]:
-    """Removes replays that may not find a gathered weight. Returns the first tick at which each other one may run."""
-    stretches = Stretches.in_profile(profile)
-    if not stretches.of:
+    """Removes replays that may not find a gathered weight. Returns the first tick at which each other one may run: from
+    there to its value's first use, all weights that it may read have memory.
+
+    A replay runs at the first use of its value, or at that of a value whose replay starts from it. A value may be
+    recomputed only if its replay finds its weights at each of these ticks, for any decisions on other values.
+    """
+    stretches: Stretches = {}
+    numbers = [number for number, value in enumerate(profile.values) if value.stretch_of >= 0]
+    for number, born in zip(numbers, born_ticks(profile, numbers).tolist(), strict=True):
+        stretches.setdefault(profile.values[number].stretch_of, []).append((born, profile.values[number].freed))
+    if not stretches:
         return ()
-    found = reach_of(
-        stretches,
-        [() if one is None else one.ops for one in replays],
-        [() if one is None else one.inputs for one in replays],
-        first_use_tick,
-    )
-    for value, reason in enumerate(found.reasons):
-        if reason:
-            replays[value], reasons[value] = None, reason
-    return found.earliest_tick
+    reads = [set[int]() if replay is None else _gathered(profile, replay.ops) for replay in replays]
+    asked = [{tick} if tick < profile.tick_count else set[int]() for tick in first_use_tick]
+    by_last_op = sorted((replay.ops[-1], value, replay) for value, replay in enumerate(replays) if replay is not None)
+    for _, value, replay in reversed(by_last_op):  # a replay that starts from a value has a later last op
+        away = [one for one in reads[value] if not all(_around(stretches[one], tick) for tick in asked[value])]
+        if away:
+            is_own = not _around(stretches[min(away)], first_use_tick[value])
+            when = "it is used" if is_own else "another value's replay may start from it"
+            reasons[value] = f"its input {profile.values[min(away)].name} is not gathered when {when}"
+            replays[value] = None
+            continue
+        for source in replay.inputs:
+            asked[source] |= asked[value]
+    earliest = [0] * len(replays)
+    for _, value, replay in by_last_op:
+        if replays[value] is not None:
+            reads[value].update(*(reads[source] for source in replay.inputs if replays[source] is not None))
+            around = (_around(stretches[one], first_use_tick[value]) for one in reads[value])
+            earliest[value] = max((one[0] for one in around if one), default=0)
+    return tuple(earliest)
+
+
+def _gathered(profile: Profile, ops: Sequence[int]) -> set[int]:
+    """The gathered weights that these ops read, by their first stretches."""
+    read = {value for op in ops for value in profile.ops[op].inputs}
+    return {profile.values[value].stretch_of for value in read} - {-1}
+
+
+def _around(stretches: Sequence[tuple[int, int]], tick: int) -> tuple[int, int] | None:
+    """The stretch that has the tick; None if the weight has no memory then."""
+    return next((one for one in stretches if one[0] <= tick <= one[1]), None)
 
 
 def _workspace_bytes(profile: Profile, op: Op) -> int:

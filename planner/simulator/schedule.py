@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -65,8 +65,8 @@ NOTHING_RECORDED = Recording(from_start=False, switches={})
 
 def recording_of(problem: Problem, decisions: Sequence[Decision]) -> Recording:
     """Windows with all ops that must be recorded for replays of the recomputed values."""
-    recompute, replays = Decision.RECOMPUTE, problem.replay.replays
-    chosen = [value for value, decision in enumerate(decisions) if decision is recompute and replays[value] is not None]
+    chosen = [value for value, decision in enumerate(decisions) if decision is Decision.RECOMPUTE]
+    chosen = [value for value in chosen if problem.replay.replays[value] is not None]
     return recording_for(problem.replay.recorded_for(chosen), problem.save_op_array) if chosen else NOTHING_RECORDED
 
 
@@ -96,8 +96,18 @@ def recording_for(ops: Ints, save_ops: Ints) -> Recording:
     return Recording(from_start=int(on[0]) < 0, switches=switches)
 
 
+MOVES = ("swap_out", "release", "prefetch", "replay")
 Lists: TypeAlias = dict[int, dict[str, list[int]]]
-"""By point, by field of ``PointActions``: values."""
+"""By point, by a field of ``PointActions`` (:data:`MOVES`): values."""
+
+
+def by_point(**moves: Iterable[tuple[int, int]]) -> Lists:
+    """The actions at each point; ``moves`` has the values of each action with their points, in order."""
+    lists: Lists = {}
+    for action, placed in moves.items():
+        for value, point in placed:
+            lists.setdefault(point, {}).setdefault(action, []).append(value)
+    return lists
 
 
 @dataclass(frozen=True)
@@ -122,25 +132,19 @@ def keep_all(problem: Problem) -> Schedule:
 
 def assemble(problem: Problem, decisions: Sequence[Decision], lists: Lists, *, recorded: bool = True) -> Schedule:
     """A schedule with the actions of ``lists`` and, with ``recorded``, its recording windows."""
-    is_paid_for = problem.launch_cost is not None and problem.launch_cost.record_s > 0
+    is_paid_for = problem.launch_cost.record_s > 0
     recording = recording_of(problem, decisions) if recorded or is_paid_for else NOTHING_RECORDED
     switches = {problem.save_points[value]: switch for value, switch in recording.switches.items()}
-    actions = []
-    for point in sorted({*lists, *switches}):
-        is_save = problem.point_is_save[point]
-        fields = {name: tuple(values) for name, values in lists.get(point, {}).items()}
-        actions.append(
-            PointActions(
-                at="save" if is_save else "use",
-                index=problem.point_index[point],
-                swap_out=fields.get("swap_out", ()),
-                release=fields.get("release", ()),
-                prefetch=fields.get("prefetch", ()),
-                replay=fields.get("replay", ()),
-                record=switches.get(point, ""),
-            )
+    actions = tuple(
+        PointActions(
+            at="save" if problem.point_is_save[point] else "use",
+            index=problem.point_index[point],
+            record=switches.get(point, ""),
+            **{name: tuple(values) for name, values in lists.get(point, {}).items()},
         )
-    return Schedule(tuple(decisions), tuple(actions), recording.from_start)
+        for point in sorted({*lists, *switches})
+    )
+    return Schedule(tuple(decisions), actions, recording.from_start)
 
 
 def with_recording(problem: Problem, schedule: Schedule) -> Schedule:
@@ -148,15 +152,16 @@ def with_recording(problem: Problem, schedule: Schedule) -> Schedule:
     return assemble(problem, schedule.decisions, lists_of(problem, schedule))
 
 
+def points_of(problem: Problem, schedule: Schedule, action: str) -> dict[int, int]:
+    """By value: the point of one of its :data:`MOVES`, in the order in which they happen."""
+    lists = lists_of(problem, schedule)
+    return {value: point for point in sorted(lists) for value in lists[point][action]}
+
+
 def lists_of(problem: Problem, schedule: Schedule) -> Lists:
     """The actions at each point of a schedule, in the form for :func:`assemble`."""
     points = {"save": problem.save_points, "use": problem.use_points}
     return {
-        points[action.at][action.index]: {
-            "swap_out": list(action.swap_out),
-            "release": list(action.release),
-            "prefetch": list(action.prefetch),
-            "replay": list(action.replay),
-        }
+        points[action.at][action.index]: {name: list(getattr(action, name)) for name in MOVES}
         for action in schedule.actions
     }

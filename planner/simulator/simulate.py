@@ -1,6 +1,4 @@
-"""The simulator: the memory and time of a schedule; and candidate plans, which are decisions that were scheduled and
-simulated.
-"""
+"""The simulator: memory and time of a schedule; and candidate plans: decisions that were scheduled and simulated."""
 
 from __future__ import annotations
 
@@ -12,19 +10,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from poochplan.formats.occupancy import Floats, Ints, occupancy
+from poochplan.formats.occupancy import Floats, Ints
 from poochplan.formats.plan import Decision
 from poochplan.planner.simulator.construct import (
-    add_inside_replays,
     claim_for_never_replayed,
     fit,
     inside_replays,
-    replay_closure,
+    lives,
+    memory_of,
+    replay_for,
 )
 from poochplan.planner.simulator.problem import Problem
-from poochplan.planner.simulator.replays import in_order
+from poochplan.planner.simulator.replays import MergedReplay, in_order
 from poochplan.planner.simulator.schedule import AS_STYLED, Schedule, Style, Tuning
-from poochplan.planner.simulator.streams import Span, Streams, recorded_before, thread_for
+from poochplan.planner.simulator.streams import AheadThread, Span, Streams, Thread, recorded_before
 
 
 class Wait(NamedTuple):
@@ -72,26 +71,14 @@ class _Do(StrEnum):
     REPLAY = "replay"
 
 
-@dataclass(frozen=True)
-class ReplayRun:
-    """One replay, and the saved values that it brings back."""
-
-    tick: int
-    targets: tuple[int, ...]
-    peak_bytes: int
-    seconds: float
-    ops: tuple[int, ...] = ()
-
-
 def simulate(problem: Problem, schedule: Schedule, *, trace: bool = False) -> Simulation:
     """Runs ``schedule`` by the exact semantics. ``trace`` adds the data for a picture."""
     walk = Walk(problem, schedule)
-    memory = _memory(problem, walk)
+    memory = memory_of(problem, walk.lives, walk.replays)
     peak_tick = int(np.argmax(memory))
-    timed = _time(problem, schedule, walk, trace)
-    streams = timed.streams
-    replay_s = in_order(run.seconds for run in walk.replays)
-    added_s = streams.runtime_s + timed.recording_s
+    streams, recording_s, waits, tick_start_s = _time(problem, schedule, walk, trace)
+    replay_s = in_order(replay.seconds for _, replay in walk.replays)
+    added_s = streams.runtime_s + recording_s
     return Simulation(
         peak_bytes=int(memory[peak_tick]),
         first_step_peak_bytes=int((memory - problem.first_step_less_bytes).max()),
@@ -105,9 +92,9 @@ def simulate(problem: Problem, schedule: Schedule, *, trace: bool = False) -> Si
         out_bytes=sum(int(problem.size_bytes[value]) for value in walk.copied_out),
         in_bytes=sum(int(problem.size_bytes[value]) for value in walk.copied_in),
         runtime_s=problem.step_s - problem.in_core_s + added_s,
-        waits=timed.waits,
+        waits=waits,
         trace=tuple(sorted(streams.spans, key=lambda span: span.start_s)),
-        tick_start_s=timed.tick_start_s,
+        tick_start_s=tick_start_s,
     )
 
 
@@ -126,7 +113,8 @@ class Walk:
         self.is_arriving = [False] * count
         self.commands: list[tuple[int, _Do, int]] = []
         """(point, action, value); for a replay, its position in ``replays`` in place of the value."""
-        self.replays: list[ReplayRun] = []
+        self.replays: list[tuple[int, MergedReplay]] = []
+        """Each with its tick, in the order in which they run."""
         self.copied_out: list[int] = []
         self.copied_in: list[int] = []
         self._run(schedule)
@@ -160,6 +148,7 @@ class Walk:
                 self._fetch(point, used)
                 self._wait(point, used)
         claim_for_never_replayed(problem, self.decisions, self.back_tick, self.claim)
+        self.lives = lives(problem, self.decisions, self.claim, self.release_tick, self.back_tick)
 
     def _fetch(self, point: int, value: int) -> None:
         if self.release_tick[value] >= 0 and self.back_tick[value] < 0:
@@ -177,61 +166,29 @@ class Walk:
         if self.back_tick[value] >= 0:
             return
         tick = int(self.problem.point_ticks[point])
-        graph = self.problem.replay
-        targets = replay_closure(self.problem, self.decisions, value, self.back_tick)
-        merged = graph.merged(targets)
-        for source in merged.inputs:
+        replay = replay_for(self.problem, self.decisions, value, self.back_tick)
+        for source in replay.inputs:
             self._fetch(point, source)
             self._wait(point, source)
-        for target in targets:
+        for target in replay.targets:
             self.back_tick[target] = tick
-            for source in graph.of(target).inputs:
+            for source in self.problem.replay.of(target).inputs:
                 self.claim[source] = max(self.claim[source], tick)
         self.commands.append((point, _Do.REPLAY, len(self.replays)))
-        self.replays.append(ReplayRun(tick, targets, merged.peak_bytes, merged.seconds, merged.ops))
+        self.replays.append((tick, replay))
 
 
-def lives(problem: Problem, walk: Walk) -> tuple[Ints, Ints, Ints]:
-    """Per saved value: last tick of its forward life, then first and last tick of its second life; -1 without one."""
-    last = problem.tick_count - 1
-    death = problem.forward_death
-    end = np.maximum(problem.freed, walk.claim)
-    release = np.array(walk.release_tick, dtype=np.int64)
-    back = np.array(walk.back_tick, dtype=np.int64)
-    recomputed = np.array([decision is Decision.RECOMPUTE for decision in walk.decisions])
-    first_end = np.where(
-        recomputed, death, np.where(release >= 0, np.maximum(death, release - 1), np.maximum(death, end))
-    )
-    return np.minimum(first_end, last), back, np.where(back >= 0, np.minimum(np.maximum(end, back), last), -1)
-
-
-def _memory(problem: Problem, walk: Walk) -> Ints:
-    """Most bytes live at each tick."""
-    size_bytes = problem.rounded_bytes
-    first_end, back, end = lives(problem, walk)
-    again = np.flatnonzero(back >= 0)
-    live = occupancy(
-        problem.tick_count, (problem.born, first_end, size_bytes), (back[again], end[again], size_bytes[again])
-    )
-    memory: Ints = live + problem.base_bytes
-    add_inside_replays(problem, ((run.tick, run.targets) for run in walk.replays), memory)
-    return memory
-
-
-class _Timed(NamedTuple):
-    streams: Streams
-    recording_s: float
-    """Seconds of recording in the compute stream's work."""
-    waits: tuple[Wait, ...]
-    tick_start_s: Floats
-
-
-def _time(problem: Problem, schedule: Schedule, walk: Walk, trace: bool) -> _Timed:
+def _time(
+    problem: Problem, schedule: Schedule, walk: Walk, trace: bool
+) -> tuple[Streams, float, tuple[Wait, ...], Floats]:
+    """The streams at the end of the step, seconds of recording in the compute stream's work, the waits for copies, and
+    the beginning of each tick.
+    """
     streams, cost = Streams(problem.link, trace), problem.launch_cost
     recorded = recorded_before(problem, schedule)
-    thread = thread_for(problem, streams, recorded, [point for point, _, _ in walk.commands])
-    out_seconds = {value: problem.out_seconds(value) for value in walk.copied_out}
-    in_seconds = {value: problem.in_seconds(value) for value in walk.copied_in}
+    thread = Thread(problem, streams, recorded)
+    if not cost.is_compute:
+        thread = AheadThread(problem, streams, recorded, (point for point, _, _ in walk.commands))
     waits: list[Wait] = []
     here = -1
     for point, what, value in walk.commands:
@@ -239,17 +196,14 @@ def _time(problem: Problem, schedule: Schedule, walk: Walk, trace: bool) -> _Tim
             thread.reach(point)
             here = point
         if what is _Do.OUT:
-            if cost is not None:
-                thread.take(cost.out_s)
-            streams.queue(value, out_seconds[value], problem.names[value], is_out=True)
+            thread.take(cost.out_s)
+            streams.queue(value, problem.out_seconds(value), problem.names[value], is_out=True)
         elif what is _Do.IN:
-            if cost is not None:
-                thread.take(cost.fetch_s)
-            streams.queue(value, in_seconds[value], problem.names[value], is_out=False)
+            thread.take(cost.fetch_s)
+            streams.queue(value, problem.in_seconds(value), problem.names[value], is_out=False)
         elif what is _Do.REPLAY:
-            run = walk.replays[value]
-            label = ", ".join(problem.names[target] for target in run.targets) if trace else ""
-            thread.replay(run.targets, run.ops, run.seconds, label)
+            replay = walk.replays[value][1]
+            thread.replay(replay, ", ".join(problem.names[target] for target in replay.targets) if trace else "")
         else:
             is_out, stalled_s = what is _Do.WAIT_OUT, streams.stall_s
             streams.wait(value, problem.names[value], is_out=is_out)
@@ -259,7 +213,7 @@ def _time(problem: Problem, schedule: Schedule, walk: Walk, trace: bool) -> _Tim
             streams.mark(int(problem.point_ticks[point]), thread.done_s)
     thread.finish()
     starts = _tick_starts(problem, streams, thread.work_before_op_s) if trace else np.zeros(0)
-    return _Timed(streams, thread.recording_s, tuple(waits), starts)
+    return streams, thread.recording_s, tuple(waits), starts
 
 
 def _tick_starts(problem: Problem, streams: Streams, work_before_op_s: Floats) -> Floats:
@@ -284,27 +238,27 @@ class Held:
 
     saved: tuple[int, ...]
     """Saved values on the device, each as often as it is there (a copy may be back before the first life has ended)."""
-    replay: ReplayRun | None
+    replay: MergedReplay | None
     """The replay that contains that moment; its targets are in its ``peak_bytes``, and not in ``saved``."""
 
 
 def held_at(problem: Problem, schedule: Schedule, tick: int) -> Held:
     """The saved values and the replay that the simulator counts at ``tick`` in addition to ``problem.base_bytes``."""
     walk = Walk(problem, schedule)
-    first_end, back, end = lives(problem, walk)
+    first_end, back, end = walk.lives
     first = np.flatnonzero((problem.born <= tick) & (tick <= first_end))
     again = np.flatnonzero((back >= 0) & (back <= tick) & (tick <= end))
     saved = [*first.tolist(), *again.tolist()]
-    runs = [run for run in walk.replays if run.tick == tick]
+    there = [replay for at, replay in walk.replays if at == tick]
     after_bytes = int(problem.base_bytes[tick]) + int(problem.rounded_bytes[saved].sum())
-    inside = inside_replays(problem, [run.targets for run in runs], after_bytes)
+    inside = inside_replays(problem, there, after_bytes)
     if not inside or max(inside) <= after_bytes:
         return Held(tuple(saved), None)
     at = inside.index(max(inside))
-    for run in runs[at:]:
-        for target in run.targets:
+    for replay in there[at:]:
+        for target in replay.targets:
             saved.remove(target)
-    return Held(tuple(saved), runs[at])
+    return Held(tuple(saved), there[at])
 
 
 SWAP_ALL_ON_DEMAND = "swap-all on demand"
@@ -381,15 +335,13 @@ def swap_all_on_demand(problem: Problem) -> Candidate:
 
 
 def least_step_s(problem: Problem, wish: Sequence[Decision]) -> float:
-    """No schedule of these decisions has a shorter step: the recomputed values that backward uses are replayed, each op
-    once.
-    """
+    """No schedule of these decisions has a shorter step: each op of recomputed values that backward uses runs once."""
     ops: set[int] = set()
     for value, decision in enumerate(wish):
         replay = problem.replay.replays[value]
         if decision is Decision.RECOMPUTE and replay is not None and problem.first_use_point[value] >= 0:
             ops.update(replay.ops)
     added_s = sum(problem.replay.op_seconds[op] for op in sorted(ops))
-    if problem.launch_cost is not None and problem.launch_cost.is_compute:
+    if problem.launch_cost.is_compute:
         added_s += problem.launch_cost.replay_s * len(ops)
     return max(problem.step_s + added_s, problem.keep_all_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -11,7 +11,8 @@ import numpy as np
 
 from poochplan.formats.occupancy import Floats, Ints
 from poochplan.formats.profile import Link
-from poochplan.planner.simulator.problem import LaunchCost, Problem
+from poochplan.planner.simulator.problem import Problem
+from poochplan.planner.simulator.replays import MergedReplay
 from poochplan.planner.simulator.schedule import Schedule
 
 
@@ -38,8 +39,6 @@ class Span:
 
 class _Queue:
     """One direction: first in, first out, one copy at a time; ``left_s`` counts seconds alone on the link."""
-
-    __slots__ = ("current", "done", "label", "left_s", "start_s", "waiting")
 
     def __init__(self) -> None:
         self.waiting: deque[tuple[int, float, str]] = deque()
@@ -76,27 +75,26 @@ class Streams:
         self._work_s = 0.0
         self._out, self._in = _Queue(), _Queue()
 
-    def compute(self, work_s: float) -> None:
-        """Runs ``work_s`` seconds of the in-core step, slowed by the copies beside it."""
-        start_s = self.now_s
-        self._run(work_s, counts=True)
-        self._span(Lane.COMPUTE, "", start_s)
-
-    def replay(self, work_s: float, label: str) -> None:
-        """Runs recomputed ops."""
-        start_s = self.now_s
-        self._run(work_s, counts=False)
-        self._span(Lane.REPLAY, label, start_s)
-
-    def spend(self, work_s: float) -> None:
-        """Runs the runtime's own work, slowed by the copies like other work."""
-        start_s = self.now_s
-        if self._out.current < 0 and self._in.current < 0:
-            self.now_s += work_s
-        else:
-            self._run(work_s, counts=False)
-        self.runtime_s += work_s
-        self._span(Lane.RUNTIME, "", start_s)
+    def compute(self, work_s: float, lane: Lane = Lane.COMPUTE, label: str = "") -> None:
+        """Runs seconds of the step, of recomputed ops, or of the runtime's own work, slowed by the copies beside it."""
+        link, start_s = self.link, self.now_s
+        if lane is Lane.RUNTIME:
+            self.runtime_s += work_s
+        while work_s > 0.0:
+            slow = 1.0
+            if self._out.current >= 0:
+                slow += link.interference_out
+            if self._in.current >= 0:
+                slow += link.interference_in
+            wall_s = self._advance(work_s * slow)
+            done_s = min(work_s, wall_s / slow)
+            self.interference_s += wall_s - done_s
+            work_s = 0.0 if wall_s >= work_s * slow else work_s - done_s
+            if lane is Lane.COMPUTE:
+                self._work_s += done_s
+                if self.trace:
+                    self.progress.append((self._work_s, self.now_s))
+        self._span(lane, label, start_s)
 
     def wait_until(self, wall_s: float) -> None:
         """Waits until ``wall_s``, before which nothing is launched."""
@@ -122,7 +120,6 @@ class Streams:
         (self._out if is_out else self._in).add(value, seconds, label, self.now_s)
 
     def wait(self, value: int, label: str, *, is_out: bool) -> None:
-        """Waits for a copy to end."""
         queue, start_s = self._out if is_out else self._in, self.now_s
         while value not in queue.done:
             assert queue.current >= 0, f"waits for a copy of {label} that was never queued"
@@ -134,23 +131,6 @@ class Streams:
         if self.marks and self.marks[-1][0] == tick:
             self.marks.pop()
         self.marks.append((tick, work_s, self.now_s))
-
-    def _run(self, work_s: float, *, counts: bool) -> None:
-        link = self.link
-        while work_s > 0.0:
-            slow = 1.0
-            if self._out.current >= 0:
-                slow += link.interference_out
-            if self._in.current >= 0:
-                slow += link.interference_in
-            wall_s = self._advance(work_s * slow)
-            done_s = min(work_s, wall_s / slow)
-            self.interference_s += wall_s - done_s
-            work_s = 0.0 if wall_s >= work_s * slow else work_s - done_s
-            if counts:
-                self._work_s += done_s
-                if self.trace:
-                    self.progress.append((self._work_s, self.now_s))
 
     def _pass(self, left_s: float) -> None:
         while left_s > 0.0:
@@ -188,16 +168,20 @@ class Streams:
 
 
 class Thread:
-    """A launching thread that takes no time, so that only the compute stream does."""
+    """A launching thread that is the compute stream itself, as on the CPU. Its work is like that of ops."""
 
-    def __init__(self, problem: Problem, streams: Streams) -> None:
-        self.streams = streams
+    def __init__(self, problem: Problem, streams: Streams, recorded: Ints | None) -> None:
+        self.streams, self._cost = streams, problem.launch_cost
         self.work_before_op_s: Floats = problem.work_before_op_s
         self.recording_s = 0.0
         """Seconds that recording adds to the compute stream's work."""
         self.done_s = 0.0
         """Work done so far, without replays and the work at points."""
         self._point_work = problem.point_work_list
+        if recorded is not None and self._cost.is_compute:
+            self.work_before_op_s = problem.work_before_op_s + self._cost.record_s * recorded
+            self.recording_s = self._cost.record_s * int(recorded[-1])
+            self._point_work = self.work_before_op_s[list(problem.point_ops)].tolist()
 
     def reach(self, point: int) -> None:
         """Runs all work before the point."""
@@ -208,33 +192,16 @@ class Thread:
 
     def take(self, seconds: float) -> None:
         """Runs the runtime's own work at a point."""
+        self.streams.compute(seconds, Lane.RUNTIME)
 
-    def replay(self, targets: tuple[int, ...], ops: tuple[int, ...], seconds: float, label: str) -> None:
-        """Runs the ops that bring ``targets`` back, ``seconds`` in all."""
-        self.streams.replay(seconds, label)
+    def replay(self, replay: MergedReplay, label: str) -> None:
+        """Runs the ops of a replay."""
+        self.streams.compute(replay.seconds, Lane.REPLAY, label)
+        self.take(self._cost.replay_s * len(replay.ops))
 
     def finish(self) -> None:
         """Runs the rest of the step."""
         self.streams.compute(float(self.work_before_op_s[-1]) - self.done_s)
-
-
-class ComputingThread(Thread):
-    """A thread that is the compute stream itself, as on the CPU. Its work is like that of ops."""
-
-    def __init__(self, problem: Problem, cost: LaunchCost, streams: Streams, recorded: Ints | None) -> None:
-        super().__init__(problem, streams)
-        self._replay_s = cost.replay_s
-        if recorded is not None:
-            self.work_before_op_s = problem.work_before_op_s + cost.record_s * recorded
-            self.recording_s = cost.record_s * int(recorded[-1])
-            self._point_work = self.work_before_op_s[problem.point_op_array].tolist()
-
-    def take(self, seconds: float) -> None:
-        self.streams.spend(seconds)
-
-    def replay(self, targets: tuple[int, ...], ops: tuple[int, ...], seconds: float, label: str) -> None:
-        self.streams.replay(seconds, label)
-        self.streams.spend(self._replay_s * len(ops))
 
 
 class AheadThread(Thread):
@@ -244,18 +211,17 @@ class AheadThread(Thread):
     waits determines when all of them end.
     """
 
-    def __init__(
-        self, problem: Problem, cost: LaunchCost, streams: Streams, recorded: Ints | None, points: Sequence[int]
-    ) -> None:
-        super().__init__(problem, streams)
-        self._cost, self._op_seconds, self._point_ops = cost, problem.replay.op_seconds, problem.point_ops
+    def __init__(self, problem: Problem, streams: Streams, recorded: Ints | None, points: Iterable[int]) -> None:
+        """``points`` are those with actions."""
+        super().__init__(problem, streams, recorded)
+        cost, self._op_seconds, self._point_ops = self._cost, problem.replay.op_seconds, problem.point_ops
         at_op = cost.before_op_s if recorded is None else cost.before_op_s + cost.record_s * recorded
         launched = at_op[:-1] if recorded is None else at_op[:-1] + cost.record_s * np.diff(recorded)
         work, count = self.work_before_op_s, len(launched)
         self._behind: Floats = launched - work[:-1]
         """Per op: seconds by which the thread reaches it later than a device that never waits."""
         self._stops = sorted({0, count, *(problem.point_ops[point] for point in points)})
-        """The ops before which the thread stops, because of ``points``."""
+        """The ops before which the thread stops."""
         self._work_at: list[float] = work[self._stops].tolist()
         self._thread_at: list[float] = at_op[self._stops].tolist()
         self._most_behind: list[float] = np.maximum.reduceat(self._behind, self._stops[:-1]).tolist() if count else []
@@ -277,20 +243,20 @@ class AheadThread(Thread):
         self._taken_s += seconds
         self.streams.wait_until(self._now_s())
 
-    def replay(self, targets: tuple[int, ...], ops: tuple[int, ...], seconds: float, label: str) -> None:
+    def replay(self, replay: MergedReplay, label: str) -> None:
         streams, cost = self.streams, self._cost
         start_s = self._now_s()
-        launch_s, behind_s = cost.replay_of(targets, ops, self._op_seconds)
+        launch_s, behind_s = cost.replay_of(replay, self._op_seconds)
         idle_s = start_s + behind_s - streams.now_s
         if idle_s <= 0.0:
-            streams.replay(seconds, label)
+            streams.compute(replay.seconds, Lane.REPLAY, label)
         elif streams.is_undisturbed and not streams.trace:
-            streams.compute_between_waits(seconds, idle_s)
+            streams.compute_between_waits(replay.seconds, idle_s)
         else:
-            for op in ops:
+            for op in replay.ops:
                 start_s += cost.replay_s
                 streams.wait_until(start_s)
-                streams.replay(self._op_seconds[op], label)
+                streams.compute(self._op_seconds[op], Lane.REPLAY, label)
                 start_s += float(cost.launch_s[op])
         self._taken_s += launch_s
 
@@ -320,20 +286,10 @@ class AheadThread(Thread):
             streams.compute(self._op_seconds[op])
 
 
-def thread_for(problem: Problem, streams: Streams, recorded: Ints | None, points: Sequence[int]) -> Thread:
-    """The thread of a step with actions at ``points``, in their order."""
-    cost = problem.launch_cost
-    if cost is None:
-        return Thread(problem, streams)
-    if cost.is_compute:
-        return ComputingThread(problem, cost, streams, recorded)
-    return AheadThread(problem, cost, streams, recorded, points)
-
-
 def recorded_before(problem: Problem, schedule: Schedule) -> Ints | None:
     """Ops recorded before each op, and in all; None if recording is off, or takes no time."""
     cost = problem.launch_cost
-    if cost is None or not cost.record_s:
+    if not cost.record_s:
         return None
     edges = [(0, "on")] if schedule.record_from_start else []
     for action in schedule.actions:

@@ -9,9 +9,8 @@ import pytest
 
 from poochplan.formats.plan import SolveStatus
 from poochplan.formats.profile import Memory, Profile
-from poochplan.planner.arena import fitting, packing, step_layout
-from poochplan.planner.arena.fitting import HOPELESS, NO_ARENA, NO_ROOM, ROOM, Fitting, smallest_arena
-from poochplan.planner.arena.step_layout import layout_of
+from poochplan.planner.arena import packing, step_layout
+from poochplan.planner.arena.step_layout import HOPELESS, NO_ARENA, NO_ROOM, ROOM, Fitting, layout_of, smallest_arena
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.simulator.problem import build_problem
@@ -159,7 +158,7 @@ def test_plans_of_the_fewest_live_bytes_are_packed_so_often_and_then_no_arena_is
         judge.pack(least)
     assert judge.within_bytes == least.peak_bytes
     assert judge.is_hopeless
-    assert fitting.CLIMB < ROOM  # a plan that fits does not lead away from those that do
+    assert step_layout.CLIMB < ROOM  # a plan that fits does not lead away from those that do
 
 
 def test_a_learned_step_is_searched_for_again_where_its_arena_is_above_the_room(

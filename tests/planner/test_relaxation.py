@@ -12,7 +12,7 @@ import pytest
 from benchmarks.planning import budget_of, instance
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Profile
-from poochplan.planner.search import bound, decision_constraints
+from poochplan.planner.search import bound, decide
 from poochplan.planner.search.bound import Relaxation, lower_bound
 from poochplan.planner.search.solvers import LinearModel, SolverLimits, SolverStatus, Warm, proven_bound
 from poochplan.planner.simulator.problem import Problem, build_problem
@@ -66,7 +66,7 @@ def test_nor_below_the_bound_that_steps_of_many_values_have(seed: int, monkeypat
     monkeypatch.setattr(bound, "FEW", 0)
     monkeypatch.setattr(bound, "FREE_SHARE", random.Random(seed).choice([0.0, 0.1, 0.3]))
     monkeypatch.setattr(bound, "SHORT_WINDOW", random.Random(seed).choice([1, 2, 4]))
-    monkeypatch.setattr(decision_constraints, "DENSE_SHARE", 1.0)
+    monkeypatch.setattr(decide, "DENSE_SHARE", 1.0)
     problem = build_problem(profile_of(seed))
     assert_no_bound_is_above(problem, plan_of(problem, seed))
 

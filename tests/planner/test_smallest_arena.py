@@ -8,8 +8,7 @@ import poochplan
 from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Decision
 from poochplan.planner.arena import step_layout
-from poochplan.planner.arena.fitting import smallest_arena
-from poochplan.planner.arena.step_layout import layout_of
+from poochplan.planner.arena.step_layout import layout_of, smallest_arena
 from poochplan.planner.simulator.construct import fit
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import Style

@@ -14,8 +14,8 @@ import torch
 import poochplan
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Memory, Profile
-from poochplan.planner.arena.fitting import kept_in_arena
 from poochplan.planner.arena.packing import packed
+from poochplan.planner.arena.step_layout import kept_in_arena
 from poochplan.planner.whatif import as_followed, as_unserved, for_machine
 from poochplan.profiler.profiling import with_plain_again
 from poochplan.report.timeline import draw_timeline, timeline_of

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "scratch.h"
+#include "problem.h"
 
 namespace pooch {
 
@@ -65,9 +65,9 @@ inline void start_clock(const Problem& problem, const std::vector<int8_t>& decis
   if (record_s > 0.0) record(problem, decisions, clock.recorded);
   for (int64_t op = 0; op < problem.op_s.count; ++op) {
     clock.ops[op].computed_s = problem.op_s[op].work_s;
-    if (problem.facts->kind == kComputing) clock.ops[op].computed_s += recorded_s(op);
+    if (!problem.facts->is_ahead) clock.ops[op].computed_s += recorded_s(op);
   }
-  if (problem.facts->kind != kAhead) return;
+  if (!problem.facts->is_ahead) return;
   for (int64_t op = 0; op < problem.op_s.count - 1; ++op) {
     const auto more = static_cast<double>(clock.recorded[op + 1] - clock.recorded[op]);
     const double launched_s = problem.op_s[op].before_s + recorded_s(op) + record_s * more;
@@ -119,8 +119,6 @@ inline void wait_for(const Problem& problem, Clock& clock, int64_t value, int qu
   }
 }
 
-inline bool is_copying(const Clock& clock) { return clock.copying[kOut].now >= 0 || clock.copying[kIn].now >= 0; }
-
 // Runs seconds of ops, slowed by the copies beside them.
 inline void compute(const Problem& problem, Clock& clock, double work_s) {
   while (work_s > 0.0) {
@@ -136,11 +134,7 @@ inline void compute(const Problem& problem, Clock& clock, double work_s) {
 }
 
 inline void spend(const Problem& problem, Clock& clock, double work_s) {
-  if (is_copying(clock)) {
-    compute(problem, clock, work_s);
-  } else {
-    clock.now_s += work_s;
-  }
+  compute(problem, clock, work_s);
   clock.runtime_s += work_s;
 }
 
@@ -157,7 +151,8 @@ inline void wait_until(const Problem& problem, Clock& clock, double wall_s) {
 
 inline bool is_undisturbed(const Problem& problem, const Clock& clock) {
   const double* interference = problem.rates->interference;
-  return (interference[kOut] <= 0.0 && interference[kIn] <= 0.0) || !is_copying(clock);
+  const bool is_copying = clock.copying[kOut].now >= 0 || clock.copying[kIn].now >= 0;
+  return (interference[kOut] <= 0.0 && interference[kIn] <= 0.0) || !is_copying;
 }
 
 // -- the launching thread ---------------------------------------------------------------------------------------------
@@ -196,7 +191,7 @@ inline void run_on(const Problem& problem, Clock& clock, int64_t begin, int64_t 
 
 // Runs all work before op `op` and before the point in front of it.
 inline void reach(const Problem& problem, Clock& clock, int64_t op) {
-  if (problem.facts->kind != kAhead) {
+  if (!problem.facts->is_ahead) {
     const double work_s = clock.ops[op].computed_s;
     if (work_s <= clock.done_s) return;
     compute(problem, clock, work_s - clock.done_s);
@@ -213,7 +208,7 @@ inline void reach(const Problem& problem, Clock& clock, int64_t op) {
 // Runs the rest of the step; returns the seconds of recording.
 inline double finish(const Problem& problem, Clock& clock) {
   const int64_t op = problem.op_s.count - 1;
-  if (problem.facts->kind == kAhead) {
+  if (problem.facts->is_ahead) {
     reach(problem, clock, op);
     return 0.0;
   }
@@ -223,12 +218,9 @@ inline double finish(const Problem& problem, Clock& clock) {
 
 // Runs the runtime's own work at a point.
 inline void take(const Problem& problem, Clock& clock, double taken_s) {
-  if (problem.facts->kind == kComputing) {
-    spend(problem, clock, taken_s);
-  } else if (problem.facts->kind == kAhead) {
-    clock.taken_s += taken_s;
-    wait_until(problem, clock, thread_s(problem, clock));
-  }
+  if (!problem.facts->is_ahead) return spend(problem, clock, taken_s);
+  clock.taken_s += taken_s;
+  wait_until(problem, clock, thread_s(problem, clock));
 }
 
 inline void replay_ahead(const Problem& problem, Clock& clock, const Store& store, const Merged& merged) {
@@ -251,13 +243,11 @@ inline void replay_ahead(const Problem& problem, Clock& clock, const Store& stor
 
 // Runs the ops of a merged replay.
 inline void run_replay(const Problem& problem, Clock& clock, const Store& store, const Merged& merged) {
-  if (problem.facts->kind == kAhead) {
+  if (problem.facts->is_ahead) {
     replay_ahead(problem, clock, store, merged);
     clock.taken_s += merged.launches_s;
-    return;
-  }
-  compute(problem, clock, merged.ops_s);
-  if (problem.facts->kind == kComputing) {
+  } else {
+    compute(problem, clock, merged.ops_s);
     spend(problem, clock, problem.rates->replay_s * static_cast<double>(merged.ops));
   }
 }

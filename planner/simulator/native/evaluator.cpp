@@ -2,11 +2,10 @@
 // Python calls it (`evaluator.py`). Arrays belong to Python; those of a problem outlive its evaluator.
 #include <new>
 
-#include "copies.h"
 #include "elapsed.h"
 #include "needs.h"
 #include "packing.h"
-#include "residency.h"
+#include "schedule.h"
 
 namespace pooch {
 

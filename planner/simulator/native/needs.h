@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "scratch.h"
+#include "problem.h"
 
 namespace pooch {
 
@@ -109,7 +109,7 @@ inline void merge(const Problem& problem, Store& store, const Ints& targets, int
   merged.ops = static_cast<int64_t>(store.ops.size());
   merged.peak_bytes = peak_of(problem, store, targets);
   time_ops(problem, store, merged);
-  if (problem.facts->kind == kAhead) pool.insert(pool.end(), store.ops.begin(), store.ops.end());
+  if (problem.facts->is_ahead) pool.insert(pool.end(), store.ops.begin(), store.ops.end());
   store.merged.push_back(merged);
 }
 

@@ -8,7 +8,7 @@
 
 #include <algorithm>
 
-#include "scratch.h"
+#include "problem.h"
 
 namespace pooch {
 

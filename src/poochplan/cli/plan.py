@@ -12,8 +12,7 @@ import msgspec
 from poochplan.errors import GapError, UsageError
 from poochplan.formats.plan import Plan, SolveStatus
 from poochplan.formats.profile import Profile
-from poochplan.planner.arena.fitting import kept_in_arena
-from poochplan.planner.arena.step_layout import Laid
+from poochplan.planner.arena.step_layout import Laid, kept_in_arena
 from poochplan.planner.planning import in_arena, plan, share_that_holds
 from poochplan.planner.search.allowance import Progress
 from poochplan.planner.sweep import compare_policies

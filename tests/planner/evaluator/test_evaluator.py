@@ -108,10 +108,9 @@ def test_any_decisions_give_what_the_simulator_says_to_the_bit() -> None:
     lanes: set[tuple[bool, bool] | None] = set()
     fits: set[bool] = set()
     links: set[tuple[bool, bool, bool]] = set()
-    for seed, _, problem in random_problems(tries(100, 1250)):
-        lanes.add(
-            None if problem.launch_cost is None else (problem.launch_cost.is_compute, problem.launch_cost.record_s > 0)
-        )
+    for seed, profile, problem in random_problems(tries(100, 1250)):
+        cost = problem.launch_cost
+        lanes.add(None if profile.runtime is None else (cost.is_compute, cost.record_s > 0))
         line = problem.link
         links.add((line.duplex < 1, line.interference_out > 0, line.interference_in > 0))
         rng, evaluator = random.Random(seed), Evaluator(problem)

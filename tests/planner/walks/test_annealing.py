@@ -13,8 +13,17 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Kind
 from poochplan.planner.search import annealing
 from poochplan.planner.search.allowance import Allowance
-from poochplan.planner.search.annealing import FAR_OFF, MIN_GAIN, SEARCH_STYLES, Limits, Scored, Walker, scored, step
-from poochplan.planner.search.incumbents import EvaluatedPlan
+from poochplan.planner.search.annealing import (
+    FAR_OFF,
+    MIN_GAIN,
+    SEARCH_STYLES,
+    EvaluatedPlan,
+    Limits,
+    Scored,
+    Walker,
+    scored,
+    step,
+)
 from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, Evaluator, codes_of, decisions_of
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.simulate import movable, swap_all

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from poochplan.planner.arena import step_layout
-from poochplan.planner.arena.fitting import Fitting
-from poochplan.planner.search import incumbents
-from poochplan.planner.search.incumbents import EvaluatedPlan, Incumbents
+from poochplan.planner.arena.step_layout import Fitting
+from poochplan.planner.search import annealing
+from poochplan.planner.search.annealing import EvaluatedPlan, Incumbents
 from poochplan.planner.simulator.evaluator import STYLE_OF, codes_of
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.simulate import swap_all_on_demand
@@ -27,7 +27,7 @@ def found_with(problem: Problem, number: int, step_s: float, peak_bytes: int = 0
 
 @pytest.mark.parametrize("kept", [2500, 20])
 def test_of_what_several_threads_offer_the_best_is_kept(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(incumbents, "KEPT", kept)
+    monkeypatch.setattr(annealing, "KEPT", kept)
     problem = build_problem(transformer_like(2))
     found = Incumbents(problem, 100, None)
     rng = random.Random(0)

@@ -14,6 +14,8 @@ from poochplan.formats.plan import Decision
 from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.search.annealing import (
     DRAWS,
+    EvaluatedPlan,
+    Incumbents,
     Limits,
     Scored,
     SearchSpace,
@@ -22,7 +24,6 @@ from poochplan.planner.search.annealing import (
     search_space_of,
     step,
 )
-from poochplan.planner.search.incumbents import EvaluatedPlan, Incumbents
 from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, Evaluator, codes_of, flat_problem_of
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.simulate import movable, swap_all, swap_all_on_demand
