@@ -8,6 +8,7 @@ import platform
 import shutil
 import sys
 import time
+import timeit
 from collections.abc import Callable, Collection, Iterator
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
@@ -52,8 +53,6 @@ OTHER_FORMULAS = ("Prod", "LinalgLstsq", "LinalgPinv")
 
 
 class Status(StrEnum):
-    """The result of a check."""
-
     OK = "ok"
     WARNING = "warning"
     """It works, but more slowly or with fewer features than possible."""
@@ -72,12 +71,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ok(name: str, found: str) -> Finding:
-    """A finding without a problem."""
     return Finding(name=name, status=Status.OK, found=found)
 
 
 def missing(name: str, found: str, advice: str) -> Finding:
-    """A finding on something that is missing."""
     return Finding(name=name, status=Status.MISSING, found=found, advice=advice)
 
 
@@ -91,7 +88,7 @@ def machine_findings(spill_dir: str | Path | None) -> Iterator[Finding]:
     yield system()
     yield threads(torch.get_num_threads(), usable_processors())
     yield ok("memory", f"{format_bytes(available_bytes())} free for this process")
-    yield huge_pages(_read(HUGE_PAGES))
+    yield huge_pages(HUGE_PAGES.read_text(encoding="utf-8") if HUGE_PAGES.exists() else "")
     yield spill_disk(spill_dir)
     yield noise(_rounds_s())
 
@@ -117,10 +114,9 @@ def huge_pages(setting: str) -> Finding:
     ``setting`` is the kernel's line, with the chosen word in brackets; empty if the kernel gives none.
     """
     chosen = setting.partition("[")[2].partition("]")[0]
-    if chosen == "always":
-        return ok("huge pages", "always")
-    if chosen == "madvise":
-        return ok("huge pages", "on request, which the compiled allocator makes")
+    fine = {"always": "always", "madvise": "on request, which the compiled allocator makes"}
+    if chosen in fine:
+        return ok("huge pages", fine[chosen])
     found = chosen or "the kernel gives no setting"
     advice = f"echo madvise | sudo tee {HUGE_PAGES}; without them fresh memory takes up to half of a step on the CPU"
     return judged("huge pages", False, found, advice)
@@ -131,14 +127,11 @@ def spill_disk(spill_dir: str | Path | None) -> Finding:
     try:
         where = choose_spill_dir(spill_dir)
         free_bytes = shutil.disk_usage(where).free
-        out_s, in_s = _copy_seconds(where, min(PROBE_BYTES, free_bytes // 2))
+        size_bytes = min(PROBE_BYTES, free_bytes // 2)
+        out_s, in_s = _copy_seconds(where, size_bytes)
     except (SpillError, OSError) as error:
-        return missing(
-            "spill disk",
-            " ".join(str(error).split()),
-            "name a folder on a disk by --spill-dir or POOCH_SPILL_DIR; nothing is swapped on the CPU without",
-        )
-    size_bytes = min(PROBE_BYTES, free_bytes // 2)
+        advice = "name a folder on a disk by --spill-dir or POOCH_SPILL_DIR; nothing is swapped on the CPU without"
+        return missing("spill disk", " ".join(str(error).split()), advice)
     found = (
         f"{where} ({file_system_type(where) or 'unknown'}), {format_bytes(free_bytes)} free, out "
         f"{format_rate(size_bytes / out_s)}, in {format_rate(size_bytes / in_s)} ({format_bytes(size_bytes)}, page "
@@ -159,18 +152,10 @@ def noise(rounds_s: list[float]) -> Finding:
 def _rounds_s() -> list[float]:
     """Seconds of several rounds. Each repeats one matrix product for about 5 ms."""
     factors = torch.ones(256, 256)
-    repeats, took_s = 1, 0.0
-    while took_s < ROUND_S:
+    timer, repeats = timeit.Timer(lambda: torch.mm(factors, factors)), 2
+    while timer.timeit(repeats) < ROUND_S:
         repeats *= 2
-        took_s = _products_s(factors, repeats)
-    return [_products_s(factors, repeats) for _ in range(ROUNDS)]
-
-
-def _products_s(factors: torch.Tensor, repeats: int) -> float:
-    start_s = time.perf_counter()
-    for _ in range(repeats):
-        torch.mm(factors, factors)
-    return time.perf_counter() - start_s
+    return timer.repeat(ROUNDS, repeats)
 
 
 def _copy_seconds(where: Path, size_bytes: int) -> tuple[float, float]:
@@ -192,13 +177,6 @@ def _copy_seconds(where: Path, size_bytes: int) -> tuple[float, float]:
         file.close()
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return ""
-
-
 def software_findings(*, builds: bool = False) -> Iterator[Finding]:
     """All findings on the software. With ``builds`` compiled parts are built first, which takes seconds."""
     yield ok("poochplan", f"{package_version()} on Python {platform.python_version()}")
@@ -211,7 +189,6 @@ def software_findings(*, builds: bool = False) -> Iterator[Finding]:
 
 
 def installed(package: str) -> str | None:
-    """The version of an installed package."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -227,7 +204,6 @@ def torch_version(found: str) -> Finding:
 
 
 def cuda(devices: int, built_for: str | None) -> Finding:
-    """Whether there is a GPU that torch can use."""
     if devices:
         return ok("CUDA", f"{devices} devices, torch built for CUDA {built_for}")
     found = f"torch is built for CUDA {built_for}, and finds no device" if built_for else "torch is built without it"
@@ -242,11 +218,8 @@ def cupy(torch_cuda: str | None, versions: Versions) -> Finding:
     there = {name: found for name in ("cuda12", "cuda13") if (found := versions(f"cupy-{name}x"))}
     if wanted in there and len(there) == 1:
         return ok("CuPy", f"cupy-{wanted}x {there[wanted]}, as torch's CUDA")
-    if not there:
-        found = f"none; torch has CUDA {torch_cuda}"
-    else:
-        names = ", ".join(f"cupy-{name}x {text}" for name, text in there.items())
-        found = f"{names}, where torch has CUDA {torch_cuda}"
+    names = ", ".join(f"cupy-{name}x {text}" for name, text in there.items())
+    found = f"{names}, where torch has CUDA {torch_cuda}" if there else f"none; torch has CUDA {torch_cuda}"
     others = "".join(f"pip uninstall cupy-{name}x; " for name in there if name != wanted)
     return judged("CuPy", False, found, f"{others}pip install 'poochplan[{wanted}]': it queues copies faster")
 
@@ -270,14 +243,14 @@ def compiled_part(part: NativeBuild, without: str, *, builds: bool = False) -> F
         try:
             part.build()
         except NativeError as error:
-            advice = f"see that line; without it {without}"
-            return missing(part.name, str(error), advice)
+            return missing(part.name, str(error), f"see that line; without it {without}")
     if part.is_built():
         return ok(part.name, f"built: {part.file().parent.name}")
     reason = part.why_unavailable()
     if not reason:
-        found = f"not built yet; {part.compiler_name()} will do it on first use, or pooch doctor --build now"
-        return ok(part.name, found)
+        return ok(
+            part.name, f"not built yet; {part.compiler_name()} will do it on first use, or pooch doctor --build now"
+        )
     found, _, advice = reason.partition("; ")
     return judged(part.name, False, found, f"{advice}; without it {without}")
 
@@ -285,10 +258,10 @@ def compiled_part(part: NativeBuild, without: str, *, builds: bool = False) -> F
 def workload_findings(workload: Workload) -> Iterator[Finding]:
     """All findings on the workload. On the CPU its step runs twice on fake tensors if it can, without side effects."""
     model = workload.model
-    where = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    count, size_bytes = _parameters(model)
-    found = f"{type(model).__name__} on {where}, {count:,} parameters ({format_bytes(size_bytes)})"
-    yield ok("model", found)
+    every = list(model.parameters())
+    where = every[0].device if every else torch.device("cpu")
+    count, size_bytes = sum(one.numel() for one in every), sum(one.nbytes for one in every)
+    yield ok("model", f"{type(model).__name__} on {where}, {count:,} parameters ({format_bytes(size_bytes)})")
     yield training(model)
     yield compiled_parts(model)
     nodes: set[str] = set()
@@ -315,13 +288,11 @@ def compiled_parts(model: torch.nn.Module) -> Finding:
     if not found:
         return ok("compiled parts", "none")
     if "" in found:
-        return judged(
-            "compiled parts",
-            False,
-            "the whole model is one compiled region",
+        advice = (
             "have poochplan.compile compile it with a plan inside (pooch run --compile), or compile its blocks instead "
-            "(block.compile() for each): a plan decides about values between regions",
+            "(block.compile() for each): a plan decides about values between regions"
         )
+        return judged("compiled parts", False, "the whole model is one compiled region", advice)
     some = ", ".join(list(found)[:3])
     return ok("compiled parts", f"{len(found)}, first {some}; their saved values are swapped or kept, not recomputed")
 
@@ -332,24 +303,19 @@ def checkpointing(model: torch.nn.Module, calls: int) -> Finding:
     if not calls and not modules:
         return ok("activation checkpointing", "off")
     where = f"in {modules[0] or 'the model'} and {len(modules) - 1} more" if modules else f"{calls} calls in a step"
-    return judged(
-        "activation checkpointing",
-        False,
-        f"on, {where}",
-        "switch it off: a plan recomputes values where it pays, and cannot decide about checkpointed parts",
-    )
+    advice = "switch it off: a plan recomputes values where it pays, and cannot decide about checkpointed parts"
+    return judged("activation checkpointing", False, f"on, {where}", advice)
 
 
 def other_formulas(nodes: Collection[str]) -> Finding:
     """Lists the step's ``nodes`` that use other formulas under a dispatch mode. Sessions have no mode there."""
     found = sorted(one for one in nodes if one.removeprefix("autograd.").startswith(OTHER_FORMULAS))
-    return ok(
-        "under a mode",
-        f"{', '.join(found)}: torch uses another formula under a dispatch mode of yours, such as a FLOP counter; "
-        "sessions have none there"
-        if found
-        else "no operator of the step is known to have other bits under a dispatch mode",
+    if not found:
+        return ok("under a mode", "no operator of the step is known to have other bits under a dispatch mode")
+    other = (
+        "torch uses another formula under a dispatch mode of yours, such as a FLOP counter; sessions have none there"
     )
+    return ok("under a mode", f"{', '.join(found)}: {other}")
 
 
 def _noting(run: Callable[..., Any], nodes: set[str]) -> Callable[..., Any]:
@@ -363,20 +329,16 @@ def _noting(run: Callable[..., Any], nodes: set[str]) -> Callable[..., Any]:
 def optimizer(found: torch.optim.Optimizer | None) -> Finding:
     """Checks the optimizer. Its state is part of every peak, and it should run the step once for an update."""
     if found is None:
-        return judged(
-            "optimizer", False, "none", "return it in the Workload: its state is part of the peak that is planned for"
-        )
-    name = type(found).__name__
-    is_lbfgs = isinstance(found, torch.optim.LBFGS)
+        advice = "return it in the Workload: its state is part of the peak that is planned for"
+        return judged("optimizer", False, "none", advice)
     advice = "it runs the step several times for one update: each run is planned, but its history is not"
-    return judged("optimizer", not is_lbfgs, name, advice)
+    return judged("optimizer", not isinstance(found, torch.optim.LBFGS), type(found).__name__, advice)
 
 
 def memory(needed_bytes: int | None, there_bytes: int) -> Finding:
     """Whether the in-core step fits, by a step without memory."""
     if needed_bytes is None:
-        found = "the step only runs with data; pooch profile measures its memory"
-        return ok("in-core step", found)
+        return ok("in-core step", "the step only runs with data; pooch profile measures its memory")
     found = f"takes {format_bytes(needed_bytes)} beside model and data, {format_bytes(there_bytes)} are free"
     return judged("in-core step", needed_bytes < there_bytes, found, "profile it with --mode swap-all, or auto")
 
@@ -388,10 +350,7 @@ class CheckpointCalls:
     """
 
     _code: CodeType = inspect.unwrap(checkpoint).__code__
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._before: Any = None
+    count = 0
 
     def __enter__(self) -> CheckpointCalls:
         self._before = sys.getprofile()
@@ -404,8 +363,3 @@ class CheckpointCalls:
     def _called(self, frame: FrameType, event: str, argument: object) -> None:
         if event == "call" and frame.f_code is self._code:
             self.count += 1
-
-
-def _parameters(model: torch.nn.Module) -> tuple[int, int]:
-    every = list(model.parameters())
-    return sum(one.numel() for one in every), sum(one.numel() * one.element_size() for one in every)

@@ -5,6 +5,9 @@ Every error has the exit code of the command line, where only :func:`poochplan.c
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class PoochError(Exception):
     """Base of all errors of this package; ``str(error)`` is one line."""
@@ -91,6 +94,12 @@ class GapError(PoochError):
     """
 
     exit_code = 4
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean X?"`` for a known name like this one; empty if there is none."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def named_line(error: BaseException) -> str:

@@ -16,7 +16,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ _MOST_LETTERS = 200
 """Of what a compiler says, in one line."""
 Signatures = Mapping[str, tuple[Any, tuple[Any, ...]]]
 """Result and arguments of each function of a library, as ``ctypes`` has them."""
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class NativeBuild:
@@ -173,7 +172,7 @@ def functions_of(loaded: Any, signatures: Signatures) -> dict[str, Any]:
 
 def _check(file: Path) -> None:
     check_folder(file.parent)
-    check_file(file)
+    _check_own(file, stat.S_ISREG, "file")
 
 
 @contextlib.contextmanager
@@ -226,12 +225,7 @@ def check_folder(folder: Path) -> None:
     Raises ``NativeError`` for another owner, a mode that lets others write, or something that is no folder.
     """
     for one in (folder, folder.parent):
-        facts = _facts(one)
-        if not stat.S_ISDIR(facts.st_mode):
-            raise NativeError(f"{one}: expected a folder, found something else; remove it")
-        _check_owner(one, facts, {os.geteuid()})
-        if facts.st_mode & _OTHERS_WRITE:
-            raise NativeError(_writable_message(one, facts, "go-w"))
+        _check_own(one, stat.S_ISDIR, "folder")
     # The owner of the root can change anything; in a user namespace that is not number 0.
     trusted = {os.geteuid(), 0, _facts(Path("/")).st_uid}
     for above in folder.parent.resolve().parents:
@@ -239,20 +233,17 @@ def check_folder(folder: Path) -> None:
         _check_owner(above, facts, trusted)
         # A group with only this user may write there: many systems make such home folders.
         if facts.st_mode & stat.S_IWOTH and not facts.st_mode & stat.S_ISVTX:
-            raise NativeError(_writable_message(above, facts, "o-w"))
+            raise _others_write(above, facts, "o-w")
 
 
-def check_file(file: Path) -> None:
-    """Checks that ``file`` is this user's, and that no other user can write it.
-
-    Raises ``NativeError`` for another owner, a mode that lets others write, or something that is no file.
-    """
-    facts = _facts(file)
-    if not stat.S_ISREG(facts.st_mode):
-        raise NativeError(f"{file}: expected a file, found something else; remove it")
-    _check_owner(file, facts, {os.geteuid()})
-    if facts.st_mode & _OTHERS_WRITE:
-        raise NativeError(_writable_message(file, facts, "go-w"))
+def _check_own(path: Path, is_kind: Callable[[int], bool], kind: str) -> None:
+    """Raises ``NativeError`` for another owner, a mode that lets others write, or something of another kind."""
+    facts = _facts(path)
+    if not is_kind(facts.st_mode):
+        raise NativeError(f"{path}: expected a {kind}, found something else; remove it")
+    _check_owner(path, facts, {os.geteuid()})
+    if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise _others_write(path, facts, "go-w")
 
 
 def _facts(path: Path) -> os.stat_result:
@@ -272,6 +263,6 @@ def _check_owner(path: Path, facts: os.stat_result, allowed: set[int]) -> None:
         )
 
 
-def _writable_message(path: Path, facts: os.stat_result, remedy: str) -> str:
+def _others_write(path: Path, facts: os.stat_result, remedy: str) -> NativeError:
     mode = stat.S_IMODE(facts.st_mode)
-    return f"{path}: expected that nobody else can write there, found mode {mode:o}; chmod {remedy} it"
+    return NativeError(f"{path}: expected that nobody else can write there, found mode {mode:o}; chmod {remedy} it")

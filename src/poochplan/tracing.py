@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,8 +87,7 @@ def traced_step(
 
 
 def _trace_of(session: Session, log: StepLog, step_s: float) -> StepTrace:
-    report, plan = session.report().last_step, session.plan
-    memory = log.memory(step_s)
+    report, plan, memory = session.report().last_step, session.plan, log.memory(step_s)
     assert plan is not None, "it was given"
     return StepTrace(
         workload=plan.workload,
@@ -126,7 +125,6 @@ class HostClock:
     _origin: Any = 0.0
 
     def start(self) -> None:
-        """The origin is now."""
         self._origin = self.mark()
 
     def mark(self, stream: Any = None) -> Any:
@@ -153,14 +151,6 @@ class DeviceClock(HostClock):
         return float(self._origin.elapsed_time(mark)) / 1e3
 
 
-class _Entry(NamedTuple):
-    row: str
-    what: str
-    label: str
-    begin: Callable[[], float]
-    end: Callable[[], float]
-
-
 class StepLog:
     """State: whether it records, and its records. ``clock`` is the compute stream's, ``host`` the thread's."""
 
@@ -168,11 +158,10 @@ class StepLog:
         self.host = HostClock()
         self.clock = self.host if where.type == "cpu" else DeviceClock(where)
         self.is_on = False
-        self._entries: list[_Entry] = []
+        self._entries: list[tuple[str, str, str, Callable[[], tuple[float, float]]]] = []
         self._sizes: list[tuple[Any, int]] = []
 
     def start(self) -> None:
-        """The step begins now."""
         self.host.start()
         self.clock.start()
         self.is_on = True
@@ -191,19 +180,19 @@ class StepLog:
         try:
             yield
         finally:
-            self.took(row, what, label, begin, clock.mark(), clock)
+            end = clock.mark()
+            self.took(row, what, label, lambda: (clock.seconds(begin), clock.seconds(end)))
 
-    def took(self, row: str, what: str, label: str, begin: Any, end: Any, clock: HostClock | None = None) -> None:
-        """Work ran between two marks, of the compute stream's clock unless another is named."""
-        read = (clock or self.clock).seconds
-        self.took_later(row, what, label, lambda: read(begin), lambda: read(end))
-
-    def took_later(self, row: str, what: str, label: str, begin: Callable[[], float], end: Callable[[], float]) -> None:
-        """The same for work that may not have run yet: it is called for seconds since the origin when the step is
-        over.
+    def took(self, row: str, what: str, label: str, seconds: Callable[[], tuple[float, float]]) -> None:
+        """Work that may not have run yet: ``seconds`` is called for its beginning and end, in seconds since the origin,
+        when the step is over.
         """
         if self.is_on:
-            self._entries.append(_Entry(row, what, label, begin, end))
+            self._entries.append((row, what, label, seconds))
+
+    def between(self, row: str, what: str, label: str, begin: Any, end: Any) -> None:
+        """Work ran between two marks of the compute stream's clock."""
+        self.took(row, what, label, lambda: (self.clock.seconds(begin), self.clock.seconds(end)))
 
     def live(self, size_bytes: int) -> None:
         """That many bytes are live from here on."""
@@ -212,7 +201,8 @@ class StepLog:
 
     def bars(self) -> tuple[Bar, ...]:
         """All recorded bars, in order of their beginnings. None begins before the step."""
-        read = [Bar(one.row, one.what, max(0.0, one.begin()), one.end(), one.label) for one in self._entries]
+        times = ((row, what, label, seconds()) for row, what, label, seconds in self._entries)
+        read = [Bar(row, what, max(0.0, start_s), end_s, label) for row, what, label, (start_s, end_s) in times]
         return tuple(sorted((bar for bar in read if bar.end_s >= bar.start_s), key=lambda bar: bar.start_s))
 
     def memory(self, end_s: float) -> MemoryCurve:
@@ -257,7 +247,7 @@ class TracingMeter(ToggledMode):
         if not facts.pure_view:
             self._watch_all(outputs)
         if is_told:
-            self._log.took(COMPUTE, facts.name, self._tracker.current(), begin, self._log.clock.mark())
+            self._log.between(COMPUTE, facts.name, self._tracker.current(), begin, self._log.clock.mark())
             self._log.live(self.live_bytes)
         return outputs
 
@@ -318,8 +308,6 @@ class WaitingThread(CallingThread):
 
 
 class TracedCpuDevice(CpuDevice):
-    """The CPU device."""
-
     spans = True
 
     def __init__(self, spill_dir: str | Path | None, throttle_bytes_per_s: float | None, log: StepLog) -> None:
@@ -338,9 +326,8 @@ class TracedCpuDevice(CpuDevice):
 
     def _told(self, what: str, job: SpillCopy) -> SpillCopy:
         self.compute.labels[job] = self._named.label
-        read = self._log.host.seconds
-        row = OUT_LINK if what == "swap out" else IN_LINK
-        self._log.took_later(row, what, self._named.label, lambda: read(job.began_s), lambda: read(job.ended_s))
+        read, row = self._log.host.seconds, OUT_LINK if what == "swap out" else IN_LINK
+        self._log.took(row, what, self._named.label, lambda: (read(job.began_s), read(job.ended_s)))
         return job
 
 
@@ -368,7 +355,7 @@ class TracedCudaDevice(CudaDevice):
         what, row = ("swap out", OUT_LINK) if stream is self.outward else ("swap in", IN_LINK)
         begin = self._log.clock.mark(stream.stream)
         super()._queue(storage, parts, kind, stream)
-        self._log.took(row, what, self._named.label, begin, self._log.clock.mark(stream.stream))
+        self._log.between(row, what, self._named.label, begin, self._log.clock.mark(stream.stream))
 
 
 class TracedStopwatch(CudaStopwatch):

@@ -7,18 +7,9 @@ import re
 
 from .errors import UsageError
 
-_FACTORS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
+_FACTORS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", 1):
+    _FACTORS |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
 _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", re.IGNORECASE)
 
 
@@ -51,8 +42,9 @@ def parse_budget(text: str | int | float, in_core_peak_bytes: int) -> int:
     text that is neither, for empty text, and for text of a plain number up to 100, which was meant as a share.
     """
     written = str(text).strip()
-    if isinstance(text, str) and (meant := _meant_as_share(written)):
-        raise UsageError(f"budget: expected 60%, 8GiB, 800MB or bytes, found {text!r}; did you mean {meant}?")
+    number = _quantity(written, {"": 1})
+    if isinstance(text, str) and number is not None and 1 <= number <= 100 and not re.fullmatch(r"1\.0*", written):
+        raise UsageError(f"budget: expected 60%, 8GiB, 800MB or bytes, found {text!r}; did you mean {written}%?")
     if written.endswith("%"):
         share = _quantity(written[:-1], {"": 1})
         if share is not None and share > 0 and math.isfinite(share):
@@ -71,12 +63,6 @@ def parse_budget(text: str | int | float, in_core_peak_bytes: int) -> int:
 def share_of_peak(size_bytes: float, in_core_peak_bytes: int) -> float:
     """The budget or peak as a share of the in-core peak, which counts as at least one byte."""
     return size_bytes / max(1, in_core_peak_bytes)
-
-
-def _meant_as_share(written: str) -> str:
-    """``"60%"`` for ``"60"``, because a budget of 60 bytes is not meant; empty for other text."""
-    value = _quantity(written, {"": 1})
-    return f"{written}%" if value is not None and 1 <= value <= 100 and not re.fullmatch(r"1\.0*", written) else ""
 
 
 def format_bytes(size_bytes: float) -> str:

@@ -1,4 +1,4 @@
-"""Runs a workload in-core and under a plan from the same start, and compares them bit by bit.
+"""Runs a workload in-core and under a plan from the same start, compares them bit by bit, and records the figures.
 
 Used by ``pooch run``, the tests, the benchmarks and the notebook.
 
@@ -14,35 +14,38 @@ import statistics
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import msgspec
 import torch
 
+from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
-from poochplan.formats.run_record import Certificate, StepDigests
+from poochplan.formats.profile import Host
+from poochplan.formats.queries import OUTSIDE
+from poochplan.formats.run_record import Certificate, RankRun, RunRecord, StepDigests
 from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.runtime.metering.allocated import aside
+from poochplan.runtime.run_report import ArenaReport, Report, StepReport
 from poochplan.runtime.session import Session
 from poochplan.runtime.watch.census import leave_out
 from poochplan.tensors.operators import past_first_calls
 from poochplan.torch_private.tensor_internals import without_modes
 
-from .certificates import certificate, digest, digests, generators
 from .errors import StepError
-from .sessions import apply
+from .sessions import apply, certificate, digest, digests, generators
+from .units import format_bytes, format_seconds
 from .workload import Workload
 
 Tensors = dict[str, torch.Tensor]
 _KINDS = ("gradient", "buffer", "parameter", "generator")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-if TYPE_CHECKING:
-    from poochplan.formats.plan import Plan
-    from poochplan.runtime.run_report import Report, StepReport
-
+MUCH_OFF = 0.5
+"""Smallest relative difference at which a measured time contradicts the profile."""
+LEAST_OFF_S = 0.02
+"""Smaller differences count as noise of the machine, even in a short step."""
 METERED_STEPS = 2
 """A session meters its first two steps, which takes time; see ``poochplan.apply``."""
 
@@ -125,7 +128,10 @@ def run_steps(
         if index >= first_timed:
             seconds.append(elapsed_s)
         if is_recorded:
-            records.append(_record(workload, loss, gradients))
+            model, copies = workload.model, _copies(iter([("", loss)]))
+            buffers, parameters = _copies(model.named_buffers()), _copies(model.named_parameters())
+            states = _copies(iter(generators(model).items()))
+            records.append(StepRecord(copies[""], gradients, buffers, parameters, states))
         del loss  # otherwise it would be live in the next step, unlike in the profiled one
     if session is None:
         return Run(records, seconds, step_reports)
@@ -204,18 +210,20 @@ def check(
     StepError
         ``build`` returns the same model twice, or the step returns no scalar loss.
     """
-    say = progress or (lambda text: None)
-    builds, in_core_builds = _Fresh(build), _Fresh(in_core_build or build)
+
+    def said(name: str) -> Progress:
+        return lambda text: progress(f"{name}, {text}") if progress is not None else None
+
+    builds, in_core_builds = _fresh(build), _fresh(in_core_build or build)
 
     def in_core_run(steps: int, timed_steps: int, name: str) -> Run:
-        said = _prefixed(say, name)
-        run = run_in_core(in_core_builds, steps=steps, timed_steps=timed_steps, seed=seed, progress=said)
+        run = run_in_core(in_core_builds, steps=steps, timed_steps=timed_steps, seed=seed, progress=said(name))
         gc.collect()
         return run
 
     in_core = in_core_run(steps, timed_steps, "in-core")
-    said = _prefixed(say, "under the plan")
-    planned = run_planned(builds, plan, steps=steps, timed_steps=timed_steps, seed=seed, progress=said, **options)
+    told = said("under the plan")
+    planned = run_planned(builds, plan, steps=steps, timed_steps=timed_steps, seed=seed, progress=told, **options)
     gc.collect()
     if timed_steps:
         in_core.seconds.extend(in_core_run(0, timed_steps, "in-core again").seconds)
@@ -225,11 +233,8 @@ def check(
         unsteady = first_difference(in_core.records, again.records)
         if difference is not None and unsteady is not None:
             difference += f"; two in-core runs differ as well ({unsteady}), so the workload itself is not deterministic"
-    return Comparison(in_core, planned, difference, steps, _count(in_core.records))
-
-
-def _prefixed(say: Progress, name: str) -> Progress:
-    return lambda text: say(f"{name}, {text}")
+    compared = [1 + len(one.gradients) + len(one.buffers) + len(one.parameters) for one in in_core.records]
+    return Comparison(in_core, planned, difference, steps, sum(compared))
 
 
 def certificate_of(compared: Comparison, seed: int) -> Certificate:
@@ -246,35 +251,21 @@ def certificate_of(compared: Comparison, seed: int) -> Certificate:
     )
 
 
-class _Fresh:
-    """Calls ``build`` and refuses a model that it has seen before: the second run would not start where the first
-    did.
-    """
+def _fresh(build: Build) -> Build:
+    """Refuses a model that was built before: the second run would not start where the first did."""
+    seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
-    def __init__(self, build: Build) -> None:
-        self._build = build
-        self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-    def __call__(self) -> Workload:
-        workload = self._build()
-        if workload.model in self._seen:
+    def built() -> Workload:
+        workload = build()
+        if workload.model in seen:
             raise StepError(
                 "the workload's function returned the same model twice; "
                 "build a new model in each call, or run without --check"
             )
-        self._seen.add(workload.model)
+        seen.add(workload.model)
         return workload
 
-
-def _count(records: list[StepRecord]) -> int:
-    return sum(1 + len(record.gradients) + len(record.buffers) + len(record.parameters) for record in records)
-
-
-def _record(workload: Workload, loss: torch.Tensor, gradients: Tensors) -> StepRecord:
-    model = workload.model
-    buffers, parameters = _copies(model.named_buffers()), _copies(model.named_parameters())
-    states = _copies(iter(generators(model).items()))
-    return StepRecord(_copies(iter([("", loss)]))[""], gradients, buffers, parameters, states)
+    return built
 
 
 def _copies(tensors: Iterator[tuple[str, torch.Tensor]]) -> Tensors:
@@ -311,7 +302,6 @@ class StepRecord:
     """States of torch's random number generators at that time, by kind of device."""
 
     def digests(self) -> StepDigests:
-        """Digests of all of these."""
         of_kinds = {f"{kind}s": digests(getattr(self, f"{kind}s").items()) for kind in _KINDS}
         return StepDigests(loss=digest(self.loss), **of_kinds)
 
@@ -354,3 +344,136 @@ def _difference(wanted: torch.Tensor | None, seen: torch.Tensor | None) -> str |
         return f"{wanted.dtype} {list(wanted.shape)} in-core, {seen.dtype} {list(seen.shape)} under the plan"
     apart = wanted.to(torch.complex128 if wanted.dtype.is_complex else torch.float64) - seen
     return f"{int((wanted != seen).sum())} of {wanted.numel()} elements, by up to {apart.abs().max().item():.3g}"
+
+
+def run_record(
+    planned: Run,
+    versions: dict[str, str],
+    host: Host,
+    *,
+    comparison: Comparison | None = None,
+    why_not_served: str = "",
+) -> RunRecord:
+    """The figures of a run under a plan and, if it was compared, of the in-core run.
+
+    Bytes and seconds of one step are medians over its steps. ``why_not_served`` is why no arena could serve them, if
+    that is known before the run.
+    """
+    plan, report = planned.plan, planned.report
+    assert plan is not None
+    assert report is not None
+    prediction, total, memory, arena = plan.prediction, report.total, report.memory, report.arena
+    steps = planned.step_reports
+    timed = [step for step in steps[1:] if step.peak_bytes is None] or steps
+    in_core_s = None if comparison is None else comparison.in_core.step_s
+    left_steps = sum(step.fallbacks > 0 for step in steps)
+    record = RunRecord(
+        workload=plan.workload,
+        plan_fingerprint=plan.fingerprint,
+        versions=versions,
+        host=host,
+        in_core_peak_bytes=prediction.in_core_peak_bytes,
+        budget_bytes=plan.budget_bytes,
+        predicted_peak_bytes=max(prediction.peak_bytes, prediction.first_step_peak_bytes),
+        measured_peak_bytes=max((step.peak_bytes for step in steps if step.peak_bytes is not None), default=None),
+        in_core_step_s=in_core_s or prediction.in_core_step_s,
+        in_core_step_measured=in_core_s is not None,
+        predicted_step_s=prediction.step_s,
+        planned_step_s=planned.step_s,
+        predicted_overhead=prediction.overhead,
+        measured_overhead=planned.step_s / (in_core_s or prediction.in_core_step_s) - 1,
+        out_bytes=_median(timed, "out_bytes"),
+        in_bytes=_median(timed, "in_bytes"),
+        replay_s=statistics.median(step.replay_s for step in timed),
+        replayed_values=_median(timed, "replayed_values"),
+        stall_s=statistics.median(step.stall_s for step in timed),
+        contradiction="" if left_steps else contradiction(plan, planned.step_s, in_core_s),
+        steps=len(steps),
+        left_steps=left_steps,
+        fallbacks=total.fallbacks,
+        fallback_reasons=tuple(total.fallback_reasons),
+        departures=tuple(total.departures),
+        bitwise_equal=None if comparison is None else comparison.difference is None,
+        difference=None if comparison is None else comparison.difference,
+        compared_steps=0 if comparison is None else comparison.compared_steps,
+        compared_tensors=0 if comparison is None else comparison.compared_tensors,
+        allocated_peak_bytes=None if memory is None else memory.allocated_bytes,
+        reserved_peak_bytes=None if memory is None else memory.reserved_bytes,
+        arena_bytes=prediction.arena_bytes,
+        arena_live_bytes=prediction.arena_live_bytes,
+        arena_peak_bytes=prediction.arena_peak_bytes,
+        memory=prediction.memory,
+        predicted_live_peak_bytes=prediction.live_peak_bytes,
+        why_not_served=_why_not_served(arena, why_not_served or ("steps left the plan" if left_steps else "")),
+    )
+    if arena is None:
+        return record
+    return msgspec.structs.replace(
+        record,
+        served_arena_bytes=arena.size_bytes or None,
+        served_blocks=arena.served,
+        served_bytes=arena.served_bytes,
+        unserved_blocks=arena.unplanned + arena.taken,
+        unserved_bytes=arena.unplanned_bytes + arena.taken_bytes,
+        unserved=_unserved(arena),
+    )
+
+
+def worst_of(records: Sequence[RunRecord]) -> RunRecord:
+    """The record of the worst rank, with the results of each; ``records`` are by rank.
+
+    A rank that differs from in-core is worse than one above the budget, and that is worse than one that left the plan.
+    Otherwise the largest peak decides, then the longest step.
+    """
+
+    def badness(rank: int) -> tuple[bool, bool, int, int, float]:
+        one = records[rank]
+        is_other = one.difference is not None
+        return is_other, one.is_over, one.left_steps, one.measured_peak_bytes or 0, one.planned_step_s
+
+    worst = max(range(len(records)), key=badness)
+    names = RankRun.__struct_fields__
+    ranks = tuple(RankRun(**{name: getattr(one, name) for name in names}) for one in records)
+    return msgspec.structs.replace(records[worst], rank=worst, ranks=ranks)
+
+
+def contradiction(plan: Plan, planned_s: float, in_core_s: float | None) -> str:
+    """One line if the measured time differs from the profile's by more than half of that; else empty.
+
+    If both timed the in-core step by PyTorch alone (``--check``), these times are compared; else the planned step with
+    its prediction. Differences below 20 ms do not count. Assumed times are not compared.
+    """
+    prediction = plan.prediction
+    if plan.estimate:
+        return ""
+    what, found_s, said_s, source = "planned", planned_s, prediction.step_s, "the plan predicts"
+    if in_core_s is not None and prediction.is_timed_alone:
+        what, found_s, said_s, source = "in-core", in_core_s, prediction.in_core_step_s, "the profile says"
+    if abs(found_s - said_s) <= max(LEAST_OFF_S, MUCH_OFF * said_s):
+        return ""
+    return (
+        f"the {what} step took {format_seconds(found_s)}, where {source} {format_seconds(said_s)}: the machine was "
+        "busy during one of the two; profile again, and plan from that"
+    )
+
+
+def _why_not_served(arena: ArenaReport | None, known: str) -> str:
+    """Why no step was served, in one line; empty if one was."""
+    if arena is None:
+        return known or "the first steps are ordinary, and no step came behind them; raise --timed"
+    if arena.larger_bytes:
+        return f"the arena would be {format_bytes(arena.larger_bytes)} above what the budget has room for"
+    return ""
+
+
+def _unserved(arena: ArenaReport) -> tuple[str, ...]:
+    """The first blocks that lay outside the arena, unlike planned, and the reasons."""
+    why = {"unplanned": "not expected there", "taken": "its place was in use"}
+    return tuple(
+        f"{format_bytes(one.size_bytes)} in {one.layer or OUTSIDE}, {why.get(one.why, one.why)}"
+        for one in arena.unserved
+    )
+
+
+def _median(steps: Sequence[StepReport], field: str) -> int:
+    return int(statistics.median(getattr(step, field) for step in steps))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.machinery
 import importlib.resources
 import importlib.util
 import inspect
+import re
 import sys
 import tomllib
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -19,15 +21,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .errors import PoochError, UsageError, named_line
+from .errors import PoochError, UsageError, did_you_mean, named_line
 from .formats.files import one_line
-from .out_of_memory import asked_text, is_out_of_memory
+from .units import format_bytes
 
 if TYPE_CHECKING:
     import torch
 
 _FORMS = "a TOML file, package.module:function, path/to/file.py:function or hf:NAME"
 _SETTABLE = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+_ASKED = re.compile(r"allocate (\d+) bytes|allocate ([\d.]+ [KMGT]iB)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,10 @@ def load_workload(
         The user's own code raised; the original exception is its ``__cause__``.
     """
     function, parameters, short_name, found_at = _resolved(target)
-    if device is not None and "device" not in (overrides or {}) and _takes_device(function):
-        parameters["device"] = device
+    if device is not None and "device" not in (overrides or {}):
+        with contextlib.suppress(TypeError, ValueError):  # some builtins have no signature
+            if "device" in inspect.signature(function).parameters:
+                parameters["device"] = device
     arguments = _arguments(function, parameters, overrides or {}, what=found_at)
     try:
         workload = function(**arguments)
@@ -103,6 +109,23 @@ def load_workload(
     if device is not None:
         _check_device(checked.model, device, found_at)
     return LoadedWorkload(short_name, checked, found_at if callable(target) else target, arguments)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: Python's and NumPy's ``MemoryError``, torch's on CUDA, and its plain
+    ``RuntimeError`` of the CPU's allocator.
+    """
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _OUT_OF_MEMORY)
+
+
+def asked_text(error: BaseException) -> str:
+    """``"memory for 64.0 GiB"`` if the error gives the requested bytes, else ``"its memory"``."""
+    match = _ASKED.search(str(error))
+    if match is None:
+        return "its memory"
+    return f"memory for {match[2] or format_bytes(int(match[1]))}"
 
 
 def parameter_values(target: str | Callable[..., Workload]) -> tuple[str, dict[str, Any]]:
@@ -130,7 +153,10 @@ def _resolved(target: str | Callable[..., Workload]) -> tuple[Callable[..., obje
         name = getattr(target, "__name__", type(target).__name__)
         return target, {}, name, name
     if target.endswith(".onnx"):
-        return _onnx_function(target), {}, Path(target).stem, target
+        from .integrations.onnx.onnx_training import training_function
+
+        made = training_function(Path(target), Workload, lambda loss: _find_function(loss, Path(), asked=loss)[0])
+        return made, {}, Path(target).stem, target
     if target.startswith("hf:"):
         function: Any = _load_module(f"{__package__}.workloads.hugging_face", "").function_of(target)
         return function, {}, target.removeprefix("hf:"), target
@@ -142,13 +168,6 @@ def _resolved(target: str | Callable[..., Workload]) -> tuple[Callable[..., obje
         python_target, parameters, name, folder = file.workload, dict(file.parameters), path.stem, path.parent
     function, found_at = _find_function(python_target, folder, asked=target)
     return function, parameters, name or python_target.rpartition(":")[2], found_at
-
-
-def _onnx_function(target: str) -> Callable[..., Workload]:
-    """A function that builds the training step of an ONNX file, with its dynamic dimensions as parameters."""
-    from .integrations.onnx.onnx_training import training_function
-
-    return training_function(Path(target), Workload, lambda loss: _find_function(loss, Path(), asked=loss)[0])
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -168,7 +187,7 @@ def read_workload_file(path: Path) -> WorkloadFile:
     except FileNotFoundError:
         neighbours = [str(other) for other in sorted(path.parent.glob("*.toml"))] if path.parent.is_dir() else []
         ships = f"; without a folder, {path.stem} is one that ships" if path.stem in shipped_configs() else ""
-        raise UsageError(f"{path}: no such workload file{_suggest(str(path), neighbours) or ships}") from None
+        raise UsageError(f"{path}: no such workload file{did_you_mean(str(path), neighbours) or ships}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read as a workload TOML ({named_line(error)})") from None
     try:
@@ -178,7 +197,7 @@ def read_workload_file(path: Path) -> WorkloadFile:
     unknown = [key for key in raw if key not in WorkloadFile.__struct_fields__]
     if unknown:
         known = " and ".join(WorkloadFile.__struct_fields__)
-        hint = _suggest(unknown[0], WorkloadFile.__struct_fields__) or "; parameters belong under [parameters]"
+        hint = did_you_mean(unknown[0], WorkloadFile.__struct_fields__) or "; parameters belong under [parameters]"
         raise UsageError(f"{path}: unknown key {unknown[0]!r}, expected {known}{hint}")
     try:
         return msgspec.convert(raw, type=WorkloadFile)
@@ -232,7 +251,7 @@ def _bad_target(target: str) -> str:
         remedy = "that file is no TOML" if path.is_file() else "that is a folder"
     elif target.isidentifier():
         ships = shipped_configs()
-        remedy = f"the names that ship are {', '.join(ships)}{_suggest(target, ships)}"
+        remedy = f"the names that ship are {', '.join(ships)}{did_you_mean(target, ships)}"
     else:
         remedy = "it names no function"
     return f"workload: expected {_FORMS}, found {target!r}; {remedy}"
@@ -247,7 +266,7 @@ def _bad_function(module: ModuleType, place: str, name: str, found: object) -> s
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not key.startswith("_")
     ]
     listed = f"; functions there: {', '.join(functions)}" if functions else "; it defines no functions"
-    return f"{place}: no function {name!r}{_suggest(name, functions)}{listed}"
+    return f"{place}: no function {name!r}{did_you_mean(name, functions)}{listed}"
 
 
 class _AlwaysFromSource(importlib.machinery.SourceFileLoader):
@@ -261,7 +280,7 @@ class _AlwaysFromSource(importlib.machinery.SourceFileLoader):
 def _load_file(path: Path, where: str) -> ModuleType:
     if not path.is_file():
         neighbours = [str(other) for other in sorted(path.parent.glob("*.py"))] if path.parent.is_dir() else []
-        raise UsageError(f"{where}{path}: no such python file{_suggest(str(path), neighbours)}")
+        raise UsageError(f"{where}{path}: no such python file{did_you_mean(str(path), neighbours)}")
     name = f"_poochplan_workload_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path, loader=_AlwaysFromSource(name, str(path)))
     if path.suffix != ".py" or spec is None or spec.loader is None:
@@ -311,7 +330,6 @@ def _missing_module(name: str, missing: str) -> str:
 
 
 def _import_failure(place: str, error: Exception | SystemExit) -> PoochError:
-    """The error for a module that exists but cannot be imported."""
     if isinstance(error, ModuleNotFoundError):
         return UsageError(f"{place} exists, but an import inside it failed: {named_line(error)}; install that module")
     if isinstance(error, ImportError):
@@ -342,7 +360,7 @@ def _arguments(
     for key in (*given, *overrides):
         if key not in known and not takes_any:
             listed = f"; it takes {', '.join(known)}" if known else "; it takes none"
-            raise UsageError(f"{what}: unknown parameter {key!r}{_suggest(key, known)}{listed}")
+            raise UsageError(f"{what}: unknown parameter {key!r}{did_you_mean(key, known)}{listed}")
     hints = _annotations(function)
     values = {key: _converted(value, None, hints.get(key), key, what) for key, value in given.items()}
     for key, value in overrides.items():
@@ -355,13 +373,6 @@ def _arguments(
                 f"give it under [parameters] or by --set {key}=VALUE"
             )
     return values
-
-
-def _takes_device(function: Callable[..., object]) -> bool:
-    try:
-        return "device" in inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return False
 
 
 def _check_device(model: torch.nn.Module, device: str, what: str) -> None:
@@ -429,8 +440,3 @@ def _type_name(value: object) -> str:
         return "None"
     kind = type(value)
     return kind.__name__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _suggest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""

@@ -16,8 +16,8 @@ import poochplan
 from poochplan.formats.plan import Decision
 from poochplan.formats.run_record import RunRecord
 from poochplan.report.differences import differences
-from poochplan.report.files_shown import load_any
-from poochplan.report.runs import contradiction
+from poochplan.report.tables import load_any
+from poochplan.verify import contradiction
 
 Pooch = Any
 

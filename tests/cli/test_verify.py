@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import poochplan
-from poochplan.certificates import digest
 from poochplan.errors import StepError
 from poochplan.formats.json_schema import json_schema
 from poochplan.formats.run_record import Certificate
 from poochplan.profiler.step.forward_only import checked_loss
+from poochplan.sessions import digest
 from poochplan.verify import (
     StepRecord,
     bitwise_equal,

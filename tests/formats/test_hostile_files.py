@@ -29,7 +29,7 @@ from poochplan.planner.planning import plan
 from poochplan.planner.simulator.problem import check_profile
 from poochplan.planner.writing import with_decisions
 from poochplan.profiler import link as link_module
-from poochplan.report.files_shown import file_data, file_rows, load_any
+from poochplan.report.tables import file_data, file_rows, load_any
 from poochplan.runtime.devices.cpu import SpillFile
 from poochplan.workload import parse_override, read_workload_file
 from tests.depth import DEEP

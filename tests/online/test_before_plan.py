@@ -148,7 +148,7 @@ def test_step_policies_are_of_the_way_that_was_asked_for() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = BeforePlan(Unplanned.IN_CORE, Unplanned.SWAP, model, CPU, [optimizer], lambda: None)
     assert type(before.policy()) is KeepWhileRoom
-    assert type(before.refused_policy()) is SwapEach
+    assert type(before.policy(is_refused=True)) is SwapEach
 
 
 def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

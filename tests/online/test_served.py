@@ -13,7 +13,7 @@ import torch
 import poochplan
 from poochplan.errors import AllocatorError, UsageError
 from poochplan.formats.profile import Memory
-from poochplan.online import allocator_build, telling
+from poochplan.online import background, telling
 from poochplan.runtime.session import Session
 from tests.online.runs import Run, bytes_of, run_plain
 from tests.online.trainings import (
@@ -213,7 +213,7 @@ def test_on_without_an_allocator_is_one_line_and_auto_goes_on(tmp_path: Path, mo
     def fails() -> None:
         raise AllocatorError("no C++ compiler; install one")
 
-    monkeypatch.setattr(allocator_build, "library", fails)
+    monkeypatch.setattr(background, "library", fails)
     with pytest.raises(UsageError) as told:
         Served(dropout_and_batch_norm, tmp_path, arena="on")
     assert str(told.value) == 'arena: expected "on" to be possible, found no C++ compiler; install one'
@@ -225,7 +225,7 @@ def test_that_the_allocator_is_built_is_said_before_anything_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("is_built", "is_loaded"):
-        monkeypatch.setattr(allocator_build, name, lambda: False)
+        monkeypatch.setattr(background, name, lambda: False)
     Served(dropout_and_batch_norm, tmp_path, quiet=False)
     assert capsys.readouterr().err == f"poochplan: {telling.BUILDING}\n"
     Served(dropout_and_batch_norm, tmp_path)

@@ -20,8 +20,9 @@ from typing import Any, NoReturn
 from poochplan.errors import PoochError, UsageError
 
 from .. import __version__
-from ..out_of_memory import asked_text, is_out_of_memory
+from ..workload import asked_text, is_out_of_memory
 from .base import Verb, rank_and_count
+from .options import add_options
 
 VERBS = {
     "profile": "measure a training step: ops, saved values, memory, and the link to the host tier",
@@ -36,8 +37,8 @@ VERBS = {
     "doctor": "check the machine, the software and a workload: what is fine, what to change, what to install",
 }
 """By name: what the verb does."""
-_MODULES = {"link": "machine", "doctor": "machine"} | dict.fromkeys(("show", "diff", "simulate"), "inspection")
-"""Those of the verbs that have no module of their name. Each is loaded where the verb is asked for."""
+_MODULES = {"inspection": ("show", "diff", "simulate"), "machine": ("link", "doctor"), "plan": ("plan", "sweep")}
+"""Modules of several verbs; others have the name of their verb. Each is loaded where the verb is asked for."""
 _EXAMPLES = """\
 examples:
   pooch profile unet3d -o profile.json
@@ -68,11 +69,6 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see `{self.prog} --help`")
 
 
-def _verb(name: str) -> type[Verb]:
-    importlib.import_module(f".{_MODULES.get(name, name)}", __name__)
-    return next(one for one in Verb.__subclasses__() if one.name == name)
-
-
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """The parser of ``pooch``, with a sub-parser for each verb. With ``only``, only that verb gets its arguments."""
     parser = _Parser(
@@ -87,13 +83,17 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
         sub = verbs.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
         if only not in (None, name):
             continue
-        verb = _verb(name)
-        sub.description, sub.epilog = textwrap.fill(verb.description, HELP_WIDTH), f"examples:\n{verb.examples}"
-        verb.add_arguments(sub)
+        module = next((module for module, names in _MODULES.items() if name in names), name)
+        importlib.import_module(f".{module}", __name__)
+        verb = next(one for one in Verb.__subclasses__() if one.name == name)
+        description, options, examples = verb.help.strip().split("\n\n")
+        sub.description = textwrap.fill(" ".join(description.split()), HELP_WIDTH)
+        sub.epilog = "examples:\n" + textwrap.indent(examples, "  ")
+        outputs = add_options(sub, options)
         sub.add_argument("--json", action="store_true", help="data as JSON on stdout, everything else on stderr")
         sub.add_argument("--force", action="store_true", help=verb.force_help)
         sub.add_argument("-v", "--verbose", action="store_true", help="show tracebacks and the details of warnings")
-        sub.set_defaults(verb=verb)
+        sub.set_defaults(verb=verb, outputs=outputs)
     return parser
 
 
@@ -121,9 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _explain("interrupted", verbose)
             return 130
         except BrokenPipeError:
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-            )  # the reader closed the pipe: no second error at exit
+            # The reader closed the pipe: no second error at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         except Exception as error:
             if is_out_of_memory(error):

@@ -10,14 +10,15 @@ import json
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TextIO
 
 from rich.console import Console
 
 from poochplan.errors import PoochError, UsageError
-from poochplan.formats.files import Document, check_output
+from poochplan.formats.files import check_output
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -42,14 +43,14 @@ class Say(Protocol):
 
 
 class Verb(ABC):
-    """One verb of the command line. Subclasses define its arguments and its work.
+    """One verb of the command line. Subclasses define its help and its work.
 
     With ``--json``, data goes to stdout as JSON, and all other output goes to stderr.
     """
 
     name: ClassVar[str]
-    description: ClassVar[str]
-    examples: ClassVar[str]
+    help: ClassVar[str]
+    """Three paragraphs: what it does, its options (see :func:`~poochplan.cli.options.add_options`), and examples."""
     force_help: ClassVar[str] = "overwrite output files that exist"
     has_ranks: ClassVar[bool] = False
     """Whether torchrun may start the verb on several ranks. Rank 0 alone then prints and writes."""
@@ -57,24 +58,21 @@ class Verb(ABC):
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.rank, self.rank_count = rank_and_count() if self.has_ranks else (0, 1)
-        self.console = _console(sys.stderr if options.json else sys.stdout)
-        self.console.quiet = self.rank > 0
+        self.console = Console(file=sys.stderr if options.json else sys.stdout, quiet=self.rank > 0)
+        if not self.console.is_terminal:  # a log file has no width; tables keep their columns
+            self.console.width = max(self.console.width, NARROWEST_TABLE)
         self.exit_code = 0
         """The exit code of a run without an error; ``run`` may change it."""
         self.problem: PoochError | None = None
         """An error to raise after the data was printed."""
-
-    @classmethod
-    @abstractmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Adds the verb's own arguments."""
 
     @abstractmethod
     def run(self) -> dict[str, Any]:
         """Does the work and returns the data that ``--json`` prints."""
 
     def execute(self) -> int:
-        """Runs the verb; returns the exit code. Only ``main`` catches errors."""
+        """Checks the files to write, and runs the verb; returns the exit code. Only ``main`` catches errors."""
+        self.check_outputs()
         if self.options.json:
             with data_alone() as stdout:
                 data = json.dumps(self.run(), indent=2, allow_nan=False)
@@ -88,42 +86,39 @@ class Verb(ABC):
             return self.problem.exit_code
         raise self.problem
 
-    @contextlib.contextmanager
-    def ranks(self) -> Iterator[Ranks | None]:
+    def ranks(self) -> AbstractContextManager[Ranks | None]:
         """A block in which the ranks are one process group; None if this process is alone."""
         if self.rank_count == 1:
-            yield None
-            return
+            return contextlib.nullcontext()
         from poochplan.online.ranks import launched_ranks
 
-        with launched_ranks() as ranks:
-            yield ranks
+        return launched_ranks()
 
     def show(self, *renderables: RenderableType) -> None:
         """Prints tables or lines; the terminal wraps long lines."""
         for renderable in renderables:
             self.console.print(renderable, highlight=False, markup=False, soft_wrap=isinstance(renderable, str))
 
-    def advise(self, lines: Sequence[str]) -> None:
-        """Prints a profile's advice on stderr."""
-        for line in lines:
-            print(f"advice: {line}", file=sys.stderr)
+    def given(self, *names: str) -> dict[str, Any]:
+        """The options of these names, for a function that has parameters of these names."""
+        return {name: getattr(self.options, name) for name in names}
 
-    def wrote(self, path: Path) -> None:
-        """Prints that a file was written."""
-        self.show(f"Wrote {path}")
-
-    def save(self, document: Document, path: Path | None) -> None:
-        """Writes the file and says so; nothing without a path, and on ranks above 0."""
+    def write(self, path: Path | None, writer: Callable[..., Path], make: Callable[[], Any]) -> None:
+        """Writes what ``make`` returns and says so; nothing without a path, and on ranks above 0."""
         if path is not None and self.rank == 0:
-            self.wrote(document.save(path, force=self.options.force))
+            self.show(f"Wrote {writer(make(), path, force=self.options.force)}")
 
-    def output(self, path: str | Path | None, *, suffix: str = "") -> Path | None:
-        """The path, checked before the work starts; None if no such output was requested."""
-        if path is None:
-            return None
-        if suffix and not str(path).endswith(suffix):
-            raise UsageError(f"{path}: expected a file name that ends in {suffix}; name one")
+    def check_outputs(self) -> None:
+        """Checks each requested file before the work starts; its option is then a ``Path``."""
+        for name, suffix in self.options.outputs.items():
+            path = getattr(self.options, name)
+            if path is not None and not str(path).endswith(suffix):
+                raise UsageError(f"{path}: expected a file name that ends in {suffix}; name one")
+            if path is not None:
+                setattr(self.options, name, self.output(path))
+
+    def output(self, path: str | Path) -> Path:
+        """The path of a file to write, checked before the work starts."""
         return check_output(path, force=self.options.force)
 
     @contextlib.contextmanager
@@ -180,10 +175,3 @@ def _is_descriptor_1(stream: TextIO) -> bool:
         return stream.fileno() == 1
     except io.UnsupportedOperation:  # a stream in memory
         return False
-
-
-def _console(stream: Any) -> Console:
-    console = Console(file=stream)
-    if not console.is_terminal and console.width < NARROWEST_TABLE:
-        console.width = NARROWEST_TABLE  # a log file has no width; tables keep their columns
-    return console

@@ -4,12 +4,10 @@ device.
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import msgspec
-import pandas as pd
-from rich.console import RenderableType
+from rich.table import Table
 
 from poochplan.errors import PoochError, UsageError
 from poochplan.formats.pass_profile import PassProfile
@@ -18,83 +16,64 @@ from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import Profile
 from poochplan.peak import explain_peak, simulate_plan
 from poochplan.planner.simulator.simulate import Simulation
+from poochplan.report import tables
 from poochplan.report.differences import differences
-from poochplan.report.files_shown import Inspected, file_data, file_rows, load_any, set_frame
 from poochplan.report.palette import write_picture
 from poochplan.report.pictures import draw_decisions, draw_peak
-from poochplan.report.tables import decisions_by_layer, frame_table, overhead_by_layer, plain_rows, summary_table
 from poochplan.report.timeline import predicted_trace, write_trace
 from poochplan.units import format_bytes, format_copies, format_seconds
 
 from .base import Verb
-from .options import at_least
 
-MOST_LAYERS, MOST_COSTLY, MOST_ROWS = 20, 12, 12
-"""Default numbers of rows of show, simulate and diff."""
+MOST_COSTLY = 12
+"""Most layers of the overhead."""
 
 
 class ShowVerb(Verb):
-    """Shows files that the other verbs wrote."""
-
     name = "show"
-    description = (
-        "Reads a file of pooch profile, pooch plan or pooch run -o. Shows its model, inputs and device, the machine "
-        "and versions that made it, peaks, budget and times, decisions by layer, and notes. Several plans are shown "
-        "as a set, as pooch run uses them. --picture draws what holds the in-core peak of a profile, layer by layer, "
-        "or the decisions of a plan. Runs on any machine."
-    )
-    examples = """\
-  pooch show plan.json
-  pooch show profile.json --layers 5
-  pooch show batch32.plan.json batch64.plan.json
-  pooch show plan.json --picture decisions.png
-  pooch show plan.json --json | jq .versions.torch
-"""
+    help = """
+Reads a file of pooch profile, pooch plan or pooch run -o. Shows its model, inputs and device, the machine and versions
+that made it, peaks, budget and times, decisions by layer, and notes. Several plans are shown as a set, as pooch run
+uses them. --picture draws what holds the in-core peak of a profile, layer by layer, or the decisions of a plan. Runs on
+any machine.
 
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("files", metavar="FILE", nargs="+", help="profile, plan or run; or several plans as a set")
-        parser.add_argument(
-            "--layers",
-            type=at_least(0),
-            default=MOST_LAYERS,
-            metavar="N",
-            help=f"show at most N layers (default: {MOST_LAYERS})",
-        )
-        parser.add_argument(
-            "--picture",
-            metavar="FILE.png",
-            help="draw a profile's peak, stacked by layer and kind, or a plan's decisions, a strip of layers",
-        )
+FILE... @files: profile, plan or run; or several plans as a set
+--layers N >=0 =20: show at most N layers (default: {})
+--picture >FILE.png: draw a profile's peak, stacked by layer and kind, or a plan's decisions, a strip of layers
+
+pooch show plan.json
+pooch show profile.json --layers 5
+pooch show batch32.plan.json batch64.plan.json
+pooch show plan.json --picture decisions.png
+pooch show plan.json --json | jq .versions.torch
+"""
 
     def run(self) -> dict[str, Any]:
         first, *others = self.options.files
-        picture = self.output(self.options.picture, suffix=".png")
         if others:
             self._refuse_picture(f"{1 + len(others)} files")
             return self._show_set()
-        found = load_any(first)
+        found = tables.load_any(first)
         if not isinstance(found, Profile | Plan):
             self._refuse_picture("a forward pass" if isinstance(found, PassProfile) else f"a {found.kind}")
-        self.show(summary_table(found.title, file_rows(found)), *self._layers(found))
-        if picture is not None and isinstance(found, Profile | Plan):
-            figure = draw_peak(explain_peak(found)) if isinstance(found, Profile) else draw_decisions(found)
-            self.wrote(write_picture(figure, picture, force=self.options.force))
-        return file_data(found)
+        self.show(tables.summary_table(found.title, tables.file_rows(found)), *self._layers(found))
+        if isinstance(found, Profile):
+            self.write(self.options.picture, write_picture, lambda: draw_peak(explain_peak(found)))
+        elif isinstance(found, Plan):
+            self.write(self.options.picture, write_picture, lambda: draw_decisions(found))
+        return tables.file_data(found)
 
-    def _layers(self, found: Inspected) -> list[RenderableType]:
-        """The table of a profile's or a plan's layers."""
+    def _layers(self, found: tables.Inspected) -> list[Table]:
+        columns: tuple[str, ...]
         if isinstance(found, Profile):
             title, layers = "What layers save and cost", found.to_frame("layers")
-            headings = {"saved_bytes": "saved", "forward_s": "forward", "backward_s": "backward", "swap_s": "swap"}
-            headings |= {"recompute_s": "recompute"}
+            columns = ("saved_bytes", "forward_s", "backward_s", "swap_s", "recompute_s")
         elif isinstance(found, Plan):
-            title, layers = "Decisions by layer", decisions_by_layer(found)
-            headings = {name: name for name in ("swap", "recompute", "keep")}
+            title, layers = "Decisions by layer", tables.decisions_by_layer(found)
+            columns = ("swap", "recompute", "keep")
         else:
             return []
-        top: pd.DataFrame = layers.head(self.options.layers)
-        return [] if top.empty else [frame_table(f"{title} ({len(top)} of {len(layers)})", top, headings)]
+        return tables.first_rows(title, layers, columns, self.options.layers)
 
     def _refuse_picture(self, found: str) -> None:
         if self.options.picture is not None:
@@ -106,52 +85,40 @@ class ShowVerb(Verb):
     def _show_set(self) -> dict[str, Any]:
         plans = []
         for path in self.options.files:
-            found = load_any(path)
+            found = tables.load_any(path)
             if not isinstance(found, Plan):
                 raise UsageError(f"{path}: expected a plan, found a {found.kind}; show that file alone")
             plans.append(found)
         checked = PlanSet(plans)
-        headings = {"budget_bytes": "budget", "peak_bytes": "peak", "step_s": "step", "overhead": "overhead"}
+        columns = ("budget_bytes", "peak_bytes", "step_s", "overhead")
         title = f"Set of {len(plans)} plans for {plans[0].workload}; a step follows the one for its inputs"
-        self.show(frame_table(title, set_frame(checked.plans), headings))
-        return {"plans": [file_data(plan) for plan in plans]}
+        self.show(tables.frame_table(title, tables.set_frame(checked.plans), columns))
+        return {"plans": [tables.file_data(plan) for plan in plans]}
 
 
 class DiffVerb(Verb):
-    """Compares two files."""
-
     name = "diff"
-    description = (
-        "Compares two plans: budget, predicted peak and step, values with different decisions, and points with "
-        "different actions. Or two profiles: the step, the machine, memory and times. Or a plan and a file of pooch "
-        "run -o: predicted and measured figures, and the point and layer at which a step diverged. Or two "
-        "certificates: the first step and tensor whose digests differ. Exit codes are "
-        "those of diff: 0 the same, 1 different (a run: it diverged, exceeded its budget or lost the in-core bits), "
-        "2 trouble."
-    )
-    examples = """\
-  pooch diff plan-60.json plan-70.json
-  pooch diff monday.profile.json tuesday.profile.json
-  pooch run train.py:workload --plan plan.json -o run.json ; pooch diff plan.json run.json
-  pooch diff plan.json other.json --json | jq .values
-"""
+    help = """
+Compares two plans: budget, predicted peak and step, values with different decisions, and points with different actions.
+Or two profiles: the step, the machine, memory and times. Or a plan and a file of pooch run -o: predicted and measured
+figures, and the point and layer at which a step diverged. Or two certificates: the first step and tensor whose digests
+differ. Exit codes are those of diff: 0 the same, 1 different (a run: it diverged, exceeded its budget or lost the
+in-core bits), 2 trouble.
 
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("first", metavar="A", help="plan, profile, or run")
-        parser.add_argument("second", metavar="B", help="a file of the same kind, or a run of plan A")
-        parser.add_argument(
-            "--rows",
-            type=at_least(1),
-            default=MOST_ROWS,
-            metavar="N",
-            help=f"rows of each table (default: {MOST_ROWS})",
-        )
+A @first: plan, profile, or run
+B @second: a file of the same kind, or a run of plan A
+--rows N =12: rows of each table (default: {})
+
+pooch diff plan-60.json plan-70.json
+pooch diff monday.profile.json tuesday.profile.json
+pooch run train.py:workload --plan plan.json -o run.json ; pooch diff plan.json run.json
+pooch diff plan.json other.json --json | jq .values
+"""
 
     def run(self) -> dict[str, Any]:
         options = self.options
         try:
-            first, second = load_any(options.first), load_any(options.second)
+            first, second = tables.load_any(options.first), tables.load_any(options.second)
         except PoochError as error:  # exit code 1 would mean that the files differ
             raise UsageError(str(error)) from None
         found = differences(first, second)
@@ -165,58 +132,38 @@ class DiffVerb(Verb):
 
 
 class SimulateVerb(Verb):
-    """Simulates a plan again and shows the result."""
-
     name = "simulate"
-    description = (
-        "Simulates the profiled step under the plan, as the planner does. Shows its time and its peak, the causes of "
-        "the overhead by layer, and what holds the peak. --trace also writes it op by op for Perfetto. Runs on any "
-        "machine."
-    )
-    examples = """\
-  pooch simulate profile.json plan.json
-  pooch simulate profile.json plan.json --trace trace.json    # open it at https://ui.perfetto.dev
-  pooch simulate profile.json plan.json --picture peak.png
-  pooch simulate profile.json plan.json --json | jq .layers
+    help = """
+Simulates the profiled step under the plan, as the planner does. Shows its time and its peak, the causes of the overhead
+by layer, and what holds the peak. --trace also writes it op by op for Perfetto. Runs on any machine.
+
+<profile>
+PLAN: file that pooch plan made from it
+--trace >FILE.json: trace events to write: compute, both links, the launching thread, live bytes
+--picture >FILE.png: draw what holds the peak: bytes by layer and kind
+
+pooch simulate profile.json plan.json
+pooch simulate profile.json plan.json --trace trace.json    # open it at https://ui.perfetto.dev
+pooch simulate profile.json plan.json --picture peak.png
+pooch simulate profile.json plan.json --json | jq .layers
 """
-
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("profile", metavar="PROFILE", help="file that pooch profile wrote")
-        parser.add_argument("plan", metavar="PLAN", help="file that pooch plan made from it")
-        parser.add_argument(
-            "--trace",
-            metavar="FILE.json",
-            help="trace events to write: compute, both links, the launching thread, live bytes",
-        )
-
-        parser.add_argument(
-            "--picture",
-            metavar="FILE.png",
-            help="draw what holds the peak: bytes by layer and kind",
-        )
 
     def run(self) -> dict[str, Any]:
         options = self.options
-        trace = self.output(options.trace, suffix=".json")
-        picture = self.output(options.picture, suffix=".png")
         profile, plan = Profile.load(options.profile), Plan.load(options.plan)
         simulation = simulate_plan(profile, plan)
-        self.show(summary_table(f"Predicted step of {plan.workload}", _simulated_rows(plan, simulation)))
-        layers = overhead_by_layer(profile, plan)
+        self.show(tables.summary_table(f"Predicted step of {plan.workload}", _simulated_rows(plan, simulation)))
+        layers = tables.overhead_by_layer(profile, plan)
         costly = layers[layers["overhead_s"] > 0].head(MOST_COSTLY)
         if not costly.empty:
             title = f"Where the overhead comes from ({len(costly)} of {len(layers)} layers)"
-            headings = {"swap": "swap", "recompute": "recompute", "stall_s": "stall", "replay_s": "replay"}
-            self.show(frame_table(title, costly, headings | {"overhead_s": "overhead"}))
+            self.show(tables.frame_table(title, costly, ("swap", "recompute", "stall_s", "replay_s", "overhead_s")))
         peak = explain_peak(profile, plan)
         self.show(str(peak))
-        if picture is not None:
-            self.wrote(write_picture(draw_peak(peak), picture, force=options.force))
-        if trace is not None:
-            self.wrote(write_trace(predicted_trace(profile, plan), trace, force=options.force))
+        self.write(options.picture, write_picture, lambda: draw_peak(peak))
+        self.write(options.trace, write_trace, lambda: predicted_trace(profile, plan))
         held = {"moment": peak.moment, "held_by": peak.by_kind(), "held_in": peak.by_layer()}
-        return _simulated_data(profile, plan, simulation) | {"layers": plain_rows(layers), "peak": held}
+        return _simulated_data(profile, plan, simulation) | {"layers": tables.plain_rows(layers), "peak": held}
 
 
 def _simulated_rows(plan: Plan, simulation: Simulation) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,10 +12,9 @@ from rich.text import Text
 from poochplan.errors import UsageError
 from poochplan.formats.profile import Link, LinkDirection
 from poochplan.report.tables import frame_table, summary_table
-from poochplan.units import format_bytes, format_rate, format_seconds, parse_rate
+from poochplan.units import format_bytes, format_rate, format_seconds
 
 from .base import Verb
-from .options import add_spill_dir, add_workload_arguments
 from .profile import load
 
 if TYPE_CHECKING:
@@ -26,32 +24,25 @@ _STYLE = {"ok": "green", "warning": "yellow", "missing": "bold red"}
 
 
 class DoctorVerb(Verb):
-    """Runs checks; prints one line for each."""
-
     name = "doctor"
-    description = (
-        "Checks threads, memory, huge pages, the spill disk (64 MiB are written and removed), the noise of the "
-        "machine, torch, CUDA and CuPy, the solvers, and the parts that are compiled on first use (the planner's "
-        "evaluator and the allocator). Each line is ok, warning or missing, and says what to do. WORKLOAD is built, "
-        "and its model is checked: train mode, compiled parts, activation checkpointing, optimizer, and whether the "
-        "in-core step fits. Exit code 1: something needed is missing."
-    )
-    examples = """\
-  pooch doctor unet3d --spill-dir /scratch
-  pooch doctor
-  pooch doctor --build
-  pooch doctor train.py:workload --set batch_size=64 --json | jq '.findings[] | select(.status != "ok")'
-"""
+    help = """
+Checks threads, memory, huge pages, the spill disk (64 MiB are written and removed), the noise of the machine, torch,
+CUDA and CuPy, the solvers, and the parts that are compiled on first use (the planner's evaluator and the allocator).
+Each line is ok, warning or missing, and says what to do. WORKLOAD is built, and its model is checked: train mode,
+compiled parts, activation checkpointing, optimizer, and whether the in-core step fits. Exit code 1: something needed is
+missing.
 
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("workload", metavar="WORKLOAD", nargs="?", help="as in pooch profile (default: none)")
-        add_workload_arguments(parser)
-        parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N, as in pooch profile")
-        add_spill_dir(parser)
-        parser.add_argument(
-            "--build", action="store_true", help="build evaluator and allocator now (default: on their first use)"
-        )
+WORKLOAD?: as in pooch profile (default: none)
+<of workload>
+--device NAME: cpu, cuda or cuda:N, as in pooch profile
+<spill dir>
+--build: build evaluator and allocator now (default: on their first use)
+
+pooch doctor unet3d --spill-dir /scratch
+pooch doctor
+pooch doctor --build
+pooch doctor train.py:workload --set batch_size=64 --json | jq '.findings[] | select(.status != "ok")'
+"""
 
     def run(self) -> dict[str, Any]:
         from poochplan.doctor import Status, machine_findings, software_findings, workload_findings
@@ -79,39 +70,33 @@ class DoctorVerb(Verb):
 
 
 class LinkVerb(Verb):
-    """Copies buffers of several sizes in both directions, and shows the times."""
-
     name = "link"
-    description = (
-        "Copies buffers of 64 KiB to 1 GiB out and back in: alone, together and beside compute. On CUDA the buffers "
-        "are pinned; pageable ones are measured for comparison. On the CPU the host tier is a spill file, which is "
-        "written once before. The result is kept in the user's cache folder, by device, disk, throttle and torch "
-        "version. The next call shows it from there."
-    )
-    examples = """\
-  pooch link --spill-dir /scratch
-  pooch link --device cuda --refresh
-  pooch link --throttle 400MB/s --json | jq .outward.bandwidth_bytes_per_s
-"""
+    help = """
+Copies buffers of 64 KiB to 1 GiB out and back in: alone, together and beside compute. On CUDA the buffers are pinned;
+pageable ones are measured for comparison. On the CPU the host tier is a spill file, which is written once before. The
+result is kept in the user's cache folder, by device, disk, throttle and torch version. The next call shows it from
+there.
 
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--device", metavar="NAME", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
-        add_spill_dir(parser)
-        parser.add_argument("--throttle", metavar="RATE", help="limit copies to a rate such as 400MB/s")
-        parser.add_argument("--refresh", action="store_true", help="measure again instead of using the cache")
+--device NAME =cpu: cpu, cuda or cuda:N (default: {})
+<spill dir>
+--throttle RATE: limit copies to a rate such as 400MB/s
+--refresh: measure again instead of using the cache
+
+pooch link --spill-dir /scratch
+pooch link --device cuda --refresh
+pooch link --throttle 400MB/s --json | jq .outward.bandwidth_bytes_per_s
+"""
 
     def run(self) -> dict[str, Any]:
         options = self.options
-        throttle = None if options.throttle is None else parse_rate(options.throttle, what="--throttle")
         from poochplan.profiler.link import cache_path, cached_link
         from poochplan.runtime.devices.opening import usable_device
 
         where = usable_device(options.device)
-        if where.type != "cpu" and throttle is not None:
+        if where.type != "cpu" and options.throttle is not None:
             raise UsageError(f"--throttle: copies of {where} are not held to a rate; leave it out")
         with self.progress("measuring the link"):
-            link, was_cached = cached_link(where, options.spill_dir, throttle, refresh=options.refresh)
+            link, was_cached = cached_link(where, options.spill_dir, options.throttle, refresh=options.refresh)
         source = f"from {cache_path()}; --refresh measures again" if was_cached else "measured now"
         self.show(summary_table(f"Link ({link.name}), {source}", _link_rows(link)))
         headings = {"out_s": "out", "out_rate": "out GB/s", "in_s": "in", "in_rate": "in GB/s"}

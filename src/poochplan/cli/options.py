@@ -1,89 +1,111 @@
-"""Options that several verbs have: the workload, the machine to plan for, and the time of a search."""
+"""Options: how verbs declare them, those that several verbs have, and the machine, budget and gap that they give."""
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
-from poochplan.errors import GapError, InfeasibleError, UsageError
+from poochplan.errors import BudgetExceededError, GapError, InfeasibleError, UsageError
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.whatif import for_machine
-from poochplan.units import format_bytes, parse_budget, parse_bytes
+from poochplan.units import format_bytes, parse_budget, parse_bytes, parse_rate
 
-TIME_LIMIT_S = 20.0
 DEFAULT_MARGIN = "512MiB"
 MARGIN_NEEDS_MEMORY = "--margin: expected --device-memory beside it, found none; name the memory, or leave --margin out"
 
-
-def add_workload(parser: argparse.ArgumentParser) -> None:
-    """``WORKLOAD``, for verbs that build one."""
-    forms = "name of a shipped config (unet3d), TOML file, package.module:function, file.py:function or model.onnx"
-    parser.add_argument("workload", metavar="WORKLOAD", help=forms)
-
-
-def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--set``, ``--loss`` and ``--seed``, for verbs that build a workload."""
-    parser.add_argument(
-        "--set", dest="settings", action="append", metavar="NAME=VALUE", help="a parameter of the workload; repeatable"
-    )
-    parser.add_argument(
-        "--loss",
-        dest="settings",
-        action="append",
-        type="loss={}".format,
-        metavar="LOSS",
-        help="loss of an ONNX model: mse, cross-entropy or file.py:function; the same as --set loss=LOSS",
-    )
-    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="seed of all generators (default: 0)")
-
-
-def add_spill_dir(parser: argparse.ArgumentParser) -> None:
-    """``--spill-dir``."""
-    default = "(default: $POOCH_SPILL_DIR, else /var/tmp or another on a disk)"
-    parser.add_argument("--spill-dir", metavar="DIR", help=f"folder of the spill file, on the CPU {default}")
-
-
-def add_arena_argument(parser: argparse.ArgumentParser) -> None:
-    """``--arena``, for verbs that plan."""
-    parser.add_argument(
-        "--arena",
-        choices=("auto", "on", "off"),
-        default="auto",
-        help="whether the budget covers one arena for the step and everything outside it, instead of the peak alone "
-        "(default: auto, which is on for a CPU profile that was taken with the compiled allocator)",
-    )
+_SHARED = """
+<workload>
+WORKLOAD: name of a shipped config (unet3d), TOML file, package.module:function, file.py:function or model.onnx
+<of workload>
+--set NAME=VALUE... @settings: a parameter of the workload; repeatable
+--loss LOSS...: loss of an ONNX model: mse, cross-entropy or file.py:function; the same as --set loss=LOSS
+--seed N >=0 =0: seed of all generators (default: {})
+<spill dir>
+--spill-dir DIR: folder of the spill file, on the CPU (default: $POOCH_SPILL_DIR, else /var/tmp or another on a disk)
+<profile>
+PROFILE: file that pooch profile wrote
+<solver>
+--solver NAME: a PuLP solver (default: HiGHS, or CBC without it)
+<time limit>
+--time-limit S =20: seconds of each search (default: {})
+<evaluations>
+| --evaluations N: simulations of each search instead of seconds, which makes the plan repeatable
+<gaps>
+--gap GAP =0.005: stop when the step is within this share of its proven lower bound (default: {}, which is 0.5%)
+--max-gap SHARE: exit code 4 if a step is not proven within this share, such as 1%; the plan is written all the same
+  (default: any gap is success)
+<arena>
+--arena auto|on|off =auto: whether the budget covers one arena for the step and everything outside it, instead of the
+  peak alone (default: auto, which is on for a CPU profile that was taken with the compiled allocator)
+<machine>
+[another machine: plan for a machine that was not measured; the times of such a plan are estimates]
+--link LINK: pcie3, pcie4, pcie5, nvlink1, nvlink2, nvlink-c2c, measured, a rate such as 12GB/s, or two, out,in
+--device-memory SIZE: memory of the device, such as 16GiB
+--margin SIZE: part of --device-memory left for the CUDA context and fragmentation (default: 512MiB)
+--compute-scale X: factor on the time of every op: 0.5 is a device twice as fast
+[]
+"""
+SHARED = dict(re.findall(r"^<(.+)>\n((?:[^<].*\n)+)", _SHARED, re.MULTILINE))
+"""Options that several verbs have, by name."""
 
 
-def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--link``, ``--device-memory``, ``--margin`` and ``--compute-scale``."""
-    group = parser.add_argument_group(
-        "another machine", "plan for a machine that was not measured; the times of such a plan are estimates"
-    )
-    group.add_argument(
-        "--link",
-        metavar="LINK",
-        help="pcie3, pcie4, pcie5, nvlink1, nvlink2, nvlink-c2c, measured, a rate such as 12GB/s, or two, out,in",
-    )
-    group.add_argument("--device-memory", metavar="SIZE", help="memory of the device, such as 16GiB")
-    group.add_argument(
-        "--margin",
-        metavar="SIZE",
-        help=f"part of --device-memory left for the CUDA context and fragmentation (default: {DEFAULT_MARGIN})",
-    )
-    group.add_argument(
-        "--compute-scale",
-        type=positive,
-        metavar="X",
-        help="factor on the time of every op: 0.5 is a device twice as fast",
-    )
+def add_options(parser: argparse.ArgumentParser, text: str) -> dict[str, str]:
+    """Adds the options in ``text``; returns those that name a file to write, with the ending that its name must have.
+
+    Each begins a line, and its help, behind a colon, may go on in indented lines: ``-o, --output >FILE.png: picture``.
+    A word in capitals is its value: ``N`` a whole number, ``S``, ``X`` and ``GAP`` numbers above 0, ``RATE`` and
+    ``SHARE`` what they say, ``NAMES`` and ``SIZES`` lists with commas, others text. Without one it is a switch, and
+    ``auto|on`` are choices. ``>`` before the value: a file to write; behind it ``...``: repeatable, ``?``: optional,
+    ``!``: required. Further words are the smallest number (``>=0``; else 1), the default (``=2``, for which ``{}``
+    stands in the help) and the attribute (``@steps``). ``|`` before an option excludes the one before it.
+    ``[title: description]`` begins a group, and ``[]`` ends it. ``<name>`` stands for options of ``SHARED``.
+    """
+    place: argparse._ActionsContainer = parser
+    group, outputs = place, dict[str, str]()
+    text = re.sub(r"<(.+)>", lambda name: SHARED[name[1]].strip(), text.strip())
+    lines = [" ".join(one.split()) for one in re.split(r"\n(?=\S)", text)]
+    for line, after in zip(lines, [*lines[1:], ""], strict=True):
+        head, _, said = line.partition(": ")
+        if line.startswith("["):
+            group = parser.add_argument_group(head[1:], said[:-1]) if said else parser
+            continue
+        if not line.startswith("|"):
+            place = group.add_mutually_exclusive_group() if after.startswith("|") else group
+        outputs |= _add_option(place, head.strip("| ").replace(",", "").split(), said)
+    return outputs
 
 
-def profile_for(profile: Profile, options: argparse.Namespace) -> Profile:
-    """The profile on the machine of the options; raises the errors of ``for_machine``."""
-    return for_machine(
-        profile, link=options.link, device_memory=options.device_memory, compute_scale=options.compute_scale
-    )
+def _add_option(place: argparse._ActionsContainer, words: list[str], said: str) -> dict[str, str]:
+    names = [word for word in words if word.startswith("-")]
+    marks = {word[0]: word[1:] for word in words if word[0] in "=@"}
+    least = next((int(word[2:]) for word in words if word.startswith(">=")), 1)
+    written = next((word for word in words if word[0] not in "-=@" and not word.startswith(">=")), "")
+    value = written.strip(">.?!")
+    given: dict[str, Any] = {"help": said.replace("{}", marks.get("=", "")).replace("%", "%%")}
+    given |= {"default": marks["="]} if "=" in marks else {}
+    if not value:
+        given["action"] = "store_true"
+    elif "|" in value:
+        given["choices"] = value.split("|")
+    else:
+        name = names[-1] if names else value
+        kinds: dict[str, Any] = {"RATE": partial(parse_rate, what=name), "SHARE": partial(parse_share, what=name)}
+        kinds |= dict.fromkeys(("NAMES", "SIZES"), partial(listed, what=name))
+        kinds |= {"N": number(int, least), "S": number(float), "X": number(float), "GAP": number(float)}
+        given |= {"metavar": value, "type": kinds.get(value, str)}
+    if written.endswith("!"):
+        given["required"] = True
+    if not names:
+        names = [marks.pop("@", value.lower())]
+        given |= {"nargs": {"?": "?", ".": "+"}[written[-1]]} if written[-1] in "?." else {}
+    elif written.endswith("..."):
+        given["action"] = "append"
+    given |= {"dest": marks["@"]} if "@" in marks else {}
+    made = place.add_argument(*names, **given)
+    return {made.dest: "".join(value.partition(".")[1:])} if written.startswith(">") else {}
 
 
 def memory_budget(options: argparse.Namespace) -> int | None:
@@ -96,8 +118,7 @@ def memory_budget(options: argparse.Namespace) -> int | None:
             raise UsageError(MARGIN_NEEDS_MEMORY)
         return None
     memory_bytes = parse_bytes(options.device_memory, "--device-memory")
-    margin = options.margin or DEFAULT_MARGIN
-    margin_bytes = 0 if margin.strip() == "0" else parse_bytes(margin, "--margin")
+    margin_bytes = parse_bytes(options.margin or DEFAULT_MARGIN, "--margin", least=0)
     if margin_bytes >= memory_bytes:
         raise UsageError(
             f"--device-memory: expected more than the margin of {format_bytes(margin_bytes)}, found "
@@ -133,57 +154,9 @@ def smallest_within_memory(profile: Profile, options: argparse.Namespace) -> int
     return smallest
 
 
-def require_budget(options: argparse.Namespace) -> None:
-    """Raises ``UsageError`` if the options give no budget. It is called before any file is read."""
-    if memory_budget(options) is None and options.budget is None and not options.min:
-        raise UsageError("expected --budget, --min or --device-memory, found none of them; see `pooch plan --help`")
-
-
-def chosen_budget(profile: Profile, options: argparse.Namespace) -> int:
-    """Bytes of ``--budget``, of the smallest budget with a plan, or of :func:`memory_budget`."""
-    if options.min:
-        return smallest_within_memory(profile, options)
-    if options.budget is not None:
-        return parse_budget_within(options.budget, profile, options)
-    budget_bytes = memory_budget(options)
-    assert budget_bytes is not None
-    return budget_bytes
-
-
-def add_search_arguments(parser: argparse.ArgumentParser, *, is_counted: bool = True) -> None:
-    """``--time-limit``, ``--gap`` and ``--max-gap``, and with ``is_counted`` also ``--evaluations``."""
-    end = parser.add_mutually_exclusive_group()
-    end.add_argument(
-        "--time-limit", type=positive, default=TIME_LIMIT_S, metavar="S", help="seconds of each search (default: 20)"
-    )
-    if is_counted:
-        end.add_argument(
-            "--evaluations",
-            type=at_least(1),
-            metavar="N",
-            help="simulations of each search instead of seconds, which makes the plan repeatable",
-        )
-    parser.add_argument(
-        "--gap",
-        type=positive,
-        default=0.005,
-        help="stop when the step is within this share of its proven lower bound (default: 0.005, which is 0.5%%)",
-    )
-    parser.add_argument(
-        "--max-gap",
-        metavar="SHARE",
-        help="exit code 4 if a step is not proven within this share, such as 1%%; the plan is written all the same "
-        "(default: any gap is success)",
-    )
-
-
-def most_gap(options: argparse.Namespace) -> float | None:
-    """``--max-gap`` as a number; raises ``UsageError`` if it is no share."""
-    return None if options.max_gap is None else parse_share(options.max_gap, "--max-gap")
-
-
-def gap_problem(gaps: Sequence[float | None], most: float | None, written: str) -> GapError | None:
-    """The error if a plan's gap is above ``most``. A gap is None if no bound is proven."""
+def gap_problem(options: argparse.Namespace, gaps: Sequence[float | None], written: str) -> GapError | None:
+    """The error if a plan's gap is above ``--max-gap``. A gap is None if no bound is proven."""
+    most = options.max_gap
     missed = [gap for gap in gaps if most is not None and gap is not None and gap > most]
     if not missed:
         return None
@@ -191,6 +164,23 @@ def gap_problem(gaps: Sequence[float | None], most: float | None, written: str) 
         f"--max-gap: expected steps within {most:.2%} of their proven bounds, found {max(missed):.2%} (in "
         f"{len(missed)} of {len(gaps)}); {written}; raise --time-limit, or --max-gap"
     )
+
+
+def over_budget(budget_bytes: int, peak_bytes: int, remedy: str) -> BudgetExceededError:
+    """The error for a step above its budget."""
+    return BudgetExceededError(
+        f"over the budget: expected at most {budget_bytes} bytes ({format_bytes(budget_bytes)}), found a step of "
+        f"{peak_bytes} bytes ({format_bytes(peak_bytes)}){remedy}",
+        peak_bytes=peak_bytes,
+    )
+
+
+def listed(text: str, what: str) -> list[str]:
+    """The parts between commas; raises ``UsageError`` if one is empty."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise UsageError(f"{what}: expected names or sizes with commas between them, found {text!r}")
+    return parts
 
 
 def parse_share(text: str, what: str) -> float:
@@ -205,13 +195,13 @@ def parse_share(text: str, what: str) -> float:
     return share
 
 
-def parse_overrides(settings: list[str] | None) -> dict[str, str]:
-    """Parameters of ``--set name=value``, as text; the workload loader gives them their types.
+def parse_overrides(options: argparse.Namespace) -> dict[str, str]:
+    """Parameters of ``--set name=value`` and ``--loss``, as text; the workload loader gives them their types.
 
     Raises ``UsageError`` if an entry is not ``name=value``, or a name is repeated.
     """
     overrides: dict[str, str] = {}
-    for setting in settings or ():
+    for setting in (*(options.settings or ()), *(f"loss={loss}" for loss in options.loss or ())):
         name, equals, value = setting.partition("=")
         if not equals or not name.strip().isidentifier():
             raise UsageError(f"--set: expected name=value, such as batch_size=64, found {setting!r}")
@@ -221,27 +211,17 @@ def parse_overrides(settings: list[str] | None) -> dict[str, str]:
     return overrides
 
 
-def at_least(minimum: int) -> Callable[[str], int]:
-    """An argparse type: a whole number of at least ``minimum``."""
+def number(kind: type[int] | type[float], least: int = 0) -> Callable[[str], float]:
+    """An argparse type: a whole number of at least ``least``, or a finite number above 0."""
 
-    def whole_number(text: str) -> int:
+    def parse(text: str) -> float:
+        expected = f"a whole number of at least {least}" if kind is int else "a number above 0"
         try:
-            value = int(text)
+            value = kind(text)
         except ValueError:
-            value = minimum - 1
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"expected a whole number of at least {minimum}, found {text!r}")
+            value = -1
+        if not (least <= value if kind is int else 0 < value < float("inf")):
+            raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}")
         return value
 
-    return whole_number
-
-
-def positive(text: str) -> float:
-    """An argparse type: a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text!r}")
-    return value
+    return parse

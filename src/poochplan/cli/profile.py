@@ -14,16 +14,15 @@ from poochplan.errors import UsageError
 from poochplan.formats.profile import Phase, Profile
 from poochplan.planner.simulator.evaluator import begin_build
 from poochplan.report.tables import frame_table, plain_rows, summary_table
-from poochplan.units import format_seconds, format_with_spread, parse_rate
+from poochplan.units import format_seconds, format_with_spread
 
 from .base import Verb
-from .options import add_spill_dir, add_workload, add_workload_arguments, at_least, parse_overrides
+from .options import parse_overrides
 
 if TYPE_CHECKING:
     from poochplan.online.ranks import Ranks
     from poochplan.workload import LoadedWorkload
 
-MODES = ("auto", "run", "swap-all", "fake")
 _OF_STEPS = {
     "roofline": "a pass is measured",
     "throttle": "nothing is copied",
@@ -36,103 +35,51 @@ _OF_STEPS = {
 
 
 class ProfileVerb(Verb):
-    """Runs the step a few times and writes its profile."""
-
     name = "profile"
     has_ranks = True
-    description = (
-        "Runs the workload's training step a few times and writes a profile: the time of every op, the lifetime of "
-        "every saved value, the in-core peak, and the link in both directions. If the step does not fit in-core, "
-        "every saved value is swapped meanwhile. WORKLOAD is the name of a shipped config, such as unet3d, or a TOML "
-        "file, package.module:function or path/to/file.py:function. With --mode fake the step runs without memory "
-        "and data, so that a step that fits on no machine can be planned. Each distinct op is then timed by itself "
-        "on this machine, or --roofline gives durations and link. --inference profiles the forward pass alone, in "
-        "eval mode and without gradients, as poochplan.arena(model) runs it."
-    )
-    examples = """\
-  pooch profile unet3d -o profile.json
-  pooch profile train.py:workload --set batch_size=64 --top 10
-  pooch profile gpt2 --device cuda -o gpu.json
-  pooch profile gpt2 --set layers=48 --mode fake --roofline v100
-  pooch profile gpt2 --nproc 2 -o two-ranks.json
-  pooch profile resnet50 --inference -o pass.json
-  pooch profile model.onnx --loss cross-entropy --set batch=32 -o profile.json
-  pooch profile my_package.models:build --throttle 400MB/s --spill-dir /scratch --json | jq .in_core_peak_bytes
-"""
+    help = """
+Runs the workload's training step a few times and writes a profile: the time of every op, the lifetime of every saved
+value, the in-core peak, and the link in both directions. If the step does not fit in-core, every saved value is swapped
+meanwhile. WORKLOAD is the name of a shipped config, such as unet3d, or a TOML file, package.module:function or
+path/to/file.py:function. With --mode fake the step runs without memory and data, so that a step that fits on no machine
+can be planned. Each distinct op is then timed by itself on this machine, or --roofline gives durations and link.
+--inference profiles the forward pass alone, in eval mode and without gradients, as poochplan.arena(model) runs it.
 
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        add_workload(parser)
-        parser.add_argument("-o", "--output", metavar="FILE", help="profile to write (default: NAME.profile.json)")
-        add_workload_arguments(parser)
-        parser.add_argument(
-            "--device", metavar="NAME", help="cpu, cuda or cuda:N: the workload's parameter `device` (default: its own)"
-        )
-        parser.add_argument(
-            "--mode",
-            choices=MODES,
-            default="auto",
-            help="run: the real step, in-core; swap-all: the real step with every saved value on the host, for a step "
-            "that does not fit; fake: without memory, each op timed by itself or by --roofline; "
-            "auto: run if the step fits, otherwise swap-all, and fake with --roofline (default: auto)",
-        )
-        parser.add_argument(
-            "--roofline",
-            metavar="DEVICE",
-            help="for mode fake: v100, a100, h100, h200, p100, titan-x, cpu-core, or FLOPS,BYTES such as 50e12,2e12",
-        )
-        parser.add_argument(
-            "--iterations",
-            type=at_least(1),
-            metavar="N",
-            help="timed steps; medians are stored (default: 5; mode fake times none)",
-        )
-        parser.add_argument(
-            "--warmup", type=at_least(0), default=2, metavar="N", help="steps before the timed ones (default: 2)"
-        )
-        parser.add_argument(
-            "--inference",
-            action="store_true",
-            help="the forward pass alone, in eval mode and without gradients: its peaks, and its layout in one arena",
-        )
-        add_spill_dir(parser)
-        parser.add_argument(
-            "--throttle",
-            metavar="RATE",
-            help="on the CPU: limit copies to a rate such as 400MB/s, here and in runs of its plans",
-        )
-        parser.add_argument(
-            "--cached-link",
-            action="store_true",
-            help="use the link that `pooch link` has measured; measure it if there is none",
-        )
-        parser.add_argument(
-            "--accumulate",
-            action="store_true",
-            help="your loop has no zero_grad between these steps, so gradients exist already in forward",
-        )
-        parser.add_argument(
-            "--nproc",
-            type=at_least(2),
-            metavar="N",
-            help="measure on N ranks at once, as torchrun starts them: each wraps the model for data-parallel "
-            "training, and all copy at the same time; the profile is that of rank 0",
-        )
-        parser.add_argument(
-            "--top",
-            type=at_least(0),
-            default=0,
-            metavar="N",
-            help="show the N layers that save the most bytes, and the cost of swapping or recomputing them",
-        )
+<workload>
+-o, --output >FILE: profile to write (default: NAME.profile.json)
+<of workload>
+--device NAME: cpu, cuda or cuda:N: the workload's parameter `device` (default: its own)
+--mode auto|run|swap-all|fake =auto: run: the real step, in-core; swap-all: the real step with every saved value on the
+  host, for a step that does not fit; fake: without memory, each op timed by itself or by --roofline; auto: run if the
+  step fits, otherwise swap-all, and fake with --roofline (default: {})
+--roofline DEVICE: for mode fake: v100, a100, h100, h200, p100, titan-x, cpu-core, or FLOPS,BYTES such as 50e12,2e12
+--iterations N: timed steps; medians are stored (default: 5; mode fake times none)
+--warmup N >=0 =2: steps before the timed ones (default: {})
+--inference: the forward pass alone, in eval mode and without gradients: its peaks, and its layout in one arena
+<spill dir>
+--throttle RATE: on the CPU: limit copies to a rate such as 400MB/s, here and in runs of its plans
+--cached-link: use the link that `pooch link` has measured; measure it if there is none
+--accumulate: your loop has no zero_grad between these steps, so gradients exist already in forward
+--nproc N >=2: measure on N ranks at once, as torchrun starts them: each wraps the model for data-parallel training, and
+  all copy at the same time; the profile is that of rank 0
+--top N >=0 =0: show the N layers that save the most bytes, and the cost of swapping or recomputing them
+
+pooch profile unet3d -o profile.json
+pooch profile train.py:workload --set batch_size=64 --top 10
+pooch profile gpt2 --device cuda -o gpu.json
+pooch profile gpt2 --set layers=48 --mode fake --roofline v100
+pooch profile gpt2 --nproc 2 -o two-ranks.json
+pooch profile resnet50 --inference -o pass.json
+pooch profile model.onnx --loss cross-entropy --set batch=32 -o profile.json
+pooch profile my_package.models:build --throttle 400MB/s --spill-dir /scratch --json | jq .in_core_peak_bytes
+"""
 
     def execute(self) -> int:
         """With ``--nproc`` torchrun runs the same command on every rank, and rank 0 writes and prints."""
         if self.options.nproc is None or self.rank_count > 1:
             return super().execute()
         self._check_mode()
-        if self.options.output is not None:
-            self.output(self.options.output)
+        self.check_outputs()
         return _on_ranks(self.options.nproc, self.options.arguments)
 
     def run(self) -> dict[str, Any]:
@@ -141,24 +88,20 @@ class ProfileVerb(Verb):
 
     def _run(self, ranks: Ranks | None) -> dict[str, Any]:
         options = self.options
-        if options.output is not None:
-            self.output(options.output)
-        throttle = None if options.throttle is None else parse_rate(options.throttle, what="--throttle")
         self._check_mode()
         begin_build()  # while torch is loaded
         loaded = self._load()
-        path = self.output(options.output or f"{loaded.name}.{'pass' if options.inference else 'profile'}.json")
-        assert path is not None
+        path = options.output or self.output(f"{loaded.name}.{'pass' if options.inference else 'profile'}.json")
         if options.inference:
             return _profile_inference(self, loaded, path)
         start_s = time.perf_counter()
-        profile = self._measure(loaded, throttle, ranks)
+        profile = self._measure(loaded, ranks)
         if profile is None:  # rank 0 has it
             return {}
         took = format_seconds(time.perf_counter() - start_s)
         self.show(summary_table(f"Profile of {loaded.name}, taken in {took}", profile.rows()))
         layers = self._top_layers(profile) if options.top else []
-        self.save(profile, path)
+        self.write(path, Profile.save, lambda: profile)
         return profile_data(profile, path) | ({"layers": layers} if options.top else {})
 
     def _check_mode(self) -> None:
@@ -205,7 +148,7 @@ class ProfileVerb(Verb):
         with building():
             return load(self.options)
 
-    def _measure(self, loaded: LoadedWorkload, throttle: float | None, ranks: Ranks | None) -> Profile | None:
+    def _measure(self, loaded: LoadedWorkload, ranks: Ranks | None) -> Profile | None:
         """The profile; None on ranks above 0, which run the steps that rank 0 measures."""
         import torch
 
@@ -220,7 +163,7 @@ class ProfileVerb(Verb):
                 from poochplan.profiler.link import cached_link
 
                 say("the link")
-                link, _ = cached_link(where, options.spill_dir, throttle)
+                link, _ = cached_link(where, options.spill_dir, options.throttle)
             step = workload.step
             if ranks is not None:
                 from poochplan.online.ranks import data_parallel
@@ -228,7 +171,7 @@ class ProfileVerb(Verb):
 
                 workload = data_parallel(workload)
                 count, least = self.rank_count, ranks.least
-                link = measure_link(where, options.spill_dir, throttle, ranks=count, least=least)
+                link = measure_link(where, options.spill_dir, options.throttle, ranks=count, least=least)
                 if self.rank > 0:
                     ranks.follow(workload, accumulate=options.accumulate)
                     return None
@@ -238,15 +181,9 @@ class ProfileVerb(Verb):
                 model=workload.model,
                 optimizer=workload.optimizer,
                 workload=loaded.name,
-                iterations=options.iterations,
-                warmup=options.warmup,
-                accumulate=options.accumulate,
-                mode=options.mode,
-                roofline=options.roofline,
-                spill_dir=options.spill_dir,
-                throttle=throttle,
                 link=link,
                 progress=lambda text: say(text, stage_share(text)),
+                **self.given("iterations", "warmup", "accumulate", "mode", "roofline", "spill_dir", "throttle"),
             )
             if ranks is not None:
                 ranks.end_steps()
@@ -272,7 +209,7 @@ class ProfileVerb(Verb):
 
 def load(options: argparse.Namespace, rank: int = 0) -> LoadedWorkload:
     """The workload of the options, with a seed of its own for each rank; raises the errors of ``load_workload``."""
-    overrides = parse_overrides(options.settings)
+    overrides = parse_overrides(options)
     from poochplan.runtime.devices.opening import usable_device
     from poochplan.verify import seed_everything
     from poochplan.workload import load_workload
@@ -355,6 +292,5 @@ def _profile_inference(verb: Verb, loaded: LoadedWorkload, path: Path) -> dict[s
         )
     found.save(path, force=options.force)
     took = format_seconds(time.perf_counter() - start_s)
-    verb.show(summary_table(f"Forward pass of {loaded.name}, profiled in {took}", found.rows()))
-    verb.wrote(path)
+    verb.show(summary_table(f"Forward pass of {loaded.name}, profiled in {took}", found.rows()), f"Wrote {path}")
     return {"profile": str(path)} | found.data()

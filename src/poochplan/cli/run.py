@@ -11,29 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from poochplan.errors import BudgetExceededError, DivergenceError, InputFileError, PoochError, UsageError
+from poochplan.errors import DivergenceError, InputFileError, PoochError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import OUTSIDE
-from poochplan.formats.run_record import RunRecord
+from poochplan.formats.run_record import Certificate, RunRecord
 from poochplan.report.palette import write_picture
 from poochplan.report.pictures import draw_step_memory, step_memory_of
-from poochplan.report.runs import run_record, worst_of
 from poochplan.report.tables import summary_table
 from poochplan.report.timeline import draw_timeline, timeline_of, write_trace
-from poochplan.units import format_bytes, parse_bytes
+from poochplan.units import parse_bytes
 
 from .base import Say, Verb
-from .options import (
-    DEFAULT_MARGIN,
-    add_spill_dir,
-    add_workload,
-    add_workload_arguments,
-    at_least,
-    parse_overrides,
-    positive,
-)
+from .options import DEFAULT_MARGIN, over_budget, parse_overrides
 
 if TYPE_CHECKING:
     from poochplan.online.ranks import Ranks
@@ -46,100 +37,58 @@ COMPILED_RUNS = 4
 
 
 class RunVerb(Verb):
-    """Runs steps under a plan. With ``--check`` it also runs them in-core and compares the results bit by bit."""
-
     name = "run"
     has_ranks = True
-    description = (
-        "Builds the workload, runs training steps under the plan, and compares measured peak and step time with the "
-        "predicted ones. With --check the same steps also run in-core from the same seed. Loss, gradients, buffers "
-        "and parameters of each step must then be bitwise equal (exit code 1 if not). The step time is the median "
-        "over --timed further steps, which are neither metered nor compared. Exit code 5: a metered step exceeded "
-        "the budget. Exit code 6: steps diverged from the plan. With --compile Inductor compiles the model with the "
-        "plan inside its graphs (CPU, with a C++ compiler). Under torchrun every rank wraps the workload's model for "
-        "data-parallel training and follows the plan; rank 0 reports each rank, and the figures of the worst."
-    )
     force_help = "overwrite output files that exist, and run a plan whose times are a roofline's"
-    examples = """\
-  pooch run unet3d --plan plan.json --check
-  pooch run unet3d --plan plan.json --check --certificate certificate.json
-  pooch run train.py:workload --plan plan.json --steps 10 --set batch_size=64 --on-divergence error
-  pooch run unet3d --plan plan.json --profile profile.json --timeline run.png --picture memory.png
-  pooch run gpt2 --plan gpu-plan.json --check --cap --margin 256MiB
-  pooch run unet3d --plan plan.json -o run.json --trace trace.json && pooch diff plan.json run.json
-  pooch run gpt2 --plan plan.json --check --arena on --timed 10
-  pooch run train.py:workload --plan batch32.plan.json --plan batch64.plan.json --set batch_size=48
-  pooch run gpt2 --compile --budget 60% --check --save-plan compiled.plan.json
-  torchrun --standalone --nproc-per-node 2 -m poochplan run gpt2 --plan plan.json --check
-"""
+    help = """
+Builds the workload, runs training steps under the plan, and compares measured peak and step time with the predicted
+ones. With --check the same steps also run in-core from the same seed. Loss, gradients, buffers and parameters of each
+step must then be bitwise equal (exit code 1 if not). The step time is the median over --timed further steps, which are
+neither metered nor compared. Exit code 5: a metered step exceeded the budget. Exit code 6: steps diverged from the
+plan. With --compile Inductor compiles the model with the plan inside its graphs (CPU, with a C++ compiler). Under
+torchrun every rank wraps the workload's model for data-parallel training and follows the plan; rank 0 reports each
+rank, and the figures of the worst.
 
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        add_workload(parser)
-        parser.add_argument(
-            "--plan",
-            dest="plans",
-            action="append",
-            metavar="FILE",
-            help="file that pooch plan wrote; repeatable: each step then follows the plan for its inputs",
-        )
-        _add_compile_arguments(parser)
-        parser.add_argument(
-            "-o", "--output", metavar="FILE", help="JSON to write: the measurements, and where steps diverged"
-        )
-        parser.add_argument("--steps", type=at_least(1), default=3, metavar="N", help="metered steps (default: 3)")
-        parser.add_argument(
-            "--timed", type=at_least(1), default=3, metavar="N", help="further steps, for the step time (default: 3)"
-        )
-        parser.add_argument("--check", action="store_true", help="run in-core too, and compare bit by bit")
-        parser.add_argument(
-            "--certificate",
-            metavar="FILE.json",
-            help="with --check: write digests of the results of each step, in-core and planned, versions and flags",
-        )
-        add_workload_arguments(parser)
-        parser.add_argument(
-            "--cap", action="store_true", help="on CUDA: limit the allocator to the budget and --margin"
-        )
-        parser.add_argument(
-            "--margin",
-            metavar="SIZE",
-            help=f"with --cap: bytes above the budget (default: {DEFAULT_MARGIN})",
-        )
-        parser.add_argument(
-            "--arena",
-            choices=("auto", "on", "off"),
-            default="auto",
-            help="on the CPU: planned steps allocate from one arena. auto: if it is within the budget and there is a "
-            "C++ compiler; on: always, or an error; off: never (default: auto)",
-        )
-        add_spill_dir(parser)
-        parser.add_argument(
-            "--on-divergence",
-            choices=("warn", "error"),
-            default="warn",
-            help="if a step differs from the profiled one: warn and swap everything from there on, or end with an "
-            "error (default: warn)",
-        )
-        parser.add_argument(
-            "--timeline", metavar="FILE.png", help="draw the planned step: streams and memory over time"
-        )
-        parser.add_argument(
-            "--trace",
-            metavar="FILE.json",
-            help="measure one more step, op by op, and write it for Perfetto (ui.perfetto.dev) or chrome://tracing",
-        )
-        parser.add_argument(
-            "--picture",
-            metavar="FILE.png",
-            help="measure one more step, op by op, and draw its live memory, the predicted one, and what holds "
-            "the peak",
-        )
-        parser.add_argument(
-            "--profile",
-            metavar="FILE",
-            help="the plan's profile, for --timeline and --picture (default: found beside the plan)",
-        )
+<workload>
+--plan FILE... @plans: file that pooch plan wrote; repeatable: each step then follows the plan for its inputs
+--compile: compile the model by Inductor with the plan inside its graphs; --check then compares with the same model
+  compiled without a plan
+--budget SIZE: with --compile, instead of --plan: profile and plan first, within bytes such as 8GiB, or a share of the
+  compiled in-core peak such as 60%
+--iterations N: with --compile and --budget: timed steps of each profile (default: 2 without a plan, then 3)
+--time-limit S =30: with --compile and --budget: seconds of the plan's search (default: {})
+--save-plan >FILE.json: with --compile and --budget: plan to write, for --compile --plan FILE
+-o, --output >FILE: JSON to write: the measurements, and where steps diverged
+--steps N =3: metered steps (default: {})
+--timed N =3: further steps, for the step time (default: {})
+--check: run in-core too, and compare bit by bit
+--certificate >FILE.json: with --check: write digests of the results of each step, in-core and planned, versions and
+  flags
+<of workload>
+--cap: on CUDA: limit the allocator to the budget and --margin
+--margin SIZE: with --cap: bytes above the budget (default: 512MiB)
+--arena auto|on|off =auto: on the CPU: planned steps allocate from one arena. auto: if it is within the budget and there
+  is a C++ compiler; on: always, or an error; off: never (default: {})
+<spill dir>
+--on-divergence warn|error =warn: if a step differs from the profiled one: warn and swap everything from there on, or
+  end with an error (default: {})
+--timeline >FILE.png: draw the planned step: streams and memory over time
+--trace >FILE.json: measure one more step, op by op, and write it for Perfetto (ui.perfetto.dev) or chrome://tracing
+--picture >FILE.png: measure one more step, op by op, and draw its live memory, the predicted one, and what holds the
+  peak
+--profile FILE: the plan's profile, for --timeline and --picture (default: found beside the plan)
+
+pooch run unet3d --plan plan.json --check
+pooch run unet3d --plan plan.json --check --certificate certificate.json
+pooch run train.py:workload --plan plan.json --steps 10 --set batch_size=64 --on-divergence error
+pooch run unet3d --plan plan.json --profile profile.json --timeline run.png --picture memory.png
+pooch run gpt2 --plan gpu-plan.json --check --cap --margin 256MiB
+pooch run unet3d --plan plan.json -o run.json --trace trace.json && pooch diff plan.json run.json
+pooch run gpt2 --plan plan.json --check --arena on --timed 10
+pooch run train.py:workload --plan batch32.plan.json --plan batch64.plan.json --set batch_size=48
+pooch run gpt2 --compile --budget 60% --check --save-plan compiled.plan.json
+torchrun --standalone --nproc-per-node 2 -m poochplan run gpt2 --plan plan.json --check
+"""
 
     _ranks: Ranks | None = None
 
@@ -155,43 +104,39 @@ class RunVerb(Verb):
 
     def _run(self) -> dict[str, Any]:
         options = self.options
-        timeline = self.output(options.timeline, suffix=".png")
-        picture = self.output(options.picture, suffix=".png")
-        record_path, trace_path = self.output(options.output), self.output(options.trace, suffix=".json")
-        plan_path = self.output(options.save_plan, suffix=".json")
-        certificate_path = self.output(options.certificate, suffix=".json")
-        if certificate_path is not None and not options.check:
+        if options.certificate is not None and not options.check:
             raise UsageError("--certificate: expected --check beside it, which compares the steps; add --check")
         plans = self._plans()
         every = plans.plans if isinstance(plans, PlanSet) else (plans,)
-        self.save(every[0], plan_path)
+        self.write(options.save_plan, Plan.save, lambda: every[0])
         if self._ranks is not None:
             self._ranks.check_same(msgspec.json.encode(every))
         build, in_core = self._builders(every[0])
         self._cap_bytes = self._cap(every)
-        drawn = "--timeline" if timeline is not None else "--picture" if picture is not None else ""
-        profile = self._profile(plans, drawn) if drawn else None
-        plan, record = self._measure(plans, build, in_core, certificate_path)
+        drawn = next((name for name in ("timeline", "picture") if getattr(options, name) is not None), "")
+        profile = self._profile(plans, f"--{drawn}") if drawn else None
+        plan, record = self._measure(plans, build, in_core)
         if self._ranks is not None:
+            from poochplan.verify import worst_of
+
             record = worst_of(self._ranks.gathered(record))
         steps = f"{options.steps} steps and {options.timed} timed ones"
         self.show(summary_table(f"{plan.workload}: {steps} under the plan", record.rows(plan)))
-        if timeline is not None and profile is not None and self.rank == 0:
+        if profile is not None:
             overhead = record.measured_overhead if record.in_core_step_measured else None
-            shown = timeline_of(
-                profile, plan, measured_peak_bytes=record.measured_peak_bytes, measured_overhead=overhead
-            )
-            self.wrote(write_picture(draw_timeline(shown), timeline, force=options.force))
-        self.save(record, record_path)
-        if trace_path is not None or picture is not None:
-            self._trace(plans, build, trace_path, picture, profile)
+            measured: dict[str, Any] = {
+                "measured_peak_bytes": record.measured_peak_bytes,
+                "measured_overhead": overhead,
+            }
+            self.write(options.timeline, write_picture, lambda: draw_timeline(timeline_of(profile, plan, **measured)))
+        self.write(options.output, RunRecord.save, lambda: record)
+        if options.trace is not None or options.picture is not None:
+            self._trace(plans, build, profile)
         self.problem = _problem_of(record)
         data: dict[str, Any] = msgspec.to_builtins(record)
         return data
 
-    def _trace(
-        self, plans: Plan | PlanSet, build: Build, path: Path | None, picture: Path | None, profile: Profile | None
-    ) -> None:
+    def _trace(self, plans: Plan | PlanSet, build: Build, profile: Profile | None) -> None:
         """Measures one more step, writes it, and draws it next to the predicted one."""
         from poochplan.tracing import traced_step
 
@@ -199,22 +144,18 @@ class RunVerb(Verb):
         with self.progress("tracing a step"):
             seed = options.seed + self.rank
             traced = traced_step(build, plans, seed=seed, spill_dir=options.spill_dir, force=options.force)
-        if self.rank > 0:
-            return
-        if path is not None:
-            self.wrote(write_trace(traced, path, force=options.force))
-        if picture is not None and profile is not None and not isinstance(plans, PlanSet):
-            figure = draw_step_memory(step_memory_of(profile, plans, traced))
-            self.wrote(write_picture(figure, picture, force=options.force))
+        self.write(options.trace, write_trace, lambda: traced)
+        if profile is not None and isinstance(plans, Plan):
+            self.write(options.picture, write_picture, lambda: draw_step_memory(step_memory_of(profile, plans, traced)))
 
     def _load(self, device: str) -> LoadedWorkload:
         from poochplan.workload import load_workload
 
-        return load_workload(self.options.workload, parse_overrides(self.options.settings), device)
+        return load_workload(self.options.workload, parse_overrides(self.options), device)
 
     def _builders(self, plan: Plan) -> tuple[Build, Build | None]:
         """Functions that make the workload that follows the plan, and the in-core workload if that is another one."""
-        parse_overrides(self.options.settings)  # raises errors before anything runs
+        parse_overrides(self.options)  # raises errors before anything runs
 
         def build() -> Workload:
             workload = self._load(plan.device).workload
@@ -237,10 +178,8 @@ class RunVerb(Verb):
             raise UsageError(
                 f"--cap: expected a plan for cuda, whose allocator takes a limit, found one for {plans[0].device}"
             )
-        margin = options.margin or DEFAULT_MARGIN
-        return max(plan.budget_bytes for plan in plans) + (
-            0 if margin.strip() == "0" else parse_bytes(margin, "--margin")
-        )
+        margin_bytes = parse_bytes(options.margin or DEFAULT_MARGIN, "--margin", least=0)
+        return max(plan.budget_bytes for plan in plans) + margin_bytes
 
     def _plans(self) -> Plan | PlanSet:
         options = self.options
@@ -267,36 +206,26 @@ class RunVerb(Verb):
             )
         named = self.options.profile
         folder = Path(self.options.plans[0]).parent
-        if named:
-            profiles = [Profile.load(named)]
-        else:
-            profiles = []
-            for path in sorted((*folder.glob("*profile.json"), *folder.glob("*profile.json.gz"))):
-                with contextlib.suppress(InputFileError):  # other broken files in the folder do not matter
-                    profiles.append(Profile.load(path))
-        for profile in profiles:
-            if profile.ops_fingerprint == plan.profile_fingerprint:
-                return profile
+        beside = sorted((*folder.glob("*profile.json"), *folder.glob("*profile.json.gz")))
+        for path in [named] if named else beside:
+            with contextlib.suppress(*() if named else (InputFileError,)):  # a broken file beside it does not matter
+                profile = Profile.load(path)
+                if profile.ops_fingerprint == plan.profile_fingerprint:
+                    return profile
         found = f"{named} is of another step" if named else f"none of the profiles in {folder} is"
         raise UsageError(f"{drawn}: expected the profile that the plan was made from, {found}; name it with --profile")
 
-    def _measure(
-        self, plans: Plan | PlanSet, build: Build, in_core_build: Build | None, certificate: Path | None
-    ) -> tuple[Plan, RunRecord]:
-        """The plan that the steps followed, and their measurements. The comparison is written to ``certificate``."""
+    def _measure(self, plans: Plan | PlanSet, build: Build, in_core_build: Build | None) -> tuple[Plan, RunRecord]:
+        """The plan that the steps followed, and their measurements. Writes the comparison's certificate."""
         from poochplan import verify
         from poochplan.profiler.assembly.assemble import this_host, versions_here
 
         options = self.options
         shared: dict[str, Any] = {
-            "steps": options.steps,
             "timed_steps": options.timed,
             "seed": options.seed + self.rank,
-            "spill_dir": Path(options.spill_dir) if options.spill_dir else None,
-            "on_divergence": options.on_divergence,
             "cap_bytes": self._cap_bytes,
-            "arena": options.arena,
-            "force": options.force,
+            **self.given("steps", "spill_dir", "on_divergence", "arena", "force"),
         }
         compared = None
         with self.progress("running") as say:
@@ -308,44 +237,13 @@ class RunVerb(Verb):
                 planned = compared.planned
             else:
                 planned = verify.run_planned(build, plans, record=False, progress=say, **shared)
-        if compared is not None and certificate is not None:
-            self.save(verify.certificate_of(compared, options.seed), certificate)
+        if compared is not None:
+            self.write(options.certificate, Certificate.save, lambda: verify.certificate_of(compared, options.seed))
         plan = planned.plan
         assert plan is not None, "it was given"
         why_not = _why_not_served(options.arena, plan)
         made_by = versions_here(plan.device)
-        return plan, run_record(planned, made_by, this_host(), comparison=compared, why_not_served=why_not)
-
-
-def _add_compile_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--compile",
-        action="store_true",
-        help="compile the model by Inductor with the plan inside its graphs; --check then compares with the same model "
-        "compiled without a plan",
-    )
-    parser.add_argument(
-        "--budget",
-        metavar="SIZE",
-        help="with --compile, instead of --plan: profile and plan first, within bytes such as 8GiB, or a share of "
-        "the compiled in-core peak such as 60%%",
-    )
-    parser.add_argument(
-        "--iterations",
-        type=at_least(1),
-        metavar="N",
-        help="with --compile and --budget: timed steps of each profile (default: 2 without a plan, then 3)",
-    )
-    parser.add_argument(
-        "--time-limit",
-        type=positive,
-        default=30.0,
-        metavar="S",
-        help="with --compile and --budget: seconds of the plan's search (default: 30)",
-    )
-    parser.add_argument(
-        "--save-plan", metavar="FILE", help="with --compile and --budget: plan to write, for --compile --plan FILE"
-    )
+        return plan, verify.run_record(planned, made_by, this_host(), comparison=compared, why_not_served=why_not)
 
 
 def _check_compile(options: argparse.Namespace, rank_count: int) -> None:
@@ -441,12 +339,8 @@ def _problem_of(run: RunRecord) -> PoochError | None:
     peak_bytes = run.measured_peak_bytes
     if run.is_over and peak_bytes is not None:
         why = "; a step left the plan" if run.fallbacks else ""
-        return BudgetExceededError(
-            f"over the budget: expected at most {run.budget_bytes} bytes ({format_bytes(run.budget_bytes)}), found a "
-            f"step of {peak_bytes} bytes ({format_bytes(peak_bytes)}){why}; profile the step as it is trained and plan "
-            "again, or plan with a smaller budget",
-            peak_bytes=peak_bytes,
-        )
+        remedy = "profile the step as it is trained and plan again, or plan with a smaller budget"
+        return over_budget(run.budget_bytes, peak_bytes, f"{why}; {remedy}")
     if run.left_steps:
         why = run.fallback_reasons[0]
         if run.departures:

@@ -164,8 +164,6 @@ def _profiled(
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """The result of running the value."""
-
     value: int
     steps: int
     peak_bytes: int | None

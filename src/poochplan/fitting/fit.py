@@ -15,7 +15,7 @@ from poochplan.units import format_bytes, parse_bytes
 
 from .family import Family, Machine, Say, Target, Trial, bytes_alone, family_of, tried, with_times
 from .largest import NEIGHBOURS, Found, Gait, aimed, largest
-from .probes import Probes, Rung, bytes_of, ladder, ladder_values
+from .probes import Probes, Rung, bytes_of, ladder_values, rung_at
 
 MOST_DOUBLINGS = 20
 """Without an upper end the search stops at this many doublings of its first value."""
@@ -131,6 +131,7 @@ def fit(
     assert found.value is not None
     trial = search.trial(found.value, steps)
     rungs = search.ladder(found.value)
+    rates = [(rung.items_per_s, rung.value) for rung in rungs if rung.items_per_s is not None and rung.fits]
     return Fit(
         workload=family.name,
         parameter=vary,
@@ -142,10 +143,10 @@ def fit(
         value=found.value,
         in_core_value=search.in_core,
         following=search.following(found),
-        best=_best(rungs) if family.is_comparable else None,
+        best=max(rates)[1] if rates and family.is_comparable else None,
         rungs=rungs,
         plan=search.judge.plan(found.value),
-        profile=search.judge.sight(found.value).profile,
+        profile=search.judge.profile(found.value),
         trial=trial,
         notes=tuple(search.notes(found)),
     )
@@ -185,7 +186,7 @@ class _Search:
 
         Raises ``InfeasibleError`` if the smallest value does not fit, and what the first value raises.
         """
-        self.quick.sight(self.start)
+        self.quick.least_bytes(self.start)
         found = self._largest(Probes.has_plan, Probes.smallest, self.high, NEIGHBOURS)
         if found.value is None:
             raise self._infeasible(found)
@@ -210,14 +211,19 @@ class _Search:
         guess = found.value
         if known is not None and told and known > budget_bytes:
             more = known / told
-            guess = aimed(lambda value: _times(size_bytes(quick, value), more), budget_bytes, guess, self.low, guess)
+
+            def expected(value: int) -> int | None:
+                size = size_bytes(quick, value)
+                return None if size is None else int(size * more)
+
+            guess = aimed(expected, budget_bytes, guess, self.low, guess)
         return largest(partial(fits, judge), guess, self.low, high, Gait.STEP, 1)
 
     def _infeasible(self, found: Found) -> InfeasibleError:
         """The error if nothing fits: the memory of the smallest value."""
         probes = self.judge
         smallest = found.following if found.following is not None else self.start
-        name, peak_bytes = f"{self.family.parameter} {smallest}", probes.sight(smallest).smallest_peak_bytes
+        name, peak_bytes = f"{self.family.parameter} {smallest}", probes.least_bytes(smallest)
         budget = f"{probes.budget_bytes} bytes ({format_bytes(probes.budget_bytes)})"
         if peak_bytes <= probes.budget_bytes:
             least = probes.plan(smallest).prediction.overhead
@@ -238,7 +244,7 @@ class _Search:
         """Steps of the value under its plan, if the machine is this one."""
         if not self.machine.is_here or not steps:
             return None
-        in_core = self.judge.sight(value).profile.mode == "run"
+        in_core = self.judge.profile(value).mode == "run"
         return tried(
             self.family,
             value,
@@ -250,18 +256,17 @@ class _Search:
         )
 
     def ladder(self, value: int) -> tuple[Rung, ...]:
-        """The rungs up to the value found."""
         values = ladder_values(self.in_core, value, min(self.start, value))
-        return ladder(self.family, values, self.judge, is_measured=self.machine.is_here)
+        taken = [value for value in values if self.judge.has_plan(value) is not None]
+        is_here = self.machine.is_here
+        return tuple(rung_at(self.family, value, self.judge, is_measured=is_here) for value in taken)
 
     def following(self, found: Found) -> Rung | None:
-        """The memory of the next value."""
         if found.following is None:
             return None
-        return bytes_of(found.following, self.judge.sight(found.following), is_measured=self.machine.is_here)
+        return bytes_of(found.following, self.judge, is_measured=self.machine.is_here)
 
     def notes(self, found: Found) -> list[str]:
-        """Notes on the value found."""
         name, lines = self.family.parameter, []
         if found.misfits:
             misfits = ", ".join(map(str, found.misfits))
@@ -298,13 +303,3 @@ def _machine(
             f"{format_bytes(memory_bytes)}; name more memory, or a smaller margin"
         )
     return Machine(memory_bytes - margin_bytes, roofline, link, compute_scale, spill_dir), memory_bytes, margin_bytes
-
-
-def _times(size_bytes: int | None, factor: float) -> int | None:
-    return None if size_bytes is None else int(size_bytes * factor)
-
-
-def _best(rungs: tuple[Rung, ...]) -> int | None:
-    """The rung with the most items per second."""
-    known = [(rung.items_per_s, rung.value) for rung in rungs if rung.items_per_s is not None and rung.fits]
-    return max(known)[1] if known else None

@@ -43,8 +43,6 @@ class Gait(StrEnum):
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search."""
-
     value: int | None
     """The largest value that fits; None if none of the tried ones does."""
     following: int | None

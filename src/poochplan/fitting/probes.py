@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from poochplan.errors import InfeasibleError
@@ -15,15 +16,6 @@ from .family import Family
 
 MOST_RUNGS = 8
 """Most powers of two in a ladder; of more, this many are taken evenly."""
-
-
-@dataclass(frozen=True, eq=False)
-class Sight:
-    """The profile of one value."""
-
-    profile: Profile
-    smallest_peak_bytes: int
-    """No plan has a smaller peak."""
 
 
 class Probes:
@@ -43,41 +35,31 @@ class Probes:
         """``limits``: of each plan's search, as for :func:`poochplan.plan`. ``exists`` says which values the workload
         takes; without it, those whose profile raises no error.
         """
-        self._take, self._exists = take, exists
-        self.budget_bytes, self._limits, self._most_overhead = budget_bytes, limits, most_overhead
-        self._seen: dict[int, Sight] = {}
-        self._plans: dict[int, Plan] = {}
+        self._exists, self.budget_bytes, self._most_overhead = exists, budget_bytes, most_overhead
+        self.profile = profile = cache(take)
+        """The profile of a value; raises what building or profiling it raises."""
+        self.least_bytes = cache(lambda value: smallest_budget(profile(value)))
+        """No plan of a value has a smaller peak."""
+        self.plan = cache(lambda value: plan(profile(value), budget_bytes, **limits))
+        """The plan of a value within the budget; raises ``InfeasibleError`` if it has none."""
         self.refusals: dict[int, Exception] = {}
         """Values that the workload does not take, with its error."""
 
-    def sight(self, value: int) -> Sight:
-        """The value's profile and bytes; raises what building or profiling it raises."""
-        if value not in self._seen:
-            found = self._take(value)
-            self._seen[value] = Sight(found, smallest_budget(found))
-        return self._seen[value]
-
-    def plan(self, value: int) -> Plan:
-        """The plan of the value within the budget; raises ``InfeasibleError`` if it has none."""
-        if value not in self._plans:
-            self._plans[value] = plan(self.sight(value).profile, self.budget_bytes, **self._limits)
-        return self._plans[value]
-
     def in_core(self, value: int) -> bool | None:
         """Whether the value fits with everything kept; None if the workload does not take it."""
-        return self._asked(value, lambda: self.sight(value).profile.in_core_peak_bytes <= self.budget_bytes)
+        return self._asked(value, lambda: self.profile(value).in_core_peak_bytes <= self.budget_bytes)
 
     def has_plan(self, value: int) -> bool | None:
         """Whether some plan of the value fits, at any overhead."""
-        return self._asked(value, lambda: self.sight(value).smallest_peak_bytes <= self.budget_bytes)
+        return self._asked(value, lambda: self.least_bytes(value) <= self.budget_bytes)
 
     def smallest(self, value: int) -> int | None:
         """Bytes of the smallest possible peak; None if the workload does not take the value."""
-        return None if self.has_plan(value) is None else self.sight(value).smallest_peak_bytes
+        return None if self.has_plan(value) is None else self.least_bytes(value)
 
     def in_core_peak(self, value: int) -> int | None:
         """Bytes of the in-core peak; None if the workload does not take the value."""
-        return None if self.has_plan(value) is None else self.sight(value).profile.in_core_peak_bytes
+        return None if self.has_plan(value) is None else self.profile(value).in_core_peak_bytes
 
     def fits(self, value: int) -> bool | None:
         """Whether a plan was found that fits, and that is within the requested overhead."""
@@ -133,26 +115,20 @@ def ladder_values(in_core: int | None, largest: int, smallest: int, most: int = 
     return tuple(sorted({first, *powers, largest}))
 
 
-def bytes_of(value: int, sight: Sight, *, is_measured: bool) -> Rung:
+def bytes_of(value: int, probes: Probes, *, is_measured: bool) -> Rung:
     """A rung without a plan: the memory of the value."""
     return Rung(
         value=value,
-        in_core_peak_bytes=sight.profile.in_core_peak_bytes,
-        smallest_peak_bytes=sight.smallest_peak_bytes,
+        in_core_peak_bytes=probes.profile(value).in_core_peak_bytes,
+        smallest_peak_bytes=probes.least_bytes(value),
         fits=False,
         is_measured=is_measured,
     )
 
 
-def ladder(family: Family, values: tuple[int, ...], probes: Probes, *, is_measured: bool) -> tuple[Rung, ...]:
-    """The rungs of those values that the workload takes."""
-    taken = [value for value in values if probes.has_plan(value) is not None]
-    return tuple(rung_at(family, value, probes, is_measured=is_measured) for value in taken)
-
-
 def rung_at(family: Family, value: int, probes: Probes, *, is_measured: bool) -> Rung:
     """The value's rung; raises what profiling it raises."""
-    bare = bytes_of(value, probes.sight(value), is_measured=is_measured)
+    bare = bytes_of(value, probes, is_measured=is_measured)
     if not probes.has_plan(value):
         return bare
     made = probes.plan(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import importlib
+import io
 import os
 import re
 import tempfile
@@ -127,7 +128,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Writes it as JSON (compressed if the name ends in ``.gz``); over an existing file only with ``force``."""
-        return write_struct(path, self, force=force)
+        return write_struct(path, msgspec.structs.replace(self, schema_version=self.newest), force=force)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -194,17 +195,14 @@ def read_struct(
     """
     source = Path(path)
     data = read_data(source, f"a {what}", f"no such {what} file; make one with `pooch {what}`")
+    _check_schema(source, data, what, schema_version)
     try:
         found = msgspec.json.decode(data, type=kind)
-        if not _says(data, found, what, schema_version):
-            _check_schema(source, data, what, schema_version)
         fault = next(faults(found), "")
     except msgspec.MsgspecError as error:
-        _check_schema(source, data, what, schema_version)  # errors in the whole come before those in one field
         said, at, place = str(error).partition(" - at `$")
         fault = f"{one_line(said)}{at}{place}{_found_there(data, place)}"
     except (UnicodeDecodeError, RecursionError, MemoryError) as error:
-        _check_schema(source, data, what, schema_version)
         fault = f"expected JSON that can be read, found that it cannot ({one_line(error)})"
     if fault:
         raise InputFileError(f"{source}: not a valid {what}: {fault}; make it again with `pooch {what}`")
@@ -226,7 +224,8 @@ def read_data(source: Path, what: str, missing: str) -> bytes:
         with source.open("rb") as file:
             data = file.read(MOST_FILE_BYTES + 1)
         if data[:2] == b"\x1f\x8b":
-            data = _decompressed(data)
+            # At most one byte more than a file may have: a small file may decompress to a thousand times its size.
+            data = gzip.GzipFile(fileobj=io.BytesIO(data)).read(MOST_FILE_BYTES + 1)
     except FileNotFoundError:
         raise UsageError(f"{source}: {missing}") from None
     except (OSError, EOFError, zlib.error, ValueError, MemoryError) as error:
@@ -236,18 +235,6 @@ def read_data(source: Path, what: str, missing: str) -> bytes:
             f"{source}: expected {what} of at most {MOST_FILE_BYTES} bytes, decompressed, found more; name another file"
         )
     return data
-
-
-def _decompressed(data: bytes) -> bytes:
-    """At most one byte more than a file may have: a small file may decompress to a thousand times its size."""
-    found = b""
-    while data and len(found) <= MOST_FILE_BYTES:
-        member = zlib.decompressobj(zlib.MAX_WBITS | 16)
-        found += member.decompress(data, MOST_FILE_BYTES + 1 - len(found))
-        if not member.eof and len(found) <= MOST_FILE_BYTES:
-            raise EOFError("compressed file ended before the end-of-stream marker was reached")
-        data = member.unused_data
-    return found
 
 
 def read_cache(path: Path, kind: type[C]) -> C | None:
@@ -267,17 +254,6 @@ def one_line(error: object) -> str:
 class _Header(msgspec.Struct):
     kind: msgspec.Raw = msgspec.Raw()
     schema_version: msgspec.Raw = msgspec.Raw(b"0")
-
-
-_HEADER = re.compile(rb'\s*{\s*"kind"\s*:\s*"\w+"\s*,\s*"schema_version"\s*:')
-
-
-def _says(data: bytes, found: msgspec.Struct, what: str, schema_version: int) -> bool:
-    """Whether the file begins with one of these kinds, as every file of this package does. The check is needed because
-    structs have defaults.
-    """
-    kind, version = getattr(found, "kind", what), getattr(found, "schema_version", 0)
-    return _HEADER.match(data) is not None and kind == what and OLDEST_SCHEMA_VERSION <= version <= schema_version
 
 
 def _check_schema(source: Path, data: bytes, what: str, schema_version: int) -> None:
@@ -335,6 +311,13 @@ def text_table(title: str, rows: Rows, headings: Sequence[str] = ()) -> str:
     widths = [max(map(len, column)) for column in zip(*listed, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in listed)
     return "\n".join([title, *lines])
+
+
+def beyond(where: str, indices: Sequence[int], count: int, of: str) -> Iterator[str]:
+    """The fault of the first index that is not below ``count``, in words; ``{}`` in ``where`` is its position."""
+    if max(indices, default=-1) >= count:
+        place = next(place for place, index in enumerate(indices) if index >= count)
+        yield f"{where.format(place)}: expected less than {count}, the number of {of}, found {indices[place]}"
 
 
 def numbered(name: str, texts: Sequence[str]) -> dict[str, str]:

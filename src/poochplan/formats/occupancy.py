@@ -62,13 +62,9 @@ def live_bytes(profile: ProfileData, values: Sequence[int] | None = None, *, wor
 
 def born_ticks(profile: ProfileData, values: Iterable[int]) -> Ints:
     """The tick at which each of these values is created; 0 for those from before the step."""
-    return ints(_born_tick(profile, profile.values[value]) for value in values)
-
-
-def _born_tick(profile: ProfileData, value: Value) -> int:
-    if value.born_tick is not None:
-        return value.born_tick
-    return profile.op_ticks[value.born] if value.born >= 0 else 0
+    wanted = (profile.values[value] for value in values)
+    by_op = (*profile.op_ticks, 0)  # the last one for values that no op creates, whose ``born`` is -1
+    return ints(by_op[one.born] if one.born_tick is None else one.born_tick for one in wanted)
 
 
 def ints(numbers: Iterable[int]) -> Ints:

@@ -84,6 +84,7 @@ class PassProfile(Document, frozen=True, kw_only=True):
         static_bytes = sum(self.static_bytes.values())
         static = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.static_bytes.items() if size)
         taken_bytes = self.arena_bytes + self.outside_bytes
+        above = f"{self.arena_bytes / self.arena_live_bytes - 1:.1%}" if self.arena_live_bytes else "nothing"
         return {
             "device": f"{self.device.name} ({self.device.kind}, {format_bytes(self.device.memory_bytes)})",
             "pass": f"{format_seconds(self.pass_s)} (spread {format_seconds(self.spread_s)}, "
@@ -95,7 +96,7 @@ class PassProfile(Document, frozen=True, kw_only=True):
             f"{format_bytes(self.live_peak_bytes)} live, in {len(self.blocks)} blocks",
             "one by one": f"{format_bytes(self.total_bytes)}, each block taken separately",
             "caching allocator": f"{format_bytes(self.caching_bytes)} reserved on a GPU, by a model of it",
-            "arena": f"{format_bytes(self.arena_bytes)} ({_above(self.arena_bytes, self.arena_live_bytes)} above its "
+            "arena": f"{format_bytes(self.arena_bytes)} ({above} above its "
             f"live peak); {format_bytes(taken_bytes)} with what lies outside",
             "saved by the arena": f"{_less(taken_bytes, self.caching_bytes)} of what the caching allocator reserves, "
             f"{_less(taken_bytes, self.total_bytes)} of the blocks one by one",
@@ -116,10 +117,6 @@ class PassProfile(Document, frozen=True, kw_only=True):
                     f"{where}: expected a place within arena_bytes, {self.arena_bytes}, found "
                     f"{block.size_bytes} bytes at {block.offset}"
                 )
-
-
-def _above(size_bytes: int, least_bytes: int) -> str:
-    return f"{size_bytes / least_bytes - 1:.1%}" if least_bytes else "nothing"
 
 
 def _less(size_bytes: int, other_bytes: int) -> str:

@@ -14,7 +14,7 @@ import msgspec
 
 from poochplan.units import format_bytes, format_copies, format_seconds, share_of_peak
 
-from .files import Document, numbered, write_struct
+from .files import Document, beyond, numbered
 from .profile_parts import (
     HOST_ALIGNMENT_BYTES,
     Bytes,
@@ -380,8 +380,8 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
 
     def faults(self) -> Iterator[str]:
         values, handles, uses = len(self.values), len(self.handles), len(self.uses)
-        yield from _out_of_list("handles", self.handles, values, "values")
-        yield from _out_of_list("uses", self.uses, handles, "handles")
+        yield from beyond("handles[{}]", self.handles, values, "values")
+        yield from beyond("uses[{}]", self.uses, handles, "handles")
         if list(dict.fromkeys(self.handles)) != list(range(values)):
             yield f"handles: expected {values} values in the order of first handles, found another order, or fewer"
         if len(set(self.uses)) != uses:
@@ -391,23 +391,16 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         yield from _layout_faults(self)
         yield from _copies_that_do_not_end(self)
 
-    def save(self, path: str | Path, *, force: bool = False) -> Path:
-        """Writes the plan as JSON, one value or point per line; overwrites a file only with ``force``."""
-        return write_struct(path, msgspec.structs.replace(self, schema_version=SCHEMA_VERSION), force=force)
-
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Reads a plan; raises ``UsageError`` or ``InputFileError`` with one clear line."""
         found = super().load(path)
+        old = found.prediction
         if found.schema_version >= RUNTIME_IN_STEP:
             return found
-        return msgspec.structs.replace(found, prediction=_with_runtime_in_step(found.prediction))
-
-
-def _out_of_list(where: str, indices: Sequence[int], count: int, of: str) -> Iterator[str]:
-    if max(indices, default=-1) >= count:
-        place = next(place for place, index in enumerate(indices) if index >= count)
-        yield f"{where}[{place}]: expected less than {count}, the number of {of}, found {indices[place]}"
+        step_s = old.step_s + old.runtime_s
+        overhead = step_s / old.in_core_step_s - 1 if old.in_core_step_s > 0 else 0.0
+        return msgspec.structs.replace(found, prediction=msgspec.structs.replace(old, step_s=step_s, overhead=overhead))
 
 
 def _places_on_host(values: Sequence[PlannedValue]) -> Iterator[str]:
@@ -491,10 +484,3 @@ def _layout_faults(plan: Plan) -> Iterator[str]:
         if at != OUTSIDE and at + size_bytes > arena_bytes:
             yield f"{where}: expected a place within arena_bytes, {arena_bytes}, found {size_bytes} bytes at {at}"
         before = place.point
-
-
-def _with_runtime_in_step(prediction: Prediction) -> Prediction:
-    """Moves the runtime's seconds into the step; an earlier version stored them separately."""
-    step_s = prediction.step_s + prediction.runtime_s
-    overhead = step_s / prediction.in_core_step_s - 1 if prediction.in_core_step_s > 0 else 0.0
-    return msgspec.structs.replace(prediction, step_s=step_s, overhead=overhead)

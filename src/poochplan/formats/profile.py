@@ -12,16 +12,15 @@ any of these.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterator
+from itertools import chain, pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from poochplan.errors import UsageError
+from poochplan.errors import UsageError, did_you_mean
 from poochplan.units import format_bytes, format_rate, format_seconds, format_with_spread
 
-from .files import numbered
+from .files import beyond, numbered
 from .occupancy import static_bytes
 from .profile_parts import (
     ALLOCATION_UNIT_BYTES,
@@ -177,18 +176,16 @@ class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
         lists = chain.from_iterable(map(attrgetter(*_OF_OPS), ops))
         if max(chain.from_iterable(lists), default=-1) >= len(values):
             for name in _OF_OPS:
-                largest = (max(getattr(op, name), default=-1) for op in ops)
-                yield from _beyond("ops", name, largest, len(values), "values")
-        for where, name, found, count, of in (
-            ("values", "born", [value.born for value in values], len(ops), "ops"),
-            ("values", "stretch_of", [value.stretch_of for value in values], len(values), "values"),
-            ("handles", "value", [handle.value for handle in self.handles], len(values), "values"),
-            ("points", "handle", [point.handle for point in points], len(self.handles), "handles"),
-            ("points", "op", [point.op for point in points], len(ops) + 1, "ops and one"),
-        ):
-            if max(found, default=-1) >= count:
-                yield from _beyond(where, name, found, count, of)
-        yield from _points_out_of_order([point.op for point in points])
+                largest = [max(getattr(op, name), default=-1) for op in ops]
+                yield from beyond(f"ops[{{}}].{name}", largest, len(values), "values")
+        yield from beyond("values[{}].born", [value.born for value in values], len(ops), "ops")
+        yield from beyond("values[{}].stretch_of", [value.stretch_of for value in values], len(values), "values")
+        yield from beyond("handles[{}].value", [handle.value for handle in self.handles], len(values), "values")
+        yield from beyond("points[{}].handle", [point.handle for point in points], len(self.handles), "handles")
+        yield from beyond("points[{}].op", [point.op for point in points], len(ops) + 1, "ops and one")
+        for number, (before, point) in enumerate(pairwise(points), 1):
+            if point.op < before.op:
+                yield f"points[{number}].op: expected at least {before.op}, as of the point before, found {point.op}"
         yield from _blocks(self)
 
 
@@ -200,18 +197,6 @@ def in_core_step_text(times: StepTimes) -> str:
     if times.plain_step_s is None:
         return f"{timed}; not timed by PyTorch alone"
     return f"{format_seconds(times.plain_step_s)} by PyTorch alone; {timed}"
-
-
-def _beyond(where: str, name: str, indices: Iterable[int], count: int, of: str) -> Iterator[str]:
-    for number, found in enumerate(indices):
-        if found >= count:
-            yield f"{where}[{number}].{name}: expected less than {count}, the number of {of}, found {found}"
-
-
-def _points_out_of_order(ops: list[int]) -> Iterator[str]:
-    if ops != sorted(ops):
-        number = next(number for number in range(1, len(ops)) if ops[number] < ops[number - 1])
-        yield f"points[{number}].op: expected at least {ops[number - 1]}, as of the point before, found {ops[number]}"
 
 
 def _blocks(profile: ProfileData) -> Iterator[str]:
@@ -245,9 +230,8 @@ def preset_link(name: str) -> Link:
     Raises ``UsageError`` with the list of names if the name is unknown.
     """
     if name not in PRESET_BYTES_PER_S:
-        close = difflib.get_close_matches(name, PRESET_BYTES_PER_S, n=1)
-        remedy = f"; did you mean {close[0]}?" if close else ""
-        raise UsageError(f"link: expected one of {', '.join(PRESET_BYTES_PER_S)}, found {name!r}{remedy}")
+        hint = did_you_mean(name, PRESET_BYTES_PER_S)
+        raise UsageError(f"link: expected one of {', '.join(PRESET_BYTES_PER_S)}, found {name!r}{hint}")
     return rated_link(name, PRESET_BYTES_PER_S[name], PRESET_BYTES_PER_S[name])
 
 

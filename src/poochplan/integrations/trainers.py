@@ -27,7 +27,6 @@ class PlansTraining:
         self._options: dict[str, Any] = {"budget": budget, **options}
 
     def close(self) -> None:
-        """Ends the session, if one is open."""
         if self.session is not None:
             self.session.close()
 

@@ -26,7 +26,7 @@ from poochplan.runtime.watch.teller import Teller
 from poochplan.sessions import PLANNER
 from poochplan.units import parse_budget, parse_rate
 
-from .allocator_build import AllocatorBuild
+from .background import AllocatorBuild
 from .before_plan import Mode, Unplanned, checked
 from .known_plans import KnownPlans
 from .plan_cache import PlanCache

@@ -1,4 +1,4 @@
-"""Background: makes one plan at a time in a separate process, and returns the result."""
+"""Work in the background of a loop: plans, one at a time, by another process, and the allocator's build by a thread."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
-from poochplan.errors import PoochError
+from poochplan.errors import AllocatorError, NativeError, PoochError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.profiler.trials.machine_facts import completed, is_complete, on_worker_thread
+from poochplan.runtime.arena.library import build, is_built, is_loaded, library
+from poochplan.runtime.arena.serving import ArenaMode, why_no_arena
+from poochplan.runtime.watch.teller import Teller
 
 from .before_plan import Earned, has_no_processor_to_spare
 from .planning_process import Asked
+from .telling import BUILDING
 
 END_S = 5.0
 """A process that was asked to end is killed after this."""
@@ -133,7 +139,6 @@ class Plannings(dict[Any, Background]):
         return done
 
     def wait(self, wait_s: float | None) -> None:
-        """Waits for the first plan."""
         first = next(iter(self.values()))
         first.start()
         first.is_done(wait_s)
@@ -151,3 +156,48 @@ class Plannings(dict[Any, Background]):
             if not is_here or self._earned.spend(planning.measure, least_s):
                 planning.start()
             return
+
+
+class AllocatorBuild:
+    """Builds the compiled allocator if it is missing. State: whether it is active.
+
+    The first segments are profiled after the build: a profile begun without the allocator would never have the memory
+    inside ops. Raises ``UsageError`` if the mode is ``"on"`` and an arena is impossible.
+    """
+
+    def __init__(self, mode: ArenaMode, where: torch.device, teller: Teller) -> None:
+        self._thread: threading.Thread | None = None
+        reason = why_no_arena(where.type)
+        self._is_loaded = bool(reason)
+        if not reason and mode == "on":  # an arena is required, so wait for the build or its error
+            try:
+                library()
+            except AllocatorError as error:
+                reason = str(error)
+        if reason and mode == "on":
+            raise UsageError(f'arena: expected "on" to be possible, found {reason}')
+        if not (reason or is_loaded() or is_built()):
+            teller.say(BUILDING)
+            self._thread = threading.Thread(target=self._build, name="allocator's build")
+            with contextlib.suppress(RuntimeError):  # with limited address space its first user builds it
+                self._thread.start()
+
+    @staticmethod
+    def _build() -> None:
+        with contextlib.suppress(NativeError):  # loading it reports why
+            build()
+
+    def wait(self, wait_s: float | None) -> None:
+        if self._thread is not None:
+            self._thread.join(wait_s)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is active, or will never be."""
+        if self._thread is not None and self._thread.is_alive():
+            return False
+        if not self._is_loaded:
+            self._is_loaded = True
+            with contextlib.suppress(AllocatorError):
+                library()
+        return True

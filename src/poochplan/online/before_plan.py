@@ -64,17 +64,16 @@ class BeforePlan:
         self._model, self._where, self._optimizers = model, where, optimizers
         self._while_room = KeepWhileRoom(self._room, is_short)
 
-    def policy(self) -> StepPolicy:
-        """Policy of a step that is to get a plan."""
-        return self._by(self.before)
-
-    def refused_policy(self) -> StepPolicy:
-        """Policy of a step that will get none."""
-        return self._by(self.refused)
+    def policy(self, *, is_refused: bool = False) -> StepPolicy:
+        """Policy of a step that is to get a plan, or that will get none."""
+        way = self.refused if is_refused else self.before
+        return SwapEach(at_once=True) if way is Unplanned.SWAP else self._while_room
 
     def room_of(self, budget_bytes: int) -> int:
         """Most bytes that a step may take while it is profiled: the budget, or the device's memory."""
-        return budget_bytes if self.before is Unplanned.SWAP else max(budget_bytes, self._device_bytes())
+        if self.before is Unplanned.SWAP:
+            return budget_bytes
+        return max(budget_bytes, census_bytes(self._where.type) + int(SHARE_TAKEN * free_bytes(self._where)))
 
     def has_room(self, needed_bytes: int, budget_bytes: int) -> bool:
         """Whether a profiled step may take that many bytes in addition to all live memory. It takes a census only as
@@ -83,15 +82,8 @@ class BeforePlan:
         is_free = self.before is Unplanned.IN_CORE and needed_bytes <= SHARE_TAKEN * free_bytes(self._where)
         return is_free or needed_bytes <= self.room_of(budget_bytes)
 
-    def _by(self, way: Unplanned) -> StepPolicy:
-        return SwapEach(at_once=True) if way is Unplanned.SWAP else self._while_room
-
     def _room(self) -> int:
         return int(SHARE_TAKEN * free_bytes(self._where)) - self._to_come_bytes()
-
-    def _device_bytes(self) -> int:
-        """Live bytes, and bytes that may be taken in addition."""
-        return census_bytes(self._where.type) + int(SHARE_TAKEN * free_bytes(self._where))
 
     def _to_come_bytes(self) -> int:
         """Bytes of gradients that do not exist yet, and of the state of optimizers that have not stepped."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 
 import msgspec
 
@@ -34,7 +33,7 @@ from .telling import KNOWN, in_force, infeasible, not_planned
 
 
 class KnownPlans:
-    """State: profiles, plans being made, active plans (``in_force``), and the kinds that no plan fits.
+    """State, by kind of segment: profiles, plans being made (``pending``), active plans (``in_force``), and more below.
 
     Parameters
     ----------
@@ -65,12 +64,14 @@ class KnownPlans:
         """Plans that were found and are not active yet. With data-parallel ranks, all ranks activate them at once."""
         self._cache, self._teller = cache, teller
         self.earned = Earned()
-        self._pending = Plannings(self.earned, measures_here=measures_here)
-        self._hopeless: dict[Key, int] = {}
+        self.pending = Plannings(self.earned, measures_here=measures_here)
+        self.refused: dict[Key, int] = {}
         """Kinds that no plan fits, with the smallest budget of each."""
-        self._promised: set[Key] = set()
+        self.promised: set[Key] = set()
+        """Kinds that have had a plan. From then on their budget is kept."""
+        self.doubted: set[Key] = set()
+        """Kinds whose active plan predicts wrongly: the next plan replaces it, whatever that one predicts."""
         self._looked_up: set[Key] = set()
-        self._doubted: set[Key] = set()
         self._smallest_bytes = 0
         """The largest of the smallest possible budgets that were reported."""
 
@@ -83,53 +84,22 @@ class KnownPlans:
         self._budget = min(ranks.gathered(self._budget), key=lambda one: parse_budget(one, MOST_BYTES))
         self._cache.budget = self._budget
 
-    @property
-    def is_planning(self) -> bool:
-        """Whether a plan is being made."""
-        return bool(self._pending)
-
-    def is_under_way(self, key: Key) -> bool:
-        """Whether the plan for that kind is being made."""
-        return key in self._pending
-
-    def waits_in_vain(self, key: Key) -> bool:
-        """Whether that kind is profiled and has no plan, yet or ever."""
-        return (key in self._pending and key not in self.in_force) or key in self._hopeless
-
-    def is_promised(self, key: Key) -> bool:
-        """Whether that kind has had a plan. From then on its budget is kept."""
-        return key in self._promised
-
-    @property
-    def has_promised(self) -> bool:
-        """Whether any kind has had a plan."""
-        return bool(self._promised)
-
-    def is_refused(self, key: Key) -> bool:
-        """Whether no plan fits that kind."""
-        return key in self._hopeless
-
     def is_refused_whatever_lives(self, key: Key) -> bool:
         """Whether no plan would fit that kind even if none of its inputs were alive. The next run will then fail in the
         same way.
         """
-        if key not in self._hopeless:
+        if key not in self.refused:
             return False
         profile = self.profiles[key]
         inputs_bytes = sum(rounded_up(value.size_bytes) for value in profile.values if value.kind is Kind.INPUT)
-        return self._hopeless[key] - inputs_bytes > self.budget_of(profile)
-
-    @property
-    def is_any_without(self) -> bool:
-        """Whether a kind waits for its first plan."""
-        return any(key not in self.in_force for key in self._pending)
+        return self.refused[key] - inputs_bytes > self.budget_of(profile)
 
     def wait(self, end_s: float | None) -> None:
         """Waits until no plan is being made, or until that time of the monotonic clock. Finished plans become
         active.
         """
-        while self._pending and (end_s is None or time.monotonic() < end_s):
-            self._pending.wait(None if end_s is None else max(0.0, end_s - time.monotonic()))
+        while self.pending and (end_s is None or time.monotonic() < end_s):
+            self.pending.wait(None if end_s is None else max(0.0, end_s - time.monotonic()))
             self.poll()
 
     def choose(self, key: Key) -> tuple[PlanInForce, Course] | None:
@@ -158,7 +128,7 @@ class KnownPlans:
         budget_bytes = self.budget_of(profile)
         smallest_bytes = smallest_budget(profile, arena=self._asked.arena)
         if smallest_bytes > budget_bytes:
-            self._hopeless[key] = smallest_bytes
+            self.refused[key] = smallest_bytes
             self._tell_infeasible(profile, budget_bytes, smallest_bytes)
             return False
         left_bytes = left_free(ahead_bytes + in_flight_bytes(profile), budget_bytes - smallest_bytes)
@@ -166,10 +136,10 @@ class KnownPlans:
             profile = self.profiles[key] = with_bytes_beside(profile, left_bytes)
         try:
             asked = msgspec.structs.replace(self._asked, budget_bytes=budget_bytes, loop_s=self.earned.age_s)
-            self._pending[key] = Background(profile, asked)
+            self.pending[key] = Background(profile, asked)
         except OSError as error:
             self._teller.warn(not_planned(f"planning could not begin ({error.strerror})"))
-        return key in self._pending
+        return key in self.pending
 
     def _tell_infeasible(self, profile: Profile, budget_bytes: int, smallest_bytes: int) -> None:
         if smallest_bytes <= self._smallest_bytes:
@@ -182,8 +152,8 @@ class KnownPlans:
 
     def poll(self) -> None:
         """Finds the plans that were finished since the last call."""
-        self._pending.go_on()
-        for key, pending in self._pending.take_done():
+        self.pending.go_on()
+        for key, pending in self.pending.take_done():
             try:
                 plan = pending.plan()
                 self.profiles[key] = pending.profile()
@@ -211,13 +181,9 @@ class KnownPlans:
     def _found(self, key: Key, plan: Plan) -> None:
         followed = self.in_force.get(key)
         is_better = followed is None or followed.plan.prediction.step_s > plan.prediction.step_s  # equal: the first
-        if is_better or key in self._doubted:
-            self._doubted.discard(key)
+        if is_better or key in self.doubted:
+            self.doubted.discard(key)
             self.ready.append((key, plan))
-
-    def doubt(self, key: Key) -> None:
-        """The active plan's prediction is wrong: the next plan replaces it, whatever that one predicts."""
-        self._doubted.add(key)
 
     # -- plans in force, and cached plans ---------------------------------------------------------------------
 
@@ -228,9 +194,8 @@ class KnownPlans:
         self._teller.say(in_force(plan))
 
     def withdraw(self, key: Key) -> None:
-        """That kind has no plan any more."""
         if self.in_force.pop(key, None) is not None:
-            self._promised.add(key)
+            self.promised.add(key)
 
     def leave(self, key: Key) -> None:
         """Like :meth:`withdraw`. The stored plan stays, because it may fit another run; another one is looked up."""
@@ -246,9 +211,12 @@ class KnownPlans:
         """Stores plans that no step has followed yet, and which kinds are alike. The next run cannot find the latter by
         comparison.
         """
-        for key, profile, plan in self._done():
-            self.profiles[key] = profile
-            self._cache.keep(key, profile, plan)
+        for key, pending in self.pending.take_done():
+            with contextlib.suppress(PoochError):
+                profile, plan = pending.profile(), pending.plan()
+                self.profiles[key] = profile
+                self._cache.keep(key, profile, plan)
+            pending.close()
         for key in self.in_force:
             self._cache.was_right(key)
         for key, like in alike:
@@ -256,13 +224,3 @@ class KnownPlans:
                 self._cache.keep(key, self.profiles[like], self.in_force[like].plan)
             elif self.is_refused_whatever_lives(like):
                 self._cache.keep(key, self.profiles[like])
-
-    def close(self) -> None:
-        """Ends planning."""
-        self._pending.close()
-
-    def _done(self) -> Iterator[tuple[Key, Profile, Plan]]:
-        for key, pending in self._pending.take_done():
-            with contextlib.suppress(PoochError):
-                yield key, pending.profile(), pending.plan()
-            pending.close()

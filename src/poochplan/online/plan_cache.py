@@ -78,7 +78,8 @@ class PlanCache:
         """Profile and plan for a kind of segment. The profile alone if the loop ended before its plan was made, or if
         no plan fitted.
         """
-        for folder in self._kept(key):
+        kept = (one for one in self._folders(key) if _kept_at(one))
+        for folder in sorted(kept, key=_kept_at, reverse=True):  # the one that matched last comes first
             with contextlib.suppress(PoochError):
                 profile = Profile.load(folder / "profile.json")
                 plan = self._plan_of(folder, profile)
@@ -100,7 +101,7 @@ class PlanCache:
     def keep(self, key: Key, profile: Profile, plan: Plan | None = None) -> None:
         """Writes both, the plan last, so that every plan that is found has its profile."""
         if key not in self._at:
-            self._at[key] = self._free(key)
+            self._at[key] = min(self._folders(key), key=_kept_at)  # an empty one, else that of the oldest match
         folder = self._at[key]
         with contextlib.suppress(OSError):
             (folder / "plan.json").unlink(missing_ok=True)
@@ -121,14 +122,6 @@ class PlanCache:
         if key in self._at:
             with contextlib.suppress(OSError):
                 os.utime(self._at[key] / "profile.json")
-
-    def _kept(self, key: Key) -> list[Path]:
-        """Folders of that kind; the one that matched last comes first."""
-        return sorted((one for one in self._folders(key) if _kept_at(one)), key=_kept_at, reverse=True)
-
-    def _free(self, key: Key) -> Path:
-        """The folder for a new entry: an empty one, else the one that matched least recently."""
-        return min(self._folders(key), key=_kept_at)
 
     def _folders(self, key: Key) -> list[Path]:
         text = "\n".join(map(str, (*self._digests, repr(self.budget), self._arena, *self._process, *key)))
@@ -203,7 +196,6 @@ def _calls(forward: object) -> list[str]:
 
 
 def _held_by(function: object) -> Iterator[object]:
-    """The objects in the cells of a function."""
     for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # a file that is still empty
             yield cell.cell_contents

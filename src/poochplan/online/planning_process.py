@@ -61,12 +61,6 @@ def ends_with_its_parent(parent: int, folder: Path) -> None:
             end()
 
 
-def yields_to_others() -> None:
-    """If another thread wants this process's processor, it gets it at once."""
-    with contextlib.suppress(OSError):
-        os.nice(LEAST_PRIORITY)
-
-
 def ends_when_it_gains_less_than_it_takes(loop_s: float) -> Watch:
     """Ends a search whose plan cannot become better by as much time as the search has taken from the loop, if the loop
     goes on for as long as it has run (``loop_s`` seconds before the search).
@@ -112,5 +106,6 @@ def main(folder: str) -> int:
 
 if __name__ == "__main__":
     ends_with_its_parent(int(sys.argv[2]), Path(sys.argv[1]))
-    yields_to_others()
+    with contextlib.suppress(OSError):  # if another thread wants this process's processor, it gets it at once
+        os.nice(LEAST_PRIORITY)
     sys.exit(main(sys.argv[1]))

@@ -113,11 +113,9 @@ class Ranks:
         return int(found.item())
 
     def on_any(self, fact: bool) -> bool:
-        """Whether the fact is true on any rank."""
         return self.least(-int(fact)) < 0
 
     def gathered(self, what: T) -> list[T]:
-        """What each rank has given, by rank."""
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, what, self._group)
         return found

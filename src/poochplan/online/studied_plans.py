@@ -33,20 +33,10 @@ from poochplan.runtime.watch.teller import Teller
 from poochplan.torch_private.compiler_internals import is_compiled
 from poochplan.units import format_bytes
 
-from .allocator_build import AllocatorBuild
+from . import telling
+from .background import AllocatorBuild
 from .before_plan import BeforePlan, Unplanned
 from .ranks import Ranks, Shared
-from .telling import (
-    ENDED_UNPLANNED,
-    ENDED_UNPROFILED,
-    IN_CORE,
-    LEFT,
-    ONE_REGION,
-    OUTGROWN,
-    dearer,
-    profiled,
-    without_plan,
-)
 
 MOST_STUDIES = 3
 """A kind of segment is studied at most this often, if its segments differ from its plans."""
@@ -92,7 +82,7 @@ class StudiedPlans(Observer):
             link=link,
             fits=lambda one: self._before.has_room(one.in_core_peak_bytes, known.budget_of(one)),
             room=lambda one: self._before.room_of(known.budget_of(one)),
-            has_arena=lambda: not known.has_promised,
+            has_arena=lambda: not known.promised,
             with_costs=lambda one, kept: with_costs(one, where, kept),
         )
         super().__init__(model, optimizers, where, study_options, spill_dir)
@@ -131,19 +121,19 @@ class StudiedPlans(Observer):
             self._known.take_smallest(self._ranks)
         self._teller.is_quiet |= not self._is_planner
         if self._is_one_region:
-            self._teller.say(ONE_REGION)
+            self._teller.say(telling.ONE_REGION)
         elif self._before.before is Unplanned.IN_CORE:
-            self._teller.say(IN_CORE)
+            self._teller.say(telling.IN_CORE)
         return hooks
 
     def close(self) -> None:
         super().close()
         self._known.keep_for_the_next_run(self.lines.alike)
-        if self._known.is_any_without:
-            self._teller.say(ENDED_UNPLANNED)
+        if any(key not in self._known.in_force for key in self._known.pending):
+            self._teller.say(telling.ENDED_UNPLANNED)
         elif not self._known.profiles and self._is_studying:
-            self._teller.say(ENDED_UNPROFILED)
-        self._known.close()
+            self._teller.say(telling.ENDED_UNPROFILED)
+        self._known.pending.close()
         self._teller.end()
 
     def wait(self, timeout_s: float | None) -> bool:
@@ -172,8 +162,9 @@ class StudiedPlans(Observer):
             self._known.look_up(key, self._foreseen_bytes)
         if self._ranks is None:
             self._take_ready()
-        if self._known.waits_in_vain(key):
-            return self._without_plan(key, self._known.profiles[key], is_refused=self._known.is_refused(key))
+        waits = key in self._known.pending and key not in self._known.in_force
+        if waits or key in self._known.refused:
+            return self._without_plan(key, self._known.profiles[key], is_refused=key in self._known.refused)
         found = self._known.choose(key)
         if found is None:
             return None if self._is_planner else self._before.policy()
@@ -197,9 +188,9 @@ class StudiedPlans(Observer):
         """Keeps all values if that is known to fit the budget, and swaps if the budget was guaranteed."""
         if profile is not None and profile.in_core_peak_bytes <= self._known.budget_of(profile):
             return KeepAll()
-        if is_refused:
-            return self._before.refused_policy()
-        return SwapEach(at_once=True) if self._known.is_promised(key) else self._before.policy()
+        if not is_refused and key in self._known.promised:
+            return SwapEach(at_once=True)
+        return self._before.policy(is_refused=is_refused)
 
     def ended(self, segment: Segment) -> None:
         super().ended(segment)
@@ -214,7 +205,7 @@ class StudiedPlans(Observer):
             self._known.leave(key)
             self._last = None if self._last is plan else self._last
             self.forget(key)
-            self._teller.say(LEFT)
+            self._teller.say(telling.LEFT)
         elif self._took_s and not segment.diverged:
             self._keeps_promise(key, plan, segment)
 
@@ -227,10 +218,10 @@ class StudiedPlans(Observer):
         if not why:
             return
         again = why == COPIES and profile is not None and not self._replanned[key]
-        self._teller.say(dearer(promise.step_s, plan.plan.prediction.step_s, why, is_planned_again=again))
+        self._teller.say(telling.dearer(promise.step_s, plan.plan.prediction.step_s, why, is_planned_again=again))
         if again and profile is not None:
             self._replanned[key] += 1
-            self._known.doubt(key)
+            self._known.doubted.add(key)
             found = msgspec.structs.replace(profile, link=promise.link_found(profile.link))
             self._known.want(key, found, self._beside[key].ahead_bytes(self._number, self._foreseen_bytes))
 
@@ -241,17 +232,17 @@ class StudiedPlans(Observer):
         profile = line.profile
         if profile is None:
             if line.refused != UNUSED:  # there is nothing to plan
-                self._teller.warn(without_plan(line.refused, self._before.refused))
+                self._teller.warn(telling.without_plan(line.refused, self._before.refused))
             return
         beside = self._beside[line.key] = line.growth
         if self._known.want(line.key, profile, beside.ahead_bytes(self._number, line.foreseen_bytes)):
-            self._teller.say(profiled(line.segments, len(self._known.profiles)))
+            self._teller.say(telling.profiled(line.segments, len(self._known.profiles)))
             self._known.keep_profile(line.key, profile)
         elif self._known.is_refused_whatever_lives(line.key):
             self._known.keep_profile(line.key, profile)
 
     def is_planning(self, line: Line) -> bool:
-        return self._known.is_under_way(line.key)
+        return line.key in self._known.pending
 
     def plan_again(self, plan: PlanInForce, more_bytes: int) -> str:
         """Plans in the other process; segments swap until the plan is ready. Ranks get no new plan, because each has
@@ -284,7 +275,7 @@ class StudiedPlans(Observer):
             return False
         more_bytes = beside.outgrown(number, profile, plan.plan, self.scene.where.type)
         if more_bytes:
-            self._teller.say(OUTGROWN)
+            self._teller.say(telling.OUTGROWN)
             self._want_another(key, profile, more_bytes)
         return bool(more_bytes)
 
@@ -300,7 +291,6 @@ class StudiedPlans(Observer):
 
     @property
     def _foreseen_bytes(self) -> int:
-        """Bytes that the optimizers will still add."""
         return foreseen_bytes(self.scene.optimizers, self.scene.where.type)
 
     # -- ranks ----------------------------------------------------------------------------------------------------
@@ -315,14 +305,13 @@ class StudiedPlans(Observer):
 
     @property
     def _is_all_planned(self) -> bool:
-        """Whether every profiled kind of segment has its plan."""
         known = self._known
-        return bool(known.in_force or known.ready) and not known.is_planning and not self._is_studying
+        return bool(known.in_force or known.ready) and not known.pending and not self._is_studying
 
     @property
     def _is_settled(self) -> bool:
         """Whether nothing is profiled or planned, and something has been, or nothing ever will be."""
-        is_idle = not self._known.is_planning and not self._is_studying
+        is_idle = not self._known.pending and not self._is_studying
         return self._is_one_region or (is_idle and bool(self._known.profiles or self._known.in_force))
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -367,7 +356,6 @@ class Promise:
 
     @property
     def step_s(self) -> float:
-        """Median seconds of these steps."""
         return median(self._seconds)
 
     @property

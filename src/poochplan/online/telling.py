@@ -27,23 +27,18 @@ OUTGROWN = "there is more in memory than when the step was profiled: planning ag
 LEFT = "steps differ from their plan now: profiling again"
 
 
-def described(plan: Plan) -> str:
-    """Describes a plan in one line."""
-    decisions = [value.decision for value in plan.values]
-    counts = ", ".join(
-        f"{decisions.count(decision)} {word}"
-        for decision, word in ((Decision.SWAP, "swapped"), (Decision.RECOMPUTE, "recomputed"))
-        if decision in decisions
-    )
-    promise = plan.prediction
+def in_force(plan: Plan) -> str:
+    found, promise = plan.decided(), plan.prediction
+    words = {Decision.SWAP: "swapped", Decision.RECOMPUTE: "recomputed"}
+    counts = ", ".join(f"{len(found[decision])} {word}" for decision, word in words.items() if found[decision])
     return (
-        f"at most {format_bytes(promise.peak_bytes)} of a budget of {format_bytes(plan.budget_bytes)}, "
-        f"{format_seconds(promise.step_s)} a step ({promise.overhead:+.1%}) predicted, {counts or 'everything kept'}"
+        f"from the next step on at most {format_bytes(promise.peak_bytes)} of a budget of "
+        f"{format_bytes(plan.budget_bytes)}, {format_seconds(promise.step_s)} a step ({promise.overhead:+.1%}) "
+        f"predicted, {counts or 'everything kept'}"
     )
 
 
 def infeasible(profile: Profile, budget_bytes: int, smallest_bytes: int, way: Unplanned) -> str:
-    """Says that no plan fits, which budget would, and how steps continue."""
     where = f"layer {profile.in_core_peak_layer}" if profile.in_core_peak_layer else "the step"
     share = share_that_holds(smallest_bytes, profile.in_core_peak_bytes)
     also = "".join(f"; {line}" for line in limits(profile))
@@ -60,24 +55,16 @@ def profiled(steps: int, number: int) -> str:
     return f"profiled in {steps} steps{which}; {PLANNING}"
 
 
-def in_force(plan: Plan) -> str:
-    """Says which plan steps follow from now on."""
-    return f"from the next step on {described(plan)}"
-
-
 def dearer(step_s: float, promised_s: float, why: str, *, is_planned_again: bool) -> str:
-    """Says that steps under a plan are slower than predicted, and what follows from that."""
     then = "another plan is made for the slower link" if is_planned_again else "the plan stays in force"
     return f"steps take {format_seconds(step_s)} where {format_seconds(promised_s)} were predicted: {why}; {then}"
 
 
 def not_planned(reason: str) -> str:
-    """Says why a plan could not be made."""
     return f"steps go on without a plan: {reason}"
 
 
 def without_plan(reason: str, way: Unplanned) -> str:
-    """Says why steps will have no plan, and how they continue."""
     return f"no plan is made for some of the steps: {reason}; they {_HOW[way]}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -19,14 +19,13 @@ from poochplan.formats.profile import Kind, Op, Profile
 from poochplan.formats.queries import OUTSIDE
 from poochplan.formats.run_record import Certificate, RunRecord, StepDigests
 
-from .files_shown import Inspected
-from .tables import Figure, Unit, figure_table, frame_table, plain_rows
+from .tables import Figure, Inspected, Unit, figure_table, first_rows, plain_rows
 
 ABSENT = "-"
 _ACTIONS = ("swap_out", "release", "prefetch", "replay")
 Fact = tuple[str, str | int | float | None, Unit]
 """Name, text or number, and its unit; None where a file does not say."""
-Part = str | Callable[[int], Table | str]
+Part = str | Callable[[int], Iterable[Table | str]]
 """What a person reads; some are of at most so many rows."""
 
 
@@ -51,7 +50,8 @@ class Differences:
         """Tables and lines for a person, each of at most ``rows`` rows; ``names`` are those of the two files."""
         if self.figures:
             yield figure_table(self.title, self.figures, self.names or names)
-        yield from (part if isinstance(part, str) else part(rows) for part in self.parts)
+        for part in self.parts:
+            yield from [part] if isinstance(part, str) else part(rows)
 
 
 def differences(first: Inspected, second: Inspected) -> Differences:
@@ -91,9 +91,13 @@ def _of_plans(first: Plan, second: Plan) -> Differences:
     if values:
         frame = pd.DataFrame(values)
         headings = {"change": "change", "values": "values", "size_bytes": "bytes"}
-        parts.append(partial(_first_rows, "Decisions that changed, by layer", _by_layer(frame), headings))
+        changes = frame.assign(change=frame["first"] + " -> " + frame["second"])
+        grouped = changes.groupby(["layer", "change"], sort=False)
+        by_layer = grouped.agg(values=("name", "count"), size_bytes=("size_bytes", "sum")).reset_index("change")
+        by_layer = by_layer.sort_values("size_bytes", ascending=False, kind="stable")
+        parts.append(partial(first_rows, "Decisions that changed, by layer", by_layer, headings))
         headings = {"layer": "layer", "first": "A", "second": "B", "size_bytes": "bytes"}
-        parts.append(partial(_first_rows, "The largest of these values", frame.set_index("name"), headings))
+        parts.append(partial(first_rows, "The largest of these values", frame.set_index("name"), headings))
     if points:
         parts.append(partial(_points_text, points))
     if ours != theirs:
@@ -162,14 +166,6 @@ def _change(first: PlannedValue | None, second: PlannedValue | None) -> dict[str
     }
 
 
-def _by_layer(values: pd.DataFrame) -> pd.DataFrame:
-    """Bytes of the changed values by layer and change, the most first."""
-    changes = values.assign(change=values["first"] + " -> " + values["second"])
-    grouped = changes.groupby(["layer", "change"], sort=False)
-    found = grouped.agg(values=("name", "count"), size_bytes=("size_bytes", "sum")).reset_index("change")
-    return found.sort_values("size_bytes", ascending=False, kind="stable")
-
-
 def _changed_points(first: Plan, second: Plan) -> list[dict[str, Any]]:
     """The points at which the plans do different things, in words, in the order of the clock."""
     ours = {(actions.at, actions.index): actions for actions in first.schedule}
@@ -184,10 +180,10 @@ def _changed_points(first: Plan, second: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def _points_text(points: list[dict[str, Any]], rows: int) -> str:
+def _points_text(points: list[dict[str, Any]], rows: int) -> list[str]:
     lines = [f"Points at which the plans do different things ({min(rows, len(points))} of {len(points)}):"]
     lines += ["  {at} {number}: {first}\n    then: {second}".format(**point) for point in points[:rows]]
-    return "\n".join(lines)
+    return ["\n".join(lines)]
 
 
 def _words(actions: PointActions | None, plan: Plan) -> str:
@@ -210,7 +206,7 @@ def _of_profiles(first: Profile, second: Profile) -> Differences:
         parts.append(f"The steps part at {op}")
     if len(layers):
         headings = {"saved_bytes": "A saves", "then_bytes": "B saves", "step_s": "A takes", "then_s": "B takes"}
-        parts.append(partial(_first_rows, "Layers, by the change of their seconds", layers, headings))
+        parts.append(partial(first_rows, "Layers, by the change of their seconds", layers, headings))
     data = {"first_op": op, "layers": plain_rows(layers)}
     return Differences(bool(figures or parts), "Profiles", figures, parts, data)
 
@@ -253,18 +249,13 @@ def _changed_layers(first: Profile, second: Profile) -> pd.DataFrame:
     """Layers that differ, the largest change of seconds first: ``saved_bytes`` and ``step_s`` of the first profile,
     ``then_bytes`` and ``then_s`` of the second.
     """
-    ours, theirs = (_layer_frame(profile) for profile in (first, second))
-    frame = pd.concat([ours, theirs.set_axis(["then_bytes", "then_s"], axis=1)], axis=1).fillna(0.0)
-    frame = frame[["saved_bytes", "then_bytes", "step_s", "then_s"]].rename_axis("layer")
+    ours, theirs = (profile.to_frame("layers") for profile in (first, second))
+    columns = {"saved_bytes": ours["saved_bytes"], "then_bytes": theirs["saved_bytes"]}
+    columns |= {"step_s": ours["forward_s"] + ours["backward_s"], "then_s": theirs["forward_s"] + theirs["backward_s"]}
+    frame = pd.concat(columns, axis=1).astype(float).fillna(0.0).rename_axis("layer")
     changed = frame[(frame["saved_bytes"] != frame["then_bytes"]) | (frame["step_s"] != frame["then_s"])]
     by_change = (changed["then_s"] - changed["step_s"]).abs().sort_values(ascending=False, kind="stable")
     return changed.loc[by_change.index]
-
-
-def _layer_frame(profile: Profile) -> pd.DataFrame:
-    frame = profile.to_frame("layers")
-    step_s = frame["forward_s"] + frame["backward_s"]
-    return pd.DataFrame({"saved_bytes": frame["saved_bytes"].astype(float), "step_s": step_s})
 
 
 def _of_run(plan: Plan, run: RunRecord) -> Differences:
@@ -287,9 +278,9 @@ def _of_run(plan: Plan, run: RunRecord) -> Differences:
     ]
     parts: list[Part] = []
     if run.departures:
-        headings = {name: name for name in ("step", "layer", "planned", "found")}
         frame = pd.DataFrame([_departure_row(one) for one in run.departures]).set_index("point")
-        parts.append(partial(_first_rows, "Where steps left the plan", frame, headings, fold=True))
+        columns = ("step", "layer", "planned", "found")
+        parts.append(partial(first_rows, "Where steps left the plan", frame, columns, fold=True))
     parts += [f"Not followed: {reason}" for reason in run.fallback_reasons]
     parts += [f"Note: {what}" for what in (run.contradiction, run.difference) if what]
     data = {
@@ -355,11 +346,6 @@ def _figures(ours: Sequence[Fact], theirs: Sequence[Fact]) -> list[Figure]:
     """Those that differ, of the same facts of two files."""
     pairs = zip(ours, theirs, strict=True)
     return [Figure(name, first, second, unit) for (name, first, unit), (_, second, _) in pairs if first != second]
-
-
-def _first_rows(title: str, frame: pd.DataFrame, headings: dict[str, str], rows: int, *, fold: bool = False) -> Table:
-    """The first rows of a frame, with their number in the title."""
-    return frame_table(f"{title} ({min(rows, len(frame))} of {len(frame)})", frame.head(rows), headings, fold=fold)
 
 
 def _text(facts: msgspec.Struct | dict[str, str] | None) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -11,10 +10,9 @@ from rich.table import Table
 
 from poochplan.fitting.fit import Fit
 from poochplan.fitting.probes import Rung
-from poochplan.formats.files import write_atomic
 from poochplan.units import format_bytes, format_seconds
 
-from .palette import BLUE, INK, LEFT, ORANGE, PURPLE, QUIET, byte_unit, new_figure, plain_axes
+from .palette import BLUE, INK, LEFT, ORANGE, PURPLE, QUIET, byte_unit, new_figure, plain_axes, title
 from .tables import table
 
 if TYPE_CHECKING:
@@ -26,11 +24,6 @@ def fit_frame(fit: Fit) -> pd.DataFrame:
     """One row per rung, from small to large, and one for the next value; bytes, seconds, shares, items per second."""
     frame = pd.DataFrame([asdict(rung) for rung in _all_rungs(fit)])
     return frame.rename(columns={"items_per_s": f"{fit.unit}_per_s", "value": fit.parameter})
-
-
-def write_fit(fit: Fit, path: str | Path, *, force: bool = False) -> Path:
-    """Writes the frame as CSV, never over a file unless ``force``."""
-    return write_atomic(path, fit_frame(fit).to_csv(index=False).encode(), force=force)
 
 
 def fit_data(fit: Fit) -> dict[str, Any]:
@@ -58,7 +51,6 @@ def assumed_text(fit: Fit) -> str:
 
 
 def fit_table(fit: Fit) -> Table:
-    """One row per rung."""
     within = f"{format_bytes(fit.budget_bytes)} of {format_bytes(fit.memory_bytes)}"
     heading = f"{fit.workload}{assumed_text(fit)}: {fit.parameter} within {within}"
     headings = [fit.parameter, "in-core peak", "smallest peak", "overhead", "proven bound", "step", f"{fit.unit}/s", ""]
@@ -74,13 +66,9 @@ def _cells(fit: Fit, rung: Rung) -> list[str]:
     cells += ["-" if x is None else f"{x:+.1%}" for x in (rung.overhead, rung.bound_overhead)]
     cells.append("-" if rung.step_s is None else format_seconds(rung.step_s))
     cells.append("-" if rung.items_per_s is None else f"{rung.items_per_s:.4g}")
-    return [*cells, ", ".join(_marks(fit, rung))]
-
-
-def _marks(fit: Fit, rung: Rung) -> list[str]:
     marks = {"largest in-core": rung.value == fit.in_core_value, "largest": rung.value == fit.value,
              "best throughput": rung.value == fit.best, "does not fit": not rung.fits}  # fmt: skip
-    return [text for text, holds in marks.items() if holds]
+    return [*cells, ", ".join(text for text, holds in marks.items() if holds)]
 
 
 def fit_lines(fit: Fit) -> list[str]:
@@ -131,19 +119,13 @@ def draw_fit(fit: Fit) -> Figure:
     _draw_throughput(lower, fit)
     for axes in (upper, lower):
         axes.legend(frameon=False, fontsize=8.5)
-        plain_axes(axes, "left", "bottom", grid="y")
-    lower.set_xlabel(fit.parameter, fontsize=9.5, color=INK)
     headline = f"{fit.workload}: {fit.parameter} within {format_bytes(fit.budget_bytes)}"
-    figure.text(LEFT, 0.945, headline, fontsize=12.5, fontweight="bold", color=INK)
-    figure.text(LEFT, 0.93, _subtitle(fit), fontsize=8.5, color=QUIET, va="top")
-    return figure
-
-
-def _subtitle(fit: Fit) -> str:
     in_core = "none in-core" if fit.in_core_value is None else f"largest in-core {fit.in_core_value}"
     best = "" if fit.best is None else f"; best throughput at {fit.best}"
     sizes = f"{assumed_text(fit).strip()}\n" if fit.assumed else ""
-    return f"{sizes}largest {fit.value}, {in_core}{best}; {fit.profile.device.name}, link {fit.profile.link.name}"
+    found = f"{sizes}largest {fit.value}, {in_core}{best}; {fit.profile.device.name}, link {fit.profile.link.name}"
+    title(figure, headline, found, LEFT, 0.945, 0.93, va="top")
+    return figure
 
 
 def _draw_bytes(axes: Axes, fit: Fit) -> None:
@@ -156,8 +138,8 @@ def _draw_bytes(axes: Axes, fit: Fit) -> None:
     ):
         axes.plot(values, [size / factor for size in sizes], color=colour, marker=marker, markersize=5, label=label)
     axes.axhline(fit.budget_bytes / factor, color=INK, linewidth=1.0, linestyle=(0, (4, 2)), label="the memory")
-    axes.set_ylabel(f"peak ({unit})", fontsize=9.5, color=INK)
     axes.set_ylim(bottom=0)
+    plain_axes(axes, "left", "bottom", grid="y", y=f"peak ({unit})")
 
 
 def _draw_throughput(axes: Axes, fit: Fit) -> None:
@@ -169,5 +151,5 @@ def _draw_throughput(axes: Axes, fit: Fit) -> None:
             f"{rung.overhead or 0.0:+.1%}", (rung.value, rate), (0, 8),
             textcoords="offset points", ha="center", fontsize=8, color=QUIET,
         )  # fmt: skip
-    axes.set_ylabel(f"{fit.unit}/s, and overhead", fontsize=9.5, color=INK)
     axes.set_ylim(0, 1.25 * max(rates, default=1.0))
+    plain_axes(axes, "left", "bottom", grid="y", x=fit.parameter, y=f"{fit.unit}/s, and overhead")

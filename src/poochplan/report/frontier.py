@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 from rich.table import Table
 
-from poochplan.formats.files import write_atomic
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import ILP, smallest_budget
 from poochplan.planner.sweep import ComparisonRow, SweepPoint, all_policies
 from poochplan.planner.whatif import link_text
 from poochplan.units import format_bytes, format_rate, format_seconds, share_of_peak
 
-from .palette import BLUE, INK, LEFT, ORANGE, QUIET, byte_unit, new_figure, plain_axes
+from .palette import BLUE, LEFT, ORANGE, byte_unit, legend, new_figure, plain_axes, title
 from .tables import table
 
 if TYPE_CHECKING:
@@ -127,39 +125,34 @@ def frontier_frame(frontier: Frontier) -> pd.DataFrame:
     return frame.astype(dict.fromkeys(_BYTES, "Int64"))
 
 
-def write_frontier(frontier: Frontier, path: str | Path, *, force: bool = False) -> Path:
-    """Writes the frame as CSV, never over a file unless ``force``."""
-    return write_atomic(path, frontier_frame(frontier).to_csv(index=False).encode(), force=force)
-
-
 def frontier_table(frontier: Frontier) -> Table:
     """One row per budget: the ILP's overhead and bound, the best other policy, and the ILP's lead."""
     has_ilp = ILP in frontier.policies
     has_bound = any(point.bound_overhead is not None for point in frontier.points)
-    headings = ["budget", "of peak", *(["ilp"] if has_ilp else []), *(["bound"] if has_bound else [])]
-    headings += ["best other" if has_ilp else "best policy", "overhead", *(["ahead by"] if has_ilp else [])]
     rows = [_table_row(frontier, budget_bytes, has_ilp, has_bound) for budget_bytes in frontier.budgets]
     heading = f"{frontier.workload}: overhead within each budget"
     text = ("best other", "best policy", "no plan from")
-    return table(heading, [*headings, "no plan from"], rows, text=text)
+    return table(heading, rows[0], [list(row.values()) for row in rows], text=text)
 
 
-def _table_row(frontier: Frontier, budget_bytes: int, has_ilp: bool, has_bound: bool) -> list[str]:
+def _table_row(frontier: Frontier, budget_bytes: int, has_ilp: bool, has_bound: bool) -> dict[str, str]:
     fitting = frontier.at(budget_bytes)
     ilp = next((point for point in fitting if point.policy == ILP), None)
     best = next((point for point in fitting if point.policy != ILP), None)
     of_ilp, of_best = (None if point is None else point.overhead for point in (ilp, best))
-    cells = [format_bytes(budget_bytes), f"{share_of_peak(budget_bytes, frontier.in_core_peak_bytes):.1%}"]
+    share = share_of_peak(budget_bytes, frontier.in_core_peak_bytes)
+    cells = {"budget": format_bytes(budget_bytes), "of peak": f"{share:.1%}"}
     if has_ilp:
-        cells.append(_overhead(of_ilp))
+        cells["ilp"] = _overhead(of_ilp)
     if has_bound:
-        cells.append(_overhead(None if ilp is None else ilp.bound_overhead))
-    cells += ["-" if best is None else best.policy, _overhead(of_best)]
+        cells["bound"] = _overhead(None if ilp is None else ilp.bound_overhead)
+    cells["best other" if has_ilp else "best policy"] = "-" if best is None else best.policy
+    cells["overhead"] = _overhead(of_best)
     if has_ilp:
-        cells.append("-" if of_ilp is None or of_best is None else f"{100 * (of_best - of_ilp):.2f} pt")
+        cells["ahead by"] = "-" if of_ilp is None or of_best is None else f"{100 * (of_best - of_ilp):.2f} pt"
     here = {point.policy for point in fitting}
     missing = [policy for policy in frontier.policies if policy not in here]
-    return [*cells, "any" if not here else ", ".join(missing) or "-"]
+    return cells | {"no plan from": "any" if not here else ", ".join(missing) or "-"}
 
 
 def _overhead(overhead: float | None) -> str:
@@ -178,9 +171,10 @@ def draw_frontier(frontier: Frontier) -> Figure:
     for policy in frontier.policies:
         _draw_line(axes, frontier, policy)
     headline = f"{frontier.workload}: what less memory costs"
-    figure.text(LEFT, 0.945, headline, fontsize=12.5, fontweight="bold", color=INK)
-    figure.text(LEFT, 0.925, frontier.subtitle, fontsize=8.5, color=QUIET, va="top", linespacing=1.45)
-    _draw_legend(figure, axes)
+    title(figure, headline, frontier.subtitle, LEFT, 0.945, 0.925, va="top", linespacing=1.45)
+    legend(
+        figure, axes, _RIGHT + 0.012, _TOP, 1, loc="upper left", handlelength=3.2, labelspacing=0.75, handletextpad=0.8
+    )
     return figure
 
 
@@ -202,14 +196,13 @@ def _set_axes(axes: Axes, frontier: Frontier) -> None:
     first, last = min(frontier.budgets[0], frontier.smallest_budget_bytes), max(frontier.budgets)
     room = max(last - first, 1) * 0.05
     axes.set_xlim((first - room) / factor, (last + room) / factor)
-    axes.set_xlabel(f"budget ({unit}, and share of the in-core peak)", fontsize=9.5, color=INK)
-    axes.set_ylabel("overhead beside the in-core step", fontsize=9.5, color=INK)
     shown = _apart(frontier.budgets, (last - first) * 0.085)
     axes.set_xticks(
         [size / factor for size in shown],
         labels=[f"{size / factor:.3g}\n{share_of_peak(size, frontier.in_core_peak_bytes):.0%}" for size in shown],
     )
-    plain_axes(axes, "left", "bottom", grid="y")
+    x = f"budget ({unit}, and share of the in-core peak)"
+    plain_axes(axes, "left", "bottom", grid="y", x=x, y="overhead beside the in-core step")
 
 
 def _draw_impossible(axes: Axes, frontier: Frontier) -> None:
@@ -238,18 +231,13 @@ def _draw_line(axes: Axes, frontier: Frontier, policy: str) -> None:
     label = policy
     if not found:
         label += ": finds no plan"
-    elif found[0].budget_bytes > _first_with_a_plan(frontier):
+    elif found[0].budget_bytes > min(one.budget_bytes for one in frontier.points if one.overhead is not None):
         label += f" (from {share_of_peak(found[0].budget_bytes, frontier.in_core_peak_bytes):.0%})"
     overheads = [np.nan if point.overhead is None else point.overhead for point in points]
     axes.plot([point.budget_bytes / factor for point in points], overheads, label=label, **_style(policy))
 
 
-def _first_with_a_plan(frontier: Frontier) -> int:
-    return min(point.budget_bytes for point in frontier.points if point.overhead is not None)
-
-
 def _style(policy: str) -> dict[str, Any]:
-    """The style of a policy's line, the same in every picture."""
     if policy == ILP:
         return {"color": BLUE, "linewidth": 3.0, "marker": "o", "markersize": 6, "zorder": 6}
     others = [name for name in all_policies() if name != ILP]
@@ -262,16 +250,6 @@ def _style(policy: str) -> dict[str, Any]:
         "markersize": 4.5,
         "zorder": 4,
     }
-
-
-def _draw_legend(figure: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda index: (labels[index].startswith(("no plan", "proven")), index))
-    figure.legend(
-        [handles[index] for index in order], [labels[index] for index in order], loc="upper left",
-        bbox_to_anchor=(_RIGHT + 0.012, _TOP), frameon=False, fontsize=8.5, handlelength=3.2, labelspacing=0.75,
-        borderpad=0, borderaxespad=0,
-    )  # fmt: skip
 
 
 def _apart(budgets: Sequence[int], distance: float) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from poochplan.formats.files import write_atomic
 
@@ -60,14 +60,16 @@ def write_picture(figure: Figure, path: str | Path, *, force: bool = False) -> P
     return write_atomic(path, data.getvalue(), force=force)
 
 
-def title(figure: Figure, text: str, subtitle: str, left: float, height: float, below: float) -> None:
+def title(figure: Figure, text: str, subtitle: str, left: float, height: float, below: float, **style: Any) -> None:
     """Draws the bold title with its baseline at a share of the height, and the subtitle with its own at ``below``."""
     figure.text(left, height, text, fontsize=12.5, fontweight="bold", color=INK)
-    figure.text(left, below, subtitle, fontsize=8.5, color=QUIET)
+    figure.text(left, below, subtitle, fontsize=8.5, color=QUIET, **style)
 
 
-def plain_axes(axes: Axes, *sides: str, grid: Literal["x", "y"] | None = None) -> None:
-    """Removes the frame except for the named sides, and draws grid lines for one axis."""
+def plain_axes(axes: Axes, *sides: str, grid: Literal["x", "y"] | None = None, x: str = "", y: str = "") -> None:
+    """Removes the frame except for the named sides, labels the axes, and draws grid lines for one of them."""
+    axes.set_xlabel(x, fontsize=9.5, color=INK)
+    axes.set_ylabel(y, fontsize=9.5, color=INK)
     for side, spine in axes.spines.items():
         spine.set_visible(side in sides)
         spine.set_color("#9A9A9A")
@@ -77,13 +79,16 @@ def plain_axes(axes: Axes, *sides: str, grid: Literal["x", "y"] | None = None) -
         axes.set_axisbelow(True)
 
 
-def legend(figure: Figure, axes: Axes, left: float, middle: float, columns: int, **style: float) -> None:
-    """Draws the labels of the axes in rows from ``left`` on, around ``middle`` of the figure's height."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="center left", bbox_to_anchor=(left, middle), ncols=columns, frameon=False, fontsize=8.5,
-        columnspacing=1.5, handletextpad=0.5, borderpad=0, borderaxespad=0, **style,
-    )  # fmt: skip
+def legend(figure: Figure, axes: Axes, left: float, middle: float, columns: int, **style: Any) -> None:
+    """Draws the labels of the axes in rows from ``left`` on, around ``middle`` of the figure's height.
+
+    Labels of what is impossible come last.
+    """
+    named = zip(*axes.get_legend_handles_labels(), strict=True)
+    handles, labels = zip(*sorted(named, key=lambda pair: pair[1].startswith(("no plan", "proven"))), strict=True)
+    usual: dict[str, Any] = {"loc": "center left", "columnspacing": 1.5, "handletextpad": 0.5}
+    usual |= {"borderpad": 0, "borderaxespad": 0, "frameon": False, "fontsize": 8.5}
+    figure.legend(handles, labels, bbox_to_anchor=(left, middle), ncols=columns, **(usual | style))
 
 
 def byte_unit(size_bytes: int, least: int = 2) -> tuple[int, str]:

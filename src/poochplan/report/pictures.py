@@ -56,8 +56,6 @@ _STRIP_INCHES, _ABOVE_INCHES, _BELOW_INCHES = 0.72, 0.95, 1.95
 class StepMemory:
     """The data of the picture. Times are those of the predicted step, in seconds."""
 
-    workload: str
-    budget_bytes: int
     predicted: MemoryCurve
     measured: MemoryCurve | None
     """The measured curve, with each op at its predicted time, for comparison. If the two steps have different ops,
@@ -67,6 +65,7 @@ class StepMemory:
     phases: tuple[tuple[str, float, float], ...]
     """Name, beginning and end of each phase."""
     peak: PeakExplanation
+    """Also has the workload and the budget."""
 
 
 def step_memory_of(profile: Profile, plan: Plan, measured: StepTrace | None = None) -> StepMemory:
@@ -76,13 +75,10 @@ def step_memory_of(profile: Profile, plan: Plan, measured: StepTrace | None = No
     """
     predicted = predicted_trace(profile, plan)
     peak_bytes = None if measured is None else measured.memory.peak_bytes
-    in_core = in_core_curve(profile)
     return StepMemory(
-        workload=plan.workload,
-        budget_bytes=plan.budget_bytes,
         predicted=predicted.memory,
         measured=None if measured is None else _aligned(measured, predicted),
-        in_core=in_core,
+        in_core=in_core_curve(profile),
         phases=tuple((bar.what, bar.start_s, bar.end_s) for bar in predicted.bars if bar.row == STEP),
         peak=explain_peak(profile, plan, measured_peak_bytes=peak_bytes),
     )
@@ -102,20 +98,20 @@ def draw_step_memory(shown: StepMemory) -> Figure:
     _draw_holders(figure.add_subplot(grid[0, 1]), "held at the peak by", kinds, [holder_colour(kind) for kind in kinds])
     _draw_holders(figure.add_subplot(grid[1, 1]), "the layers that hold most", layers, [BLUE] * len(layers))
     subtitle = f"predicted peak in {shortened(shown.peak.moment, 110)}"
-    title(figure, f"{shown.workload}: live memory over one step", subtitle, LEFT, 0.93, 0.885)
+    title(figure, f"{shown.peak.workload}: live memory over one step", subtitle, LEFT, 0.93, 0.885)
     legend(figure, memory, LEFT, 0.05, 4, handlelength=1.9)
     return figure
 
 
 def _draw_memory(axes: Axes, shown: StepMemory) -> None:
     predicted, measured = shown.predicted, shown.measured
-    in_core_bytes = shown.in_core.peak_bytes
-    factor, unit = byte_unit(max(in_core_bytes, shown.budget_bytes))
+    in_core_bytes, budget_bytes = shown.in_core.peak_bytes, shown.peak.budget_bytes or 0
+    factor, unit = byte_unit(max(in_core_bytes, budget_bytes))
     end_s = float(predicted.times_s[-1]) or 1.0
     in_core = f"in-core peak {format_bytes(in_core_bytes)}"
     axes.axhline(in_core_bytes / factor, color=QUIET, linewidth=1.0, linestyle=(0, (4, 2)), label=in_core)
-    budget = f"budget {format_bytes(shown.budget_bytes)}"
-    axes.axhline(shown.budget_bytes / factor, color=INK, linewidth=1.2, label=budget)
+    budget = f"budget {format_bytes(budget_bytes)}"
+    axes.axhline(budget_bytes / factor, color=INK, linewidth=1.2, label=budget)
     times, sizes = predicted.times_s / end_s, predicted.size_bytes / factor
     axes.stairs(sizes, times, fill=True, color=BLUE, alpha=0.18, linewidth=0)
     axes.stairs(sizes, times, color=BLUE, linewidth=1.3, baseline=None,
@@ -125,7 +121,7 @@ def _draw_memory(axes: Axes, shown: StepMemory) -> None:
                     label=f"measured, peak {format_bytes(measured.peak_bytes)}", zorder=4)  # fmt: skip
     peak = ([predicted.peak_s / end_s], [predicted.peak_bytes / factor])
     axes.plot(*peak, marker="o", markersize=4.5, color=INK, zorder=5)
-    axes.set_ylim(0, 1.08 * max(in_core_bytes, predicted.peak_bytes, shown.budget_bytes) / factor)
+    axes.set_ylim(0, 1.08 * max(in_core_bytes, predicted.peak_bytes, budget_bytes) / factor)
     axes.set_xlim(0, 1)
     for _, begin_s, _ in shown.phases[1:]:
         axes.axvline(begin_s / end_s, color="#C9C9C9", linewidth=0.8)
@@ -133,13 +129,11 @@ def _draw_memory(axes: Axes, shown: StepMemory) -> None:
     places = [(begin_s + stop_s) / 2 / end_s for _, begin_s, stop_s in named]
     axes.set_xticks(places, labels=[name for name, _, _ in named])
     axes.tick_params(axis="x", length=0)
-    axes.set_xlabel("one step, each op where it was predicted", fontsize=9.5, color=INK)
-    axes.set_ylabel(f"live memory ({unit})", fontsize=9.5, color=INK)
-    plain_axes(axes, "left", "bottom", grid="y")
+    x = "one step, each op where it was predicted"
+    plain_axes(axes, "left", "bottom", grid="y", x=x, y=f"live memory ({unit})")
 
 
 def _draw_holders(axes: Axes, heading: str, sizes: dict[str, int], colours: list[str]) -> None:
-    """Draws one bar for each holder, followed by its bytes."""
     rows = range(len(sizes) - 1, -1, -1)
     axes.barh(rows, list(sizes.values()), height=0.66, color=colours)
     axes.set_yticks(list(rows), labels=[shortened(name, LONGEST_LABEL) for name in sizes])
@@ -181,7 +175,6 @@ def _anchors(found: list[tuple[str, float]], wanted: list[tuple[str, float]]) ->
 
 
 def _phases(trace: StepTrace) -> list[tuple[str, float]]:
-    """Names of the phases, and seconds at which they begin."""
     return [(bar.what, bar.start_s) for bar in trace.bars if bar.row == STEP]
 
 
@@ -207,8 +200,7 @@ def draw_peak(peak: PeakExplanation, *, layers: int = PEAK_LAYERS) -> Figure:
     frame = {"left": 0.27, "right": 0.985, "top": 1 - 0.68 / height, "bottom": 0.92 / height}
     axes = figure.subplots(gridspec_kw=frame)
     factor, unit = byte_unit(max(sum(held.values()) for held in rows.values()))
-    _draw_bars(axes, rows, factor)
-    axes.set_xlabel(f"held at the peak ({unit})", fontsize=9.5, color=INK)
+    _draw_bars(axes, rows, factor, unit)
     budget = "" if peak.budget_bytes is None else f" within a budget of {format_bytes(peak.budget_bytes)}"
     headline = f"{peak.workload}: who holds the peak of {format_bytes(peak.size_bytes)}{budget}"
     of = "in-core step" if peak.budget_bytes is None else "planned step"
@@ -231,7 +223,7 @@ def _layer_rows(peak: PeakExplanation, layers: int) -> dict[str, dict[str, int]]
     return rows
 
 
-def _draw_bars(axes: Axes, rows: dict[str, dict[str, int]], factor: int) -> None:
+def _draw_bars(axes: Axes, rows: dict[str, dict[str, int]], factor: int, unit: str) -> None:
     places = list(range(len(rows) - 1, -1, -1))
     lefts = [0.0] * len(rows)
     for what in in_stacking_order({what for held in rows.values() for what in held}):
@@ -245,7 +237,7 @@ def _draw_bars(axes: Axes, rows: dict[str, dict[str, int]], factor: int) -> None
     axes.set_yticks(places, labels=[shortened(layer, 38) for layer in rows])
     axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.set_xlim(0, 1.12 * max(lefts))
-    plain_axes(axes, "bottom", grid="x")
+    plain_axes(axes, "bottom", grid="x", x=f"held at the peak ({unit})")
     axes.tick_params(axis="y", length=0, labelsize=8)
 
 
@@ -260,8 +252,12 @@ def draw_decisions(plans: Plan | Sequence[Plan]) -> Figure:
     factor, unit = byte_unit(total_bytes)
     for row, plan in enumerate(reversed(listed)):
         _draw_strip(axes, plan, row, factor)
-        _part_layers(axes, plan, row, factor, LEAST_PARTED * total_bytes)
-    _label_colours(axes, listed)
+        for _, begin, end in _layers(plan):
+            if begin and end - begin >= LEAST_PARTED * total_bytes:
+                axes.vlines(begin / factor, row - 0.4, row + 0.4, color="white", linewidth=0.6)
+    for decision, sizes in listed[0].decided().items():  # handles of the legend
+        size = f" {format_bytes(sum(sizes))}" if len(listed) == 1 else ""
+        axes.broken_barh([], (0, 0), facecolors=DECISION_COLOURS[decision], label=f"{decision}{size}")
     _set_axes(axes, listed, total_bytes, factor)
     subtitle = f"{format_bytes(total_bytes)} that autograd saves, in the order of forward; width is bytes ({unit})"
     title(figure, _decisions_title(listed), subtitle, LEFT, 1 - 0.32 / height, 1 - 0.54 / height)
@@ -278,7 +274,6 @@ def _decisions_title(plans: list[Plan]) -> str:
 
 
 def _draw_strip(axes: Axes, plan: Plan, row: int, factor: int) -> None:
-    """Draws one bar for each value."""
     stretches: dict[str, list[tuple[float, float]]] = {str(decision): [] for decision in Decision}
     place = 0
     for value in plan.values:
@@ -287,20 +282,6 @@ def _draw_strip(axes: Axes, plan: Plan, row: int, factor: int) -> None:
     for decision, bars in stretches.items():
         colour = DECISION_COLOURS[decision]
         axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, edgecolors=colour, linewidth=0.3)
-
-
-def _part_layers(axes: Axes, plan: Plan, row: int, factor: int, least_bytes: float) -> None:
-    """Draws a thin white line before each layer that has room for one."""
-    for _, begin, end in _layers(plan):
-        if begin and end - begin >= least_bytes:
-            axes.vlines(begin / factor, row - 0.4, row + 0.4, color="white", linewidth=0.6)
-
-
-def _label_colours(axes: Axes, plans: list[Plan]) -> None:
-    """Adds handles for the legend; for a single plan with the bytes of each decision."""
-    for decision, sizes in plans[0].decided().items():
-        size = f" {format_bytes(sum(sizes))}" if len(plans) == 1 else ""
-        axes.broken_barh([], (0, 0), facecolors=DECISION_COLOURS[decision], label=f"{decision}{size}")
 
 
 def _set_axes(axes: Axes, plans: list[Plan], total_bytes: int, factor: int) -> None:

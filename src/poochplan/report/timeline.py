@@ -180,8 +180,7 @@ def draw_timeline(timeline: Timeline) -> Figure:
     streams, memory = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (1.0, 1.6), **frame})
     scale_s, unit = next((one for one in _UNITS if timeline.step_s >= 2 * one[0]), _UNITS[-1])
     draw_streams(streams, timeline, scale_s)
-    draw_memory(memory, timeline, scale_s)
-    memory.set_xlabel(f"time in the step ({unit})", fontsize=9.5, color=INK)
+    draw_memory(memory, timeline, scale_s, f"time in the step ({unit})")
     memory.set_xlim(0, max(float(timeline.in_core_memory.times_s[-1]), *(bar.end_s for bar in timeline.bars)) / scale_s)
     share = share_of_peak(plan.budget_bytes, timeline.in_core_memory.peak_bytes)
     headline = f"{plan.workload} within {share:.0%} of its memory: predicted overhead {prediction.overhead:+.1%}"
@@ -219,7 +218,7 @@ def draw_streams(axes: Axes, timeline: Timeline, scale_s: float) -> None:
     axes.tick_params(axis="both", length=0, labelbottom=False)
 
 
-def draw_memory(axes: Axes, timeline: Timeline, scale_s: float) -> None:
+def draw_memory(axes: Axes, timeline: Timeline, scale_s: float, x: str) -> None:
     """Draws live bytes over time: in-core, planned, the budget and the peak."""
     planned, in_core, budget_bytes = timeline.memory, timeline.in_core_memory, timeline.plan.budget_bytes
     factor, unit = byte_unit(max(in_core.peak_bytes, budget_bytes))
@@ -243,8 +242,7 @@ def draw_memory(axes: Axes, timeline: Timeline, scale_s: float) -> None:
             label=f"always live {format_bytes(timeline.static_bytes)}",
         )  # fmt: skip
     axes.set_ylim(0, 1.1 * max(in_core.peak_bytes, planned.peak_bytes, budget_bytes) / factor)
-    axes.set_ylabel(f"live memory ({unit})", fontsize=9.5, color=INK)
-    plain_axes(axes, "left", "bottom", grid="y")
+    plain_axes(axes, "left", "bottom", grid="y", x=x, y=f"live memory ({unit})")
     _mark_peak(axes, timeline, scale_s, factor)
 
 

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import torch
 
 from poochplan.errors import UsageError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr),
-    "sgd": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
-}
 _START_TOKEN = 0  # what a decoder reads first; the data use tokens from 1 on
 
 
@@ -63,6 +56,8 @@ def reversal(
 
 def make_optimizer(name: str, model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
     """``"adamw"``, or ``"sgd"`` with a momentum of 0.9, for all parameters. Raises ``UsageError`` for other names."""
-    if name not in _OPTIMIZERS:
-        raise UsageError(f"optimizer: expected one of {', '.join(sorted(_OPTIMIZERS))}, found {name!r}")
-    return _OPTIMIZERS[name](model.parameters(), lr)
+    if name == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=lr)
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    raise UsageError(f"optimizer: expected one of adamw, sgd, found {name!r}")

@@ -7,14 +7,13 @@ With ``--mode fake`` nothing of the model takes memory.
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from poochplan.errors import UsageError, named_line
+from poochplan.errors import UsageError, did_you_mean, named_line
 from poochplan.runtime.devices.opening import usable_device
 from poochplan.tensors.storages import FakeMemory
 from poochplan.torch_private.tensor_internals import mode_stack
@@ -43,9 +42,8 @@ def function_of(target: str) -> Callable[..., Workload]:
     name = target.removeprefix(PREFIX)
     mapping = require("transformers").CONFIG_MAPPING
     if name not in mapping:
-        close = difflib.get_close_matches(name, list(mapping), n=1)
-        hint = f"did you mean {PREFIX}{close[0]}?" if close else "such as hf:llama, hf:vit or hf:whisper"
-        raise UsageError(f"{target}: expected the name of a configuration of transformers, found {name!r}; {hint}")
+        hint = did_you_mean(target, (f"{PREFIX}{one}" for one in mapping)) or "; such as hf:llama, hf:vit or hf:whisper"
+        raise UsageError(f"{target}: expected the name of a configuration of transformers, found {name!r}{hint}")
     if _class_name(name) is None:
         raise UsageError(
             f"{target}: expected a model of text, images or speech, found one that transformers has no such head for; "
@@ -117,9 +115,8 @@ def _configuration(name: str, layers: int | None, length: int, fields: dict[str,
     known = {*usual.to_dict(), *usual.attribute_map}
     for key in fields:
         if key not in known and not isinstance(getattr(usual, key, None), (int, str)):  # num_labels is a property
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"see {config_class.__name__} of transformers"
-            raise UsageError(f"{PREFIX}{name}: unknown parameter {key!r}; {hint}")
+            hint = did_you_mean(key, known) or f"; see {config_class.__name__} of transformers"
+            raise UsageError(f"{PREFIX}{name}: unknown parameter {key!r}{hint}")
     if layers is not None:
         fields = {key: layers for key in _LAYERS if hasattr(usual, key)} | fields
     positions = getattr(usual, "max_position_embeddings", None)

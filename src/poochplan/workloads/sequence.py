@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -130,7 +130,12 @@ def char_rnn(
     count, starts = _starts(len(written), batch_size, sequence_length, chunks, data)
     read = [encoded[starts + torch.arange(sequence_length + 1) + number * sequence_length] for number in range(count)]
     batches = [(rows[:, :-1].contiguous().to(where), rows[:, 1:].contiguous().to(where)) for rows in read]
-    step = _same_again(model, *batches[0]) if chunks == 1 else Chunks(model, batches)
+    inputs, target = batches[0]
+
+    def same_again() -> torch.Tensor:
+        return nn.functional.cross_entropy(model(inputs)[0].flatten(0, 1), target.flatten())
+
+    step = same_again if chunks == 1 else Chunks(model, batches)
     return Workload(model, step, make_optimizer(optimizer, model, lr))
 
 
@@ -150,11 +155,6 @@ def _starts(
     if chunks == 1:
         return count, torch.randint(text_length - sequence_length, (batch_size, 1), generator=data)
     return count, torch.arange(batch_size).unsqueeze(1) * row_length
-
-
-def _same_again(model: CharRNN, inputs: torch.Tensor, target: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Steps that read the same excerpts, from zeros."""
-    return lambda: nn.functional.cross_entropy(model(inputs)[0].flatten(0, 1), target.flatten())
 
 
 class Chunks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from torch import fx
 
 from poochplan.errors import PoochError, UsageError
 
-from .onnx_file import attributes_of, constant_of, known_shapes, label_of, opset_of, read_model
+from .onnx_file import attributes_of, constant_of, known_shapes, label_of, read_model
 from .operators import HOST, OPERATORS
-from .operators.known import to_tensor
+from .operators.known import OnnxNode, to_tensor
 from .operators.layers import NAMES, torch_weights
 from .weights import parameters_of, part_joined, tell_joined
 
@@ -45,45 +45,6 @@ def load(path: str | Path, *, parameters: Iterable[str] = (), constants: Iterabl
     return GraphImport(where, read_model(where), parameters, constants).module()
 
 
-class OnnxNode(torch.nn.Module):
-    """Runs one ONNX operator. Weights belong to the graph, and are arguments.
-
-    ``constants`` are inputs of the node that are no arguments, by position: shapes, axes, single numbers.
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        attributes: Mapping[str, Any],
-        constants: Mapping[int, np.ndarray],
-        outputs: int,
-        opset: int,
-        on_host: bool,
-    ) -> None:
-        super().__init__()
-        self.kind = kind
-        self.attributes = dict(attributes)
-        self.constants = dict(constants)
-        self.outputs = outputs
-        self.opset = opset
-        self.on_host = on_host
-
-    def forward(self, *arguments: Any) -> Any:
-        """The operator's result: a tensor, a tuple of them, or an array if it computes a shape."""
-        inputs, given = [], iter(arguments)
-        for place in range(len(arguments) + len(self.constants)):
-            inputs.append(self.constants[place] if place in self.constants else next(given))
-        if self.on_host:
-            return HOST[self.kind](self, *inputs)
-        if inputs and isinstance(inputs[0], np.ndarray) and inputs[0].ndim:
-            device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), None)
-            inputs[0] = to_tensor(inputs[0], device)
-        return OPERATORS[self.kind].function(self, *inputs)
-
-    def extra_repr(self) -> str:
-        return ", ".join([self.kind, *(f"{name}={value}" for name, value in self.attributes.items())])
-
-
 class GraphImport:
     """State: the part of the graph that has been translated so far."""
 
@@ -105,7 +66,6 @@ class GraphImport:
         """By name in the file: the name of the module's tensor."""
 
     def module(self) -> fx.GraphModule:
-        """Translates all nodes."""
         for value in self.model.graph.input:
             if value.name not in self.arrays:
                 self.values[value.name] = self.graph.placeholder(self._argument_name(value.name))
@@ -159,9 +119,7 @@ class GraphImport:
             raise
         except Exception as error:
             line = " ".join(str(error).split())
-            raise UsageError(
-                f"{self.path}: node {label_of(node)!r} ({node.op_type}) cannot be computed: {line}; export it anew"
-            ) from error
+            raise self._wrong(node, f" ({node.op_type}) cannot be computed: {line}; export it anew") from error
         return found if isinstance(found, tuple) else (found,)
 
     def _add(self, node: NodeProto) -> None:
@@ -188,20 +146,19 @@ class GraphImport:
         if on_host:
             self.host.update(node.output)
 
+    def _wrong(self, node: NodeProto, found: str) -> UsageError:
+        return UsageError(f"{self.path}: node {label_of(node)!r}{found}")
+
     def _refuse_training(self, node: NodeProto) -> None:
-        """Raises ``UsageError`` for a Dropout whose input switches training on."""
         if node.op_type == "Dropout" and len(node.input) > 2 and node.input[2]:
             if not np.any(self.arrays.get(node.input[2], True)):
                 return
-            raise UsageError(
-                f"{self.path}: node {label_of(node)!r} (Dropout): expected a graph for inference, found training mode; "
-                "export after model.eval()"
-            )
+            found = " (Dropout): expected a graph for inference, found training mode; export after model.eval()"
+            raise self._wrong(node, found)
 
     def _module_for(self, node: NodeProto, constants: dict[int, np.ndarray], on_host: bool) -> OnnxNode:
         used = [place for place, name in enumerate(node.output) if name]
-        outputs = max(used, default=0) + 1
-        return OnnxNode(node.op_type, attributes_of(node), constants, outputs, opset_of(self.model), on_host)
+        return OnnxNode(node.op_type, attributes_of(node), constants, max(used, default=0) + 1, on_host)
 
     def _runs_on_host(self, node: NodeProto) -> bool:
         """Whether a node runs on the host: shapes, and results of shapes alone without constants of two dimensions."""
@@ -226,16 +183,12 @@ class GraphImport:
             return None
         is_statistic = node.op_type == "BatchNormalization" and place in _STATISTICS
         if is_statistic and name in self.values:
-            raise UsageError(
-                f"{self.path}: node {label_of(node)!r} (BatchNormalization): expected a constant {_STATISTICS[place]}, "
-                f"found {name!r}, which a node makes; export with dynamo=True and optimize=False"
-            )
+            found = f"expected a constant {_STATISTICS[place]}, found {name!r}, which a node makes"
+            raise self._wrong(node, f" (BatchNormalization): {found}; export with dynamo=True and optimize=False")
         if name in self.values:
             return self.values[name]
         if name not in self.arrays:
-            raise UsageError(
-                f"{self.path}: node {label_of(node)!r} reads {name!r}, which nothing makes; export it anew"
-            )
+            raise self._wrong(node, f" reads {name!r}, which nothing makes; export it anew")
         if is_statistic and name in self.weights:
             return self._tensor(f"{_identifier(label_of(node))}.{_STATISTICS[place]}", self.arrays[name])
         return self._tensor(name)

@@ -43,7 +43,12 @@ def read_model(path: Path, *, weights: bool = True) -> ModelProto:
         raise UsageError(f"{path}: expected an ONNX model, found one without a graph; export it again")
     if not weights:
         return model
-    _check_opset(path, model)
+    found = opset_of(model)
+    if found not in OPSETS:
+        raise UsageError(
+            f"{path}: expected opset {OPSETS[0]} to {OPSETS[-1]}, found {found or 'none'}; "
+            "export it anew, or convert it by onnx.version_converter"
+        )
     _load_external(path, model)
     if model.functions:
         from onnx import inliner
@@ -60,18 +65,11 @@ def opset_of(model: ModelProto) -> int:
     return next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
 
 
-def _check_opset(path: Path, model: ModelProto) -> None:
-    found = opset_of(model)
-    if found not in OPSETS:
-        raise UsageError(
-            f"{path}: expected opset {OPSETS[0]} to {OPSETS[-1]}, found {found or 'none'}; "
-            "export it anew, or convert it by onnx.version_converter"
-        )
-
-
 def _load_external(path: Path, model: ModelProto) -> None:
     """Loads weights that are in other files next to this one."""
-    names = sorted({location for tensor in _tensors(model) for location in _locations(tensor)})
+    external = (tensor for tensor in _tensors(model) if tensor.data_location == TensorProto.EXTERNAL)
+    entries = (entry for tensor in external for entry in tensor.external_data)
+    names = sorted({entry.value for entry in entries if entry.key == "location"})
     for name in names:
         if not (path.parent / name).is_file():
             raise UsageError(
@@ -92,11 +90,6 @@ def _tensors(model: ModelProto) -> Iterator[TensorProto]:
     for node in (*model.graph.node, *(node for function in model.functions for node in function.node)):
         for attribute in node.attribute:
             yield from (attribute.t, *attribute.tensors)
-
-
-def _locations(tensor: TensorProto) -> Iterator[str]:
-    if tensor.data_location == TensorProto.EXTERNAL:
-        yield from (entry.value for entry in tensor.external_data if entry.key == "location")
 
 
 def check_node(path: Path, node: NodeProto) -> None:
@@ -134,8 +127,9 @@ def check_graph(path: Path, model: ModelProto) -> None:
     alone = _without_weights(model)
     for value in (*alone.graph.input, *alone.graph.output):
         value.CopyFrom(helper.make_tensor_value_info(value.name, TensorProto.FLOAT, []))  # inference gives the types
-    for node in alone.graph.node:
-        if _is_deprecated(node.op_type, opset_of(model)):
+    opset = opset_of(model)
+    for node in alone.graph.node:  # such as GroupNormalization before opset 21
+        if onnx.defs.has(node.op_type, opset) and onnx.defs.get_schema(node.op_type, opset).deprecated:
             node.domain = "deprecated"  # the checker would refuse it, but ignores nodes of other domains
     alone.opset_import.append(helper.make_opsetid("deprecated", 1))
     try:
@@ -143,11 +137,6 @@ def check_graph(path: Path, model: ModelProto) -> None:
     except onnx.checker.ValidationError as error:
         line = " ".join(str(error).replace("==> Context:", "").split())
         raise UsageError(f"{path}: ONNX's checker refuses it: {line}; export it anew") from error
-
-
-def _is_deprecated(kind: str, opset: int) -> bool:
-    """Whether ONNX marks the operator as deprecated, such as GroupNormalization before opset 21."""
-    return onnx.defs.has(kind, opset) and bool(onnx.defs.get_schema(kind, opset).deprecated)
 
 
 def _without_weights(model: ModelProto) -> ModelProto:
@@ -198,7 +187,6 @@ def attributes_of(node: NodeProto) -> dict[str, Any]:
 
 
 def constant_of(node: NodeProto) -> np.ndarray:
-    """The array of a Constant node."""
     name, value = next((name, value) for name, value in attributes_of(node).items() if name in _CONSTANTS)
     if name == "value":
         return np.asarray(value)

@@ -50,7 +50,10 @@ def parameters_of(
         if name not in arrays or not _is_float(arrays[name]):
             known = ", ".join(sorted(key for key, array in arrays.items() if _is_float(array))) or "none"
             raise UsageError(f"{path}: no initialiser of floats is named {name!r}; those there are: {known}")
-    uses = _uses(graph)
+    uses: defaultdict[str, list[Use]] = defaultdict(list)
+    for node in graph.node:
+        for slot, name in enumerate(node.input):
+            uses[name].append((node, slot))
     made_by = {output: node.op_type for node in graph.node for output in node.output}
     found = {
         name
@@ -58,14 +61,6 @@ def parameters_of(
         if _is_float(array) and _can_be_weight(array) and any(_is_weight(use, array, made_by) for use in uses[name])
     }
     return (found | forced) - denied
-
-
-def _uses(graph: GraphProto) -> defaultdict[str, list[Use]]:
-    found: defaultdict[str, list[Use]] = defaultdict(list)
-    for node in graph.node:
-        for slot, name in enumerate(node.input):
-            found[name].append((node, slot))
-    return found
 
 
 def _is_float(array: np.ndarray) -> bool:
@@ -79,7 +74,8 @@ def _can_be_weight(array: np.ndarray) -> bool:
 
 def _is_weight(use: Use, array: np.ndarray, made_by: Mapping[str, str]) -> bool:
     node, slot = use
-    if node.op_type not in OPERATORS or slot in OPERATORS[node.op_type].no_weights:
+    known = OPERATORS.get(node.op_type)
+    if known is None or slot in (*known.on_host, *known.no_weights):
         return False
     if array.size > 1 or node.op_type not in _ARITHMETIC:
         return True

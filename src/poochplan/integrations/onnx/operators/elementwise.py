@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from .known import Function, Node, integers, operands, operator, to_tensor
+from .known import Function, integers, operands, operator, operators, to_tensor
+from .known import OnnxNode as Node
 
 TORCH_TYPES = {
     1: torch.float32,
@@ -25,54 +26,25 @@ TORCH_TYPES = {
 """Torch's types by their numbers in ``onnx.TensorProto``. Torch lacks the other types, or cannot train with them."""
 
 _OF_ONE: dict[str, Function] = {
-    "Abs": torch.abs,
-    "Acos": torch.acos,
-    "Asin": torch.asin,
-    "Atan": torch.atan,
-    "Ceil": torch.ceil,
-    "Cos": torch.cos,
-    "Cosh": torch.cosh,
-    "Erf": torch.erf,
-    "Exp": torch.exp,
-    "Floor": torch.floor,
-    "HardSwish": functional.hardswish,
-    "IsNaN": torch.isnan,
-    "Log": torch.log,
-    "Mish": functional.mish,
-    "Neg": torch.neg,
-    "Not": torch.logical_not,
-    "Reciprocal": torch.reciprocal,
-    "Relu": functional.relu,
-    "Round": torch.round,
-    "Sigmoid": torch.sigmoid,
-    "Sign": torch.sign,
-    "Sin": torch.sin,
-    "Sinh": torch.sinh,
-    "Softplus": functional.softplus,
-    "Softsign": functional.softsign,
-    "Sqrt": torch.sqrt,
-    "Tan": torch.tan,
-    "Tanh": torch.tanh,
-}
-_OF_TWO: dict[str, Function] = {
-    "Add": torch.add,
+    name: getattr(torch, name.lower(), None) or getattr(functional, name.lower())
+    for name in (
+        "Abs", "Acos", "Asin", "Atan", "Ceil", "Cos", "Cosh", "Erf", "Exp", "Floor", "HardSwish", "IsNaN", "Log",
+        "Mish", "Neg", "Reciprocal", "Relu", "Round", "Sigmoid", "Sign", "Sin", "Sinh", "Softplus", "Softsign",
+        "Sqrt", "Tan", "Tanh",
+    )
+} | {"Not": torch.logical_not}  # fmt: skip
+"""Most have torch's name."""
+_OF_TWO: dict[str, Function] = {"Add": torch.add, "Mul": torch.mul, "Pow": torch.pow, "Sub": torch.sub}
+_COMPARED: dict[str, Function] = {
     "And": torch.logical_and,
     "Equal": torch.eq,
     "Greater": torch.gt,
     "GreaterOrEqual": torch.ge,
     "Less": torch.lt,
     "LessOrEqual": torch.le,
-    "Mul": torch.mul,
     "Or": torch.logical_or,
-    "Pow": torch.pow,
-    "Sub": torch.sub,
     "Xor": torch.logical_xor,
 }
-_COMPARED = ("And", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Or", "Xor")
-
-
-def _one(function: Function, node: Node, value: Any) -> torch.Tensor:
-    return function(to_tensor(value))
 
 
 def _two(function: Function, node: Node, left: Any, right: Any) -> torch.Tensor:
@@ -84,10 +56,13 @@ def _two(function: Function, node: Node, left: Any, right: Any) -> torch.Tensor:
     return function(left, right)
 
 
-for _name, _function in _OF_ONE.items():
-    operator(_name)(functools.partial(_one, _function))
-for _name, _function in _OF_TWO.items():
-    operator(_name, no_weights=(0, 1) if _name in _COMPARED else ())(functools.partial(_two, _function))
+def _at_once(function: Function) -> Function:
+    return lambda node, value: function(to_tensor(value))
+
+
+operators({name: _at_once(function) for name, function in _OF_ONE.items()})
+operators({name: functools.partial(_two, function) for name, function in _OF_TWO.items()})
+operators({name: functools.partial(_two, function) for name, function in _COMPARED.items()}, no_weights=(0, 1))
 
 
 @operator("Div")
@@ -99,29 +74,17 @@ def _div(node: Node, left: Any, right: Any) -> torch.Tensor:
     return torch.div(left, right, rounding_mode="trunc" if whole else None)
 
 
-@operator("Mod")
-def _mod(node: Node, left: Any, right: Any) -> torch.Tensor:
-    function = torch.fmod if node.attributes.get("fmod", 0) else torch.remainder
-    return function(*operands(left, right))
-
-
 def _largest(function: Function, node: Node, *values: Any) -> torch.Tensor:
     return functools.reduce(function, _tensors(values))
 
 
-for _name, _function in (("Max", torch.maximum), ("Min", torch.minimum)):
-    operator(_name, no_weights=tuple(range(16)))(functools.partial(_largest, _function))
+_EXTREMES = {"Max": torch.maximum, "Min": torch.minimum}
+operators({name: functools.partial(_largest, one) for name, one in _EXTREMES.items()}, no_weights=tuple(range(16)))
 
 
 def _tensors(values: tuple[Any, ...]) -> list[torch.Tensor]:
     device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
     return [to_tensor(value, device) for value in values]
-
-
-@operator("Where", no_weights=(0,))
-def _where(node: Node, condition: Any, left: Any, right: Any) -> torch.Tensor:
-    condition, left, right = _tensors((condition, left, right))
-    return torch.where(condition, left, right)
 
 
 @operator("Clip", no_weights=(1, 2))
@@ -130,52 +93,45 @@ def _clip(node: Node, value: Any, low: Any = None, high: Any = None) -> torch.Te
     return to_tensor(value) if low is None and high is None else torch.clamp(to_tensor(value), low, high)
 
 
-@operator("Cast", allowed={"to": tuple(TORCH_TYPES)})
-def _cast(node: Node, value: Any) -> torch.Tensor:
-    return to_tensor(value).to(TORCH_TYPES[node.attributes["to"]])
-
-
-@operator("CastLike", no_weights=(1,))
-def _cast_like(node: Node, value: Any, other: Any) -> torch.Tensor:
-    return to_tensor(value).to(to_tensor(other).dtype)
-
-
-@operator("Dropout", no_weights=(1, 2))
-def _dropout(node: Node, value: torch.Tensor, ratio: Any = None, training_mode: Any = None) -> torch.Tensor:
-    share = 0.5 if ratio is None else float(ratio.item())
-    return functional.dropout(value, share, training=node.training)
-
-
-@operator("Gelu", allowed={"approximate": ("none", "tanh")})
-def _gelu(node: Node, value: torch.Tensor) -> torch.Tensor:
-    return functional.gelu(value, approximate=node.attributes.get("approximate", "none"))
-
-
 @operator("Swish")
 def _swish(node: Node, value: torch.Tensor) -> torch.Tensor:
     alpha = node.attributes.get("alpha", 1.0)
     return functional.silu(value) if alpha == 1.0 else value * torch.sigmoid(alpha * value)
 
 
-_SIMPLE: dict[str, Function] = {
-    "Celu": lambda node, value: functional.celu(value, node.attributes.get("alpha", 1.0)),
-    "Elu": lambda node, value: functional.elu(value, node.attributes.get("alpha", 1.0)),
-    "HardSigmoid": lambda node, value: torch.clamp(
-        value * node.attributes.get("alpha", 0.2) + node.attributes.get("beta", 0.5), 0.0, 1.0
-    ),
-    "Identity": lambda node, value: value,
-    "LeakyRelu": lambda node, value: functional.leaky_relu(value, node.attributes.get("alpha", 0.01)),
-    "Mean": lambda node, *values: functools.reduce(torch.add, operands(*values)) / len(values),
-    "Sum": lambda node, *values: functools.reduce(torch.add, operands(*values)),
-    "ThresholdedRelu": lambda node, value: functional.threshold(value, node.attributes.get("alpha", 1.0), 0.0),
-}
-for _name, _function in _SIMPLE.items():
-    operator(_name)(_function)
-
-
-@operator("Selu", allowed={"alpha": (1.6732631921768188,), "gamma": (1.0507010221481323,)})
-def _selu(node: Node, value: torch.Tensor) -> torch.Tensor:
-    return functional.selu(value)
+operators(
+    {
+        "Celu": lambda node, value: functional.celu(value, node.attributes.get("alpha", 1.0)),
+        "Elu": lambda node, value: functional.elu(value, node.attributes.get("alpha", 1.0)),
+        "HardSigmoid": lambda node, value: torch.clamp(
+            value * node.attributes.get("alpha", 0.2) + node.attributes.get("beta", 0.5), 0.0, 1.0
+        ),
+        "Identity": lambda node, value: value,
+        "LeakyRelu": lambda node, value: functional.leaky_relu(value, node.attributes.get("alpha", 0.01)),
+        "Mean": lambda node, *values: functools.reduce(torch.add, operands(*values)) / len(values),
+        "Mod": lambda node, *values: (torch.fmod if node.attributes.get("fmod", 0) else torch.remainder)(
+            *operands(*values)
+        ),
+        "Sum": lambda node, *values: functools.reduce(torch.add, operands(*values)),
+        "ThresholdedRelu": lambda node, value: functional.threshold(value, node.attributes.get("alpha", 1.0), 0.0),
+    }
+)
+operator("Cast", allowed={"to": tuple(TORCH_TYPES)})(
+    lambda node, value: to_tensor(value).to(TORCH_TYPES[node.attributes["to"]])
+)
+operator("CastLike", no_weights=(1,))(lambda node, value, other: to_tensor(value).to(to_tensor(other).dtype))
+operator("Dropout", no_weights=(1, 2))(
+    lambda node, value, ratio=None, training_mode=None: functional.dropout(
+        value, 0.5 if ratio is None else float(ratio.item()), training=node.training
+    )
+)
+operator("Gelu", allowed={"approximate": ("none", "tanh")})(
+    lambda node, value: functional.gelu(value, approximate=node.attributes.get("approximate", "none"))
+)
+operator("Selu", allowed={"alpha": (1.6732631921768188,), "gamma": (1.0507010221481323,)})(
+    lambda node, value: functional.selu(value)
+)
+operator("Where", no_weights=(0,))(lambda node, *values: torch.where(*_tensors(values)))
 
 
 @operator("PRelu")
@@ -196,12 +152,12 @@ _REDUCTIONS: dict[str, Function] = {
     "ReduceL1": lambda value, axes, keep: torch.sum(value.abs(), axes, keepdim=keep),
     "ReduceL2": lambda value, axes, keep: torch.linalg.vector_norm(value, 2, axes, keepdim=keep),
     "ReduceLogSum": lambda value, axes, keep: torch.log(torch.sum(value, axes, keepdim=keep)),
-    "ReduceLogSumExp": lambda value, axes, keep: torch.logsumexp(value, axes, keepdim=keep),
-    "ReduceMax": lambda value, axes, keep: torch.amax(value, axes, keepdim=keep),
-    "ReduceMean": lambda value, axes, keep: torch.mean(value, axes, keepdim=keep),
-    "ReduceMin": lambda value, axes, keep: torch.amin(value, axes, keepdim=keep),
+    "ReduceLogSumExp": torch.logsumexp,
+    "ReduceMax": torch.amax,
+    "ReduceMean": torch.mean,
+    "ReduceMin": torch.amin,
     "ReduceProd": _product,
-    "ReduceSum": lambda value, axes, keep: torch.sum(value, axes, keepdim=keep),
+    "ReduceSum": torch.sum,
     "ReduceSumSquare": lambda value, axes, keep: torch.sum(value.square(), axes, keepdim=keep),
 }
 
@@ -223,16 +179,15 @@ def axes_of(node: Node, axes: Any, ndim: int) -> list[int] | None:
     return None if node.attributes.get("noop_with_empty_axes", 0) else list(range(ndim))
 
 
-for _name, _function in _REDUCTIONS.items():
-    operator(_name, on_host=(1,))(_reduction(_function))
+operators({name: _reduction(function) for name, function in _REDUCTIONS.items()}, on_host=(1,))
 
 
 def _arg(function: Function, node: Node, value: torch.Tensor) -> torch.Tensor:
     return function(value, node.attributes.get("axis", 0), keepdim=bool(node.attributes.get("keepdims", 1)))
 
 
-for _name, _function in (("ArgMax", torch.argmax), ("ArgMin", torch.argmin)):
-    operator(_name, allowed={"select_last_index": (0,)})(functools.partial(_arg, _function))
+_PLACES = {"ArgMax": torch.argmax, "ArgMin": torch.argmin}
+operators({name: functools.partial(_arg, one) for name, one in _PLACES.items()}, allowed={"select_last_index": (0,)})
 
 
 @operator("TopK", on_host=(1,), most_outputs=2)

@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
-
-
-class Node(Protocol):
-    """The node that a function runs."""
-
-    attributes: Mapping[str, Any]
-    """The node's attributes, with text as ``str``, and tensors as arrays."""
-    outputs: int
-    """Number of outputs, without unused ones at the end."""
-    opset: int
-    training: bool
-
 
 Function = Callable[..., Any]
 
@@ -28,19 +16,18 @@ Function = Callable[..., Any]
 class Operator:
     """One ONNX operator. Its function takes the node, then the inputs in their order; omitted ones are None."""
 
-    name: str
     function: Function
-    on_host: frozenset[int]
+    on_host: tuple[int, ...] = ()
     """Inputs that are read as whole numbers: shapes, axes, pads. They are usually arrays, and sometimes tensors."""
-    no_weights: frozenset[int]
-    """Inputs that may have floats, but are never trained: bounds, fill values, scales."""
-    allowed: Mapping[str, tuple[Any, ...]]
+    no_weights: tuple[int, ...] = ()
+    """Further inputs that may have floats, but are never trained: bounds, fill values, scales."""
+    allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """By attribute: the supported values. A missing attribute is allowed."""
-    most_outputs: int | None
+    most_outputs: int | None = 1
     """Number of supported outputs; a file that uses later ones is refused. None supports all."""
-    refused: Mapping[int, str]
+    refused: Mapping[int, str] = field(default_factory=dict)
     """Inputs that a node must not have, with their names."""
-    check: Callable[[Mapping[str, Any]], str]
+    check: Callable[[Mapping[str, Any]], str] = lambda attributes: ""
     """Returns the fault of a combination of attributes, as ``expected ..., found ...``; empty if there is none."""
 
 
@@ -51,32 +38,20 @@ HOST: dict[str, Function] = {}
 """Operators that also run on arrays of the host, to compute shapes."""
 
 
-def operator(
-    *names: str,
-    on_host: tuple[int, ...] = (),
-    no_weights: tuple[int, ...] = (),
-    allowed: Mapping[str, tuple[Any, ...]] | None = None,
-    most_outputs: int | None = 1,
-    refused: Mapping[int, str] | None = None,
-    check: Callable[[Mapping[str, Any]], str] = lambda attributes: "",
-) -> Callable[[Function], Function]:
-    """Registers a function in the table under each of the names."""
+def operator(name: str, **facts: Any) -> Callable[[Function], Function]:
+    """Registers a function in the table under that name; ``facts`` are the other fields of :class:`Operator`."""
 
     def register(function: Function) -> Function:
-        for name in names:
-            OPERATORS[name] = Operator(
-                name=name,
-                function=function,
-                on_host=frozenset(on_host),
-                no_weights=frozenset((*on_host, *no_weights)),
-                allowed=allowed or {},
-                most_outputs=most_outputs,
-                refused=refused or {},
-                check=check,
-            )
+        OPERATORS[name] = Operator(function, **facts)
         return function
 
     return register
+
+
+def operators(functions: Mapping[str, Function], **facts: Any) -> None:
+    """Registers each function under its name; ``facts`` are the other fields of each."""
+    for name, function in functions.items():
+        operator(name, **facts)(function)
 
 
 def integers(value: Any) -> list[int]:
@@ -110,3 +85,38 @@ def operands(*values: Any) -> list[Any]:
         else to_tensor(value, device)
         for value in values
     ]
+
+
+class OnnxNode(torch.nn.Module):
+    """Runs one ONNX operator. Weights belong to the graph, and are arguments.
+
+    ``attributes`` have text as ``str``, and tensors as arrays. ``constants`` are inputs of the node that are no
+    arguments, by position: shapes, axes, single numbers. ``outputs`` is their number, without unused ones at the end.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        attributes: Mapping[str, Any],
+        constants: Mapping[int, np.ndarray],
+        outputs: int,
+        on_host: bool,
+    ) -> None:
+        super().__init__()
+        self.kind, self.attributes, self.constants = kind, dict(attributes), dict(constants)
+        self.outputs, self.on_host = outputs, on_host
+
+    def forward(self, *arguments: Any) -> Any:
+        """The operator's result: a tensor, a tuple of them, or an array if it computes a shape."""
+        inputs, given = [], iter(arguments)
+        for place in range(len(arguments) + len(self.constants)):
+            inputs.append(self.constants[place] if place in self.constants else next(given))
+        if self.on_host:
+            return HOST[self.kind](self, *inputs)
+        if inputs and isinstance(inputs[0], np.ndarray) and inputs[0].ndim:
+            device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), None)
+            inputs[0] = to_tensor(inputs[0], device)
+        return OPERATORS[self.kind].function(self, *inputs)
+
+    def extra_repr(self) -> str:
+        return ", ".join([self.kind, *(f"{name}={value}" for name, value in self.attributes.items())])

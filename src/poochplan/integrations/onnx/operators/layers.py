@@ -14,12 +14,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from .known import Function, Node, integers, operator, to_tensor
+from .known import Function, integers, operator, operators, to_tensor
+from .known import OnnxNode as Node
 
-_CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
-_TRANSPOSED = {1: functional.conv_transpose1d, 2: functional.conv_transpose2d, 3: functional.conv_transpose3d}
-_MAX_POOLS = {1: functional.max_pool1d, 2: functional.max_pool2d, 3: functional.max_pool3d}
-_AVERAGE_POOLS = {1: functional.avg_pool1d, 2: functional.avg_pool2d, 3: functional.avg_pool3d}
 _GATES = {"LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2), "RNN": (0,)}
 """The positions of ONNX's gates in torch's order: iofc -> ifco, zrh -> rzh."""
 _ACTIVATIONS = {"LSTM": ["sigmoid", "tanh", "tanh"], "GRU": ["sigmoid", "tanh"]}
@@ -74,7 +71,8 @@ def _conv(node: Node, value: torch.Tensor, weight: torch.Tensor, bias: torch.Ten
     dims = value.ndim - 2
     stride, dilation = _of_dims(node, "strides", dims), _of_dims(node, "dilations", dims)
     value, pads = _padded(node, value, list(weight.shape[2:]), 0.0)
-    return _CONVOLUTIONS[dims](value, weight, bias, stride, pads, dilation, node.attributes.get("group", 1))
+    function, groups = getattr(functional, f"conv{dims}d"), node.attributes.get("group", 1)
+    return function(value, weight, bias, stride, pads, dilation, groups)
 
 
 @operator("ConvTranspose", allowed={"auto_pad": ("NOTSET", "VALID"), "output_shape": ()})
@@ -84,18 +82,11 @@ def _conv_transpose(
     dims, attributes = value.ndim - 2, node.attributes
     pads = attributes.get("pads") or [0] * (2 * dims)
     begins, ends = pads[:dims], pads[dims:]
-    extra = list(attributes.get("output_padding") or [0] * dims)
-    found = _TRANSPOSED[dims](
-        value,
-        weight,
-        bias,
-        _of_dims(node, "strides", dims),
-        0 if begins != ends else begins,
-        extra,
-        attributes.get("group", 1),
-        _of_dims(node, "dilations", dims),
-    )
-    if begins == ends:
+    extra, groups = list(attributes.get("output_padding") or [0] * dims), attributes.get("group", 1)
+    stride, dilation = _of_dims(node, "strides", dims), _of_dims(node, "dilations", dims)
+    function, is_even = getattr(functional, f"conv_transpose{dims}d"), begins == ends
+    found = function(value, weight, bias, stride, begins if is_even else 0, extra, groups, dilation)
+    if is_even:
         return found
     for dim, (begin, end) in enumerate(zip(begins, ends, strict=True), start=2):
         found = found.narrow(dim, begin, found.shape[dim] - begin - end)
@@ -109,10 +100,9 @@ def _max_pool(node: Node, value: torch.Tensor) -> torch.Tensor:
     if any(2 * pad > size for pad, size in zip(pads, kernel, strict=True)):
         both_ends = [pad for pad in reversed(pads) for _ in range(2)]
         value, pads = functional.pad(value, both_ends, value=-math.inf), [0] * dims
-    ceil_mode = bool(node.attributes.get("ceil_mode", 0))
-    return _MAX_POOLS[dims](
-        value, kernel, _of_dims(node, "strides", dims), pads, _of_dims(node, "dilations", dims), ceil_mode
-    )
+    stride, dilation = _of_dims(node, "strides", dims), _of_dims(node, "dilations", dims)
+    function, ceil_mode = getattr(functional, f"max_pool{dims}d"), bool(node.attributes.get("ceil_mode", 0))
+    return function(value, kernel, stride, pads, dilation, ceil_mode)
 
 
 def _check_average(attributes: Mapping[str, Any]) -> str:
@@ -129,8 +119,8 @@ def _average_pool(node: Node, value: torch.Tensor) -> torch.Tensor:
     attributes, dims, kernel = node.attributes, value.ndim - 2, list(node.attributes["kernel_shape"])
     counted = bool(attributes.get("count_include_pad", 0))
     value, pads = _padded(node, value, kernel, 0.0)
-    ceil_mode = bool(attributes.get("ceil_mode", 0))
-    return _AVERAGE_POOLS[dims](value, kernel, _of_dims(node, "strides", dims), pads, ceil_mode, counted)
+    function, ceil_mode = getattr(functional, f"avg_pool{dims}d"), bool(attributes.get("ceil_mode", 0))
+    return function(value, kernel, _of_dims(node, "strides", dims), pads, ceil_mode, counted)
 
 
 def _check_resize(attributes: Mapping[str, Any]) -> str:
@@ -216,14 +206,9 @@ def _rms_norm(node: Node, value: torch.Tensor, scale: torch.Tensor) -> torch.Ten
 
 @operator("LayerNormalization")
 def _layer_norm(node: Node, value: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    shape = value.shape[node.attributes.get("axis", -1) :]
-    return functional.layer_norm(
-        value,
-        shape,
-        scale.expand(shape),
-        None if bias is None else bias.expand(shape),
-        node.attributes.get("epsilon", 1e-5),
-    )
+    shape, epsilon = value.shape[node.attributes.get("axis", -1) :], node.attributes.get("epsilon", 1e-5)
+    added = None if bias is None else bias.expand(shape)
+    return functional.layer_norm(value, shape, scale.expand(shape), added, epsilon)
 
 
 @operator("GroupNormalization", allowed={"stash_type": (1,)})
@@ -249,8 +234,7 @@ _SIMPLE: dict[str, Function] = {
     "MatMul": lambda node, left, right: torch.matmul(left, right),
     "Softmax": lambda node, value: torch.softmax(value, node.attributes.get("axis", -1)),
 }
-for _name, _function in _SIMPLE.items():
-    operator(_name)(_function)
+operators(_SIMPLE)
 
 
 def torch_weights(
@@ -272,31 +256,28 @@ def torch_weights(
     return found
 
 
-def _checked(kind: str) -> Any:
-    def check(attributes: Mapping[str, Any]) -> str:
-        directions = 2 if attributes.get("direction", "forward") == "bidirectional" else 1
-        given = [name.lower() for name in attributes.get("activations") or []]
-        usual = (_ACTIVATIONS.get(kind) or given[:1]) * directions
-        if (given and given != usual) or any(name not in ("tanh", "relu", "sigmoid") for name in given):
-            return f"expected the usual activations, found {', '.join(given)}"
-        if kind == "RNN" and "sigmoid" in given:
-            return "expected tanh or relu, found sigmoid"
-        if kind == "GRU" and not attributes.get("linear_before_reset", 0):
-            return "expected linear_before_reset=1, found 0"
-        return ""
-
-    return check
+def _check_recurrent(kind: str, attributes: Mapping[str, Any]) -> str:
+    given = [name.lower() for name in attributes.get("activations") or []]
+    usual = (_ACTIVATIONS.get(kind) or given[:1]) * _directions(attributes)
+    if (given and given != usual) or any(name not in ("tanh", "relu", "sigmoid") for name in given):
+        return f"expected the usual activations, found {', '.join(given)}"
+    if kind == "RNN" and "sigmoid" in given:
+        return "expected tanh or relu, found sigmoid"
+    if kind == "GRU" and not attributes.get("linear_before_reset", 0):
+        return "expected linear_before_reset=1, found 0"
+    return ""
 
 
 def _recurrent(kind: str, node: Node, value: torch.Tensor, *inputs: Any) -> Any:
     """The states of all time steps (time, directions, batch, hidden), then the last states."""
     weights, hidden, cell = _taken(kind, node, value, inputs)
-    is_biased = len(weights) == len(NAMES) * _directions(node)
+    directions = _directions(node.attributes)
+    is_biased = len(weights) == len(NAMES) * directions
     state: Any = (hidden, cell) if kind == "LSTM" else hidden
     is_relu = (node.attributes.get("activations") or ["Tanh"])[0].lower() == "relu"
     recurrences: dict[str, Any] = {"LSTM": torch.lstm, "GRU": torch.gru}
     function = recurrences.get(kind, torch.rnn_relu if is_relu else torch.rnn_tanh)
-    is_reverse, directions = node.attributes.get("direction", "forward") == "reverse", _directions(node)
+    is_reverse = node.attributes.get("direction", "forward") == "reverse"
     given = value.flip(0) if is_reverse else value
     out, *states = function(given, state, weights, is_biased, 1, 0.0, node.training, directions == 2, False)
     if is_reverse:
@@ -312,7 +293,7 @@ for _kind, _states in (("LSTM", 2), ("GRU", 1), ("RNN", 1)):
         allowed={"clip": (), "layout": (0,), "input_forget": (0,)},
         refused={4: "sequence_lens", 7: "peepholes (P)"},
         most_outputs=1 + _states,
-        check=_checked(_kind),
+        check=functools.partial(_check_recurrent, _kind),
     )(functools.partial(_recurrent, _kind))
 
 
@@ -323,7 +304,7 @@ def _taken(
     weight, recurrence, bias, _, hidden, cell = [*inputs, *[None] * 6][:6]
     split = isinstance(weight, (list, tuple))
     weights = list(weight) if split else torch_weights(kind, weight, recurrence, bias)
-    directions, size = _directions(node), weights[1].shape[1]
+    directions, size = _directions(node.attributes), weights[1].shape[1]
     states = [
         value.new_zeros(directions, value.shape[1], size) if state is None else to_tensor(state, value.device)
         for state in (hidden, cell)
@@ -331,5 +312,5 @@ def _taken(
     return weights, states[0], states[1]
 
 
-def _directions(node: Node) -> int:
-    return 2 if node.attributes.get("direction", "forward") == "bidirectional" else 1
+def _directions(attributes: Mapping[str, Any]) -> int:
+    return 2 if attributes.get("direction", "forward") == "bidirectional" else 1

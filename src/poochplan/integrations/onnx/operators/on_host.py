@@ -6,41 +6,31 @@ A shape is never a tensor, so it needs no op of the step and no copy from a devi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from .elementwise import TORCH_TYPES, axes_of
-from .known import HOST, Function, Node, integers, operator
+from .known import HOST, Function, integers, operator, operators
+from .known import OnnxNode as Node
 from .structure import asked_shape, slices, split_sizes
 
-_OF_ONE: dict[str, Function] = {
-    "Abs": np.abs,
-    "Ceil": np.ceil,
-    "Cos": np.cos,
-    "Exp": np.exp,
-    "Floor": np.floor,
-    "Log": np.log,
-    "Neg": np.negative,
-    "Not": np.logical_not,
-    "Sin": np.sin,
-    "Sqrt": np.sqrt,
-}
-_OF_TWO: dict[str, Function] = {
-    "Add": np.add,
+_ALL: dict[str, Function] = {
+    name: getattr(np, name.lower())
+    for name in ("Abs", "Add", "Ceil", "Cos", "Equal", "Exp", "Floor", "Greater", "Less", "Log", "Sin", "Sqrt")
+} | {
     "And": np.logical_and,
-    "Equal": np.equal,
-    "Greater": np.greater,
     "GreaterOrEqual": np.greater_equal,
-    "Less": np.less,
     "LessOrEqual": np.less_equal,
     "Max": np.maximum,
     "Min": np.minimum,
     "Mul": np.multiply,
+    "Neg": np.negative,
+    "Not": np.logical_not,
     "Or": np.logical_or,
     "Sub": np.subtract,
 }
+"""Of one or more inputs; those above have numpy's name."""
 _REDUCTIONS: dict[str, Function] = {
     "ReduceMax": np.max,
     "ReduceMin": np.min,
@@ -49,15 +39,7 @@ _REDUCTIONS: dict[str, Function] = {
 }
 
 
-def _on_host(name: str) -> Callable[[Function], Function]:
-    def register(function: Function) -> Function:
-        HOST[name] = function
-        return function
-
-    return register
-
-
-for _name, _function in (_OF_ONE | _OF_TWO).items():
+for _name, _function in _ALL.items():
     HOST[_name] = lambda node, *values, function=_function: np.asarray(
         functools.reduce(function, values) if len(values) > 1 else function(*values)
     )
@@ -67,8 +49,63 @@ for _name, _function in _REDUCTIONS.items():
     ).astype(value.dtype)
 
 
+def _constant_of_shape(node: Node, shape: Any) -> np.ndarray:
+    value = node.attributes.get("value", np.zeros(1, np.float32))
+    return np.broadcast_to(value.reshape(()), integers(shape))
+
+
+def _range(node: Node, *bounds: Any) -> np.ndarray:
+    numbers: list[Any] = [np.asarray(number.tolist()) for number in bounds]
+    return np.arange(*numbers)
+
+
+def _cast(node: Node, value: np.ndarray) -> np.ndarray:
+    name = str(TORCH_TYPES[node.attributes["to"]]).removeprefix("torch.")
+    return value.astype(np.float32 if name == "bfloat16" else name)
+
+
+def _div(node: Node, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    if np.issubdtype(np.result_type(left, right), np.integer):
+        return np.asarray(np.trunc(left / right)).astype(left.dtype)
+    return np.asarray(left / right)
+
+
+def _split(node: Node, value: np.ndarray, sizes: Any = None) -> Any:
+    axis = node.attributes.get("axis", 0)
+    ends = np.cumsum(split_sizes(node, value.shape[axis], sizes))
+    parts = tuple(np.split(value, ends[:-1], axis))
+    return parts if node.outputs > 1 else parts[0]
+
+
+def _cumulative_sum(node: Node, value: np.ndarray, axis: Any) -> np.ndarray:
+    along = integers(axis)[0]
+    if node.attributes.get("reverse", 0):
+        return np.flip(np.cumsum(np.flip(value, along), along), along)
+    return np.cumsum(value, along)
+
+
+_ALWAYS: dict[str, Function] = {
+    "ConstantOfShape": _constant_of_shape,
+    "Range": _range,
+    "Shape": lambda node, value: np.array(
+        tuple(value.shape)[node.attributes.get("start", 0) : node.attributes.get("end", value.ndim)], np.int64
+    ),
+    "Size": lambda node, value: np.array(np.prod(tuple(value.shape), dtype=np.int64)),
+}
+"""Their results are on the host even if their inputs are tensors."""
+operators(_ALWAYS)
+operator("ConstantOfShape", on_host=(0,))(_ALWAYS["ConstantOfShape"])
+operator("Range", no_weights=(0, 1, 2))(_ALWAYS["Range"])
 HOST.update(
-    {
+    _ALWAYS
+    | {
+        "Cast": _cast,
+        "CumSum": _cumulative_sum,
+        "Div": _div,
+        "Split": _split,
+        "Trilu": lambda node, value, diagonal=None: (np.triu if node.attributes.get("upper", 1) else np.tril)(
+            value, 0 if diagonal is None else integers(diagonal)[0]
+        ),
         "Identity": lambda node, value: value,
         "Mod": lambda node, left, right: np.asarray(
             (np.fmod if node.attributes.get("fmod", 0) else np.mod)(left, right)
@@ -90,66 +127,3 @@ HOST.update(
         "Tile": lambda node, value, repeats: np.tile(value, integers(repeats)),
     }
 )
-
-
-@operator("Shape")
-@_on_host("Shape")
-def _shape(node: Node, value: Any) -> np.ndarray:
-    """The shape of a tensor or an array, always on the host."""
-    shape = tuple(value.shape)
-    return np.array(shape[node.attributes.get("start", 0) : node.attributes.get("end", len(shape))], np.int64)
-
-
-@operator("Size")
-@_on_host("Size")
-def _size(node: Node, value: Any) -> np.ndarray:
-    return np.array(np.prod(tuple(value.shape), dtype=np.int64))
-
-
-@operator("Range", no_weights=(0, 1, 2))
-@_on_host("Range")
-def _range(node: Node, start: Any, limit: Any, step: Any) -> np.ndarray:
-    start, limit, step = (np.asarray(number.tolist()) for number in (start, limit, step))
-    return np.arange(start, limit, step)
-
-
-@operator("ConstantOfShape", on_host=(0,))
-@_on_host("ConstantOfShape")
-def _constant_of_shape(node: Node, shape: Any) -> np.ndarray:
-    value = node.attributes.get("value", np.zeros(1, np.float32))
-    return np.broadcast_to(value.reshape(()), integers(shape))
-
-
-@_on_host("Cast")
-def _cast(node: Node, value: np.ndarray) -> np.ndarray:
-    name = str(TORCH_TYPES[node.attributes["to"]]).removeprefix("torch.")
-    return value.astype(np.float32 if name == "bfloat16" else name)
-
-
-@_on_host("Div")
-def _div(node: Node, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    if np.issubdtype(np.result_type(left, right), np.integer):
-        return np.asarray(np.trunc(left / right)).astype(left.dtype)
-    return np.asarray(left / right)
-
-
-@_on_host("Split")
-def _split(node: Node, value: np.ndarray, sizes: Any = None) -> Any:
-    axis = node.attributes.get("axis", 0)
-    ends = np.cumsum(split_sizes(node, value.shape[axis], sizes))
-    parts = tuple(np.split(value, ends[:-1], axis))
-    return parts if node.outputs > 1 else parts[0]
-
-
-@_on_host("Trilu")
-def _trilu(node: Node, value: np.ndarray, diagonal: Any = None) -> np.ndarray:
-    function = np.triu if node.attributes.get("upper", 1) else np.tril
-    return function(value, 0 if diagonal is None else integers(diagonal)[0])
-
-
-@_on_host("CumSum")
-def _cumulative_sum(node: Node, value: np.ndarray, axis: Any) -> np.ndarray:
-    along = integers(axis)[0]
-    if node.attributes.get("reverse", 0):
-        return np.flip(np.cumsum(np.flip(value, along), along), along)
-    return np.cumsum(value, along)

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from .known import Function, Node, integers, operator, to_tensor
+from .known import OnnxNode as Node
+from .known import integers, operator, operators, to_tensor
 
 
 def asked_shape(node: Node, found: tuple[int, ...], asked: list[int]) -> list[int]:
@@ -18,21 +19,26 @@ def asked_shape(node: Node, found: tuple[int, ...], asked: list[int]) -> list[in
     return [found[index] if size == 0 else size for index, size in enumerate(asked)]
 
 
-_SIMPLE: dict[str, Function] = {
-    "Flatten": lambda node, value: value.reshape(value.shape[: node.attributes.get("axis", 1)].numel(), -1),
-    "Transpose": lambda node, value: value.permute(node.attributes.get("perm") or list(reversed(range(value.ndim)))),
-}
-_SHAPED: dict[str, Function] = {
-    "Expand": lambda node, value, shape: value.expand(torch.broadcast_shapes(value.shape, tuple(integers(shape)))),
-    "Reshape": lambda node, value, shape: value.reshape(asked_shape(node, tuple(value.shape), integers(shape))),
-    "SequenceAt": lambda node, values, place: values[integers(place)[0]],
-    "Squeeze": lambda node, value, axes=None: value.squeeze() if axes is None else value.squeeze(tuple(integers(axes))),
-    "Tile": lambda node, value, repeats: value.repeat(integers(repeats)),
-}
-for _name, _function in _SIMPLE.items():
-    operator(_name)(_function)
-for _name, _function in _SHAPED.items():
-    operator(_name, on_host=(1,))(_function)
+operators(
+    {
+        "Flatten": lambda node, value: value.reshape(value.shape[: node.attributes.get("axis", 1)].numel(), -1),
+        "Transpose": lambda node, value: value.permute(
+            node.attributes.get("perm") or list(reversed(range(value.ndim)))
+        ),
+    }
+)
+operators(
+    {
+        "Expand": lambda node, value, shape: value.expand(torch.broadcast_shapes(value.shape, tuple(integers(shape)))),
+        "Reshape": lambda node, value, shape: value.reshape(asked_shape(node, tuple(value.shape), integers(shape))),
+        "SequenceAt": lambda node, values, place: values[integers(place)[0]],
+        "Squeeze": lambda node, value, axes=None: (
+            value.squeeze() if axes is None else value.squeeze(tuple(integers(axes)))
+        ),
+        "Tile": lambda node, value, repeats: value.repeat(integers(repeats)),
+    },
+    on_host=(1,),
+)
 
 
 @operator("Unsqueeze", on_host=(1,))
@@ -104,27 +110,32 @@ def _gather(node: Node, value: torch.Tensor, indices: Any) -> torch.Tensor:
         indices = to_tensor(np.where(indices < 0, indices + value.shape[axis], indices), value.device)
     if axis == 0 and value.ndim == 2 and value.is_floating_point():
         return functional.embedding(indices, value)
-    indices = torch.where(indices < 0, indices + value.shape[axis], indices)
+    indices = _places(value, axis, indices)
     found = value.index_select(axis, indices.reshape(-1))
     return found.reshape(*value.shape[:axis], *indices.shape, *value.shape[axis + 1 :])
 
 
+def _places(value: torch.Tensor, axis: int, indices: Any) -> torch.Tensor:
+    """The indices along an axis, counted from its beginning."""
+    indices = to_tensor(indices, value.device)
+    return torch.where(indices < 0, indices + value.shape[axis], indices)
+
+
 @operator("GatherElements", no_weights=(1,))
 def _gather_elements(node: Node, value: torch.Tensor, indices: Any) -> torch.Tensor:
-    axis, indices = node.attributes.get("axis", 0), to_tensor(indices, value.device)
-    return torch.gather(value, axis, torch.where(indices < 0, indices + value.shape[axis], indices))
+    axis = node.attributes.get("axis", 0)
+    return torch.gather(value, axis, _places(value, axis, indices))
 
 
-@operator("GatherND", no_weights=(1,), allowed={"batch_dims": (0,)})
-def _gather_nd(node: Node, value: torch.Tensor, indices: Any) -> torch.Tensor:
-    return value[to_tensor(indices, value.device).unbind(-1)]
+operator("GatherND", no_weights=(1,), allowed={"batch_dims": (0,)})(
+    lambda node, value, indices: value[to_tensor(indices, value.device).unbind(-1)]
+)
 
 
 @operator("ScatterElements", no_weights=(1,), allowed={"reduction": ("none",)})
 def _scatter_elements(node: Node, value: torch.Tensor, indices: Any, updates: Any) -> torch.Tensor:
-    axis, indices = node.attributes.get("axis", 0), to_tensor(indices, value.device)
-    indices = torch.where(indices < 0, indices + value.shape[axis], indices)
-    return value.scatter(axis, indices, to_tensor(updates, value.device))
+    axis = node.attributes.get("axis", 0)
+    return value.scatter(axis, _places(value, axis, indices), to_tensor(updates, value.device))
 
 
 @operator("ScatterND", no_weights=(1,), allowed={"reduction": ("none",)})
@@ -143,9 +154,8 @@ def _pad(node: Node, value: torch.Tensor, pads: Any, fill: Any = None, axes: Any
     flat = [number for axis in reversed(range(first, value.ndim)) for number in ends.get(axis, (0, 0))]
     if not flat:
         return value
-    mode = {"edge": "replicate", "wrap": "circular"}.get(
-        node.attributes.get("mode", "constant"), node.attributes.get("mode", "constant")
-    )
+    asked = node.attributes.get("mode", "constant")
+    mode = {"edge": "replicate", "wrap": "circular"}.get(asked, asked)
     if mode == "constant":
         return functional.pad(value, flat, value=0.0 if fill is None else fill.item())
     return functional.pad(value, flat, mode=mode)
@@ -162,9 +172,8 @@ def _depth_to_space(node: Node, value: torch.Tensor) -> torch.Tensor:
     block = node.attributes["blocksize"]
     if node.attributes.get("mode", "DCR") == "CRD":
         return functional.pixel_shuffle(value, block)
-    batch, channels, height, width = value.shape
-    parts = value.reshape(batch, block, block, channels // block**2, height, width).permute(0, 3, 4, 1, 5, 2)
-    return parts.reshape(batch, channels // block**2, height * block, width * block)
+    parts = value.unflatten(1, (block, block, -1)).permute(0, 3, 4, 1, 5, 2)
+    return parts.flatten(4).flatten(2, 3)
 
 
 @operator("SpaceToDepth")
@@ -172,6 +181,5 @@ def _space_to_depth(node: Node, value: torch.Tensor) -> torch.Tensor:
     block = node.attributes["blocksize"]
     if node.attributes.get("mode", "DCR") == "CRD":
         return functional.pixel_unshuffle(value, block)
-    batch, channels, height, width = value.shape
-    parts = value.reshape(batch, channels, height // block, block, width // block, block).permute(0, 3, 5, 1, 2, 4)
-    return parts.reshape(batch, channels * block**2, height // block, width // block)
+    parts = value.unflatten(3, (-1, block)).unflatten(2, (-1, block))
+    return parts.permute(0, 3, 5, 1, 2, 4).flatten(1, 3)
