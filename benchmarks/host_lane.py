@@ -27,7 +27,7 @@ from benchmarks.pairs import Seconds, compared, one_step, profiled
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import Simulation, simulate
-from poochplan.profiler.trials.handle_cost import measured_on
+from poochplan.profiler.trials.machine_facts import measured_on
 from poochplan.tensors.host_memory import freed_memory_given_back
 from poochplan.workload import Workload
 

@@ -28,7 +28,7 @@ from poochplan import Plan
 from poochplan.formats.plan import Instructions
 from poochplan.profiler.link import cached_link
 from poochplan.profiler.trials.machine_facts import cached_cost
-from poochplan.runtime.attachment import Attachment
+from poochplan.runtime.attachment import Attachment, PlanSource
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.step_policies.follow import Course, Follow
@@ -49,8 +49,10 @@ MOST_SEGMENTS = 40
 ORDINARY = 5
 
 
-class Turns:
-    """A chooser: segments follow one of two plans, as ``which`` says."""
+class Turns(PlanSource):
+    """Segments follow one of two plans, as ``which`` says."""
+
+    is_given = gives_up = True
 
     def __init__(self, *plans: Plan) -> None:
         self.alternatives: tuple[Instructions, ...] = tuple(plan.instructions for plan in plans)

@@ -20,7 +20,6 @@ from poochplan.formats.profile import Profile, Value
 from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.fake.fake import FakeCapture, StepMode
 from poochplan.profiler.fake.roofline import Roofline, function_seconds
-from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.compiled.partitioner import Partitioner, saved_nodes
 from poochplan.runtime.compiled.points import DEFERRED_UNPACK, SAVE, Node, deferred_unpack, readers, save
 from poochplan.runtime.compiled.rewriting import Split, why_never_replayed
@@ -32,23 +31,11 @@ SEVERAL = "more than one compiled graph holds it, or its graph runs more than on
 _MODULE = re.compile(r"_modules\['(\w+)'\]|\['(\w+)'\]|\.(\w+)")
 
 
-class GraphLayers(LayerTracker):
-    """The layer is that of the running node, if a node runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of_node: str | None = None
-
-    def current(self) -> str:
-        return super().current() if self.of_node is None else self.of_node
-
-
 class GraphCapture(FakeCapture):
     """Additional state: the running node, and which node of which graph saved each value."""
 
     def __init__(self, model: torch.nn.Module, mode: StepMode, roofline: Roofline | None) -> None:
-        self._layers = GraphLayers()
-        super().__init__(model, mode, roofline, self._layers)
+        super().__init__(model, mode, roofline)
         self._fused: frozenset[Node] = frozenset()
         self._graph: torch.fx.Graph | None = None
         self._node: Node | None = None
@@ -103,19 +90,19 @@ class GraphCapture(FakeCapture):
         """A block in which a node of a graph runs."""
         if node.graph is not self._graph:
             self._graph, self._fused = node.graph, never_in_memory(node.graph)
-        outer, self._node, self._layers.of_node = self._layers.of_node, node, _layer_of(node)
+        outer, self._node, self.tracker.of_node = self.tracker.of_node, node, _layer_of(node)
         try:
             yield
         finally:
-            self._node, self._layers.of_node = None, outer
+            self._node, self.tracker.of_node = None, outer
 
     @contextlib.contextmanager
     def saves(self, node: Node) -> Iterator[None]:
         """A block in which a graph saves the node's result."""
         before, (key, never) = len(self.handles), node.meta[_NOTES]
         yield
-        for value, *_ in self.handles[before:]:
-            self._saved_by.setdefault(value, []).append((key, node.name, never))
+        for handle in self.handles[before:]:
+            self._saved_by.setdefault(handle.value, []).append((key, node.name, never))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = len(self.ops)
@@ -227,11 +214,10 @@ def never_in_memory(graph: torch.fx.Graph) -> frozenset[Node]:
     This estimates Inductor's scheduler. A pointwise node or a constant is computed inside the kernels that read it, if
     all of them are pointwise or reductions. It then only takes the time of its function.
     """
-    return frozenset(node for node in graph.nodes if _is_pointwise(node) and _all_fuse(list(readers(node))))
-
-
-def _all_fuse(reading: list[Node]) -> bool:
-    return bool(reading) and all(_is_pointwise(one) or _is_reduction(one) for one in reading)
+    found = ((node, list(readers(node))) for node in graph.nodes if _is_pointwise(node))
+    return frozenset(
+        node for node, reading in found if reading and all(_is_pointwise(x) or _is_reduction(x) for x in reading)
+    )
 
 
 def _is_pointwise(node: Node) -> bool:

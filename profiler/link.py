@@ -1,5 +1,4 @@
-"""The link: seconds per copy at several sizes, in both directions and together, and how much compute slows beside
-copies.
+"""The link: seconds per copy at several sizes, in both directions and together, and how much copies slow compute.
 
 A direction is planned with a line, ``latency + bytes / bandwidth``, fitted to its curve. A curve is often no line:
 small copies to a file go to the page cache at several times the rate of large ones. A least-squares fit of all sizes
@@ -56,8 +55,7 @@ SMALL_BYTES = 1 << 20
 LARGE_BYTES = 64 << 20
 """Saved values of real steps are mostly not larger."""
 LEAST_SHARE_LARGE, LEAST_SHARE_LARGEST = 0.8, 0.5
-"""The least share of the measured seconds that the line gives at the largest size up to LARGE_BYTES, and at the largest
-size."""
+"""Least share of the measured seconds that the line gives at the largest size up to LARGE_BYTES, and at the largest."""
 _SLOPE_FLOOR = 1e-3
 """Least share of the bytes in the seconds of the largest copy: a curve that falls still has a bandwidth."""
 _TOLERANCE = 1e-9
@@ -320,16 +318,13 @@ def fit_line(curve: Curve) -> LinkDirection:
         sizes = np.array([size for size, _ in curve]) / largest_bytes
         seconds = np.array([second for _, second in curve]) / longest_s
         weights = np.minimum(1.0, sizes * largest_bytes / SMALL_BYTES)
-        latency, slope = _least_error(sizes, seconds, weights, _last_up_to(curve, LARGE_BYTES))
+        large = max((index for index, (size, _) in enumerate(curve) if size <= LARGE_BYTES), default=len(curve) - 1)
+        latency, slope = _least_error(sizes, seconds, weights, large)
     return LinkDirection(
         latency_s=latency * longest_s,
         bandwidth_bytes_per_s=largest_bytes / (slope * longest_s),
         curve=tuple(curve),
     )
-
-
-def _last_up_to(curve: Curve, limit_bytes: int) -> int:
-    return max((index for index, (size, _) in enumerate(curve) if size <= limit_bytes), default=len(curve) - 1)
 
 
 def _least_error(sizes: Floats, seconds: Floats, weights: Floats, large: int) -> tuple[float, float]:
@@ -359,21 +354,16 @@ def _least_error(sizes: Floats, seconds: Floats, weights: Floats, large: int) ->
 
 
 class CachedLinks(msgspec.Struct, frozen=True, kw_only=True):
-    """The file of links, by :func:`link_key`."""
-
     version: int
     links: dict[str, Link]
 
 
 def cache_path() -> Path:
-    """The file of links in the user's cache folder."""
     return cache_folder() / "links.json"
 
 
 def link_key(where: torch.device, directory: str | Path | None, throttle_bytes_per_s: float | None) -> str:
-    """Everything on which the link depends: device, disk, throttle and torch. Raises ``SpillError`` as the spill file
-    would.
-    """
+    """What the link depends on: device, disk, throttle and torch. Raises ``SpillError`` as the spill file would."""
     if where.type == "cuda":
         parts = [torch.cuda.get_device_name(where), "pinned"]
     else:
@@ -391,15 +381,14 @@ def cached_link(
     *,
     refresh: bool = False,
 ) -> tuple[Link, bool]:
-    """The link, and whether it comes from the cache. It is measured and stored if it is missing there, or on
-    ``refresh``.
+    """The link, and whether it comes from the cache. If it is not there, or on ``refresh``, it is measured and stored.
 
     Raises what :func:`measure_link` raises.
     """
-    known = known_link(where, directory, throttle_bytes_per_s)
+    key = link_key(where, directory, throttle_bytes_per_s)
+    known = _load().get(key)
     if known is not None and not refresh:
         return known, True
-    key = link_key(where, directory, throttle_bytes_per_s)
     link = measure_link(where, directory, throttle_bytes_per_s, CURVE_SIZES_BYTES)
     write_cache(cache_path(), encode_readable(CachedLinks(version=VERSION, links={**_load(), key: link})))
     return link, False

@@ -7,7 +7,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,9 @@ from poochplan.planner.arena.caching_allocator import peak_reserved
 from poochplan.planner.arena.packing import LOOKS_PER_BLOCK, Block, live_peak, pack
 from poochplan.profiler.assembly.assemble import this_host, this_machine, versions_here
 from poochplan.runtime.applying import model_signature
-from poochplan.runtime.arena.library import MARK, AllocationLog, Table, ThreadScope, library, lifetimes
+from poochplan.runtime.arena.library import MARK, AllocationLog, ThreadScope, library, lifetimes
 from poochplan.runtime.arena.pass_arena import around_parts, around_passes
-from poochplan.tensors.modes import ToggledMode
+from poochplan.tensors.modes import Begins, ToggledMode
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import memory_of, own_tensors, parts_of
 from poochplan.torch_private.tensor_internals import storage_identity
@@ -80,7 +80,7 @@ def profile_pass(
         inputs=seen.inputs,
         calls=seen.calls,
         pass_s=statistics.median(seen.seconds),
-        spread_s=_spread(seen.seconds),
+        spread_s=float(np.subtract(*np.quantile(seen.seconds, (0.75, 0.25)))),
         iterations=iterations,
         static_bytes=seen.static_bytes,
         live_peak_bytes=min(live_bytes, allocated_peak(blocks, events)),
@@ -104,33 +104,25 @@ class _Seen:
 
 def _timed(step: Callable[[], object], model: torch.nn.Module, iterations: int, warmup: int) -> _Seen:
     seen = _Seen()
-    depth, began_s = 0, 0.0
+    began_s = 0.0
 
     def begins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal depth, began_s
-        depth += 1
-        if depth == 1:
-            seen.calls += 1
-            if seen.calls == 1:
-                seen.inputs = input_signature(args, kwargs)
-                seen.static_bytes = _static_bytes(model, args, kwargs)
-                began_s = time.perf_counter()
+        nonlocal began_s
+        seen.inputs = input_signature(args, kwargs)
+        seen.static_bytes = _static_bytes(model, args, kwargs)
+        began_s = time.perf_counter()
 
-    def ends(_: object) -> None:
-        nonlocal depth
-        depth -= 1
-        if depth == 0 and seen.calls == 1:
-            seen.seconds.append(time.perf_counter() - began_s)
-
-    with around_passes(model, begins, ends):
+    first = _FirstCall(begins, lambda: seen.seconds.append(time.perf_counter() - began_s))
+    with first.of(model):
         for _ in range(warmup + iterations):
-            seen.calls = 0
+            first.calls = 0
             step()
-            if not seen.calls:
+            if not first.calls:
                 raise StepError(
                     "step(): expected a call of the model, found none; compute it with the model that is given, called "
                     "as model(x)"
                 )
+    seen.calls = first.calls
     del seen.seconds[:warmup]
     return seen
 
@@ -164,11 +156,6 @@ def _laid_out(blocks: list[PassBlock], events: int) -> tuple[list[int], dict[str
     }
 
 
-def _spread(seconds: list[float]) -> float:
-    low, high = np.quantile(seconds, (0.25, 0.75))
-    return float(high - low)
-
-
 def _check_device(model: torch.nn.Module) -> None:
     elsewhere = next((one.device for one in own_tensors(model) if one.device.type != "cpu"), None)
     if elsewhere is not None:
@@ -194,45 +181,45 @@ def logged_pass(step: Callable[[], object], model: torch.nn.Module) -> tuple[lis
 
     Raises ``AllocatorError`` if there is no compiled allocator.
     """
-    with _FirstCall(model) as call:
-        layers: list[str] = [""]
+    log, layers = AllocationLog(_scope()), [""]
+    first = _FirstCall.logged(log)
 
-        def called(path: str) -> None:
-            if call.log is not None:
-                call.log.mark(len(layers))
-                layers.append(path)
+    def called(path: str) -> None:
+        if first.is_running:
+            log.mark(len(layers))
+            layers.append(path)
 
-        with around_parts(model, called):
-            step()
-    found = lifetimes(call.events, LEAST_COUNTED_BYTES)
-    ends = np.where(found["death"] < 0, len(call.events), found["death"])
+    with first.of(model), around_parts(model, called):
+        step()
+    found = lifetimes(log.events, LEAST_COUNTED_BYTES)
+    ends = np.where(found["death"] < 0, len(log.events), found["death"])
     rows = zip(
         found["size_bytes"].tolist(), found["birth"].tolist(), ends.tolist(), found["point"].tolist(), strict=True
     )
-    return [PassBlock(size, start, end, OUTSIDE, layers[point]) for size, start, end, point in rows], len(call.events)
+    return [PassBlock(size, start, end, OUTSIDE, layers[point]) for size, start, end, point in rows], len(log.events)
 
 
 def live_tensors_peak(step: Callable[[], object], model: torch.nn.Module) -> int:
-    """Most live bytes of tensors that the first call of ``model`` in ``step()`` makes, without blocks that an op takes
-    and gives back inside.
-    """
-    with _FirstCall(model) as call:
-        mode = _Marking(call)
+    """Most live bytes of the tensors made by the first call of ``model`` in ``step()``; not of blocks inside an op."""
+    log = AllocationLog(_scope())
+    first = _FirstCall.logged(log)
+    mode = _Marking(first, log)
+    with first.of(model):
         mode.switch_on()
         try:
             step()
         finally:
             mode.switch_off()
-    found = lifetimes(call.events, LEAST_COUNTED_BYTES)
-    marks = np.flatnonzero(call.events["kind"] == MARK)
-    closing = marks[call.events["value"][marks] == _ENDS]
-    following = np.append(closing, len(call.events))[np.searchsorted(closing, found["birth"])]
+    found = lifetimes(log.events, LEAST_COUNTED_BYTES)
+    marks = np.flatnonzero(log.events["kind"] == MARK)
+    closing = marks[log.events["value"][marks] == _ENDS]
+    following = np.append(closing, len(log.events))[np.searchsorted(closing, found["birth"])]
     is_inside = (found["point"] == _BEGINS) & (found["death"] >= 0) & (found["death"] < following)
     blocks = [
-        PassBlock(size, birth, death if death >= 0 else len(call.events), OUTSIDE, "")
+        PassBlock(size, birth, death if death >= 0 else len(log.events), OUTSIDE, "")
         for size, _, birth, death in found[~is_inside].tolist()
     ]
-    return allocated_peak(blocks, len(call.events))
+    return allocated_peak(blocks, len(log.events))
 
 
 def allocated_peak(blocks: list[PassBlock], events: int) -> int:
@@ -247,50 +234,49 @@ def _scope() -> ThreadScope:
 
 
 class _FirstCall:
-    """A block that logs the first call of a model on this thread. State: the log during the call, then its events."""
+    """Calls ``begins`` and ``ends`` around the first call of a model. State: how many calls have begun, and the depth
+    of calls inside one.
+    """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._depth = 0
-        self._stack = ExitStack()
-        self.log: AllocationLog | None = None
-        self.events: Table = np.empty(0)
-        self._is_over = False
+    def __init__(self, begins: Begins, ends: Callable[[], object]) -> None:
+        self._begins, self._ends = begins, ends
+        self.calls = self._depth = 0
 
-    def __enter__(self) -> _FirstCall:
-        self._stack.enter_context(around_passes(self._model, self._begins, self._ends))
-        return self
+    @classmethod
+    def logged(cls, log: AllocationLog) -> _FirstCall:
+        return cls(lambda *_: log.__enter__(), lambda: log.__exit__(None, None, None))
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def of(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        return around_passes(model, self._call_begins, self._call_ends)
 
-    def _begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    @property
+    def is_running(self) -> bool:
+        return self.calls == 1 and self._depth > 0
+
+    def _call_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth += 1
-        if self._depth == 1 and not self._is_over:
-            self.log = AllocationLog(_scope())
-            self.log.__enter__()
+        self.calls += self._depth == 1
+        if self.calls == self._depth == 1:
+            self._begins(args, kwargs)
 
-    def _ends(self, _: object) -> None:
+    def _call_ends(self, _: object) -> None:
         self._depth -= 1
-        if self._depth == 0 and self.log is not None:
-            self.log.__exit__(None, None, None)
-            self.events, self.log = self.log.events, None
-            self._is_over = True
+        if self._depth == 0 and self.calls == 1:
+            self._ends()
 
 
 class _Marking(ToggledMode):
     """Writes marks before and after each op of the call."""
 
-    def __init__(self, call: _FirstCall) -> None:
+    def __init__(self, first: _FirstCall, log: AllocationLog) -> None:
         super().__init__()
-        self._call = call
+        self._first, self._log = first, log
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        log = self._call.log
-        if log is None:
+        if not self._first.is_running:
             return func(*args, **(kwargs or {}))
-        log.mark(_BEGINS)
+        self._log.mark(_BEGINS)
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            log.mark(_ENDS)
+            self._log.mark(_ENDS)

@@ -30,15 +30,14 @@ from poochplan.profiler.live.step_kinds import Line
 from poochplan.profiler.live.study import StudyOptions, study
 from poochplan.profiler.step.forward_only import check_real
 from poochplan.profiler.step.preserve import preserved
-from poochplan.profiler.trials.handle_cost import measured_on, with_handles
-from poochplan.profiler.trials.machine_facts import on_worker_thread, with_cached_cost
+from poochplan.profiler.trials.machine_facts import measured_on, on_worker_thread, with_cached_cost, with_handles
 from poochplan.runtime.arena.library import build, fresh_memory
 from poochplan.runtime.attachment import check_no_session
 from poochplan.runtime.compiled.inductor import compiled_deferring
 from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.metering.allocated import step_scope
-from poochplan.runtime.session import Session, Settings
+from poochplan.runtime.session import Session
 from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.tensors.host_memory import available_bytes, fitting_mode, memory_left
 from poochplan.units import parse_rate
@@ -183,9 +182,7 @@ def _profile_inside(
     mode: str,
     options: Options,
 ) -> Profile:
-    """The profile of a step that calls backward itself: of its segment that takes the most memory in-core. Raises
-    ``StepError`` if no segment could be profiled.
-    """
+    """The profile of a step that calls backward itself: of its largest segment in-core. Raises ``StepError``."""
     spill_dir, rate = options.spill_dir, options.throttle_bytes_per_s
 
     def fits(profile: Profile) -> bool:
@@ -200,9 +197,7 @@ def _profile_inside(
         workload=options.workload,
     )
     observer = Observer(model, [] if optimizer is None else [optimizer], where, study_options, spill_dir)
-    session = Session(
-        {"": model}, where, lambda: open_device(where, spill_dir, rate), observer, Settings(meter="never")
-    )
+    session = Session({"": model}, where, lambda: open_device(where, spill_dir, rate), observer, meter="never")
     with preserved(model, optimizer), session:
         for _ in range(MOST_STEPS):
             step()
@@ -238,7 +233,9 @@ def _profile_fitting(
     if where.type == "cpu":
         needed_bytes = needed_without_memory(new_steps())
         if needed_bytes is None:
-            needed_bytes = _needed_by_swapping(new_steps, where, options)
+            swapping = new_steps(in_core=False)
+            with _restoring(swapping, where, options), _warm(swapping, where, "swap-all", options):
+                needed_bytes = _beside_static(swapping.run(Capturing(swapping.scene)).untimed("run"))
         mode, why = fitting_mode(needed_bytes, available_bytes())
         options.say(why)
         return _profile_real(new_steps, where, mode, options, [why])
@@ -276,13 +273,8 @@ def _warm(steps: StepFunction, where: torch.device, mode: RealMode, options: Opt
         yield
 
 
-def _needed_by_swapping(new_steps: NewSteps, where: torch.device, options: Options) -> int:
-    """Bytes that the in-core step adds to those that exist before it, measured by a swapping step."""
-    with _restoring(new_steps(in_core=False), where, options) as steps, _warm(steps, where, "swap-all", options):
-        return _beside_static(steps.run(Capturing(steps.scene)).untimed("run"))
-
-
 def _beside_static(profile: Profile) -> int:
+    """Bytes that the in-core step adds to those that exist before it."""
     return profile.in_core_peak_bytes - sum(profile.static_bytes.values())
 
 

@@ -44,13 +44,8 @@ def checked_device(model: torch.nn.Module, device: str | None, iterations: int |
         raise UsageError(f"iterations and warmup: expected at least 1 and 0, found {iterations} and {warmup}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise StepError("model: expected parameters that require gradients, found none; there is nothing to train")
-    return model_device(model, device or _kind(model))
-
-
-def _kind(model: torch.nn.Module) -> str:
-    """The kind of device of the first parameter on a usable device."""
-    kinds = [parameter.device.type for parameter in model.parameters()]
-    return next((kind for kind in kinds if kind in ("cpu", "cuda")), "cpu")
+    kinds = (parameter.device.type for parameter in model.parameters())
+    return model_device(model, device or next((kind for kind in kinds if kind in ("cpu", "cuda")), "cpu"))
 
 
 def check_whole(model: torch.nn.Module) -> None:
@@ -99,9 +94,7 @@ def check_mode(
 
 
 def check_backward(backward: str, mode: str, roofline: str | None) -> None:
-    """Raises what :func:`poochplan.profile` says about a step that calls backward itself, in a mode that does not allow
-    it.
-    """
+    """Raises what :func:`poochplan.profile` says about a step that calls backward itself, in a wrong mode."""
     if backward not in ("outside", "inside"):
         raise UsageError(f'backward: expected "outside" or "inside", found {backward!r}')
     if backward == "inside" and (mode == "fake" or roofline is not None):
@@ -153,7 +146,9 @@ def _tensors_in(entry: Any) -> Iterator[torch.Tensor]:
             if thing.is_leaf and thing.grad is not None:
                 yield from parts_of(thing.grad)
         else:
-            yield from _buckets(thing)
+            if isinstance(thing, DataParallel):  # stand-ins take its buckets' memory while they are held
+                parameters = (one for one in thing.parameters() if one.requires_grad)
+                yield from (torch.empty_like(one, requires_grad=False) for one in parameters)
             pending.extend(_inside(thing))
 
 
@@ -167,11 +162,3 @@ def _inside(thing: Any) -> Iterable[Any]:
     if isinstance(thing, (list, tuple, set, frozenset)):
         return thing
     return list(getattr(thing, "__dict__", {}).values())
-
-
-def _buckets(thing: Any) -> Iterator[torch.Tensor]:
-    """Stand-ins that take the buckets' memory while they are held."""
-    if isinstance(thing, DataParallel):
-        for parameter in thing.parameters():
-            if parameter.requires_grad:
-                yield torch.empty_like(parameter, requires_grad=False)

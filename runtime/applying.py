@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -15,28 +14,28 @@ from poochplan.errors import ModelMismatchError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import ModelSignature, Profile
-from poochplan.runtime.arena.recorded_layout import Pack
+from poochplan.runtime.arena.recorded_layout import PackBlocks
 from poochplan.runtime.compiled.inductor import written_replays
 from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.opening import check_cap, model_device, open_device
 from poochplan.runtime.step_policies.follow import DivergencePolicy
 from poochplan.runtime.watch.step_meter import When
-from poochplan.runtime.watch.teller import Teller, users_line
+from poochplan.runtime.watch.teller import Teller, warn
 from poochplan.tensors.signatures import kernel_switches, model_tensors, passing_buffers
 
 from .arena.serving import ArenaMode, serving_for
 from .attachment import together
 from .plan_in_force import OverBudget
 from .plan_source import GivenPlans, Replan
-from .session import Certifier, Explain, Session, Settings
+from .session import Certifier, Explain, Session
 
 
 class Planner(NamedTuple):
     """The planner's functions for a session: the runtime does not know the planner."""
 
     replan: Replan
-    pack: Pack
+    pack: PackBlocks
     """Makes a layout for the blocks of a step."""
     explain: Explain
     certifier: Callable[[torch.nn.Module], Certifier]
@@ -153,7 +152,12 @@ def apply(
         where,
         device or opened,
         GivenPlans(plans, models, DivergencePolicy(on_divergence), profiles, replan),
-        Settings(policy, meter, first.prediction.memory, cap_bytes, explain, certifier if certify else None),
+        on_over_budget=policy,
+        meter=meter,
+        memory=first.prediction.memory,
+        cap_bytes=cap_bytes,
+        explain=explain,
+        certifier=certifier if certify else None,
         serving=serving_for(arena, where.type, pack, every),
         teller=Teller(is_quiet=quiet),
     )
@@ -169,11 +173,9 @@ def _check_times(plans: Sequence[Plan], force: bool) -> None:
         )
     assumed = dict.fromkeys(what for one in plans for what in one.assumed)
     if assumed:
-        warnings.warn(
-            f"poochplan: this plan is for another machine ({'; '.join(assumed)}): its memory holds, its predicted "
-            "times do not; plan from the profile as measured for the best plan here",
-            RuntimeWarning,
-            stacklevel=users_line(),
+        warn(
+            f"this plan is for another machine ({'; '.join(assumed)}): its memory holds, its predicted times do not; "
+            "plan from the profile as measured for the best plan here"
         )
 
 
@@ -183,12 +185,9 @@ def _check_switches(every: Sequence[Plan]) -> None:
     planned = {item for plan in every for item in plan.switches.items()}
     others = [f"{name} {was}, now {now[name]}" for name, was in sorted(planned) if now.get(name, was) != was]
     if others:
-        warnings.warn(
-            f"poochplan: the step was profiled under other switches of torch ({'; '.join(others)}): its kernels may "
-            "differ in time, memory and bits, and their replays were not verified; restore the switches, or profile "
-            "again",
-            RuntimeWarning,
-            stacklevel=users_line(),
+        warn(
+            f"the step was profiled under other switches of torch ({'; '.join(others)}): its kernels may differ in "
+            "time, memory and bits, and their replays were not verified; restore the switches, or profile again"
         )
 
 

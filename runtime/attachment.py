@@ -1,11 +1,13 @@
-"""Attachment: attaches an engine to models and torch for the length of a block. It recognises which calls are steps."""
+"""Attachment: attaches an engine to models and torch for the length of a block. It recognises which calls are steps.
+PlanSource decides what its steps do: which plan they follow, if any.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -14,20 +16,18 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from poochplan.errors import UsageError
+from poochplan.formats.plan import Instructions
+from poochplan.formats.profile import Profile
 from poochplan.runtime.arena.library import fresh_memory
 from poochplan.runtime.devices.cuda import refuse_capture, refuse_graphs
 from poochplan.runtime.devices.device import Device
-from poochplan.runtime.engine.cursor import NO_EVENTS, StepEvents
+from poochplan.runtime.engine.cursor import NO_EVENTS, Segment, StepEvents
 from poochplan.runtime.engine.engine import Engine
-from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together
-from poochplan.runtime.step_policies.step_policy import Chooser
-from poochplan.runtime.watch.teller import Place, users_line
-from poochplan.tensors.modes import (
-    around_calls,
-    around_compiled,
-    uncompiled_hooks,
-    where_forward_raises,
-)
+from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
+from poochplan.runtime.engine.saved_value import SavedValue
+from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy
+from poochplan.runtime.watch.teller import CallSite, warn
+from poochplan.tensors.modes import around_calls, around_compiled, uncompiled_hooks
 from poochplan.tensors.operators import past_first_calls
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import plain_storage
@@ -35,15 +35,76 @@ from poochplan.torch_private.tensor_internals import has_topmost_hooks, in_backw
 
 from .compiled.deferred_unpack import deferring
 from .compiled.inductor import compiled_deferring
+from .plan_in_force import PlanInForce
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 Tell = Callable[[torch.optim.Optimizer], None]
-AroundCall = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
 
-def own_hooks(attachment: Attachment) -> Hooks:
-    """Returns the engine's own hooks unchanged."""
-    return attachment.engine.pack, attachment.engine.unpack
+class PlanSource:
+    """Base class, in which no step follows a plan. A session asks it for the step policy of each step (it is the
+    engine's :class:`~.step_policies.step_policy.Chooser`), and reports to it how each step ended.
+    """
+
+    is_given = False
+    """Whether the user gave the plans. Then the session complains about steps that follow none."""
+    gives_up = False
+    """Whether values leave the device from the first step on."""
+    alternatives: Sequence[Instructions] = ()
+    latest: PlanInForce | None = None
+    """The plan that was followed last, else the first active one; None before there is one."""
+
+    @property
+    def plans(self) -> Mapping[Hashable, PlanInForce]:
+        """The active plans, by kind of step."""
+        return {}
+
+    @property
+    def profiles(self) -> Mapping[Any, Profile]:
+        """The known profiles of the steps, by the same kinds."""
+        return {}
+
+    def attached(self, attachment: Attachment) -> Hooks:
+        """The session begins. Returns the hooks that autograd calls: the engine's own, or some that call these."""
+        return attachment.engine.pack, attachment.engine.unpack
+
+    def rebuild(self, value: SavedValue, mechanism: Mechanism) -> None:
+        """Brings back a value that waits for its replay."""
+        rebuild_together(value, mechanism)
+
+    def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return call
+
+    def choose(self, segment: Segment) -> StepPolicy | None:
+        """See :class:`~.step_policies.step_policy.Chooser`."""
+        return KeepAll()
+
+    def following(self, segment: Segment) -> PlanInForce | None:
+        """The plan that the segment follows, or has diverged from; the segment has its step policy."""
+        return None
+
+    def begins(self, segment: Segment) -> None:
+        """A segment that has its step policy is about to begin. No log of another step continues into it."""
+
+    def optimizing(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer of the models is about to step."""
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer of the models has stepped."""
+
+    def ended(self, segment: Segment) -> None:
+        """A segment is over, and all its facts are known."""
+
+    def plan_again(self, plan: PlanInForce, more_bytes: int) -> str:
+        """Asks for another plan: steps take ``more_bytes`` more than predicted. Returns a sentence on what follows."""
+        return ""
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Waits, between two steps, until no plan is being made. Returns whether each known kind of step has one."""
+        return True
+
+    def close(self) -> None:
+        """The session has ended."""
 
 
 class Attachment:
@@ -58,14 +119,8 @@ class Attachment:
     models: by name, each with its own hooks; a single one has the name "".
     kind: of their device.
     open_device: called when the block is entered.
-    chooser: gives each segment its step policy.
-    elsewhere: called with a model that is called with gradients on another thread.
-    rebuild: the engine's.
-    hooks: returns the hooks that autograd calls; by default the engine's own. The engine exists when it is called.
-    around_call: returns the callable that replaces a compiled callable of a model.
-    gives_up: whether values leave the device from the first step on; otherwise :meth:`memory_is_short` says when they
-        do.
-    apart: whether each segment belongs to one of the models alone; then only that model's parameters are examined.
+    source: gives each segment its step policy. If it does not give up values from the first step on,
+        :meth:`memory_is_short` says when they leave the device.
     events: called at the events of a step.
     """
 
@@ -74,34 +129,22 @@ class Attachment:
         models: Mapping[str, torch.nn.Module],
         kind: str,
         open_device: Callable[[], Device],
-        chooser: Chooser,
-        *,
-        elsewhere: Callable[[str], None] = lambda _: None,
-        rebuild: Rebuild = rebuild_together,
-        hooks: Callable[[Attachment], Hooks] = own_hooks,
-        around_call: AroundCall = lambda _, call: call,
-        gives_up: bool = True,
-        apart: bool = True,
+        source: PlanSource,
         events: StepEvents = NO_EVENTS,
     ) -> None:
         self.models = models
         self.whole = together(models)
         self._kind = kind
         self._open_device = open_device
-        self._chooser = chooser
-        self._elsewhere = elsewhere
-        self._rebuild = rebuild
-        self._make_hooks = hooks
-        self._gives_up = gives_up
+        self._source = source
         self._events = events
-        self._parts = models if apart and self.whole is not models.get("") else {}
-        self._around_call = around_call
+        self._parts = models if source.is_given and self.whole is not models.get("") else {}
         self.is_wanted: Callable[[], bool] = lambda: True
         """Called when a segment is about to begin. If it returns false, ``abandoned`` is called."""
         self.abandoned: Callable[[], None] = lambda: None
         """Leaves the block."""
         self.state: Literal["new", "open", "away", "closed"] = "new"
-        self.place = Place.of_caller()
+        self.call_site = CallSite.of_caller()
         self.leave: Callable[[], object] = self.__exit__
         """Ends the block if no caller has left it."""
         self._is_hooked = self._is_short = False
@@ -111,38 +154,41 @@ class Attachment:
         """Resources that last until the last handle is gone: the device, and how its memory is released."""
 
     def __enter__(self) -> Attachment:
-        self.place = Place.of_caller()
+        self.call_site = CallSite.of_caller()
         past_first_calls()
         with ExitStack() as stack:  # undone if one of these fails
             if self._kind == "cuda":
                 refuse_graphs(self.whole)
-            stack.enter_context(entered(self))
+            check_no_session("apply()", self.models.values())
+            _ENTERED.add(self)
+            stack.callback(_ENTERED.discard, self)
             stack.callback(self._let_go)
-            if self._gives_up:
+            if self._source.gives_up:
                 self.memory_is_short()
             self.device = self._held.enter_context(closing(self._open_device()))
             self.engine = Engine(
-                self._chooser,
+                self._source,
                 self.device,
                 self.whole,
-                rebuild=self._rebuild,
+                rebuild=self._source.rebuild,
                 parts=self._parts,
                 on_idle=self._idle,
                 events=self._events,
             )
             stack.enter_context(compiled_deferring(self.whole, self._kind))
-            stack.enter_context(around_compiled(self.whole, self._without_modes))
+            stack.enter_context(around_compiled(self.whole, self.engine.unrecorded(self._source.around_call)))
             for name, model in self.models.items():
                 stack.enter_context(around_calls(model, partial(self._forward_begins, name)))
-                stack.enter_context(where_forward_raises(model, self._forward_raised))
+                stack.enter_context(around_calls(model, ends=self._forward_ends))
             stack.enter_context(intercept_autograd(self._around_backward))
             stack.enter_context(around_optimizer_steps(self.whole, self._optimizer_steps, self._optimizer_stepped))
-            pack, unpack = self._make_hooks(self)
-            hooks = deferring(pack, unpack, self.engine.may_wait, self.whole, self._kind)
-            self._hooks = uncompiled_hooks(*hooks)
+            hooks = self._source.attached(self)
+            self._hooks = uncompiled_hooks(*deferring(*hooks, self.engine.may_wait, self.whole, self._kind))
             self.state, self._thread = "open", threading.get_ident()
             stack.enter_context(stand_aside(self._hooks))
-            stack.enter_context(self._hooked())
+            self._hooks.__enter__()
+            self._is_hooked = True
+            stack.callback(self._unhook)
             self._stack = stack.pop_all()
         return self
 
@@ -150,21 +196,14 @@ class Attachment:
         self.state = "closed"
         self._stack.close()
 
-    @contextmanager
-    def _hooked(self) -> Iterator[None]:
-        """A block with the hooks on. Hooks belong to a thread: on another one they cannot be removed."""
-        self._hooks.__enter__()
-        self._is_hooked = True
-        try:
-            yield
-        finally:
-            if self._is_hooked and threading.get_ident() == self._thread:
-                self.take_hooks_off()
+    def _unhook(self) -> None:
+        if self._is_hooked and threading.get_ident() == self._thread:  # on another thread they cannot be removed
+            self.take_hooks_off()
 
     @property
     def is_left(self) -> bool:
         """Whether it was left open: the code that entered its block has ended."""
-        return self.state in ("open", "away") and self.place.is_left
+        return self.state in ("open", "away") and self.call_site.is_left
 
     @property
     def thread(self) -> int | None:
@@ -178,9 +217,7 @@ class Attachment:
             self._held.enter_context(fresh_memory())
 
     def take_hooks_off(self) -> None:
-        """Removes the hooks, unless other hooks lie on top of them. Then they do nothing from now on, and are removed
-        when they are on top.
-        """
+        """Removes the hooks, unless others lie on top of them. Then they do nothing, and go when they are on top."""
         if has_topmost_hooks(self._hooks):
             self._hooks.__exit__()
             self._is_hooked = False
@@ -191,14 +228,6 @@ class Attachment:
             return False
         self.abandoned()
         return True
-
-    def begin_segment(self, name: str | None = None) -> None:
-        """The caller begins a segment here, and will announce all later ones.
-
-        It belongs to the model of that name, or to the one that is called first.
-        """
-        self.engine.cursor.announced()
-        self.engine.begin(name, announced=True)
 
     def settle(self) -> None:
         """Called between segments. Finishes the last segment's reports now, and not when the next one begins."""
@@ -214,7 +243,7 @@ class Attachment:
             self._events.over(self.engine.segment)
         self._events.resting()
         self.state = "away"
-        with self.engine.quiet():
+        with self.engine.recorder.away():
             self._hooks.__exit__()
             self._is_hooked = False
             try:
@@ -231,16 +260,16 @@ class Attachment:
         return self.state == "open" and threading.get_ident() == self._thread
 
     def _forward_begins(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A segment begins at the first forward after a backward, or when no value of the last segment is held any
-        more.
-        """
         if self.state == "away":
             return
         if not torch.is_grad_enabled():
-            self._forward_without_gradients()
+            if self._is_ours() and not in_backward():
+                if self.engine.segment.used:  # a validation after the step
+                    self._events.over(self.engine.segment)
+                self._events.resting()
             return
         if threading.get_ident() != self._thread:
-            self._elsewhere(name)
+            self._events.elsewhere(name)
             return
         if in_backward() or self.ends_here():  # a user's checkpoint runs forward again in backward
             return
@@ -254,14 +283,8 @@ class Attachment:
             self.engine.segment.given = [(weakref.ref(one), one.nbytes()) for one in storages if one is not None]
         self.engine.model_is_called(lambda: input_signature(args, kwargs), name)
 
-    def _forward_without_gradients(self) -> None:
-        if self._is_ours() and not in_backward():
-            if self.engine.segment.used:  # a validation after the step
-                self._events.over(self.engine.segment)
-            self._events.resting()
-
-    def _forward_raised(self) -> None:
-        if self._is_ours() and not in_backward():
+    def _forward_ends(self, result: Any) -> None:
+        if result is None and sys.exc_info()[0] is not None and self._is_ours() and not in_backward():  # it has raised
             self.engine.forward_raised()
             self._events.departed()
 
@@ -281,7 +304,7 @@ class Attachment:
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_ours():
             self.engine.optimizer_stepped()
-            self._events.stepped(optimizer)
+            self._source.stepped(optimizer)
 
     def _idle(self) -> None:
         if self.state == "closed":
@@ -290,14 +313,6 @@ class Attachment:
     def _let_go(self) -> None:
         if self.state == "new" or not self.engine.cursor.holds_values:  # otherwise with the last of them
             self._held.close()
-
-    def _without_modes(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def quiet(*args: Any, **kwargs: Any) -> Any:
-            run = self._around_call(path, call)
-            with self.engine.quiet():
-                return run(*args, **kwargs)
-
-        return quiet
 
 
 def together(models: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
@@ -317,9 +332,7 @@ def together(models: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
 
 @contextmanager
 def around_optimizer_steps(model: torch.nn.Module, before: Tell, after: Tell) -> Iterator[None]:
-    """Within the block, calls ``before`` and ``after`` around each step of an optimizer that has a parameter of
-    ``model``.
-    """
+    """In a block, calls ``before`` and ``after`` around each step of an optimizer with a parameter of ``model``."""
 
     def told(tell: Tell) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
         def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -338,25 +351,25 @@ def around_optimizer_steps(model: torch.nn.Module, before: Tell, after: Tell) ->
 
 
 _ENTERED: weakref.WeakSet[Attachment] = weakref.WeakSet()
-"""The open sessions. A thread, and a model, can have one at a time: with two, the hooks of the later one would take all
-saved tensors."""
+"""The open sessions. A thread, and a model, can have one: the hooks of a later one would take all saved tensors."""
 
 
 def check_no_session(what: str, models: Iterable[torch.nn.Module]) -> None:
-    """Raises ``UsageError`` if ``what`` would overlap with a session on this thread, or with one for one of
-    ``models``.
-    """
-    own = {id(model) for model in models}
+    """Raises ``UsageError`` if ``what`` would overlap with a session on this thread, or for one of ``models``."""
+    own, here = {id(model) for model in models}, threading.get_ident()
     for session in tuple(_ENTERED):
-        if session.thread == threading.get_ident() and session.is_left:
-            _end_left(session, what)
-            continue
         name = " and ".join(type(model).__name__ for model in session.models.values())
-        if session.thread == threading.get_ident():
+        if session.thread == here and session.is_left:  # after an exception, by code that enters it without ``with``
+            session.leave()
+            warn(
+                f"{what} found a session for {name} still open after the code that entered it had ended, and has "
+                "closed it; enter sessions with a with statement, or leave them in a finally"
+            )
+        elif session.thread == here:
             raise UsageError(
                 f"{what}: expected no open session on this thread, found one for {name}; leave its with block before"
             )
-        if session.thread is not None and own.intersection(map(id, session.models.values())):
+        elif session.thread is not None and own.intersection(map(id, session.models.values())):
             raise UsageError(
                 f"{what}: expected no open session for this {name}, found one on another thread; "
                 "wait until its with block has ended"
@@ -365,33 +378,8 @@ def check_no_session(what: str, models: Iterable[torch.nn.Module]) -> None:
 
 def is_in_session(model: torch.nn.Module) -> bool:
     """Whether code on this thread may now run in a session, or the model has one."""
-    if not len(_ENTERED):
-        return False
     here = threading.get_ident()
     return any(
         session.thread is not None and (session.thread == here or any(own is model for own in session.models.values()))
         for session in tuple(_ENTERED)
     )
-
-
-def _end_left(session: Attachment, what: str) -> None:
-    """Ends a session that was left open after an exception, by code that enters it without ``with``."""
-    name = " and ".join(type(model).__name__ for model in session.models.values())
-    session.leave()
-    warnings.warn(
-        f"poochplan: {what} found a session for {name} still open after the code that entered it had ended, and has "
-        "closed it; enter sessions with a with statement, or leave them in a finally",
-        RuntimeWarning,
-        stacklevel=users_line(),
-    )
-
-
-@contextmanager
-def entered(session: Attachment) -> Iterator[None]:
-    """Within the block it is the session of its thread and model. Raises ``UsageError`` if there is one already."""
-    check_no_session("apply()", session.models.values())
-    _ENTERED.add(session)
-    try:
-        yield
-    finally:
-        _ENTERED.discard(session)

@@ -15,8 +15,7 @@ from .watch.holders import Holder
 FIRST_STEPS = 2
 """The first step runs without the optimizer's state, the second with it. Later steps are like the second."""
 MOST_PLANS = 4
-"""A kind of step is planned anew at most this often because its steps took more memory. Further growth is only
-reported."""
+"""A kind of step whose steps took more memory is planned anew at most this often. More growth is only reported."""
 _MOST_NAMED = 4
 
 
@@ -59,7 +58,6 @@ class PlanInForce:
         return not self._is_settled or self._is_to_check or (self.begun + 1) % EVERY == 0
 
     def begins(self) -> None:
-        """A step begins under this plan."""
         self.begun += 1
         self._is_to_check = False
 
@@ -72,8 +70,7 @@ class PlanInForce:
         return not self.is_told and peak_bytes > self.plan.budget_bytes
 
     def ended(self, peak_bytes: int | None, *, has_gradients: bool) -> None:
-        """A step under this plan is over. ``peak_bytes`` is its peak without the holes of an arena; None if it was not
-        metered.
+        """A step under this plan is over. ``peak_bytes``: its peak without an arena's holes; None if not metered.
 
         Steps are settled once none takes more than the previous one of its kind, or more than predicted. The first step
         of a kind that follows steps of another kind has no previous one.
@@ -88,9 +85,7 @@ class PlanInForce:
 
 
 def over_budget_text(peak_bytes: int, plan: Plan, where: str, held: Sequence[Holder]) -> str:
-    """The text about a step above its budget: its bytes, their moment, and the holders of the bytes that were not
-    predicted.
-    """
+    """The text about a step above its budget: its bytes, their moment, and the holders of unpredicted bytes."""
     text = (
         f"a step that follows the plan took {peak_bytes} bytes, more than its budget of {plan.budget_bytes} "
         f"(predicted: {plan.prediction.peak_bytes}){f', in {where}' if where else ''}"
@@ -104,9 +99,7 @@ def over_budget_text(peak_bytes: int, plan: Plan, where: str, held: Sequence[Hol
 
 
 def out_of_memory_text(peak_bytes: int | None, plan: Plan, where: str, held: Sequence[Holder]) -> str:
-    """The text about a step that ran out of memory: how far it had come, what was predicted for it, and the holders of
-    the excess.
-    """
+    """The text about a step that ran out of memory: how far it had come, its prediction, and the excess's holders."""
     text = (
         f"out of memory in a step that follows the plan{f', in {where}' if where else ''}: it had taken "
         f"{format_bytes(peak_bytes or 0)}, predicted are at most {format_bytes(plan.prediction.peak_bytes)} of a "

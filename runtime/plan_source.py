@@ -1,12 +1,10 @@
-"""PlanSource decides which plan each step of a session follows. GivenPlans is the source with the user's plans, for the
-steps of one or several models. A study of a loop is another source.
-"""
+"""GivenPlans: the source of a session with the user's plans, for the steps of one or several models."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
@@ -15,87 +13,13 @@ from poochplan.formats.plan import Decision, Instructions, Plan
 from poochplan.formats.plan_set import PlanSet, describe
 from poochplan.formats.profile import Profile
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
-from poochplan.runtime.engine.saved_value import SavedValue
-from poochplan.runtime.step_policies.diagnosis import Expected
 from poochplan.runtime.step_policies.follow import DivergencePolicy, Follow
 from poochplan.runtime.step_policies.step_policy import Actions, Diverged, KeepAll, StepPolicy, SwapEach
 from poochplan.units import format_bytes
 
-from .attachment import Attachment, Hooks, own_hooks
+from .attachment import PlanSource
 from .plan_in_force import MOST_PLANS, REMEDY, PlanInForce
 from .run_report import FallbackKind
-
-
-class PlanSource:
-    """Base class, in which no step follows a plan. A session asks it for the step policy of each step (it is the
-    engine's :class:`~.step_policies.step_policy.Chooser`), and reports to it how each step ended.
-    """
-
-    is_given = False
-    """Whether the user gave the plans. Then the session complains about steps that follow none."""
-    gives_up = False
-    """Whether values leave the device from the first step on."""
-    alternatives: Sequence[Instructions] = ()
-    latest: PlanInForce | None = None
-    """The plan that was followed last, else the first active one; None before there is one."""
-
-    @property
-    def plans(self) -> Mapping[Hashable, PlanInForce]:
-        """The active plans, by kind of step."""
-        return {}
-
-    @property
-    def profiles(self) -> Mapping[Any, Profile]:
-        """The known profiles of the steps, by the same kinds."""
-        return {}
-
-    def attached(self, attachment: Attachment) -> Hooks:
-        """The session begins. Returns the hooks that autograd calls."""
-        return own_hooks(attachment)
-
-    def rebuild(self, value: SavedValue, mechanism: Mechanism) -> None:
-        """Brings back a value that waits for its replay."""
-        rebuild_together(value, mechanism)
-
-    def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The callable that replaces a compiled callable."""
-        return call
-
-    def choose(self, segment: Segment) -> StepPolicy | None:
-        """See :class:`~.step_policies.step_policy.Chooser`."""
-        return KeepAll()
-
-    def following(self, segment: Segment) -> PlanInForce | None:
-        """The plan that the segment follows, or has diverged from; the segment has its step policy."""
-        return None
-
-    def begins(self, segment: Segment) -> None:
-        """A segment that has its step policy is about to begin. No log of another step continues into it."""
-
-    def optimizing(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer of the models is about to step."""
-
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer of the models has stepped."""
-
-    def ended(self, segment: Segment) -> None:
-        """A segment is over, and all its facts are known."""
-
-    def plan_again(self, plan: PlanInForce, more_bytes: int) -> str:
-        """Asks for another plan, because steps take ``more_bytes`` more than the plan predicts. Returns a sentence that
-        says what follows.
-        """
-        return ""
-
-    def wait(self, timeout_s: float | None) -> bool:
-        """Called between two steps. Waits until no plan is being made, and returns whether each known kind of step has
-        a plan.
-        """
-        return True
-
-    def close(self) -> None:
-        """The session has ended."""
 
 
 class Replan(Protocol):
@@ -109,11 +33,9 @@ class Replan(Protocol):
 
 
 class GivenPlans(PlanSource):
-    """State: the plan that each model's steps follow, the bytes found to live outside the plan, and the model of the
-    last step.
+    """State: the plan that each model's steps follow, the bytes found outside the plan, and the last step's model.
 
-    With several models, a segment that begins with a save belongs to none of them until it is announced or one of them
-    is called.
+    With several models, a segment that begins with a save belongs to none until it is announced or one is called.
 
     Parameters
     ----------
@@ -206,7 +128,7 @@ class PlansOfModel:
         self._name, self._policy = name, policy
         self._set = given if isinstance(given, PlanSet) else None
         plans = given.plans if isinstance(given, PlanSet) else (given,)
-        self._expected = Expected(plans[0].inputs, model)
+        self._inputs, self._model = plans[0].inputs, model
         self.every = [PlanInForce(name if self._set is None else (name, *plan.inputs), plan) for plan in plans]
         self.latest = self.every[0]
 
@@ -216,14 +138,14 @@ class PlansOfModel:
         self.every = [self.latest]
 
     def choose(self, segment: Segment) -> StepPolicy | None:
-        if self._expected.inputs and segment.model is None and not segment.announced:
+        if self._inputs and segment.model is None and not segment.announced:
             if not segment.saves_next:
                 return None  # a call of the model, or a save, decides
             if all(one.plan.values and one.plan.values[0].layer for one in self.every):
                 segment.aside = True
                 return KeepAll()
         if self._set is None:
-            return Follow(self.latest.course, SwapEach(), self._policy, expected=self._expected)
+            return Follow(self.latest.course, SwapEach(), self._policy, inputs=self._inputs, model=self._model)
         if segment.inputs is None:
             return WithoutPlan(_TOO_EARLY, self._policy) if segment.saves_next else None
         plan = self._set.choose(segment.inputs)
@@ -232,7 +154,7 @@ class PlansOfModel:
         self.latest = next(one for one in self.every if one.plan is plan)
         is_exact = sorted(plan.inputs) == sorted(segment.inputs)
         course = self.latest.course if is_exact else self.latest.smaller
-        return Follow(course, SwapEach(), self._policy, expected=self._expected._replace(inputs=()))
+        return Follow(course, SwapEach(), self._policy, model=self._model)
 
     def _why_none(self, signature: tuple[str, ...]) -> str:
         assert self._set is not None, "a lone plan is for any inputs"

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from poochplan.formats.files import html_table, text_table
 from poochplan.formats.plan import Departure
 from poochplan.formats.run_record import Certificate
-from poochplan.runtime.watch.teller import users_line
+from poochplan.runtime.watch.teller import warn
 from poochplan.units import format_bytes, format_seconds
 
-if TYPE_CHECKING:
-    from poochplan.runtime.arena.arena import Arena
-
 MOST_REASONS = 20
-MOST_UNSERVED = 8
 
 
 class FallbackKind(StrEnum):
@@ -86,8 +80,7 @@ class StepReport(msgspec.Struct, kw_only=True):
     served_bytes: int = 0
     """Allocated from an arena, each block counted; known when the step is over."""
     unserved_bytes: int = 0
-    """Allocated from torch's allocator in steps with an arena, because the block has no place in the layout or its
-    place is in use."""
+    """Allocated from torch's allocator in steps with an arena: the block has no place, or its place is in use."""
     fallbacks: int = 0
     """Times the plan was not followed: a step that diverged (counted once), a value kept because the disk is full, a
     value that could not be recomputed."""
@@ -135,24 +128,6 @@ class ArenaReport(msgspec.Struct, frozen=True, kw_only=True):
     """The first of the unplanned and taken blocks."""
     larger_bytes: int = 0
     """By how much the recorded layout exceeds the room in the budget; it is then not used."""
-
-
-def arena_report(arena: Arena, size_bytes: int, layer_at: Callable[[int], str]) -> ArenaReport:
-    """Of the last step that the arena served; ``layer_at`` names the layer at a point of its clock."""
-    step = arena.counts().step
-    return ArenaReport(
-        size_bytes=size_bytes,
-        served=step.served.blocks,
-        served_bytes=step.served.size_bytes,
-        unplanned=step.unplanned.blocks,
-        unplanned_bytes=step.unplanned.size_bytes,
-        taken=step.taken.blocks,
-        taken_bytes=step.taken.size_bytes,
-        unserved=[
-            Unserved(size_bytes=miss.size_bytes, layer=layer_at(miss.point), why=miss.fate)
-            for miss in arena.misses()[:MOST_UNSERVED]
-        ],
-    )
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,8 +239,4 @@ class Fallbacks:
             report.fallback_reasons.append(reason)
         if kind not in self._warned and not self.silent:
             self._warned.add(kind)
-            warnings.warn(
-                f"poochplan: {reason}",
-                RuntimeWarning,
-                stacklevel=users_line(),
-            )
+            warn(reason)

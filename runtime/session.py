@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from types import MappingProxyType, SimpleNamespace, TracebackType
 from typing import Protocol
 
@@ -24,16 +23,20 @@ from poochplan.runtime.devices.transfers import forget_held_back, raise_held_bac
 from poochplan.runtime.engine.cursor import Segment, StepEvents, weakly
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.saved_value import SavedValue
-from poochplan.runtime.watch.step_meter import StepMeter, When, described, held_beside
+from poochplan.runtime.watch.holders import held_beside
+from poochplan.runtime.watch.step_meter import StepMeter, When, described
 from poochplan.runtime.watch.tally import Tally, follows
-from poochplan.runtime.watch.teller import Teller, arena_too_large, host_is_full, no_arena
+from poochplan.runtime.watch.teller import Teller
+from poochplan.units import format_bytes
 
 from .arena.serving import Serving
-from .attachment import Attachment
+from .attachment import Attachment, PlanSource
 from .plan_in_force import REMEDY, OverBudget, PlanInForce, out_of_memory_text, over_budget_text
-from .plan_source import PlanSource
 from .run_report import ArenaReport, MemoryPeaks, Report, StepReport
 
+FROM_TORCH = "planned steps take their memory from torch's allocator"
+FROM_SMALLER = "planned steps take their memory from a smaller arena"
+HOST_IS_FULL = "there is no room for {} of swapped values"
 Explain = Callable[[Profile, Plan | None, int | None], str]
 """Describes where a step takes most memory, and its holders; the runtime itself cannot."""
 
@@ -46,25 +49,12 @@ class Certifier(AbstractContextManager["Certifier"], Protocol):
     def certificate(self, plan: Plan | None, device: str) -> Certificate: ...
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a session does about its steps, whichever plans they follow; see :func:`poochplan.apply`."""
-
-    on_over_budget: OverBudget = OverBudget.WARN
-    meter: When = "first-steps"
-    memory: Memory = Memory.ALLOCATED
-    """Which memory the meter counts."""
-    cap_bytes: int | None = None
-    explain: Explain | None = None
-    certifier: Callable[[torch.nn.Module], Certifier] | None = None
-
-
 class Session:
     """A context manager, with the states of its :class:`~.attachment.Attachment`: *new*, *open*, *away*, *closed*.
 
     :func:`poochplan.apply`, :func:`poochplan.auto`, :func:`poochplan.compile` and the callbacks of trainers return
-    one. Only its user holds a reference to it. When nothing refers to it any more, the session ends, even inside the
-    block.
+    one. Only its user holds a reference to it. When nothing refers to it any more, it ends, even inside the block.
+    Its options are those of :func:`poochplan.apply`; ``memory`` is what its meter counts.
     """
 
     def __init__(
@@ -73,16 +63,23 @@ class Session:
         where: torch.device,
         open_device: Callable[[], Device],
         source: PlanSource,
-        settings: Settings,
         *,
+        on_over_budget: OverBudget = OverBudget.WARN,
+        meter: When = "first-steps",
+        memory: Memory = Memory.ALLOCATED,
+        cap_bytes: int | None = None,
+        explain: Explain | None = None,
+        certifier: Callable[[torch.nn.Module], Certifier] | None = None,
         serving: Serving | None = None,
         teller: Teller | None = None,
     ) -> None:
-        self._models, self._source, self._settings, self._serving = models, source, settings, serving
-        self._where = where
+        self._models, self._source, self._where = models, source, where
+        self._on_over_budget, self._cap_bytes = on_over_budget, cap_bytes
+        self._explain, self._new_certifier = explain, certifier
+        self._serving = serving or Serving(None, "off")
         self._teller = teller or Teller(is_quiet=True)
-        self._meter = StepMeter(where.type, settings.meter, settings.memory)
-        self._is_metered = settings.meter != "never"
+        self._meter = StepMeter(where.type, meter, memory)
+        self._is_metered = meter != "never"
         self._tally = Tally(models)
         self._memory: MemoryPeaks | None = None
         self._following: PlanInForce | None = None
@@ -93,29 +90,18 @@ class Session:
         self._gradients_checked = self._is_ending = False
         self._looks = True
         """Whether the session reacts to steps above their budgets."""
-        self._attachment = Attachment(
-            models,
-            where.type,
-            open_device,
-            source,
+        events = StepEvents(
+            chosen=weakly(self, Session._chosen),
+            point=weakly(self, Session._point) if self._serving.is_possible or self._is_metered else None,
+            backward=self._meter.backward,
+            over=weakly(self, Session._step_is_over),
+            ended=weakly(self, Session._ended),
+            departed=self._serving.departed,
+            resting=weakly(self, Session._resting),
+            optimizing=weakly(self, Session._optimizing),
             elsewhere=self._tally.called_elsewhere,
-            rebuild=source.rebuild,
-            hooks=source.attached,
-            around_call=source.around_call,
-            gives_up=source.gives_up,
-            apart=source.is_given,
-            events=StepEvents(
-                chosen=weakly(self, Session._chosen),
-                point=weakly(self, Session._point) if serving is not None or self._is_metered else None,
-                backward=weakly(self, Session._backward),
-                over=weakly(self, Session._step_is_over),
-                ended=weakly(self, Session._ended),
-                departed=weakly(self, Session._departed),
-                resting=weakly(self, Session._resting),
-                optimizing=weakly(self, Session._optimizing),
-                stepped=source.stepped,
-            ),
         )
+        self._attachment = Attachment(models, where.type, open_device, source, events)
 
     def __enter__(self) -> Session:
         if self._state != "new":
@@ -123,18 +109,18 @@ class Session:
         with ExitStack() as stack:  # undone if one of these fails
             stack.callback(self._source.close)
             stack.enter_context(self._attachment)
-            if self._settings.cap_bytes is not None:
-                stack.enter_context(hard_cap(self._device.where, self._settings.cap_bytes))
+            if self._cap_bytes is not None:
+                stack.enter_context(hard_cap(self._device.where, self._cap_bytes))
             self._reserve_host()
-            if self._settings.certifier is not None:
-                self._certifier = stack.enter_context(self._settings.certifier(self.model))
+            if self._new_certifier is not None:
+                self._certifier = stack.enter_context(self._new_certifier(self.model))
             stack.callback(self._meter.step_is_over)
-            if self._serving is not None:
-                stack.callback(self._serving.close)
-            if self._is_metered and (self._source.is_given or self._settings.on_over_budget is not OverBudget.REPLAN):
+            stack.callback(self._serving.close)
+            if self._is_metered and (self._source.is_given or self._on_over_budget is not OverBudget.REPLAN):
                 gc.collect()  # unreachable tensors must not count; planning again collects first
             self._device.start_peaks()
-            self._leave = weakref.finalize(self, _close, self._engine, stack.pop_all())
+            stack.callback(self._engine.end)  # first, then everything is removed from model and torch
+            self._leave = weakref.finalize(self, stack.pop_all().close)
             self._leave.atexit = False
             self._attachment.leave = self._leave
         return self
@@ -182,8 +168,7 @@ class Session:
 
         Needed if a step calls the model more than once and lets go of all values that the first call saved, or if an
         earlier forward still waits for its backward. With several models, ``model`` names the one that the step
-        belongs to: needed if its step calls another one first. Without a name the step belongs to the model called
-        first.
+        belongs to: needed if its step calls another one first. Without a name it belongs to the model called first.
         """
         if self._state != "open":
             raise UsageError(
@@ -192,17 +177,15 @@ class Session:
         if model is not None and model not in self._models:
             names = ", ".join(map(repr, self._models)) if "" not in self._models else "none, for there is one model"
             raise UsageError(f"step(): expected the name of a model of this session ({names}), found {model!r}")
-        self._attachment.begin_segment(model)
+        self._engine.cursor.is_announced = True
+        self._engine.begin(model, announced=True)
 
-    @contextmanager
-    def away(self) -> Iterator[None]:
+    def away(self) -> AbstractContextManager[None]:
         """Steps inside run in-core, as if there were no session, for comparison with planned steps in the same process.
 
-        Use it between steps, and on the level of the ``with`` block: inside other saved-tensors hooks it would
-        remove those.
+        Use it between steps, on the level of the ``with`` block: inside other saved-tensors hooks it removes those.
         """
-        with self._attachment.away():
-            yield
+        return self._attachment.away()
 
     def wait_until_planned(self, timeout_s: float | None = None) -> bool:
         """Waits, between two steps, until no plan is being made; returns whether each profiled kind of step has a plan.
@@ -264,15 +247,11 @@ class Session:
 
     @property
     def arena(self) -> ArenaReport | None:
-        """The arena's part in the last step that could use it; None before there was one. ``total`` has the bytes of
-        all steps.
-        """
-        return None if self._serving is None else self._serving.report()
+        """The arena's part in the last step that could use it; None before. ``total`` has the bytes of all steps."""
+        return self._serving.report()
 
     def report(self) -> Report:
-        """A report of the steps so far. A step has ended when the next one begins, or when nothing of it is held any
-        more.
-        """
+        """A report of the steps so far. A step ends when the next one begins, or when nothing of it is held."""
         if self._state == "new":
             raise UsageError(
                 f"report(): expected a session that has been entered; use `with {self._opened_by} as session`"
@@ -288,10 +267,9 @@ class Session:
     def explain_peak(self) -> str:
         """Where the step's peak is and what holds it, as text; empty if :attr:`profile` is None.
 
-        It describes the planned step, or the in-core one before there is a plan. It also shows the largest peak of
-        the session's metered steps.
+        It describes the planned step, or before the in-core one, with the largest peak of the metered steps.
         """
-        profile, explain = self.profile, self._settings.explain
+        profile, explain = self.profile, self._explain
         return "" if profile is None or explain is None else explain(profile, self.plan, self.total.peak_bytes)
 
     # -- for this package ---------------------------------------------------------------------------------------
@@ -335,7 +313,7 @@ class Session:
 
     def _chosen(self, segment: Segment) -> None:
         plan = self._following = self._source.following(segment)
-        if self._serving is not None and (plan is None or self._engine.follows is None):
+        if plan is None or self._engine.follows is None:
             self._serving.stands_aside()
             self._meter.served_from(0)
         self._source.begins(segment)
@@ -344,8 +322,7 @@ class Session:
         if self._followed.get(plan.kind) is not plan:
             self._begins(plan)
         if self._is_metered:
-            if self._serving is not None:
-                self._meter.served_from(self._serving.held_for(plan.plan))
+            self._meter.served_from(self._serving.held_for(plan.plan))
             self._meter.step_begins(self._engine, self._device, is_due=plan.is_due)
         plan.begins()
         if self._source.is_given:
@@ -355,15 +332,15 @@ class Session:
         """The first step under the plan begins. The plan replaces the one that its kind has followed before."""
         before = self._followed.get(plan.kind)
         self._followed[plan.kind] = plan
-        if self._serving is not None:
-            if before is not None:
-                self._serving.forget(before.plan)
-            if reason := self._serving.why_not(plan.plan):
-                self._teller.warn(no_arena(reason))
+        if before is not None:
+            self._serving.forget(before.plan)
+        if reason := self._serving.why_not(plan.plan):
+            self._teller.warn(f"{FROM_TORCH}, and not from one arena: {reason}")
         try:
             self._engine.make_room([plan.plan.instructions])
         except OSError as error:
-            self._teller.warn(host_is_full(self._engine.host.planned_bytes, error.strerror or ""))
+            room = HOST_IS_FULL.format(format_bytes(self._engine.host.planned_bytes))
+            self._teller.warn(f"{room} ({error.strerror or ''}); those that find none are kept")
 
     def _check_gradients(self, segment: Segment, plan: Plan) -> None:
         live_bytes = segment.gradient_bytes
@@ -377,37 +354,25 @@ class Session:
 
     def _point(self, passed: int) -> None:
         self._meter.point()
-        if self._serving is None or self._following is None:
-            return
         if passed > 1:
             self._serving.at(passed)
-        elif self._engine.follows is not None:
+        elif self._following is not None and self._engine.follows is not None:
             self._serving.begin(self._following.plan, self._engine.segment)
             self._meter.served_from(self._serving.arena_bytes)
-
-    def _backward(self, begins: bool) -> None:
-        self._meter.backward(begins)
 
     def _optimizing(self, optimizer: torch.optim.Optimizer) -> None:
         self._source.optimizing(optimizer)
         if self._certifier is not None:
             plan = self._following.plan if self._following is not None else None
             self._certifier.follows(plan if plan and follows(self._engine.segment, plan.instructions) else None)
-        if self._serving is not None:
-            self._serving.optimizer_steps(optimizer)
+        self._serving.optimizer_steps(optimizer)
 
     def _resting(self) -> None:
-        if self._serving is not None:
-            self._serving.rests()
-            self._meter.served_from(self._serving.arena_bytes)
-
-    def _departed(self) -> None:
-        if self._serving is not None:
-            self._serving.departed()
+        self._serving.rests()
+        self._meter.served_from(self._serving.arena_bytes)
 
     def _step_is_over(self, segment: Segment) -> None:
-        if self._serving is not None:
-            self._serving.step_is_over()
+        self._serving.step_is_over()
         self._meter.step_is_over()
         self._take_peak(segment)
         self._look(segment)
@@ -427,7 +392,6 @@ class Session:
     # -- steps and their budgets ----------------------------------------------------------------------------------
 
     def _take_peak(self, segment: Segment) -> None:
-        """The report gets the metered peak of the step so far."""
         peak_bytes = self._meter.peak_bytes if self._following is not None else None
         if peak_bytes is not None:
             segment.report.peak_bytes = peak_bytes
@@ -440,10 +404,13 @@ class Session:
         if not plan.is_over(peak_bytes):
             return
         within = (self._meter.blocks_peak_bytes or peak_bytes) <= plan.plan.budget_bytes  # without the arena's holes
-        if self._serving is not None and self._serving.may_give_up and within:
+        if self._serving.may_give_up and within:
             is_smaller = self._serving.exceeded(plan.plan, peak_bytes - plan.plan.budget_bytes)
             if is_smaller is not None:
-                self._teller.say(arena_too_large(peak_bytes, plan.plan.budget_bytes, is_smaller=is_smaller))
+                now = FROM_SMALLER if is_smaller else FROM_TORCH
+                took, budget = format_bytes(peak_bytes), format_bytes(plan.plan.budget_bytes)
+                whole = f"with the whole arena one took {took} of a budget of {budget}"
+                self._teller.say(f"{now} from now on: {whole}, without it they are within")
         elif not self._meter.is_certain and not self._is_ending:  # at the end no later step can tell
             plan.check_next()
         else:
@@ -453,10 +420,10 @@ class Session:
         """Reports the excess, raises, or requests another plan."""
         held = held_beside(self._engine, segment, plan.plan)
         text = over_budget_text(peak_bytes, plan.plan, described(self._meter.moment, plan.plan), held)
-        if self._settings.on_over_budget is OverBudget.ERROR:
+        if self._on_over_budget is OverBudget.ERROR:
             raise BudgetExceededError(f"{text}; {REMEDY}", peak_bytes=peak_bytes)
         plan.is_told = True
-        if self._settings.on_over_budget is OverBudget.WARN:
+        if self._on_over_budget is OverBudget.WARN:
             self._teller.warn(f"{text}; {REMEDY}")
             return
         promised = plan.plan.prediction
@@ -489,11 +456,3 @@ class Session:
 
 def _goes(name: str, instead: str) -> None:
     warnings.warn(f"session.{name} goes with the next version; use session.{instead}", DeprecationWarning, stacklevel=3)
-
-
-def _close(engine: Engine, stack: ExitStack) -> None:
-    """Removes everything from model and torch."""
-    try:
-        engine.end()
-    finally:
-        stack.close()

@@ -43,7 +43,7 @@ from poochplan.profiler.live.study import StudyOptions
 from poochplan.profiler.live.watch import Watch
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.session import Session, Settings
+from poochplan.runtime.session import Session
 from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.torch_private.tensor_internals import pytree
 
@@ -157,7 +157,7 @@ def studied(kind: Callable[[Any], Watch]) -> Iterator[nn.Module]:
     """A model each of whose steps is studied so."""
     model = Operator()
     observer = Studying(model, kind)
-    with Session({"": model}, CPU, CpuDevice, observer, Settings(meter="never")):
+    with Session({"": model}, CPU, CpuDevice, observer, meter="never"):
         yield model
     assert observer.watched, "no step was studied"
 

@@ -1,6 +1,4 @@
-"""Reconciliation: ops timed one by one, adapted to the uninstrumented step; and whether timed steps show the step's
-time, or how busy the machine was.
-"""
+"""Reconciliation: ops timed one by one, adapted to the uninstrumented step; and whether timed steps can be trusted."""
 
 from __future__ import annotations
 
@@ -18,14 +16,11 @@ from poochplan.units import format_seconds
 PhaseSeconds = dict[Phase, float]
 Floats = npt.NDArray[np.float64]
 JUDGED_S = 0.02
-"""If any step took less than this, its time is not judged: one disturbance by the machine is longer than such a
-step.
-"""
+"""If a step took less than this, its time is not judged: one disturbance by the machine is longer."""
 FEWEST_REFUSED = 3
 """Rounds of fewer steps have no spread. Their times may be uncertain, and are never refused."""
 MUCH = 0.5
-"""Share of a step by which times must differ to contradict each other. Ordinary noise of a shared machine stays below
-it."""
+"""Share of a step by which times must differ to contradict each other. A shared machine's noise stays below it."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +61,7 @@ def reconcile(phases: list[Phase], layers: list[str], runs: Floats, measured: li
 
 
 def typical_phases(measured: list[PhaseSeconds]) -> PhaseSeconds:
-    """Seconds of each phase that add up to the median step. The phases' medians alone add up to less: each leaves out
-    the steps in which its own phase was slow.
-    """
+    """Seconds of each phase that add up to the median step. The phases' medians alone would add up to less."""
     medians_s = {phase: median(run[phase] for run in measured) for phase in Phase}
     whole_s, step_s = sum(medians_s.values()), median(sum(run.values()) for run in measured)
     return {phase: second * step_s / whole_s if whole_s > 0 else second for phase, second in medians_s.items()}
@@ -77,20 +70,10 @@ def typical_phases(measured: list[PhaseSeconds]) -> PhaseSeconds:
 def _step_times(measured: list[PhaseSeconds], scales: dict[Phase, float]) -> StepTimes:
     seconds = typical_phases(measured)
     spreads_s = _spreads_s(np.array([[*(run[phase] for phase in Phase), sum(run.values())] for run in measured]))
-    return StepTimes(
-        forward_s=seconds[Phase.FORWARD],
-        backward_s=seconds[Phase.BACKWARD],
-        optimizer_s=seconds[Phase.OPTIMIZER],
-        step_s=sum(seconds.values()),
-        forward_spread_s=spreads_s[0],
-        backward_spread_s=spreads_s[1],
-        optimizer_spread_s=spreads_s[2],
-        spread_s=spreads_s[3],
-        iterations=len(measured),
-        forward_scale=scales[Phase.FORWARD],
-        backward_scale=scales[Phase.BACKWARD],
-        optimizer_scale=scales[Phase.OPTIMIZER],
-    )
+    by_phase: dict[str, Any] = {"step_s": sum(seconds.values()), "spread_s": spreads_s[-1]}
+    for phase, spread_s in zip(Phase, spreads_s, strict=False):
+        by_phase |= {f"{phase}_s": seconds[phase], f"{phase}_spread_s": spread_s, f"{phase}_scale": scales[phase]}
+    return StepTimes(iterations=len(measured), **by_phase)
 
 
 def _layer_times(phases: list[Phase], layers: list[str], runs: Floats) -> tuple[LayerTimes, ...]:
@@ -101,22 +84,18 @@ def _layer_times(phases: list[Phase], layers: list[str], runs: Floats) -> tuple[
     sums_s = {phase: np.zeros((len(rows), len(runs))) for phase in Phase}
     for op, (phase, layer) in enumerate(zip(phases, layers, strict=True)):
         sums_s[phase][rows[layer]] += runs[:, op]
-    forward, backward = sums_s[Phase.FORWARD], sums_s[Phase.BACKWARD]
-    columns: zip[Any] = zip(
-        np.median(forward, axis=1), _spreads_s(forward.T), np.median(backward, axis=1), _spreads_s(backward.T),
-        strict=True,
-    )  # fmt: skip
-    return tuple(
-        LayerTimes(
+    found = []
+    for layer, row in rows.items():
+        forward, backward = sums_s[Phase.FORWARD][row], sums_s[Phase.BACKWARD][row]
+        times = LayerTimes(
             layer=layer,
-            forward_s=float(forward_s),
-            forward_spread_s=forward_spread_s,
-            backward_s=float(backward_s),
-            backward_spread_s=backward_spread_s,
+            forward_s=float(np.median(forward)),
+            forward_spread_s=_spreads_s(forward[:, None])[0],
+            backward_s=float(np.median(backward)),
+            backward_spread_s=_spreads_s(backward[:, None])[0],
         )
-        for layer, (forward_s, forward_spread_s, backward_s, backward_spread_s) in zip(rows, columns, strict=True)
-        if forward_s or backward_s
-    )
+        found += [times] if times.forward_s or times.backward_s else []
+    return tuple(found)
 
 
 def _spreads_s(runs: Floats) -> list[float]:
@@ -142,8 +121,7 @@ def is_doubted(steps: list[PhaseSeconds], instrumented: list[PhaseSeconds]) -> b
 def steady(
     first: list[PhaseSeconds], second: list[PhaseSeconds], instrumented: list[PhaseSeconds]
 ) -> tuple[list[PhaseSeconds], list[str]]:
-    """The timed steps that can be trusted, from a first round that :func:`is_doubted` and a second one; notes give the
-    reasons.
+    """The timed steps to trust, from a first round that :func:`is_doubted` and a second one; notes give reasons.
 
     The second round is used if it is not doubted. If it is doubted too, the medians of both are compared. If they
     differ by at most half they agree, and both rounds count. Otherwise the step's time is unknown, and that is an

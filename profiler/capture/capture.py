@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from poochplan.formats import profile as formats
 from poochplan.formats.profile import Memory, Phase, PointKind
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.assembly.reconcile import Floats
 from poochplan.profiler.capture.node_hooks import Gradients, Stretches
 from poochplan.profiler.capture.workspace import Workspace, workspace_of
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.profiler.trials.host_store import bytes_of
 from poochplan.runtime.compiled.points import told_of_points
 from poochplan.runtime.engine.saved_value import Handle, SavedValue
 from poochplan.runtime.metering.allocated import aside
@@ -29,6 +29,7 @@ from poochplan.runtime.watch.census import LEAST_BYTES
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import traits, writes_of
 from poochplan.tensors.storages import (
+    bytes_of,
     has_storage,
     is_host_scalar,
     is_made_of_parts,
@@ -38,7 +39,7 @@ from poochplan.tensors.storages import (
     storage_key,
 )
 from poochplan.torch_private.sharding import told_of_resizes
-from poochplan.torch_private.tensor_internals import in_backward, pytree, version_of
+from poochplan.torch_private.tensor_internals import in_backward, pytree, tensors_in, version_of
 
 from .captured import CapturedOp, CapturedValue, Lifetimes, shapes_of
 from .clock import clock_of
@@ -51,19 +52,17 @@ class Capture(ToggledMode):
     by storage, live handles, and the profile's value for each of the engine's values.
     """
 
-    def __init__(self, model: torch.nn.Module, where: torch.device, tracker: LayerTracker | None = None) -> None:
+    def __init__(self, model: torch.nn.Module, where: torch.device) -> None:
         super().__init__()
         self.model, self._where = model, where
         self.device_type = where.type
-        self.tracker = tracker or LayerTracker()
+        self.tracker = LayerTracker()
         self.phase = Phase.FORWARD
         self.ops: list[CapturedOp] = []
         self.lifetimes = Lifetimes(lambda: self.last_tick, self.gone)
         self.values = self.lifetimes.values
-        self.handles: list[tuple[int, str, str, tuple[int, ...]]] = []
-        """(value, layer, dtype, shape) of each pack."""
-        self.points: list[tuple[PointKind, int, int]] = []
-        """(kind, handle, ops completed before)."""
+        self.handles: list[formats.Handle] = []
+        self.points: list[formats.Point] = []
         self.kept: list[tuple[str, str, dict[int, int]]] = []
         """Saved tensors that are sparse, nested or wrap others: (kind, layer, bytes by storage)."""
         self.inputs: tuple[str, ...] | None = None
@@ -88,7 +87,6 @@ class Capture(ToggledMode):
 
     @property
     def memory(self) -> Memory:
-        """Which memory the peaks of this step count."""
         return self.workspace.memory
 
     @property
@@ -106,21 +104,21 @@ class Capture(ToggledMode):
                 yield
             finally:
                 self.switch_off()
-                self._read_clock()
+                self.clock.synchronize()
+                for op, stretches in self._marks:
+                    op.duration_s = sum(self.clock.seconds(begin, end) for begin, end in stretches)
+                self._marks.clear()
 
     def switch_off(self) -> None:
         super().switch_off()
         self.nodes.leave()
 
     def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
-        """The result of ``run()``, a backward from the outputs that is observed node by node, because its gradients are
-        used.
-        """
+        """The result of ``run()``, a backward from the outputs, observed by nodes because its gradients are used."""
         with self.away():
             return self.nodes.observed(outputs, run)
 
     def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The callable that replaces a compiled callable."""
         if not self.nodes.is_inside:
             return self.compiled_calls.around(path, call)
         self.look_for_checkpoint(path)
@@ -147,12 +145,6 @@ class Capture(ToggledMode):
         finally:
             self._paused = before
 
-    def _read_clock(self) -> None:
-        self.clock.synchronize()
-        for op, stretches in self._marks:
-            op.duration_s = sum(self.clock.seconds(begin, end) for begin, end in stretches)
-        self._marks.clear()
-
     def durations(self) -> Floats:
         """Seconds of each op of this step, as a run of (1, ops)."""
         return np.array([[op.duration_s for op in self.ops]])
@@ -170,11 +162,6 @@ class Capture(ToggledMode):
         """The value of the tensor's storage, or -1."""
         return self.lifetimes.find(tensor)
 
-    def has_made(self, tensor: torch.Tensor) -> bool:
-        """Whether an op of the step has made the value of the tensor's storage."""
-        number = self.value_if_known(tensor)
-        return number >= 0 and self.values[number].born >= 0
-
     # -- ops --------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -185,12 +172,14 @@ class Capture(ToggledMode):
             return func(*args, **kwargs)
         self.look_for_checkpoint()
         op = CapturedOp(facts.name, layer, self.phase)
-        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        leaves = tensors_in((args, kwargs))
         plain = self.ordinary(leaves)
         op.inputs = list(dict.fromkeys(self.value_of(leaf) for leaf in plain))
         op.random = facts.random
-        writes = writes_of(facts, args, kwargs, static=self._static, device_type=self.device_type)
-        op.opaque = not writes.repeatable or not all(map(self._can_be_recorded, leaves))
+        writes = writes_of(facts, args, kwargs, self._static, self.device_type)
+        op.opaque = not writes.repeatable or not all(
+            is_plain(one, self.device_type) or is_host_scalar(one, self.device_type) for one in leaves
+        )
         op.uninitialised = facts.uninitialised
         if facts.uninitialised:
             op.inputs = []  # they only give it a shape, which a replay knows
@@ -215,9 +204,6 @@ class Capture(ToggledMode):
         with self.paused():
             parts = [part for leaf in leaves if isinstance(leaf, torch.Tensor) for part in parts_of(leaf)]
             return [part for part in parts if has_storage(part, self.device_type)]
-
-    def _can_be_recorded(self, tensor: torch.Tensor) -> bool:
-        return is_plain(tensor, self.device_type) or is_host_scalar(tensor, self.device_type)
 
     def _run(self, op: CapturedOp, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs the op and returns its result; records its time and memory."""
@@ -244,9 +230,7 @@ class Capture(ToggledMode):
                 op.outputs.append(self._new_value(part, op.layer, born))
 
     def arise(self, tensor: torch.Tensor, behind: int = -1) -> None:
-        """New storages appeared after that op (by default the last one), as sums of gradients do. They are no op's
-        output.
-        """
+        """New storages, no op's output, appeared after that op (by default the last one), as sums of gradients do."""
         for part in self.ordinary([tensor]):
             if self.value_if_known(part) < 0:
                 self._new_value(part, self.ops[behind].layer, range(len(self.ops))[behind])
@@ -285,12 +269,10 @@ class Capture(ToggledMode):
         self.nodes.freed(value.size_bytes)
 
     def rounded_bytes(self, number: int) -> int:
-        """Bytes that the allocator takes for the value."""
         return rounded_up(self.values[number].size_bytes)
 
     @contextlib.contextmanager
     def timed(self, op: CapturedOp) -> Iterator[None]:
-        """The block is the time of the op."""
         begin = self.clock.begin()
         try:
             yield
@@ -298,13 +280,11 @@ class Capture(ToggledMode):
             self.took(op, [(begin, self.clock.end())])
 
     def took(self, op: CapturedOp, stretches: Stretches) -> None:
-        """The time between these marks is the op's."""
         self._marks.append((op, stretches))
 
     # -- points -----------------------------------------------------------------------------------------------
 
     def packed(self, tensor: torch.Tensor, handle: Handle) -> None:
-        """The engine has made that handle for a tensor."""
         value = handle.value
         if value is None:
             self.kept_as_it_is(tensor)
@@ -338,19 +318,16 @@ class Capture(ToggledMode):
             value.packed_version = version_of(tensor)
             # The runtime needs the tensor as it was packed, not as it was created.
             value.dtype, value.shape = dtype, shape
-            self._passes(PointKind.SAVE, ordinal)
+            self.passes(PointKind.SAVE, ordinal)
         elif version_of(tensor) != value.packed_version:
             value.pinned_because = "written in place after it was saved"
         self.compiled_calls.saves(tensor.untyped_storage())
-        self.handles.append((number, self.tracker.current(), dtype, shape))
+        self.handles.append(formats.Handle(value=number, layer=self.tracker.current(), dtype=dtype, shape=shape))
         return number
 
-    def used(self, ordinal: int) -> None:
-        """Records the first use of a handle."""
-        self._passes(PointKind.USE, ordinal)
-
-    def _passes(self, kind: PointKind, ordinal: int) -> None:
-        self.points.append((kind, ordinal, len(self.ops)))
+    def passes(self, kind: PointKind, ordinal: int) -> None:
+        """Records a point: the first pack of a value, or the first use of a handle."""
+        self.points.append(formats.Point(kind=kind, handle=ordinal, op=len(self.ops)))
         self.workspace.passes_point()
 
     def kept_as_it_is(self, tensor: torch.Tensor) -> None:

@@ -106,7 +106,6 @@ class Lifetimes:
         return self._by_key.get(storage_key(tensor), -1)
 
     def is_known(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a value is in that storage."""
         return storage_identity(storage) in self._by_key
 
     def add(self, tensor: torch.Tensor, layer: str, born: int) -> int:
@@ -140,7 +139,6 @@ class Lifetimes:
         value.stretch_of, value.born_tick = first if is_same else number, self._last_tick() + 1
 
     def storage_of(self, number: int) -> torch.UntypedStorage | None:
-        """The value's own storage, while it lives."""
         reference = self._deaths.get(number)
         return None if reference is None else reference()
 
@@ -161,7 +159,6 @@ class Lifetimes:
         self.values[number].let_go = None
 
     def let_go(self, number: int) -> None:
-        """Removes a holder."""
         self._live_handles[number] -= 1
         self._perhaps_let_go(number)
 

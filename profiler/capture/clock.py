@@ -19,23 +19,18 @@ _HEAD_START_CYCLES = 2_000_000
 
 
 class Clock:
-    """Seconds between two marks, known after :meth:`synchronize`: those of the calling thread, on which ops of the CPU
-    run.
-    """
+    """Seconds between two marks, known after :meth:`synchronize`: of the calling thread, on which the CPU's ops run."""
 
     def begin(self) -> Any:
-        """A mark before an op."""
         return time.perf_counter()
 
     def end(self) -> Any:
-        """A mark after an op."""
         return time.perf_counter()
 
     def synchronize(self) -> None:
         """Blocks the calling thread until all marks have been passed."""
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Seconds between two marks that have been passed."""
         return float(end - begin)
 
 
@@ -77,7 +72,6 @@ def current(where: torch.device) -> AbstractContextManager[object]:
 
 
 def clock_of(where: torch.device) -> Clock:
-    """The clock of that device."""
     return CudaClock(where) if where.type == "cuda" else Clock()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -16,11 +17,10 @@ import torch
 
 from poochplan.formats.profile import Phase
 from poochplan.formats.queries import COMPILED_REGION
-from poochplan.profiler.capture.node_hooks import Gradients, Stretches
+from poochplan.profiler.capture.node_hooks import Gradients, Stretches, around_backward
 from poochplan.profiler.capture.op_blocks import Taker
 from poochplan.profiler.capture.workspace import Workspace
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.runtime.metering.compiled_code import around_backward
 from poochplan.tensors.storages import is_plain
 from poochplan.torch_private.tensor_internals import last_sequence_number, pytree, version_of
 
@@ -55,7 +55,7 @@ class Noting(Protocol):
     def took(self, op: CapturedOp, stretches: Stretches) -> None: ...
 
 
-class Part(NamedTuple):
+class CallPart(NamedTuple):
     """A stretch of compiled code, up to a save point, a deferred unpack or the end."""
 
     op: CapturedOp
@@ -65,22 +65,25 @@ class Part(NamedTuple):
     """Its blocks have this number or a higher one."""
 
 
+@dataclass
+class Half:
+    """A compiled forward or backward that runs."""
+
+    is_backward: bool
+    parts: list[CallPart] = field(default_factory=list)
+    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+
 class CompiledCalls:
-    """State: the values that the running compiled code has saved, and the bytes that the running compiled backward has
-    freed.
-    """
+    """State: the values that the running compiled code has saved, and the bytes that a compiled backward has freed."""
 
     def __init__(self, capture: Noting) -> None:
         self._capture, self._workspace = capture, capture.workspace
         self._meter = capture.workspace.compiled_meter()
         self._running: list[CapturedOp] = []
         """More than one can run: a checkpoint runs a compiled forward again within a compiled backward."""
-        self._backward = contextlib.ExitStack()
-        self._parts: list[Part] = []
-        """Parts of the running compiled backward; empty outside one."""
-        self._forward = contextlib.ExitStack()
-        self._forward_parts: list[Part] = []
-        """Parts of the running compiled forward; empty outside one, and within backward."""
+        self._forward, self._backward = Half(is_backward=False), Half(is_backward=True)
+        """They have no parts while none runs."""
         self._saves_now = False
         self._freed_bytes = 0
         """Bytes of the values whose last hold has ended since a part of a compiled backward began."""
@@ -91,7 +94,6 @@ class CompiledCalls:
 
     @property
     def is_running(self) -> bool:
-        """Whether a compiled forward runs."""
         return self._saved is not None
 
     def saves(self, storage: torch.UntypedStorage) -> None:
@@ -99,11 +101,11 @@ class CompiledCalls:
         if self._saved is not None and not self._saves_now:
             self._saved.append(storage)
 
-    def bearer_of(self, storage: torch.UntypedStorage) -> Part | None:
+    def bearer_of(self, storage: torch.UntypedStorage) -> CallPart | None:
         """The part of the running compiled forward that took the storage; None outside one."""
-        return self._part_with(self._forward_parts, storage) if self._forward_parts else None
+        return self._part_with(self._forward.parts, storage) if self._forward.parts else None
 
-    def _part_with(self, parts: list[Part], storage: torch.UntypedStorage) -> Part:
+    def _part_with(self, parts: list[CallPart], storage: torch.UntypedStorage) -> CallPart:
         block = self._workspace.block_of(storage)
         return parts[max(0, bisect_right(parts, block, key=lambda part: part.first_block) - 1)]
 
@@ -119,8 +121,6 @@ class CompiledCalls:
         return self._meter.set_aside()
 
     def around(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The callable that replaces a compiled callable."""
-
         def compiled(*args: Any, **kwargs: Any) -> Any:
             capture = self._capture
             capture.look_for_checkpoint(path)
@@ -151,102 +151,78 @@ class CompiledCalls:
 
     def _run(
         self, op: CapturedOp, call: Callable[..., Any], args: Any, kwargs: Any
-    ) -> tuple[Any, int | None, list[Part]]:
+    ) -> tuple[Any, int | None, list[CallPart]]:
         """Returns the result, the memory, and the parts of a call, of which ``op`` is the first."""
         self._saved = []
-        parts = list[Part]()
-        outer, self._forward_parts, self._forward = (self._forward_parts, self._forward), parts, contextlib.ExitStack()
-        self._forward_part_begins(op)
+        outer, self._forward = self._forward, Half(is_backward=False)
+        self._part_begins(self._forward, op)
         try:
             outputs = call(*args, **kwargs)
         finally:
-            taken_bytes = self._forward_part_ends(Taker.FORWARD_COMPILED)
-            self._saved, (self._forward_parts, self._forward) = None, outer
+            taken_bytes = self._part_ends(self._forward, Taker.FORWARD_COMPILED)[1]
+            parts, self._saved, self._forward = self._forward.parts, None, outer
         return outputs, taken_bytes, parts
 
-    def _forward_part_begins(self, op: CapturedOp) -> None:
-        self._forward_parts.append(Part(op, len(self._capture.ops), self._workspace.next_block()))
-        self._capture.ops.append(op)  # before it runs, so that its values are created before they are saved
-        self._begins(op)
-        self._forward.enter_context(self._capture.timed(op))
+    def _part_begins(self, half: Half, op: CapturedOp) -> None:
+        half.parts.append(CallPart(op, len(self._capture.ops), self._workspace.next_block()))
+        if half.is_backward:
+            self._freed_bytes = 0
+        else:
+            self._capture.ops.append(op)  # before it runs, so that its values are created before they are saved
+        self._running.append(op)
+        self._workspace.begin()
+        self._meter.begin()
+        if half.is_backward:
+            half.stack.enter_context(self._capture.unseen())
+        half.stack.enter_context(self._capture.timed(op))
 
-    def _forward_part_ends(self, taker: Taker) -> int | None:
-        self._forward.close()
-        return self._ended(self._forward_parts[-1].op, taker)
-
-    @contextlib.contextmanager
-    def _save_point(self) -> Iterator[None]:
-        """A block in which a compiled forward saves a tensor. One part ends before it, and the next begins."""
-        self._forward_part_ends(Taker.FORWARD_PART)
-        self._saves_now = True
-        try:
-            yield
-        finally:  # also if it raises, because the forward's caller ends a part
-            self._saves_now = False
-            self._forward_part_begins(self._new_op(self._forward_parts[0].op.layer))
+    def _part_ends(self, half: Half, taker: Taker) -> tuple[CapturedOp, int | None]:
+        """Ends a part: records its op and its memory."""
+        assert self._running, "compiled code ends that has not begun"
+        half.stack.close()
+        taken_bytes, op = self._meter.end(), self._running.pop()
+        self._workspace.end(op, taker)
+        self.unmeasured += taken_bytes is None
+        return op, taken_bytes
 
     @contextlib.contextmanager
     def point(self) -> Iterator[None]:
-        """A block in which a compiled forward saves a tensor, or a compiled backward gets one. One part ends before it,
-        and the next begins.
-        """
+        """A block in which compiled code saves or gets a tensor. One part ends before it, and the next begins."""
         if self.is_running:
-            with self._save_point():
+            self._part_ends(self._forward, Taker.FORWARD_PART)
+            self._saves_now = True
+            try:
                 yield
-            return
-        if not self._parts:
+            finally:  # also if it raises, because the forward's caller ends a part
+                self._saves_now = False
+                self._part_begins(self._forward, self._new_op(self._forward.parts[0].op.layer))
+        elif self._backward.parts:
+            op, _ = self._part_ends(self._backward, Taker.PART)
+            self._capture.ops.append(op)
+            try:
+                yield
+            except BaseException:
+                self._backward.parts.clear()  # this backward has ended
+                raise
+            self._part_begins(self._backward, self._new_op(op.layer))
+        else:
             yield
-            return
-        op = self._part_ends(Taker.PART)[0]
-        self._capture.ops.append(op)
-        try:
-            yield
-        except BaseException:
-            self._parts.clear()  # this backward has ended
-            raise
-        self._part_begins(op.layer)
 
     def _backward_begins(self, path: str, gradients: list[torch.Tensor]) -> None:
         self._capture.gradients_arrive(gradients)
-        self._parts.clear()
-        self._part_begins(path)
-
-    def _part_begins(self, path: str) -> None:
-        op, self._freed_bytes = self._new_op(path), 0
-        self._parts.append(Part(op, len(self._capture.ops), self._workspace.next_block()))
-        self._begins(op)
-        self._backward.enter_context(self._capture.unseen())
-        self._backward.enter_context(self._capture.timed(op))
-
-    def _part_ends(self, taker: Taker) -> tuple[CapturedOp, int | None]:
-        """Ends a part: records its op and its memory."""
-        assert self._running, "a compiled backward ends that has not begun"
-        op = self._running[-1]
-        self._backward.close()
-        return op, self._ended(op, taker)
+        self._backward.parts.clear()
+        self._part_begins(self._backward, self._new_op(path))
 
     def _backward_ran(self, gradients: list[torch.Tensor]) -> None:
         capture = self._capture
-        op, taken_bytes = self._part_ends(Taker.BACKWARD_COMPILED)
+        op, taken_bytes = self._part_ends(self._backward, Taker.BACKWARD_COMPILED)
         for gradient in capture.ordinary(gradients):
-            part = self._part_with(self._parts, gradient.untyped_storage())
+            part = self._part_with(self._backward.parts, gradient.untyped_storage())
             capture.bear(part.op, [gradient], part.number)
-        self._parts.clear()
+        self._backward.parts.clear()
         if taken_bytes is not None:  # values that died in it are not live at the op, which comes after all its unpacks
             op.workspace_bytes = max(0, taken_bytes - self._born_bytes(op) + self._freed_bytes)
         capture.ops.append(op)
-
-    def _begins(self, op: CapturedOp) -> None:
-        self._running.append(op)
-        self._workspace.compiled_begins()
-        self._meter.begin()
-
-    def _ended(self, op: CapturedOp, taker: Taker) -> int | None:
-        taken_bytes = self._meter.end()
-        self._running.pop()
-        self._workspace.compiled_ends(op, taker)
-        self.unmeasured += taken_bytes is None
-        return taken_bytes
 
     def _born_bytes(self, op: CapturedOp) -> int:
         return sum(map(self._capture.rounded_bytes, op.outputs))

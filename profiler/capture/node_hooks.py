@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from poochplan.torch_private.compiler_internals import is_compiled_backward
+from poochplan.torch_private.tensor_internals import nodes_behind, tensors_in
 
 from .clock import Clock
 
@@ -42,7 +43,6 @@ class NodeListener:
 
     @property
     def is_inside(self) -> bool:
-        """Whether a node runs."""
         return self._node is not None
 
     @contextlib.contextmanager
@@ -93,22 +93,21 @@ class NodeListener:
             self.tell(self.passes_on, node, gradients)
 
 
-def nodes_behind(outputs: Any) -> list[Any]:
-    """The nodes that a backward from these outputs may run; an output is a tensor, or an edge of the graph."""
-    pending = [_node_of(output) for output in outputs]
-    seen: dict[Any, None] = {}
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in seen:
-            seen[node] = None
-            pending += [following for following, _ in node.next_functions]
-    return list(seen)
+def around_backward(
+    outputs: Any,
+    node_before: int,
+    begins: Callable[[list[torch.Tensor]], Any],
+    ends: Callable[[list[torch.Tensor]], Any],
+) -> None:
+    """Calls ``begins(gradients)`` before each backward of the code that a call has just compiled, with its input
+    gradients, and ``ends(gradients)`` after it, with its results.
 
-
-def _node_of(output: Any) -> Any:
-    if not isinstance(output, torch.Tensor):
-        return output.node
-    return torch.autograd.graph.get_gradient_edge(output).node if output.requires_grad else None
+    ``outputs`` are the call's; ``node_before`` is the number of the last autograd node that was made before it.
+    """
+    tensors = [one for one in tensors_in(outputs) if one.grad_fn is not None]
+    for node in filter(is_compiled_backward, nodes_behind(tensors, node_before)):
+        node.register_prehook(lambda gradients: begins([one for one in gradients if one is not None]))
+        node.register_hook(lambda gradients, _: ends([one for one in gradients if one is not None]))
 
 
 def name_of(node: Any) -> str:
@@ -130,7 +129,6 @@ class NodeClock:
         """Stretches of the node that began last; it may get another one."""
 
     def begins(self) -> None:
-        """A node begins."""
         self.stretches = []
         self.goes_on()
 

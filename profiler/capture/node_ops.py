@@ -17,9 +17,9 @@ import torch
 from poochplan.formats.profile import Phase
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.capture.op_blocks import Taker
-from poochplan.profiler.trials.host_store import bytes_of
 from poochplan.runtime.watch.census import census
-from poochplan.torch_private.tensor_internals import is_dense, is_view, last_sequence_number, pytree
+from poochplan.tensors.storages import bytes_of
+from poochplan.torch_private.tensor_internals import is_dense, is_view, last_sequence_number, tensors_in
 
 from .captured import CapturedOp, Lifetimes, shapes_of
 from .compiled_calls import Noting
@@ -44,20 +44,18 @@ class NodeOps(NodeListener):
         self._sums = Sums(capture.lifetimes)
 
     def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
-        """The result of ``run()``, a backward from the outputs."""
         self._has_run = False
         with self.told_of(outputs):
             results = run()
-            found = [x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)]
             if self.failure is None:
-                self.tell(self.gradients_arrive, found)
+                self.tell(self.gradients_arrive, tensors_in(results))
         return results
 
     def leave(self) -> None:
         """Also called in the middle of a node, for example when it raises: then it is no op."""
         if self._op is not None:
             self._meter.end()
-            self._workspace.compiled_ends(self._op, Taker.BACKWARD_COMPILED)
+            self._workspace.end(self._op, Taker.BACKWARD_COMPILED)
             self._op = None
         self._clock.forget()
         self._sums.clear()
@@ -68,24 +66,19 @@ class NodeOps(NodeListener):
         self._ran_another = True
 
     def gradients_arrive(self, gradients: Gradients, node: Any = None) -> None:
-        """The node is about to use these. New ones are sums of several gradients, or results of a hook between
-        nodes.
-        """
+        """The node is about to use these. New ones are sums of several gradients, or of a hook between nodes."""
         self._clock.stops()
         for place, gradient in enumerate(gradients):
             pending = self._sums.pop((node, place), None)
             if gradient is None or not self._has_run:
                 continue
             if pending is not None and pending.own is not None:
-                for part in self._capture.ordinary([gradient]):
-                    self._goes_on_in(part, pending.own)
+                for part in self._capture.ordinary([gradient]):  # the first gradient's value goes on in the sum
+                    if self._capture.value_if_known(part) < 0:
+                        self._workspace.knows(part.untyped_storage())
+                        self._capture.lifetimes.stands_in(part.untyped_storage(), pending.own)
             self._capture.arise(gradient, -1 if pending is None else pending.made_behind)
         self._has_run = True
-
-    def _goes_on_in(self, sum_: torch.Tensor, own: torch.UntypedStorage) -> None:
-        if self._capture.value_if_known(sum_) < 0:
-            self._workspace.knows(sum_.untyped_storage())
-            self._capture.lifetimes.stands_in(sum_.untyped_storage(), own)
 
     def passes_on(self, node: Any, gradients: Gradients) -> None:
         for gradient, edge in zip(gradients, node.next_functions, strict=False):
@@ -103,7 +96,7 @@ class NodeOps(NodeListener):
         op.inputs = list(dict.fromkeys(map(capture.value_of, capture.ordinary(list(gradients)))))
         self._ran_another, self._nodes_before = False, last_sequence_number()
         self._freed_bytes, self._first_block = 0, self._workspace.next_block()
-        self._workspace.compiled_begins()
+        self._workspace.begin()
         self._meter.begin()
         self._clock.begins()
 
@@ -112,7 +105,7 @@ class NodeOps(NodeListener):
         op, self._op = self._op, None
         assert op is not None, "a node ends that has not begun"
         taken_bytes = self._meter.end()
-        self._workspace.compiled_ends(op, Taker.BACKWARD_COMPILED)
+        self._workspace.end(op, Taker.BACKWARD_COMPILED)
         capture = self._capture
         leaf = getattr(node, "variable", None)
         accumulated = leaf.grad if isinstance(leaf, torch.Tensor) else None
@@ -134,12 +127,10 @@ class NodeOps(NodeListener):
         return [*map(bytes_of, made), *(one for one in gradients if one is not None)]
 
     def reads(self, number: int) -> None:
-        """Backward unpacks a saved tensor of that value."""
         if self._op is not None and number not in self._op.inputs:
             self._op.inputs.append(number)
 
     def freed(self, size_bytes: int) -> None:
-        """The last hold of a value has ended."""
         if self._op is not None:
             self._freed_bytes += rounded_up(size_bytes)
             self._meter.freed(size_bytes)
@@ -174,7 +165,6 @@ class Sums(dict[Edge, Pending]):
         self._lifetimes = lifetimes
 
     def adds(self, edge: Edge, number: int, behind: int, *, takes_sum: bool) -> None:
-        """That value goes to that place, after that op."""
         pending = self.get(edge)
         if edge[0] is None or pending is None:
             self[edge] = Pending(number, takes_sum)

@@ -1,12 +1,10 @@
-"""Facts from a step's log: the blocks that each op takes, its workspace, and memory that is taken between ops. Pure
-functions.
+"""Facts from a step's log: the blocks that each op takes, its workspace, and memory taken between ops. Pure functions.
 
 The events of an op are those of ``AllocationLog`` between the marks before and after it. Blocks count in the device
 allocator's units: those of less than ``LEAST_COUNTED_BYTES`` count nothing, all others are rounded up.
 
 A backward with deferred unpacks is several ops, its parts, and so is a forward with save points. A block that one part
-makes and a later one releases is an output of the op that makes it. Values of other ops that die in the releasing op
-exist when that op begins.
+makes and a later one releases is an output of the former. Other values that die in the latter exist when it begins.
 
 Strays are taken between ops and are no values, such as the generator states of a checkpoint. Points of the runtime's
 clock are marked too. So it is known between which two ticks a stray was taken, and between which it was given back.
@@ -28,7 +26,7 @@ BEGINS, ENDS, POINT = 1, 0, 2
 """Marks before and after an op, and after a point of the runtime's clock. Negative marks are bytes freed in compiled
 code where the log does not see it: those of a value from before, which lies in a copy."""
 
-Event = tuple[int, int, int, int]
+LogEvent = tuple[int, int, int, int]
 """Kind, block, bytes and value, as in the log."""
 STEM = "step/between ops"
 
@@ -63,7 +61,9 @@ class Taken(NamedTuple):
     """Most bytes beyond those of its outputs and of other memory that is live at its tick."""
 
 
-def taken_in(events: Iterable[Event], outputs: Mapping[int, int], output_count: int, taker: Taker = Taker.OP) -> Taken:
+def taken_in(
+    events: Iterable[LogEvent], outputs: Mapping[int, int], output_count: int, taker: Taker = Taker.OP
+) -> Taken:
     """The memory of an op with that many outputs; ``outputs`` says which output lies in which block."""
     own = list(_of_taker(events, taker))
     blocks, workspace_bytes = _blocks(own, outputs, taker), _workspace_bytes(own, taker)
@@ -75,17 +75,15 @@ def taken_in(events: Iterable[Event], outputs: Mapping[int, int], output_count: 
 
 
 def counted_bytes(size_bytes: int) -> int:
-    """Bytes that a block of that size counts."""
     return rounded_up(size_bytes) if size_bytes >= LEAST_COUNTED_BYTES else 0
 
 
-def events_by_op(events: Table) -> Iterator[list[Event]]:
+def events_by_op(events: Table) -> Iterator[list[LogEvent]]:
     """The events between the two marks of each op, in the order of their ends.
 
-    If a checkpoint runs a compiled forward again within a compiled backward, the forward's events belong only to
-    itself.
+    If a checkpoint runs a compiled forward again within a compiled backward, its events belong only to itself.
     """
-    running: list[list[Event]] = []
+    running: list[list[LogEvent]] = []
     for event in events.tolist():
         kind, _, _, value = event
         if kind == MARK and value == BEGINS:
@@ -96,10 +94,8 @@ def events_by_op(events: Table) -> Iterator[list[Event]]:
             running[-1].append(event)
 
 
-def _of_taker(events: Iterable[Event], taker: Taker) -> Iterator[Event]:
-    """For compiled code births, deaths of blocks born in it, and marks of other freed memory; else births and
-    deaths.
-    """
+def _of_taker(events: Iterable[LogEvent], taker: Taker) -> Iterator[LogEvent]:
+    """Births and deaths. For compiled code births, deaths of blocks born in it, and marks of other freed memory."""
     born: set[int] = set()
     for event in events:
         kind, block, _, value = event
@@ -110,7 +106,7 @@ def _of_taker(events: Iterable[Event], taker: Taker) -> Iterator[Event]:
             yield event
 
 
-def _workspace_bytes(events: Iterable[Event], taker: Taker) -> int:
+def _workspace_bytes(events: Iterable[LogEvent], taker: Taker) -> int:
     live = most = 0
     for kind, _, size_bytes, value in events:
         if kind == BIRTH:
@@ -125,10 +121,8 @@ def _workspace_bytes(events: Iterable[Event], taker: Taker) -> int:
     return max(0, most - live)
 
 
-def _blocks(events: Iterable[Event], outputs: Mapping[int, int], taker: Taker) -> list[OpBlock]:
-    """Blocks in the order of being taken. For a compiled backward, memory that existed and is freed in it comes
-    first.
-    """
+def _blocks(events: Iterable[LogEvent], outputs: Mapping[int, int], taker: Taker) -> list[OpBlock]:
+    """Blocks as they are taken. For a compiled backward, memory that existed and is freed in it comes first."""
     is_backward = taker in (Taker.BACKWARD_COMPILED, Taker.PART)
     freed = [-value for kind, _, _, value in events if kind == MARK] if is_backward else []
     blocks = [OpBlock(size_bytes, -1, -1) for size_bytes in freed if size_bytes >= LEAST_PLACED_BYTES]
@@ -152,7 +146,7 @@ def _small_sizes(size_bytes: int) -> list[int]:
     return [min(most_bytes, size_bytes - first) for first in range(0, size_bytes, most_bytes)]
 
 
-def _small_bytes(events: Iterable[Event], outputs: Mapping[int, int]) -> int:
+def _small_bytes(events: Iterable[LogEvent], outputs: Mapping[int, int]) -> int:
     """Most live bytes of blocks that are no outputs and too small to have a place."""
     alive: dict[int, int] = {}
     live = most = 0
@@ -186,11 +180,11 @@ class CarriedBlock:
 class Parts:
     """The events of each op, and the blocks that parts pass to each other, in the order of their making."""
 
-    events: list[list[Event]] = field(default_factory=list)
+    events: list[list[LogEvent]] = field(default_factory=list)
     carried: list[CarriedBlock] = field(default_factory=list)
 
 
-def carried_in(events_by_op: Iterable[list[Event]], takers: Sequence[Taker], outputs: Collection[int]) -> Parts:
+def carried_in(events_by_op: Iterable[list[LogEvent]], takers: Sequence[Taker], outputs: Collection[int]) -> Parts:
     """Parts of ops that take memory as ``takers`` says; ``outputs`` are the blocks with outputs of ops.
 
     If a part releases a block that an earlier part has made, its events have a mark, as for values from before.
@@ -213,7 +207,7 @@ def carried_in(events_by_op: Iterable[list[Event]], takers: Sequence[Taker], out
     return found
 
 
-def _seen_from(event: Event, number: int, alive: dict[int, CarriedBlock]) -> Event:
+def _seen_from(event: LogEvent, number: int, alive: dict[int, CarriedBlock]) -> LogEvent:
     kind, block, _, _ = event
     one = alive.pop(block, None) if kind == DEATH else None
     if one is None:
@@ -222,7 +216,7 @@ def _seen_from(event: Event, number: int, alive: dict[int, CarriedBlock]) -> Eve
     return MARK, -1, 0, -one.size_bytes
 
 
-def _left_behind(events: Iterable[Event]) -> list[tuple[int, int]]:
+def _left_behind(events: Iterable[LogEvent]) -> list[tuple[int, int]]:
     """Blocks that are born in these events and do not die in them, and their bytes."""
     alive: dict[int, int] = {}
     for kind, block, size_bytes, _ in events:
@@ -256,7 +250,7 @@ class Stray(NamedTuple):
     """Whether it was live together with everything that is live at the tick of the previous op."""
 
 
-def strays_in(events: Iterable[Event], known: Collection[int]) -> list[Stray]:
+def strays_in(events: Iterable[LogEvent], known: Collection[int]) -> list[Stray]:
     """Blocks born between ops that are none of the ``known`` blocks, in the order of deaths.
 
     Other memory may be freed between a block's birth and the next tick; a plan may also free some if that tick is a

@@ -14,9 +14,15 @@ import torch
 from poochplan.formats.profile import Phase
 from poochplan.formats.queries import COMPILED_REGION
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
-from poochplan.profiler.capture.node_hooks import Gradients, NodeClock, NodeListener, Stretches, name_of
+from poochplan.profiler.capture.node_hooks import (
+    Gradients,
+    NodeClock,
+    NodeListener,
+    Stretches,
+    around_backward,
+    name_of,
+)
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.runtime.metering.compiled_code import around_backward
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import traits
 from poochplan.torch_private.tensor_internals import last_sequence_number
@@ -46,37 +52,32 @@ class OpTimer(ToggledMode):
         super().__init__()
         self.ops: list[DispatchedOp] = []
         self.phase = Phase.FORWARD
-        self._clock = clock
-        self._tracker = tracker
-        self._marks: list[Stretches] = []
-        self.nodes = NodeTimes(clock, self._node_ran)
+        self.clock, self._tracker = clock, tracker
+        self.marks: list[Stretches] = []
+        self.nodes = NodeTimes(self)
         self._part_began: Any = None
         self._in_compiled_backward = False
         self._forward_path: str | None = None
         """Path of the running compiled callable; None outside one."""
-
-    def enter(self, phase: Phase) -> None:
-        """The phase that begins."""
-        self.phase = phase
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = traits(func)
         if facts.pure_view or self._in_compiled_backward:
             return func(*args, **(kwargs or {}))
         layer = "" if self.phase is Phase.BACKWARD else self._tracker.current()
-        outputs = self._timed(func, args, kwargs or {})
+        begin = self.clock.begin()
+        outputs = func(*args, **(kwargs or {}))
+        self.marks.append([(begin, self.clock.end())])
         self.ops.append(DispatchedOp(facts.name, layer, shapes_of(outputs)))
         return outputs
 
     def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The callable that replaces a compiled callable."""
-
         def compiled(*args: Any, **kwargs: Any) -> Any:
             if self.nodes.is_inside:
                 return call(*args, **kwargs)
             node_before = last_sequence_number()
             outer, self._forward_path = self._forward_path, "" if self.phase is Phase.BACKWARD else path
-            self._part_began = self._clock.begin()
+            self._part_began = self.clock.begin()
             try:
                 with self.away():
                     outputs = call(*args, **kwargs)
@@ -94,24 +95,19 @@ class OpTimer(ToggledMode):
             return run()
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        """A block that belongs to no node."""
         return self.nodes.clock.paused()
 
     def switch_off(self) -> None:
         super().switch_off()
         self.nodes.leave()
 
-    def _node_ran(self, name: str, shapes: Shapes, stretches: Stretches) -> None:
-        self._marks.append(stretches)
-        self.ops.append(DispatchedOp(name, "", shapes))
-
     def _part_ends(self, path: str) -> None:
-        self._marks.append([(self._part_began, self._clock.end())])
+        self.marks.append([(self._part_began, self.clock.end())])
         self.ops.append(DispatchedOp(COMPILED_REGION, path, ()))
 
     def _compiled_backward_begins(self, _: list[torch.Tensor]) -> None:
         self.nodes.clock.stops()
-        self._part_began, self._in_compiled_backward = self._clock.begin(), True
+        self._part_began, self._in_compiled_backward = self.clock.begin(), True
 
     def _compiled_backward_ends(self, _: list[torch.Tensor]) -> None:
         self._in_compiled_backward = False
@@ -119,9 +115,7 @@ class OpTimer(ToggledMode):
 
     @contextlib.contextmanager
     def point(self) -> Iterator[None]:
-        """A block in which a compiled forward saves a tensor, or a compiled backward gets one. One part ends before it,
-        and the next begins.
-        """
+        """A block in which compiled code saves or gets a tensor. One part ends before it, and the next begins."""
         path = self._forward_path if self._forward_path is not None else "" if self._in_compiled_backward else None
         if path is None:
             yield
@@ -130,27 +124,19 @@ class OpTimer(ToggledMode):
         self._part_ends(path)
         yield
         self._in_compiled_backward = in_backward
-        self._part_began = self._clock.begin()
-
-    def _timed(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        begin = self._clock.begin()
-        outputs = call(*args, **kwargs)
-        self._marks.append([(begin, self._clock.end())])
-        return outputs
+        self._part_began = self.clock.begin()
 
     def durations_s(self) -> list[float]:
-        """Seconds of each op so far."""
-        self._clock.synchronize()
-        return [sum(self._clock.seconds(*stretch) for stretch in stretches) for stretches in self._marks]
+        self.clock.synchronize()
+        return [sum(self.clock.seconds(*stretch) for stretch in stretches) for stretches in self.marks]
 
 
 class NodeTimes(NodeListener):
     """Reports name, gradient shapes and time of each node."""
 
-    def __init__(self, clock: Clock, told: Callable[[str, Shapes, Stretches], None]) -> None:
+    def __init__(self, timer: OpTimer) -> None:
         super().__init__()
-        self.clock = NodeClock(clock)
-        self._told = told
+        self._timer, self.clock = timer, NodeClock(timer.clock)
 
     def node_begins(self, node: Any, gradients: Gradients) -> None:
         self.clock.stops()
@@ -158,7 +144,8 @@ class NodeTimes(NodeListener):
 
     def node_ends(self, node: Any, gradients: Gradients) -> None:
         self.clock.stops()
-        self._told(name_of(node), shapes_of(gradients), self.clock.stretches)
+        self._timer.marks.append(self.clock.stretches)
+        self._timer.ops.append(DispatchedOp(name_of(node), "", shapes_of(gradients)))
         self.clock.goes_on()
 
     def leave(self) -> None:
@@ -167,9 +154,7 @@ class NodeTimes(NodeListener):
 
 
 class OpRuns:
-    """Times of the captured step's ops from the timed steps so far. ``steps``: seconds of these steps, with the
-    instruments.
-    """
+    """Times of the captured step's ops from the timed steps so far. ``steps``: their seconds, with the instruments."""
 
     def __init__(self, captured: list[CapturedOp]) -> None:
         self.steps: list[PhaseSeconds] = []

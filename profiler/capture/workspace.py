@@ -11,7 +11,7 @@ import torch
 from poochplan.formats.profile import Memory
 from poochplan.runtime.arena.library import BIRTH, DEATH, AllocationLog, Table, ThreadScope
 from poochplan.runtime.metering.allocated import aside, joined_count, step_scope
-from poochplan.runtime.metering.compiled_code import CpuMeter
+from poochplan.runtime.metering.device_peak import CpuMeter
 
 from .captured import CapturedOp
 from .op_blocks import (
@@ -79,15 +79,12 @@ class CudaMeter(CompiledMeter):
 
 
 class Workspace:
-    """This class itself serves a CPU without the compiled allocator, and steps without memory: only compiled code is
-    measured, as far as its meter can.
-    """
+    """This class itself serves a CPU without the compiled allocator, and steps without memory."""
 
     memory = Memory.LIVE
     """Whether it knows the memory inside ops."""
 
     def compiled_meter(self) -> CompiledMeter | CpuMeter:
-        """The meter of compiled code."""
         return CpuMeter()
 
     def running(self) -> contextlib.AbstractContextManager[None]:
@@ -95,16 +92,10 @@ class Workspace:
         return contextlib.nullcontext()
 
     def begin(self) -> None:
-        """Before an op."""
+        """Before an op, compiled code or its backward."""
 
-    def end(self, op: CapturedOp) -> None:
-        """After an op, while its outputs live: records its workspace."""
-
-    def compiled_begins(self) -> None:
-        """Before compiled code, or its backward."""
-
-    def compiled_ends(self, op: CapturedOp, taker: Taker) -> None:
-        """After compiled code, or its backward."""
+    def end(self, op: CapturedOp, taker: Taker = Taker.OP) -> None:
+        """After it, while its outputs live: records an op's workspace."""
 
     def freed(self, size_bytes: int) -> None:
         """The last hold of a value ends in compiled code that has not made it."""
@@ -145,9 +136,10 @@ class CudaWorkspace(Workspace):
     def begin(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._where)
 
-    def end(self, op: CapturedOp) -> None:
-        taken = torch.cuda.memory_stats(self._where)
-        op.workspace_bytes = int(taken["allocated_bytes.all.peak"] - taken["allocated_bytes.all.current"])
+    def end(self, op: CapturedOp, taker: Taker = Taker.OP) -> None:
+        if taker is Taker.OP:
+            taken = torch.cuda.memory_stats(self._where)
+            op.workspace_bytes = int(taken["allocated_bytes.all.peak"] - taken["allocated_bytes.all.current"])
 
 
 class LoggedWorkspace(Workspace):
@@ -178,18 +170,15 @@ class LoggedWorkspace(Workspace):
                 yield
             finally:
                 self._log = None
-        self._read(_of_this_thread(log.events, first))
+        # Deaths of blocks that the scope's other threads made meanwhile are left out: their births are not logged.
+        kind, block = log.events["kind"], log.events["block"]
+        is_other = (kind == DEATH) & (block >= first) & ~np.isin(block, block[kind == BIRTH])
+        self._read(log.events[~is_other])
 
     def begin(self) -> None:
         self._mark(BEGINS)
 
-    def end(self, op: CapturedOp) -> None:
-        self.compiled_ends(op, Taker.OP)
-
-    def compiled_begins(self) -> None:
-        self._mark(BEGINS)
-
-    def compiled_ends(self, op: CapturedOp, taker: Taker) -> None:
+    def end(self, op: CapturedOp, taker: Taker = Taker.OP) -> None:
         if self._log is not None:
             self._log.mark(ENDS)
             self._ops.append((op, taker))
@@ -239,18 +228,7 @@ class LoggedWorkspace(Workspace):
                 op.workspace_bytes = max(op.workspace_bytes, size_bytes)
 
 
-def _of_this_thread(events: Table, first: int) -> Table:
-    """Leaves out deaths of blocks that other threads of the scope have made since ``first``, because their births are
-    not logged.
-    """
-    born = events["block"][events["kind"] == BIRTH]
-    is_other = (events["kind"] == DEATH) & (events["block"] >= first) & ~np.isin(events["block"], born)
-    found: Table = events[~is_other]
-    return found
-
-
 def workspace_of(where: torch.device) -> Workspace:
-    """The meter for that device."""
     if where.type == "cuda":
         return CudaWorkspace(where)
     scope = step_scope()

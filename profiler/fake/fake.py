@@ -28,11 +28,10 @@ from typing import Any
 import torch
 
 from poochplan.errors import StepError
-from poochplan.formats.profile import Memory, Phase
+from poochplan.formats.profile import Memory, Phase, PointKind
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.capture.workspace import Workspace
-from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import (
     KeptOptimizer,
     check_restorable,
@@ -64,10 +63,11 @@ from poochplan.torch_private.tensor_internals import (
     owned_parameters,
     pytree,
     schema_of,
+    tensors_in,
     without_modes,
 )
 
-from .op_bench import OpSpec, Recency, Told, cache_bytes
+from .op_bench import OpSpec, Recency, cache_bytes
 from .roofline import Roofline, op_seconds
 
 _CONSTANTS = frozenset({"arange", "linspace", "logspace", "eye", "zeros", "ones", "full", "scalar_tensor"})
@@ -94,7 +94,7 @@ class StepMode(FakeMemory):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        leaves = tensors_in((args, kwargs))
         if not self.building:
             _refuse_real_parts(leaves, func)
         makes_constant = not leaves and schema_of(func).name.removeprefix("aten::") in _CONSTANTS
@@ -127,10 +127,6 @@ def _refuse_real_parts(leaves: list[torch.Tensor], func: Any) -> None:
         )
 
 
-def _is_sparse(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and not leaf.is_nested and is_made_of_parts(leaf)
-
-
 def _small(leaves: list[Any]) -> bool:
     return all(leaf.numel() <= SMALL_ELEMENTS for leaf in leaves if isinstance(leaf, torch.Tensor))
 
@@ -154,17 +150,15 @@ class FakeCapture(Capture):
     Each op gets its seconds from the roofline, or is described in ``specs`` to be run later.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, mode: StepMode, roofline: Roofline | None, tracker: LayerTracker | None = None
-    ) -> None:
-        super().__init__(model, torch.device("cpu"), tracker)
+    def __init__(self, model: torch.nn.Module, mode: StepMode, roofline: Roofline | None) -> None:
+        super().__init__(model, torch.device("cpu"))
         self._mode = mode
         self.roofline = roofline
         self.specs: list[OpSpec] = []
         """One per op; empty with a roofline."""
         self._recency = Recency(cache_bytes())
-        self.told = Told(Memory.LIVE, ())
-        """The known memory inside ops: none until the ops have run by themselves."""
+        self.unknown_memory: list[str] | None = None
+        """Names of the distinct ops with unknown memory inside; None if that is so of all, as before they have run."""
         self._uncounted = ""
         """The first op with a sparse tensor. The number of its elements depends on data."""
 
@@ -173,11 +167,11 @@ class FakeCapture(Capture):
 
     @property
     def memory(self) -> Memory:
-        return self.told.memory
+        return Memory.LIVE if self.unknown_memory is None else Memory.ALLOCATED
 
     @property
     def unmeasured_ops(self) -> int:
-        return len(self.told.unknown)
+        return len(self.unknown_memory or ())
 
     def takes(self, op: CapturedOp, seconds: float) -> None:
         """Sets the op's duration, measured by running it by itself."""
@@ -194,7 +188,8 @@ class FakeCapture(Capture):
 
     def _run(self, op: CapturedOp, func: Any, args: Any, kwargs: Any) -> Any:
         outputs = func(*args, **kwargs)
-        if not self._uncounted and any(map(_is_sparse, pytree.tree_leaves((args, kwargs, outputs)))):
+        tensors = tensors_in((args, kwargs, outputs)) if not self._uncounted else []
+        if any(not one.is_nested and is_made_of_parts(one) for one in tensors):
             self._uncounted = f"{op.name} in {op.layer}" if op.layer else op.name
         if self.roofline is None:
             self.specs.append(OpSpec(func, args, kwargs, outputs, cached=self._found_in_cache(op)))
@@ -234,7 +229,7 @@ class FakeCapture(Capture):
             return handle
         if not handle.used:
             handle.used = True
-            self.used(handle.ordinal)
+            self.passes(PointKind.USE, handle.ordinal)
         # Inside the mode, its cache of dispatches would hold the storage forever.
         with self.paused(), without_modes():
             storage = torch.UntypedStorage(self.values[handle.value].size_bytes, device="meta")
@@ -279,7 +274,10 @@ def faked(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> It
         fakes: dict[torch.Tensor, torch.Tensor] = {}
         for module in model.modules():
             undo.callback(_restore_attributes, module, dict(module.__dict__))
-            _replace_tensors(module, mode, fakes)
+            for owned in (owned_parameters(module), owned_buffers(module)):
+                for name, tensor in owned.items():
+                    if tensor is not None:
+                        owned[name] = _faked(tensor, mode, fakes)  # type: ignore[assignment]
         if optimizer is not None:
             _replace_state(optimizer, mode, fakes)
         with explained("step()"), mode:
@@ -324,26 +322,13 @@ def _faked(tensor: torch.Tensor, mode: StepMode, fakes: dict[torch.Tensor, torch
     return fakes[tensor]
 
 
-def _replace_tensors(module: torch.nn.Module, mode: StepMode, fakes: dict[torch.Tensor, torch.Tensor]) -> None:
-    for owned in (owned_parameters(module), owned_buffers(module)):
-        for name, tensor in owned.items():
-            if tensor is not None:
-                owned[name] = _faked(tensor, mode, fakes)  # type: ignore[assignment]
-
-
 def _restore_attributes(module: torch.nn.Module, before: dict[str, Any]) -> None:
-    """Restores the attributes in which a step without memory has left fake tensors. All others stay: hooks that the
-    step has installed may need them.
-    """
+    """Restores attributes in which the step has left fake tensors. Others stay: hooks of the step may need them."""
     for name, value in list(module.__dict__.items()):
-        if name not in OWN_DICTIONARIES and _holds_fakes(value):
+        if name not in OWN_DICTIONARIES and any(map(stands_for_memory, tensors_in(value))):
             del module.__dict__[name]
             if name in before:
                 module.__dict__[name] = before[name]
-
-
-def _holds_fakes(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) and stands_for_memory(leaf) for leaf in pytree.tree_leaves(value))
 
 
 def _replace_state(optimizer: torch.optim.Optimizer, mode: StepMode, fakes: dict[torch.Tensor, torch.Tensor]) -> None:
@@ -351,15 +336,12 @@ def _replace_state(optimizer: torch.optim.Optimizer, mode: StepMode, fakes: dict
     optimizer.state.clear()
     for parameter, entries in state.items():
         optimizer.state[_faked(parameter, mode, fakes)] = {
-            name: _faked_state(value, mode) if isinstance(value, torch.Tensor) else value
+            # Adam reads the number in its counter.
+            name: (value.clone() if value.ndim == 0 else mode.from_tensor(value)) if torch.is_tensor(value) else value
             for name, value in entries.items()
         }
     for group in optimizer.param_groups:
         group["params"] = [_faked(parameter, mode, fakes) for parameter in group["params"]]
-
-
-def _faked_state(value: torch.Tensor, mode: StepMode) -> torch.Tensor:
-    return value.clone() if value.ndim == 0 else mode.from_tensor(value)  # Adam reads the number in its counter
 
 
 def corrected(func: Any, args: Any, outputs: Any) -> Any:

@@ -1,6 +1,4 @@
-"""Mode ``fake``: the profile of a step that ran without memory (see ``fake.py``), and the bytes that the in-core step
-would need.
-"""
+"""Mode ``fake``: the profile of a step that ran without memory, and the bytes that it would need in-core."""
 
 from __future__ import annotations
 
@@ -21,6 +19,7 @@ from poochplan.profiler.live.step_function import StepFunction
 from poochplan.profiler.request import Options
 from poochplan.runtime.watch.census import wrapper_of
 from poochplan.tensors.modes import compiled_modules
+from poochplan.torch_private.tensor_internals import tensors_in
 
 from .fake import FakeCapture, faked
 from .op_bench import OpBench, give_memory, memory_note
@@ -82,10 +81,11 @@ def _machine_of(
     for op, cost in zip(capture.ops, costs, strict=True):
         capture.takes(op, cost.seconds)
     keys = [spec.key for spec in capture.specs]
-    capture.told = give_memory(capture.ops, capture.values, keys, costs)
+    unknown, distinct = give_memory(capture.ops, capture.values, keys, costs), len(set(keys))
+    capture.unknown_memory = unknown if len(unknown) < distinct else None
     counts = ", ".join(f"{count} {what}" for what, count in bench.counts.items())
     note = f"durations are those of distinct ops, run by themselves on made-up tensors ({counts} from bytes)"
-    return device, link, [note, memory_note(capture.told, len(set(keys)))]
+    return device, link, [note, memory_note(unknown, distinct)]
 
 
 def needed_without_memory(steps: StepFunction) -> int | None:
@@ -95,7 +95,9 @@ def needed_without_memory(steps: StepFunction) -> int | None:
     model, optimizer = steps.model, steps.optimizer
     if compiled_modules(model) or wrapper_of(model) is not None:  # it would be compiled, or wait for other ranks
         return None
-    there_bytes = _state_bytes(optimizer) if optimizer is not None else 0
+    # Of the optimizer's state, which is empty before the first step.
+    state = tensors_in(list(optimizer.state.values())) if optimizer is not None else []
+    there_bytes = sum(x.numel() * x.element_size() for x in state if x.layout is torch.strided)
     try:
         with faked(model, optimizer) as fakes:
             steps.one_step()
@@ -106,11 +108,3 @@ def needed_without_memory(steps: StepFunction) -> int | None:
     draft = seen.untimed("fake")
     before_bytes = sum(draft.static_bytes[kind] for kind in (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT))
     return draft.in_core_peak_bytes - there_bytes - before_bytes
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the optimizer's state, which is empty before the first step."""
-    values = (value for entries in optimizer.state.values() for value in entries.values())
-    return sum(
-        x.numel() * x.element_size() for x in values if isinstance(x, torch.Tensor) and x.layout is torch.strided
-    )

@@ -15,7 +15,7 @@ import functools
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -24,18 +24,18 @@ import msgspec
 import torch
 
 from poochplan.formats.files import cache_folder, read_cache, write_cache
-from poochplan.formats.profile import Device, Memory, OpBlock
+from poochplan.formats.profile import Device, OpBlock
 from poochplan.formats.profile_parts import Bytes, Seconds
 from poochplan.profiler.assembly.assemble import processor_name
 from poochplan.profiler.capture.captured import CapturedOp, CapturedValue
 from poochplan.profiler.capture.op_blocks import taken_in
 from poochplan.profiler.step.preserve import kept_generators, restored
-from poochplan.runtime.arena.library import AllocationLog, Table, ThreadScope
+from poochplan.runtime.arena.library import AllocationLog, ThreadScope
 from poochplan.runtime.metering.allocated import step_scope
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import Geometry, has_storage
-from poochplan.torch_private.tensor_internals import pytree, storage_identity
+from poochplan.torch_private.tensor_internals import pytree, storage_identity, tensors_in
 
 from .roofline import op_bytes
 
@@ -60,16 +60,6 @@ class TensorSpec(NamedTuple):
     geometry: Geometry
     storage: int
     storage_bytes: int
-
-
-class Arguments(NamedTuple):
-    """The arguments of one run. Of these the processor's cache holds only ``cached`` when the run begins; with None
-    the cache is left as it is.
-    """
-
-    args: Any
-    kwargs: dict[str, Any]
-    cached: list[torch.UntypedStorage] | None = None
 
 
 class OpSpec:
@@ -100,19 +90,24 @@ class OpSpec:
             leaf is None or isinstance(leaf, (*simple, TensorSpec)) for leaf in self.leaves
         )
 
-    def made_up(self) -> dict[int, torch.UntypedStorage]:
-        """Its storages with contents: floats between a half and one, integers zero, booleans true."""
+    def prepared(self) -> Callable[[], tuple[Any, dict[str, Any]]]:
+        """A function that returns the arguments of one run, on made-up storages: floats between a half and one,
+        integers zero, booleans true. It leaves the processor's cache as the step would.
+        """
         specs = {leaf.storage: leaf for leaf in reversed(self.leaves) if isinstance(leaf, TensorSpec)}
-        return {storage: _filled(spec) for storage, spec in specs.items()}
+        storages = {storage: _filled(spec) for storage, spec in specs.items()}
 
-    def arguments(self, storages: dict[int, torch.UntypedStorage]) -> Arguments:
-        leaves = [
-            leaf.geometry.on(storages[leaf.storage]) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves
-        ]
-        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        if self.cached is None:
-            return Arguments(args, kwargs)
-        return Arguments(args, kwargs, [storages[index] for index in sorted(self.cached) if index in storages])
+        def prepare() -> tuple[Any, dict[str, Any]]:
+            leaves = [
+                leaf.geometry.on(storages[leaf.storage]) if isinstance(leaf, TensorSpec) else leaf
+                for leaf in self.leaves
+            ]
+            if self.cached is not None:
+                _fill_cache([storages[index] for index in sorted(self.cached) if index in storages])
+            args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+            return args, kwargs
+
+        return prepare
 
 
 def _spec_of(tensor: torch.Tensor, storages: dict[int, int]) -> TensorSpec | str:
@@ -143,7 +138,7 @@ class OpBench:
     def __init__(self, device: Device) -> None:
         self._scope = step_scope()
         self._path = cache_path(device)
-        self._known = _read(self._path)
+        self._known = read_cache(self._path, dict[str, OpCost]) or {}
         self.counts = {"measured": 0, "cached": 0, "estimated": 0}
         self._copy_bytes_per_s = 0.0
 
@@ -177,7 +172,7 @@ class OpBench:
         """Bytes per second that a copy reads and writes together."""
         if not self._copy_bytes_per_s:
             source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device="cpu")
-            took = _median_cost(lambda: Arguments((source,), {}), torch.clone, None)
+            took = _median_cost(lambda: ((source,), {}), torch.clone, None)
             self._copy_bytes_per_s = 2 * _COPIED_BYTES / took.seconds
         return self._copy_bytes_per_s
 
@@ -185,31 +180,31 @@ class OpBench:
 def _measured(spec: OpSpec, scope: ThreadScope | None) -> OpCost | None:
     """Median seconds and memory of the op; None if it fails on made-up contents."""
     try:
-        storages = spec.made_up()
+        prepare = spec.prepared()
         # An op in place changes its input in each run. A few runs leave values near one, which are not slower.
         with torch.set_grad_enabled(spec.with_grad):  # nothing requires gradients
-            return _median_cost(lambda: spec.arguments(storages), spec.func, scope)
+            return _median_cost(prepare, spec.func, scope)
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
         return None
 
 
-def _median_cost(prepare: Callable[[], Arguments], run: Callable[..., Any], scope: ThreadScope | None) -> OpCost:
+def _median_cost(
+    prepare: Callable[[], tuple[Any, dict[str, Any]]], run: Callable[..., Any], scope: ThreadScope | None
+) -> OpCost:
     """The median of several runs without the first, each with fresh outputs; see :data:`ENOUGH_S`. The memory is that
     of the last run, because libraries set themselves up in the first.
     """
     times_s: list[float] = []
     memory: OpMemory | None = None
     for _ in range(1 + REPEATS):
-        arguments = prepare()
-        if arguments.cached is not None:
-            _fill_cache(arguments.cached)
+        args, kwargs = prepare()
         log = AllocationLog(scope) if scope is not None else None
         with log or contextlib.nullcontext():
             start_s = time.perf_counter()
-            result = run(*arguments.args, **arguments.kwargs)
+            result = run(*args, **kwargs)
             times_s.append(time.perf_counter() - start_s)
         if scope is not None and log is not None:
-            memory = memory_of_run(scope, log, result, (arguments.args, arguments.kwargs))
+            memory = _memory_of_run(scope, log, result, (args, kwargs))
         del result
         if times_s[0] > LONG_S or (len(times_s) > 1 and sum(times_s) > ENOUGH_S):
             break
@@ -232,11 +227,6 @@ def cache_path(device: Device) -> Path:
     """The file of costs for this torch, device and thread count, in the user's cache folder."""
     machine = f"costs|{torch.__version__}|{device.kind}|{device.name}|{processor_name()}|{device.threads}"
     return cache_folder() / f"ops-{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"
-
-
-def _read(path: Path) -> dict[str, OpCost]:
-    """The costs in the file; empty if it is missing or broken."""
-    return read_cache(path, dict[str, OpCost]) or {}
 
 
 def cache_bytes() -> int:
@@ -267,8 +257,6 @@ class Recency:
 
 
 class OpMemory(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The memory of one run of an op."""
-
     workspace_bytes: Bytes
     output_bytes: tuple[Bytes, ...] = ()
     """Sizes of its new storages, in order."""
@@ -277,45 +265,30 @@ class OpMemory(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class OpCost(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Time and memory of an op that runs by itself."""
-
     seconds: Seconds
     memory: OpMemory | None = None
     """None if it was not measured."""
 
 
-def memory_of_run(scope: ThreadScope, log: AllocationLog, result: Any, arguments: Any) -> OpMemory:
+def _memory_of_run(scope: ThreadScope, log: AllocationLog, result: Any, arguments: Any) -> OpMemory:
     """The memory of an op that has run on these arguments. ``log`` recorded it and has ended; ``result`` is alive."""
     before = _storages(arguments)
-    fresh = {key: storage for key, storage in _storages(result).items() if key not in before}
-    outputs = {scope.library.block_at(one.data_ptr()): number for number, one in enumerate(fresh.values())}
-    return _memory_of(log.events, outputs, tuple(one.nbytes() for one in fresh.values()))
+    fresh = [storage for key, storage in _storages(result).items() if key not in before]
+    outputs = {scope.library.block_at(one.data_ptr()): number for number, one in enumerate(fresh)}
+    taken = taken_in(log.events.tolist(), outputs, len(fresh))
+    return OpMemory(taken.workspace_bytes, tuple(one.nbytes() for one in fresh), taken.blocks)
 
 
 def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
-    """The storages of its tensors, in order of appearance."""
-    leaves = (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and has_storage(leaf, "cpu"))
-    storages = (leaf.untyped_storage() for leaf in leaves)
+    storages = (one.untyped_storage() for one in tensors_in(tree) if has_storage(one, "cpu"))
     return {storage_identity(storage): storage for storage in storages}
-
-
-def _memory_of(events: Table, outputs: Mapping[int, int], output_bytes: tuple[int, ...]) -> OpMemory:
-    taken = taken_in(events.tolist(), outputs, len(output_bytes))
-    return OpMemory(taken.workspace_bytes, output_bytes, taken.blocks)
-
-
-class Told(NamedTuple):
-    """What the peaks of a step without memory include."""
-
-    memory: Memory
-    unknown: tuple[str, ...]
-    """The name of each distinct op whose memory inside is unknown."""
 
 
 def give_memory(
     ops: Sequence[CapturedOp], values: Sequence[CapturedValue], keys: Sequence[str], costs: Sequence[OpCost]
-) -> Told:
-    """Gives each captured op its measured memory. Equal ops have equal ``keys``.
+) -> list[str]:
+    """Gives each captured op its measured memory. Equal ops have equal ``keys``. Returns the name of each distinct op
+    whose memory inside is unknown.
 
     An op gets blocks only if its outputs have the captured sizes: some sizes depend on data.
     """
@@ -327,19 +300,17 @@ def give_memory(
         op.workspace_bytes = cost.memory.workspace_bytes
         if cost.memory.output_bytes == tuple(values[number].size_bytes for number in op.outputs):
             op.blocks = cost.memory.blocks
-    is_known = len(unknown) < len(set(keys))
-    return Told(Memory.ALLOCATED if is_known else Memory.LIVE, tuple(unknown.values()))
+    return list(unknown.values())
 
 
-def memory_note(told: Told, distinct: int) -> str:
-    """What is known, in one line."""
-    if told.memory is Memory.LIVE:
+def memory_note(unknown: Sequence[str], distinct: int) -> str:
+    if len(unknown) == distinct:
         return (
             "memory that ops take and give back inside is not known, and peaks count live tensors alone: measuring it "
             "needs the compiled allocator; run pooch doctor to see how to get it"
         )
-    measured = distinct - len(told.unknown)
+    measured = distinct - len(unknown)
     known = f"memory that ops take and give back inside was measured on {measured} distinct ops run by themselves; "
-    if not told.unknown:
+    if not unknown:
         return f"{known}memory that the step takes between ops is not known"
-    return f"{known}that of {len(told.unknown)} is not known, first {told.unknown[0]}: peaks may be higher"
+    return f"{known}that of {len(unknown)} is not known, first {unknown[0]}: peaks may be higher"

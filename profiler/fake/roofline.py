@@ -19,13 +19,13 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from poochplan.errors import UsageError
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import storage_key
-from poochplan.torch_private.tensor_internals import packet_of, pytree
+from poochplan.torch_private.tensor_internals import packet_of, tensors_in
 
 LAUNCH_S = 5e-6
 """Seconds that every kernel takes besides its work: start, tail and the gap to the next kernel."""
 
 
-class Roofline(msgspec.Struct, frozen=True, kw_only=True):
+class Roofline(msgspec.Struct, frozen=True):
     """A device as two slopes. Its rates are those that dense kernels reach, not those of the data sheet."""
 
     name: str
@@ -53,94 +53,40 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
         return self.cudnn_fp32_flops_per_s if cudnn else self.fp32_flops_per_s
 
 
-DEVICES = {
+_ON_A_CORE = {
+    "prims.inductor_random": 15e-9,
+    "aten.pow": 1.9e-9,
+    "aten.tanh": 1.4e-9,
+    "aten.log1p": 1.1e-9,
+    "aten.erf": 0.8e-9,
+    **dict.fromkeys(("aten.log", "aten.sigmoid"), 0.3e-9),
+    **dict.fromkeys(("aten.exp", "aten.sin", "aten.cos"), 0.2e-9),
+}
+"""Seconds per element of functions, on a core of a CPU."""
+
+
+_TABLE = (
+    # name, fp32, cuDNN's fp32, half, fp64, bytes/s of memory, bytes of memory, link
     # V100 SXM2: data sheet fp32 15.7, tensor cores 125 (fp16), fp64 7.8 TFLOP/s; 900 GB/s; no TF32, no bf16 cores.
     # PoocH's evaluation assumes 12 TFLOP/s of fp32: 77% of the data sheet.
-    "v100": Roofline(
-        name="v100",
-        fp32_flops_per_s=12e12,
-        cudnn_fp32_flops_per_s=12e12,
-        half_flops_per_s=100e12,
-        fp64_flops_per_s=6e12,
-        memory_bytes_per_s=900e9,
-        memory_bytes=16 << 30,
-        link="pcie3",
-    ),
+    Roofline("v100", 12e12, 12e12, 100e12, 6e12, 900e9, 16 << 30, "pcie3"),
     # A100 SXM 80 GB: fp32 19.5, TF32 156, bf16 312, fp64 19.5 (tensor cores) TFLOP/s dense; 2,039 GB/s.
     # Large GEMMs of cuBLAS reach 77% of the data sheet without tensor cores, and 70% with them.
-    "a100": Roofline(
-        name="a100",
-        fp32_flops_per_s=15e12,
-        cudnn_fp32_flops_per_s=110e12,
-        half_flops_per_s=220e12,
-        fp64_flops_per_s=13e12,
-        memory_bytes_per_s=2039e9,
-        memory_bytes=80 << 30,
-        link="pcie4",
-    ),
+    Roofline("a100", 15e12, 110e12, 220e12, 13e12, 2039e9, 80 << 30, "pcie4"),
     # H100 and H200 SXM: fp32 67, TF32 494, bf16 989, fp64 67 (tensor cores) TFLOP/s dense; 3,350 and 4,800 GB/s;
     # 80 and 141 GB.
-    **{
-        name: Roofline(
-            name=name,
-            fp32_flops_per_s=50e12,
-            cudnn_fp32_flops_per_s=350e12,
-            half_flops_per_s=690e12,
-            fp64_flops_per_s=47e12,
-            memory_bytes_per_s=bytes_per_s,
-            memory_bytes=memory_bytes,
-            link="pcie5",
-        )
-        for name, bytes_per_s, memory_bytes in (("h100", 3350e9, 80 * 10**9), ("h200", 4800e9, 141 * 10**9))
-    },
+    Roofline("h100", 50e12, 350e12, 690e12, 47e12, 3350e9, 80 * 10**9, "pcie5"),
+    Roofline("h200", 50e12, 350e12, 690e12, 47e12, 4800e9, 141 * 10**9, "pcie5"),
     # P100 SXM2: data sheet fp32 10.6, fp16 21.2, fp64 5.3 TFLOP/s; 732 GB/s; no tensor cores. 77%, as above.
-    "p100": Roofline(
-        name="p100",
-        fp32_flops_per_s=8.2e12,
-        cudnn_fp32_flops_per_s=8.2e12,
-        half_flops_per_s=16.3e12,
-        fp64_flops_per_s=4.1e12,
-        memory_bytes_per_s=732e9,
-        memory_bytes=16 << 30,
-        link="pcie3",
-    ),
+    Roofline("p100", 8.2e12, 8.2e12, 16.3e12, 4.1e12, 732e9, 16 << 30, "pcie3"),
     # GeForce GTX Titan X (Maxwell): fp32 6.6 TFLOP/s at its boost clock, fp64 a 32nd, no faster halves; 336 GB/s.
-    "titan-x": Roofline(
-        name="titan-x",
-        fp32_flops_per_s=5.1e12,
-        cudnn_fp32_flops_per_s=5.1e12,
-        half_flops_per_s=5.1e12,
-        fp64_flops_per_s=0.16e12,
-        memory_bytes_per_s=336e9,
-        memory_bytes=12 << 30,
-        link="pcie3",
-    ),
+    Roofline("titan-x", 5.1e12, 5.1e12, 5.1e12, 0.16e12, 336e9, 12 << 30, "pcie3"),
     # One core of a server's CPU with AVX-512, code by Inductor. The slopes are those that products and copies reach.
     # `python -m benchmarks.functions` measured the functions on an EPYC, with torch 2.13. Random bits are drawn one by
     # one.
-    "cpu-core": Roofline(
-        name="cpu-core",
-        fp32_flops_per_s=5e10,
-        cudnn_fp32_flops_per_s=5e10,
-        half_flops_per_s=5e10,
-        fp64_flops_per_s=2.5e10,
-        memory_bytes_per_s=1e10,
-        memory_bytes=0,
-        link="pcie4",
-        element_s={
-            "prims.inductor_random": 15e-9,
-            "aten.pow": 1.9e-9,
-            "aten.tanh": 1.4e-9,
-            "aten.log1p": 1.1e-9,
-            "aten.erf": 0.8e-9,
-            "aten.log": 0.3e-9,
-            "aten.sigmoid": 0.3e-9,
-            "aten.exp": 0.2e-9,
-            "aten.sin": 0.2e-9,
-            "aten.cos": 0.2e-9,
-        },
-    ),
-}
+    Roofline("cpu-core", 5e10, 5e10, 5e10, 2.5e10, 1e10, 0, "pcie4", _ON_A_CORE),
+)
+DEVICES = {device.name: device for device in _TABLE}
 
 
 def parse_roofline(text: str) -> Roofline:
@@ -159,23 +105,15 @@ def parse_roofline(text: str) -> Roofline:
         raise UsageError(
             f"roofline: expected {', '.join(DEVICES)} or FLOPS,BYTES per second such as 50e12,2e12, found {text!r}"
         )
-    return Roofline(
-        name=text,
-        fp32_flops_per_s=rates[0],
-        cudnn_fp32_flops_per_s=rates[0],
-        half_flops_per_s=rates[0],
-        fp64_flops_per_s=rates[0],
-        memory_bytes_per_s=rates[1],
-        memory_bytes=0,
-        link="pcie4",
-    )
+    flops_per_s, bytes_per_s = rates
+    return Roofline(text, flops_per_s, flops_per_s, flops_per_s, flops_per_s, bytes_per_s, 0, "pcie4")
 
 
 def op_seconds(roofline: Roofline, func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> float:
     """Seconds of one dispatched op; 0 for an allocation, which launches no kernel."""
     if traits(func).uninitialised:
         return 0.0
-    leaves = [x for x in pytree.tree_leaves((args, kwargs, outputs)) if isinstance(x, torch.Tensor)]
+    leaves = tensors_in((args, kwargs, outputs))
     flops = op_flops(func, args, kwargs, outputs)
     arithmetic_s = 0.0
     if flops:
@@ -196,7 +134,7 @@ def op_flops(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> int:
     packet = packet_of(func)
     own = _FORMULAS.get(str(packet))
     if own is not None:
-        return own(args)
+        return int(own(args))
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=outputs))
 
@@ -214,21 +152,16 @@ def op_bytes(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> int:
     An argument written in place counts twice, or once if it is not read. A returned view does not count.
     """
     facts = traits(func)
-    fresh = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor)]
-    inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    known = {storage_key(x) for x in inputs if _has_bytes(x)}
-    written_bytes = sum(_bytes(x) for x in fresh if _has_bytes(x) and storage_key(x) not in known)
+    known = {storage_key(x) for x in tensors_in((args, kwargs)) if _has_bytes(x)}
+    written_bytes = sum(_bytes(x) for x in tensors_in(outputs) if _has_bytes(x) and storage_key(x) not in known)
     gathered = _GATHERS.get(facts.name.split(".")[1] if "." in facts.name else "", ())
     total = written_bytes
     for position, argument in enumerate((*args, *kwargs.values())):
-        for tensor in pytree.tree_leaves(argument):
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            size_bytes = _bytes(tensor)
+        for size_bytes in map(_bytes, tensors_in(argument)):
             total += min(size_bytes, written_bytes) if position in gathered else size_bytes
     for position in facts.written:
         if position < len(args) and not (facts.overwriting and position == 0):
-            total += sum(_bytes(x) for x in pytree.tree_leaves(args[position]) if isinstance(x, torch.Tensor))
+            total += sum(map(_bytes, tensors_in(args[position])))
     return total
 
 
@@ -241,16 +174,6 @@ def _bytes(tensor: torch.Tensor) -> int:
     if not _has_bytes(tensor):
         return 0
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
-
-
-def _attention(args: Any) -> int:
-    query, key, value = (x.shape for x in args[:3])
-    return int(sdpa_flop_count(query, key, value))
-
-
-def _attention_backward(args: Any) -> int:
-    grad, query, key, value = (x.shape for x in args[:4])
-    return int(sdpa_backward_flop_count(grad, query, key, value))
 
 
 def _convolution_backward(args: Any) -> int:
@@ -272,8 +195,10 @@ def _rnn_layer(args: Any) -> int:
 
 _FORMULAS: dict[str, Callable[[Any], int]] = {
     "aten.convolution_backward": _convolution_backward,
-    "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "aten._scaled_dot_product_flash_attention_for_cpu": lambda args: sdpa_flop_count(*(x.shape for x in args[:3])),
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": lambda args: sdpa_backward_flop_count(
+        *(x.shape for x in args[:4])
+    ),
     "aten.mkldnn_rnn_layer": _rnn_layer,
     "aten.mkldnn_rnn_layer_backward": lambda args: 2 * _rnn_layer(args),  # gradients of the input and of the weights
 }

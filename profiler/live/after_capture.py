@@ -1,14 +1,11 @@
-"""Segments after the captured one. Some are timed as a whole, with only hooks on, whose time is subtracted, or op by
-op. In others, replays are tried.
-"""
+"""Segments after the captured one: timed as a whole without the hooks' time, or op by op; or replays are tried."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable, Container, Iterator
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,19 +13,18 @@ from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.profile import Phase
 from poochplan.profiler.capture.timing import OpTimer
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.profiler.trials.host_store import HostStore, bytes_of
-from poochplan.profiler.trials.verify_replays import PIECE_BYTES, Verify
-from poochplan.runtime.arena.known_steps import RepeatedStep
+from poochplan.profiler.trials.verify_replays import PIECE_BYTES, HostStore, Verify
+from poochplan.runtime.arena.serving import RepeatedStep
 from poochplan.runtime.compiled.points import told_of_points
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.saved_value import Handle
-from poochplan.runtime.step_policies.follow import Course, Follow
-from poochplan.runtime.step_policies.step_policy import Actions, Diverged, StepPolicy, SwapEach
+from poochplan.runtime.step_policies.follow import Follow
+from poochplan.runtime.step_policies.step_policy import StepPolicy, SwapEach
 from poochplan.tensors.host_memory import page_faults
-from poochplan.tensors.storages import has_storage
+from poochplan.tensors.storages import bytes_of, has_storage
 from poochplan.torch_private.tensor_internals import in_backward, without_modes
 
-from .watch import Pack, Scene, Unpack, Watch
+from .watch import PackHook, Scene, UnpackHook, Watch
 
 Hook = Callable[[Any], Any]
 
@@ -43,32 +39,17 @@ class HookSeconds:
     def total_s(self) -> float:
         return self.pack_s + self.unpack_s
 
-    def timed_pack(self, pack: Hook) -> Hook:
-        """The hook, its seconds added to ``pack_s``."""
-        return partial(self._timed, "pack_s", pack)
+    def timed(self, name: Literal["pack_s", "unpack_s"], hook: Hook) -> Hook:
+        """The hook, its seconds added to ``pack_s`` or ``unpack_s``."""
 
-    def timed_unpack(self, unpack: Hook) -> Hook:
-        """The hook, its seconds added to ``unpack_s``."""
-        return partial(self._timed, "unpack_s", unpack)
+        def timed(argument: Any) -> Any:
+            start_s = time.thread_time()
+            try:
+                return hook(argument)
+            finally:
+                setattr(self, name, getattr(self, name) + time.thread_time() - start_s)
 
-    def _timed(self, name: str, hook: Hook, argument: Any) -> Any:
-        start_s = time.thread_time()
-        try:
-            return hook(argument)
-        finally:
-            setattr(self, name, getattr(self, name) + time.thread_time() - start_s)
-
-
-class Keeping(Follow):
-    """Follows instructions that keep all values. ``differs``: how the segment differed from the captured one."""
-
-    def __init__(self, instructions: Instructions) -> None:
-        super().__init__(Course.of(instructions), SwapEach(at_once=True))
-        self.differs = ""
-
-    def diverged(self, reason: Diverged) -> tuple[StepPolicy, Actions]:
-        self.differs = reason.reason
-        return super().diverged(reason)
+        return timed
 
 
 class PhaseTiming(Watch):
@@ -94,11 +75,11 @@ class PhaseTiming(Watch):
             self._since_s, self._since_faults = self._now_s(), page_faults()
             yield
 
-    def pack(self, tensor: torch.Tensor, pack: Pack) -> Handle:
-        return self.aside(self.in_hooks.timed_pack(pack), tensor)
+    def pack(self, tensor: torch.Tensor, pack: PackHook) -> Handle:
+        return self.aside(self.in_hooks.timed("pack_s", pack), tensor)
 
-    def unpack(self, handle: Handle, unpack: Unpack) -> torch.Tensor:
-        return self.aside(self.in_hooks.timed_unpack(unpack), handle)
+    def unpack(self, handle: Handle, unpack: UnpackHook) -> torch.Tensor:
+        return self.aside(self.in_hooks.timed("unpack_s", unpack), handle)
 
     def aside(self, hook: Hook, argument: Any) -> Any:
         if self._waits:
@@ -124,8 +105,8 @@ class PhaseTiming(Watch):
             self._account()
         self._is_over = True
         super().end(stepped=stepped)
-        if isinstance(self.policy, Keeping):
-            self.why_not = self.why_not or self.policy.differs
+        if isinstance(self.policy, Follow):
+            self.why_not = self.why_not or self.policy.divergence
 
     def _account(self) -> None:
         now_s, faults = self._now_s(), page_faults()
@@ -145,8 +126,7 @@ class OpTiming(PhaseTiming):
     def __init__(self, scene: Scene, policy: StepPolicy | None, arena: RepeatedStep | None = None) -> None:
         super().__init__(scene, policy, arena)
         self._tracker = LayerTracker()
-        self.timer = OpTimer(scene.clock, self._tracker)
-        self.nodes = self.timer.nodes
+        self.instrument = self.timer = OpTimer(scene.clock, self._tracker)
 
     @contextlib.contextmanager
     def instruments(self, segment: Segment) -> Iterator[None]:
@@ -160,13 +140,7 @@ class OpTiming(PhaseTiming):
 
     def enter(self, phase: Phase) -> None:
         super().enter(phase)
-        self.timer.enter(phase)
-
-    def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        return self.timer.around_call(path, call)
-
-    def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
-        return run() if self.scene.is_repeated else self.timer.observed(outputs, run)
+        self.timer.phase = phase
 
     def aside(self, hook: Hook, argument: Any) -> Any:
         with self.timer.paused():
@@ -183,7 +157,7 @@ class Summing(Watch):
         self.sums: list[int] = []
         self._unwritten = unwritten
 
-    def pack(self, tensor: torch.Tensor, pack: Pack) -> Handle:
+    def pack(self, tensor: torch.Tensor, pack: PackHook) -> Handle:
         if self._unwritten is None or in_backward():
             return super().pack(tensor, pack)
         sum_, handle = _sum(tensor, self.scene.where.type), super().pack(tensor, pack)
@@ -215,9 +189,7 @@ class Verifying(Summing):
 
 
 def _sum(tensor: torch.Tensor, kind: str) -> int:
-    """Sum of the tensor's storage, read as numbers of four bytes. 0 if it has no storage, is a part of a larger one, or
-    lies elsewhere than the replayed values.
-    """
+    """Sum of the tensor's storage as four-byte numbers; 0 without one, for a part of one, or on another device."""
     if not has_storage(tensor, kind) or tensor.untyped_storage().nbytes() > 2 * tensor.nbytes:
         return 0
     with without_modes(), torch.no_grad():

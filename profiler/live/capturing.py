@@ -1,68 +1,62 @@
-"""Capturing: the segment in which ops and values are recorded. Every value is swapped meanwhile, so that memory cannot
-run out.
-"""
+"""Capturing: the segment whose ops and values are recorded. Every value is swapped, so that memory cannot run out."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import torch
 
 from poochplan.formats.plan import Decision
-from poochplan.formats.profile import Device, Kind, Link, Phase, Profile, preset_link
+from poochplan.formats.profile import Device, Kind, Link, Phase, PointKind, Profile, preset_link
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.assembly.assemble import assemble, model_notes, step_notes, this_machine
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.capture.capture import Capture, collected_after
 from poochplan.profiler.capture.clock import library_bytes
-from poochplan.profiler.trials.host_store import bytes_of
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.saved_value import Handle
-from poochplan.runtime.replays.recorded import StorageRecord
+from poochplan.runtime.replays.replay import StorageRecord
 from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.runtime.watch.census import bucket_bytes, census, census_bytes
 from poochplan.tensors.modes import around_calls
 from poochplan.tensors.signatures import input_signature
-from poochplan.tensors.storages import has_storage, parts_of
+from poochplan.tensors.storages import bytes_of, has_storage, parts_of
 from poochplan.torch_private.sharding import is_sharded
 from poochplan.torch_private.tensor_internals import pytree
 
-from .watch import Pack, Scene, Unpack, Watch
+from .watch import PackHook, Scene, UnpackHook, Watch
 
 NAMED = 100
 """Each of this many largest tensors outside the step is a value; all others together are one value."""
 
 
 class Moving(SwapEach):
-    """Swaps every value that the step has made. In a loop, values from before the step stay if other code holds
-    them.
-    """
+    """Swaps every value that the step has made. In a loop, earlier values stay if other code holds them."""
 
     def __init__(self, capture: Capture, *, all_of_it: bool) -> None:
         super().__init__(at_once=True)
         self._capture, self._all_of_it = capture, all_of_it
 
-    def saved(self, index: int | None, tensor: torch.Tensor, record: StorageRecord) -> Decision:
-        if self._all_of_it or self._capture.has_made(tensor):
+    def saved(self, index: int | None, ordinal: int, tensor: torch.Tensor, record: StorageRecord) -> Decision:
+        number = self._capture.value_if_known(tensor)
+        if self._all_of_it or (number >= 0 and self._capture.values[number].born >= 0):
             return Decision.SWAP
-        return super().saved(index, tensor, record)
+        return super().saved(index, ordinal, tensor, record)
 
 
 class Capturing(Watch):
-    """``capture`` has the segment's ops and values, ``kinds`` the values' kinds, ``beside_bytes`` the bytes of other
-    memory.
-    """
+    """``capture`` has the segment's ops and values, ``kinds`` the values' kinds, ``beside_bytes`` other memory."""
 
     def __init__(self, scene: Scene, capture: Capture | None = None) -> None:
         """``capture``: for a step without memory, which has its own hooks."""
         self.capture = capture or Capture(scene.model, scene.where)
         super().__init__(scene, Moving(self.capture, all_of_it=scene.is_repeated) if capture is None else None)
         self.swaps_once = True
-        self.nodes = self.capture.nodes
+        self.instrument = self.capture
         self.kinds = Kinds(self.capture)
         self.beside_bytes = 0
         self.has_gradients = False
@@ -139,9 +133,7 @@ class Capturing(Watch):
         )
 
     def _unmet_bucket_bytes(self) -> int:
-        """Bytes of the buckets of data-parallel training that no op of the step has used: Python knows no tensor on
-        them.
-        """
+        """Bytes of data-parallel training's buckets that no op of the step used: Python knows no tensor on them."""
         met = (one for number, one in enumerate(self.capture.values) if one.born < 0 and number not in self.kinds)
         return max(0, self._bucket_bytes - sum(rounded_up(one.size_bytes) for one in met))
 
@@ -165,17 +157,11 @@ class Capturing(Watch):
         super().end(stepped=stepped)
         self._model_notes = model_notes(self.scene.model)
 
-    def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        return self.capture.around_call(path, call)
-
-    def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
-        return run() if self.scene.is_repeated else self.capture.observed(outputs, run)
-
     def runs_another(self) -> None:
         if not self.scene.is_repeated:
             self.capture.nodes.runs_another()
 
-    def pack(self, tensor: torch.Tensor, pack: Pack) -> Handle:
+    def pack(self, tensor: torch.Tensor, pack: PackHook) -> Handle:
         with self.capture.set_aside():
             handle = pack(tensor)
         self.packed(tensor, handle)
@@ -186,12 +172,12 @@ class Capturing(Watch):
             self.why_not, self.is_final = SAVES_AFTER_USE, True
         self.capture.packed(tensor, handle)
 
-    def unpack(self, handle: Handle, unpack: Unpack) -> torch.Tensor:
+    def unpack(self, handle: Handle, unpack: UnpackHook) -> torch.Tensor:
         value = handle.value
         if value is None or handle.segment != self._number:
             return unpack(handle)
         if not handle.used:
-            self.capture.used(handle.ordinal)
+            self.capture.passes(PointKind.USE, handle.ordinal)
         with self.capture.set_aside():
             tensor = unpack(handle)
         self.capture.is_back(value, tensor.untyped_storage())

@@ -12,16 +12,15 @@ import torch
 from poochplan.errors import PoochError
 from poochplan.formats.plan import Decision
 from poochplan.profiler.capture.clock import clock_of
-from poochplan.runtime.attachment import Attachment, Hooks
+from poochplan.runtime.attachment import Attachment, Hooks, PlanSource
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
 from poochplan.runtime.engine.saved_value import Handle, SavedValue
-from poochplan.runtime.plan_source import PlanSource
 from poochplan.runtime.step_policies.step_policy import KeepAll, KeepWhileRoom, StepPolicy, SwapEach
 from poochplan.runtime.watch.census import census_bytes, foreseen_bytes
 from poochplan.tensors.signatures import Switches
 
-from .step_kinds import Key, Line, Lines
+from .step_kinds import MOST_KINDS, Key, Line, Lines
 from .study import StudyOptions, study
 from .watch import Scene, Watch
 
@@ -75,9 +74,7 @@ class Observer(PlanSource):
         return SwapEach(at_once=True)
 
     def policy(self, line: Line | None) -> StepPolicy:
-        """The step policy for a segment whose study is over. None stands for a segment while larger inputs are still
-        being studied.
-        """
+        """The step policy for a segment whose study is over; None: while larger inputs are still being studied."""
         fits = line is not None and line.profile is not None and line.profile.mode == "run"
         return KeepAll() if fits else SwapEach(at_once=True)
 
@@ -85,7 +82,6 @@ class Observer(PlanSource):
         """The study of a kind is over: it has a profile, or was refused."""
 
     def is_planning(self, line: Line) -> bool:
-        """Whether a plan for that kind is being made."""
         return False
 
     # -- the chooser ------------------------------------------------------------------------------------------
@@ -141,15 +137,12 @@ class Observer(PlanSource):
             for line in beside:
                 if line.is_studied and key.is_larger(line.key):
                     self.forget(line.key)
-            self.lines[key] = self._new_line(key)
+            line = Line(key, study(self.scene, self._study_options), self.lines.stood(key))
+            if sum(one.is_studied for one in self.lines.values()) >= MOST_KINDS:
+                line.give_up(TOO_MANY)
+                self.profiled(line)
+            self.lines[key] = line
         return self.lines[key]
-
-    def _new_line(self, key: Key) -> Line:
-        line = Line(key, study(self.scene, self._study_options), self.lines.stood(key))
-        if self.lines.are_too_many:
-            line.give_up(TOO_MANY)
-            self.profiled(line)
-        return line
 
     def forget(self, key: Key) -> None:
         """Segments of that kind are studied anew."""

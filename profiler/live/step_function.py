@@ -25,7 +25,7 @@ from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.step_policies.step_policy import StepPolicy
 from poochplan.tensors.modes import around_compiled
 from poochplan.tensors.operators import past_first_calls
-from poochplan.torch_private.tensor_internals import without_modes
+from poochplan.torch_private.tensor_internals import nodes_behind, without_modes
 
 from .after_capture import PhaseTiming
 from .watch import Scene, Studied, Watch
@@ -34,8 +34,7 @@ W = TypeVar("W", bound=Watch)
 
 
 class StepFunction:
-    """A context manager: the host tier exists from the first step in which a value moves to the end of the block.
-    State: the active watch.
+    """A context manager: the host tier exists from the first move of a value to the end. State: the active watch.
 
     Parameters
     ----------
@@ -64,9 +63,7 @@ class StepFunction:
         optimizers = [] if optimizer is None else [optimizer]
         self.scene = Scene(model, where, clock_of(where), spill_dir, optimizers, there_before=self._there_before)
         self.loss: torch.Tensor | None = None
-        """The loss of the last step. It lives on through the next forward, as with ``loss = step()`` in a user's
-        loop.
-        """
+        """The loss of the last step. It lives through the next forward, as ``loss = step()`` in a user's loop."""
         self._accumulates, self._beside, self._in_core = accumulate, beside, in_core
         self._checked = False
         self._watch: Watch | None = None
@@ -81,7 +78,6 @@ class StepFunction:
     # -- steps ------------------------------------------------------------------------------------------------
 
     def run(self, watch: W) -> W:
-        """Runs one step under the watch, and returns the watch."""
         self._let_go_of_gradients()
         self._watch = watch
         with self._under(watch) as segment:
@@ -130,8 +126,12 @@ class StepFunction:
                 parameter.grad = None
 
     def _there_before(self) -> list[Any]:
-        """The memory before a step, besides model and optimizer: the previous loss, and memory outside the step."""
-        return [self.loss, *_gradients_held_by(self.loss, set(self.model.parameters())), *self._beside]
+        """The memory before a step, besides model and optimizer: the previous loss, the gradients of tensors that the
+        previous step made leaves, as wav2vec2 does with its input (the loss's graph keeps them), and memory outside
+        the step.
+        """
+        parameters = set(self.model.parameters())
+        return [self.loss, *(one.grad for one in _leaves_of(self.loss) if one not in parameters), *self._beside]
 
     # -- their surroundings -----------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class StepFunction:
                 yield Segment(0, 0)
             return
         engine = self._engine
-        pack, unpack = partial(_pack, watch, engine), partial(_unpack, watch, engine)
+        pack, unpack = partial(watch.pack, pack=engine.pack), partial(watch.unpack, unpack=engine.unpack)
         with under(engine, self.model, pack, unpack, watch.around_call):
             yield engine.segment
         if self._in_core:
@@ -167,18 +167,8 @@ class StepFunction:
         self._watch.rebuild(value, mechanism)
 
 
-def _pack(watch: Watch, engine: Engine, tensor: torch.Tensor) -> object:
-    return watch.pack(tensor, engine.pack)
-
-
-def _unpack(watch: Watch, engine: Engine, handle: object) -> torch.Tensor:
-    return watch.unpack(handle, engine.unpack)  # type: ignore[arg-type]
-
-
 class OnTheDevice:
-    """A device for steps that fit: copies to the host tier stay in the device's memory until the step ends or the value
-    dies.
-    """
+    """A device for steps that fit: copies to the host tier stay on the device until step or value ends."""
 
     error = None
     """Copies are their own jobs here, and none fails."""
@@ -191,42 +181,22 @@ class OnTheDevice:
         return getattr(self._device, name)
 
     def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> Job:
-        """See :class:`Device`."""
         with without_modes():  # otherwise recording would count the copy as part of the step
             self._copies[host_offset] = storage.clone()
         return self
 
     def copy_in(self, storage: torch.UntypedStorage, host_offset: int) -> Job:
-        """See :class:`Device`."""
         with without_modes():
             storage.copy_(self._copies[host_offset])  # it is kept, because a retained graph reads it again
         return self
 
     def trim_host(self, taken: Sequence[Interval]) -> None:
-        """See :class:`Device`."""
         live = {at for at in self._copies if any(first <= at < behind for first, behind in taken)}
         self._copies = {at: copy for at, copy in self._copies.items() if at in live}
 
 
-def _gradients_held_by(loss: torch.Tensor | None, parameters: set[torch.Tensor]) -> list[torch.Tensor]:
-    """Gradients of tensors that the previous step made leaves (wav2vec2 does so with its input): the graph of its loss
-    keeps them.
-    """
-    return [leaf.grad for leaf in _leaves_of(loss) if leaf not in parameters and leaf.grad is not None]
-
-
 def _leaves_of(loss: torch.Tensor | None) -> list[torch.Tensor]:
     """The leaves to which the loss's graph gives gradients."""
-    pending = [loss.grad_fn if loss is not None else None]
-    seen: set[torch.autograd.graph.Node] = set()
-    found: list[torch.Tensor] = []
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            found.append(leaf)
-        pending += [following for following, _ in node.next_functions]
-    return found
+    outputs = [loss] if loss is not None and loss.grad_fn is not None else []
+    leaves = (getattr(node, "variable", None) for node in nodes_behind(outputs))
+    return [leaf for leaf in leaves if leaf is not None]

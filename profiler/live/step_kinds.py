@@ -47,9 +47,7 @@ class Key(NamedTuple):
 
 
 class Line:
-    """The study of one kind of segment. States: *studied* (``next_watch``), then *profiled* (``profile``) or
-    *refused*.
-    """
+    """One kind of segment's study. States: *studied* (``next_watch``), then *profiled* (``profile``) or *refused*."""
 
     def __init__(self, key: Key, study: Studied, most_bytes: int = 0) -> None:
         self.key = key
@@ -61,15 +59,12 @@ class Line:
         self.growth = Growth()
         """Growth of the memory outside its segments."""
         self.foreseen_bytes = 0
-        """Bytes beyond the profile that will exist outside its segments one day, as far as optimizers determine
-        them.
-        """
+        """Bytes beyond the profile that will exist outside its segments, as far as optimizers determine them."""
         self._lost = self._waited = 0
         self.shape: tuple[int, ...] | None = None
         """The shape (see :func:`shape_of`) of its first segment with a result."""
         self.base_bytes = 0
-        """Bytes that were alive when that segment began, plus those foreseen then, so foreseen growth does not change
-        the sum."""
+        """Bytes alive when that segment began, plus those foreseen then: foreseen growth does not change the sum."""
         self._most_bytes = most_bytes
         self._study = study
         self.next_watch: NewWatch | None = next(study)
@@ -95,7 +90,6 @@ class Line:
 
     @property
     def is_studied(self) -> bool:
-        """Whether its study continues."""
         return self.next_watch is not None
 
     def waits(self) -> bool:
@@ -116,9 +110,7 @@ class Line:
                 self.profile = with_bytes_beside(studied.value, self._most_bytes - self.base_bytes)
 
     def stands_beside(self, base_bytes: int) -> None:
-        """That many bytes were alive or foreseen when another segment of the kind began. If they are more, the profile
-        must include them.
-        """
+        """So many bytes were alive or foreseen when a segment of the kind began. The profile must include them."""
         self._most_bytes = max(self._most_bytes, base_bytes)
 
     def give_up(self, why: str) -> None:
@@ -127,11 +119,8 @@ class Line:
         self._study.close()
 
 
-class _Stood(NamedTuple):
-    """Facts of a segment: its shape, and the bytes that were alive or foreseen when it began."""
-
-    shape: tuple[int, ...]
-    base_bytes: int
+_Stood = tuple[tuple[int, ...], int]
+"""Facts of a segment: its shape, and the bytes that were alive or foreseen when it began."""
 
 
 class Lines(dict[Key, Line]):
@@ -147,7 +136,6 @@ class Lines(dict[Key, Line]):
         self._most_bytes: dict[Key, int] = {}
 
     def kind_of(self, key: Key) -> Key:
-        """The kind of segments with this key."""
         return self._alike.get(key, key)
 
     def may_be_known(self, key: Key) -> bool:
@@ -158,28 +146,25 @@ class Lines(dict[Key, Line]):
         """A segment with a new key is over: decides whether it is like those of a known kind."""
         shape = shape_of(segment)
         if segment.outcome is Outcome.USED:
-            for other, seen in self._seen(key):
-                if shape == seen.shape and base_bytes <= seen.base_bytes * (1 + SLACK):
+            for other, (seen_shape, seen_bytes) in self._seen(key):
+                if shape == seen_shape and base_bytes <= seen_bytes * (1 + SLACK):
                     self._alike[key] = other
-                    self._stands_beside(other, base_bytes)
+                    if other in self:
+                        self[other].stands_beside(base_bytes)
+                    else:
+                        self._most_bytes[other] = max(self._most_bytes.get(other, 0), base_bytes)
                     return
         if segment.outcome is not Outcome.RAISED:
-            self._apart[key] = _Stood(shape, base_bytes) if segment.outcome is Outcome.USED else None
+            self._apart[key] = (shape, base_bytes) if segment.outcome is Outcome.USED else None
 
     def _seen(self, key: Key) -> Iterator[tuple[Key, _Stood]]:
-        """Kinds that a segment with that key may belong to, including kinds that have no study yet."""
+        """Kinds, even without a study, that a segment with that key may belong to: only their place differs."""
         for other, line in self.items():
-            if line.shape is not None and _may_be(other, key):
-                yield other, _Stood(line.shape, line.base_bytes)
+            if line.shape is not None and other[2:] == key[2:]:
+                yield other, (line.shape, line.base_bytes)
         for other, stood in self._apart.items():
-            if stood is not None and other not in self and _may_be(other, key):
+            if stood is not None and other not in self and other[2:] == key[2:]:
                 yield other, stood
-
-    def _stands_beside(self, key: Key, base_bytes: int) -> None:
-        if key in self:
-            self[key].stands_beside(base_bytes)
-        else:
-            self._most_bytes[key] = max(self._most_bytes.get(key, 0), base_bytes)
 
     def stood(self, key: Key) -> int:
         """Most bytes that were alive or foreseen when a segment of that kind began; the kind has no line yet."""
@@ -199,19 +184,10 @@ class Lines(dict[Key, Line]):
         if self._alike.pop(key, None) is not None:
             self._apart[key] = None
 
-    @property
-    def are_too_many(self) -> bool:
-        """Whether no further kinds are to be studied for now."""
-        return sum(line.next_watch is not None for line in self.values()) >= MOST_KINDS
-
 
 def shape_of(segment: Segment) -> tuple[int, ...]:
     """The numbers of saves and uses of a segment, including uses of values from earlier segments."""
     return segment.saves, segment.packs, segment.uses, segment.saved_bytes, segment.earlier_uses
-
-
-def _may_be(one: Key, other: Key) -> bool:
-    return one[2:] == other[2:]  # they only differ in their place
 
 
 UNUSED = "no backward uses the saved tensors"

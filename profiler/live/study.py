@@ -24,7 +24,7 @@ from poochplan.formats.profile import Link, Memory, Phase, Profile
 from poochplan.formats.queries import saved_values
 from poochplan.planner.arena.packing import packed
 from poochplan.planner.whatif import with_bytes_beside
-from poochplan.profiler.assembly.assemble import SWAPPED
+from poochplan.profiler.assembly.assemble import SWAPPED, UNWRITTEN
 from poochplan.profiler.assembly.reconcile import (
     Floats,
     PhaseSeconds,
@@ -33,18 +33,16 @@ from poochplan.profiler.assembly.reconcile import (
     steady,
     typical_phases,
 )
-from poochplan.profiler.assembly.values import UNWRITTEN
 from poochplan.profiler.capture.capture import Capture, collected_after
 from poochplan.profiler.capture.timing import OpRuns
 from poochplan.profiler.step.preserve import preserved
-from poochplan.profiler.trials.compare import RECORDED, instructions_for, verification, without_replays
-from poochplan.profiler.trials.handle_cost import keeping
-from poochplan.runtime.arena.known_steps import RepeatedStep
+from poochplan.profiler.trials.compare import RECORDED, instructions_for, keeping, verification, without_replays
+from poochplan.runtime.arena.serving import RepeatedStep
 from poochplan.runtime.step_policies.follow import Course, Follow
 from poochplan.runtime.step_policies.step_policy import StepPolicy, SwapEach
 from poochplan.tensors.host_memory import is_freed_memory_given_back, new_memory_holds, page_fault_s
 
-from .after_capture import HookSeconds, Keeping, OpTiming, PhaseTiming, Summing, Verifying
+from .after_capture import HookSeconds, OpTiming, PhaseTiming, Summing, Verifying
 from .capturing import Capturing
 from .watch import NewWatch, Scene, Studied
 
@@ -59,7 +57,7 @@ HURRIED = "its inputs did not come again: times are of one captured step, and no
 NO_ROOM = "the budget leaves no room to compare values with their replays: no replay was tried, so none is planned"
 
 
-KeepAll = Callable[[], Instructions | None]
+KeepAllInstructions = Callable[[], Instructions | None]
 """Returns the instructions of a step that is about to begin; None if it must swap."""
 
 
@@ -69,16 +67,12 @@ class Hurry(Exception):  # noqa: N818 - a word to the study
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions:
-    """The options of a study."""
-
     link: Callable[[], Link]
     """Called once."""
     fits: Callable[[Profile], bool]
     """Whether the step may run in-core, judged by a profile without times; otherwise every step swaps."""
     room: Callable[[Profile], float] = lambda _: math.inf
-    """Most bytes that a step may take. If that leaves no room for comparisons, no replay is tried and none is
-    planned.
-    """
+    """Most bytes that a step may take. If that leaves no room for comparisons, no replay is tried or planned."""
     has_arena: Callable[[], bool] = lambda: True
     """Whether steps may be timed from an arena, which holds its memory between them."""
     with_costs: Callable[[Profile, Sequence[HookSeconds]], Profile]
@@ -93,8 +87,6 @@ class StudyOptions:
 
 
 class Timed(NamedTuple):
-    """The results of the timed steps."""
-
     steps: list[PhaseSeconds]
     """The steps to whose seconds the ops' seconds are to add up."""
     runs: Floats | None
@@ -141,10 +133,8 @@ def study(scene: Scene, options: StudyOptions) -> Studied:
 
 def _keep_all(
     seen: Capturing, in_core: Profile, fits: Callable[[Profile], bool], has_room: Callable[[], bool]
-) -> KeepAll:
-    """A function that returns the instructions to keep all values in a step that is about to begin; None if it must
-    swap.
-    """
+) -> KeepAllInstructions:
+    """A function: the instructions to keep all values in a step that is about to begin; None if it must swap."""
     keeps = keeping(in_core)
 
     def keep_all() -> Instructions | None:
@@ -164,7 +154,7 @@ class _Steps:
     """State: the steps timed so far."""
 
     scene: Scene
-    keep_all: KeepAll
+    keep_all: KeepAllInstructions
     arena: RepeatedStep | None = None
     """Serves the steps from here on."""
     in_hooks: list[HookSeconds] = field(default_factory=list)
@@ -177,7 +167,7 @@ class _Steps:
         keeps = self.keep_all()
         if keeps is None:
             return SwapEach(at_once=True)
-        return None if self.scene.is_repeated else Keeping(keeps)
+        return None if self.scene.is_repeated else _keeping_policy(keeps)
 
     def several(self, count: int) -> Generator[NewWatch, Any, list[PhaseSeconds]]:
         """The seconds of that many steps, timed whole."""
@@ -186,7 +176,7 @@ class _Steps:
             watch: PhaseTiming = yield lambda: PhaseTiming(self.scene, self.policy(), self.arena)
             seconds.append(watch.seconds)
             self.faults.append({phase: float(count) for phase, count in watch.faults.items()})
-            self.in_hooks.extend([watch.in_hooks] if isinstance(watch.policy, Keeping) else [])
+            self.in_hooks.extend([watch.in_hooks] if isinstance(watch.policy, Follow) else [])
         return seconds
 
     def by_op(self, count: int, runs: OpRuns) -> Generator[NewWatch, Any, None]:
@@ -225,6 +215,10 @@ class _Steps:
         """
         fresh_s = {phase: count * page_fault_s() for phase, count in typical_phases(self.faults).items()}
         return [{phase: max(one / 2, one - fresh_s[phase]) for phase, one in step.items()} for step in steps]
+
+
+def _keeping_policy(keeps: Instructions) -> Follow:
+    return Follow(Course.of(keeps), SwapEach(at_once=True))
 
 
 def _timed(
@@ -271,7 +265,7 @@ def _kept(scene: Scene, profile: Profile, timed: list[PhaseSeconds], in_hooks: l
     """
     seconds = []
     for _ in range(KEPT_STEPS):
-        watch: PhaseTiming = yield lambda: PhaseTiming(scene, Keeping(keeping(profile)))
+        watch: PhaseTiming = yield lambda: PhaseTiming(scene, _keeping_policy(keeping(profile)))
         seconds.append(watch.seconds)
         in_hooks.extend([] if watch.why_not else [watch.in_hooks])
     note = contradicted(timed, seconds)
@@ -288,13 +282,16 @@ def _verified(scene: Scene, profile: Profile, room_bytes: float) -> Studied:
     """The profile with ``unreplayable`` set on every value whose replay was tried and failed.
 
     Replays are compared with the tensors saved in a recorded step. For a repeatable step, these are also compared with
-    the tensors of a step without any mode. If they differ nothing is recomputed, because recording alone would change
-    bits.
+    the tensors of a step without any mode. If they differ nothing is recomputed: recording alone would change bits.
     """
-    replay_bytes = _replay_bytes(profile)
+    largest_bytes = max((profile.rounded_bytes(profile.values[x].size_bytes) for x in saved_values(profile)), default=0)
+    replay_bytes = 2 * largest_bytes  # about that much more a step takes that compares values with their replays
     is_tight = profile.mode == "swap-all" or profile.in_core_peak_bytes + replay_bytes > room_bytes
-    if is_tight and room_bytes < math.inf and _smallest_bytes(profile) + replay_bytes > room_bytes:
-        return without_replays(msgspec.structs.replace(profile, notes=(*profile.notes, NO_ROOM)))
+    if is_tight and room_bytes < math.inf:
+        from poochplan.planner.planning import smallest_budget  # here, because most steps have room
+
+        if smallest_budget(profile) + replay_bytes > room_bytes:
+            return without_replays(msgspec.structs.replace(profile, notes=(*profile.notes, NO_ROOM)))
     unwritten, first, other = None, list[int](), list[int]()
     if scene.is_repeated:
         unwritten = _unwritten(profile)
@@ -310,18 +307,6 @@ def _verified(scene: Scene, profile: Profile, room_bytes: float) -> Studied:
             trial = trials.send(watch.verify)
         except StopIteration as verified:
             return verified.value
-
-
-def _replay_bytes(profile: Profile) -> int:
-    """About how many bytes more a step takes that compares values with their replays: two of the largest."""
-    return 2 * max((profile.rounded_bytes(profile.values[one].size_bytes) for one in saved_values(profile)), default=0)
-
-
-def _smallest_bytes(profile: Profile) -> int:
-    """Bytes of a step that swaps."""
-    from poochplan.planner.planning import smallest_budget  # here, because most steps have room
-
-    return smallest_budget(profile)
 
 
 def _unwritten(profile: Profile) -> frozenset[int]:

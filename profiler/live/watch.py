@@ -15,8 +15,9 @@ import torch
 from poochplan.errors import named_line
 from poochplan.formats.profile import Phase, Profile
 from poochplan.profiler.assembly.reconcile import PhaseSeconds
+from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.clock import Clock
-from poochplan.profiler.capture.node_hooks import NodeListener
+from poochplan.profiler.capture.timing import OpTimer
 from poochplan.profiler.step.forward_only import is_the_compilers
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together
@@ -25,14 +26,12 @@ from poochplan.runtime.step_policies.step_policy import StepPolicy
 from poochplan.runtime.watch.census import census_bytes, foreseen_bytes
 from poochplan.torch_private.tensor_internals import intercept_autograd
 
-Pack = Callable[[torch.Tensor], Handle]
-Unpack = Callable[[Handle], torch.Tensor]
+PackHook = Callable[[torch.Tensor], Handle]
+UnpackHook = Callable[[Handle], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Where segments are observed."""
-
     model: torch.nn.Module
     """All of the models together."""
     where: torch.device
@@ -53,8 +52,7 @@ class Scene:
 class Watch:
     """Base class: observes one segment, changes nothing, and knows the segment's phase.
 
-    Phases are recognised: backward is the code that runs through autograd's one entrance; later code, such as clipping,
-    belongs to the optimizer.
+    Phases are recognised: backward runs through autograd's one entrance; later code belongs to the optimizer.
     """
 
     def __init__(self, scene: Scene, policy: StepPolicy | None) -> None:
@@ -77,14 +75,13 @@ class Watch:
         """Wall-clock seconds spent in hooks."""
         self.seconds: PhaseSeconds = dict.fromkeys(Phase, 0.0)
         """Seconds of each phase, if they are timed."""
-        self.nodes: NodeListener | None = None
-        """The listener on the nodes of backward."""
+        self.instrument: Capture | OpTimer | None = None
+        """Sees the ops, compiled callables and nodes of the segment."""
         self._thread = threading.get_ident()
         self._is_in_backward = False
         self._stack = contextlib.ExitStack()
 
     def begin(self, segment: Segment) -> None:
-        """The segment begins: installs the instruments."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(intercept_autograd(self._backward))
             stack.enter_context(self.instruments(segment))
@@ -102,15 +99,12 @@ class Watch:
         self.foreseen_bytes = foreseen_bytes(self.scene.optimizers, kind)
 
     def enter(self, phase: Phase) -> None:
-        """Enters the phase that begins."""
         self.phase = phase
 
     def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the callable that replaces a compiled callable."""
-        return call
+        return call if self.instrument is None else self.instrument.around_call(path, call)
 
-    def pack(self, tensor: torch.Tensor, pack: Pack) -> Handle:
-        """Forward saves a tensor."""
+    def pack(self, tensor: torch.Tensor, pack: PackHook) -> Handle:
         handle = pack(tensor)
         self.packed(tensor, handle)
         return handle
@@ -118,15 +112,12 @@ class Watch:
     def packed(self, tensor: torch.Tensor, handle: Handle) -> None:
         """Forward has saved a tensor."""
 
-    def unpack(self, handle: Handle, unpack: Unpack) -> torch.Tensor:
-        """Backward asks for a tensor."""
+    def unpack(self, handle: Handle, unpack: UnpackHook) -> torch.Tensor:
         return unpack(handle)
 
     def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
-        """The result of ``run()``, the user's backward from these outputs. Its gradients are used, so no mode of ours
-        may be on the stack meanwhile.
-        """
-        return run()
+        """The result of ``run()``, the user's backward. Its gradients are used, so no mode of ours may be on."""
+        return run() if self.instrument is None or self.scene.is_repeated else self.instrument.observed(outputs, run)
 
     def runs_another(self) -> None:
         """A backward begins within a backward."""
@@ -151,8 +142,9 @@ class Watch:
                 self.why_not = BACKWARD_RAISED
                 raise
             finally:
-                if self.nodes is not None and self.nodes.failure is not None:
-                    self.why_not = f"looking at its backward raised {named_line(self.nodes.failure)}"
+                failure = None if self.instrument is None else self.instrument.nodes.failure
+                if failure is not None:
+                    self.why_not = f"looking at its backward raised {named_line(failure)}"
                 self._is_in_backward = False
                 self.enter(Phase.OPTIMIZER)
 

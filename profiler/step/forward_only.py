@@ -1,8 +1,6 @@
-"""Actions that a step may not take in forward: run backward, take gradients, step the optimizer. They are reported when
-they happen.
+"""Actions that a step may not take in forward: run backward, take gradients, step the optimizer. They are reported.
 
-Every way to run autograd from Python goes through one function of torch, even for a graph that saves nothing and that
-no hook sees.
+Every way to run autograd from Python goes through one function of torch, even if no hook sees the graph.
 """
 
 from __future__ import annotations
@@ -12,9 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from poochplan.errors import StepError
+from poochplan.runtime.attachment import around_optimizer_steps
 from poochplan.tensors.modes import around_calls
 from poochplan.tensors.signatures import tensor_leaves
 from poochplan.tensors.storages import stands_for_memory
@@ -44,21 +42,16 @@ def forward_only(model: torch.nn.Module) -> Iterator[None]:
 
         return refuse
 
-    def refuse_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        if not stepped.isdisjoint(model.parameters()):
-            raise StepError(STEPS_OPTIMIZER)
+    def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
+        raise StepError(STEPS_OPTIMIZER)
 
-    handle = register_optimizer_step_pre_hook(refuse_optimizer)
     try:
-        with intercept_autograd(refusing):
+        with around_optimizer_steps(model, refuse_optimizer, lambda _: None), intercept_autograd(refusing):
             yield
     except RuntimeError as error:
         if "support saved tensor hooks" in str(error):  # torch.func, before it gets so far
             raise StepError(TAKES_GRADIENTS) from error
         raise
-    finally:
-        handle.remove()
 
 
 def is_the_compilers(outputs: Any) -> bool:
@@ -125,8 +118,7 @@ def check_real(loss: torch.Tensor | None) -> None:
 
 
 def check_trains(model: torch.nn.Module, leaves: set[torch.Tensor]) -> None:
-    """Raises ``StepError`` if the step trains nothing of the model. Called after backward; ``leaves`` are those of the
-    loss.
+    """Raises ``StepError`` if the step trains nothing of the model. After backward; ``leaves`` are the loss's.
 
     Gradients alone do not show this, because hooks may have used them up. Nor do the leaves, which a checkpoint hides.
     """

@@ -24,12 +24,12 @@ class LayerTracker:
         self._layer_of_node: dict[int, str] = {}
         self._last_backward_layer = ""
         self.ran_again: dict[str, None] = {}
+        self.of_node: str | None = None
+        """Path of the module of the node that runs, of a graph that runs node by node."""
 
     @contextlib.contextmanager
     def on(self, model: torch.nn.Module) -> Iterator[LayerTracker]:
-        """Follows ``model`` for the length of a block. Modules inside compiled ones get no hooks, because these would
-        compile them again.
-        """
+        """Follows ``model`` in a block. Modules inside compiled ones get no hooks, which would compile them again."""
         compiled = compiled_modules(model)
         with contextlib.ExitStack() as stack:
             for name, module in model.named_modules():
@@ -40,6 +40,8 @@ class LayerTracker:
 
     def current(self) -> str:
         """Path of the innermost running module; in backward, of the module whose op is being differentiated."""
+        if self.of_node is not None:
+            return self.of_node
         node = backward_node()
         if node is None:
             layer = self._running[-1] if self._running else ""
@@ -54,9 +56,7 @@ class LayerTracker:
         return self._last_backward_layer
 
     def running_again(self, compiled: str | None = None) -> str:
-        """Path of the outermost module that runs within backward, which may be ``compiled``; if none does, that of the
-        module that is being differentiated.
-        """
+        """Path of the outermost module that runs within backward, or ``compiled``; else of the one differentiated."""
         if self._running:
             return self._running[0]
         return self.current() if compiled is None else compiled

@@ -1,6 +1,4 @@
-"""Leaves the user's model, optimizer and generators as they were before the profile. If that fails, an error says what
-differs.
-"""
+"""Leaves the user's model, optimizer and generators as they were before the profile, or an error says what differs."""
 
 from __future__ import annotations
 
@@ -171,9 +169,21 @@ def kept_contents(tensors: Iterable[NamedTensor]) -> list[Kept]:
 def _kept_tensor(name: str, tensor: torch.Tensor, storages: dict[int, Kept]) -> Kept:
     """The tensor without the bytes of its storages, which are added to ``storages`` by their keys."""
     if is_made_of_parts(tensor) and not hasattr(tensor, "__tensor_flatten__"):
-        put_back = partial(_copy_back, tensor, tensor.detach().to("cpu", copy=True))
+        whole = tensor.detach().to("cpu", copy=True)
+
+        def put_back() -> None:
+            if tensor.layout is torch.sparse_coo:
+                tensor.data = whole.to(tensor.device)  # copy_ gives it new parts, and its alias alone would have them
+            else:
+                tensor.data.copy_(whole)
+
     else:
-        put_back = partial(_lay_back, tensor, None if is_made_of_parts(tensor) else tensor.data)
+        alias = None if is_made_of_parts(tensor) else tensor.data
+
+        def put_back() -> None:
+            if alias is not None and _geometry(tensor) != _geometry(alias):
+                tensor.data = alias
+
         for part in parts_of(tensor):
             if not is_zero(part) and storage_key(part) not in storages:  # nothing can write a zero
                 storages[storage_key(part)] = _kept_storage(name, part.untyped_storage())
@@ -185,18 +195,6 @@ def _kept_storage(name: str, storage: torch.UntypedStorage) -> Kept:
     saved = _on_host(storage, copy=True)
     checksum = _crc(saved)
     return Kept(name, partial(_write, storage, saved), lambda: _crc(storage) == checksum)
-
-
-def _copy_back(tensor: torch.Tensor, whole: torch.Tensor) -> None:
-    if tensor.layout is torch.sparse_coo:
-        tensor.data = whole.to(tensor.device)  # copy_ gives it new parts, and its alias alone would have them
-    else:
-        tensor.data.copy_(whole)
-
-
-def _lay_back(tensor: torch.Tensor, alias: torch.Tensor | None) -> None:
-    if alias is not None and _geometry(tensor) != _geometry(alias):
-        tensor.data = alias
 
 
 def _write(storage: torch.UntypedStorage, saved: torch.UntypedStorage) -> None:
@@ -245,18 +243,8 @@ def kept_generators(model: torch.nn.Module | None = None) -> list[Kept]:
     """States of the global generators of torch (the CPU's, and every CUDA device's once CUDA is in use), NumPy and
     Python, and of each ``torch.Generator`` that is an attribute of one of ``model``'s modules.
 
-    Not covered: generators that only the step, a data set or a sampler holds, and ``numpy.random.Generator`` and
-    ``random.Random`` objects.
+    Not covered: generators that only the step or its data hold, ``numpy.random.Generator``, ``random.Random``.
     """
-    return [_kept_generator(*one) for one in _generators(model)]
-
-
-def _kept_generator(name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> Kept:
-    state = get()
-    return Kept(name, partial(put, state), lambda: _plain(get()) == _plain(state))
-
-
-def _generators(model: torch.nn.Module | None) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
     named = {"torch's generator of cpu": torch.default_generator}
     if torch.cuda.is_initialized():
         named |= {f"torch's generator of {g.device}": g for g in torch.cuda.default_generators}
@@ -264,10 +252,14 @@ def _generators(model: torch.nn.Module | None) -> Iterator[tuple[str, Callable[[
         for name, value in vars(module).items():
             if isinstance(value, torch.Generator):
                 named[f"generator {path}.{name}".replace(" .", " ")] = value
-    for name, generator in named.items():
-        yield name, generator.get_state, generator.set_state
-    yield "NumPy's generator", np.random.get_state, np.random.set_state
-    yield "Python's generator", random.getstate, random.setstate
+    found = [_kept_state(name, one.get_state, one.set_state) for name, one in named.items()]
+    numpy = _kept_state("NumPy's generator", np.random.get_state, np.random.set_state)
+    return [*found, numpy, _kept_state("Python's generator", random.getstate, random.setstate)]
+
+
+def _kept_state(name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> Kept:
+    state = get()
+    return Kept(name, partial(put, state), lambda: _plain(get()) == _plain(state))
 
 
 def _plain(state: Any) -> list[Any]:
@@ -306,7 +298,6 @@ class KeptOptimizer:
         return [(name, parameter) for parameter, name in self._names.items()]
 
     def parts(self) -> list[Kept]:
-        """The containers, each with its entries."""
         return [
             Kept(name, partial(_refill, container, content), partial(_same, container, content))
             for name, container, content in self._containers.values()
@@ -344,7 +335,6 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def _same(container: Any, content: Any) -> bool:
-    """Whether both hold the same objects in the same order."""
     found, kept = (
         list(x) if isinstance(x, list) else [part for item in x.items() for part in item] for x in (container, content)
     )

@@ -21,9 +21,8 @@ from poochplan.formats.profile import Profile
 from poochplan.formats.profile_parts import PointKind
 from poochplan.formats.queries import saved_values
 from poochplan.planner.simulator.problem import build_problem
-from poochplan.runtime.attachment import AroundCall
 from poochplan.runtime.compiled.deferred_unpack import deferring
-from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.engine.engine import AroundCall, Engine
 from poochplan.tensors.modes import around_compiled, uncompiled_hooks
 
 from .verify_replays import Verify
@@ -42,8 +41,7 @@ def verification(profile: Profile, *, is_tight: bool = False) -> Generator[Instr
 
     If a replay in a step gives other bits, the earliest such value is marked and another step is run, because later
     values may differ only because their replays start from it. Memory is about that of the in-core step, as in the
-    capture. For mode ``swap-all``, or if it ``is_tight``, two steps each try a part of the values, and memory is about
-    that of swapping.
+    capture. For mode ``swap-all``, or if it ``is_tight``, two steps each try a part of the values, as when swapping.
 
     A step that diverges from its own profile is tried again, because steps may alternate. If no step follows it, values
     that no step has verified are not recomputed. Notes say where steps diverge, and why values were marked.
@@ -188,6 +186,12 @@ def instructions_for(profile: Profile, decisions: list[Decision]) -> Instruction
     )
 
 
+def keeping(profile: Profile) -> Instructions:
+    """Those that keep every value."""
+    instructions = instructions_for(profile, [Decision.KEEP] * len(saved_values(profile)))
+    return msgspec.structs.replace(instructions, record_from_start=False)
+
+
 @contextlib.contextmanager
 def under(
     engine: Engine,
@@ -199,18 +203,8 @@ def under(
     """The block is one step of the engine. ``pack`` and ``unpack`` are the engine's, or call them. ``around_call``
     returns the callable that replaces a compiled callable.
     """
-
-    def quietly(path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        run = around_call(path, call)
-
-        def quiet(*args: Any, **kwargs: Any) -> Any:
-            with engine.quiet():
-                return run(*args, **kwargs)
-
-        return quiet
-
     hooks = deferring(pack, unpack, engine.may_wait, model, engine.device.kind)
-    with around_compiled(model, quietly), uncompiled_hooks(*hooks):
+    with around_compiled(model, engine.unrecorded(around_call)), uncompiled_hooks(*hooks):
         engine.begin()
         try:
             yield

@@ -1,24 +1,31 @@
-"""Verify: a step policy that tries each replay alone and compares it bitwise with a copy of the saved value."""
+"""Verify: a step policy that tries each replay alone and compares it bitwise with a copy of the saved value.
+
+HostStore: storages in a separate host tier, as copies for the comparison. An operator may write a parameter, a buffer
+or an input without declaring it (running statistics, a counter), and would do so again with each replay; neither
+autograd nor the dispatcher shows it. So the bytes are kept, compared and, if they differ, restored (Untouched).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
 from poochplan.errors import PoochError
 from poochplan.formats.plan import Decision, Instructions
+from poochplan.formats.profile_parts import host_aligned
+from poochplan.runtime.devices.device import Device
+from poochplan.runtime.devices.opening import open_device
+from poochplan.runtime.devices.transfers import Copy, copy_in, copy_out
 from poochplan.runtime.engine.mechanism import Mechanism
 from poochplan.runtime.engine.saved_value import SavedValue
-from poochplan.runtime.replays.recorded import RecordedOp, StorageRecord
-from poochplan.runtime.replays.replay import WRITTEN_SINCE, Leaves, NotReplayable, run_ops
+from poochplan.runtime.replays.replay import WRITTEN_SINCE, Leaves, NotReplayable, RecordedOp, StorageRecord, run_ops
 from poochplan.runtime.step_policies.follow import Course, Follow
-from poochplan.runtime.step_policies.step_policy import Actions, Diverged, StepPolicy, SwapEach
-from poochplan.tensors.storages import memory_of
+from poochplan.runtime.step_policies.step_policy import Actions, SwapEach, no_room
+from poochplan.tensors.storages import Geometry, bytes_of, memory_of
 from poochplan.tensors.storages import parts_of as tensor_parts
 from poochplan.torch_private.tensor_internals import without_modes
-
-from .host_store import HostStore, Untouched, bytes_of
 
 PIECE_BYTES = 65536
 Copied = Callable[[int, int], torch.UntypedStorage]
@@ -26,8 +33,7 @@ Copied = Callable[[int, int], torch.UntypedStorage]
 
 
 class Verify(Follow):
-    """Follows instructions that recompute values. It keeps a copy of each, which is compared when its replay has
-    brought the value back.
+    """Follows instructions that recompute values. It keeps a copy of each, which is compared with its replay.
 
     No replay changes the step: its changes are undone, and if it raises the value's copy takes its place.
     :meth:`rebuild` must be the engine's.
@@ -43,9 +49,7 @@ class Verify(Follow):
         """Save points of values whose replay gave other bits."""
         self.verified: set[int] = set()
         """Save points of values whose replay gave the same bits."""
-        self.divergence = ""
-        """Where and how the step diverged from its own profile; empty while it has not."""
-        self._model = model
+        self._named = model
         self._store = store
         self._changed: list[StorageRecord] = []
         """Earlier memory that the running replay has changed."""
@@ -64,15 +68,14 @@ class Verify(Follow):
         self.refused[value.index] = self._why(reason)
         return super().not_replayable(value, reason)
 
-    def diverged(self, reason: Diverged) -> tuple[StepPolicy, Actions]:
-        self.divergence = reason.reason
-        return super().diverged(reason)
-
     def _copied(self, storage: torch.UntypedStorage) -> Copied:
         """A function that returns the present contents."""
         if self._store is None:
             copy = storage.clone()
-            return lambda start, size: copy if size == copy.nbytes() else _part(copy, start, size)
+            whole = bytes_of(copy)
+            return lambda start, size: (
+                copy if size == copy.nbytes() else whole[start : start + size].clone().untyped_storage()
+            )
         store, offset = self._store, self._store.put(storage)
         return lambda start, size: store.get(offset + start, size)
 
@@ -145,19 +148,14 @@ class Verify(Follow):
     def _name(self, record: StorageRecord) -> str:
         """The model's name for a storage, for the reader of a reason."""
         storage = record.storage()
-        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+        for name, tensor in (*self._named.named_parameters(), *self._named.named_buffers()):
             if any(memory_of(part) is storage for part in tensor_parts(tensor)):
                 return name
         return "an input of the step" if record.birth is None else "an activation"
 
 
-def _part(storage: torch.UntypedStorage, start: int, size_bytes: int) -> torch.UntypedStorage:
-    return bytes_of(storage)[start : start + size_bytes].clone().untyped_storage()
-
-
 def _waiting_for(value: SavedValue) -> list[SavedValue]:
-    """The saved values from which it is replayed that wait for a replay too, each after those that it needs; itself
-    last.
+    """The values from which it is replayed that wait for a replay too, each after those that it needs; itself last.
 
     It does not recurse: in a residual stream there are as many as the network has layers.
     """
@@ -173,3 +171,89 @@ def _waiting_for(value: SavedValue) -> list[SavedValue]:
         pending.append((one, True))
         pending += [(source, False) for source in one.recipe.values if isinstance(source, SavedValue)]
     return list(order)
+
+
+# -- copies ----------------------------------------------------------------------------------------------------------
+
+
+class HostStore:
+    """Contents of storages in a separate host tier, one after another."""
+
+    def __init__(self, where: torch.device, spill_dir: str | Path | None) -> None:
+        self.device: Device = open_device(where, spill_dir)
+        self._end_bytes = 0
+
+    def put(self, storage: torch.UntypedStorage) -> int:
+        """Copies the storage there, waits, and returns its offset. Raises ``SpillError`` if it cannot be written."""
+        offset = self._end_bytes
+        self._end_bytes += host_aligned(storage.nbytes())
+        _end(copy_out(self.device, storage, offset), "written")
+        return offset
+
+    def get(self, offset: int, size_bytes: int) -> torch.UntypedStorage:
+        """A new storage of ``size_bytes`` with the contents stored at ``offset``; raises ``SpillError``."""
+        storage = self.device.allocate(size_bytes)
+        _end(copy_in(self.device, storage, offset), "read back")
+        return storage
+
+    def close(self) -> None:
+        self.device.close()
+
+
+def _end(copy: Copy, what: str) -> None:
+    copy.wait()
+    if copy.error is not None:
+        raise no_room(copy.error, what) from copy.error
+
+
+class Untouched:
+    """Copies of those bytes of storages from before the step that the ops of one replay read.
+
+    They live as long as that replay and hold only the bytes that its ops see. So they amount to the weights of a layer
+    or two, even if many tensors share one storage (weights mapped from a file).
+    """
+
+    def __init__(self, ops: list[RecordedOp], there: Leaves) -> None:
+        self._kept = [(record, part, part.clone()) for record, part in _parts(ops, there)]
+
+    def restore(self) -> list[StorageRecord]:
+        """Restores the storages that have changed, and returns them."""
+        changed = [(record, part, copy) for record, part, copy in self._kept if not torch.equal(part, copy)]
+        for _, part, copy in changed:
+            part.copy_(copy)
+        return [record for record, _, _ in changed]
+
+
+def _parts(ops: list[RecordedOp], there: Leaves) -> Iterator[tuple[StorageRecord, torch.Tensor]]:
+    """The bytes that the ops see of each earlier storage, in pieces that do not overlap."""
+    storages: dict[StorageRecord, torch.UntypedStorage] = {}
+    extents: dict[StorageRecord, set[tuple[int, int]]] = {}
+    for op in ops:
+        for view in op.reads:
+            # A part of a storage that the step has not made (or has made where recording could not see it).
+            was_there = view.record.birth is None and (view.record, view.generation) in there
+            if was_there and view.record not in op.writes:
+                storages[view.record] = there[view.record, view.generation]
+                extents.setdefault(view.record, set()).add(_extent(view.geometry))
+    for record, pieces in extents.items():
+        whole = bytes_of(storages[record])
+        yield from ((record, whole[begin:end]) for begin, end in _merged(sorted(pieces)))
+
+
+def _merged(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same bytes, each once."""
+    merged: list[tuple[int, int]] = []
+    for begin, end in pieces:
+        if merged and begin < merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _extent(geometry: Geometry) -> tuple[int, int]:
+    """First byte on the storage, and the byte after the last."""
+    count = 0
+    if 0 not in geometry.shape:
+        count = 1 + sum((size - 1) * stride for size, stride in zip(geometry.shape, geometry.stride, strict=True))
+    return geometry.offset * geometry.dtype.itemsize, (geometry.offset + count) * geometry.dtype.itemsize

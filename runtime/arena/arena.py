@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,12 +15,14 @@ from poochplan.errors import AllocatorError
 from poochplan.formats.plan import OUTSIDE
 from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, LEAST_PLACED_BYTES
 
+from ..run_report import ArenaReport, Unserved
 from .library import library
 
 Ints = npt.NDArray[np.int64]
 
 _FATES = "served", "outside", "unplanned", "taken", "unmet"
 _MOST_MISSES = 64
+MOST_UNSERVED = 8
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Places:
     """Per block: the point of the clock after which it is allocated; never decreasing."""
 
 
-class Tally(NamedTuple):
+class BlockCount(NamedTuple):
     """Number of blocks, and their requested bytes."""
 
     blocks: int
@@ -48,14 +50,14 @@ class Tally(NamedTuple):
 class Fates(NamedTuple):
     """The outcomes for the blocks of at least the arena's smallest size."""
 
-    served: Tally
-    outside: Tally
+    served: BlockCount
+    outside: BlockCount
     """Served by the ordinary allocator, as planned."""
-    unplanned: Tally
+    unplanned: BlockCount
     """Served by the ordinary allocator, because no block of this size was expected here."""
-    taken: Tally
+    taken: BlockCount
     """Served by the ordinary allocator, because bytes of their place were in use."""
-    unmet: Tally
+    unmet: BlockCount
     """Expected, but not requested."""
 
 
@@ -133,7 +135,6 @@ class Arena:
         self._library.arena_join(self._handle)
 
     def leave(self) -> None:
-        """Stops serving this thread."""
         self._library.arena_leave(self._handle)
 
     def at(self, point: int) -> None:
@@ -158,11 +159,25 @@ class Arena:
         self._drop()
 
     def counts(self) -> ArenaCounts:
-        """The outcomes for the blocks so far."""
         numbers = np.zeros(4 * len(_FATES), np.int64)
         self._library.arena_counts(self._handle, numbers.ctypes.data)
-        step, total = (Fates(*(Tally(*row) for row in half)) for half in numbers.reshape(2, -1, 2).tolist())
+        step, total = (Fates(*(BlockCount(*row) for row in half)) for half in numbers.reshape(2, -1, 2).tolist())
         return ArenaCounts(step, total)
+
+    def report(self, size_bytes: int, layer_at: Callable[[int], str]) -> ArenaReport:
+        """Of the last step that it served; ``layer_at`` names the layer at a point of its clock."""
+        step = self.counts().step
+        first = self.misses()[:MOST_UNSERVED]
+        return ArenaReport(
+            size_bytes=size_bytes,
+            served=step.served.blocks,
+            served_bytes=step.served.size_bytes,
+            unplanned=step.unplanned.blocks,
+            unplanned_bytes=step.unplanned.size_bytes,
+            taken=step.taken.blocks,
+            taken_bytes=step.taken.size_bytes,
+            unserved=[Unserved(size_bytes=one.size_bytes, layer=layer_at(one.point), why=one.fate) for one in first],
+        )
 
     def misses(self) -> list[Miss]:
         """The first 64 blocks of the step that were not served as planned, in order."""
@@ -172,7 +187,6 @@ class Arena:
 
     @property
     def live_blocks(self) -> int:
-        """Number of blocks in it now."""
         return self._library.arena_live_blocks(self._handle)
 
     @property

@@ -40,10 +40,7 @@ _SIGNATURES: Signatures = {
     "set_aside": (None, (_INT,)),
     "want_huge_pages": (None, (_INT,)),
     "count_begin": (_INT, (_HANDLE, _INT64)),
-    "count_live": (_INT64, (_HANDLE,)),
-    "count_most": (_INT64, (_HANDLE,)),
-    "count_outside": (_INT64, (_HANDLE,)),
-    "count_outside_most": (_INT64, (_HANDLE,)),
+    "count_of": (_INT64, (_HANDLE, _INT)),
     "count_reset_most": (None, (_HANDLE,)),
     "count_end": (None, (_HANDLE,)),
     "record_begin": (_INT, (_HANDLE,)),
@@ -110,8 +107,7 @@ def library() -> Library:
 
     Earlier tensors keep their allocator, also when they are resized. After a failure no later call tries again.
 
-    Raises ``AllocatorError`` if it cannot be built or loaded, or if another allocator is in front of it; one line says
-    what to do.
+    Raises ``AllocatorError``, which says what to do, if it cannot be built or loaded, or another is in front of it.
     """
     global _library, _failure
     with _lock:
@@ -151,9 +147,7 @@ def _installed(file: Path) -> Library:
 
 
 class AllocatorBuild(NativeBuild):
-    """Builds with torch's settings. libc10 is found by its name, because torch has loaded it. So the library works in
-    every environment with this torch.
-    """
+    """Builds with torch's settings. libc10 is found by name, as torch has loaded it: any environment may share it."""
 
     def __init__(self) -> None:
         abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
@@ -266,7 +260,6 @@ class AllocationLog:
         return self
 
     def mark(self, value: int) -> None:
-        """Adds a mark to the log: an op's number, or a point's."""
         self._library.record_mark(self._handle, value)
 
     def __exit__(

@@ -1,8 +1,6 @@
-"""PassArena: allocates the blocks of a model's inference forwards (*passes*, without gradients) from one arena, by the
-layout of an earlier pass.
+"""PassArena: allocates the blocks of inference forwards (*passes*) from one arena, by the layout of an earlier pass.
 
-Passes are distinguished by the inputs of the model. Hooks report when calls of the model and of its parts begin and
-end.
+Passes are distinguished by the inputs of the model. Hooks report the calls of the model and of its parts.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -24,9 +22,15 @@ from poochplan.errors import UsageError
 from poochplan.formats.files import html_table, text_table
 from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
 from poochplan.runtime.arena.arena import Fates
-from poochplan.runtime.arena.known_steps import misses
 from poochplan.runtime.arena.library import Table, ThreadScope
-from poochplan.runtime.arena.recorded_layout import Pack, RecordedLayout, ServedRuns, recorded_blocks, recorded_layout
+from poochplan.runtime.arena.recorded_layout import (
+    PackBlocks,
+    RecordedLayout,
+    ServedRuns,
+    recorded_blocks,
+    recorded_layout,
+)
+from poochplan.runtime.arena.serving import MOST_BLOCKS, misses
 from poochplan.tensors.modes import Begins, Ends, around_calls, compiled_modules, inside, left_out_of_copies
 from poochplan.tensors.signatures import input_signature
 from poochplan.torch_private.compiler_internals import is_tracing
@@ -34,26 +38,21 @@ from poochplan.torch_private.tensor_internals import in_backward
 from poochplan.units import format_bytes
 
 from ..attachment import is_in_session
-from ..run_report import ArenaReport, arena_report
+from ..run_report import ArenaReport
 
 _here = threading.local()
 """``arena``: the arena whose pass runs on this thread."""
-MOST_BLOCKS = 20_000
-"""Passes with more blocks have no layout."""
 MOST_LAYOUTS = 8
-"""Number of layouts, for inputs that differ in shapes, types or switches. The one unused for longest is
-dropped."""
+"""Number of layouts, for inputs that differ in shapes, types or switches. The one unused for longest is dropped."""
 MOST_SEEN = 256
 """Kinds of inputs that are remembered without a layout."""
 ORDINARY = 1
-"""Number of passes of a kind before one is logged. The first one makes objects that stay, such as a kernel's own
-weights."""
+"""Passes of a kind before one is logged. The first one makes objects that stay, such as a kernel's own weights."""
 _AT_ONCE = 3
-"""A kind of pass is laid out at most this many times in a row. After that, only passes whose number is a power of two
-are."""
+"""A kind of pass is laid out so many times in a row. After that, only passes whose number is a power of two are."""
 
 
-Call = tuple[str, int]
+PartCall = tuple[str, int]
 """A part of the model by its path, and how often it has been called in the pass."""
 
 
@@ -64,14 +63,12 @@ def _scope() -> ThreadScope:
 
 
 class PassArena:
-    """A context manager, which is open from the start. States: *open*; *idle*, if no pass can use the arena and
-    ``reason`` says why; *closed*.
+    """A context manager, open from the start. States: *open*; *idle*, if there is a ``reason``; *closed*.
 
     A pass begins at the outermost call of the model on a thread, without gradients. It ends when that call returns or
     raises. One pass at a time uses the arena. Concurrent passes of other threads, passes inside a session, and code
     between passes use the ordinary allocator. Of each kind of pass (inputs, switches) the first is ordinary, the second
-    is logged and laid out, and later ones are served from the arena. They are logged too until one is served exactly as
-    laid out.
+    is logged and laid out, and later ones are served from the arena. They are logged too until one fits exactly.
 
     Bytes in use are never handed out: results that are kept stay unchanged by later passes.
 
@@ -82,7 +79,7 @@ class PassArena:
     reason: why no pass is served; empty if passes are served.
     """
 
-    def __init__(self, model: torch.nn.Module, pack: Pack, reason: str = "") -> None:
+    def __init__(self, model: torch.nn.Module, pack: PackBlocks, reason: str = "") -> None:
         self._model, self._pack, self._reason = model, pack, reason
         self._kinds = KnownPasses()
         self._runs: ServedRuns | None = None
@@ -108,23 +105,21 @@ class PassArena:
         self.close()
 
     def close(self) -> None:
-        """From here on passes are ordinary, and the hooks are removed. Blocks in the arena stay; its memory is freed
-        with the last tensor in it. Closing twice is no error.
-        """
+        """From here on passes are ordinary. The arena's memory is freed with the last tensor in it. Idempotent."""
         self._is_closed = True
         self._stack.close()
         if self._runs is not None:
-            self._runs.laid.close()
+            self._runs.close_arena()
 
     def report(self) -> PassReport:
         """A report on the last pass that was served, with the figures to compare it with."""
-        arena, layout = self._runs.laid.arena if self._runs is not None else None, self._laid_out
+        arena, layout = self._runs.arena if self._runs is not None else None, self._laid_out
         told = PassReport(
             passes=self._passes, served_passes=self._served, layouts=len(self._kinds), reason=self._reason
         )
         if arena is None or layout is None:
             return told
-        served = msgspec.structs.asdict(arena_report(arena, arena.size_bytes, layout.layer))
+        served = msgspec.structs.asdict(arena.report(arena.size_bytes, layout.layer))
         return msgspec.structs.replace(
             told,
             layout_bytes=layout.blocks.arena_bytes,
@@ -148,7 +143,9 @@ class PassArena:
         if is_in_session(self._model) or not self._is_free.acquire(blocking=False):
             return
         _here.arena = self
-        self._pass = _Pass(sys._getframe(2), (input_signature(args, kwargs), _switches(self._model)))
+        autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+        switches = self._model.training, torch.is_inference_mode_enabled(), autocast  # they decide which kernels run
+        self._pass = _Pass(sys._getframe(2), (input_signature(args, kwargs), switches))
         self._serve(self._pass)
 
     def _call_ends(self, result: Any) -> None:
@@ -204,9 +201,7 @@ class PassArena:
     def _learn(
         self, runs: ServedRuns, running: _Pass, known: KnownPass, fates: Fates | None, events: Table | None
     ) -> None:
-        """Makes a layout. Blocks that are alive when the pass ends lie outside: its results, and blocks that other code
-        keeps.
-        """
+        """Makes a layout. Blocks that outlive the pass lie outside: its results, and blocks that other code keeps."""
         if fates is not None:
             known.is_settled = not misses(fates)
         if events is None or known.is_settled:
@@ -217,25 +212,26 @@ class PassArena:
             return
         known.layout = PassLayout(recorded_layout(blocks, LEAST_PLACED_BYTES, self._pack), dict(running.points))
         self._kinds.is_laid_out(running.kind)
-        arena = runs.laid.arena
+        arena = runs.arena
         if arena is not None and arena.live_blocks:
-            runs.laid.leave()  # other code keeps blocks in it, so their bytes cannot be places any more
+            runs.leave()  # other code keeps blocks in it, so their bytes cannot be places any more
 
 
+@dataclass(eq=False)
 class _Pass:
     """The state of the running pass. Without a frame there is no pass."""
 
-    def __init__(self, frame: FrameType | None = None, kind: Hashable = None) -> None:
-        self.frame, self.kind = frame, kind
-        self.depth = 0
-        """Depth of nested calls of the model."""
-        self.calls: Counter[str] = Counter()
-        """Number of calls of its parts so far."""
-        self.points: dict[Call, int] = {}
-        """The points that are marked in the log."""
-        self.known: KnownPass | None = None
-        self.served: PassLayout | None = None
-        self.is_logged = False
+    frame: FrameType | None = None
+    kind: Hashable = None
+    depth: int = 0
+    """Depth of nested calls of the model."""
+    calls: Counter[str] = field(default_factory=Counter)
+    """Number of calls of its parts so far."""
+    points: dict[PartCall, int] = field(default_factory=dict)
+    """The points that are marked in the log."""
+    known: KnownPass | None = None
+    served: PassLayout | None = None
+    is_logged: bool = False
 
     def is_running(self) -> bool:
         """Whether the call that began it is among the callers of this code, on its thread."""
@@ -246,18 +242,12 @@ class _Pass:
         return False
 
 
-def _switches(model: torch.nn.Module) -> tuple[object, ...]:
-    """Other settings that decide which kernels run."""
-    is_autocast = torch.is_autocast_enabled("cpu")
-    return model.training, torch.is_inference_mode_enabled(), is_autocast and torch.get_autocast_dtype("cpu")
-
-
 @dataclass(frozen=True)
 class PassLayout:
     """The places of the blocks of a pass, and its clock."""
 
     blocks: RecordedLayout
-    points: Mapping[Call, int]
+    points: Mapping[PartCall, int]
     """The clock at each call of a part, from 1 on, in order."""
 
     def layer(self, point: int) -> str:
@@ -267,9 +257,7 @@ class PassLayout:
 
 @dataclass
 class KnownPass:
-    """The knowledge about one kind of pass. States: *new*, without a layout; *laid out*; *settled*, if its last served
-    pass matched the layout.
-    """
+    """One kind of pass. States: *new*, without a layout; *laid out*; *settled*, if its last pass matched the layout."""
 
     passes: int = 0
     """Number of such passes that have begun."""
@@ -294,7 +282,6 @@ class KnownPasses:
         self._seen: OrderedDict[Hashable, KnownPass] = OrderedDict()
 
     def of(self, kind: Hashable) -> KnownPass:
-        """The knowledge about the pass that begins."""
         if kind in self._laid:
             self._laid.move_to_end(kind)
             return self._laid[kind]
@@ -313,11 +300,9 @@ class KnownPasses:
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes of the largest layout."""
         return max((one.layout.blocks.arena_bytes for one in self._laid.values() if one.layout is not None), default=0)
 
     def __len__(self) -> int:
-        """Number of layouts."""
         return len(self._laid)
 
 
@@ -371,13 +356,7 @@ class PassReport(ArenaReport, frozen=True, kw_only=True):
 
 
 def around_passes(model: torch.nn.Module, begins: Begins, ends: Ends) -> AbstractContextManager[None]:
-    """See :func:`~poochplan.tensors.modes.around_calls`.
-
-    Raises
-    ------
-    UsageError
-        The model is of a kind whose kernels change when hooks are present.
-    """
+    """Like ``modes.around_calls``. Raises ``UsageError`` for a model whose kernels change if it has hooks."""
     if isinstance(model, torch.nn.TransformerEncoderLayer):
         raise UsageError(
             "model: expected one whose ops are the same with hooks, found torch.nn.TransformerEncoderLayer, "

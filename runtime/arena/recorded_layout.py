@@ -1,8 +1,4 @@
-"""ServedRuns: runs one after another, allocated from an arena if it has places for them, and logged if requested.
-LaidArena: one arena for steps of several kinds, whose layouts it takes in turn.
-
-The log of a run becomes a layout.
-"""
+"""ServedRuns: runs allocated from an arena with places for them, or logged. The log of a run becomes a layout."""
 
 from __future__ import annotations
 
@@ -31,44 +27,61 @@ RUN_END = -1
 
 
 class ServedRuns:
-    """State: the arena; the current or last run, and its log until :meth:`events` takes it.
+    """State: one arena for runs of several kinds, once there was a layout, and the layout that it has now; the current
+    or last run, and its log until :meth:`events` takes it.
 
     A run takes about the same blocks each time: a training step, or a pass of a model. The caller has its clock.
     ``scope`` contains the threads whose blocks are logged; None if nothing is logged.
+
+    The arena's address space is as large as its largest layout so far. It takes the machine's memory only where runs
+    have touched it, and no more than the budget of the followed plan leaves.
     """
 
     def __init__(self, scope: ThreadScope | None) -> None:
-        self.laid = LaidArena()
+        self.arena: Arena | None = None
+        """None also if there is no address space for it."""
+        self._layout: RecordedLayout | None = None
+        self._held_bytes = 0
+        self._rests = False
+        """Whether the machine got its memory back since the last run."""
         self._scope = scope
         self._log: AllocationLog | None = None
         self._goes_on = False
         self.is_served = False
         """Whether the blocks of the run that began last have places."""
 
+    # -- a run ----------------------------------------------------------------------------------------------------
+
     def begin(
-        self, layout: RecordedLayout | None, *, largest_bytes: int = 0, room_bytes: int = 0, log: bool, point: int = 0
+        self, layout: RecordedLayout | None, *, largest_bytes: int, room_bytes: int, log: bool, point: int = 0
     ) -> bool:
         """A run begins on this thread, by that layout or by none. Returns whether it is served.
 
-        ``largest_bytes`` and ``room_bytes`` are those of :meth:`LaidArena.lay`. With ``log`` the run is logged, unless
-        another run is being logged: the next run is then as good an example.
+        Parameters
+        ----------
+        largest_bytes: of the arenas of all layouts that will come again.
+        room_bytes: most bytes that the arena may take in a run of this layout.
+        log: whether to log the run, unless another run is being logged: the next run is then as good an example.
         """
-        self.is_served = self.laid.lay(layout, largest_bytes, room_bytes) and self.laid.begin(point)
+        self.is_served = self._lay(layout, largest_bytes, room_bytes)
+        if self.is_served and self.arena is not None:
+            try:
+                self.arena.begin(point)
+            except RuntimeError:  # another thread has closed it meanwhile
+                self.is_served = False
         self._goes_on = True
-        if log:
-            self._write_down(point)
+        if log and self._scope is not None:
+            self._write_down(self._scope, point)
         return self.is_served
 
-    def _write_down(self, point: int) -> None:
-        if self._scope is None:
-            return
+    def _write_down(self, scope: ThreadScope, point: int) -> None:
         with _lock:
-            known = _writers.get(self._scope.handle)
+            known = _writers.get(scope.handle)
             other = known() if known is not None else None
             if other is not None and other is not self and other._log is not None:
                 return
-            _writers[self._scope.handle] = weakref.ref(self)
-            log = AllocationLog(self._scope)
+            _writers[scope.handle] = weakref.ref(self)
+            log = AllocationLog(scope)
             try:
                 self._log = log.__enter__()
             except AllocatorError:  # too many scopes are counted or logged already
@@ -78,18 +91,12 @@ class ServedRuns:
 
     @property
     def is_logged(self) -> bool:
-        """Whether the run that began last is logged."""
         return self._log is not None
-
-    def at(self, point: int) -> None:
-        """The clock of the current run is at ``point``."""
-        self.serves_at(point)
-        self.marks(point)
 
     def serves_at(self, point: int) -> None:
         """The clock is at ``point`` of the layout that serves the run."""
-        if self.is_served and self.laid.arena is not None:
-            self.laid.arena.at(point)
+        if self.is_served and self.arena is not None:
+            self.arena.at(point)
 
     def marks(self, point: int) -> None:
         """The clock is at ``point`` of the layout that the run's log becomes."""
@@ -102,16 +109,15 @@ class ServedRuns:
         """
         if self._goes_on:
             self._goes_on = False
-            if self._log is not None:
-                self._log.mark(RUN_END)
-            if self.is_served and self.laid.arena is not None:
-                self.laid.arena.end()
+            self.marks(RUN_END)
+            if self.is_served and self.arena is not None:
+                self.arena.end()
         return self.fates
 
     @property
     def fates(self) -> Fates | None:
         """The fates of the blocks of the run that began last; None if they had no places."""
-        return self.laid.arena.counts().step if self.is_served and self.laid.arena is not None else None
+        return self.arena.counts().step if self.is_served and self.arena is not None else None
 
     def events(self) -> Table | None:
         """The log of the run that began last, which ends here; None if it was not logged."""
@@ -121,52 +127,15 @@ class ServedRuns:
         log.__exit__(None, None, None)
         return log.events
 
-    def stands_aside(self) -> None:
-        """The code that runs next has no places. The machine gets the arena's memory back for it, except for live
-        blocks.
-        """
-        self.is_served = self.laid.lay(None, 0, 0)
-
-    def close(self) -> None:
-        """Nothing is served any more; blocks in the arena stay. Idempotent."""
-        self.end()
-        self.events()
-        self.laid.close()
-
-
-class LaidArena:
-    """State: the arena, once there was a layout, and the layout that it has now.
-
-    Its address space is as large as its largest layout so far. It takes the machine's memory only where steps have
-    touched it, and no more than the budget of the followed plan leaves.
-    """
-
-    def __init__(self) -> None:
-        self.arena: Arena | None = None
-        """None also if there is no address space for it."""
-        self._layout: RecordedLayout | None = None
-        self._held_bytes = 0
-        self._rests = False
-        """Whether the machine got its memory back since the last step."""
+    # -- the arena ------------------------------------------------------------------------------------------------
 
     @property
     def held_bytes(self) -> int:
-        """The most memory of the machine that it holds while steps of the present layout are served; 0 without a
-        layout, and while it rests.
-        """
+        """Most memory that the arena holds while runs of the present layout are served; 0 without one, and at rest."""
         return self._held_bytes if self._layout is not None and not self._rests else 0
 
-    def lay(self, layout: RecordedLayout | None, largest_bytes: int, room_bytes: int) -> bool:
-        """Gives the arena the places of ``layout`` for the next steps. None means no layout, and the arena's memory is
-        freed.
-
-        Parameters
-        ----------
-        largest_bytes: of the arenas of all layouts that will come again.
-        room_bytes: most bytes that the arena may take in a step of this layout.
-
-        Returns whether a step can be served now.
-        """
+    def _lay(self, layout: RecordedLayout | None, largest_bytes: int, room_bytes: int) -> bool:
+        """Gives the arena these places; None: its memory is freed. Returns whether a run can be served now."""
         self._rests = False
         if layout is self._layout:
             return layout is not None
@@ -182,7 +151,7 @@ class LaidArena:
         try:
             if self.arena is None:
                 self.arena = Arena(layout.places, max(largest_bytes, layout.arena_bytes), layout.least_bytes)
-                give_back_freed()  # the freed memory of earlier steps is not used again
+                give_back_freed()  # the freed memory of earlier runs is not used again
             else:
                 self.arena.lay_out(layout.places, layout.least_bytes, min(kept_bytes, self.arena.size_bytes))
         except AllocatorError:  # no address space: the ordinary allocator requests less at a time
@@ -191,53 +160,48 @@ class LaidArena:
         self._held_bytes = max(layout.arena_bytes, min(self._held_bytes, kept_bytes))
         return True
 
-    def begin(self, point: int) -> bool:
-        """A run begins that is served by its places, with the clock at ``point``. False if the arena was closed."""
-        assert self.arena is not None
-        try:
-            self.arena.begin(point)
-        except RuntimeError:  # by another thread, meanwhile
-            return False
-        return True
+    def stands_aside(self) -> None:
+        """The code that runs next has no places. The machine gets the arena's memory back, except for live blocks."""
+        self.is_served = self._lay(None, 0, 0)
 
     def rests(self) -> None:
-        """The machine gets the memory back until the next step, except for live blocks; the layout stays."""
+        """The machine gets the memory back until the next run, except for live blocks; the layout stays."""
         if self.arena is not None and self._layout is not None and not self._rests:
             self.arena.lay_out(self._layout.places, self._layout.least_bytes, kept_bytes=0)
             self._rests = True
 
     def leave(self) -> None:
-        """The blocks in the arena stay, and another arena is made for the next steps."""
-        self.close()
+        """The blocks in the arena stay, and another arena is made for the next runs."""
+        self.close_arena()
         self.arena = self._layout = None
         self._held_bytes, self._rests = 0, False
 
-    def close(self) -> None:
+    def close_arena(self) -> None:
         """Nothing is served any more; the memory is freed with the last tensor in it. Its counts can still be read."""
         self._rests = True  # there is nothing to give back any more
         if self.arena is not None:
             self.arena.close()
 
+    def close(self) -> None:
+        """The last run is over, and nothing is served any more. Idempotent."""
+        self.end()
+        self.events()
+        self.close_arena()
 
-class Pack(Protocol):
+
+class PackBlocks(Protocol):
     """A function that finds places; the runtime itself cannot pack."""
 
     def __call__(self, blocks: Sequence[tuple[int, int, int]], room_bytes: int) -> tuple[Sequence[int], int]:
-        """Offsets of blocks (time of taking, of giving back, bytes) in one arena, and the arena's bytes: no more than
-        ``room_bytes``, if possible.
-        """
+        """Offsets of blocks (born, died, bytes) in one arena, and its bytes: at most ``room_bytes``, if possible."""
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedLayout:
-    """The places of the blocks of a run."""
-
     places: Places
     arena_bytes: int
     least_bytes: int
     """Smaller blocks have no place."""
-    outside_bytes: int
-    """Bytes of the blocks that outlive the run, as requested."""
     separate_bytes: int
     """Sum of the blocks in the arena, as if each had a separate place."""
     live_bytes: int
@@ -245,8 +209,7 @@ class RecordedLayout:
 
 
 def recorded_blocks(events: Table, least_bytes: int) -> Table:
-    """The blocks of at least that size that a run took, of type :data:`LIFETIME`; ``death`` is -1 for a block that
-    outlives it.
+    """The blocks of at least that size that a run took, of type :data:`LIFETIME`; ``death`` is -1 if one outlives it.
 
     The log goes from the start of a run, or its first point, to that of the next run. The marks are the numbers of the
     points. After the run comes :data:`RUN_END`: a block that dies between the runs dies when the log ends, because by
@@ -261,7 +224,7 @@ def recorded_blocks(events: Table, least_bytes: int) -> Table:
     return found
 
 
-def recorded_layout(blocks: Table, least_bytes: int, pack: Pack, room_bytes: int = 0) -> RecordedLayout:
+def recorded_layout(blocks: Table, least_bytes: int, pack: PackBlocks, room_bytes: int = 0) -> RecordedLayout:
     """The layout of :func:`recorded_blocks`. Blocks that outlive the run lie outside."""
     dies = blocks["death"] >= 0
     died = blocks[dies]
@@ -274,7 +237,6 @@ def recorded_layout(blocks: Table, least_bytes: int, pack: Pack, room_bytes: int
         places=Places(sizes_bytes=blocks["size_bytes"].copy(), offsets=places, points=blocks["point"].copy()),
         arena_bytes=arena_bytes,
         least_bytes=least_bytes,
-        outside_bytes=int(blocks["size_bytes"][~dies].sum()),
         separate_bytes=int(units.sum()) * ALLOCATION_UNIT_BYTES,
         live_bytes=int(live.max(initial=0)) * ALLOCATION_UNIT_BYTES,
     )

@@ -1,4 +1,5 @@
-"""Serving: allocates the blocks of steps that follow a plan from one arena, by the recorded layout of an earlier step.
+"""Serving: allocates the blocks of steps that follow a plan from one arena, by the recorded layout of an earlier step
+of their kind (KnownSteps).
 
 It begins at a segment's first save, because only there a step can be recognised. It ends with the step: after the
 optimizer's step, at a forward without gradients, or where the step leaves the plan. At each point of the runtime's
@@ -7,30 +8,166 @@ clock the order of the step's blocks is matched again.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
-from typing import Literal
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
 from poochplan.errors import AllocatorError, UsageError
-from poochplan.formats.plan import Plan
-from poochplan.runtime.arena.known_steps import Kind, KnownStep, KnownSteps
-from poochplan.runtime.arena.library import why_unavailable
-from poochplan.runtime.arena.recorded_layout import Pack, ServedRuns
+from poochplan.formats.plan import OUTSIDE, Plan
+from poochplan.formats.plan_set import Signature
+from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
+from poochplan.runtime.arena.arena import Fates
+from poochplan.runtime.arena.library import Table, why_unavailable
+from poochplan.runtime.arena.recorded_layout import (
+    PackBlocks,
+    RecordedLayout,
+    ServedRuns,
+    recorded_blocks,
+    recorded_layout,
+)
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.metering.allocated import step_scope
 
-from ..run_report import ArenaReport, StepReport, arena_report
+from ..run_report import ArenaReport, StepReport
 
 ArenaMode = Literal["auto", "on", "off"]
 NO_LAYOUT = "a plan without a layout; plan again"
+MOST_LAID_OUT = 3
+"""The steps of a kind are laid out at most this often."""
+MOST_LOGGED = 50
+"""At most this many steps of a kind are logged, some of which may have missed nothing."""
+MOST_KNOWN = 64
+"""Kinds beyond this number are forgotten, the longest unused first."""
+MOST_BLOCKS = 20_000
+"""A step with more blocks is not served."""
+
+
+class StepKind(NamedTuple):
+    """Differences between steps of one plan that change which blocks they take."""
+
+    has_gradients: bool
+    """Whether gradients exist already: then autograd adds to them in place."""
+    inputs: Signature | None
+    """Inputs of the model; None if the session does not ask for them."""
+
+
+@dataclass
+class KnownStep:
+    plan: Plan
+    steps: int = 0
+    """Number of steps that have begun."""
+    layout: RecordedLayout | None = None
+    """The recorded layout of one of them; None before there is one, and if its arena would be too large."""
+    times: int = 0
+    """Number of times that a step has been laid out."""
+    logged: int = 0
+    has_missed: bool = False
+    """Whether a step had blocks outside that differ from the layout. Other steps that look the same at their beginning
+    may have them again: of several micro-batches only the last has the optimizer."""
+    is_settled: bool = False
+    """Whether a logged step has missed nothing, and no step ever has."""
+    larger_bytes: int = 0
+    """Bytes by which the arena of the last examined step would exceed its room."""
+    grown_bytes: int = 0
+    """Bytes outside the arena in addition to the planned ones, found by a served step that exceeded its budget."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is learned."""
+        return self.times >= MOST_LAID_OUT or self.logged >= MOST_LOGGED
+
+    @property
+    def room_bytes(self) -> int:
+        """Room for the arena: its planned bytes, and the rest of the budget."""
+        found = self.plan.prediction
+        if found.arena_bytes is None or found.arena_peak_bytes is None:
+            return 0
+        return found.arena_bytes + max(0, self.plan.budget_bytes - found.arena_peak_bytes) - self.grown_bytes
+
+    def shrinks(self, over_bytes: int) -> bool:
+        """A step exceeded its budget by ``over_bytes``: the arena gets smaller. False if it cannot be so small."""
+        if self.layout is None or self.is_over or self.layout.arena_bytes - over_bytes < self.layout.live_bytes:
+            return False
+        self.grown_bytes += over_bytes + max(0, self.room_bytes - self.layout.arena_bytes)
+        self.layout, self.is_settled = None, False
+        return True
+
+    def saw(self, events: Table, fates: Fates | None, pack: PackBlocks) -> bool:
+        """A whole step was logged, with ``fates`` if an arena served it. Returns whether it has another layout now."""
+        self.logged += 1
+        has_missed = fates is not None and misses(fates) > 0
+        if fates is not None and not has_missed and self.layout is not None:
+            self.is_settled = not self.has_missed
+            return False
+        self.has_missed |= has_missed
+        self.times += 1
+        self.layout = self._laid_out(events, pack)
+        return True
+
+    def served(self, fates: Fates) -> None:
+        """A whole step was served that was not logged. If most of it lay outside, the layout is dropped."""
+        if misses(fates) > fates.served.blocks:
+            self.layout, self.times = None, MOST_LAID_OUT
+        elif misses(fates):
+            self.has_missed, self.is_settled = True, False
+
+    def _laid_out(self, events: Table, pack: PackBlocks) -> RecordedLayout | None:
+        """The layout of a logged step. Bytes that outlive this step, unlike planned, reduce the room: gradients do so
+        if the next forward belongs to no step.
+        """
+        assert self.plan.layout is not None
+        blocks = recorded_blocks(events, self.plan.layout.least_bytes)
+        planned_bytes = sum(one.size_bytes for one in self.plan.layout.places if one.offset == OUTSIDE)
+        outside_bytes = int(blocks["size_bytes"][blocks["death"] < 0].sum())
+        room_bytes = self.room_bytes - max(0, outside_bytes - planned_bytes)
+        layout = recorded_layout(blocks, self.plan.layout.least_bytes, pack, max(0, room_bytes))
+        self.larger_bytes = max(0, layout.arena_bytes - room_bytes)
+        return None if self.larger_bytes else layout
+
+
+def misses(fates: Fates) -> int:
+    """Number of blocks that lay outside contrary to the layout. Expected blocks that did not come do no harm."""
+    return fates.taken.blocks + fates.unplanned.blocks
+
+
+class KnownSteps:
+    """Known steps by plan and kind. A plan's first kind is recorded at once, other kinds when they come again."""
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[tuple[int, StepKind], KnownStep] = OrderedDict()
+        """By the identity of the plan, which the entry keeps alive."""
+
+    def begin(self, plan: Plan, kind: StepKind) -> KnownStep | None:
+        """The entry for a step that begins; None for the first of any kind but the plan's first: it is not recorded."""
+        key = id(plan), kind
+        known = self._of.get(key)
+        if known is None:
+            is_first = all(one.plan is not plan for one in self._of.values())
+            known = self._of[key] = KnownStep(plan, steps=int(is_first))
+            if len(self._of) > MOST_KNOWN:
+                self._of.popitem(last=False)
+        self._of.move_to_end(key)
+        known.steps += 1
+        return known if known.steps > 1 else None
+
+    def forget(self, plan: Plan) -> None:
+        """Steps of the plan are no longer followed."""
+        for key in [key for key, known in self._of.items() if known.plan is plan]:
+            del self._of[key]
+
+    @property
+    def largest_bytes(self) -> int:
+        return max((one.layout.arena_bytes for one in self._of.values() if one.layout is not None), default=0)
 
 
 class Serving:
-    """State: the knowledge about each kind of step, the steps that are served, and whether the running step follows a
-    plan.
+    """State: the knowledge about each kind of step, the served steps, and whether the running step follows a plan.
 
     The plan's layout bounds the size of the arena. Steps are served by the recorded layout of a step of the same kind.
     Nothing is served in three cases: no such step was recorded yet; its arena would exceed the room that the budget
@@ -38,12 +175,15 @@ class Serving:
 
     Parameters
     ----------
-    pack: computes the layout of the blocks of a step.
+    pack: computes the layout of the blocks of a step; None if none is to be served.
     mode: as for :func:`poochplan.apply`.
     """
 
-    def __init__(self, pack: Pack, mode: ArenaMode) -> None:
+    def __init__(self, pack: PackBlocks | None, mode: ArenaMode) -> None:
         self._pack, self._mode = pack, mode
+        self.is_possible = pack is not None
+        self.may_give_up = mode == "auto"
+        """Whether the arena may be given up, because the user did not request it explicitly."""
         self._given_up: list[Plan] = []
         """Plans whose steps are no longer served."""
         self._kinds = KnownSteps()
@@ -66,9 +206,11 @@ class Serving:
 
     def begin(self, plan: Plan, segment: Segment) -> None:
         """A segment that follows ``plan`` has passed the first point of the clock."""
+        if not self.is_possible:
+            return
         self._has_begun = True
-        self.learn()
-        kind = Kind(bool(segment.gradient_bytes), segment.inputs)
+        self._learn()
+        kind = StepKind(bool(segment.gradient_bytes), segment.inputs)
         self._known = known = self._kinds.begin(plan, kind) if self.serves(plan) else None
         if known is None:
             self._runs.stands_aside()
@@ -79,12 +221,11 @@ class Serving:
             known.layout,
             largest_bytes=self._kinds.largest_bytes,
             room_bytes=known.room_bytes,
-            log=known.wants_log,
+            log=not known.is_over and not known.is_settled,
             point=1,
         )
 
     def serves(self, plan: Plan) -> bool:
-        """Whether steps that follow the plan are to be served."""
         fits = self._mode == "on" or plan.holds_arena
         return plan.layout is not None and fits and all(plan is not one for one in self._given_up)
 
@@ -96,11 +237,6 @@ class Serving:
         """Why steps that follow the plan are not served although an arena was requested; else empty."""
         return NO_LAYOUT if self._mode == "on" and plan.layout is None else ""
 
-    @property
-    def may_give_up(self) -> bool:
-        """Whether the arena may be given up, because the user did not request it explicitly."""
-        return self._mode == "auto"
-
     def exceeded(self, plan: Plan, over_bytes: int) -> bool | None:
         """A served step exceeded its budget by ``over_bytes``. The next steps get a smaller arena, or none if it cannot
         be so small. Returns whether there is one, and None if this has been done, as a step is looked at twice.
@@ -109,22 +245,22 @@ class Serving:
         if not self.serves(plan) or known is None or known.plan is not plan or known.layout is None:
             return None
         if known.shrinks(over_bytes):
-            self._runs.laid.rests()
+            self._runs.rests()
             return True
         self._given_up.append(plan)
         self.forget(plan)
         return False
 
     def at(self, point: int) -> None:
-        """The segment has passed ``point`` points."""
         if self._is_on:
             self._point = point
-            self._runs.at(point)
+            self._runs.serves_at(point)
+            self._runs.marks(point)
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step. State that it creates must not lie in the arena, so its step is served only
-        once it creates no more state.
-        """
+        """An optimizer is about to step. Its step is served once it creates no more state, which must lie outside."""
+        if not self.is_possible:
+            return
         entries = sum(map(len, optimizer.state.values()))
         if self._state_entries.get(optimizer) != entries:
             self._state_entries[optimizer] = entries
@@ -148,18 +284,14 @@ class Serving:
         self._report = None
 
     def rests(self) -> None:
-        """Other code runs between two steps. Until the next step the machine gets the arena's memory back, except for
-        live blocks. Does nothing within a step.
-        """
+        """Between two steps: the machine gets the arena's memory back until the next one, except for live blocks."""
         if self._has_begun and not self._is_on:
-            self._runs.laid.rests()
+            self._runs.rests()
 
     def stands_aside(self) -> None:
-        """A segment begins that is not served. The machine gets the arena's memory back for it, except for live
-        blocks.
-        """
+        """A segment begins that is not served. The machine gets the arena's memory back, except for live blocks."""
         if self._has_begun:
-            self.learn()
+            self._learn()
             self._runs.stands_aside()
 
     def close(self) -> None:
@@ -174,14 +306,12 @@ class Serving:
         if self._known is not None and self._known.plan is plan:
             self.step_is_over()
             self._runs.events()
-            self._runs.laid.rests()
+            self._runs.rests()
             self._known = None
         self._kinds.forget(plan)
 
-    def learn(self) -> None:
-        """Learns from the previous step, which has ended by now. If its blocks did not match the layout, it is laid out
-        again.
-        """
+    def _learn(self) -> None:
+        """Learns from the last step, which has ended. If its blocks did not match the layout, it is laid out again."""
         self.step_is_over()
         fates, events = self._runs.fates, self._runs.events()
         known, is_whole = self._known, self._is_whole
@@ -189,25 +319,79 @@ class Serving:
         if known is None or not is_whole or self._point < len(known.plan.values) + len(known.plan.uses):
             return  # the step has not ended, for example a forward whose loss was not used
         if events is not None:
+            assert self._pack is not None
             if known.saw(events, fates, self._pack) and fates is not None and fates.taken.blocks:
-                self._runs.laid.leave()  # blocks with separate places may be there to stay
+                self._runs.leave()  # blocks with separate places may be there to stay
         elif fates is not None:
             known.served(fates)
 
     @property
     def arena_bytes(self) -> int:
         """Size of the arena that serves the step that began last; 0 if none does."""
-        return self._runs.laid.held_bytes if self._has_begun else 0
+        return self._runs.held_bytes if self._has_begun else 0
 
     def report(self) -> ArenaReport | None:
         """A report on the blocks of the last step that could be served; None if there were no places for them."""
-        known, arena = self._known, self._runs.laid.arena if self._has_begun else None
+        known, arena = self._known, self._runs.arena if self._has_begun else None
         if known is None or known.layout is None or arena is None or not self._runs.is_served:
             return ArenaReport(larger_bytes=known.larger_bytes) if known is not None and known.larger_bytes else None
-        return arena_report(arena, known.layout.arena_bytes, functools.partial(_layer, known.plan))
+        return arena.report(known.layout.arena_bytes, functools.partial(_layer, known.plan))
 
 
-def serving_for(mode: ArenaMode, device: str, pack: Pack | None, plans: Sequence[Plan] = ()) -> Serving | None:
+class RepeatedStep:
+    """State: the layout, once a run was logged. Without a compiled allocator all runs are ordinary.
+
+    The first run is ordinary and logged, and later runs are served. A run that has missed a place is laid out again.
+    """
+
+    def __init__(self, pack: PackBlocks) -> None:
+        scope = step_scope()
+        self._pack, self._runs = pack, ServedRuns(scope)
+        self._layout: RecordedLayout | None = None
+        self._times = 0 if scope is not None else MOST_LAID_OUT
+
+    @property
+    def is_served(self) -> bool:
+        fates = self._runs.fates
+        return fates is not None and not misses(fates)
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        """A block that is one run. Blocks that the previous run left behind are gone when it begins."""
+        self._learn()  # from the previous run
+        arena_bytes = self._layout.arena_bytes if self._layout is not None else 0
+        is_logged = self._times < MOST_LAID_OUT
+        self._runs.begin(self._layout, largest_bytes=arena_bytes, room_bytes=arena_bytes, log=is_logged)
+        try:
+            yield
+        finally:
+            self._runs.end()
+
+    def rests(self) -> None:
+        """The machine gets the arena's memory back until the next run, except for live blocks."""
+        self._runs.rests()
+
+    def close(self) -> None:
+        """Runs are ordinary again; blocks in the arena stay. Idempotent."""
+        self._times, self._layout = MOST_LAID_OUT, None
+        self._runs.close()
+
+    def _learn(self) -> None:
+        fates, events = self._runs.fates, self._runs.events()
+        if events is None:
+            return
+        if fates is not None and not misses(fates):
+            self._times = MOST_LAID_OUT  # no further layout is made
+            return
+        self._times += 1
+        if fates is not None and fates.taken.blocks:
+            self._runs.leave()  # blocks with separate places may be there to stay
+        blocks = recorded_blocks(events, LEAST_PLACED_BYTES)
+        if len(blocks) <= MOST_BLOCKS:
+            self._layout = recorded_layout(blocks, LEAST_PLACED_BYTES, self._pack)
+
+
+def serving_for(mode: ArenaMode, device: str, pack: PackBlocks | None, plans: Sequence[Plan] = ()) -> Serving | None:
     """The Serving for the steps of these plans, or of plans to come; None if they use the ordinary allocator.
 
     Raises ``UsageError`` if the mode is ``"on"`` and an arena is impossible.

@@ -13,7 +13,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -53,16 +53,10 @@ def placeholder_for(geometry: Geometry, unpack: Callable[[], torch.Tensor], *, a
     return placeholder
 
 
-def is_placeholder(tensor: torch.Tensor) -> bool:
-    """Whether it stands for a tensor that was not finally unpacked."""
-    return bool(_WAITING) and tensor.is_meta and storage_identity(tensor.untyped_storage()) in _WAITING
-
-
 def unpack_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
     """The function that returns a placeholder's tensor; None for any other tensor.
 
-    Raises ``StepError`` for a placeholder that was filled before, or is unknown: compiled code would read memory that
-    does not exist.
+    Raises ``StepError`` for a placeholder that was filled before, or is unknown: it has no memory to be read.
     """
     if not tensor.is_meta:
         return None
@@ -87,25 +81,19 @@ def waiting() -> int:
 # -- hooks -----------------------------------------------------------------------------------------------------------
 
 
-class AtSavePoint:
+class AtSavePoint(NamedTuple):
     """A save point gives this to a pack hook of :func:`deferring` in place of a tensor. It makes the placeholder."""
 
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    tensor: torch.Tensor
 
 
-class _Saved:
+class _Saved(NamedTuple):
     """A tensor that was packed inside a compiled callable, or the placeholder that its save point has made. Other
-    objects that are unpacked while a compiled backward runs, such as the input of a checkpoint around it, are not its
-    saved tensors.
+    objects unpacked while a compiled backward runs, such as the input of a checkpoint around it, are not its own.
     """
 
-    __slots__ = ("packed", "placeholder")
-
-    def __init__(self, packed: Any, placeholder: torch.Tensor | None = None) -> None:
-        self.packed, self.placeholder = packed, placeholder
+    packed: Any
+    placeholder: torch.Tensor | None = None
 
 
 def deferring(
@@ -126,8 +114,8 @@ def deferring(
     def pack_or_mark(tensor: Any) -> Any:
         if type(tensor) is AtSavePoint:
             return pack(tensor.tensor)
-        if is_placeholder(tensor):
-            return _Saved(None, tensor)
+        if _WAITING and tensor.is_meta and storage_identity(tensor.untyped_storage()) in _WAITING:
+            return _Saved(None, tensor)  # it stands for a tensor that was not finally unpacked
         packed = pack(tensor)
         return _Saved(packed) if in_compiled_call() else packed
 
@@ -151,9 +139,7 @@ _DEFERRING: weakref.WeakSet[Callable[[torch.Tensor], Any]] = weakref.WeakSet()
 
 
 def defers(pack: Callable[[torch.Tensor], Any]) -> bool:
-    """Whether that hook comes from :func:`deferring`, so that it takes objects of save points and knows
-    placeholders.
-    """
+    """Whether the hook comes from :func:`deferring`: it takes objects of save points, and knows placeholders."""
     return inspect.unwrap(pack) in _DEFERRING
 
 
@@ -179,8 +165,7 @@ _NAME = re.compile(r"\w+")
 
 _NOTHING: frozenset[int] = frozenset()
 _READ: weakref.WeakKeyDictionary[type, tuple[object, frozenset[int]]] = weakref.WeakKeyDictionary()
-"""By the class of the node (each compiled callable has its own): the function that it calls, and the result of reading
-it."""
+"""By the node's class (each compiled callable has its own): the function that it calls, and what reading it gave."""
 
 
 def deferred_positions(node: Any) -> frozenset[int]:

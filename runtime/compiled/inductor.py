@@ -63,9 +63,7 @@ def compiled_deferring(model: torch.nn.Module, device_type: str) -> Iterator[Non
 
 
 def why_none_deferred(model: torch.nn.Module, device_type: str) -> str:
-    """Why compiled backwards of ``model`` get all saved tensors at once. Empty if they get each where they need it, and
-    if nothing is compiled.
-    """
+    """Why compiled backwards of ``model`` get all saved tensors at once; empty if not, or if nothing is compiled."""
     if not compiled_modules(model):
         return ""
     if device_type != "cpu":
@@ -78,10 +76,8 @@ def why_none_deferred(model: torch.nn.Module, device_type: str) -> str:
     if not parts_are_measured(device_type):
         return "memory of the parts of a compiled backward is not known without the compiled allocator"
     partitioner = getattr(inductor_settings(), PARTITIONER)
-    if not _open_blocks and not (partitioner is None or isinstance(partitioner, Partitioner)):
-        return (
-            "custom_partitioner_fn is set already, to one of your own"  # ours may be left if a user restores settings
-        )
+    if not _open_blocks and not (partitioner is None or isinstance(partitioner, Partitioner)):  # ours may be left over
+        return "custom_partitioner_fn is set already, to one of your own"
     return ""
 
 
@@ -98,9 +94,7 @@ def why_no_graph_mode(device_type: str) -> str:
 
 
 class GraphBackend:
-    """The backend that ``torch.compile(backend=...)`` calls with each graph. ``replays``: the values recomputed in it;
-    ``options``: Inductor's own.
-    """
+    """The backend that ``torch.compile`` calls with each graph. ``replays``: of values; ``options``: Inductor's."""
 
     def __init__(self, replays: Replays | None = None, options: Mapping[str, Any] | None = None) -> None:
         self.options = dict(options or {})
@@ -115,9 +109,9 @@ class GraphBackend:
 
 def _lowered(graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
     """One half of a graph as code. Code of a forward reuses no memory that it hands out at save points."""
-    if kwargs.get("is_backward") or not graph.graph.find_nodes(op="call_function", target=SAVE):
-        return compiled_by_inductor(graph, inputs, **kwargs)
-    with inductor_settings().patch(allow_buffer_reuse=False, inplace_buffers=False):
+    has_points = not kwargs.get("is_backward") and graph.graph.find_nodes(op="call_function", target=SAVE)
+    settings = {"allow_buffer_reuse": False, "inplace_buffers": False} if has_points else {}
+    with inductor_settings().patch(settings):
         return compiled_by_inductor(graph, inputs, **kwargs)
 
 

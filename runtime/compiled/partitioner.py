@@ -1,5 +1,4 @@
-"""The partitioner: Inductor's own split of a joint graph, to which points of the runtime's clock and a plan's replays
-are added.
+"""The partitioner: Inductor's own split of a joint graph, plus points of the runtime's clock and a plan's replays.
 
 Of the plan it has only a digest of the requested replays, so the compiler's caches distinguish the code of two plans.
 The decisions keep and swap are in no code.
@@ -27,7 +26,7 @@ import torch
 
 from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES
 from poochplan.torch_private.compiler_internals import counts_as, stock_partition, takes_several_passes
-from poochplan.torch_private.tensor_internals import pytree
+from poochplan.torch_private.tensor_internals import pytree, tensors_in
 
 from .points import (
     DEFERRED_UNPACK,
@@ -53,8 +52,7 @@ _REPLAYS: dict[str, Replays] = {}
 _UNCHECKED = "saved_tensor_with_no_vc_check"
 """Mark of a node that may be written after the forward, because autograd does not check its version."""
 VERSION = "poochplan-compiled-1"
-"""In the key of the compiler's caches, for this pass and the partitioner. Change it whenever the changes to graphs
-change."""
+"""In the key of the compiler's caches, for this pass and the partitioner. Change it with the changes to graphs."""
 
 
 class Partitioner:
@@ -108,7 +106,6 @@ class Partitioner:
         """Called with each graph in graph mode, after its replays are written and before its points are inserted."""
 
     def uuid(self) -> str:
-        """The key of this partitioner in the compiler's caches."""
         return f"{VERSION}-{self.digest}"
 
 
@@ -123,13 +120,10 @@ def graph_key(graph: torch.fx.Graph, output_count: int, static: Collection[int])
         given = pytree.tree_map(
             lambda one: f"%{one.name}" if isinstance(one, Node) else repr(one), (node.args, node.kwargs)
         )
-        digest.update(f"{node.name} {node.op} {node.target} {given} {_lies(node.meta.get('val'))}\n".encode())
+        tensors = tensors_in(node.meta.get("val"))
+        lies = " ".join(f"{x.device.type} {x.dtype} {tuple(x.shape)} {x.stride()}" for x in tensors)
+        digest.update(f"{node.name} {node.op} {node.target} {given} {lies}\n".encode())
     return digest.hexdigest()[:16]
-
-
-def _lies(value: Any) -> str:
-    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
-    return " ".join(f"{x.device.type} {x.dtype} {tuple(x.shape)} {x.stride()}" for x in tensors)
 
 
 def defer_unpacks(split: Split) -> set[str]:
@@ -163,16 +157,20 @@ def _may_wait(node: Node) -> bool:
 
 
 def saved_nodes(split: Split) -> list[Node]:
-    """The nodes that the forward makes and saves for backward, and about which a plan may decide, in the order of their
-    making.
-    """
+    """The nodes that the forward makes and saves, and about which a plan may decide, in the order of their making."""
     saved = set(split.saved())
-    return [node for node in split.forward.graph.nodes if node in saved and _may_leave(node)]
+
+    def may_leave(node: Node) -> bool:
+        value = node.meta.get("val")
+        if views_of(node)[-1].op != "call_function" or not isinstance(value, torch.Tensor) or value.is_sparse:
+            return False
+        return value.numel() * value.element_size() >= ALLOCATION_UNIT_BYTES
+
+    return [node for node in split.forward.graph.nodes if node in saved and may_leave(node)]
 
 
 def add_save_points(split: Split, deferred: Collection[str]) -> None:
-    """Has the forward hand out each saved tensor whose unpack the backward defers, as soon as it is made; each after
-    the one before.
+    """Has the forward hand out, one after another, each saved tensor whose unpack is deferred, as soon as it is made.
 
     A view puts its base into memory. That may round the base for its next reader, so a view is handed out once the base
     is in memory anyway. A node that is no view is in memory from its making on, because it is an output.
@@ -215,13 +213,6 @@ def _holds_graphs(module: torch.fx.GraphModule) -> bool:
     return any(isinstance(getattr(module, name, None), torch.fx.GraphModule) for name in held)
 
 
-def _may_leave(node: Node) -> bool:
-    value = node.meta.get("val")
-    if views_of(node)[-1].op != "call_function" or not isinstance(value, torch.Tensor) or value.is_sparse:
-        return False
-    return value.numel() * value.element_size() >= ALLOCATION_UNIT_BYTES
-
-
 class AnchoringPass:
     """Anchors the deferred unpacks of a backward, as ``post_grad_custom_post_pass``; other graphs stay unchanged.
 
@@ -238,7 +229,6 @@ class AnchoringPass:
         anchor(graph)
 
     def uuid(self) -> Any:
-        """The key of this pass in the compiler's caches."""
         return VERSION if self.first is None else (VERSION, self.first.uuid())
 
 
@@ -259,22 +249,17 @@ def without_anchoring(passes: Any) -> Any:
     return tuple(one for one in passes if not isinstance(one, AnchoringPass)) or None
 
 
-Place = dict[torch.fx.Node, int]
-"""The position of each node in a graph."""
-
-
 def anchor(graph: torch.fx.Graph) -> None:
     """Moves each deferred unpack right before its first use, after a tensor that is in memory by then however nodes are
     fused: the last one that the first use depends on. If there is none, the last one made before it.
 
-    In graphs with 16-bit values: after the last tensor that is in memory anyway and that all its users depend on, if
-    there is one.
+    In graphs with 16-bit values: after the last tensor, if any, in memory anyway that all its users depend on.
     """
     unpacks = graph.find_nodes(op="call_function", target=DEFERRED_UNPACK)
     if not unpacks:
         return
     nodes = list(graph.nodes)
-    place: Place = {node: index for index, node in enumerate(nodes)}
+    place = {node: index for index, node in enumerate(nodes)}
     anchors, rounds = _in_memory(graph), rounds_in_kernels(graph)
     if rounds:
         anchors = {one for one in anchors if in_memory_from(one, place) is one}
@@ -294,23 +279,19 @@ def anchor(graph: torch.fx.Graph) -> None:
         first.prepend(unpack)
 
 
-def in_memory_from(node: torch.fx.Node, place: Place) -> torch.fx.Node:
+def in_memory_from(node: Node, place: dict[Node, int]) -> Node:
     """The node from which on it is in memory without our changes. This is the node itself, unless a node that may be
     fused with it reads it or its view before an op that is never fused does. Then it is that op, or the last reader if
     there is none.
     """
     ops = sorted((one for one in readers(node) if one.op == "call_function"), key=place.__getitem__)
-    if _is_made_in_memory(node) or not ops or is_extern(ops[0]):
+    made = node.all_input_nodes[0] if is_part(node) else node
+    if made.op == "placeholder" or is_extern(made) or not ops or is_extern(ops[0]):
         return node
     return next(filter(is_extern, ops), ops[-1])
 
 
-def _is_made_in_memory(node: torch.fx.Node) -> bool:
-    made = node.all_input_nodes[0] if is_part(node) else node
-    return made.op == "placeholder" or is_extern(made)
-
-
-def _in_memory(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+def _in_memory(graph: torch.fx.Graph) -> set[Node]:
     """Tensors in memory: given gradients, and the inputs and results of ops that are never fused."""
     found = set(filter(is_gradient, inputs_of(graph)))
     for node in graph.nodes:
@@ -323,9 +304,9 @@ def _in_memory(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     }
 
 
-def _needed(nodes: list[torch.fx.Node], bits: dict[torch.fx.Node, int]) -> dict[torch.fx.Node, int]:
+def _needed(nodes: list[Node], bits: dict[Node, int]) -> dict[Node, int]:
     """For each node, the bits of the anchors that it depends on. Inputs of deferred unpacks are not followed."""
-    needed: dict[torch.fx.Node, int] = {}
+    needed: dict[Node, int] = {}
     for node in nodes:
         inputs = () if node.target is DEFERRED_UNPACK else node.all_input_nodes
         needed[node] = reduce(or_, (needed[one] | bits.get(one, 0) for one in inputs), 0)

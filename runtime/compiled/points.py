@@ -19,7 +19,7 @@ import torch
 from torch.fx.node import has_side_effect
 
 from poochplan.tensors.operators import traits
-from poochplan.tensors.storages import Geometry
+from poochplan.tensors.storages import CheckedTensor, Geometry
 from poochplan.torch_private.tensor_internals import (
     OpOverload,
     detached_alias,
@@ -27,7 +27,6 @@ from poochplan.torch_private.tensor_internals import (
     schema_of,
     topmost_hooks,
     unseen_by_modes,
-    version_of,
 )
 
 from .deferred_unpack import AtSavePoint, defers, parts_are_measured, placeholder_for, unpack_of
@@ -84,7 +83,9 @@ def save(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor
         own = detached_alias(value)  # the given one may become a result, which holds the placeholder by its node
     with _at_a_point():
         if hooks is None:
-            return placeholder_for(geometry, partial(_held, own, version_of(own)), again=True)
+            with unseen_by_modes():
+                held = CheckedTensor(own, "a saved tensor of a compiled forward")
+            return placeholder_for(geometry, held.given_back, again=True)
         pack, unpack = hooks
         if not defers(pack):
             return _copy_of(value)
@@ -99,16 +100,6 @@ def _copy_of(value: torch.Tensor) -> torch.Tensor:
     reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     memory = value.as_strided((reach,), (1,)).clone()
     return memory.as_strided(value.shape, value.stride(), 0)
-
-
-def _held(value: torch.Tensor, version: int) -> torch.Tensor:
-    """Holds the tensor as autograd does; autograd gets a placeholder instead."""
-    if version_of(value) != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a saved "
-            f"tensor of a compiled forward is at version {version_of(value)}; expected version {version} instead"
-        )
-    return value
 
 
 # -- as ops of torch -------------------------------------------------------------------------------------------------
@@ -165,7 +156,6 @@ def given_by(graph: torch.fx.Graph) -> tuple[Any, ...]:
 
 
 def give(graph: torch.fx.Graph, given: tuple[Any, ...]) -> None:
-    """Sets the results of a graph."""
     (outputs,) = graph.find_nodes(op="output")
     outputs.args = (given,)
 

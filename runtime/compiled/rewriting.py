@@ -123,9 +123,7 @@ def _is_impure(node: Node) -> bool:
 
 
 def _draws(node: Node) -> bool:
-    """Whether the op really draws random numbers: not with a dropout of 0, and an op that is given a seed draws the
-    same again.
-    """
+    """Whether the op draws new random numbers: not with a dropout of 0; given a seed, it draws the same again."""
     if "inductor_random" in str(node.target):
         return False
     by_place = dict(zip((argument.name for argument in schema_of(node.target).arguments), node.args, strict=False))
@@ -205,9 +203,7 @@ class _Replays:
                     user.replace_input_with(taken, self._replay(wanted[taken], user))
 
     def _replay(self, node: Node, before: Node) -> Node:
-        """The copy of ``node``, preceded by the replays that it starts from, whose results stay, and by temporary
-        copies.
-        """
+        """The copy of ``node``, after the replays that it starts from, whose results stay, and temporary copies."""
         if node in self._made:
             return self._made[node]
         own: dict[Node, Node] = {}

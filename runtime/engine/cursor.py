@@ -11,8 +11,7 @@ Most steps are one segment; a step of several micro-batches has several. A segme
 * where the caller announces it (``session.step()``); from then on calls of the model begin no segment.
 
 It ends when the next one begins. If one of its values has been used, it also ends with a step of the model's optimizer.
-Handles that are still alive then are *left over*: they stay usable, and their bytes count as existing before the next
-segment.
+Handles that are alive then are *left over*: they stay usable, and their bytes count as from before the next segment.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ from .saved_value import Lease
 
 
 class Outcome(StrEnum):
-    """How a segment ended."""
-
     USED = "used"
     UNUSED = "unused"
     """None of its saved values was used."""
@@ -102,7 +99,8 @@ class Cursor:
     def __init__(self, on_idle: Callable[[], None]) -> None:
         self.segment = Segment(0, 0)
         self.is_open = False
-        self._announced = False
+        self.is_announced = False
+        """Whether the caller announces all segments from here on."""
         self._on_idle = on_idle
         self._whole: weakref.ref[Lease] | None = None
         self._since_optimizer = 0
@@ -112,19 +110,14 @@ class Cursor:
     def forward_begins_one(self) -> bool:
         """Whether a segment begins when the model is called now."""
         segment = self.segment
-        return not self._announced and (segment.used or segment.aside or not segment.is_held)
+        return not self.is_announced and (segment.used or segment.aside or not segment.is_held)
 
     def save_begins_one(self) -> bool:
         """Whether a segment begins with a tensor that is saved now."""
         segment = self.segment
         return not self.is_open or ((segment.used or segment.raised) and not segment.is_held)
 
-    def announced(self) -> None:
-        """The caller begins a segment here, and will announce all later ones."""
-        self._announced = True
-
     def begin(self) -> Segment:
-        """Begins the next segment; the last one has ended."""
         self.segment = Segment(self.segment.number + 1, self._since_optimizer, report=StepReport(steps=1))
         self._since_optimizer += 1
         self.is_open = True
@@ -133,15 +126,10 @@ class Cursor:
     def end(self) -> None:
         """Ends the open segment, if there is one."""
         if self.is_open:
-            self.is_open = False
-            self.segment.outcome = self._outcome()
-
-    def _outcome(self) -> Outcome:
-        if self.segment.raised:
-            return Outcome.RAISED
-        if self.segment.is_held:
-            return Outcome.LEFT_OVER
-        return Outcome.USED if self.segment.used else Outcome.UNUSED
+            self.is_open, segment = False, self.segment
+            ended = Outcome.USED if segment.used else Outcome.UNUSED
+            ended = Outcome.LEFT_OVER if segment.is_held else ended
+            segment.outcome = Outcome.RAISED if segment.raised else ended
 
     def optimizer_stepped(self) -> bool:
         """An optimizer of the model has stepped. Returns whether this ends the open segment."""
@@ -156,22 +144,20 @@ class Cursor:
         return self._whole is not None and self._whole() is not None
 
     def lease(self) -> Lease:
-        """The object that each handle of the segment holds."""
+        """The object that each handle of the segment holds. When the last holder of any lease is gone, ``on_idle`` is
+        called.
+        """
         segment = self.segment
         lease = segment.lease() if segment.lease is not None else None
         if lease is None:
-            lease = Lease(self._lease_of_all())
+            whole = self._whole() if self._whole is not None else None
+            if whole is None:
+                whole = Lease()
+                self._whole = weakref.ref(whole)
+                weakref.finalize(whole, self._on_idle).atexit = False  # a callback here would go with the engine
+            lease = Lease(whole)
             segment.lease = weakref.ref(lease)
         return lease
-
-    def _lease_of_all(self) -> Lease:
-        """The lease of all segments. ``on_idle`` is called when its last holder is gone."""
-        whole = self._whole() if self._whole is not None else None
-        if whole is None:
-            whole = Lease()
-            self._whole = weakref.ref(whole)
-            weakref.finalize(whole, self._on_idle).atexit = False  # a callback here would go with the engine
-        return whole
 
 
 def nothing(*_: Any) -> None:
@@ -185,8 +171,7 @@ class StepEvents:
     chosen: Callable[[Segment], None] = nothing
     """A segment has its step policy, which has done nothing yet."""
     point: Callable[[int], None] | None = None
-    """Called at each save and use point before any action there, with the number of the segment's points passed so far.
-    None costs least."""
+    """Called at each save and use point before any action there, with the number of points passed. None costs least."""
     backward: Callable[[bool], None] = nothing
     """Autograd is about to compute a backward (true), or has ended (false)."""
     over: Callable[[Segment], None] = nothing
@@ -197,12 +182,11 @@ class StepEvents:
     departed: Callable[[], None] = nothing
     """A segment has diverged from its plan, or its forward has raised."""
     resting: Callable[[], None] = nothing
-    """The code that runs next is no step that follows a plan: a model is called without gradients, or steps run
-    in-core."""
+    """The code that runs next follows no plan: a model is called without gradients, or steps run in-core."""
     optimizing: Callable[[torch.optim.Optimizer], None] = nothing
     """An optimizer of the models is about to step."""
-    stepped: Callable[[torch.optim.Optimizer], None] = nothing
-    """An optimizer has stepped, and the segment that was used has ended with that step."""
+    elsewhere: Callable[[str], None] = nothing
+    """The model of that name is called with gradients on another thread than the session's."""
 
 
 NO_EVENTS = StepEvents()
@@ -210,9 +194,7 @@ NO_EVENTS = StepEvents()
 
 
 def weakly(session: Any, method: Callable[..., Any]) -> Callable[..., None]:
-    """A method of a session for callers that must not keep the session alive. It does nothing once the session is
-    gone.
-    """
+    """A session's method for callers that must not keep the session alive. Without the session it does nothing."""
     reference = weakref.ref(session)
 
     @functools.wraps(method)

@@ -30,6 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 import torch
@@ -39,8 +40,7 @@ from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.plan_set import Signature
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.transfers import held_back, raise_held_back
-from poochplan.runtime.replays.recorded import StorageRecord
-from poochplan.runtime.replays.replay import NotReplayable, Recipe
+from poochplan.runtime.replays.replay import NotReplayable, Recipe, StorageRecord
 from poochplan.runtime.replays.tape import Recorder, Tape
 from poochplan.runtime.run_report import FallbackKind, Fallbacks
 from poochplan.runtime.step_policies.step_policy import NOTHING, Actions, Chooser, Diverged, StepPolicy
@@ -57,6 +57,10 @@ from .saved_value import Handle, SavedValue
 
 _SAFELY = "the rest of this step swaps every saved value, which is slower and may take more; its gradients are right"
 _KEPT = "values saved before the model is called are kept, and the call begins a step"
+
+
+AroundCall = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+"""Returns the callable that replaces a compiled callable, which is given with its path."""
 
 
 class Engine:
@@ -117,17 +121,10 @@ class Engine:
         """The instructions of the plan that the open segment follows; None if it follows none."""
         return self._policy.instructions if self._policy is not None else None
 
-    @property
-    def awaits_inputs(self) -> bool:
-        """Whether a segment has begun and needs :meth:`model_is_called` to pass its inputs before it has a policy."""
-        return self.cursor.is_open and self._policy is None
-
     # -- segments ---------------------------------------------------------------------------------------------
 
     def begin(self, name: str | None = None, *, announced: bool = False) -> None:
-        """A segment begins; the open one ends. ``announced``: the caller has announced it, for the model of that
-        name.
-        """
+        """A segment begins; the open one ends. ``announced``: by the caller, for the model of that name."""
         self.end()
         self.tell_end()
         before, segment = self.segment, self.cursor.begin()
@@ -143,9 +140,7 @@ class Engine:
         self._choose(segment)
 
     def make_room(self, alternatives: Sequence[Instructions]) -> None:
-        """Steps may follow these instructions too from now on. Raises ``OSError`` if the host tier cannot be made that
-        large: values that do not fit are kept.
-        """
+        """Steps may follow these too from now on. Raises ``OSError`` if the host tier cannot be made that large."""
         with self._lock:
             room = self.host.grow(alternatives)
             if room is not None:
@@ -161,7 +156,7 @@ class Engine:
             if name in self._parts:
                 with Unseen():
                     self._look_at_model(segment)
-        if self.awaits_inputs:
+        if self.cursor.is_open and self._policy is None:  # its chooser needs the inputs first
             segment.inputs = inputs()
             self._choose(segment)
 
@@ -178,16 +173,11 @@ class Engine:
         self.mechanism.take_times()
         if self.segment.number:
             self._events.ended(self.segment)
-        self.tell_policy()
-
-    def tell_policy(self) -> None:
-        """Informs the step policy of the segment that has ended, once."""
         segment, policy, self._ended = self.segment, self._ended, None
         if policy is not None and segment.outcome is not None:
             policy.end(segment, segment.outcome)
 
     def optimizer_stepped(self) -> None:
-        """An optimizer of the model has stepped."""
         if self.cursor.optimizer_stepped():
             self.end()
 
@@ -196,17 +186,22 @@ class Engine:
         self.segment.raised = True
         self.recorder.switch_off()
 
-    @contextlib.contextmanager
-    def quiet(self) -> Iterator[None]:
-        """A block in which nothing is recorded."""
-        with self.recorder.away():
-            yield
+    def unrecorded(self, around_call: AroundCall) -> AroundCall:
+        """Wraps a compiled callable by ``around_call``, and records nothing while it runs."""
+
+        def wrap(path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            def unrecorded(*args: Any, **kwargs: Any) -> Any:
+                run = around_call(path, call)
+                with self.recorder.away():
+                    return run(*args, **kwargs)
+
+            return unrecorded
+
+        return wrap
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """A block in which autograd computes (Rule 11). If autograd has used no saved value, recording continues after
-        it.
-        """
+        """A block in which autograd computes (Rule 11). If it has used no saved value, recording continues after it."""
         segment, was_on = self.segment, self.recorder.is_on
         if was_on:  # otherwise a compiler may trace a backward while recording is off, and it would come back
             self.recorder.switch_off()
@@ -254,8 +249,8 @@ class Engine:
         """Device storages of values that earlier segments saved and that are still held."""
         if not self.cursor.holds_values:
             return []
-        values = (value for value in self.tape.earlier_values() if isinstance(value, SavedValue))
-        return [value.storage for value in values if value.storage is not None]
+        values = self.tape.earlier_values()
+        return [one.storage for one in values if isinstance(one, SavedValue) and one.storage is not None]
 
     # -- pack -------------------------------------------------------------------------------------------------
 
@@ -279,42 +274,34 @@ class Engine:
         cursor = self.cursor
         if cursor.save_begins_one():
             self.begin()
-        storage = plain_storage(tensor, self.device.kind)  # Rule 2
-        if storage is None or self._outside_the_plan(tensor, storage):
+        segment, storage = cursor.segment, plain_storage(tensor, self.device.kind)  # Rule 2
+        if not self._knows_gathered and storage is not None:  # in the first forward, which makes them
+            self._look_at_model(segment)
+        if storage is None or storage_identity(storage) in self.tape.static or tensor.get_device() != self._index:
             return Handle.untouched(tensor)
-        segment = cursor.segment
-        policy = self._policy or self._policy_of_a_save()
+        if self._policy is None:
+            segment.saves_next = True
+            self._choose(segment)
+        assert self._policy is not None, "a chooser has to say at the first save"
         record = self.tape.met(tensor, storage, self.recorder.window)
         known = record.value() if record.value is not None else None
         ordinal = segment.packs
         segment.packs += 1
         if not isinstance(known, SavedValue) or not known.stands_for(tensor):  # Rule 1
-            return Handle.first(self._save(record, tensor, ordinal), cursor.lease(), segment.number, ordinal)
+            value = self._save(record, tensor, ordinal)  # its first handle shares its fields
+            return Handle(value.probe, value.version, value.geometry, value, cursor.lease(), segment.number, ordinal)
         try:
-            policy.handle(ordinal, record.save_point, tensor)
+            self._policy.handle(ordinal, record.save_point, tensor)
         except Diverged as reason:
             self._diverge(reason)
         return Handle.another(tensor, known, cursor.lease(), segment.number, ordinal)
 
-    def _outside_the_plan(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-        if not self._knows_gathered:  # in the first forward, which makes them
-            self._look_at_model(self.segment)
-        return (
-            storage_identity(storage) in self.tape.static  # Rule 2
-            or tensor.get_device() != self._index
-        )
-
-    def _policy_of_a_save(self) -> StepPolicy:
-        self.segment.saves_next = True
-        self._choose(self.segment)
-        assert self._policy is not None, "a chooser has to say at the first save"
-        return self._policy
-
     def _save(self, record: StorageRecord, tensor: torch.Tensor, ordinal: int) -> SavedValue:
+        assert self._policy is not None
         segment = self.cursor.segment
         index = None if record.packed else segment.saves  # written since its save point, or gone
         try:
-            decision = self._decision(index, tensor, record, ordinal)
+            decision = self._policy.saved(index, ordinal, tensor, record)
             if index is not None:
                 record.save_point = index
                 segment.saves += 1
@@ -323,24 +310,17 @@ class Engine:
         except Diverged as reason:
             self._diverge(reason)
             index = None
-            decision = self._decision(index, tensor, record, ordinal)
+            decision = self._policy.saved(index, ordinal, tensor, record)
         value = SavedValue.of(decision, record, tensor, self.device.compute)
         segment.saved_bytes += tensor.untyped_storage().nbytes()
         record.attach(value)
         record.packed = True
-        assert self._policy is not None
         actions = self._policy.at_save(value, index)
         if decision is Decision.RECOMPUTE:
             self._forget(value)
         if actions is not NOTHING:
             self._carry_out(actions)
         return value
-
-    def _decision(self, index: int | None, tensor: torch.Tensor, record: StorageRecord, ordinal: int) -> Decision:
-        assert self._policy is not None
-        decision = self._policy.saved(index, tensor, record)
-        self._policy.handle(ordinal, record.save_point if index is None else index, tensor)
-        return decision
 
     def _forget(self, value: SavedValue) -> None:
         assert self._policy is not None
@@ -352,7 +332,7 @@ class Engine:
             self._carry_out(self._policy.not_replayable(value, reason))
             return
         self._policy.before_drop(value)
-        self.mechanism.drop(value, recipe)
+        value.is_dropped(recipe)
 
     # -- unpack -----------------------------------------------------------------------------------------------
 
@@ -369,9 +349,7 @@ class Engine:
                 self.segment.report.hooks_s += time.perf_counter() - start_s
 
     def may_wait(self, handle: Handle) -> Geometry | None:
-        """The geometry of the tensor that :meth:`unpack` returns, if a compiled backward may ask for it later; else
-        None.
-        """
+        """The geometry of the tensor that :meth:`unpack` returns, if compiled code may ask for it later; else None."""
         if handle.value is None:
             return None
         with self._lock:

@@ -26,8 +26,7 @@ class _Place(weakref.ref[SavedValue]):
 
 
 class HostTier:
-    """State: the values on the planned places, and those beside them. The tier is large enough for any of the
-    instructions.
+    """State: the values on the planned places, and those beside them. The tier has room for any of the instructions.
 
     A place beside the planned bytes is free again when its value dies or could not be written, even while a copy of it
     is still queued. The next value there is safe:
@@ -46,8 +45,7 @@ class HostTier:
         """The end of the planned places, their begin, and the bytes between."""
         self._occupants: dict[int, weakref.ref[SavedValue]] = {}
         self._of_others: list[weakref.ref[SavedValue]] = []
-        """Values that were placed by other instructions and may still be alive: their places overlap with the present
-        ones."""
+        """Values that other instructions have placed and may be alive: their places overlap with the present ones."""
         self._taken = Intervals()
         """The planned bytes and the places beside them, as occupied intervals."""
         self._places: dict[int, _Place] = {}
@@ -64,13 +62,12 @@ class HostTier:
         return room + [(place.offset, place.offset + place.size_bytes) for place in self._places.values()]
 
     def grow(self, alternatives: Sequence[Instructions]) -> Interval | None:
-        """Steps may follow these instructions too from now on. Moves the planned bytes if these instructions need more
-        of them.
+        """Steps may follow these instructions too from now on. Moves the planned bytes if they need more of them.
 
-        No value is on the new planned bytes then. Values on the old ones stay, in places that are free again when they
-        die.
+        No value is on the new planned bytes then. Values on the old ones stay, in places that are free when they die.
         """
-        room_bytes = _planned_bytes(alternatives)
+        planned = (value for one in alternatives for value in one.values if value.host_offset >= 0)
+        room_bytes = max((value.host_offset + value.size_bytes for value in planned), default=0)
         if room_bytes <= self._room_bytes:
             return None
         self._free_the_dead()
@@ -152,18 +149,6 @@ class HostTier:
             other is not None and 0 <= other.host_offset < end and offset < other.host_offset + other.size_bytes
             for other in others
         )
-
-
-def _planned_bytes(alternatives: Sequence[Instructions]) -> int:
-    return max(
-        (
-            value.host_offset + value.size_bytes
-            for instructions in alternatives
-            for value in instructions.values
-            if value.host_offset >= 0
-        ),
-        default=0,
-    )
 
 
 _NO_END = sys.maxsize

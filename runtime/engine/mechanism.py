@@ -1,5 +1,4 @@
-"""The mechanism: swaps saved values to the host and back, releases their storages, and has them replayed (engine rules
-3, 9).
+"""The mechanism: swaps saved values to the host and back, releases their storages, has them replayed (rules 3, 9).
 
 It alone touches their storages. It decides nothing: callers ask it for one value, or for all actions of a point.
 """
@@ -9,15 +8,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 from poochplan.formats.plan import Decision
 from poochplan.runtime.devices.device import Device, Stopwatch
 from poochplan.runtime.devices.transfers import copy_in, copy_out
-from poochplan.runtime.replays.recorded import Content
-from poochplan.runtime.replays.replay import Recipe, Run, replay, run_ops
+from poochplan.runtime.replays.replay import Content, RunOps, replay, run_ops
 from poochplan.runtime.run_report import StepReport
 from poochplan.runtime.step_policies.step_policy import Actions
 
@@ -25,15 +22,13 @@ from .host_tier import HostTier
 from .saved_value import SavedValue, State
 
 
-class Rebuild(Protocol):
-    """Brings back a value that waits for a replay, and the values that the replay needs."""
-
-    def __call__(self, value: SavedValue, mechanism: Mechanism) -> None: ...
-
-
 def rebuild_together(value: SavedValue, mechanism: Mechanism) -> None:
     """One replay for the value and all recomputed values that it needs."""
     mechanism.replay(value, run_ops)
+
+
+Rebuild = Callable[[SavedValue, "Mechanism"], None]
+"""Brings back a value that waits for a replay, and the values that the replay needs."""
 
 
 class Mechanism:
@@ -105,10 +100,6 @@ class Mechanism:
             value.is_fetched(storage, home, copy_in(self.device, storage, value.host_offset))
         self.report.in_bytes += value.size_bytes
 
-    def drop(self, value: SavedValue, recipe: Recipe) -> None:
-        """Releases its storage; the recipe brings the value back."""
-        value.is_dropped(recipe)
-
     def rebuild(self, value: SavedValue) -> None:
         """Replays the value, if it waits for a replay."""
         if value.state is not State.TO_REPLAY:
@@ -119,9 +110,9 @@ class Mechanism:
         if self._replays is None:
             self.report.replay_s += time.perf_counter() - start_s
 
-    def replay(self, value: SavedValue, run: Run) -> list[SavedValue]:
+    def replay(self, value: SavedValue, run: RunOps) -> list[SavedValue]:
         """One replay, whose ops ``run`` runs; brings back all values that it rebuilds."""
-        back = [_saved(one) for one in replay(value, self._source, self.device.kind, run)]
+        back = [_saved(one) for one in replay(value, lambda one: self.resident(_saved(one)), self.device.kind, run)]
         for rebuilt in back:
             rebuilt.home = self.device.compute
         self.report.replayed_values += len(back)
@@ -152,9 +143,6 @@ class Mechanism:
 
     def _named(self, what: str, value: SavedValue) -> contextlib.AbstractContextManager[None]:
         return self.device.span(f"{what} {value.name}") if self.device.spans else _NOTHING
-
-    def _source(self, content: Content) -> torch.UntypedStorage:
-        return self.resident(_saved(content))
 
 
 _NOTHING = contextlib.nullcontext()

@@ -1,6 +1,4 @@
-"""SavedValue: the life of one value in the engine, as states and the transitions between them. Handle: the object that
-autograd holds for one pack of it.
-"""
+"""SavedValue: one value in the engine, by states and transitions. Handle: what autograd holds for one pack of it."""
 
 from __future__ import annotations
 
@@ -13,9 +11,8 @@ from poochplan.errors import SpillError
 from poochplan.formats.plan import Decision
 from poochplan.runtime.devices.device import Stream
 from poochplan.runtime.devices.transfers import Copy
-from poochplan.runtime.replays.recorded import StorageRecord
-from poochplan.runtime.replays.replay import Recipe
-from poochplan.tensors.storages import Geometry, version_probe
+from poochplan.runtime.replays.replay import Recipe, StorageRecord
+from poochplan.tensors.storages import Geometry, check_unwritten, version_probe
 from poochplan.torch_private.tensor_internals import detached_alias, version_of
 
 
@@ -32,18 +29,6 @@ class State(Enum):
     """``storage`` and ``in_copy``, which fills it. The host has the value too."""
     TO_REPLAY = "to be replayed"
     """``recipe``."""
-
-
-_TRANSITIONS = {
-    "is_copied": (State.ON_DEVICE,),
-    "is_given_up": (State.COPIED, State.ARRIVING),
-    "copy_has_failed": (State.COPIED,),
-    "is_fetched": (State.ON_HOST,),
-    "has_arrived": (State.ARRIVING,),
-    "is_dropped": (State.ON_DEVICE,),
-    "came_back": (State.TO_REPLAY,),
-}
-"""The events that may happen to a value, and the states in which they may."""
 
 
 class SavedValue(msgspec.Struct, eq=False, weakref=True):
@@ -112,29 +97,27 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
         """A copy of it to the host has been queued."""
         self.host_offset = offset
         self.out_copy = copy
-        self._enter(State.COPIED, "is_copied")
+        self._enter(State.COPIED, State.ON_DEVICE)
 
     def is_given_up(self) -> None:
         """Its device storage is released; the host has the value."""
-        self._enter(State.ON_HOST, "is_given_up")
+        self._enter(State.ON_HOST, State.COPIED, State.ARRIVING)
         self.in_copy = None  # a copy that goes waits
         self.storage = None
 
     def copy_has_failed(self) -> None:
         """The host does not have the value: it stays on the device permanently."""
-        self._enter(State.ON_DEVICE, "copy_has_failed")
+        self._enter(State.ON_DEVICE, State.COPIED)
         self.host_offset, self.out_copy, self.decision = -1, None, Decision.KEEP
 
     def is_fetched(self, storage: torch.UntypedStorage, home: Stream, copy: Copy) -> None:
         """A copy back, into ``storage``, has been queued."""
         self.home, self.in_copy = home, copy
         self.storage = storage
-        self._enter(State.ARRIVING, "is_fetched")
+        self._enter(State.ARRIVING, State.ON_HOST)
 
     def arrived(self) -> float:
-        """Waits for the copy that fills it, if there is one. Returns the seconds waited. Raises ``SpillError`` if the
-        read failed.
-        """
+        """Waits for the copy that fills it, if any. Returns the seconds. Raises ``SpillError`` if the read failed."""
         if self.in_copy is None or self.state is not State.ARRIVING:
             return 0.0
         waited_s = self.in_copy.wait()
@@ -145,14 +128,14 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
                 f"a saved value of {self.size_bytes} bytes could not be read back from the host tier "
                 f"({error.strerror}); this step's gradients are lost, check the disk"
             ) from error
-        self._enter(State.COPIED, "has_arrived")
+        self._enter(State.COPIED, State.ARRIVING)
         self.in_copy = None
         return waited_s
 
     def is_dropped(self, recipe: Recipe) -> None:
         """Its device storage is released; the recipe brings the value back."""
         self.recipe = recipe
-        self._enter(State.TO_REPLAY, "is_dropped")
+        self._enter(State.TO_REPLAY, State.ON_DEVICE)
         self.storage = None
 
     def came_back(self, storage: torch.UntypedStorage) -> None:
@@ -160,11 +143,12 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
         if storage.nbytes() != self.size_bytes:
             raise RuntimeError(f"a replay gave {storage.nbytes()} bytes where {self.size_bytes} were saved")
         self.storage = storage
-        self._enter(State.ON_DEVICE, "came_back")
+        self._enter(State.ON_DEVICE, State.TO_REPLAY)
         self.recipe = None
 
-    def _enter(self, state: State, because: str) -> None:
-        assert self.state in _TRANSITIONS[because], f"{because}: not a value that is {self.state.value}"
+    def _enter(self, state: State, *before: State) -> None:
+        """Enters a state, from one of those that may come before."""
+        assert self.state in before, f"not a value that is {self.state.value}"
         self.state = state
 
 
@@ -181,11 +165,9 @@ class Lease:
 
 
 class Handle(msgspec.Struct, gc=False, eq=False):
-    """One pack. ``value`` is None for a tensor that the engine does not touch; ``segment`` is the number of its
-    segment.
+    """One pack. ``value``: None for a tensor that the engine leaves alone; ``segment``: the number of its segment.
 
-    The garbage collector does not track handles (``gc=False``): autograd holds them, where the collector could not see
-    them anyway.
+    The garbage collector does not track handles (``gc=False``): autograd holds them, where it could not see them.
     """
 
     tensor: torch.Tensor
@@ -204,11 +186,6 @@ class Handle(msgspec.Struct, gc=False, eq=False):
         return cls(tensor.detach(), 0 if tensor.is_inference() else version_of(tensor))  # engine rule 4
 
     @classmethod
-    def first(cls, value: SavedValue, lease: Lease, segment: int, ordinal: int) -> Handle:
-        """The handle of the tensor from which a value was made. It shares the value's fields."""
-        return cls(value.probe, value.version, value.geometry, value, lease, segment, ordinal)
-
-    @classmethod
     def another(cls, tensor: torch.Tensor, value: SavedValue, lease: Lease, segment: int, ordinal: int) -> Handle:
         """A handle of another view of a value."""
         version = version_of(tensor)
@@ -218,12 +195,5 @@ class Handle(msgspec.Struct, gc=False, eq=False):
 
     def check_version(self) -> None:
         """Raises autograd's error if a saved tensor was written in place since it was saved (engine rule 5)."""
-        watched = self.tensor
-        if watched.is_inference() or version_of(watched) == self.version:
-            return
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"a saved tensor is at version {version_of(watched)}; expected version {self.version} instead. "
-            "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
-            "with torch.autograd.set_detect_anomaly(True)."
-        )
+        if not self.tensor.is_inference():
+            check_unwritten(self.tensor, self.version, "a saved tensor")

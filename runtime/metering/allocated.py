@@ -1,5 +1,4 @@
-"""Bytes that the CPU's allocator hands out: all that a step takes, including memory that its ops take and give back
-inside.
+"""Bytes that the CPU's allocator hands out: all that a step takes, including memory inside its ops.
 
 This needs the compiled allocator, which counts by thread. A thread that has joined stays in the count: memory that it
 allocates between steps and frees within one must count in both.
@@ -54,7 +53,7 @@ def aside() -> contextlib.AbstractContextManager[None]:
     return scope.set_aside() if scope is not None else contextlib.nullcontext()
 
 
-class Told(NamedTuple):
+class PeakBytes(NamedTuple):
     """The most bytes of a step so far."""
 
     peak_bytes: int
@@ -81,11 +80,11 @@ class StepPeak:
     def mark(self, number: int) -> None:
         """The step has reached that point."""
 
-    def now(self) -> Told | None:
+    def now(self) -> PeakBytes | None:
         """The peak so far; None if it is not known."""
         return None
 
-    def ends(self) -> Told | None:
+    def ends(self) -> PeakBytes | None:
         """The peak of the whole step, if it is known only now. Idempotent."""
         return None
 
@@ -105,24 +104,17 @@ class AllocatedPeak(StepPeak):
         self._beside_arena_bytes = 0
         """The same for memory that lies in no arena."""
         self._arena_bytes = 0
-        self._most = Told(0, 0)
+        self._most = PeakBytes(0, 0)
         """The peak of the step before the arena, or the memory beside the count, last changed."""
         self._unknown: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    @property
-    def has_allocator(self) -> bool:
-        """Whether there is an allocator that counts."""
-        return self._count is not None
-
     def step_begins(self) -> None:
-        """A step begins, on this thread."""
         if self._count is not None:
             joined_count()
             self._count.reset_peak()
-            self._most = Told(0, 0)
+            self._most = PeakBytes(0, 0)
 
     def looked_around(self, storages: Mapping[int, torch.UntypedStorage], unseen_bytes: int = 0) -> None:
-        """A census found exactly these storages, and ``unseen_bytes`` that no tensor shows."""
         if self._count is None:
             return
         library = self._count.library
@@ -133,13 +125,14 @@ class AllocatedPeak(StepPeak):
         self._unknown.clear()
         for key, storage in storages.items():
             if library.block_at(storage.data_ptr()) < 0:
-                self._watch(key, storage)
+                died = functools.partial(self._died, key, _rounded_bytes(storage))
+                self._unknown[key] = weakref.ref(storage, died)
 
-    def now(self) -> Told | None:
+    def now(self) -> PeakBytes | None:
         """The peak so far; None before the first census."""
         if self._count is None or self._beside_bytes is None:
             return None
-        return Told(self.peak_bytes, self.blocks_peak_bytes)
+        return PeakBytes(self.peak_bytes, self.blocks_peak_bytes)
 
     @property
     def arena_bytes(self) -> int:
@@ -174,11 +167,7 @@ class AllocatedPeak(StepPeak):
             self._most = found
             self._count.reset_peak()
 
-    def _watch(self, key: int, storage: torch.UntypedStorage) -> None:
-        size_bytes = _rounded_bytes(storage)
-        self._unknown[key] = weakref.ref(storage, lambda _: self._died(key, size_bytes))
-
-    def _died(self, key: int, size_bytes: int) -> None:
+    def _died(self, key: int, size_bytes: int, _: object) -> None:
         if self._unknown.pop(key, None) is not None and self._count is not None and self._beside_bytes is not None:
             self._begin_anew()
             self._beside_bytes -= size_bytes
@@ -218,12 +207,12 @@ class ByteCount:
     @property
     def live_bytes(self) -> int:
         """Bytes live now minus those at the beginning."""
-        return self.library.count_live(self._handle)
+        return self.library.count_of(self._handle, 0)
 
     @property
     def peak_bytes(self) -> int:
         """Most live bytes at any time since the beginning, or since :meth:`reset_peak`; at least 0 after it begins."""
-        return self.library.count_most(self._handle)
+        return self.library.count_of(self._handle, 1)
 
     def reset_peak(self) -> None:
         """Both peaks restart at the present live bytes."""
@@ -232,9 +221,9 @@ class ByteCount:
     @property
     def outside_live_bytes(self) -> int:
         """Like :attr:`live_bytes`, for blocks that lie in no arena."""
-        return self.library.count_outside(self._handle)
+        return self.library.count_of(self._handle, 2)
 
     @property
     def outside_peak_bytes(self) -> int:
         """Like :attr:`peak_bytes`, for blocks that lie in no arena."""
-        return self.library.count_outside_most(self._handle)
+        return self.library.count_of(self._handle, 3)

@@ -1,9 +1,11 @@
 """The source of step peaks on a device: its own allocator, or, on a CPU without the compiled one, the events that
-torch's allocator reports to a profiler.
+torch's allocator reports to a profiler. Compiled code is measured by these events too: no dispatch mode observes it,
+because modes are off in a compiled forward, and a compiler such as Inductor allocates past the dispatcher.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Iterator, Mapping
@@ -13,11 +15,20 @@ import torch
 from poochplan.formats.profile import Memory
 from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, rounded_up
 from poochplan.runtime.devices.device import Device
-from poochplan.torch_private.tensor_internals import is_composite, storage_identity
+from poochplan.torch_private.tensor_internals import (
+    allocation_events,
+    allocation_mark,
+    is_composite,
+    log_allocations,
+    storage_identity,
+)
 
-from .allocated import AllocatedPeak, StepPeak, Told
-from .compiled_code import CpuMeter, Event, changes
+from .allocated import AllocatedPeak, PeakBytes, StepPeak, joined_count
 
+_SET_ASIDE = "poochplan.set_aside"
+_FREED = "poochplan.freed:"
+RecordedEvent = tuple[str, str, int]
+"""Kind, name and bytes."""
 _MARK = "poochplan.mark:"
 
 
@@ -32,26 +43,22 @@ class DevicePeak(StepPeak):
     def step_begins(self) -> None:
         self._device.start_step_peak()
 
-    def now(self) -> Told | None:
+    def now(self) -> PeakBytes | None:
         found = self._device.step_peak_bytes()
-        return None if found is None else Told(found, found)
+        return None if found is None else PeakBytes(found, found)
 
 
 def step_peak_of(device: Device, memory: Memory) -> StepPeak:
-    """The device's allocator if it reports peaks. The CPU's compiled allocator if there is one and allocated bytes
-    count. Otherwise torch's log for profilers.
-    """
+    """The device's allocator if it reports peaks; the compiled one if allocated bytes count; else torch's log."""
     if device.step_peak_bytes() is not None:
         return DevicePeak(device)
-    found = AllocatedPeak() if memory is Memory.ALLOCATED else None
-    return found if found is not None and found.has_allocator else LoggedPeak(memory)
+    return AllocatedPeak() if memory is Memory.ALLOCATED and joined_count() is not None else LoggedPeak(memory)
 
 
 class LoggedPeak(StepPeak):
     """Most bytes of a step: the memory that existed when it began, from a census, plus torch's log of the thread.
 
-    It is known once the log has ended, and never under another profiler. The log observes ops as a profiler does, so it
-    needs no dispatch mode.
+    It is known once the log has ended, and never under another profiler. It needs no dispatch mode.
 
     Parameters
     ----------
@@ -67,25 +74,22 @@ class LoggedPeak(StepPeak):
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def looked_around(self, storages: Mapping[int, torch.UntypedStorage], unseen_bytes: int = 0) -> None:
-        """A step begins, and exactly these storages exist, plus ``unseen_bytes`` that no tensor shows."""
         sizes = [one.nbytes() for one in storages.values() if one.nbytes() >= self._least_bytes]
         self._began_bytes = unseen_bytes + sum(map(rounded_up, sizes))
         self._watched = {key: self._watch(storage) for key, storage in storages.items()}
         self._meter.begin()
 
     def mark(self, number: int) -> None:
-        """The step has reached that point."""
         self._meter.mark(f"{_MARK}{number}")
 
-    def ends(self) -> Told | None:
-        """None if the peak is unknown. Idempotent."""
+    def ends(self) -> PeakBytes | None:
         self._watched.clear()
         events = self._meter.events()
         if events is None:
             return None
         most_bytes, mark = most_behind(events, of_live=self._of_live, least_bytes=self._least_bytes)
         peak_bytes = self._began_bytes + most_bytes
-        return Told(peak_bytes, peak_bytes, mark)
+        return PeakBytes(peak_bytes, peak_bytes, mark)
 
     def _watch(self, storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:
         key, size_bytes = storage_identity(storage), storage.nbytes()
@@ -97,7 +101,7 @@ class LoggedPeak(StepPeak):
         return weakref.ref(storage, died)
 
 
-def most_behind(events: list[Event], *, of_live: bool, least_bytes: int) -> tuple[int, int]:
+def most_behind(events: list[RecordedEvent], *, of_live: bool, least_bytes: int) -> tuple[int, int]:
     """The most of the running sum of a log, at least 0, and the number of the last mark before it, else 0."""
     live = most = mark = found = 0
     for change, name, is_inside in _steps(events, least_bytes):
@@ -109,10 +113,8 @@ def most_behind(events: list[Event], *, of_live: bool, least_bytes: int) -> tupl
     return most, found
 
 
-def _steps(events: list[Event], least_bytes: int) -> Iterator[tuple[int, str, bool]]:
-    """For each event: the change of live bytes, its name, and whether it is inside an op that a dispatch mode sees as
-    one, and not as several.
-    """
+def _steps(events: list[RecordedEvent], least_bytes: int) -> Iterator[tuple[int, str, bool]]:
+    """For each event: the change of live bytes, its name, whether it is inside an op that modes see as one."""
     inside: list[bool] = []
     for (kind, name, _), change in zip(events, changes(events, least_bytes), strict=True):
         if kind == "push":
@@ -126,3 +128,97 @@ def _steps(events: list[Event], least_bytes: int) -> Iterator[tuple[int, str, bo
 def _is_whole(name: str) -> bool:
     """Whether a block of a log is an op that a dispatch mode sees as one."""
     return "::" in name and not name.startswith("autograd::") and not is_composite(name)
+
+
+# -- torch's log for profilers ---------------------------------------------------------------------------------------
+
+
+class CpuMeter:
+    """The CPU's allocations from :meth:`begin` on, on the calling thread. State: whether it has begun."""
+
+    def __init__(self) -> None:
+        self._is_open = False
+
+    def begin(self) -> None:
+        """Starts. A measurement that was begun and never ended, for example because backward raised, is discarded."""
+        self.end()
+        self._is_open = log_allocations()
+
+    def events(self) -> list[RecordedEvent] | None:
+        """Ends the log and returns its events. None if there is no log, for example under another profiler."""
+        if not self._is_open:
+            return None
+        self._is_open = False
+        return allocation_events()
+
+    def end(self) -> int | None:
+        """Ends the log. Returns the most bytes above those live at the start, each storage rounded up to its unit.
+
+        None if that is unknown.
+        """
+        events = self.events()
+        return None if events is None else most_bytes(events)
+
+    def mark(self, name: str) -> None:
+        if self._is_open:
+            with allocation_mark(name):
+                pass
+
+    def freed(self, size_bytes: int) -> None:
+        """A storage of that size dies. The allocator does not report this for one that was made before the code."""
+        self.mark(f"{_FREED}{size_bytes}")
+
+    def set_aside(self) -> contextlib.AbstractContextManager[object]:
+        """A block whose allocations do not count."""
+        return allocation_mark(_SET_ASIDE) if self._is_open else contextlib.nullcontext()
+
+
+def most_bytes(events: list[RecordedEvent]) -> int:
+    """Most bytes of the running sum of (kind, name, bytes) events, without those in blocks that were set aside."""
+    live = most = 0
+    for change in changes(events):
+        live += change
+        most = max(most, live)
+    return most
+
+
+def changes(events: list[RecordedEvent], least_bytes: int = 0) -> Iterator[int]:
+    """Changes of live bytes by event, rounded; those of less than ``least_bytes`` are left out. If mark and allocator
+    both report a storage's death, it counts once.
+
+    What the allocator frees right after a mark is the marked storage, whatever size it reports: torch knows sizes by
+    address, and a block from before the log may lie where an earlier log had another one.
+    """
+    depth, aside = 0, 0
+    marked = told = 0
+    """Bytes of the previous event, if it was a mark, or the allocator's."""
+    is_right_after = False
+    for kind, name, size_bytes in events:
+        change = 0
+        if kind == "push":
+            depth += 1
+            is_right_after = name.startswith(_FREED)
+            if name == _SET_ASIDE and not aside:
+                aside = depth
+            if name.startswith(_FREED) and not aside:
+                freed_bytes = int(name.removeprefix(_FREED))
+                if told != -freed_bytes:
+                    change = -_counted(freed_bytes, least_bytes)
+                    marked = freed_bytes
+                told = 0
+        elif kind == "pop":
+            aside = 0 if aside == depth else aside
+            depth -= 1
+        elif kind == "memory_alloc" and not aside:
+            is_counted = size_bytes < 0 and bool(marked) and (is_right_after or marked == -size_bytes)
+            if size_bytes > 0:
+                change = _counted(size_bytes, least_bytes)
+            elif not is_counted:
+                change = -_counted(-size_bytes, least_bytes)
+            told = size_bytes if size_bytes < 0 and not is_counted else 0
+            marked = 0
+        yield change
+
+
+def _counted(size_bytes: int, least_bytes: int) -> int:
+    return rounded_up(size_bytes) if size_bytes >= least_bytes else 0

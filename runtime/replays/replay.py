@@ -1,5 +1,8 @@
-"""Replay: brings a recomputed value back by running its recorded writers again, bitwise equal. Its closure gives the
-recorded ops that run, the contents from which they start, and what must stay until then.
+"""Replay: brings a recomputed value back by running its recorded writers again, bitwise equal.
+
+A :class:`StorageRecord` stands for one storage as recording sees it. The ops that created, read and wrote it refer to
+it by :class:`View`s, so that a tape keeps nothing alive. The closure of a value gives the recorded ops that run, the
+contents from which they start, and what must stay until then; its recipe holds that.
 
 ``docs/semantics.md`` defines what a replay needs and what is freed when; planner and simulator follow the same rules.
 """
@@ -7,21 +10,226 @@ recorded ops that run, the contents from which they start, and what must stay un
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
 
-from poochplan.tensors.operators import Flat, outputs_of, unflatten
-from poochplan.torch_private.tensor_internals import outside_transforms
+from poochplan.runtime.metering.allocated import aside
+from poochplan.tensors.operators import Flat, Layout, outputs_of, unflatten
+from poochplan.tensors.storages import Geometry, version_probe
+from poochplan.torch_private.tensor_internals import outside_transforms, version_of
 
-from .recorded import Content, RecordedOp, Scratch, StorageRecord, View, set_state_of, state_of
+OFF = 0
+"""Stands for the number of a window when nothing is recorded."""
+
+
+class Content(Protocol):
+    """A saved value, as the tape sees it."""
+
+    record: StorageRecord
+    generation: int
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether it was not written since it was saved."""
+
+    @property
+    def waits_for_replay(self) -> bool:
+        """Whether only a replay brings it back."""
+
+    def came_back(self, storage: torch.UntypedStorage) -> None:
+        """A replay has rebuilt it, in ``storage``."""
+
+
+# A tape makes several of these for each op. The garbage collector ignores them (``gc=False``), because its work on them
+# would take longer than recording. Ops and records have reference cycles, which the tape itself breaks.
+
+
+class View(msgspec.Struct, gc=False, eq=False):
+    """A tensor argument: its geometry, and the content that it read."""
+
+    record: StorageRecord
+    generation: int
+    """Number of recorded writes to the storage before it was read."""
+    geometry: Geometry
+    watch: tuple[torch.Tensor, int] | None
+    """For a storage that cannot be rebuilt: a version probe, and the version that was read."""
+
+    @property
+    def still_there(self) -> bool:
+        """Whether a storage that cannot be rebuilt still has the content that was read."""
+        return self.watch is None or version_of(self.watch[0]) == self.watch[1]
+
+
+class Scratch(NamedTuple):
+    """Stands for running statistics in training: a replay gives the op a temporary tensor in their place."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Birth(msgspec.Struct, gc=False, eq=False):
+    """A storage that an op has created, and the position of its tensor among the op's flat outputs."""
+
+    position: int
+    record: StorageRecord
+
+
+class RecordedOp(msgspec.Struct, gc=False, eq=False):
+    """One op as it was called."""
+
+    order: int
+    func: Any
+    arguments: tuple[Any, ...]
+    """Flat arguments, tensors as :class:`View`."""
+    reads: tuple[View, ...]
+    """Those of the arguments that are views."""
+    spec: Layout
+    grad_enabled: bool
+    """Some kernels depend on it (oneDNN's LSTM returns its workspace only with it)."""
+    usable: bool = True
+    """Whether it can be run again."""
+    uninitialised: bool = False
+    """Creates storages with undefined contents."""
+    overwrites: StorageRecord | None = None
+    """The storage whose every byte it writes without reading one."""
+    births: tuple[Birth, ...] = ()
+    writes: tuple[StorageRecord, ...] = ()
+    """Storages from before the op that it writes in place."""
+    generator: torch.Generator | None = None
+    state: bytearray | None = None
+    """Generator state before the op, when it is random."""
+
+
+class StorageRecord(msgspec.Struct, gc=False, eq=False):
+    """One storage, as seen by recording.
+
+    Contents are told apart by *generation*, the number of writes that recording knows, and not by torch's version
+    counters: chunks of ``unsafe_split`` (GRU cells) have separate counters on one storage. A write while recording was
+    off makes another generation, which nothing can rebuild.
+    """
+
+    storage: weakref.ref[torch.UntypedStorage]
+    version: int
+    """Value of its version counter if every write was recorded (see :class:`CounterBefore`)."""
+    was_there: bool = False
+    """Whether it is known to be from before the step."""
+    birth: RecordedOp | None = None
+    writes: tuple[RecordedOp | None, ...] = ()
+    """The in-place writes in order: ``writes[k]`` made generation ``k + 1``; None for an unrecorded one."""
+    broken: bool = False
+    """Whether one of the writes was not recorded or cannot be run again."""
+    seen_in: int = OFF
+    """The window of recording in which it was last seen."""
+    value: weakref.ref[Content] | None = None
+    packed: bool = False
+    """Whether it has had its save point."""
+    save_point: int | None = None
+    """Its planned save point; None before it, and outside the plan."""
+    waiting: tuple[weakref.ref[Recipe], ...] = ()
+    """Recipes that read this storage before it was packed: they claim its value once it is."""
+
+    def meet(self, version: int, window: int) -> None:
+        """It is read or packed, in that window of recording (or ``OFF``), through a tensor with that version.
+
+        A counter that is ahead shows an unrecorded write. A counter that is behind is not the one by which the storage
+        was seen before (it is a chunk's, or that of ``.data``). At zero nothing has ever written through it. If it is
+        behind and not at zero it shows nothing. Between windows that counts as a write until the save point. After the
+        save point the plan guarantees it: a planned replay never reads a content that was written after its save.
+        """
+        if version < self.version and not version:
+            return
+        unbroken = self.packed or (window != OFF and window == self.seen_in)
+        if version > self.version or (version < self.version and not unbroken):
+            self.was_written(None)
+            self.version = version
+        self.seen_in = window
+
+    def was_written(self, op: RecordedOp | None) -> None:
+        """A recorded op has written it in place; None: code that was not recorded has."""
+        self.writes = (*self.writes, op)
+        self.broken |= op is None or not op.usable
+
+    def attach(self, value: Content) -> None:
+        """The storage has become a saved value: recipes that read it now claim the value instead of what they held."""
+        self.value = weakref.ref(value)
+        waiting, self.waiting = self.waiting, ()
+        for reference in waiting:
+            recipe = reference()
+            if recipe is not None:
+                recipe.refresh_if_possible()
+
+    def wait_for_value(self, recipe: Recipe) -> None:
+        """Has the recipe refreshed when this storage is packed."""
+        if all(reference() is not recipe for reference in self.waiting):
+            self.waiting = (*self.waiting, weakref.ref(recipe))
+
+    def value_at(self, generation: int) -> Content | None:
+        """The saved value of this storage, if it still exists and has exactly this content."""
+        value = self.value() if self.value is not None else None
+        return value if value is not None and value.generation == generation and value.unwritten else None
+
+    def writers_up_to(self, generation: int) -> list[RecordedOp] | None:
+        """The ops that make this content from nothing; None if one of them was not recorded or cannot be run again.
+
+        A storage that was created uninitialised counts only if the first write was seen and covers it. Earlier writes
+        past the dispatcher are then overwritten.
+        """
+        if self.birth is None or (self.birth.uninitialised and not self._overwritten(generation)):
+            return None
+        if not self.broken and self.birth.usable:
+            return [self.birth, *self.writes[:generation]]  # type: ignore[list-item]  # none of them is missing
+        writers = [self.birth]
+        for writer in self.writes[:generation]:
+            if writer is None:
+                return None
+            writers.append(writer)
+        return writers if all(writer.usable for writer in writers) else None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its creation and every write since were recorded, as ops that make its content from nothing."""
+        if self.birth is None or not self.birth.usable or self.broken:
+            return False
+        return not self.birth.uninitialised or self._overwritten(len(self.writes))
+
+    def _overwritten(self, generation: int) -> bool:
+        first = self.writes[0] if generation >= 1 else None
+        return first is not None and first.overwrites is self
+
+
+class CounterBefore(NamedTuple):
+    """The version counter of a tensor that a recorded op is about to write.
+
+    Torch moves a counter after the op has left the dispatcher, and only if the op was called above ``ADInplaceOrView``:
+    a kernel's own ``copy_`` moves none, and inside a dispatch mode both look alike. So the counter itself is read when
+    the next op or pack is seen. A write moves it at most once for each tensor: more shows another, unrecorded write.
+    """
+
+    record: StorageRecord
+    probe: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, record: StorageRecord, tensor: torch.Tensor) -> CounterBefore:
+        return cls(record, version_probe(tensor), version_of(tensor))
+
+    @property
+    def moved(self) -> int:
+        return version_of(self.probe) - self.version
+
+
+# -- replays ---------------------------------------------------------------------------------------------------------
 
 WRITTEN_SINCE = "an input of the replay was written in place since it was read"
 Leaves = dict[tuple[StorageRecord, int], torch.UntypedStorage]
 """The starting points of a replay: the storage of each content that it does not build."""
-Run = Callable[[list[RecordedOp], Leaves, set[StorageRecord], str], dict[StorageRecord, torch.UntypedStorage]]
+RunOps = Callable[[list[RecordedOp], Leaves, set[StorageRecord], str], dict[StorageRecord, torch.UntypedStorage]]
 """Like :func:`run_ops`."""
 
 
@@ -37,9 +245,7 @@ class NotReplayable(Exception):  # noqa: N818 - a verdict, caught where the reci
 
 
 class Closure:
-    """Everything that a need requires: the ops to run, the contents from which they start, and the values that they
-    bring back.
-    """
+    """What a need requires: the ops to run, the contents from which they start, and the values that they bring back."""
 
     def __init__(self) -> None:
         self.ops: dict[int, RecordedOp] = {}
@@ -50,7 +256,6 @@ class Closure:
         """Saved values that wait for a replay themselves and are brought back along the way."""
 
     def in_order(self) -> list[RecordedOp]:
-        """The ops in the order in which they ran."""
         return [self.ops[order] for order in sorted(self.ops)]
 
 
@@ -125,9 +330,7 @@ class Recipe(msgspec.Struct, eq=False, weakref=True):
         self.refresh()
 
     def refresh_if_possible(self) -> None:
-        """Like :meth:`refresh`. If a storage that it reads was written meanwhile, it keeps what it holds, and the
-        replay will report that.
-        """
+        """Like :meth:`refresh`. If a storage that it reads was written, it stays as it is: the replay reports that."""
         with contextlib.suppress(NotReplayable):
             self.refresh()
 
@@ -163,7 +366,7 @@ def _with_memory(record: StorageRecord) -> torch.UntypedStorage:
 
 
 def replay(
-    value: Content, resident: Callable[[Content], torch.UntypedStorage], device_type: str, run: Run
+    value: Content, resident: Callable[[Content], torch.UntypedStorage], device_type: str, run: RunOps
 ) -> list[Content]:
     """Brings ``value``, and every saved value on the way that waits for a replay, back onto the device.
 
@@ -193,9 +396,7 @@ def replay(
 def run_ops(
     ops: list[RecordedOp], there: Leaves, keep: set[StorageRecord], device_type: str
 ) -> dict[StorageRecord, torch.UntypedStorage]:
-    """Runs the ops in order and returns the storages of the records in ``keep``. Temporaries are freed after their last
-    use.
-    """
+    """Runs the ops in order and returns the storages of the records in ``keep``; frees others after their last use."""
     last_use = {view.record: op.order for op in ops for view in op.reads}
     built: dict[StorageRecord, torch.UntypedStorage] = {}
     with outside_transforms(), contextlib.ExitStack() as stack:  # it makes no graph, because its inputs are detached
@@ -246,3 +447,17 @@ def _tensor(
     owned = argument.record in op.writes
     storage = None if owned else there.get((argument.record, argument.generation))
     return argument.geometry.on(built[argument.record] if storage is None else storage)
+
+
+def state_of(generator: torch.Generator) -> bytearray:
+    """The generator's state, copied into Python's memory, because no budget has room for it: each random op on a tape
+    has one, of 5056 bytes for the CPU's generator.
+    """
+    with aside():
+        state = generator.get_state()
+        return bytearray(ctypes.string_at(state.data_ptr(), state.nbytes))  # not an op, which modes would see
+
+
+def set_state_of(generator: torch.Generator, state: bytearray) -> None:
+    """Puts the generator into the state; takes no memory of the device."""
+    generator.set_state(torch.frombuffer(state, dtype=torch.uint8))

@@ -1,20 +1,18 @@
-"""The tape: the ops of the recorded stretches of forward, as references that hold no memory (``recorded.py``). The
+"""The tape: the ops of the recorded stretches of forward, as references that hold no memory (``replay.py``). The
 recorder writes the tape; it is switched on and off at planned points.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from poochplan.tensors.modes import ToggledMode, is_dispatched_plainly
 from poochplan.tensors.operators import (
-    Layout,
     Traits,
-    Writes,
     flatten,
     is_chosen_by_timing,
     outputs_of,
@@ -24,12 +22,11 @@ from poochplan.tensors.operators import (
 from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, plain_storage, version_probe
 from poochplan.torch_private.tensor_internals import called_below_autograd, storage_identity, version_of
 
-from .recorded import OFF, Birth, Content, CounterBefore, RecordedOp, Scratch, StorageRecord, View, state_of
+from .replay import OFF, Birth, Content, CounterBefore, RecordedOp, Scratch, StorageRecord, View, state_of
 
 
 class Recorder(ToggledMode):
-    """A dispatch mode. State: whether it is on, and whether the op during which it was switched on may still be
-    running.
+    """A dispatch mode. State: whether it is on, and whether the op in which it was switched on may still run.
 
     A save point lies within an op. Later calls of that op's kernel are not recorded: their views have separate version
     counters, as if they were on another storage.
@@ -72,8 +69,7 @@ class Recorder(ToggledMode):
         return outputs
 
     def _is_of_that_op(self, facts: Traits, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether the call belongs to the op during which recording was switched on. The first call that does not ends
-        the question.
+        """Whether the call belongs to the op in which recording was switched on, which the first that does not ends.
 
         A call that makes a tensor from none looks the same in both cases, and is recorded.
         """
@@ -84,10 +80,11 @@ class Recorder(ToggledMode):
 
     def _pass_over(self, facts: Traits, args: Any, kwargs: dict[str, Any]) -> None:
         """Marks the writes of this call as unrecorded."""
-        for tensor in self._writes(facts, args, kwargs).in_place:
-            record = self.tape.known(tensor) if is_plain(tensor, self._device_type) else None
+        for tensor in writes_of(facts, args, kwargs, self.tape.static, self._device_type).in_place:
+            storage = plain_storage(tensor, self._device_type)
+            record = self.tape.known(storage) if storage is not None else None
             if record is not None:
-                record.was_written_unseen()
+                record.was_written(None)
 
     def _before(
         self, func: Any, facts: Traits, args: Any, kwargs: dict[str, Any]
@@ -104,7 +101,8 @@ class Recorder(ToggledMode):
                 elif leaf is _UNUSABLE:
                     usable = False
             arguments.append(leaf)
-        op = self.tape.next_op(func, tuple(arguments), tuple(reads), spec, usable=usable)
+        self.tape.count += 1
+        op = RecordedOp(self.tape.count, func, tuple(arguments), tuple(reads), spec, torch.is_grad_enabled(), usable)
         op.uninitialised = facts.uninitialised
         if facts.random:
             op.generator = _generator_of(flat, self._device_type)
@@ -113,7 +111,7 @@ class Recorder(ToggledMode):
 
     def _written(self, op: RecordedOp, facts: Traits, args: Any, kwargs: dict[str, Any]) -> list[CounterBefore]:
         """The storages that the op writes in place; completes the facts about the op."""
-        writes = self._writes(facts, args, kwargs)
+        writes = writes_of(facts, args, kwargs, self.tape.static, self._device_type)
         if writes.scratch:
             arguments = list(op.arguments)
             for position, tensor in writes.scratch.items():
@@ -126,9 +124,6 @@ class Recorder(ToggledMode):
         plain = (tensor for tensor in writes.in_place if is_plain(tensor, self._device_type))
         return [CounterBefore.of(self.tape.record_of(tensor), tensor) for tensor in plain]
 
-    def _writes(self, facts: Traits, args: Any, kwargs: dict[str, Any]) -> Writes:
-        return writes_of(facts, args, kwargs, static=self.tape.static, device_type=self._device_type)
-
     def _reference(self, leaf: torch.Tensor) -> Any:
         storage = plain_storage(leaf, self._device_type)
         if storage is None:
@@ -140,20 +135,16 @@ class Recorder(ToggledMode):
 
     def _after(self, op: RecordedOp, written: list[CounterBefore], outputs: Any) -> None:
         if op.uninitialised and isinstance(outputs, torch.Tensor) and not written:
-            op.allocate_only(outputs)
+            # An allocation of the same geometry reads no tensor, unlike ``empty_like``.
+            options = {"dtype": outputs.dtype, "device": outputs.device}
+            arguments, op.spec = flatten((list(outputs.shape), list(outputs.stride())), options)
+            op.func, op.arguments, op.reads = torch.ops.aten.empty_strided.default, tuple(arguments), ()
         if written:
             self.tape.were_written(op, written)
-        if isinstance(outputs, torch.Tensor):
-            self._born(op, 0, outputs)
-            return
         for position, output in enumerate(outputs_of(outputs)):
-            if isinstance(output, torch.Tensor):
-                self._born(op, position, output)
-
-    def _born(self, op: RecordedOp, position: int, output: torch.Tensor) -> None:
-        storage = plain_storage(output, self._device_type)
-        if storage is not None:
-            self.tape.was_born(op, position, output, storage)
+            storage = plain_storage(output, self._device_type) if isinstance(output, torch.Tensor) else None
+            if storage is not None:
+                self.tape.was_born(op, position, output, storage)
 
 
 _NONE: list[CounterBefore] = []
@@ -192,7 +183,8 @@ class Tape:
         self._recorded: list[StorageRecord] = []
         self._kept: list[tuple[Callable[[], bool], list[StorageRecord]]] = []
         """Records of earlier steps whose handles may still be replayed from them."""
-        self._count = 0
+        self.count = 0
+        """Number of ops so far."""
         self._unsettled: list[CounterBefore] = []
         """Counters of the last write, until torch has moved them."""
 
@@ -221,36 +213,26 @@ class Tape:
         return sum(record.storage() is not None for record in self._registry.values())
 
     def is_given(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The step, which has just begun, gets these tensors. A tensor that is a part of a larger storage existed
-        before the step.
-        """
+        """The step that begins gets these tensors. A part of a larger storage existed before the step."""
         for tensor in tensors:
             if is_plain(tensor, self.device_type) and tensor.nbytes < tensor.untyped_storage().nbytes():
                 storage = tensor.untyped_storage()
                 record = StorageRecord(weakref.ref(storage), version_of(tensor))
                 self._earlier[storage_identity(storage)] = record
 
-    def earlier_values(self) -> Iterator[Content]:
-        """Saved values of earlier steps that are still alive."""
-        for record in self._earlier.values():
-            value = record.value() if record.value is not None else None
-            if value is not None:
-                yield value
+    def earlier_values(self) -> list[Content | None]:
+        """Saved values of earlier steps; None for those that are not alive."""
+        return [record.value() for record in self._earlier.values() if record.value is not None]
 
-    def has_met(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the step has saved a tensor on that storage, or a recorded op has read one."""
-        record = self._registry.get(storage_identity(storage))
-        return record is not None and record.storage() is storage
-
-    def known(self, tensor: torch.Tensor) -> StorageRecord | None:
-        """The record of the tensor's storage, if there is one."""
-        storage = tensor.untyped_storage()
+    def known(self, storage: torch.UntypedStorage) -> StorageRecord | None:
+        """The record of the storage. None if the step has saved no tensor on it, and no recorded op has read one."""
         record = self._registry.get(storage_identity(storage))
         return record if record is not None and record.storage() is storage else None
 
     def record_of(self, tensor: torch.Tensor) -> StorageRecord:
         """The record of the tensor's storage, made if it is new."""
-        return self.known(tensor) or self._new(tensor, tensor.untyped_storage())
+        storage = tensor.untyped_storage()
+        return self.known(storage) or self._new(tensor, storage)
 
     def _new(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> StorageRecord:
         key = storage_identity(storage)
@@ -272,13 +254,6 @@ class Tape:
         record.meet(version_of(tensor), window)
         return record
 
-    def next_op(
-        self, func: Any, arguments: tuple[Any, ...], reads: tuple[View, ...], spec: Layout, *, usable: bool
-    ) -> RecordedOp:
-        """An op that is about to run, the next one in order."""
-        self._count += 1
-        return RecordedOp(self._count, func, arguments, reads, spec, torch.is_grad_enabled(), usable)
-
     def was_born(self, op: RecordedOp, position: int, output: torch.Tensor, storage: torch.UntypedStorage) -> None:
         """The op has returned its output at ``position``. If the storage is unknown, the op has created it."""
         key = storage_identity(storage)
@@ -295,7 +270,7 @@ class Tape:
         self._unsettled = counters
         op.writes = tuple(dict.fromkeys(counter.record for counter in counters))
         for record in op.writes:
-            record.was_written_by(op)
+            record.was_written(op)
             self._recorded.append(record)
 
     def settle(self) -> None:

@@ -14,37 +14,31 @@ AGAIN = "make a new profile and plan for it"
 FOR_EACH_SHAPE = "for steps of several shapes make a plan for each: poochplan.plan_set(step_for, shapes=[...])"
 
 
-class Expected(NamedTuple):
-    """Facts about the planned step besides its instructions."""
+class Difference(NamedTuple):
+    """A difference of the step from its instructions."""
 
-    inputs: Signature = ()
-    """Inputs of the model; empty if they do not matter, or are not known."""
-    model: torch.nn.Module | None = None
-
-
-UNKNOWN = Expected()
-
-
-class Found(NamedTuple):
-    """The first difference of the step: the planned value there, and the dtype of the tensor found instead."""
-
+    reason: str
+    """In words, for the reader of a message."""
+    departure: Departure
     planned: PlannedValue | None
-    """None after the last planned value."""
-    dtype: str = ""
-    """Empty if it was not a save."""
-    layers_to_come: bool = False
+    """The value planned there; None after the last one."""
+    layers_to_come: bool
     """Whether later layers are planned to save something."""
+    dtype: str = ""
+    """Of the tensor found instead; empty if it was not a save."""
     in_backward: bool = False
     """Whether the saves were as planned, but not the order of their uses."""
 
 
-def what_changed(segment: Segment, expected: Expected, found: Found) -> str:
-    """Why this segment's step is not the planned one, and what to do: the first cause that explains it."""
+def what_changed(segment: Segment, inputs: Signature, model: torch.nn.Module | None, found: Difference) -> str:
+    """Why this segment's step is not the planned one, which has these inputs, and what to do: the first cause that
+    explains it.
+    """
     return (
-        _of_inputs(segment.inputs or (), expected.inputs)
-        or _of_mode(expected.model)
+        _of_inputs(segment.inputs or (), inputs)
+        or _of_mode(model)
         or _of_calls(segment)
-        or _of_place(segment, expected.model, found)
+        or _of_place(segment, model, found)
     )
 
 
@@ -84,7 +78,7 @@ def _of_calls(segment: Segment) -> str:
     return ""
 
 
-def _of_place(segment: Segment, model: torch.nn.Module | None, found: Found) -> str:
+def _of_place(segment: Segment, model: torch.nn.Module | None, found: Difference) -> str:
     planned = found.planned
     if found.in_backward:
         return (
@@ -116,37 +110,62 @@ def _of_place(segment: Segment, model: torch.nn.Module | None, found: Found) -> 
     )
 
 
-# -- departures ------------------------------------------------------------------------------------------------------
+# -- where a step differs --------------------------------------------------------------------------------------------
 
 NOTHING_PLANNED = "nothing"
 T = TypeVar("T")
 
 
-def departed_at_save(instructions: Instructions, index: int, tensor: torch.Tensor) -> Departure:
+def differs_at_save(instructions: Instructions, index: int, tensor: torch.Tensor, *, exact: bool) -> Difference:
     """The tensor is not the one planned for this save point."""
-    value = _at(instructions.values, index)
-    return _departure("save", index, value, _described(value), found_text(tensor))
+    value, found = _at(instructions.values, index), _found(tensor)
+    reason = _beyond(instructions, found) if value is None else _instead(value, found, exact=exact)
+    return Difference(
+        reason,
+        _departure("save", index, value, _described(value), found),
+        value,
+        _layers_from(instructions, index),
+        str(tensor.dtype).removeprefix("torch."),
+    )
 
 
-def departed_at_pack(instructions: Instructions, ordinal: int, index: int | None, tensor: torch.Tensor) -> Departure:
+def differs_at_pack(
+    instructions: Instructions, ordinal: int, index: int | None, tensor: torch.Tensor, *, exact: bool
+) -> Difference:
     """Handle ``ordinal`` is not of the planned value, but of save point ``index`` (None: of no save point)."""
-    planned = _at(instructions.handles, ordinal)
+    planned, found = _at(instructions.handles, ordinal), _found(tensor)
+    of = "no save point" if index is None else f"save point {index}, {{}}"
+    came = None if index is None else instructions.values[index]
     value = None if planned is None else instructions.values[planned]
-    which = "no save point" if index is None else f"save point {index}, {_name(instructions.values[index])}"
-    return _departure("pack", ordinal, value, _described(value), f"{found_text(tensor)} of {which}")
+    if value is None:
+        reason = _beyond(instructions, found)
+    else:
+        also = f" of save point {planned}"
+        reason = _instead(value, f"{found} of {of.format(_placed(came))}", also, exact=exact)
+    return Difference(
+        reason,
+        _departure("pack", ordinal, value, _described(value), f"{found} of {of.format(_name(came))}"),
+        value,
+        _layers_from(instructions, len(instructions.values) if planned is None else planned),
+    )
 
 
-def departed_at_use(instructions: Instructions, number: int, ordinal: int, saves: int) -> Departure:
+def differs_at_use(instructions: Instructions, number: int, ordinal: int, saves: int, *, exact: bool) -> Difference:
     """Backward uses handle ``ordinal``, after ``saves`` save points, but another use or save was planned."""
     found = f"{_name(_of_handle(instructions, ordinal))} by handle {ordinal}"
-    if saves < len(instructions.values):
-        value = instructions.values[saves]
-        return _departure("save", saves, value, _described(value), f"backward, which begins with {found}")
+    by_handle = _by_handle(instructions, ordinal)
+    value, to_come = _at(instructions.values, saves), _layers_from(instructions, saves)
+    if value is not None:
+        reason = _instead(value, f"that backward has begun, with {by_handle}", exact=exact)
+        departure = _departure("save", saves, value, _described(value), f"backward, which begins with {found}")
+        return Difference(reason, departure, value, to_come)
     planned = _at(instructions.uses, number)
-    if planned is None:
-        return _departure("use", number, None, NOTHING_PLANNED, found)
-    wanted = _of_handle(instructions, planned)
-    return _departure("use", number, wanted, f"{_name(wanted)} by handle {planned}", found)
+    wanted = None if planned is None else _of_handle(instructions, planned)
+    told, said = NOTHING_PLANNED, "its end"
+    if planned is not None:
+        told, said = f"{_name(wanted)} by handle {planned}", _by_handle(instructions, planned)
+    departure = _departure("use", number, wanted, told, found)
+    return Difference(f"backward: planned {said}, found {by_handle}", departure, None, to_come, in_backward=True)
 
 
 def _departure(
@@ -154,6 +173,27 @@ def _departure(
 ) -> Departure:
     layer, name = ("", "") if value is None else (value.layer, value.name)
     return Departure(at=at, index=index, layer=layer, value=name, planned=planned, found=found)
+
+
+def _instead(value: PlannedValue, found: str, also: str = "", *, exact: bool) -> str:
+    return f"{_placed(value)}: planned {'' if exact else 'at most '}{_described(value)}{also}, found {found}"
+
+
+def _beyond(instructions: Instructions, found: str) -> str:
+    last = f"what comes after {_placed(instructions.values[-1])}" if instructions.values else "its start"
+    return f"{last}: planned backward, found that {found} is saved"
+
+
+def _layers_from(instructions: Instructions, index: int) -> bool:
+    """Whether a layer of the model saves a value from this save point on."""
+    return any(value.layer for value in instructions.values[index:])
+
+
+def _by_handle(instructions: Instructions, ordinal: int) -> str:
+    value = _of_handle(instructions, ordinal)
+    if value is None:
+        return "nothing that was planned"
+    return f"{_placed(value)} {value.dtype}{list(value.shape)} by handle {ordinal}"
 
 
 def _of_handle(instructions: Instructions, ordinal: int) -> PlannedValue | None:
@@ -169,11 +209,21 @@ def _described(value: PlannedValue | None) -> str:
     return NOTHING_PLANNED if value is None else f"{value.dtype}{list(value.shape)} of {value.size_bytes} bytes"
 
 
+def _found(tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}{list(tensor.shape)} of {tensor.untyped_storage().nbytes()} bytes"
+
+
 def _name(value: PlannedValue | None) -> str:
     return NOTHING_PLANNED if value is None else value.name
 
 
-def found_text(tensor: torch.Tensor) -> str:
-    """Dtype, shape and bytes of a tensor that came."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype}{list(tensor.shape)} of {tensor.untyped_storage().nbytes()} bytes"
+def _placed(value: PlannedValue | None) -> str:
+    """A value with its layer, for the reader of a message."""
+    if value is None:
+        return NOTHING_PLANNED
+    where = f"(layer {value.layer})" if value.layer else "(of no layer)"
+    what = value.name.rpartition("/")[2].partition("#")[0]
+    if value.name.startswith("before/"):
+        return f"what was there before the step, as {what} {where}"
+    return f"{value.name if value.layer else what} {where}"

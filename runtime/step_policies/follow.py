@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -11,21 +11,12 @@ import torch
 
 from poochplan.errors import DivergenceError, UsageError
 from poochplan.formats.plan import Decision, Instructions, PlannedValue, PointActions
+from poochplan.formats.plan_set import Signature
 from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.engine.saved_value import Handle, SavedValue
-from poochplan.runtime.replays.recorded import StorageRecord
-from poochplan.runtime.replays.replay import NotReplayable
+from poochplan.runtime.replays.replay import NotReplayable, StorageRecord
 
-from .diagnosis import (
-    UNKNOWN,
-    Expected,
-    Found,
-    departed_at_pack,
-    departed_at_save,
-    departed_at_use,
-    found_text,
-    what_changed,
-)
+from .diagnosis import Difference, differs_at_pack, differs_at_save, differs_at_use, what_changed
 from .step_policy import NOTHING, Actions, Diverged, KeepAll, StepPolicy, SwapEach
 
 
@@ -56,8 +47,7 @@ class Follow(StepPolicy):
     course: the plan to follow.
     safe: decides if the step diverges, and for values that cannot be recomputed.
     policy: whether a diverged step is an error.
-    expected: other facts of the planned step. If the step calls its model, values of layers are saved only after that
-        call.
+    inputs, model: of the planned step, if they matter. With inputs, layers save only after the model is called.
     """
 
     def __init__(
@@ -66,7 +56,8 @@ class Follow(StepPolicy):
         safe: SwapEach,
         policy: DivergencePolicy = DivergencePolicy.WARN,
         *,
-        expected: Expected = UNKNOWN,
+        inputs: Signature = (),
+        model: torch.nn.Module | None = None,
     ) -> None:
         self.instructions = course.instructions
         self._course = course
@@ -77,29 +68,29 @@ class Follow(StepPolicy):
         self._policy = policy
         self._values: dict[int, weakref.ref[SavedValue]] = {}
         self._to_come: dict[int, SavedValue] = {}
-        """Values that still expect a handle, by the position of the last one. Autograd may release their present
-        handles before that."""
-        self._expected = expected
+        """Values that still expect a handle, by the last one's position. Autograd may release their others before."""
+        self._inputs, self._model = inputs, model
         self._awaits_call: Segment | None = None
-        self._found: Found | None = None
-        """How the step differs from the plan."""
+        self.divergence = ""
+        """Where and how the segment diverged; empty while it has not."""
+        self._difference: Difference | None = None
+        """The first one of the step from the plan."""
 
     def begin(self, segment: Segment) -> Actions:
         self._segment = segment
-        if self._expected.inputs and segment.model is None and not segment.announced:
+        if self._inputs and segment.model is None and not segment.announced:
             self._awaits_call = segment
         return Actions(record=True) if self._course.instructions.record_from_start else NOTHING
 
-    def saved(self, index: int | None, tensor: torch.Tensor, record: StorageRecord) -> Decision:
+    def saved(self, index: int | None, ordinal: int, tensor: torch.Tensor, record: StorageRecord) -> Decision:
         if index is None:
+            self.handle(ordinal, record.save_point, tensor)
             return Decision.KEEP
         if self._awaits_call is not None:
             self._before_the_call(index)
-        reason = self._course.why_not_save(index, tensor)
-        if reason:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            self._found = Found(self._course.planned_at(index), dtype, self._course.layers_from(index))
-            raise Diverged(reason, departure=departed_at_save(self._course.instructions, index, tensor))
+        if index > self._last or not self._course.fits(index, tensor):
+            raise self._differs(differs_at_save(self._course.instructions, index, tensor, exact=self._course.exact))
+        self.handle(ordinal, index, tensor)
         return self._planned[index].decision
 
     def _before_the_call(self, index: int) -> None:
@@ -115,10 +106,12 @@ class Follow(StepPolicy):
         if self._to_come:
             self._to_come.pop(ordinal, None)
         if index is None or ordinal >= len(handles) or handles[ordinal] != index:
-            departure = departed_at_pack(self._course.instructions, ordinal, index, tensor)
-            here = handles[ordinal] if ordinal < len(handles) else len(self._planned)
-            self._found = Found(self._course.planned_at(here), layers_to_come=self._course.layers_from(here))
-            raise Diverged(self._course.why_not_handle(ordinal, index, tensor), departure=departure)
+            found = differs_at_pack(self._course.instructions, ordinal, index, tensor, exact=self._course.exact)
+            raise self._differs(found)
+
+    def _differs(self, found: Difference) -> Diverged:
+        self._difference = found
+        return Diverged(found.reason, departure=found.departure)
 
     def at_save(self, value: SavedValue, index: int | None) -> Actions:
         if index is None:
@@ -137,30 +130,25 @@ class Follow(StepPolicy):
         uses = self._uses
         self._to_come.clear()
         if saves <= self._last or number >= len(uses) or uses[number] != handle.ordinal:
-            departure = departed_at_use(self._course.instructions, number, handle.ordinal, saves)
-            to_come = self._course.layers_from(saves)
-            self._found = Found(self._course.planned_at(saves), layers_to_come=to_come, in_backward=saves > self._last)
-            raise Diverged(self._course.why_not_use(number, handle.ordinal, saves), departure=departure)
+            course = self._course
+            found = differs_at_use(course.instructions, number, handle.ordinal, saves, exact=course.exact)
+            raise self._differs(found)
         planned = self._course.at_use[number]
         return NOTHING if planned is None else self._resolved(planned)
 
     def _resolved(self, planned: PointActions) -> Actions:
-        alive, out, release, fetch, again = (
-            self._alive,
-            planned.swap_out,
-            planned.release,
-            planned.prefetch,
-            planned.replay,
-        )
+        alive = self._alive
         return Actions(
-            alive(out) if out else (),
-            alive(release) if release else (),
-            alive(fetch) if fetch else (),
-            alive(again) if again else (),
+            alive(planned.swap_out),
+            alive(planned.release),
+            alive(planned.prefetch),
+            alive(planned.replay),
             _RECORD[planned.record],
         )
 
     def _alive(self, indices: Sequence[int]) -> Sequence[SavedValue]:
+        if not indices:
+            return ()
         values = self._values
         found = [values[index]() for index in indices if index in values]
         return [value for value in found if value is not None]
@@ -170,8 +158,9 @@ class Follow(StepPolicy):
 
     def diverged(self, reason: Diverged) -> tuple[StepPolicy, Actions]:
         self._to_come.clear()
-        if self._found is not None:
-            reason.advice = what_changed(self._segment, self._expected, self._found)
+        self.divergence = reason.reason
+        if self._difference is not None:
+            reason.advice = what_changed(self._segment, self._inputs, self._model, self._difference)
         self._policy.judge(reason)
         if self._awaits_call is not None and self._awaits_call.model is None:  # perhaps not a step of the model
             self._awaits_call.aside = True
@@ -180,25 +169,6 @@ class Follow(StepPolicy):
 
     def end(self, segment: Segment, outcome: Outcome) -> None:
         self._to_come.clear()
-
-
-class Always:
-    """A chooser that gives every segment a policy from one factory. ``alternatives``: the instructions that these
-    follow.
-    """
-
-    def __init__(self, make: Callable[[], StepPolicy], alternatives: Sequence[Instructions] = ()) -> None:
-        self._make = make
-        self.alternatives = alternatives
-
-    @classmethod
-    def following(cls, instructions: Instructions) -> Always:
-        """A chooser whose segments follow these instructions."""
-        course = Course.of(instructions)
-        return cls(lambda: Follow(course, SwapEach()), [instructions])
-
-    def choose(self, segment: Segment) -> StepPolicy:
-        return self._make()
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,57 +202,14 @@ class Course:
             exact,
         )
 
-    def why_not_save(self, index: int, tensor: torch.Tensor) -> str:
-        """Why the tensor cannot be the planned value of this save point; empty when it can."""
-        if index >= len(self.instructions.values):
-            return self._beyond(tensor)
-        planned = self.instructions.values[index]
-        size_bytes = tensor.untyped_storage().nbytes()
-        fits = tensor.dtype is self.dtypes[index] and (
-            size_bytes == planned.size_bytes and tensor.shape == planned.shape
-            if self.exact
-            else tensor.ndim == len(planned.shape) and size_bytes <= planned.size_bytes
-        )
-        return "" if fits else self._instead(index, found_text(tensor))
-
-    def why_not_handle(self, ordinal: int, index: int | None, tensor: torch.Tensor) -> str:
-        """Why the ``ordinal``-th pack cannot be one of save point ``index`` (None: of none)."""
-        planned = self.instructions.handles[ordinal] if ordinal < len(self.instructions.handles) else None
-        if planned is None:
-            return self._beyond(tensor)
-        which = "no save point" if index is None else f"save point {index}, {_named(self.instructions.values[index])}"
-        return self._instead(planned, f"{found_text(tensor)} of {which}", f" of save point {planned}")
-
-    def why_not_use(self, number: int, ordinal: int, saves: int) -> str:
-        """Why the unpack of handle ``ordinal`` after ``saves`` save points cannot be use point ``number``."""
-        if saves < len(self.instructions.values):
-            return self._instead(saves, f"that backward has begun, with {self._of_handle(ordinal)}")
-        planned = self.instructions.uses[number] if number < len(self.instructions.uses) else None
-        wanted = "its end" if planned is None else self._of_handle(planned)
-        return f"backward: planned {wanted}, found {self._of_handle(ordinal)}"
-
-    def planned_at(self, index: int) -> PlannedValue | None:
-        """The value of this save point; None after the last one."""
-        return self.instructions.values[index] if index < len(self.instructions.values) else None
-
-    def layers_from(self, index: int) -> bool:
-        """Whether a layer of the model saves a value from this save point on."""
-        return any(value.layer for value in self.instructions.values[index:])
-
-    def _instead(self, index: int, found: str, also: str = "") -> str:
-        value = self.instructions.values[index]
-        most = "" if self.exact else "at most "
-        return f"{_named(value)}: planned {most}{_shape(value)} of {value.size_bytes} bytes{also}, found {found}"
-
-    def _beyond(self, tensor: torch.Tensor) -> str:
-        last = f"what comes after {_named(self.instructions.values[-1])}" if self.instructions.values else "its start"
-        return f"{last}: planned backward, found that {found_text(tensor)} is saved"
-
-    def _of_handle(self, ordinal: int) -> str:
-        if ordinal >= len(self.instructions.handles):
-            return "nothing that was planned"
-        value = self.instructions.values[self.instructions.handles[ordinal]]
-        return f"{_named(value)} {_shape(value)} by handle {ordinal}"
+    def fits(self, index: int, tensor: torch.Tensor) -> bool:
+        """Whether the tensor can be the planned value of this save point."""
+        planned, size_bytes = self.instructions.values[index], tensor.untyped_storage().nbytes()
+        if tensor.dtype is not self.dtypes[index]:
+            return False
+        if self.exact:
+            return size_bytes == planned.size_bytes and tensor.shape == planned.shape
+        return tensor.ndim == len(planned.shape) and size_bytes <= planned.size_bytes
 
 
 def _last_handles(instructions: Instructions) -> tuple[int, ...]:
@@ -304,13 +231,11 @@ def _dtype(number: int, value: PlannedValue) -> torch.dtype:
     return found
 
 
-def _shape(value: PlannedValue) -> str:
-    return f"{value.dtype}{list(value.shape)}"
+class AlwaysFollow:
+    """A chooser whose segments all follow these instructions."""
 
+    def __init__(self, instructions: Instructions) -> None:
+        self._course, self.alternatives = Course.of(instructions), [instructions]
 
-def _named(value: PlannedValue) -> str:
-    where = f"(layer {value.layer})" if value.layer else "(of no layer)"
-    what = value.name.rpartition("/")[2].partition("#")[0]
-    if value.name.startswith("before/"):
-        return f"what was there before the step, as {what} {where}"
-    return f"{value.name if value.layer else what} {where}"
+    def choose(self, segment: Segment) -> StepPolicy:
+        return Follow(self._course, SwapEach())

@@ -2,8 +2,7 @@
 
 KeepAll is the simplest policy, and a base for others.
 
-A step policy never touches a storage. It answers with a decision, or with :class:`Actions`: data that the engine's
-mechanism carries out.
+A step policy never touches a storage. It answers with a decision, or with :class:`Actions` for the mechanism.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from poochplan.errors import SpillError
 from poochplan.formats.plan import Decision, Departure, Instructions
 from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.engine.saved_value import Handle, SavedValue
-from poochplan.runtime.replays.recorded import StorageRecord
-from poochplan.runtime.replays.replay import NotReplayable
+from poochplan.runtime.replays.replay import NotReplayable, StorageRecord
 from poochplan.runtime.run_report import FallbackKind
 
 
@@ -72,20 +70,18 @@ class StepPolicy:
     """The instructions whose planned places in the host tier its values take; None if they have no planned places."""
 
     def begin(self, segment: Segment) -> Actions:
-        """The segment begins."""
         return NOTHING
 
-    def saved(self, index: int | None, tensor: torch.Tensor, record: StorageRecord) -> Decision:
-        """Decides about a tensor whose storage is not a live value yet. The decision is final, unless the recipe fails.
+    def saved(self, index: int | None, ordinal: int, tensor: torch.Tensor, record: StorageRecord) -> Decision:
+        """Decides about a tensor whose storage is not a live value yet, and which gets the ``ordinal``-th handle of the
+        segment. The decision is final, unless the recipe fails.
 
         ``index``: its save point; None if its storage has had one, and was written since or is no longer held.
         """
         return Decision.KEEP
 
     def handle(self, ordinal: int, index: int | None, tensor: torch.Tensor) -> None:
-        """The ``ordinal``-th handle of the segment is made, for the value of save point ``index`` (None outside a
-        plan).
-        """
+        """A further handle, the ``ordinal``-th, for the value of save point ``index`` (None outside a plan)."""
 
     def at_save(self, value: SavedValue, index: int | None) -> Actions:
         """Actions at save point ``index``; the value that was just decided about exists."""
@@ -123,8 +119,7 @@ class Chooser(Protocol):
     def choose(self, segment: Segment) -> StepPolicy | None:
         """The step policy of a segment; None if the segment's inputs must be known first.
 
-        It is called when the segment begins, when the model is called, and at the first save, where it must return a
-        policy.
+        It is called when the segment begins, when the model is called, and at the first save, where it must decide.
         """
 
 
@@ -147,7 +142,7 @@ class SwapEach(StepPolicy):
         self._at_once = at_once
         self._latest: weakref.ref[SavedValue] | None = None
 
-    def saved(self, index: int | None, tensor: torch.Tensor, record: StorageRecord) -> Decision:
+    def saved(self, index: int | None, ordinal: int, tensor: torch.Tensor, record: StorageRecord) -> Decision:
         return Decision.KEEP if record.was_there or _is_part_of_data(tensor, record) else Decision.SWAP
 
     def at_save(self, value: SavedValue, index: int | None) -> Actions:
@@ -184,13 +179,11 @@ def _is_part_of_data(tensor: torch.Tensor, record: StorageRecord) -> bool:
 
 
 SHARE_BETWEEN_LOOKS = 0.1
-"""Share of the free memory that was found last. When the values kept since then exceed it, the free memory is read
-again."""
+"""Share of the free memory that was found last. When the values kept since exceed it, it is read again."""
 LOOKS_SHARE = 0.02
 """Share of a loop's time that reading the free memory may take. One reading opens some files of the system."""
 WORKSPACE = 2
-"""This many times the largest value that the step has saved is left free, for memory that ops use besides their
-results."""
+"""This many times the largest saved value is left free, for memory that ops use besides their results."""
 
 
 class KeepWhileRoom(SwapEach):
@@ -218,8 +211,8 @@ class KeepWhileRoom(SwapEach):
         self._swaps = False
         return super().begin(segment)
 
-    def saved(self, index: int | None, tensor: torch.Tensor, record: StorageRecord) -> Decision:
-        if super().saved(index, tensor, record) is Decision.KEEP:
+    def saved(self, index: int | None, ordinal: int, tensor: torch.Tensor, record: StorageRecord) -> Decision:
+        if super().saved(index, ordinal, tensor, record) is Decision.KEEP:
             return Decision.KEEP
         if not self._swaps and not self._has_room(tensor.untyped_storage().nbytes()):
             self._swaps = True

@@ -1,3 +1,1 @@
-"""The memory of each step compared with the prediction: the census, the meter's schedule, and the holders of an
-excess.
-"""
+"""Each step's memory compared with the prediction: the census, the meter, and the holders of an excess."""

@@ -24,7 +24,7 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, rounded_up
 from poochplan.tensors.storages import is_made_of_parts, memory_of, parts_of
-from poochplan.torch_private.tensor_internals import pytree, storage_identity, without_modes, without_torch_function
+from poochplan.torch_private.tensor_internals import storage_identity, tensors_in, without_modes, without_torch_function
 
 T = TypeVar("T")
 DataParallel = torch.nn.parallel.DistributedDataParallel
@@ -39,8 +39,7 @@ Storages = dict[int, torch.UntypedStorage]
 
 _LEFT_OUT: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 SEEN = 3
-"""Growth counts if it was seen this many times in a row. Memory that appeared once, such as a copy of the weights, is
-no growth."""
+"""Growth counts if it was seen so many times in a row. Memory that appeared once, as a copy of the weights, is none."""
 
 
 def leave_out(tensors: Iterable[torch.Tensor]) -> None:
@@ -173,9 +172,7 @@ class Growth:
         return number >= self._next
 
     def outgrown(self, number: int, profile: Profile, plan: Plan, device_type: str) -> int:
-        """Bytes that are live when a segment begins and were not when it was profiled; 0 if the plan fits its budget
-        with them.
-        """
+        """Bytes live when a segment begins, and not when it was profiled; 0 if the plan fits its budget with them."""
         there = (value for value in profile.values if value.born < 0 and value.born_tick is None)
         there_bytes = sum(rounded_up(value.size_bytes) for value in there)
         spare_bytes = plan.budget_bytes - plan.prediction.peak_bytes
@@ -188,9 +185,7 @@ class Growth:
         return more_bytes if room_bytes < 0 else 0
 
     def ahead_bytes(self, number: int, foreseen_bytes: int) -> int:
-        """Bytes to leave free for growth: the known future growth, else as much as memory grows if the loop runs for as
-        long again as it has.
-        """
+        """Bytes to leave free for growth: the known one, else that of a loop that runs for as long again as it has."""
         return foreseen_bytes or int(self.steady_bytes_per_segment * max(EVERY, number))
 
     def _rates(self) -> list[float]:
@@ -201,9 +196,8 @@ def state_of_optimizers(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor
     """The state of the optimizers that step any of these parameters."""
     mine = set(parameters)
     found = live(torch.optim.Optimizer)
-    own = [one for one in found if any(not mine.isdisjoint(group["params"]) for group in one.param_groups)]
-    leaves = pytree.tree_leaves([list(one.state.values()) for one in own])
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    own = (one for one in found if any(not mine.isdisjoint(group["params"]) for group in one.param_groups))
+    return tensors_in([list(one.state.values()) for one in own])
 
 
 def foreseen_bytes(optimizers: Iterable[torch.optim.Optimizer], device_type: str) -> int:
@@ -211,18 +205,16 @@ def foreseen_bytes(optimizers: Iterable[torch.optim.Optimizer], device_type: str
 
     LBFGS keeps two flat vectors of all parameters and two numbers for each of its iterations, up to ``history_size``.
     """
-    return sum(_history_bytes(one, device_type) for one in optimizers if isinstance(one, torch.optim.LBFGS))
-
-
-def _history_bytes(optimizer: torch.optim.LBFGS, device_type: str) -> int:
-    (group,) = optimizer.param_groups
-    parameters = [one for one in group["params"] if one.device.type == device_type]
-    if not parameters:
-        return 0
-    state = optimizer.state.get(parameters[0], {})
-    left = group["history_size"] - len(state.get("old_dirs") or ())
-    vector_bytes = sum(one.numel() * one.element_size() for one in parameters)
-    return max(0, left) * 2 * (rounded_up(vector_bytes) + ALLOCATION_UNIT_BYTES)
+    found_bytes = 0
+    for optimizer in (one for one in optimizers if isinstance(one, torch.optim.LBFGS)):
+        (group,) = optimizer.param_groups
+        parameters = [one for one in group["params"] if one.device.type == device_type]
+        if parameters:
+            state = optimizer.state.get(parameters[0], {})
+            left = max(0, group["history_size"] - len(state.get("old_dirs") or ()))
+            vector_bytes = sum(one.numel() * one.element_size() for one in parameters)
+            found_bytes += left * 2 * (rounded_up(vector_bytes) + ALLOCATION_UNIT_BYTES)
+    return found_bytes
 
 
 def left_free(ahead_bytes: int, room_bytes: int) -> int:

@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from poochplan.formats.plan import Plan
+from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.engine.engine import Engine
 from poochplan.tensors.storages import own_tensors
 from poochplan.torch_private.tensor_internals import (
     is_made,
-    pytree,
     storage_identity,
+    tensors_in,
     without_modes,
     without_torch_function,
 )
@@ -39,45 +42,33 @@ class Holder(NamedTuple):
     size_bytes: int
 
 
-class Own(NamedTuple):
-    """The memory of the step itself, which the plan includes."""
-
-    model: torch.nn.Module
-    """The segment's model."""
-    left_over: Iterable[torch.UntypedStorage]
-    """Storages that earlier segments saved and that are still held."""
-    left_over_bytes: int
-    """Their bytes when the step began."""
-    inputs: Iterable[tuple[torch.UntypedStorage | None, int]]
-    """Storages of the model's inputs in the step, and their bytes; None for a storage that has died."""
-    predicted: Mapping[str, int]
-    """Bytes by kind, as in ``Plan.static_bytes``."""
-
-
-def holders(kind: str, own: Own) -> list[Holder]:
-    """The holders of bytes on that kind of device beyond the prediction, largest first.
+def held_beside(engine: Engine, segment: Segment, plan: Plan) -> list[Holder]:
+    """The holders of more bytes on the engine's device than the segment's plan includes, largest first.
 
     The model's parameters, buffers and gradients are left out. So is an optimizer's state up to the predicted bytes,
     and as many of the smallest other storages as the step's inputs were predicted to take.
     """
+    kind, model = engine.device.kind, engine.model_of(segment)
+    left_over = {storage_identity(storage) for storage in engine.left_over_storages()}
     with one_moment(), without_modes(), without_torch_function():
         sizes = {key: storage.nbytes() for key, storage in census(kind).items()}
         found: dict[str, int] = defaultdict(int)
-        for name, keys in _known(kind, own).items():
+        for name, keys in _known(kind, model, left_over).items():
             taken = [sizes.pop(key) for key in keys if key in sizes]
             if name and taken:
                 found[name] += sum(taken)
-        found[EARLIER] = max(found[EARLIER], own.left_over_bytes)
+        found[EARLIER] = max(found[EARLIER], segment.left_over_bytes)
         optimizers = [name for name in found if name.startswith(_STATE)]
         for name in optimizers:
-            found[name] -= own.predicted.get("optimizer_state", 0)
-        left_bytes = own.predicted.get("input", 0)
-        for storage, size_bytes in own.inputs:  # for a part of a data set this is the whole, which was not predicted
+            found[name] -= plan.static_bytes.get("optimizer_state", 0)
+        left_bytes = plan.static_bytes.get("input", 0)
+        for given, size_bytes in segment.given:  # for a part of a data set this is the whole, which was not predicted
             if size_bytes <= left_bytes:
                 left_bytes -= size_bytes
+                storage = given()
                 if storage is not None:
                     sizes.pop(storage_identity(storage), None)
-        traced = _traced(kind, sizes) | {BUCKETS: bucket_bytes(own.model)}
+        traced = _traced(kind, sizes) | {BUCKETS: bucket_bytes(model)}
     for name, size_bytes in _beyond_inputs(traced, left_bytes).items():
         found[name] += size_bytes
     ranked = sorted(found.items(), key=lambda one: -one[1])
@@ -87,16 +78,16 @@ def holders(kind: str, own: Own) -> list[Holder]:
 _STATE = "the state of "
 
 
-def _known(kind: str, own: Own) -> dict[str, set[int]]:
+def _known(kind: str, model: torch.nn.Module, left_over: set[int]) -> dict[str, set[int]]:
     """Keys of storages by their known holder, found without a search of referrers. Those of "" were predicted."""
-    mine = set(own_tensors(own.model))
+    mine = set(own_tensors(model))
     known: dict[str, set[int]] = {"": _keys(kind, (x for p in mine for x in (p, p.grad if p.is_leaf else None)))}
-    known[EARLIER] = {storage_identity(storage) for storage in own.left_over}
+    known[EARLIER] = left_over
     for optimizer in live(torch.optim.Optimizer):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         whose = "" if not mine.isdisjoint(parameters) else " (of another model)"
-        state = [x for x in pytree.tree_leaves(list(optimizer.state.values())) if isinstance(x, torch.Tensor)]
-        known.setdefault(f"{_STATE}{type(optimizer).__name__}{whose}", set()).update(_keys(kind, state))
+        state = _keys(kind, tensors_in(list(optimizer.state.values())))
+        known.setdefault(f"{_STATE}{type(optimizer).__name__}{whose}", set()).update(state)
     modules = [one for one in live(torch.nn.Module) if is_made(one)]
     children = {id(child) for one in modules for child in one.children()}
     for module in modules:
@@ -138,8 +129,7 @@ def _beyond_inputs(found: Mapping[str, int], inputs_bytes: int) -> dict[str, int
 
 
 def name_of(things: Sequence[Any], unseen: Sequence[Any]) -> str:
-    """The nearest name for one of the objects: a variable, or an attribute of an object; empty if no named object holds
-    them.
+    """The nearest name for one of the objects: a variable, or an attribute; empty if no named object holds them.
 
     Containers are searched too. ``unseen``: the caller's own containers, which do not count as holders.
     """
@@ -196,7 +186,8 @@ def _owner(holder: Any, held: Sequence[Any], hidden: set[int]) -> str:
             return ""
         if "__name__" in holder and "__builtins__" in holder:
             return f"variable {name} of {holder['__name__']}"
-        owner = next((x for x in gc.get_referrers(holder) if _has_dict(x, holder) and id(x) not in hidden), None)
+        owners = (x for x in gc.get_referrers(holder) if not isinstance(x, (type, FrameType)) and id(x) not in hidden)
+        owner = next((x for x in owners if getattr(x, "__dict__", None) is holder), None)
         return "" if owner is None else f"{type(owner).__name__}.{name}"
     if isinstance(holder, FunctionType):
         return f"function {holder.__qualname__}"
@@ -205,7 +196,3 @@ def _owner(holder: Any, held: Sequence[Any], hidden: set[int]) -> str:
     attributes = getattr(holder, "__dict__", {})
     name = next((name for name, value in attributes.items() if id(value) in wanted), "")
     return f"{type(holder).__name__}.{name}" if name else type(holder).__name__
-
-
-def _has_dict(owner: Any, own: dict[Any, Any]) -> bool:
-    return not isinstance(owner, (type, FrameType)) and getattr(owner, "__dict__", None) is own

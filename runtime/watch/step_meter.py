@@ -12,22 +12,20 @@ from poochplan.formats.plan import Instructions, Plan
 from poochplan.formats.profile import Memory
 from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, rounded_up
 from poochplan.runtime.devices.device import Device
-from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
-from poochplan.runtime.metering.allocated import StepPeak, Told
+from poochplan.runtime.metering.allocated import PeakBytes, StepPeak
 from poochplan.runtime.metering.device_peak import step_peak_of
 from poochplan.tensors.storages import own_tensors, plain_storage
 from poochplan.torch_private.tensor_internals import in_backward, storage_identity
 
 from .census import LEAST_BYTES, Storages, bucket_bytes, census, state_of_optimizers
-from .holders import Holder, Own, holders
 
 Known = dict[int, weakref.ref[torch.UntypedStorage]]
 """By identity."""
 When = Literal["first-steps", "always", "never"]
 
 
-class Part(StrEnum):
+class StepPart(StrEnum):
     """A part of a step."""
 
     FORWARD = "forward"
@@ -35,18 +33,18 @@ class Part(StrEnum):
     OPTIMIZER = "optimizer"
 
 
-class Moment(NamedTuple):
+class PeakMoment(NamedTuple):
     """A moment in a step, as the points of the runtime's clock that the step has passed."""
 
-    part: Part
+    part: StepPart
     saves: int
     uses: int
 
     def layer(self, instructions: Instructions) -> str:
         """The layer that saves or uses a value there, as a plan names it; empty if none does."""
-        if self.part is Part.FORWARD and instructions.values:
+        if self.part is StepPart.FORWARD and instructions.values:
             return instructions.values[min(self.saves, len(instructions.values) - 1)].layer
-        if self.part is Part.BACKWARD and 0 < self.uses <= len(instructions.uses):
+        if self.part is StepPart.BACKWARD and 0 < self.uses <= len(instructions.uses):
             return instructions.values[instructions.handles[instructions.uses[self.uses - 1]]].layer
         return ""
 
@@ -83,8 +81,8 @@ class StepMeter:
         self._open = False
         self._source: StepPeak | None = None
         """Set from the first step on."""
-        self._told: Told | None = None
-        self._passed: list[Moment] = []
+        self._told: PeakBytes | None = None
+        self._passed: list[PeakMoment] = []
         """The points that this step has passed, if the moment of the peak is wanted."""
         self._peak_at = 0
         """The passed point that the peak followed."""
@@ -105,14 +103,17 @@ class StepMeter:
                 source.looked_around(self._live(engine), bucket_bytes(engine.model))
             self.point()
 
-    def point(self, part: Part | None = None) -> None:
+    def point(self, part: StepPart | None = None) -> None:
         """A point of the runtime's clock has been passed, or ``part`` of the step begins."""
         if not self._open or not self._is_due:
             return
         self._read()
         if self._source is not None:
             self._source.mark(len(self._passed))
-        self._passed.append(self._where(part))
+        assert self._engine is not None
+        segment = self._engine.segment
+        part = part or (StepPart.BACKWARD if in_backward() else StepPart.FORWARD)
+        self._passed.append(PeakMoment(part, segment.saves, segment.uses))
 
     def step_is_over(self) -> None:
         """Code that runs from here on does not belong to the step. Idempotent."""
@@ -132,11 +133,11 @@ class StepMeter:
         given = {id(one()) for one, _ in engine.segment.given} if engine is not None else set()
         for key, reference in small.items():
             storage = reference()
-            if storage is not None and engine is not None and (id(storage) in given or engine.tape.has_met(storage)):
+            if storage is not None and engine is not None and (id(storage) in given or engine.tape.known(storage)):
                 self._met[key] = reference
                 size_bytes = rounded_up(storage.nbytes()) if storage.nbytes() >= LEAST_COUNTED_BYTES else 0
                 if self._told is not None:
-                    self._told = Told(self._told.peak_bytes + size_bytes, self._told.blocks_bytes + size_bytes)
+                    self._told = PeakBytes(self._told.peak_bytes + size_bytes, self._told.blocks_bytes + size_bytes)
 
     def served_from(self, arena_bytes: int) -> None:
         """The running step has an arena of that size, which counts as a whole; 0 for none."""
@@ -156,7 +157,7 @@ class StepMeter:
         return None if self._told is None else self._told.blocks_bytes
 
     @property
-    def moment(self) -> Moment | None:
+    def moment(self) -> PeakMoment | None:
         """The moment of the peak; None if the step did not begin with a census."""
         return self._passed[self._peak_at] if self._told is not None and self._peak_at < len(self._passed) else None
 
@@ -170,44 +171,27 @@ class StepMeter:
 
     def backward(self, begins: bool) -> None:
         """Autograd begins to compute a backward of the step, or has ended."""
-        self.point(Part.BACKWARD if begins else Part.OPTIMIZER)
-
-    def _where(self, part: Part | None) -> Moment:
-        assert self._engine is not None
-        segment = self._engine.segment
-        return Moment(part or (Part.BACKWARD if in_backward() else Part.FORWARD), segment.saves, segment.uses)
+        self.point(StepPart.BACKWARD if begins else StepPart.OPTIMIZER)
 
     def _live(self, engine: Engine) -> Storages:
-        """All storages when a step begins: those that Python knows, those of the model and its optimizers, and those
-        that autograd holds.
+        """All storages when a step begins: Python's, those of the model and its optimizers, and autograd's.
 
         Small storages of no such owner count if a step has used them.
         """
-        every, own = census(self._kind, 1), self._own(engine)
+        tensors = [x for own in own_tensors(engine.model) for x in (own, own.grad if own.is_leaf else None)]
+        tensors += state_of_optimizers(own_tensors(engine.model))
+        plain = [plain_storage(one, self._kind) for one in tensors if one is not None]
+        found = [storage for storage in (*plain, *engine.left_over_storages()) if storage is not None]
+        every, own = census(self._kind, 1), {storage_identity(storage): storage for storage in found}
         self._met = {key: one for key, one in self._met.items() if key in every and one() is every[key]}
         counted = {key: one for key, one in every.items() if one.nbytes() >= LEAST_BYTES or key in self._met} | own
         self._small = {key: weakref.ref(one) for key, one in every.items() if key not in counted}
         return counted
 
-    def _own(self, engine: Engine) -> Storages:
-        own = list(own_tensors(engine.model))
-        tensors = [one for tensor in own for one in (tensor, tensor.grad if tensor.is_leaf else None)]
-        tensors += state_of_optimizers(own)
-        plain = [plain_storage(one, self._kind) for one in tensors if one is not None]
-        found = [storage for storage in (*plain, *engine.left_over_storages()) if storage is not None]
-        return {storage_identity(storage): storage for storage in found}
 
-
-def described(moment: Moment | None, plan: Plan) -> str:
+def described(moment: PeakMoment | None, plan: Plan) -> str:
     """The moment in words; empty if it is not known."""
     if moment is None:
         return ""
     layer = moment.layer(plan.instructions)
     return f"{moment.part}{f' of {layer}' if layer else ''}"
-
-
-def held_beside(engine: Engine, segment: Segment, plan: Plan) -> list[Holder]:
-    """The holders of more memory on the engine's device than the segment's plan includes."""
-    inputs = [(reference(), size_bytes) for reference, size_bytes in segment.given]
-    own = Own(engine.model_of(segment), engine.left_over_storages(), segment.left_over_bytes, inputs, plan.static_bytes)
-    return holders(engine.device.kind, own)

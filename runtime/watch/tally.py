@@ -67,9 +67,7 @@ class Tally:
         return SessionStatus.FOLLOWED if followed == steps else SessionStatus.PARTLY_FOLLOWED
 
     def complaints(self) -> Iterator[str]:
-        """Lines for the end of the session: one for each model whose plan was not followed without any earlier
-        message.
-        """
+        """Lines for the session's end: one for each model whose plan was not followed, without an earlier message."""
         for name, model in self._models.items():
             called = f"{type(model).__name__}{f' ({name!r})' if name else ''}"
             if self._elsewhere[name]:
@@ -98,18 +96,13 @@ class Tally:
         arena: ArenaReport | None,
         certificate: Certificate | None,
     ) -> Report:
-        """The report, with the open segment as the last step, and with the plan that it followed or was meant to
-        follow.
-        """
-        tally = copy.copy(self)
+        """The report, with the open segment as the last step, and the plan that it followed or was meant to."""
+        tally = copy.deepcopy(self, {id(self._models): self._models, id(self._last): self._last})
         if self.is_new(segment):
-            tally = copy.deepcopy(self, {id(self._models): self._models, id(self._last): self._last})
             tally.count(segment, followed)
-        total = StepReport()
-        total.add(tally.total)
         return Report(
             last_step=segment.report,
-            total=total,
+            total=tally.total,
             predicted_peak_bytes=promised.prediction.peak_bytes if promised is not None else 0,
             predicted_first_step_peak_bytes=promised.prediction.first_step_peak_bytes if promised is not None else 0,
             budget_bytes=promised.budget_bytes if promised is not None else 0,

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-from poochplan.units import format_bytes
-
 _NOT_THEIRS = ("poochplan", "torch", "contextlib", "weakref")
 _SUSPENDS = 0x20 | 0x80 | 0x200
 """``CO_GENERATOR``, ``CO_COROUTINE``, ``CO_ASYNC_GENERATOR``: such a frame leaves the stack from time to time."""
@@ -25,7 +23,12 @@ def users_line() -> int:
     return next((level for level, frame in enumerate(_stack(sys._getframe(1)), 1) if _is_theirs(frame)), 1)
 
 
-class Place(NamedTuple):
+def warn(text: str) -> None:
+    """Warns, and cites the user's line."""
+    warnings.warn(f"poochplan: {text}", RuntimeWarning, stacklevel=users_line())
+
+
+class CallSite(NamedTuple):
     """A call in a frame of the user's code. It does not keep the frame alive."""
 
     frame: int
@@ -33,7 +36,7 @@ class Place(NamedTuple):
     instruction: int
 
     @classmethod
-    def of_caller(cls) -> Place:
+    def of_caller(cls) -> CallSite:
         """The place of the user's call that led here."""
         for frame in _stack(sys._getframe(1)):
             if _is_theirs(frame):
@@ -86,27 +89,9 @@ class Teller:
         """Gives a warning that cites the user's line. The same warning comes once."""
         if text not in self._told_of:
             self._told_of.add(text)
-            warnings.warn(f"poochplan: {text}", RuntimeWarning, stacklevel=users_line())
+            warn(text)
 
     def end(self) -> None:
         """Ends the line: the next text begins a new one."""
         if self._said and not self.is_quiet and sys.stderr.isatty():
             print(file=sys.stderr)
-
-
-def no_arena(reason: str) -> str:
-    """Says why planned steps take no memory from an arena, although one was requested."""
-    return f"planned steps take their memory from torch's allocator, and not from one arena: {reason}"
-
-
-def arena_too_large(peak_bytes: int, budget_bytes: int, *, is_smaller: bool) -> str:
-    """Says that the arena made a step exceed its budget, and where later steps take their memory from."""
-    now = "a smaller arena from now on" if is_smaller else "torch's allocator from now on"
-    took = f"with the whole arena one took {format_bytes(peak_bytes)} of a budget of {format_bytes(budget_bytes)}"
-    return f"planned steps take their memory from {now}: {took}, without it they are within"
-
-
-def host_is_full(size_bytes: int, reason: str) -> str:
-    """Says that there is no room to swap to, and what happens to the values."""
-    room = f"there is no room for {format_bytes(size_bytes)} of swapped values ({reason})"
-    return f"{room}; those that find none are kept"

@@ -27,14 +27,14 @@ from poochplan.native import NativeBuild
 from poochplan.planner.simulator.evaluator import EVALUATOR
 from poochplan.planner.sweep import usable_processors
 from poochplan.profiler.assembly.assemble import model_notes, this_host
-from poochplan.profiler.capture.node_hooks import name_of, nodes_behind
+from poochplan.profiler.capture.node_hooks import name_of
 from poochplan.profiler.fake.fake_profile import needed_without_memory
 from poochplan.profiler.live.step_function import StepFunction
 from poochplan.runtime.arena.library import ALLOCATOR
 from poochplan.runtime.devices.cpu import SpillFile, choose_spill_dir, file_system_type
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.modes import compiled_modules
-from poochplan.torch_private.tensor_internals import intercept_autograd
+from poochplan.torch_private.tensor_internals import intercept_autograd, nodes_behind
 from poochplan.units import format_bytes, format_rate
 from poochplan.workload import Workload
 

@@ -11,7 +11,7 @@ import torch
 import poochplan
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Plan
-from poochplan.profiler.trials.handle_cost import measure_runtime
+from poochplan.profiler.trials.machine_facts import measure_runtime
 from poochplan.runtime.devices.cuda import CudaDevice, hard_cap
 from poochplan.runtime.devices.transfers import copy_out
 from tests.cuda_rules.machine import MACHINE

@@ -9,18 +9,17 @@ import pytest
 
 from poochplan.online import studied_plans, telling
 from poochplan.online.before_plan import Unplanned
-from poochplan.runtime.watch import teller
+from poochplan.runtime import session
 
 PAGE = (Path(__file__).parents[2] / "docs" / "messages.md").read_text()
-MIB = 1 << 20
 LINES = [
     *(value for name, value in vars(telling).items() if name.isupper() and isinstance(value, str)),
-    telling.profiled(8, 1),
-    telling.profiled(8, 2),
-    *(teller.arena_too_large(int(31.4 * MIB), int(30.8 * MIB), is_smaller=one) for one in (True, False)),
+    telling.profiled(11, 1),
+    telling.profiled(11, 2),
+    *(f"{one} from now on" for one in (session.FROM_SMALLER, session.FROM_TORCH)),
     telling.without_plan("a later part of the loop uses the saved tensors", Unplanned.IN_CORE),
-    teller.host_is_full(3 * MIB << 9, "no space"),
-    teller.no_arena("expected a C++ compiler"),
+    session.HOST_IS_FULL.format("1.50 GiB"),
+    f"{session.FROM_TORCH}, and not from one arena",
     telling.not_planned("no room"),
     telling.dearer(0.0721, 0.0489, "", is_planned_again=False).split(":")[0],
     *(why for name, why in vars(studied_plans).items() if name in ("COPIES", "UNSERVED", "BUSY", "SLOWER")),

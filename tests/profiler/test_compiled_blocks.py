@@ -18,7 +18,7 @@ from poochplan.planner.arena.step_layout import blocks_of, taken_by
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import simulate
-from poochplan.profiler.capture.op_blocks import BEGINS, ENDS, Event, Taker, events_by_op, taken_in
+from poochplan.profiler.capture.op_blocks import BEGINS, ENDS, LogEvent, Taker, events_by_op, taken_in
 from poochplan.runtime.arena.library import BIRTH, DEATH, EVENT, MARK, why_unavailable
 from tests.runtime.nets import taken
 from tests.runtime.random_plans import random_plan
@@ -142,21 +142,21 @@ def test_compiled_calls_beside_another_profiler_are_measured_too() -> None:
 
 
 def test_what_is_freed_in_a_backward_is_there_until_then() -> None:
-    events: list[Event] = [(BIRTH, 1, 8192, 0), (MARK, -1, 0, -10240), (BIRTH, 2, 4096, 0), (DEATH, 1, 8192, 0)]
+    events: list[LogEvent] = [(BIRTH, 1, 8192, 0), (MARK, -1, 0, -10240), (BIRTH, 2, 4096, 0), (DEATH, 1, 8192, 0)]
     blocks, workspace_bytes = taken_in(events, {2: 0}, 1, Taker.BACKWARD_COMPILED)
     assert [tuple(one) for one in blocks] == [(10240, -1, 2), (8192, -1, 3), (4096, 0, -1)]
     assert workspace_bytes == 8192 + 10240 - 4096
 
 
 def test_what_is_freed_in_a_forward_is_live_at_its_tick_and_no_workspace() -> None:
-    events: list[Event] = [(MARK, -1, 0, -10240), (BIRTH, 1, 4096, 0), (BIRTH, 2, 4096, 0), (DEATH, 1, 4096, 0)]
+    events: list[LogEvent] = [(MARK, -1, 0, -10240), (BIRTH, 1, 4096, 0), (BIRTH, 2, 4096, 0), (DEATH, 1, 4096, 0)]
     blocks, workspace_bytes = taken_in(events, {2: 0}, 1, Taker.FORWARD_COMPILED)
     assert [tuple(one) for one in blocks] == [(4096, -1, 2), (4096, 0, -1)]
     assert workspace_bytes == 0
 
 
 def test_what_was_there_before_compiled_code_and_dies_in_it_is_told_once() -> None:
-    events: list[Event] = [(DEATH, 9, 10240, 0), (MARK, -1, 0, -10240), (BIRTH, 2, 4096, 0)]
+    events: list[LogEvent] = [(DEATH, 9, 10240, 0), (MARK, -1, 0, -10240), (BIRTH, 2, 4096, 0)]
     assert taken_in(events, {2: 0}, 1, Taker.BACKWARD_COMPILED).workspace_bytes == 10240 - 4096
 
 

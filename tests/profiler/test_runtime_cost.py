@@ -19,8 +19,8 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import RuntimeCost
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.profiler.assembly.assemble import runtime_notes
-from poochplan.profiler.trials import handle_cost
-from poochplan.profiler.trials.handle_cost import (
+from poochplan.profiler.trials import machine_facts
+from poochplan.profiler.trials.machine_facts import (
     LEAST_ROUNDS,
     MOST_ROUNDS,
     HookSeconds,
@@ -162,11 +162,11 @@ def test_hooks_are_timed_also_where_they_raise() -> None:
             raise ValueError("negative")
         return argument + 1
 
-    assert seconds.timed_pack(busy)(1) == 2
+    assert seconds.timed("pack_s", busy)(1) == 2
     assert seconds.pack_s >= 1e-4
     assert seconds.unpack_s == 0
     with pytest.raises(ValueError, match="negative"):
-        seconds.timed_unpack(busy)(-1)
+        seconds.timed("unpack_s", busy)(-1)
     assert seconds.unpack_s >= 1e-4
     assert seconds.total_s == seconds.pack_s + seconds.unpack_s
 
@@ -177,11 +177,11 @@ def test_hooks_are_timed_also_where_they_raise() -> None:
 def test_a_step_behind_which_a_device_works_begins_when_that_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same lines, with CPU tensors and the one name of ``torch.cuda`` that they call."""
     synchronized: list[torch.device] = []
-    network = handle_cost._Network(4, 1, CPU)
+    network = machine_facts._Network(4, 1, CPU)
     network.where = torch.device("cuda", 0)
     network._clock = step_clock("cuda")
     monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
-    seconds = network.step(None, None)
+    seconds = network.step(None)
     assert synchronized == [network.where]
     assert seconds.whole_s > 0
     assert seconds.forward_s > 0
@@ -190,24 +190,24 @@ def test_a_step_behind_which_a_device_works_begins_when_that_is_idle(monkeypatch
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_every_other_value_of_the_small_network_is_replayed_and_none_falls_back() -> None:
-    network = handle_cost._Network(6, 1, CPU)
+    network = machine_facts._Network(6, 1, CPU)
     replays = build_problem(network.profile).replay.replays
     replayed = [replays[value] for value, one in enumerate(network.every_other) if one is Decision.RECOMPUTE]
     assert sum(len(replay.ops) for replay in replayed if replay is not None) == network.replayed_op_count
     assert all(source % 2 == 0 for replay in replayed if replay is not None for source in replay.inputs)
-    with handle_cost._planned(network, network.every_other, True) as recomputed:
+    with machine_facts._planned(network, network.every_other, True) as recomputed:
         assert recomputed().unpack_s > 0
 
 
 def test_nothing_of_the_measured_networks_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    networks = weakref.WeakSet[handle_cost.Chain]()
-    make = handle_cost.Chain.__init__
+    networks = weakref.WeakSet[machine_facts.Chain]()
+    make = machine_facts.Chain.__init__
 
-    def seen(self: handle_cost.Chain, layers: int) -> None:
+    def seen(self: machine_facts.Chain, layers: int) -> None:
         make(self, layers)
         networks.add(self)
 
-    monkeypatch.setattr(handle_cost.Chain, "__init__", seen)
+    monkeypatch.setattr(machine_facts.Chain, "__init__", seen)
     gc.disable()  # a loop's steps come before Python would collect
     try:
         assert measured_on.__wrapped__(CPU, torch.get_num_threads()) is not None

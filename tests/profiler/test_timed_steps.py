@@ -19,8 +19,8 @@ from poochplan.planner.arena.step_layout import kept_in_arena
 from poochplan.planner.whatif import as_followed, as_unserved, for_machine
 from poochplan.profiler.profiling import with_plain_again
 from poochplan.report.timeline import draw_timeline, timeline_of
-from poochplan.runtime.arena.known_steps import RepeatedStep
 from poochplan.runtime.arena.library import library
+from poochplan.runtime.arena.serving import RepeatedStep
 from tests.runtime.nets import LINK, taken
 
 SLOWER = 1.5

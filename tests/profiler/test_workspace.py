@@ -29,7 +29,7 @@ from poochplan.profiler.capture.op_blocks import (
     ENDS,
     POINT,
     STEM,
-    Event,
+    LogEvent,
     Moment,
     Stray,
     Taker,
@@ -203,7 +203,7 @@ def test_a_gradient_that_is_added_to_a_part_of_another_is_new_memory() -> None:
 STATE_BYTES = torch.get_rng_state().nbytes
 
 
-def mark(value: int) -> Event:
+def mark(value: int) -> LogEvent:
     return MARK, -1, 0, value
 
 
@@ -211,9 +211,9 @@ OP = (mark(BEGINS), mark(ENDS))
 POINTED = (mark(POINT),)
 
 
-def events(*parts: tuple[Event, ...] | tuple[int, int, int]) -> list[Event]:
+def events(*parts: tuple[LogEvent, ...] | tuple[int, int, int]) -> list[LogEvent]:
     """Parts are several marks, or one block's birth or death: kind, number, bytes."""
-    found: list[Event] = []
+    found: list[LogEvent] = []
     for part in parts:
         if isinstance(part[0], tuple):
             found += part  # type: ignore[arg-type]
@@ -363,11 +363,11 @@ def test_a_state_that_is_taken_before_a_forward_in_backward_lets_go_of_its_casts
     assert metered_peaks(case, plan)[1] <= simulate(problem, schedule_of(plan, problem)).peak_bytes
 
 
-def _birth(block: int, size_bytes: int) -> Event:
+def _birth(block: int, size_bytes: int) -> LogEvent:
     return BIRTH, block, size_bytes, 0
 
 
-def _death(block: int, size_bytes: int) -> Event:
+def _death(block: int, size_bytes: int) -> LogEvent:
     return DEATH, block, size_bytes, 0
 
 

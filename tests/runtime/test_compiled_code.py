@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from poochplan.runtime.compiled.deferred_unpack import deferred_arguments
-from poochplan.runtime.metering.compiled_code import CpuMeter, most_bytes
+from poochplan.runtime.metering.device_peak import CpuMeter, most_bytes
 
 
 def test_compiled_code_tells_the_most_that_was_live_at_once_above_its_begin() -> None:

@@ -17,7 +17,7 @@ from poochplan.runtime.arena.library import library
 from poochplan.runtime.attachment import Attachment
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.host_tier import HostTier, Intervals
-from poochplan.runtime.engine.saved_value import Handle, SavedValue
+from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.replays import replay, tape
 from poochplan.runtime.step_policies.follow import Course
 from poochplan.tensors import operators, storages
@@ -67,7 +67,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         Exact("attention", SWAP),
     ),
     "parameters are never touched": (
-        (Engine, "_outside_the_plan", "storage_identity(storage) in self.tape.static", "False"),
+        (Engine, "_pack", "storage_identity(storage) in self.tape.static", "False"),
         Exact("residual", SWAP),
     ),
     "what is packed is detached": (
@@ -75,7 +75,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         test_safety.test_a_forward_without_backward_leaks_nothing,
     ),
     "a saved value that was written is an error": (
-        (Handle, "check_version", "version_of(watched) == self.version", "True"),
+        (storages, "check_unwritten", "version_of(tensor) != version", "False"),
         lambda: test_safety.test_a_saved_value_written_in_place_raises_what_autograd_raises(SWAP),
     ),
     "what comes back lies as it was saved": ((storages.Geometry, "on", "self.offset", "0"), Exact("attention", SWAP)),
@@ -88,11 +88,11 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         test_safety.test_what_backward_itself_saves_is_outside_the_plan,
     ),
     "a forward inside backward begins no step": (
-        (Attachment, "_forward_begins", "in_backward()", "False"),
+        (Attachment, "_forward_begins", "in_backward() or self.ends_here()", "self.ends_here()"),
         test_safety.test_a_model_checkpointed_as_a_whole_counts_each_step_once,
     ),
     "another shape is a divergence": (
-        (Course, "why_not_save", 'return "" if fits else', 'return "" if True else'),
+        (Course, "fits", "size_bytes == planned.size_bytes and tensor.shape == planned.shape", "True"),
         lambda: test_divergence.test_another_step_falls_back_with_one_warning_and_the_next_follows_the_plan_again(
             _divergence_plans(), "a smaller batch", 0
         ),

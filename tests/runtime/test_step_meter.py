@@ -18,7 +18,7 @@ from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.metering import allocated
 from poochplan.runtime.watch.census import LEAST_BYTES, census, leave_out
 from poochplan.runtime.watch.holders import name_of
-from poochplan.runtime.watch.teller import Place
+from poochplan.runtime.watch.teller import CallSite
 from poochplan.torch_private.tensor_internals import mode_stack, storage_identity
 from tests.runtime.besides import BATCH, WIDTH, fresh, live, profiled, tight
 
@@ -154,13 +154,13 @@ def test_who_holds_a_tensor_is_named_by_the_nearest_name() -> None:
 
 
 def test_a_place_is_left_when_its_function_has_ended() -> None:
-    def enter() -> Place:
-        place = Place.of_caller()
+    def enter() -> CallSite:
+        place = CallSite.of_caller()
         assert not place.is_left
         return place
 
     places = [enter() for _ in range(2)]
-    here = Place.of_caller()
+    here = CallSite.of_caller()
     assert [place.is_left for place in places] == [True, True]
     assert not here.is_left
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from poochplan.runtime.replays.recorded import OFF, StorageRecord
+from poochplan.runtime.replays.replay import OFF, StorageRecord
 from poochplan.runtime.replays.tape import Recorder, Tape
 from tests.programs.drawing import draw
 from tests.programs.served_trial import served_trial

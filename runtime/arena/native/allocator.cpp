@@ -186,9 +186,11 @@ Installed install() {
   return c10::GetCPUAllocator() == &allocator ? kDone : kOutranked;
 }
 
-void stop_scope(Scope* scope, void (*stop)(Scope*)) noexcept {
-  stop(scope);
-  state.active.remove_if_idle(scope);
+bool serve_here(Arena* arena, int64_t step_number) noexcept {
+  if (step_number < 0) return false;
+  here.arena = arena;
+  here.step_number = step_number;
+  return true;
 }
 
 } // namespace
@@ -208,10 +210,13 @@ POOCH int pooch_is_in_force() noexcept { return c10::GetCPUAllocator() == &alloc
 POOCH int64_t pooch_live_blocks() noexcept { return state.blocks.count(); }
 POOCH int64_t pooch_next_block() noexcept { return state.next_id.load(); }
 // The number in logs of the live block that begins there; -1 if none does, or if it existed before this allocator.
-POOCH int64_t pooch_block_at(const void* address) noexcept { return state.blocks.id_at(address); }
+POOCH int64_t pooch_block_at(const void* address) noexcept {
+  const Block found = state.blocks.at(address);
+  return found.address == nullptr ? -1 : found.id;
+}
 
 // Whether a live block begins there that lies in an arena.
-POOCH int pooch_is_served(const void* address) noexcept { return state.blocks.is_served(address); }
+POOCH int pooch_is_served(const void* address) noexcept { return state.blocks.at(address).arena != nullptr; }
 
 POOCH Scope* pooch_scope_new() noexcept {
   auto* scope = new (std::nothrow) Scope(state.serials.fetch_add(1) + 1);
@@ -232,13 +237,12 @@ POOCH int pooch_count_begin(Scope* scope, int64_t unit_bytes) noexcept {
   scope->begin_count(unit_bytes, this_thread(), state.next_id.load());
   return 1;
 }
-POOCH int64_t pooch_count_live(const Scope* scope) noexcept { return scope->live(); }
-POOCH int64_t pooch_count_most(const Scope* scope) noexcept { return scope->most(); }
-POOCH int64_t pooch_count_outside(const Scope* scope) noexcept { return scope->outside(); }
-POOCH int64_t pooch_count_outside_most(const Scope* scope) noexcept { return scope->outside_most(); }
+// Live bytes (0), and the most of them (1); those of blocks that lie in no arena (2), and the most of them (3).
+POOCH int64_t pooch_count_of(const Scope* scope, int which) noexcept { return scope->count_of(which); }
 POOCH void pooch_count_reset_most(Scope* scope) noexcept { scope->reset_most(); }
 POOCH void pooch_count_end(Scope* scope) noexcept {
-  stop_scope(scope, [](Scope* one) { one->end_count(); });
+  scope->end_count();
+  state.active.remove_if_idle(scope);
 }
 
 POOCH int pooch_record_begin(Scope* scope) noexcept {
@@ -258,8 +262,7 @@ POOCH void pooch_record_take(Scope* scope, pooch::Event* out, int64_t count) noe
 POOCH Arena* pooch_arena_new(int64_t count, const int64_t* sizes, const int64_t* offsets, const int64_t* points,
                              int64_t size_bytes, int64_t smallest_bytes) noexcept {
   try {
-    pooch::Places places{{sizes, sizes + count}, {offsets, offsets + count}, {points, points + count}};
-    auto* arena = new Arena(std::move(places), size_bytes, smallest_bytes);
+    auto* arena = new Arena({count, sizes, offsets, points}, size_bytes, smallest_bytes);
     state.arenas.add(arena);
     if (arena->map()) return arena;
     arena->drop();
@@ -271,28 +274,15 @@ POOCH Arena* pooch_arena_new(int64_t count, const int64_t* sizes, const int64_t*
 POOCH int pooch_arena_lay_out(Arena* arena, int64_t count, const int64_t* sizes, const int64_t* offsets,
                               const int64_t* points, int64_t smallest_bytes, int64_t kept_bytes) noexcept {
   try {
-    pooch::Places places{{sizes, sizes + count}, {offsets, offsets + count}, {points, points + count}};
-    return arena->lay_out(std::move(places), smallest_bytes, kept_bytes);
+    return arena->lay_out({count, sizes, offsets, points}, smallest_bytes, kept_bytes);
   } catch (const std::bad_alloc&) {
     return 0;
   }
 }
 // 0 if the arena was dropped.
-POOCH int pooch_arena_begin(Arena* arena, int64_t point) noexcept {
-  const int64_t step_number = arena->begin(point);
-  if (step_number < 0) return 0;
-  here.arena = arena;
-  here.step_number = step_number;
-  return 1;
-}
+POOCH int pooch_arena_begin(Arena* arena, int64_t point) noexcept { return serve_here(arena, arena->begin(point)); }
 // Serves this thread too, in the step that another thread has begun; 0 if there is none.
-POOCH int pooch_arena_join(Arena* arena) noexcept {
-  const int64_t step_number = arena->current_step();
-  if (step_number < 0) return 0;
-  here.arena = arena;
-  here.step_number = step_number;
-  return 1;
-}
+POOCH int pooch_arena_join(Arena* arena) noexcept { return serve_here(arena, arena->current_step()); }
 POOCH void pooch_arena_leave(Arena* arena) noexcept { here.arena = here.arena == arena ? nullptr : here.arena; }
 POOCH void pooch_arena_at(Arena* arena, int64_t point) noexcept { arena->at(point); }
 POOCH void pooch_arena_end(Arena* arena) noexcept {

@@ -58,6 +58,9 @@ class LiveSet {
 
 // The places in order of birth. Points never decrease. An offset of -1 is a block outside the arena.
 struct Places {
+  Places() = default;
+  Places(int64_t count, const int64_t* of_sizes, const int64_t* of_offsets, const int64_t* of_points)
+      : sizes(of_sizes, of_sizes + count), offsets(of_offsets, of_offsets + count), points(of_points, of_points + count) {}
   std::vector<int64_t> sizes, offsets, points;
 };
 
@@ -165,7 +168,7 @@ class Arena {
     std::lock_guard<std::mutex> guard(mutex);
     if (!is_serving_ || step_number != step_number_) return nullptr;
     const size_t place = next_of(size_bytes);
-    if (place == kNone) return missed(kUnplanned, size_bytes);
+    if (place == kNone) return missed(kUnplanned, size_bytes, next_);
     met_[place] = step_number_;
     const size_t expected = next_;
     if (place >= next_) next_ = place + 1;
@@ -272,7 +275,6 @@ class Arena {
     }
   }
 
-  void* missed(Fate fate, int64_t size_bytes) noexcept { return missed(fate, size_bytes, next_); }
   void* missed(Fate fate, int64_t size_bytes, size_t expected) noexcept {
     if (misses_.size() < kMostMisses) misses_.push_back({fate, size_bytes, point_, static_cast<int64_t>(expected)});
     return tell(fate, size_bytes);

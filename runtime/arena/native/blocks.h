@@ -52,12 +52,12 @@ class Shard {
     return true;
   }
 
-  // The block that begins there, or null.
-  const Block* at(const void* address, size_t hash) const noexcept {
-    if (count_ == 0) return nullptr;
+  // The block that begins there; one without an address if none does.
+  Block at(const void* address, size_t hash) const noexcept {
+    if (count_ == 0) return {};
     size_t at = hash & (capacity_ - 1);
     while (entries_[at].address != nullptr && entries_[at].address != address) at = (at + 1) & (capacity_ - 1);
-    return entries_[at].address == nullptr ? nullptr : &entries_[at];
+    return entries_[at];
   }
 
   size_t count() const noexcept { return count_; }
@@ -106,37 +106,28 @@ class Shard {
 
 // Sharded, so that copying threads do not wait for the step's thread. No method holds two locks.
 class LiveBlocks {
+  struct alignas(64) Aligned : Shard {}; // each on its own cache line
+
+  template <class Use>
+  auto in_shard(const void* address, Use use) noexcept {
+    const size_t hash = Shard::hash_of(address);
+    Shard& shard = shards_[hash & (shards_.size() - 1)];
+    std::lock_guard<std::mutex> guard(shard.mutex);
+    return use(shard, hash >> Shard::kShardBits);
+  }
+
  public:
   bool insert(const Block& block) noexcept {
-    const size_t hash = Shard::hash_of(block.address);
-    Shard& shard = shard_of(hash);
-    std::lock_guard<std::mutex> guard(shard.mutex);
-    return shard.insert(block, hash >> Shard::kShardBits);
+    return in_shard(block.address, [&](Shard& shard, size_t hash) { return shard.insert(block, hash); });
   }
 
   bool remove(void* address, Block& found) noexcept {
-    const size_t hash = Shard::hash_of(address);
-    Shard& shard = shard_of(hash);
-    std::lock_guard<std::mutex> guard(shard.mutex);
-    return shard.remove(address, hash >> Shard::kShardBits, found);
+    return in_shard(address, [&](Shard& shard, size_t hash) { return shard.remove(address, hash, found); });
   }
 
-  // The number of the block that begins there, or -1.
-  int64_t id_at(const void* address) noexcept {
-    const size_t hash = Shard::hash_of(address);
-    Shard& shard = shard_of(hash);
-    std::lock_guard<std::mutex> guard(shard.mutex);
-    const Block* found = shard.at(address, hash >> Shard::kShardBits);
-    return found == nullptr ? -1 : found->id;
-  }
-
-  // Whether a block begins there that lies in an arena.
-  bool is_served(const void* address) noexcept {
-    const size_t hash = Shard::hash_of(address);
-    Shard& shard = shard_of(hash);
-    std::lock_guard<std::mutex> guard(shard.mutex);
-    const Block* found = shard.at(address, hash >> Shard::kShardBits);
-    return found != nullptr && found->arena != nullptr;
+  // The block that begins there; one without an address if none does.
+  Block at(const void* address) noexcept {
+    return in_shard(address, [&](Shard& shard, size_t hash) { return shard.at(address, hash); });
   }
 
   int64_t count() noexcept {
@@ -157,10 +148,6 @@ class LiveBlocks {
   }
 
  private:
-  struct alignas(64) Aligned : Shard {}; // each on its own cache line
-
-  Shard& shard_of(size_t hash) noexcept { return shards_[hash & (shards_.size() - 1)]; }
-
   std::array<Aligned, size_t{1} << Shard::kShardBits> shards_;
 };
 

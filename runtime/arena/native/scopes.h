@@ -49,21 +49,14 @@ class Scope {
   void begin_count(int64_t unit_bytes, uint32_t thread, int64_t next_id) noexcept {
     counts_.is_on.store(false);
     unit_bytes_.store(unit_bytes);
-    live_.store(0);
-    most_.store(0);
-    outside_.store(0);
-    outside_most_.store(0);
+    for (auto& one : bytes_) one.store(0);
     counts_.begin(thread, next_id);
   }
   void end_count() noexcept { counts_.is_on.store(false); }
-  int64_t live() const noexcept { return live_.load(); }
-  int64_t most() const noexcept { return most_.load(); }
-  // Bytes of the blocks that lie in no arena.
-  int64_t outside() const noexcept { return outside_.load(); }
-  int64_t outside_most() const noexcept { return outside_most_.load(); }
+  int64_t count_of(int which) const noexcept { return bytes_[which].load(); }
   void reset_most() noexcept {
-    most_.store(live_.load());
-    outside_most_.store(outside_.load());
+    bytes_[kMostLive].store(bytes_[kLive].load());
+    bytes_[kMostOutside].store(bytes_[kOutside].load());
   }
 
   void begin_record(uint32_t thread, int64_t next_id) noexcept {
@@ -94,9 +87,8 @@ class Scope {
   void born(const Block& block) noexcept {
     if (counts_.is_on.load(std::memory_order_acquire)) {
       const int64_t size_bytes = rounded(block.size_bytes);
-      const int64_t live = live_.fetch_add(size_bytes) + size_bytes;
-      raise_to(live, most_);
-      if (block.arena == nullptr) raise_to(outside_.fetch_add(size_bytes) + size_bytes, outside_most_);
+      raise_to(bytes_[kLive].fetch_add(size_bytes) + size_bytes, bytes_[kMostLive]);
+      if (block.arena == nullptr) raise_to(bytes_[kOutside].fetch_add(size_bytes) + size_bytes, bytes_[kMostOutside]);
     }
     if (records_.is_on.load(std::memory_order_acquire) && block.thread == records_.thread.load()) {
       append({static_cast<int64_t>(EventKind::kBirth), block.id, static_cast<int64_t>(block.size_bytes),
@@ -105,8 +97,8 @@ class Scope {
   }
   void died(const Block& block, bool is_on_its_thread) noexcept {
     if (counts_.has(block, serial)) {
-      live_.fetch_sub(rounded(block.size_bytes));
-      if (block.arena == nullptr) outside_.fetch_sub(rounded(block.size_bytes));
+      bytes_[kLive].fetch_sub(rounded(block.size_bytes));
+      if (block.arena == nullptr) bytes_[kOutside].fetch_sub(rounded(block.size_bytes));
     }
     if (records_.has(block, serial)) {
       append({static_cast<int64_t>(EventKind::kDeath), block.id, static_cast<int64_t>(block.size_bytes),
@@ -142,7 +134,9 @@ class Scope {
   }
 
   Since counts_, records_;
-  std::atomic<int64_t> unit_bytes_{1}, live_{0}, most_{0}, outside_{0}, outside_most_{0};
+  std::atomic<int64_t> unit_bytes_{1};
+  enum Bytes { kLive, kMostLive, kOutside, kMostOutside, kKinds }; // outside: of blocks that lie in no arena
+  std::array<std::atomic<int64_t>, kKinds> bytes_{};
   std::vector<Event> events_;
   bool has_lost_ = false;
 };

@@ -21,7 +21,7 @@ from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.opening import check_cap, open_device
 from poochplan.runtime.plan_in_force import OverBudget
-from poochplan.runtime.session import Session, Settings
+from poochplan.runtime.session import Session
 from poochplan.runtime.watch.teller import Teller
 from poochplan.sessions import PLANNER
 from poochplan.units import parse_budget, parse_rate
@@ -145,12 +145,10 @@ def auto(
         where,
         opened,
         source,
-        Settings(
-            policy,
-            cap_bytes=cap_bytes,
-            explain=PLANNER.explain,
-            certifier=PLANNER.certifier if certify else None,
-        ),
+        on_over_budget=policy,
+        cap_bytes=cap_bytes,
+        explain=PLANNER.explain,
+        certifier=PLANNER.certifier if certify else None,
         serving=Serving(PLANNER.pack, arena) if is_served else None,
         teller=teller,
     )

@@ -128,8 +128,7 @@ def is_freed_memory_given_back() -> bool:
 def new_memory_holds(byte: int) -> Iterator[None]:
     """In this block the C library fills new memory with ``byte``, below 255.
 
-    Exceptions are some blocks of about a kilobyte that the same thread has freed. Without effect if the C library has
-    no ``mallopt``.
+    Not so some blocks of about a kilobyte that the same thread has freed. Without effect if there is no ``mallopt``.
     """
     _fill_new(byte)
     try:
@@ -223,9 +222,7 @@ def _address_space_is_limited() -> bool:
 
 
 def fitting_mode(needed_bytes: int, free_bytes: int) -> tuple[Literal["run", "swap-all"], str]:
-    """``run`` or ``swap-all`` for a step that takes ``needed_bytes`` in addition to the present memory, and the reason
-    in words.
-    """
+    """``run`` or ``swap-all`` for a step that takes ``needed_bytes`` beside the present memory, and why."""
     mode: Literal["run", "swap-all"] = "run" if needed_bytes * MARGIN <= free_bytes else "swap-all"
     verb = "fits" if mode == "run" else "does not fit"
     return mode, (

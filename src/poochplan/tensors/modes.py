@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -150,7 +149,7 @@ class Unseen:
             return
         self._hidden = _users_modes()
         if self._hidden:
-            _unseen.modes += len(self._hidden)
+            _here.hidden_modes += len(self._hidden)
             _take_off(self._hidden)
             _put_on([mode for mode in self._hidden if getattr(mode, "sees_poochplan", False)])
 
@@ -158,21 +157,22 @@ class Unseen:
         if self._hidden:
             _take_off(_users_modes())
             _put_on(self._hidden)
-            _unseen.modes -= len(self._hidden)
+            _here.hidden_modes -= len(self._hidden)
 
 
-class _Hidden(threading.local):
-    """Number of modes that blocks of :class:`Unseen` have removed on this thread."""
+class _Here(threading.local):
+    hidden_modes = 0
+    """Number of modes that blocks of :class:`Unseen` have removed."""
+    compiled_depth = 0
+    """Number of compiled callables of :func:`around_compiled` that it is inside."""
 
-    modes = 0
 
-
-_unseen = _Hidden()
+_here = _Here()
 
 
 def is_dispatched_plainly() -> bool:
     """Whether no mode, not even a hidden one, sees the op that this thread runs."""
-    return not mode_count() and not _unseen.modes
+    return not mode_count() and not _here.hidden_modes
 
 
 def uncompiled_hooks(
@@ -218,27 +218,18 @@ def around_compiled(
             step()
 
 
-class _Inside(threading.local):
-    """Number of compiled callables of :func:`around_compiled` that this thread is inside."""
-
-    depth = 0
-
-
-_inside = _Inside()
-
-
 def in_compiled_call() -> bool:
     """Whether this thread is inside a compiled callable of :func:`around_compiled`."""
-    return _inside.depth > 0
+    return _here.compiled_depth > 0
 
 
 def _noticed(call: Callable[..., Any]) -> Callable[..., Any]:
     def noticed(*args: Any, **kwargs: Any) -> Any:
-        _inside.depth += 1
+        _here.compiled_depth += 1
         try:
             return call(*args, **kwargs)
         finally:
-            _inside.depth -= 1
+            _here.compiled_depth -= 1
 
     return noticed
 
@@ -292,16 +283,6 @@ def _told(call: Callable[..., Any], begins: Begins | None, ends: Ends | None) ->
         return result
 
     return told
-
-
-def where_forward_raises(model: torch.nn.Module, tell: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-    """Calls ``tell()`` when a call of ``model`` ends with an exception, as :func:`around_calls`."""
-
-    def ends(result: Any) -> None:
-        if result is None and sys.exc_info()[0] is not None:
-            tell()
-
-    return around_calls(model, ends=ends)
 
 
 @contextlib.contextmanager

@@ -26,11 +26,10 @@ from poochplan.torch_private.tensor_internals import (
     pytree,
     schema_of,
     topmost_hooks,
-    version_of,
     without_modes,
 )
 
-from .storages import is_plain, storage_key
+from .storages import CheckedTensor, is_plain, storage_key
 
 # Allocations without contents yet: later writes outside the dispatcher are not seen.
 _UNINITIALISED = frozenset(
@@ -82,8 +81,6 @@ CUDNN_RNN, CUDNN_RNN_DROPOUT, CUDNN_RNN_TRAIN = "aten._cudnn_rnn.default", 11, 1
 
 
 class Traits(NamedTuple):
-    """Facts about one operator overload."""
-
     name: str
     """For example ``aten.convolution.default``."""
     pure_view: bool
@@ -141,16 +138,12 @@ def traits(func: Any) -> Traits:
         uninitialised=base in _UNINITIALISED,
         overwriting=base in _OVERWRITING,
         trusted=schema.name.split("::")[0] in _KNOWN_NAMESPACES,
-        partly_unwritten=_PARTLY_UNWRITTEN.get(str(func), frozenset()) | _unwritten_by_name(base, schema),
+        partly_unwritten=_PARTLY_UNWRITTEN.get(str(func), frozenset())
+        | {at for at, one in enumerate(schema.returns) if one.name in _NAMED_UNWRITTEN.get(base, ())},
         may_write=bool(written or statistics or base in _OVERWRITING or base == "_cudnn_rnn"),
         makes_alike=base.endswith("_like"),
         convolves=base in _CONVOLUTIONS,
     )
-
-
-def _unwritten_by_name(base: str, schema: torch.FunctionSchema) -> frozenset[int]:
-    names = _NAMED_UNWRITTEN.get(base, frozenset())
-    return frozenset(position for position, result in enumerate(schema.returns) if result.name in names)
 
 
 def is_chosen_by_timing(facts: Traits, device_type: str) -> bool:
@@ -194,24 +187,11 @@ def _rrelu(op: Any, tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
     if topmost_hooks() is None or not is_plain(tensor, tensor.device.type):
         found: torch.Tensor = op.decompose(tensor, *rest)
         return found
-    with torch.autograd.graph.saved_tensors_hooks(_Kept, _Kept.given_back):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda saved: CheckedTensor(saved, "what rrelu saved"), CheckedTensor.given_back
+    ):
         found = op.decompose(tensor, *rest)
     return found
-
-
-class _Kept:
-    """An unchanged saved tensor; a write to it raises the error that autograd would raise."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._version = tensor.detach(), version_of(tensor)
-
-    def given_back(self) -> torch.Tensor:
-        if version_of(self._tensor) != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: what "
-                f"rrelu saved is at version {version_of(self._tensor)}, expected {self._version}"
-            )
-        return self._tensor
 
 
 def _ctc_loss(
@@ -226,16 +206,14 @@ def _ctc_loss(
     modes = mode_stack()
     is_looked_at = bool(modes) and not any(mode.is_infra_mode() for mode in modes)  # which traces or makes fake data
     is_real = all(is_plain(tensor, tensor.device.type) for tensor in tensors)
-    if not (is_looked_at and is_real) or _is_of_cudnn(*tensors, blank):
+    takes_lists = is_looked_at and is_real
+    if takes_lists and log_probs.is_cuda:  # cuDNN has tensors as lengths with and without a mode
+        takes_lists = not cudnn_takes_ctc_loss(*tensors, blank)
+    if not takes_lists:
         found: torch.Tensor = _CTC_LOSS.Tensor.decompose(*tensors, blank, *rest)
         return found
     found = _CTC_LOSS.IntList(log_probs, targets, input_lengths.tolist(), target_lengths.tolist(), blank, *rest)
     return found
-
-
-def _is_of_cudnn(log_probs: torch.Tensor, *others: Any) -> bool:
-    """Whether cuDNN computes it, which has tensors as lengths with and without a mode."""
-    return log_probs.is_cuda and bool(cudnn_takes_ctc_loss(log_probs, *others))
 
 
 class Writes(NamedTuple):
@@ -244,8 +222,7 @@ class Writes(NamedTuple):
     in_place: list[torch.Tensor]
     """The arguments whose contents change, also when the call is replayed."""
     scratch: dict[int, torch.Tensor]
-    """Running statistics by argument position. A replay passes temporary tensors instead, so the model's own are not in
-    ``in_place``."""
+    """Running statistics by argument position, not in ``in_place``: a replay passes temporary tensors instead."""
     overwritten: torch.Tensor | None
     """The argument whose storage is written completely and not read."""
     repeatable: bool
@@ -254,11 +231,9 @@ class Writes(NamedTuple):
 
 
 def writes_of(
-    facts: Traits, args: tuple[Any, ...], kwargs: dict[str, Any], *, static: Container[int], device_type: str
+    facts: Traits, args: tuple[Any, ...], kwargs: dict[str, Any], static: Container[int], device_type: str
 ) -> Writes:
-    """The writes of the call, determined before it runs. ``static``: storage keys of the model's parameters and
-    buffers.
-    """
+    """The writes of the call, before it runs. ``static``: storage keys of the model's parameters and buffers."""
     scratch = _statistics(facts, args)
     foreign = [tensor for tensor in scratch.values() if storage_key(tensor) not in static]
     declared = [x for x in _declared(facts, args, kwargs) if not any(x is one for one in scratch.values())]
@@ -329,7 +304,6 @@ def unflatten(leaves: list[Any], layout: Layout) -> tuple[tuple[Any, ...], dict[
 
 
 def outputs_of(outputs: Any) -> list[Any]:
-    """The leaves of an op's result."""
     if isinstance(outputs, torch.Tensor):
         return [outputs]
     if type(outputs) is tuple and all(type(output) in _LEAVES for output in outputs):

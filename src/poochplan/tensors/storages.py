@@ -20,6 +20,7 @@ from poochplan.torch_private.tensor_internals import (
     owned_buffers,
     owned_parameters,
     storage_identity,
+    version_of,
     wraps_another,
 )
 
@@ -76,6 +77,11 @@ def new_storage(size_bytes: int, where: torch.device) -> torch.UntypedStorage:
             settings.fill_uninitialized_memory = True
 
 
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of a storage, as a tensor of bytes on it."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Identity of the tensor's storage while the storage lives."""
     return storage_identity(tensor.untyped_storage())
@@ -107,7 +113,7 @@ def has_storage(tensor: torch.Tensor, device_type: str) -> bool:
     return is_ordinary and tensor.device.type == device_type and memory_of(tensor) is not None
 
 
-_ORDINARY = (torch.Tensor, torch.nn.Parameter)
+_ORDINARY = _TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -163,10 +169,8 @@ def plain_storage(tensor: torch.Tensor, device_type: str) -> torch.UntypedStorag
     return storage if storage.nbytes() > 0 else None
 
 
-_TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
 _PLAIN: defaultdict[str, dict[int, bool]] = defaultdict(dict)
-"""By type of device and dispatch keys: the result of :func:`is_plain`. The keys determine layout, device and all bits
-that it checks."""
+"""By type of device and dispatch keys, which determine all that it checks: the result of :func:`is_plain`."""
 
 
 def _is_plain(tensor: torch.Tensor, device_type: str) -> bool:
@@ -210,6 +214,29 @@ def own_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 _EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def check_unwritten(tensor: torch.Tensor, version: int, what: str) -> None:
+    """Raises autograd's error if a saved tensor, named ``what``, was written in place since it had that version."""
+    if version_of(tensor) != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"{what} is at version {version_of(tensor)}; expected version {version} instead. "
+            "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
+            "with torch.autograd.set_detect_anomaly(True)."
+        )
+
+
+class CheckedTensor:
+    """A saved tensor that is held unchanged, as autograd holds it. ``what``: its name in an error."""
+
+    def __init__(self, tensor: torch.Tensor, what: str) -> None:
+        self._tensor, self._version, self._what = detached_alias(tensor), version_of(tensor), what
+
+    def given_back(self) -> torch.Tensor:
+        """The tensor. Raises ``RuntimeError``, as autograd would, if it was written in place."""
+        check_unwritten(self._tensor, self._version, self._what)
+        return self._tensor
 
 
 def version_probe(tensor: torch.Tensor) -> torch.Tensor:

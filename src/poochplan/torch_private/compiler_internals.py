@@ -53,7 +53,6 @@ def compile_module(module: torch.nn.Module, **options: Any) -> None:
 
 
 def uncompile(module: torch.nn.Module) -> None:
-    """Undoes ``module.compile()``."""
     module._compiled_call_impl = None
 
 
@@ -76,9 +75,7 @@ def compiled_graphs() -> int:
 
 @contextlib.contextmanager
 def more_compiles(factor: int) -> Iterator[None]:
-    """A block in which a function may be compiled that many times as often as otherwise before it is silently not
-    compiled.
-    """
+    """A block in which a function may be compiled so many times as often before it is silently not compiled."""
     from torch._dynamo import config
 
     with config.patch(recompile_limit=factor * config.recompile_limit):
@@ -150,9 +147,7 @@ def is_tracing() -> bool:
 
 
 def mutated_inputs(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Those inputs of a forward split off by the compiler that are written after each call of it; all inputs if that is
-    unknown.
-    """
+    """Those inputs of a forward split off by the compiler that are written after each call; all if that is unknown."""
     from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
     inputs, (outputs,) = graph.find_nodes(op="placeholder"), graph.find_nodes(op="output")
@@ -165,7 +160,6 @@ def mutated_inputs(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def is_compiled_backward(node: Any) -> bool:
-    """Whether a node of autograd runs a compiled backward."""
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
@@ -173,8 +167,7 @@ def code_of_backward(node: Any) -> tuple[object, str, int]:
     """For a node with a compiled backward: the function that it calls, its source if Inductor made it (else empty), and
     the number of integers that it gets before the saved tensors.
 
-    It gets these in the order in which they are unpacked. For code that is compiled when it first runs, the result is
-    None before that.
+    It gets these in the order in which they are unpacked. None before code that is compiled late has run.
     """
     called = getattr(getattr(type(node), "_forward_cls", None), "compiled_bw", None)
     source = getattr(called, "source_code", "")
@@ -211,8 +204,7 @@ _USED = {
 
 @functools.cache
 def lacking_in_compiler() -> str:
-    """The first of the compiler's used names that is missing; empty if none is. It imports the compiler, which takes
-    seconds.
+    """The first of the compiler's used names that is missing; empty if none is. Imports the compiler: seconds.
 
     It does not check the form of generated code: if code cannot be read, no unpack is deferred.
     """
@@ -230,9 +222,7 @@ def lacking_in_compiler() -> str:
 
 
 def counts_as(kind: type, what: Literal["CustomPartitionerFn", "CustomGraphPass"]) -> None:
-    """Has Inductor accept instances of the class as a partitioner, or as passes that its caches know. Inductor is
-    loaded; for constructors.
-    """
+    """Has Inductor accept the class as a partitioner, or as passes that its caches know. It loads Inductor."""
     import torch._inductor.custom_graph_pass
 
     getattr(torch._inductor.custom_graph_pass, what).register(kind)

@@ -34,7 +34,6 @@ def sharded_units(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether FSDP2 shards the model or a part of it."""
     return next(sharded_units(model), None) is not None
 
 

@@ -57,6 +57,12 @@ mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 FAKE_LOG = "torch._subclasses.fake_tensor"
 """The logger that prints the frames of an error that is raised anyway."""
 
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors in containers of containers."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 # --- Tensors and storages: read for each op, so these are C functions ----------------------------------------------
 
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
@@ -97,9 +103,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def packet_of(func: Any) -> Any:
-    """The op without its overload, the key of torch's table of floating point operations; None for an op without
-    one.
-    """
+    """The op without its overload, the key of torch's table of floating point operations; None if it has none."""
     return getattr(func, "_overloadpacket", None)
 
 
@@ -110,8 +114,7 @@ without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = 
 """A block in which reading the storage of a subclass's tensor runs no code of that class."""
 
 dispatch_keys: Callable[[torch.Tensor], Any] = torch._C._dispatch_keys
-"""The set of the tensor's dispatch keys, which ``raw_repr()`` gives as a number. Tensors with one set differ only in
-dtype, shape and memory."""
+"""The tensor's dispatch keys, as a number by ``raw_repr()``: equal ones differ only in dtype, shape and memory."""
 
 
 def is_zero(tensor: torch.Tensor) -> bool:
@@ -154,8 +157,7 @@ def is_view(tensor: torch.Tensor) -> bool:
 def detached_alias(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor.detach()``, which shares the version counter, also inside a dispatch mode.
 
-    Inside a mode the kernels that share counters (``ADInplaceOrView``) are off for the thread; this call switches them
-    on. No mode sees it.
+    Inside a mode the kernels that share counters (``ADInplaceOrView``) are off; this switches them on, unseen.
     """
     if mode_count():
         with torch._C._DisableTorchDispatch():
@@ -280,8 +282,7 @@ _DISABLE = torch.autograd.graph.disable_saved_tensors_hooks
 
 @contextlib.contextmanager
 def outside_transforms() -> Iterator[None]:
-    """A block whose ops are outside every surrounding transform: ``vmap`` (of batched gradients) and those of
-    ``torch.func``.
+    """A block whose ops are outside every surrounding transform: ``vmap`` and those of ``torch.func``.
 
     Otherwise random ops raise, or draw for each entry of a batch.
     """
@@ -302,6 +303,26 @@ def outside_transforms() -> Iterator[None]:
 def backward_node() -> Any:
     """The autograd node that this thread runs, or None outside backward."""
     return torch._C._current_autograd_node()
+
+
+def nodes_behind(outputs: Any, after: int = -1) -> list[Any]:
+    """The nodes that a backward from these outputs may run; an output is a tensor, or an edge of the graph. ``after``:
+    only nodes with higher numbers, and those on the way to them.
+    """
+    pending = [_node_of(output) for output in outputs]
+    seen: dict[Any, None] = {}
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen and (after < 0 or sequence_number(node) > after):
+            seen[node] = None
+            pending += [following for following, _ in node.next_functions]
+    return list(seen)
+
+
+def _node_of(output: Any) -> Any:
+    if not isinstance(output, torch.Tensor):
+        return output.node
+    return torch.autograd.graph.get_gradient_edge(output).node if output.requires_grad else None
 
 
 def sequence_number(node: Any) -> int:
@@ -397,8 +418,7 @@ def set_non_persistent_buffers(module: torch.nn.Module, names: set[str]) -> None
 
 
 def log_allocations() -> bool:
-    """Starts to log this thread's allocations on the CPU. Returns false if a profiler is active already, because there
-    can be only one.
+    """Starts to log this thread's allocations on the CPU. Returns false if a profiler, the only one, is active.
 
     It uses the older profiler, which starts in microseconds and prints nothing on stderr.
     """

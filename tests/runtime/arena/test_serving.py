@@ -12,13 +12,13 @@ import torch
 
 from poochplan.formats.plan import OUTSIDE
 from poochplan.planner.arena.packing import Block, pack
-from poochplan.runtime.arena.arena import Arena, Fates, Miss, Places, Tally
+from poochplan.runtime.arena.arena import Arena, BlockCount, Fates, Miss, Places
 from poochplan.runtime.arena.library import Library, ThreadScope
 from poochplan.torch_private.tensor_internals import allocation_events, log_allocations
 from tests.depth import seeds
 from tests.runtime.arena.steps import Net, arena_of, filled, holds, places, recorded
 
-NOTHING = Tally(0, 0)
+NOTHING = BlockCount(0, 0)
 KIB = 1024
 
 
@@ -47,7 +47,7 @@ def test_places_are_where_the_plan_says(native: object) -> None:
         assert second.data_ptr() - first.data_ptr() == 8 * KIB
         assert not 0 <= outside.data_ptr() - first.data_ptr() < 64 * KIB
         assert arena.live_blocks == 2
-    assert arena.counts().step == Fates(Tally(2, 24 * KIB), Tally(1, 8 * KIB), NOTHING, NOTHING, NOTHING)
+    assert arena.counts().step == Fates(BlockCount(2, 24 * KIB), BlockCount(1, 8 * KIB), NOTHING, NOTHING, NOTHING)
     arena.close()
 
 
@@ -105,7 +105,7 @@ def test_what_the_plan_does_not_expect_is_served_ordinarily_and_told(native: obj
         arena.at(2)
         held.append(filled(16 * KIB, 5))
     step = arena.counts().step
-    assert (step.served, step.unplanned) == (Tally(2, 24 * KIB), Tally(2, 28 * KIB))
+    assert (step.served, step.unplanned) == (BlockCount(2, 24 * KIB), BlockCount(2, 28 * KIB))
     assert arena.misses() == [Miss("unplanned", 12 * KIB, 0, 1), Miss("unplanned", 16 * KIB, 2, 2)]
     arena.close()
 
@@ -210,7 +210,7 @@ def test_other_places_are_served_from_the_next_step_on_and_what_lives_keeps_its_
     with arena.serving():
         taken, other = filled(4 * KIB, 2), filled(4 * KIB, 3)
         assert (holds(kept, 1), holds(taken, 2), holds(other, 3)) == (True, True, True)
-    assert arena.counts().step.taken == Tally(1, 4 * KIB)
+    assert arena.counts().step.taken == BlockCount(1, 4 * KIB)
     assert other.data_ptr() - kept.data_ptr() == 8 * KIB
     del kept, taken, other
     with arena.serving():
@@ -230,7 +230,7 @@ def test_a_place_whose_block_is_alive_is_not_handed_out(native: Library) -> None
         arena.at(1)
         other = filled(8 * KIB, 2)
         assert holds(kept, 1)
-    assert arena.counts().step.taken == Tally(1, 8 * KIB)
+    assert arena.counts().step.taken == BlockCount(1, 8 * KIB)
     assert arena.misses() == [Miss("taken", 8 * KIB, 1, 1)]
     with arena.serving():  # and so in the next step
         again = filled(8 * KIB, 3)
