@@ -10,7 +10,7 @@ import pytest
 from poochplan.errors import InputFileError
 from poochplan.formats.files import read_struct, write_struct
 from poochplan.formats.plan import SCHEMA_VERSION, Decision, Plan
-from poochplan.formats.profile import Profile
+from poochplan.formats.profile import Phase, Profile
 from poochplan.planner.planning import plan, smallest_budget
 
 DATA = Path(__file__).parent / "data"
@@ -45,9 +45,26 @@ def test_a_plan_of_version_1_loads_with_all_that_the_runtime_does(tmp_path: Path
     assert what_to_do.record_from_start == loaded.record_from_start
 
 
-def test_a_plan_of_version_1_says_neither_versions_nor_host() -> None:
+def test_a_plan_of_version_1_says_neither_versions_nor_host_nor_what_was_counted() -> None:
     loaded = Plan.load(DATA / "plan-v1.json")
-    assert (loaded.versions, loaded.host) == ({}, None)
+    assert (loaded.versions, loaded.host, loaded.solve.evaluations, loaded.solve.seed) == ({}, None, None, 0)
+
+
+def test_what_was_not_written_yet_is_none_in_what_is_read(tmp_path: Path) -> None:
+    made, data = (msgspec.json.decode((DATA / f"{kind}-v1.json").read_bytes()) for kind in ("plan", "profile"))
+    del made["inputs"], made["prediction"]["arena_bytes"], made["prediction"]["arena_live_bytes"]
+    del data["layer_times"], data["link"]["pageable_out"], data["link"]["pageable_in"]
+    for phase in Phase:
+        del data["times"][f"{phase}_spread_s"]
+    for op in data["ops"]:
+        op.pop("spread_s", None)
+    for kind, content in (("plan", made), ("profile", data)):
+        (tmp_path / f"{kind}.json").write_bytes(msgspec.json.encode(content))
+    loaded, profile = Plan.load(tmp_path / "plan.json"), Profile.load(tmp_path / "profile.json")
+    assert (loaded.inputs, loaded.prediction.arena_bytes, loaded.rows().get("arena")) == ((), None, None)
+    assert (profile.layer_times, profile.link.pageable_in, profile.times.forward_spread_s) == ((), None, 0.0)
+    assert profile.to_frame("ops")["spread_s"].sum() == 0
+    assert profile.to_frame("layers")[["forward_median_s", "backward_spread_s"]].isna().all(axis=None)
 
 
 def test_what_the_runtime_takes_is_in_the_step_of_a_plan_that_said_it_beside(tmp_path: Path) -> None:

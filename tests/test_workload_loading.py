@@ -181,9 +181,14 @@ def test_a_config_that_ships_is_found_by_its_name_alone_from_anywhere(folder: Pa
         ("helper_beside_it:main", ["no function 'main'", "it defines no functions"]),
         ("poochplan.workloads.visoin:resnet50", ["did you mean poochplan.workloads.vision?"]),
         ("not a module:main", ["found the module name 'not a module'"]),
+        ("training.py:returns_a_model", ["expected a poochplan.Workload", "found torch.nn.modules.linear.Linear"]),
+        ("training.py:returns_nothing", ["expected a poochplan.Workload, found None", "return poochplan.Workload("]),
+        ("training.py:no_model", ["Workload.model: expected a torch.nn.Module, found str"]),
+        ("training.py:no_step", ["Workload.step", "found int"]),
+        ("training.py:no_optimizer", ["Workload.optimizer: expected a torch.optim.Optimizer or None, found str"]),
     ],
 )
-def test_a_workload_that_does_not_exist_is_named_with_what_was_likely_meant(
+def test_what_is_no_workload_is_named_with_what_was_likely_meant_or_found(
     folder: Path, target: str, parts: list[str]
 ) -> None:
     message = usage_error(target)
@@ -206,23 +211,6 @@ def test_a_missing_name_in_an_import_is_a_failing_import(folder: Path) -> None:
 def test_a_syntax_error_is_named_with_its_line(folder: Path) -> None:
     (folder / "broken_syntax.py").write_text("x = 1\ndef f(:\n")
     assert "broken_syntax.py: line 2 is not valid python" in usage_error("broken_syntax.py:f")
-
-
-@pytest.mark.parametrize(
-    ("function", "parts"),
-    [
-        ("returns_a_model", ["expected a poochplan.Workload", "found torch.nn.modules.linear.Linear"]),
-        ("returns_nothing", ["expected a poochplan.Workload, found None", "return poochplan.Workload("]),
-        ("no_model", ["Workload.model: expected a torch.nn.Module, found str"]),
-        ("no_step", ["Workload.step", "found int"]),
-        ("no_optimizer", ["Workload.optimizer: expected a torch.optim.Optimizer or None, found str"]),
-    ],
-)
-def test_a_function_that_returns_something_else_is_told_what_it_returned(
-    folder: Path, function: str, parts: list[str]
-) -> None:
-    message = usage_error(f"training.py:{function}")
-    assert all(part in message for part in parts), message
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class Metric:
 def batches(*_: object) -> tuple[Any, Any]:
     """A loader of each kind, in the place of GLUE's."""
     drawn = torch.Generator().manual_seed(0)
-    tokens = torch.randint(3, VOCABULARY, (12 * BATCH, TOKENS), generator=drawn)
+    tokens = torch.randint(3, VOCABULARY, (20 * BATCH, TOKENS), generator=drawn)
     labels = (tokens.sum(1) % 2).tolist()
     rows = [{"input_ids": one, "labels": label} for one, label in zip(tokens, labels, strict=True)]
 

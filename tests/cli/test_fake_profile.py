@@ -72,11 +72,3 @@ def test_a_wrong_mode_or_roofline_ends_with_code_2(
     assert result.code == 2
     assert message in result.err
     assert result.err.count("\n") == 1
-
-
-def test_a_roofline_has_mode_auto_choose_fake_and_say_so(pooch: Pooch, workloads: Path) -> None:
-    result = pooch("profile", f"{workloads}:small", "--roofline", "h200", "-o", "h200.json", "--json")
-    assert (result.code, result.err.count("error")) == (0, 0)
-    profile = Profile.load("h200.json")
-    assert (profile.mode, profile.device.name) == ("fake", "h200 (roofline)")
-    assert profile.notes[0] == "mode auto chose fake, because a roofline was given"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from poochplan.formats.run_record import RunRecord
 from poochplan.report.differences import differences
 from poochplan.report.tables import load_any
 from poochplan.verify import contradiction
+from tests.processes import python
 
 Pooch = Any
 
@@ -104,19 +103,24 @@ def test_what_is_no_file_of_ours_is_one_line(pooch: Pooch, tmp_path: Path) -> No
         assert message in result.error
 
 
-def test_files_are_looked_at_without_torch(plan_path: Path, profile_path: Path, tmp_path: Path) -> None:
+def test_files_are_looked_at_and_planned_from_without_torch_and_pictures(
+    plan_path: Path, profile_path: Path, tmp_path: Path
+) -> None:
     plan, profile = str(plan_path), str(profile_path)
     commands = [
         ["show", plan], ["show", profile], ["diff", plan, plan], ["diff", profile, profile],
         ["simulate", profile, plan, "--trace", str(tmp_path / "trace.json")],
+        ["plan", profile, "--budget", "85%", "-o", str(tmp_path / "plan.json")],
+        ["sweep", profile, "-o", str(tmp_path / "s.csv"), "--policies", "keep-all,swap-all", "--points", "2"],
     ]  # fmt: skip
     code = (
         f"import sys; from poochplan.cli import main; codes = [main(command) for command in {commands!r}]; "
         "loaded = {'torch', 'matplotlib'} & set(sys.modules); "
         "sys.exit(f'loaded {loaded}, codes {codes}' if loaded or any(codes) else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    python(code)
+    assert (tmp_path / "plan.json").is_file()
+    assert (tmp_path / "s.csv").is_file()
 
 
 # -- diff ----------------------------------------------------------------------------------------------------------

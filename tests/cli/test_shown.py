@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from poochplan.formats.profile import Profile
 from poochplan.peak import explain_peak
 from poochplan.runtime.run_report import MemoryPeaks, Report, StepReport
 from poochplan.units import format_bytes
+from tests.processes import python
 
 HOSTILE = '<script>alert("x")</script> & more'
 
@@ -102,4 +101,4 @@ def test_columns_are_as_wide_as_their_longest_cell() -> None:
 def test_files_load_without_torch_pandas_and_matplotlib(module: str) -> None:
     heavy = "{'torch', 'pandas', 'matplotlib', 'rich'}"
     code = f"import sys, {module}; print(*{heavy} & sys.modules.keys())"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+    assert python(code) == "\n"

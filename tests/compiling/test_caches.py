@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +13,9 @@ import torch
 import poochplan
 from poochplan.formats.plan import Plan
 from tests.compiling.small_nets import SLOW_LINK, Products, products
+from tests.processes import python
 from tests.runtime.served import needs_compiler
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = """
     import hashlib, json, sys, torch, poochplan
     from torch._dynamo.utils import counters
@@ -76,11 +72,8 @@ pytestmark = [needs_compiler, pytest.mark.cpu_device]
 
 def in_a_new_process(plan: Path, caches: Path) -> dict[str, Any]:
     """What two steps gave, with stock Inductor and with the plan; and what the plan's code saves and runs."""
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SCRIPT), str(plan), str(torch.get_num_threads())]
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(caches)}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    said = python(SCRIPT, plan, torch.get_num_threads(), TORCHINDUCTOR_CACHE_DIR=str(caches))
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
 
 

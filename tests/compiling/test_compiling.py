@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,10 +14,10 @@ from poochplan.errors import InfeasibleError, ModelMismatchError, PoochError, Us
 from poochplan.formats.plan import Decision, Plan
 from poochplan.tensors.modes import compiled_modules
 from tests.compiling.small_nets import SLOW_LINK, fresh, stock, train
+from tests.processes import python
 from tests.runtime.nets import LINK, equal
 from tests.runtime.served import needs_compiler
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = """
     from tests.allocated_bytes import allocated_bytes
     allocated_bytes()  # before anything is allocated
@@ -128,11 +125,8 @@ def test_over_a_slow_link_values_are_recomputed_inside_the_graphs_with_the_same_
 def test_no_step_in_a_new_process_takes_more_than_the_budget_by_an_outside_meter(
     swapping: Plan, recomputing: Plan, tmp_path: Path
 ) -> None:
-    files = [str(plan.save(tmp_path / f"{place}.json")) for place, plan in enumerate((swapping, recomputing))]
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SCRIPT), *files]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    for found in json.loads(done.stdout.splitlines()[-1]):
+    files = [plan.save(tmp_path / f"{place}.json") for place, plan in enumerate((swapping, recomputing))]
+    for found in json.loads(python(SCRIPT, *files).splitlines()[-1]):
         assert all(peak <= found["budget"] < found["in_core"] for peak in found["peaks"]), found
         assert max(found["peaks"]) == pytest.approx(found["predicted"], rel=0.02)
         assert found["fallbacks"] == 0

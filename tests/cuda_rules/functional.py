@@ -93,11 +93,13 @@ def _flash(
     return result, logs, None, None, query.shape[-2], key.shape[-2], state, unused, query.new_empty(0)
 
 
-def _flash_backward(
-    gradient: Any, query: Any, key: Any, value: Any, out: Any, logs: Any, *more: Any, scale: Any = None
-) -> Any:
-    _, _, _, _, dropout, causal, seed, _ = more
-    return _backward(gradient, query, key, value, logs, dropout, causal, seed)
+def _backward_with(dropout: int, causal: int, seed: int) -> Callable[..., Any]:
+    """It takes these from their places behind ``logs``."""
+
+    def run(gradient: Any, query: Any, key: Any, value: Any, out: Any, logs: Any, *more: Any, scale: Any = None) -> Any:
+        return _backward(gradient, query, key, value, logs, more[dropout], more[causal], more[seed])
+
+    return run
 
 
 def _efficient(
@@ -127,20 +129,13 @@ def _cudnn(
     return result, found, None, None, *lengths, states[:1].clone(), states[1:].clone(), query.new_empty(0)
 
 
-def _cudnn_backward(
-    gradient: Any, query: Any, key: Any, value: Any, out: Any, logs: Any, *more: Any, scale: Any = None
-) -> Any:
-    seed, _, _, _, _, _, _, dropout, causal = more
-    return _backward(gradient, query, key, value, logs, dropout, causal, seed)
-
-
 KERNELS: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention: _flash,
-    aten._scaled_dot_product_flash_attention_backward: _flash_backward,
+    aten._scaled_dot_product_flash_attention_backward: _backward_with(dropout=4, causal=5, seed=6),
     aten._scaled_dot_product_efficient_attention: _efficient,
     aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
     aten._scaled_dot_product_cudnn_attention: _cudnn,
-    aten._scaled_dot_product_cudnn_attention_backward: _cudnn_backward,
+    aten._scaled_dot_product_cudnn_attention_backward: _backward_with(dropout=7, causal=8, seed=0),
 }
 """What stands for operators that have no kernel on the host, given host tensors."""
 ON_HOST = {aten._scaled_dot_product_efficient_attention: (2, 3)}

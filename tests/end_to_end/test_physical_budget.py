@@ -7,16 +7,12 @@ Each network has a process of its own, in which the hook of ``tests/allocated_by
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 
+from tests.processes import python
 from tests.runtime.served import needs_compiler
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = """
     from tests.allocated_bytes import allocated_bytes
     allocated_bytes()  # before anything is allocated
@@ -56,10 +52,7 @@ SCRIPT = """
 @pytest.mark.cpu_device
 @pytest.mark.parametrize("network", ["unet", "transformer"])
 def test_in_no_step_torch_has_more_than_the_budget_with_the_arena_whole(network: str) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SCRIPT), network]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(python(SCRIPT, network).splitlines()[-1])
     assert found["bitwise"]
     assert found["arenas"][0] == 0
     assert found["arenas"][-1] > 0

@@ -6,16 +6,12 @@ The process is one of its own, in which the hook of ``tests/allocated_bytes.py``
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 
+from tests.processes import python
 from tests.runtime.served import needs_compiler
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = """
     from tests.allocated_bytes import allocated_bytes
     allocated_bytes()  # before anything is allocated
@@ -51,10 +47,7 @@ SCRIPT = """
 @needs_compiler
 @pytest.mark.cpu_device
 def test_no_step_of_compiled_blocks_takes_more_than_the_smallest_budget() -> None:
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SCRIPT)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(python(SCRIPT).splitlines()[-1])
     assert all(peak <= found["budget"] for peak in found["planned"]), found
     assert found["budget"] < min(found["in_core"])
     assert found["fallbacks"] == 0

@@ -5,12 +5,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.online.caches import empty_cache
+from tests.online.caches import costs_are_known, empty_cache
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _a_cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with empty_cache(tmp_path_factory.mktemp("cache")):
+        costs_are_known()
         yield
 
 

@@ -28,7 +28,7 @@ from poochplan.planner.writing import with_decisions
 from tests.allocated_bytes import AllocatedBytes, allocated_bytes
 from tests.runtime.nets import LINK
 
-WIDTH, BATCH, STEPS, PLANNED_AT = 64, 512, 18, 13
+WIDTH, BATCH, STEPS, PLANNED_AT = 64, 512, 22, 17
 BUDGET = "80%"
 
 

@@ -17,7 +17,7 @@ def test_a_session_explains_the_in_core_peak_and_then_the_planned_one(tmp_path: 
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     texts = []
-    options = {"cache": tmp_path, "link": preset_link("pcie3"), "time_limit_s": 2.0, "quiet": True}
+    options = {"cache": tmp_path, "link": preset_link("pcie3"), "time_limit_s": 0.5, "quiet": True}
     with poochplan.auto(model, optimizer, budget="60%", **options) as session:
         assert session.explain_peak() == ""
         for _ in range(30):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.processes import python
 
 HEAVY = ("highspy", "matplotlib", "numba", "pandas", "pulp", "scipy", "sympy", "torch._dynamo", "torch._inductor")
 LOOP = """
@@ -53,10 +53,7 @@ print(json.dumps({"before": before, "found": found, "followed": session.report()
 
 
 def test_a_loop_loads_nothing_heavy_from_its_first_step_through_its_plan(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LOOP, json.dumps(HEAVY), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    told = json.loads(python(LOOP, json.dumps(HEAVY), tmp_path))
     assert not {"torch._dynamo", "torch._inductor"} & set(told["before"])  # else the rest says nothing of them
     assert told["followed"] > 0
     assert told["found"] == dict.fromkeys(("entered", "followed", "ended"), told["before"])

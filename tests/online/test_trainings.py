@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.online.runs import Run, run_auto, run_plain
+from tests.online.runs import TURNS, Run, run_auto, run_plain
 from tests.online.trainings import TRAININGS
 
 SHARES = {"checkpointing_inside": 0.8}
@@ -45,11 +45,12 @@ def test_a_loop_that_is_in_core_before_its_plan_is_bitwise_and_in_budget_from_th
 def _plain_and_auto(name: str, folder: Path, **options: str) -> tuple[Run, Run, int, list[str]]:
     """Run as it is, and under ``auto``; the budget, and what was said."""
     gc.collect()
-    expected = run_plain(TRAININGS[name])
+    turns = TURNS + 8 * (name == "lengths")  # each is profiled
+    expected = run_plain(TRAININGS[name], turns)
     budget_bytes = int(expected.peak_bytes * SHARES.get(name, 0.6))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
-        found = run_auto(TRAININGS[name], budget_bytes, folder, **options)
+        found = run_auto(TRAININGS[name], budget_bytes, folder, turns, **options)
     said = [str(one.message) for one in caught if "poochplan" in str(one.message)]
     return expected, found, budget_bytes, said
 

@@ -9,8 +9,16 @@ import msgspec
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import plan
+from poochplan.planner.policies import PolicyInput
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Schedule, Tuning
+from poochplan.planner.simulator.simulate import swap_all_on_demand
+
+
+def input_at(profile: Profile, share: float) -> PolicyInput:
+    """A budget with ``share`` of the room between the smallest peak and the in-core peak."""
+    smallest = swap_all_on_demand(PolicyInput.of(profile, 1).problem).peak_bytes
+    return PolicyInput.of(profile, int(smallest + share * (profile.in_core_peak_bytes - smallest)))
 
 
 def plan_with(profile: Profile, schedule: Schedule) -> Plan:

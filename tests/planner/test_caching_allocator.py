@@ -33,79 +33,38 @@ def test_the_first_request_takes_a_segment_of_its_kind(
     assert allocator.peak == Reserved(reserved_bytes, allocated_bytes)
 
 
-def test_small_and_large_requests_never_share_a_segment() -> None:
-    allocator = CachingAllocator()
-    allocator.allocate(2 * MB)
-    allocator.allocate(512)
-    assert allocator.reserved_bytes == 22 * MB
+STEPS: dict[str, tuple[list[int], int, dict[int, int]]] = {
+    "small and large requests never share a segment": ([2 * MB, 512], 22 * MB, {}),
+    "a segment serves requests until it is full": ([5 * MB] * 4, 20 * MB, {}),
+    "and then there is another": ([5 * MB] * 5, 40 * MB, {}),
+    "the smallest free block that fits is taken": (
+        [30 * MB, 20 * MB, -1, -2, 18 * MB, 18 * MB], 50 * MB, {3: 30 * MB, 4: 0},
+    ),
+    "of free blocks of one size the lowest address is taken": ([20 * MB, 20 * MB, -2, -1, 20 * MB], 40 * MB, {3: 0}),
+    "free neighbours are joined so that a larger request fits": (
+        [5 * MB, 5 * MB, 5 * MB, 5 * MB, -1, -3, -2, -4, 20 * MB], 20 * MB, {},
+    ),
+    "free blocks of different segments are never joined": ([10 * MB, 10 * MB, -1, -2, 20 * MB], 40 * MB, {}),
+    "a live block between free ones is fragmentation": ([8 * MB, 8 * MB, -1, 9 * MB], 40 * MB, {}),
+    "a remainder above 1 MiB serves the next request": ([30 * MB, -1, 28 * MB, 2 * MB], 30 * MB, {3: 28 * MB}),
+    "a remainder of 512 bytes is split off in the small pool": ([MB, MB - 512, 512], 2 * MB, {3: 2 * MB - 512}),
+}  # fmt: skip
+"""Bytes that are asked for in turn, or minus the number of the request that is freed; what is reserved in the end, and
+at which address some requests are. Segments lie one behind the other.
+"""
 
 
-def test_a_segment_serves_requests_until_it_is_full() -> None:
-    allocator = CachingAllocator()
-    for _ in range(4):
-        allocator.allocate(5 * MB)
-    assert allocator.reserved_bytes == 20 * MB
-    allocator.allocate(5 * MB)
-    assert allocator.reserved_bytes == 40 * MB
-
-
-def test_the_smallest_free_block_that_fits_is_taken() -> None:
-    allocator = CachingAllocator()
-    thirty, twenty = allocator.allocate(30 * MB), allocator.allocate(20 * MB)
-    allocator.free(thirty)
-    allocator.free(twenty)
-    assert allocator.allocate(18 * MB).address == twenty.address
-    assert allocator.allocate(18 * MB).address == thirty.address
-    assert allocator.reserved_bytes == 50 * MB
-
-
-def test_of_free_blocks_of_one_size_the_lowest_address_is_taken() -> None:
-    allocator = CachingAllocator()
-    first, second = allocator.allocate(20 * MB), allocator.allocate(20 * MB)
-    allocator.free(second)
-    allocator.free(first)
-    assert allocator.allocate(20 * MB).address == 0
-
-
-def test_free_neighbours_are_joined_so_that_a_larger_request_fits() -> None:
-    allocator = CachingAllocator()
-    pieces = [allocator.allocate(5 * MB) for _ in range(4)]
-    for piece in (pieces[0], pieces[2], pieces[1], pieces[3]):
-        allocator.free(piece)
-    allocator.allocate(20 * MB)
-    assert allocator.reserved_bytes == 20 * MB
-
-
-def test_free_blocks_of_different_segments_are_never_joined() -> None:
-    allocator = CachingAllocator()
-    for piece in [allocator.allocate(10 * MB) for _ in range(2)]:
-        allocator.free(piece)
-    allocator.allocate(20 * MB)
-    assert (allocator.reserved_bytes, allocator.peak.allocated_bytes) == (40 * MB, 20 * MB)
-
-
-def test_a_live_block_between_free_ones_is_fragmentation() -> None:
-    allocator = CachingAllocator()
-    pieces = [allocator.allocate(8 * MB) for _ in range(2)]
-    allocator.free(pieces[0])
-    allocator.allocate(9 * MB)  # 8 MiB and 4 MiB are free, but apart
-    assert allocator.reserved_bytes == 40 * MB
-
-
-def test_a_remainder_above_1_mib_serves_the_next_request() -> None:
-    allocator = CachingAllocator()
-    allocator.free(allocator.allocate(30 * MB))
-    allocator.allocate(28 * MB)
-    assert allocator.allocate(2 * MB).address == 28 * MB
-    assert allocator.reserved_bytes == 30 * MB
-
-
-def test_a_remainder_of_512_bytes_is_split_off_in_the_small_pool() -> None:
-    allocator = CachingAllocator()
-    allocator.allocate(MB)
-    allocator.allocate(MB - 512)
-    assert allocator.allocate(512).address == 2 * MB - 512
-    assert allocator.reserved_bytes == 2 * MB
+@pytest.mark.parametrize("name", STEPS)
+def test_requests_are_served_as_the_rules_say(name: str) -> None:
+    asked, reserved_bytes, addresses = STEPS[name]
+    allocator, pieces = CachingAllocator(), []
+    for size_bytes in asked:
+        if size_bytes > 0:
+            pieces.append(allocator.allocate(size_bytes))
+        else:
+            allocator.free(pieces[-size_bytes - 1])
+    assert allocator.reserved_bytes == reserved_bytes
+    assert {number: pieces[number - 1].address for number in addresses} == addresses
 
 
 def test_a_block_is_not_freed_twice() -> None:

@@ -12,11 +12,11 @@ from poochplan.formats.profile import Profile
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.simulator.construct import fit
 from poochplan.planner.simulator.problem import build_problem
-from poochplan.planner.simulator.schedule import Style, schedule_of
+from poochplan.planner.simulator.schedule import AS_STYLED, Style, schedule_of
 from poochplan.planner.simulator.simulate import simulate
 from tests.depth import tries
 from tests.planner.checker import Violation, check
-from tests.planner.plans import plan_with, random_decisions
+from tests.planner.plans import plan_with, random_decisions, random_tuning
 from tests.planner.random_profiles import profiles, resnet_like, transformer_like, unet_like
 
 QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -37,13 +37,21 @@ def test_a_plan_for_any_feasible_budget_fits_it_and_finds_every_input(profile: P
     assert verdict.host_slab_bytes <= found.prediction.host_bytes
 
 
-@settings(QUICK, max_examples=tries(60, 1000))
-@given(profile=profiles(30), seed=st.integers(0, 2**32), style=st.sampled_from(STYLES), share=st.floats(0.4, 1.0))
+@settings(QUICK, max_examples=tries(100, 2000))
+@given(
+    profile=profiles(30),
+    seed=st.integers(0, 2**32),
+    style=st.sampled_from(STYLES),
+    is_tuned=st.booleans(),
+    share=st.floats(0.4, 1.0),
+)
 def test_any_decisions_can_be_scheduled_and_their_simulated_bytes_are_exact(
-    profile: Profile, seed: int, style: Style, share: float
+    profile: Profile, seed: int, style: Style, is_tuned: bool, share: float
 ) -> None:
+    """In any style, and as any tuning has them carried out."""
     problem = build_problem(profile)
-    schedule = fit(problem, random_decisions(problem, seed), int(share * profile.in_core_peak_bytes), style)
+    tuning = random_tuning(problem, seed) if is_tuned else AS_STYLED
+    schedule = fit(problem, random_decisions(problem, seed), int(share * profile.in_core_peak_bytes), style, tuning)
     simulation = simulate(problem, schedule, trace=True)
     verdict = check(profile, plan_with(profile, schedule))
     assert verdict.peak_bytes == simulation.peak_bytes

@@ -120,15 +120,6 @@ def test_the_plan_says_what_ended_the_search_and_what_was_asked() -> None:
     assert (timed.evaluations, timed.seed) == (None, 0)
 
 
-def test_a_plan_file_of_before_still_loads(tmp_path: Path) -> None:
-    made = counted(PROFILES["random"])
-    data = msgspec.json.decode(made.save(tmp_path / "plan.json").read_bytes())
-    del data["solve"]["evaluations"], data["solve"]["seed"]
-    (tmp_path / "old.json").write_bytes(msgspec.json.encode(data))
-    solve = Plan.load(tmp_path / "old.json").solve
-    assert (solve.evaluations, solve.seed) == (None, 0)
-
-
 def refused(**options: int | str) -> str:
     """The message with which planning refuses these options."""
     profile = PROFILES["unet"]

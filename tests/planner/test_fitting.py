@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
 
-from poochplan.formats.plan import SolveStatus
-from poochplan.formats.profile import Memory, Profile
+from poochplan.formats.plan import Plan, SolveStatus
+from poochplan.formats.profile import Memory
 from poochplan.planner.arena import packing, step_layout
 from poochplan.planner.arena.step_layout import HOPELESS, NO_ARENA, NO_ROOM, ROOM, Fitting, layout_of, smallest_arena
 from poochplan.planner.planning import plan, smallest_budget
@@ -73,42 +74,33 @@ def test_the_smallest_budget_has_a_plan_though_it_holds_no_room() -> None:
 def test_where_no_arena_fits_the_plan_is_within_its_peak_and_says_so(
     monkeypatch: pytest.MonkeyPatch, evaluations: int
 ) -> None:
-    monkeypatch.setattr(step_layout, "LOOKS_PER_BLOCK", 0)  # packs badly
+    found = where_no_arena_fits(monkeypatch, evaluations=evaluations)
     smallest = smallest_budget(PROFILE, arena="off")
     assert smallest_arena(PROFILE, PROBLEM) > smallest
-    device = msgspec.structs.replace(PROFILE.device, kind="cpu")
-    profile: Profile = msgspec.structs.replace(PROFILE, memory=Memory.ALLOCATED, device=device)
-    found = plan(profile, smallest, evaluations=evaluations)
     assert found.prediction.peak_bytes <= smallest
-    assert NO_ARENA in found.notes
 
 
-@pytest.mark.parametrize("ratio", [0.5, 2.0])
-def test_the_bound_holds_however_long_steps_without_an_arena_take(
-    monkeypatch: pytest.MonkeyPatch, ratio: float
-) -> None:
-    monkeypatch.setattr(step_layout, "LOOKS_PER_BLOCK", 0)  # packs badly, so no arena fits
-    times = msgspec.structs.replace(PROFILE.times, unserved_step_s=ratio * PROFILE.times.step_s)
+def where_no_arena_fits(monkeypatch: pytest.MonkeyPatch, unserved_step_s: float | None = None, **options: Any) -> Plan:
+    monkeypatch.setattr(step_layout, "LOOKS_PER_BLOCK", 0)  # packs badly
+    times = msgspec.structs.replace(PROFILE.times, unserved_step_s=unserved_step_s)
     device = msgspec.structs.replace(PROFILE.device, kind="cpu")
-    profile: Profile = msgspec.structs.replace(PROFILE, memory=Memory.ALLOCATED, device=device, times=times)
-    found = plan(profile, smallest_budget(PROFILE, arena="off"), evaluations=200)
+    profile = msgspec.structs.replace(PROFILE, memory=Memory.ALLOCATED, device=device, times=times)
+    found = plan(profile, smallest_budget(PROFILE, arena="off"), **options)
     assert NO_ARENA in found.notes
-    assert found.solve.bound_s is not None
-    assert found.solve.bound_s <= found.prediction.step_s * (1 + 1e-9)
+    return found
 
 
-def test_a_plan_that_is_far_from_its_bound_without_an_arena_is_not_called_within_the_gap(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("ratio", "gap"), [(0.5, None), (2.0, None), (1.0, 0.5), (2.0, 0.5)])
+def test_the_bound_and_the_gap_hold_however_long_steps_without_an_arena_take(
+    monkeypatch: pytest.MonkeyPatch, ratio: float, gap: float | None
 ) -> None:
-    monkeypatch.setattr(step_layout, "LOOKS_PER_BLOCK", 0)
-    device = msgspec.structs.replace(PROFILE.device, kind="cpu")
-    for factor in (1.0, 2.0):
-        times = msgspec.structs.replace(PROFILE.times, unserved_step_s=factor * PROFILE.times.step_s)
-        profile: Profile = msgspec.structs.replace(PROFILE, memory=Memory.ALLOCATED, device=device, times=times)
-        found = plan(profile, smallest_budget(PROFILE, arena="off"), evaluations=200, gap=0.5)
-        assert NO_ARENA in found.notes
-        assert found.solve.gap is not None
-        assert (found.solve.status is SolveStatus.WITHIN_GAP) == (found.solve.gap <= 0.5)
+    asked = {} if gap is None else {"gap": gap}
+    found = where_no_arena_fits(monkeypatch, ratio * PROFILE.times.step_s, evaluations=200, **asked)
+    solve = found.solve
+    assert solve.bound_s is not None
+    assert solve.bound_s <= found.prediction.step_s * (1 + 1e-9)
+    assert solve.gap is not None
+    assert gap is None or (solve.status is SolveStatus.WITHIN_GAP) == (solve.gap <= gap)
 
 
 # -- what is learned from a plan that was packed ----------------------------------------------------

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
+from tests.processes import python
 
 SCRIPT = """
     import gc, weakref
@@ -24,5 +22,4 @@ SCRIPT = """
 
 
 def test_what_a_function_holds_that_plans_first_dies_with_it() -> None:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(SCRIPT)], check=False, capture_output=True, text=True)
-    assert done.stdout.strip() == "gone", done.stdout + done.stderr
+    assert python(SCRIPT).strip() == "gone"

@@ -261,18 +261,6 @@ def test_plan_oracle_and_bound_agree_on_the_launching_thread(seed: int) -> None:
     assert build_problem(profile).keep_all_s * (1 - 1e-9) <= made.solve.bound_s <= best.step_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(600, 600 + tries(3, 20)))
-def test_on_the_cpu_the_rules_of_the_plain_link_lose_nothing_either(seed: int) -> None:
-    profile = tiny_profile(seed, 2, 4)
-    plain = msgspec.structs.replace(profile.link, duplex=1.0, interference_out=0.0, interference_in=0.0)
-    on_cpu = msgspec.structs.replace(with_thread(profile, seed), link=plain, device=profile.device)
-    problem, budget = build_problem(on_cpu), tiny_budget(profile, seed)
-    by_rules, every = best_schedule(problem, budget), best_schedule(problem, budget, every_choice=True)
-    assert by_rules is not None
-    assert every is not None
-    assert by_rules.step_s == pytest.approx(every.step_s, rel=1e-9)
-
-
 def test_without_a_thread_nothing_is_otherwise() -> None:
     profile = transformer_like()
     for kind in ("cpu", "cuda"):

@@ -15,6 +15,7 @@ from tests.planner.checker import check
 from tests.planner.oracle import Freedom, Optimum, best_decisions, best_schedule
 from tests.planner.oracle_clock import is_plain
 from tests.planner.plans import plan_with
+from tests.planner.random_profiles import with_random_thread
 from tests.planner.tiny_profiles import tiny_budget, tiny_profile
 from tests.planner.toys import MB, one_value, small_from_large, two_values
 
@@ -85,9 +86,13 @@ def test_a_budget_below_the_smallest_has_no_schedule_and_the_in_core_peak_costs_
 # -- the oracle against itself and the checker -----------------------------------------------------
 
 
+@pytest.mark.parametrize("has_thread", [False, True])
 @pytest.mark.parametrize("seed", range(300, 300 + tries(3, 20)))
-def test_the_rules_of_the_plain_link_lose_nothing_against_every_choice(seed: int) -> None:
-    _, problem, budget = plain_instance(seed, 4)
+def test_the_rules_of_the_plain_link_lose_nothing_against_every_choice(seed: int, has_thread: bool) -> None:
+    """On the CPU, where what the launching thread takes is spent on the compute stream."""
+    profile, problem, budget = plain_instance(seed, 4)
+    if has_thread:
+        problem = build_problem(msgspec.structs.replace(with_random_thread(profile, seed), device=profile.device))
     assert is_plain(problem.link)
     by_rules, every = best_schedule(problem, budget), best_schedule(problem, budget, every_choice=True)
     assert by_rules is not None

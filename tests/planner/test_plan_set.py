@@ -95,11 +95,3 @@ def test_plans_that_make_no_set_are_refused() -> None:
 def test_a_set_is_read_from_files(tmp_path: Path) -> None:
     paths = [one.save(tmp_path / f"{number}.json") for number, one in enumerate((SMALL, LARGE))]
     assert PlanSet.load(*paths).plans == (SMALL, LARGE)
-
-
-def test_a_plan_file_from_before_inputs_were_recorded_is_read(tmp_path: Path) -> None:
-    path = SMALL.save(tmp_path / "plan.json")
-    lines = path.read_text().splitlines(keepends=True)
-    first = next(number for number, line in enumerate(lines) if line.startswith('  "inputs"'))
-    path.write_text("".join(lines[:first] + lines[first + 4 :]))
-    assert Plan.load(path).inputs == ()

@@ -132,20 +132,13 @@ def test_a_policy_alone_claims_no_bound() -> None:
     assert (solve.bound_s, solve.gap) == (None, None)
 
 
-def test_planning_twice_gives_the_same_plan() -> None:
-    profile = unet_like(3)
-    first, second = plan(profile, "75%"), plan(profile, "75%")
-    assert first.values == second.values
-    assert first.schedule == second.schedule
-
-
 def test_the_other_solver_gives_a_plan_of_about_the_same_step() -> None:
     profile = unet_like(3)
     try:
         choose_solver("cbc")
     except UsageError as missing:
         pytest.skip(str(missing))
-    highs, cbc = (plan(profile, "75%", solver=solver, time_limit_s=5) for solver in ("highs", "cbc"))
+    highs, cbc = (plan(profile, "75%", solver=solver, time_limit_s=2) for solver in ("highs", "cbc"))
     assert cbc.solve.solver == "cbc"
     assert cbc.prediction.step_s == pytest.approx(highs.prediction.step_s, rel=0.02)
 

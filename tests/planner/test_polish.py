@@ -13,12 +13,12 @@ from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.search.polish import least_peak_bytes, polish
 from poochplan.planner.simulator.construct import fit
 from poochplan.planner.simulator.problem import Problem, build_problem
-from poochplan.planner.simulator.schedule import Style, lists_of
+from poochplan.planner.simulator.schedule import lists_of
 from poochplan.planner.simulator.simulate import Candidate, least_step_s, simulate, try_decisions
 from tests.depth import tries
 from tests.planner.checker import check
 from tests.planner.oracle import best_schedule
-from tests.planner.plans import plan_with, random_decisions, random_tuning
+from tests.planner.plans import plan_with, random_decisions
 from tests.planner.random_profiles import profiles, random_profile, unet_like
 from tests.planner.tiny_profiles import tiny_budget, tiny_profile
 from tests.planner.toys import MB, replay_beside_a_copy, small_from_large
@@ -118,21 +118,6 @@ def test_polishing_never_loses_and_the_checker_carries_the_schedule_out(
     assert simulate(problem, found.schedule).step_s == found.simulation.step_s
     assert found.simulation.step_s >= least_step_s(problem, found.schedule.decisions) - 1e-9
     assert found.simulation.peak_bytes >= least_peak_bytes(problem, found.schedule.decisions)
-
-
-@settings(QUICK, max_examples=tries(50, 1000))
-@given(profile=profiles(30), seed=st.integers(0, 2**32), in_order=st.booleans(), share=st.floats(0.4, 1.0))
-def test_any_tuning_is_a_schedule_that_can_be_carried_out_with_just_the_bytes_simulated(
-    profile: Profile, seed: int, in_order: bool, share: float
-) -> None:
-    problem = build_problem(profile)
-    decisions, tuning = random_decisions(problem, seed), random_tuning(problem, seed)
-    schedule = fit(problem, decisions, int(share * profile.in_core_peak_bytes), Style(in_order=in_order), tuning)
-    simulation = simulate(problem, schedule)
-    verdict = check(profile, plan_with(profile, schedule))
-    assert verdict.peak_bytes == simulation.peak_bytes
-    assert verdict.first_step_peak_bytes == simulation.first_step_peak_bytes
-    assert (verdict.out_bytes, verdict.in_bytes) == (simulation.out_bytes, simulation.in_bytes)
 
 
 def test_without_evaluations_the_schedule_stays_and_gets_its_recording() -> None:

@@ -13,11 +13,11 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Kind, Phase, Profile
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.policies.seq2seq import Group, TimeLoop, groups_of, loops_of
-from poochplan.planner.simulator.simulate import Candidate, swap_all_on_demand
+from poochplan.planner.simulator.simulate import Candidate
 from poochplan.planner.whatif import for_machine
 from poochplan.workload import load_workload
 from tests.planner.checker import check
-from tests.planner.plans import plan_with
+from tests.planner.plans import input_at, plan_with
 from tests.planner.random_profiles import Recorder, link, resnet_like, transformer_like, unet_like
 from tests.workloads.small import SMALL
 
@@ -50,12 +50,6 @@ def attending(steps: int = 5, positions: int = 8, *, seconds: float = 1e-3, link
         (hidden,) = r.op("join", [cell, context, weights[1]], [state], saves=[context], seconds=seconds)
     r.op("loss", [hidden, weights[2]], [512], saves=[hidden], seconds=seconds)
     return r.finish(link(link_gb_per_s))
-
-
-def input_at(profile: Profile, share: float) -> PolicyInput:
-    """A budget with ``share`` of the room between the smallest peak and the in-core peak."""
-    smallest = swap_all_on_demand(PolicyInput.of(profile, 1).problem).peak_bytes
-    return PolicyInput.of(profile, int(smallest + share * (profile.in_core_peak_bytes - smallest)))
 
 
 def names_of(given: PolicyInput, groups: list[Group]) -> set[str]:

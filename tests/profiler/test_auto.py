@@ -135,10 +135,3 @@ def test_a_step_that_only_runs_with_data_is_swapped_until_its_need_is_known(monk
     assert any("swapping" in line for line in said)
     monkeypatch.setattr(profiling, "available_bytes", lambda: 0)
     assert auto(model, step).mode == "swap-all"
-
-
-def test_a_step_that_runs_without_data_is_not_swapped_when_it_fits() -> None:
-    said: list[str] = []
-    profile = CASES["residual"].new_profile(mode="auto", progress=said.append)
-    assert profile.mode == "run"
-    assert not any("swapping" in line for line in said)

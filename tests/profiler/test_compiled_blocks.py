@@ -19,11 +19,10 @@ from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import simulate
 from poochplan.profiler.capture.op_blocks import BEGINS, ENDS, LogEvent, Taker, events_by_op, taken_in
-from poochplan.runtime.arena.library import BIRTH, DEATH, EVENT, MARK, why_unavailable
+from poochplan.runtime.arena.library import BIRTH, DEATH, EVENT, MARK
 from tests.runtime.nets import taken
 from tests.runtime.random_plans import random_plan
-
-needs_allocator = pytest.mark.skipif(bool(why_unavailable()), reason="no compiled allocator")
+from tests.runtime.served import needs_compiler
 
 
 @pytest.fixture(autouse=True)
@@ -103,19 +102,19 @@ def _check(profile: Profile, peaks: list[int]) -> list[tuple[OpBlock, ...]]:
     return found
 
 
-@needs_allocator
+@needs_compiler
 def test_compiled_code_has_the_blocks_that_it_takes_and_the_peak_is_metered_to_the_byte() -> None:
     for blocks in _check(*_steps("aot_eager")):
         assert any(one.output < 0 and one.until >= 0 for one in blocks), "it gives something back inside"
 
 
-@needs_allocator
+@needs_compiler
 @pytest.mark.deep
 def test_compiled_code_of_inductor_has_the_blocks_that_it_takes() -> None:
     _check(*_steps("inductor"))
 
 
-@needs_allocator
+@needs_compiler
 def test_blocks_of_a_step_with_compiled_calls_are_never_more_than_the_simulator_s_bytes() -> None:
     profile, _ = _steps("aot_eager")
     problem = build_problem(profile)
@@ -126,7 +125,7 @@ def test_blocks_of_a_step_with_compiled_calls_are_never_more_than_the_simulator_
         assert 0.9 * simulate(problem, schedule).peak_bytes < most_bytes <= simulate(problem, schedule).peak_bytes
 
 
-@needs_allocator
+@needs_compiler
 def test_compiled_calls_beside_another_profiler_are_measured_too() -> None:
     with torch.profiler.profile():
         beside, _ = _steps("aot_eager")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import resource
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -159,7 +160,11 @@ def test_the_workspace_of_an_lstm_is_what_onednn_takes(shape: tuple[int, int, in
 # -- what cannot be profiled without memory is one clear line --------------------------------------------------------
 
 
-def _one_line(error: pytest.ExceptionInfo[BaseException]) -> str:
+def _refusal(
+    model: nn.Module, step: Callable[[], torch.Tensor], kind: type[Exception] = StepError, **options: str
+) -> str:
+    with pytest.raises(kind) as error:
+        poochplan.profile(step, model=model, **({"mode": "fake", "roofline": "v100"} | options))  # type: ignore[call-overload]
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -171,9 +176,7 @@ def test_a_step_that_looks_into_a_tensor_is_told_so() -> None:
         out = model(batch)
         return out.sum() * (2.0 if float(out.detach().max()) > 0 else 1.0)
 
-    with pytest.raises(StepError) as error:
-        poochplan.profile(step, model=model, mode="fake", roofline="v100")
-    assert "aten._local_scalar_dense.default, which needs a tensor's content" in _one_line(error)
+    assert "aten._local_scalar_dense.default, which needs a tensor's content" in _refusal(model, step)
     assert not any(isinstance(parameter, FakeTensor) for parameter in model.parameters())
 
 
@@ -182,47 +185,34 @@ def test_an_operator_without_a_shape_function_is_named() -> None:
     library.define("shapeless(Tensor x) -> Tensor")
     library.impl("shapeless", lambda x: x.clone(), "CPU")
     model = nn.Linear(4, 4)
-    with pytest.raises(StepError) as error:
-        poochplan.profile(
-            lambda: model(torch.ops.poochplan_tests.shapeless(model(torch.randn(2, 4)))).sum(),
-            model=model, mode="fake", roofline="v100",
-        )  # fmt: skip
-    assert "poochplan_tests.shapeless.default, which has no shape function" in _one_line(error)
+    said = _refusal(model, lambda: model(torch.ops.poochplan_tests.shapeless(model(torch.randn(2, 4)))).sum())
+    assert "poochplan_tests.shapeless.default, which has no shape function" in said
 
 
 def test_fake_tensors_of_another_mode_are_refused() -> None:
     with FakeTensorMode():
         model = nn.Linear(4, 4)
-    with pytest.raises(StepError) as error:
-        poochplan.profile(lambda: model(torch.ones(2, 4)).sum(), model=model, mode="fake", roofline="v100")
-    assert "found weight of another fake-tensor mode" in _one_line(error)
+    assert "found weight of another fake-tensor mode" in _refusal(model, lambda: model(torch.ones(2, 4)).sum())
 
 
 def test_what_another_compiler_has_compiled_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     model[0].compile(backend="eager")
-    with pytest.raises(StepError) as error:
-        poochplan.profile(lambda: model(torch.ones(2, 4)).sum(), model=model, mode="fake", roofline="v100")
-    said = "expected compiled callables to be Inductor's in mode fake, found none of its graphs in 0"
-    assert said in _one_line(error)
+    said = _refusal(model, lambda: model(torch.ones(2, 4)).sum())
+    assert "expected compiled callables to be Inductor's in mode fake, found none of its graphs in 0" in said
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"mode": "fake", "roofline": "v1000"},
-            "expected v100, a100, h100, h200, p100, titan-x, cpu-core or FLOPS,BYTES",
-        ),
-        ({"mode": "fake", "roofline": "50e12"}, "found '50e12'"),
-        ({"mode": "fake", "roofline": "50e12,-1"}, "found '50e12,-1'"),
-        ({"mode": "fake", "roofline": "nan,1e12"}, "found 'nan,1e12'"),
-        ({"mode": "run", "roofline": "v100"}, 'mode "run" measures durations and takes none'),
+        ({"roofline": "v1000"}, "expected v100, a100, h100, h200, p100, titan-x, cpu-core or FLOPS,BYTES"),
+        ({"roofline": "50e12"}, "found '50e12'"),
+        ({"roofline": "50e12,-1"}, "found '50e12,-1'"),
+        ({"roofline": "nan,1e12"}, "found 'nan,1e12'"),
+        ({"mode": "run"}, 'mode "run" measures durations and takes none'),
         ({"mode": "dry"}, "expected one of run, swap-all, auto, fake, found 'dry'"),
     ],
 )
 def test_a_wrong_mode_or_roofline_is_one_clear_line(options: dict[str, str], message: str) -> None:
     model = nn.Linear(4, 4)
-    with pytest.raises(UsageError) as error:
-        poochplan.profile(lambda: model(torch.ones(2, 4)).sum(), model=model, **options)  # type: ignore[arg-type]
-    assert message in _one_line(error)
+    assert message in _refusal(model, lambda: model(torch.ones(2, 4)).sum(), UsageError, **options)

@@ -16,9 +16,9 @@ import poochplan
 from poochplan.formats.profile import Device, Memory, Op, Profile
 from poochplan.profiler.fake import op_bench
 from poochplan.profiler.fake.op_bench import OpBench, OpSpec, Recency, cache_bytes, cache_path
-from poochplan.runtime.arena.library import why_unavailable
 from tests.profiler.test_workspace import Taking
 from tests.runtime.nets import CASES, of, taken
+from tests.runtime.served import needs_compiler
 
 aten = torch.ops.aten
 HERE = Device(kind="cpu", name="a test's", memory_bytes=0, threads=torch.get_num_threads())
@@ -165,9 +165,6 @@ def test_a_processor_has_a_cache() -> None:
     assert cache_bytes() >= 64 << 10
 
 
-needs_allocator = pytest.mark.skipif(bool(why_unavailable()), reason="no compiled allocator")
-
-
 def _volume() -> nn.Module:
     return nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), nn.BatchNorm3d(8), nn.ReLU(), nn.Conv3d(8, 8, 3, padding=1))
 
@@ -183,7 +180,7 @@ def _taken(ops: tuple[Op, ...]) -> list[object]:
     return [(op.name, op.workspace_bytes, op.blocks) for op in ops]
 
 
-@needs_allocator
+@needs_compiler
 @pytest.mark.parametrize("name", NETS)
 def test_the_peak_is_that_of_the_real_step_and_so_is_what_each_op_takes(name: str) -> None:
     real, fake = NETS[name].profile(), NETS[name].new_profile(mode="fake")
@@ -196,14 +193,14 @@ def test_the_peak_is_that_of_the_real_step_and_so_is_what_each_op_takes(name: st
     assert poochplan.plan(fake, "100%").prediction.memory is Memory.ALLOCATED
 
 
-@needs_allocator
+@needs_compiler
 def test_the_convolutions_take_more_inside_than_all_that_lives() -> None:
     fake = NETS["volume"].new_profile(mode="fake")
     assert fake.in_core_live_peak_bytes is not None
     assert fake.in_core_peak_bytes > 2 * fake.in_core_live_peak_bytes
 
 
-@needs_allocator
+@needs_compiler
 def test_what_ops_take_is_remembered_and_measured_anew_where_it_was_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     convolution = spec(
         aten.convolution.default, torch.empty(1, 8, 24, 24, 24), torch.empty(8, 8, 3, 3, 3), None,
@@ -234,7 +231,7 @@ def _said(profile: Profile) -> str:
     return note
 
 
-@needs_allocator
+@needs_compiler
 def test_an_op_that_cannot_be_run_by_itself_is_said_to_be_unknown() -> None:
     profile = _partly_known()
     assert profile.memory is Memory.ALLOCATED

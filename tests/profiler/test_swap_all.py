@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import msgspec
@@ -22,6 +18,7 @@ from poochplan.profiler import profiling
 from poochplan.profiler.assembly.assemble import SWAPPED
 from poochplan.profiler.trials.compare import DIFFERS, parts_of
 from poochplan.workload import load_workload
+from tests.processes import python
 from tests.runtime.nets import CASES, followed, taken
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -122,6 +119,7 @@ def test_auto_measures_in_core_where_that_fits_and_says_which_and_why(
     why = next(note for note in profile.notes if note.startswith("mode auto chose"))
     assert why.startswith(f"mode auto chose {mode}: in-core the step ")
     assert why in said
+    assert any("swapping" in line for line in said) == (mode == "swap-all")
     assert (SWAPPED in profile.notes) == (mode == "swap-all")
     assert without_seconds(profile) == without_seconds(CASES["residual"].profile())
 
@@ -134,7 +132,7 @@ def test_a_limit_of_the_address_space_counts_as_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (64 << 20), resource.RLIM_INFINITY))
         print(available_bytes())
     """
-    assert 0 < int(run(script).stdout) <= 64 << 20
+    assert 0 < int(run(script)) <= 64 << 20
 
 
 def test_verification_in_parts_replays_no_chain_of_values() -> None:
@@ -203,7 +201,7 @@ OUT_OF_CORE = """
 
 
 def test_a_step_that_does_not_fit_is_profiled_planned_and_run_within_one_limit() -> None:
-    in_core, *_, planned = run(OUT_OF_CORE).stdout.splitlines()  # a solver may say its name in between
+    in_core, *_, planned = run(OUT_OF_CORE).splitlines()  # a solver may say its name in between
     assert "can't allocate memory" in in_core
     result = json.loads(planned)
     assert result["mode"] == "swap-all"
@@ -212,10 +210,6 @@ def test_a_step_that_does_not_fit_is_profiled_planned_and_run_within_one_limit()
     assert result["peak_bytes"] <= result["budget_bytes"]
 
 
-def run(script: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, where a thread has no malloc arena of its own, which takes 64 MiB of addresses."""
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done
+def run(script: str) -> str:
+    """Where a thread has no malloc arena of its own, which takes 64 MiB of addresses."""
+    return python(script, MALLOC_ARENA_MAX="1")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
 from typing import get_args, get_type_hints
 
 import msgspec
@@ -16,6 +14,7 @@ import torch
 from poochplan.errors import UsageError
 from poochplan.formats.profile import Kind, Phase, PointKind, Profile
 from poochplan.formats.queries import FRAMES, OUTSIDE
+from tests.processes import python
 from tests.runtime.nets import LINK, Residual, taken
 
 
@@ -139,5 +138,4 @@ def test_ops_outside_the_model_have_a_row_of_their_own(profile: Profile) -> None
 
 
 def test_a_profile_is_read_without_pandas() -> None:
-    code = "import sys; import poochplan; poochplan.Profile; sys.exit('pandas' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    python("import sys; import poochplan; poochplan.Profile; sys.exit('pandas' in sys.modules)")

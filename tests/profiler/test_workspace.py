@@ -4,12 +4,8 @@ allocator hook of the tests sees it.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,14 +36,15 @@ from poochplan.profiler.capture.op_blocks import (
     taken_in,
 )
 from poochplan.profiler.capture.workspace import Workspace, workspace_of
-from poochplan.runtime.arena.library import BIRTH, DEATH, MARK, why_unavailable
+from poochplan.runtime.arena.library import BIRTH, DEATH, MARK
 from poochplan.runtime.metering.allocated import joined_count
 from tests.depth import seeds
 from tests.live_bytes import peak_of_a_step
+from tests.processes import python
 from tests.runtime.nets import Case, metered_peaks, taken
 from tests.runtime.random_plans import random_plan
+from tests.runtime.served import needs_compiler
 
-needs_allocator = pytest.mark.skipif(bool(why_unavailable()), reason="no compiled allocator")
 INSIDE_BYTES = 1 << 20
 
 
@@ -77,7 +74,7 @@ def profile_of(model: nn.Module, batch: torch.Tensor) -> Profile:
     return taken(lambda: model(batch).square().mean(), model)
 
 
-@needs_allocator
+@needs_compiler
 def test_an_op_has_the_blocks_that_it_takes_in_their_order() -> None:
     profile = profile_of(Taking(), torch.randn(64, 256))
     assert profile.memory is Memory.ALLOCATED
@@ -103,7 +100,7 @@ def test_what_an_op_takes_that_is_too_small_for_a_place_is_counted_behind_the_ot
     assert [tuple(one) for one in blocks] == [(8192, -1, 2), (5000, 0, -1), (3584, -1, 4), (1536, -1, 4)]
 
 
-@needs_allocator
+@needs_compiler
 def test_what_another_thread_of_the_scope_takes_meanwhile_is_no_op_s() -> None:
     def beside() -> None:
         joined_count()
@@ -161,14 +158,10 @@ OUTSIDE = """
 """
 
 
-@needs_allocator
+@needs_compiler
 def test_the_peaks_are_those_of_a_hook_of_the_tests() -> None:
-    command = [sys.executable, "-c", textwrap.dedent(OUTSIDE)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stderr
-    in_core, predicted, live, planned, budget = map(
-        int, done.stdout.splitlines()[-1].split()
-    )  # HiGHS 1.16 prints its name before
+    said = python(OUTSIDE).splitlines()[-1]  # HiGHS 1.16 prints its name before
+    in_core, predicted, live, planned, budget = map(int, said.split())
     assert live < predicted // 2, "the convolutions take more inside than all that is live"
     assert 0.99 * predicted <= in_core <= predicted
     assert planned <= budget <= predicted
@@ -321,7 +314,7 @@ def _strays_of(profile: Profile) -> list[int]:
     return [number for number, value in enumerate(profile.values) if value.name.startswith(STEM)]
 
 
-@needs_allocator
+@needs_compiler
 def test_the_states_of_two_checkpoints_are_in_the_profile_from_when_they_are_taken() -> None:
     profile = CASE.profile()
     taken = next(tick for op, tick in zip(profile.ops, profile.op_ticks, strict=True) if "takes_and" in op.name)
@@ -333,7 +326,7 @@ def test_the_states_of_two_checkpoints_are_in_the_profile_from_when_they_are_tak
     assert profile.static_bytes["input"] < STATE_BYTES
 
 
-@needs_allocator
+@needs_compiler
 @pytest.mark.parametrize("weights", [(1, 0, 0), (0, 1, 0)], ids=["keep", "swap"])
 def test_the_peak_before_two_checkpoints_is_the_metered_one_to_the_byte(weights: tuple[float, float, float]) -> None:
     profile = CASE.profile()
@@ -344,7 +337,7 @@ def test_the_peak_before_two_checkpoints_is_the_metered_one_to_the_byte(weights:
         assert metered_peaks(CASE, plan)[1] == predicted
 
 
-@needs_allocator
+@needs_compiler
 def test_a_stray_is_a_block_of_the_step_and_not_of_what_was_there_before() -> None:
     profile = CASE.profile()
     problem = build_problem(profile)
@@ -354,7 +347,7 @@ def test_a_stray_is_a_block_of_the_step_and_not_of_what_was_there_before() -> No
     assert not any(block.size_bytes == STATE_BYTES for block in blocks.before)
 
 
-@needs_allocator
+@needs_compiler
 def test_a_state_that_is_taken_before_a_forward_in_backward_lets_go_of_its_casts_is_in_the_predicted_peak() -> None:
     case = Case(_checkpoints_within_one)
     profile = case.profile()

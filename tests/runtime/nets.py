@@ -175,7 +175,7 @@ def _channels_last() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
 CASES = {
     "residual": Case(_residual),
     "attention": Case(_attention),
-    "recurrent": of(Recurrent, 3, 20, 16),
+    "recurrent": of(Recurrent, 3, 6, 16),
     "autocast": Case(functools.partial(_residual, torch.bfloat16)),
     "channels_last": Case(_channels_last),
 }

@@ -23,7 +23,7 @@ from poochplan.planner.simulator.schedule import Schedule, assemble, lists_of
 from poochplan.planner.simulator.simulate import simulate, try_decisions
 from tests.depth import seeds
 from tests.planner.plans import plan_with, random_decisions, random_tuning
-from tests.runtime.nets import CASES, Case, followed, metered_peaks
+from tests.runtime.nets import CASES, Case, Recurrent, followed, metered_peaks, of
 from tests.runtime.random_plans import random_plan
 
 MIXED, KEPT, SWAPPED, REPLAYED, MOST = (1, 2, 2), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 3)
@@ -146,7 +146,8 @@ def test_a_value_that_leaves_after_a_replay_gives_the_gradients_of_in_core_train
 
 
 def test_a_plan_that_switches_recording_between_in_place_chains_replays() -> None:
-    measured = CASES["recurrent"].profile()
+    case = of(Recurrent, 3, 20, 16)  # long enough that it pays to record a part
+    measured = case.profile()
     # Ops of one length, and a thread that takes nothing: what is recomputed must not depend on how busy the machine is.
     ops = tuple(msgspec.structs.replace(op, duration_s=1e-6) for op in measured.ops)
     link = Link(name="slow", outward=SLOW, inward=SLOW)
@@ -154,7 +155,7 @@ def test_a_plan_that_switches_recording_between_in_place_chains_replays() -> Non
     # Where an arena has to fit too, nothing is recomputed: the bytes alone are what is asked for.
     plan = poochplan.plan(profile, "90%", evaluations=1000, arena="off")
     assert {actions.record for actions in plan.schedule} >= {"on", "off"}
-    assert followed(CASES["recurrent"], plan).total.replayed_values > 0
+    assert followed(case, plan).total.replayed_values > 0
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -64,28 +64,6 @@ def test_another_plan_gets_another_arena_and_the_first_ones_is_found_again() -> 
 
 
 @needs_compiler
-def test_a_step_that_is_planned_anew_is_served_from_another_arena() -> None:
-    case = CASES["residual"]
-    profile = case.profile()
-    plan = poochplan.plan(profile, "90%", evaluations=50)
-    loop = Loop(case)
-    beside = []
-    with (
-        pytest.warns(RuntimeWarning, match="from the next step on, steps follow a plan that has room for"),
-        poochplan.apply(plan, loop.model, on_over_budget="replan", profile=profile) as loop.session,
-    ):
-        loop.steps(SETTLED)
-        before = loop.session.plan
-        beside.append(torch.zeros(max(4096, (plan.budget_bytes - plan.prediction.peak_bytes) // 4 + 8192)))
-        loop.session._source.latest.check_next()
-        loop.steps(SETTLED + 2)
-        assert loop.session.plan is not before
-        assert loop.session.report().arena is not None
-        found = loop.session.report().arena
-        assert found is None or found.larger_bytes or found.served
-
-
-@needs_compiler
 def test_two_sessions_on_two_threads_are_served_each_from_its_own() -> None:
     plan, sizes = plan_of("attention"), []
     barrier = threading.Barrier(2)
@@ -321,7 +299,7 @@ def _accumulating(name: str, micro_batches: int, meter: str) -> Iterator[tuple[A
 
 @needs_compiler
 @pytest.mark.parametrize("meter", ["first-steps", "always"])
-@pytest.mark.parametrize("micro_batches", [2, 4, 5])
+@pytest.mark.parametrize("micro_batches", [2, 5])
 @pytest.mark.parametrize("name", ["attention", "residual"])
 def test_every_micro_batch_is_served_whole_from_one_arena(name: str, micro_batches: int, meter: str) -> None:
     gc.collect()
@@ -344,7 +322,7 @@ def test_an_arena_of_several_kinds_is_no_larger_than_the_largest_of_them() -> No
         assert session._serving is not None
         sizes = [one.size_bytes for one in loop.found if one is not None]
         assert len(sizes) == 2
-        arena = session._serving._runs.laid.arena
+        arena = session._serving._runs.arena
         assert arena is not None
         assert arena.size_bytes == max(sizes)
 

@@ -13,7 +13,6 @@ from torch import nn
 
 import poochplan
 from poochplan.formats.plan import Plan
-from poochplan.runtime.arena.library import why_unavailable
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.metering import allocated
 from poochplan.runtime.watch.census import LEAST_BYTES, census, leave_out
@@ -21,9 +20,9 @@ from poochplan.runtime.watch.holders import name_of
 from poochplan.runtime.watch.teller import CallSite
 from poochplan.torch_private.tensor_internals import mode_stack, storage_identity
 from tests.runtime.besides import BATCH, WIDTH, fresh, live, profiled, tight
+from tests.runtime.served import needs_compiler
 
 pytestmark = pytest.mark.cpu_device
-needs_allocator = pytest.mark.skipif(bool(why_unavailable()), reason="no compiled allocator")
 
 
 class Telling(CpuDevice):
@@ -74,7 +73,7 @@ def test_an_allocator_that_tells_is_asked_in_every_step(plan: Plan) -> None:
     assert len(told) == 1
 
 
-@needs_allocator
+@needs_compiler
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_without_the_allocator_a_plan_of_allocated_bytes_is_compared_with_what_its_ops_take_inside_as_predicted(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
@@ -92,7 +91,7 @@ def test_live_bytes_are_metered_in_the_first_two_steps_and_one_in_fifty(plan: Pl
     assert [number for number, peak in enumerate(peaks, 1) if peak is not None] == [1, 2, 50, 100]
 
 
-@needs_allocator
+@needs_compiler
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_allocated_bytes_are_metered_in_every_step(plan: Plan) -> None:
     for peak_bytes in metered(plan, 6):
@@ -101,7 +100,7 @@ def test_allocated_bytes_are_metered_in_every_step(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_live", "wanted"), [pytest.param(False, 11, marks=needs_allocator), (True, 50)], ids=["allocated", "live"]
+    ("is_live", "wanted"), [pytest.param(False, 11, marks=needs_compiler), (True, 50)], ids=["allocated", "live"]
 )
 def test_what_is_kept_is_told_of_once_a_census_has_seen_it_too(plan: Plan, is_live: bool, wanted: int) -> None:
     """And a meter that starts late knows what lives already."""

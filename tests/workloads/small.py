@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
+_TEXT = {"batch_size": "2", "sequence_length": "16", "layers": "2", "width": "32", "heads": "2", "vocabulary": "64"}
 SMALL = {
     "resnet50": {"batch_size": "2", "image_size": "32", "hidden_sizes": "[64, 64, 64, 64]", "depths": "[1, 1, 1, 1]"},
-    "gpt2": {
-        "batch_size": "2",
-        "sequence_length": "16",
-        "layers": "2",
-        "width": "32",
-        "heads": "2",
-        "vocabulary": "64",
-    },
-    "bert": {
-        "batch_size": "2",
-        "sequence_length": "16",
-        "layers": "2",
-        "width": "32",
-        "heads": "2",
-        "vocabulary": "64",
-    },
+    "gpt2": _TEXT,
+    "bert": _TEXT,
     "unet3d": {"side": "32", "features": "[4, 4, 8, 8, 16, 4]"},
     "demo": {"side": "32", "features": "[4, 4, 8, 8, 16, 4]"},
     "tiny": {},

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,10 +15,8 @@ from poochplan.planner.simulator.problem import build_problem
 from tests.planner.plans import random_decisions
 from tests.planner.random_profiles import transformer_like, unet_like
 
-from .plain import ROOT, run_plain
+from .plain import run_plain
 from .test_evaluator import assert_same
-
-BUILDS = "from poochplan.planner.simulator.evaluator import library; assert library(None) is not None"
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +57,6 @@ def once_asked(folder: Path) -> str:
 
 def planned() -> Plan:
     return plan(unet_like(2), "70%", evaluations=60, gap=-1.0, arena="off")
-
-
-def test_two_processes_build_at_once_and_both_load(nothing_loaded: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    both = [subprocess.Popen([sys.executable, "-c", BUILDS], env=environment) for _ in range(2)]
-    assert [process.wait() for process in both] == [0, 0]
-    assert sorted(path.name for path in EVALUATOR.file().parent.iterdir()) == ["evaluator.so", "lock"]
-    assert stat.S_IMODE(EVALUATOR.file().stat().st_mode) == 0o700
 
 
 def test_what_is_built_is_there_at_once_and_is_not_built_again(

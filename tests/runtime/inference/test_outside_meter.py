@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
+from tests.processes import python
 from tests.runtime.inference.passes import KINDS
 from tests.runtime.served import needs_compiler
 
@@ -45,10 +43,7 @@ print(json.dumps(found))
 @functools.cache
 def _metered() -> dict[str, dict[str, int]]:
     """Peaks of passes of each kind, in a process of its own."""
-    root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", _METERED], cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    return dict(json.loads(python(_METERED).splitlines()[-1]))
 
 
 @pytest.mark.parametrize("name", KINDS)

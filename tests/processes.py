@@ -1,0 +1,20 @@
+"""Python in a process of its own, from the root of this tree."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def python(code: str, *arguments: object, **environment: str) -> str:
+    """What it prints. Its stderr is the message of the failure, where it fails."""
+    variables = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", **environment}
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *map(str, arguments)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=variables)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
