@@ -44,6 +44,7 @@ def arguments_of() -> argparse.Namespace:
     add("--pairs", type=int, default=3, help="pairs of steps (default: 3)")
     add("--threads", type=int, default=1, help="of each process (default: 1)")
     add("--time-limit", type=float, default=10.0, help="seconds for a plan of ours (default: 10)")
+    add("--throttle", default="", metavar="RATE", help="measured: hold copies to a rate, such as 40MB/s")
     add("--note", default="", help="said of what this run takes, such as: other work ran beside it")
     add("--table", help="show the tables of this file, and take nothing")
     add("-o", "--output", help="the results file, to begin or to go on with")
@@ -62,7 +63,7 @@ def taken(arguments: argparse.Namespace, commit: str) -> dict[str, list[dict[str
     """What this run is to take, each network with its seconds, the commit and the note."""
     found: dict[str, list[dict[str, Any]]] = {"measured": [], "simulated": []}
     with tempfile.TemporaryDirectory() as folder:
-        effort = Effort(arguments.pairs, arguments.threads, arguments.time_limit, folder)
+        effort = Effort(arguments.pairs, arguments.threads, arguments.time_limit, folder, arguments.throttle)
         share = f"{100 * arguments.share:g}%"
         for name in arguments.networks:
             for part in found:

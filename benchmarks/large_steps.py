@@ -1,20 +1,23 @@
-"""Steps that do not fit: profiled, planned and run under a memory limit; and what profiles of large models cost.
+r"""Steps that do not fit: profiled, planned and run under a memory limit; and what profiles of large models cost.
 
 * ``unfit``: the address space of every process is limited (``ulimit -v``) to what it takes before the step, and a share
-  of what the in-core step needs. In-core training must die of it. ``pooch profile`` (fake, and auto, which has to
-  choose swap-all), ``pooch plan`` and two planned steps must not, and loss, gradients and buffers of these have to be
-  bitwise those of in-core training without a limit.
+  of what the in-core step needs; with ``--cgroup`` its memory is, and page cache counts (root alone can).
+  In-core training must die of it. ``pooch profile`` (fake, and auto, which has to choose swap-all), ``pooch plan`` and
+  planned steps must not, and losses, gradients, buffers and parameters of these have to be bitwise those of in-core
+  training without a limit. Peaks are by the tests' meter, with the arena whole.
 * ``cost``: wall time and largest resident memory of ``pooch profile --mode fake``: GPT-2 medium with every distinct op
   timed by itself (nothing remembered) and by a roofline, and a model of GPT-3's size (96 layers of 12,288).
 
     python -m benchmarks.large_steps unfit -o benchmarks/results/unfit.json
+    python -m benchmarks.large_steps unfit --workload unet3d --set side=192 --steps 7 --iterations 2 --plan-s 60 \
+        --budget 60% --limit-share 0.95 --modes auto --cgroup -o benchmarks/results/unfit-192.json   # a volume of 192^3
     python -m benchmarks.large_steps cost -o benchmarks/results/profile_cost.json
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
+import contextlib
 import json
 import os
 import resource
@@ -22,18 +25,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.facts import facts_of_run, write_results
 
 HERE = Path(__file__).parent
-CONFIG, SETTINGS = HERE.parent / "configs" / "gpt2.toml", {"batch_size": "8"}
-STEPS = 2
-LIMIT_SHARE = 0.75
-"""Of what the in-core step needs beside the process itself. The budget is lower: a process needs more than tensors."""
-BUDGET = "50%"
+DEFAULTS = ("gpt2", ["batch_size=8"])
+"""Workload and settings of ``unfit``."""
+MEMORY_CGROUPS = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+"""Where version 1 and version 2 are mounted."""
 COSTS: dict[str, list[str]] = {
     "GPT-2 medium, 1 x 1,024 tokens, ops timed": ["gpt2_medium", "--set", "batch_size=1"],
     "GPT-2 medium, 8 x 1,024 tokens, roofline": ["gpt2_medium", "--set", "batch_size=8", "--roofline", "h200"],
@@ -60,72 +63,104 @@ def gpt3() -> Any:
 # -- unfit ------------------------------------------------------------------------------------------------------------
 
 
-def train(plan_path: str | None) -> dict[str, Any]:
-    """A digest of loss, gradients and buffers of each step, in-core or under a plan. Runs in a process of its own."""
+def train(config: str, settings: list[str], steps: int, plan_path: str | None) -> dict[str, Any]:
+    """Bits, seconds and peak of each step, in-core or under a plan. Runs in a process of its own."""
     import torch
 
     import poochplan
+    from benchmarks.hooked import digest
+    from benchmarks.measured_steps import MeasuredSteps, arena_bytes
     from poochplan.workload import load_workload
+    from tests.allocated_bytes import allocated_bytes
 
+    meter = allocated_bytes()
+    before_bytes = meter.live
     torch.manual_seed(0)
-    workload = load_workload(str(CONFIG), SETTINGS).workload
-    assert workload.optimizer is not None
-    digests = []
-
-    def steps() -> None:
-        for _ in range(STEPS):
-            workload.optimizer.zero_grad(set_to_none=True)
-            loss = workload.step()
-            loss.backward()
-            workload.optimizer.step()
-            digest = hashlib.sha256(loss.detach().numpy().tobytes())
-            for tensor in (*(p.grad for p in workload.model.parameters()), *workload.model.buffers()):
-                digest.update(tensor.detach().contiguous().numpy().tobytes())
-            digests.append(digest.hexdigest()[:16])
-
+    workload = load_workload(config, dict(pair.split("=", 1) for pair in settings)).workload
     torch.manual_seed(1)
-    if plan_path is None:
-        steps()
-        return {"steps": digests}
-    with poochplan.apply(poochplan.Plan.load(plan_path), workload.model) as session:
-        steps()
-    total = session.report().total
-    return {"steps": digests, "peak_bytes": total.peak_bytes, "fallbacks": total.fallbacks}
+    measured, digests = MeasuredSteps(workload, meter), []
+    with contextlib.ExitStack() as stack:
+        plan = poochplan.Plan.load(plan_path) if plan_path else None
+        session = stack.enter_context(poochplan.apply(plan, workload.model)) if plan else None
+        measured.arena_bytes = lambda: arena_bytes(session) if session else 0
+        for _ in range(steps):
+            measured.one()
+            digests.append(digest(workload.model, torch.tensor(measured.losses[-1])))
+        fallbacks = session.report().total.fallbacks if session else 0
+    peaks = [peak_bytes - before_bytes for peak_bytes in measured.peaks]
+    return {"steps": digests, "seconds": measured.seconds, "peak_bytes": max(peaks), "fallbacks": fallbacks}
 
 
-def address_space_bytes() -> dict[str, Any]:
+def before_steps(config: str, settings: list[str]) -> dict[str, Any]:
     """What a process takes with the workload built, before any step."""
     import poochplan
     from poochplan.workload import load_workload
 
     assert poochplan.apply
-    workload = load_workload(str(CONFIG), SETTINGS).workload
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    workload = load_workload(config, dict(pair.split("=", 1) for pair in settings)).workload
+    sizes = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    space, own = (int(sizes[name].split()[0]) * 1024 for name in ("VmSize", "RssAnon"))  # no pages of libraries' files
     static = sum(p.numel() * p.element_size() for p in workload.model.parameters())
-    return {"address_space_bytes": pages * os.sysconf("SC_PAGE_SIZE"), "parameter_bytes": static}
+    return {"address_space_bytes": space, "anonymous_bytes": own, "parameter_bytes": static}
 
 
-def limited(limit_bytes: int | None) -> Callable[[], None]:
+@contextlib.contextmanager
+def memory_cgroup(limit_bytes: int) -> Iterator[Path]:
+    """A cgroup below this process's own, of version 1 or 2, for as long as the block: page cache counts in it."""
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    of_memory = next((path for _, controllers, path in lines if controllers == "memory"), None)
+    root = MEMORY_CGROUPS[of_memory is None]
+    own = of_memory or next(path for _, controllers, path in lines if not controllers)
+    folder = root / own.lstrip("/") / f"poochplan-{os.getpid()}"
+    folder.mkdir()
+    try:
+        name = "memory.limit_in_bytes" if of_memory else "memory.max"
+        (folder / name).write_text(str(limit_bytes))
+        yield folder
+    finally:
+        for _ in range(100):
+            with contextlib.suppress(OSError):  # a process that ends is there for a moment
+                folder.rmdir()
+                break
+            time.sleep(0.1)
+
+
+def limited(limit_bytes: int | None, cgroup: Path | None) -> Callable[[], None]:
     def limit() -> None:
-        if limit_bytes is not None:
+        if cgroup is not None:
+            (cgroup / "cgroup.procs").write_text(str(os.getpid()))
+        elif limit_bytes is not None:
             resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
 
     return limit
 
 
-def run(words: list[str], limit_bytes: int | None = None, environment: dict[str, str] | None = None) -> dict[str, Any]:
-    """Exit code, seconds, largest resident memory, last line of error, and what the command printed as JSON."""
+def run(
+    words: list[str],
+    limit_bytes: int | None = None,
+    environment: dict[str, str] | None = None,
+    in_cgroup: bool = False,
+) -> dict[str, Any]:
+    """Exit code, seconds, largest resident memory, last line of error, and what the command printed as JSON. In a
+    cgroup also its peak, page cache counted.
+    """
     start_s = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+    found: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        out, err = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
+        cgroup = stack.enter_context(memory_cgroup(limit_bytes)) if in_cgroup and limit_bytes is not None else None
         child = subprocess.Popen(
-            words, stdout=out, stderr=err, preexec_fn=limited(limit_bytes), env=os.environ | (environment or {})
+            words, stdout=out, stderr=err, preexec_fn=limited(limit_bytes, cgroup), env=os.environ | (environment or {})
         )
         _, status, usage = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
+        if cgroup is not None:
+            peaks = [cgroup / name for name in ("memory.max_usage_in_bytes", "memory.peak") if (cgroup / name).exists()]
+            found["cgroup_peak_bytes"] = int(peaks[0].read_text()) if peaks else None
         out.seek(0)
         err.seek(0)
         printed, complained = out.read(), err.read().strip()
-    return {
+    return found | {
         "exit_code": child.returncode,
         "seconds": round(time.perf_counter() - start_s, 1),
         "largest_resident_bytes": usage.ru_maxrss * 1024,
@@ -142,44 +177,87 @@ def this(*words: str) -> list[str]:
     return [sys.executable, "-W", "ignore", "-m", "benchmarks.large_steps", *words]
 
 
-def unfit() -> dict[str, Any]:
+def unfit(arguments: argparse.Namespace) -> dict[str, Any]:
     """The whole way under the limit."""
-    settings = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
+    config = str(HERE.parent / "configs" / f"{arguments.workload}.toml")
+    settings = [word for pair in arguments.set for word in ("--set", pair)]
+    before = run(this("before", "--workload", config, *settings))["printed"]
     with tempfile.TemporaryDirectory() as folder:
-        files = {mode: str(Path(folder) / f"{mode}.json") for mode in ("auto", "fake")}
-        before = run(this("address-space"))["printed"]
-        run(pooch("profile", str(CONFIG), *settings, "--mode", "fake", "-o", files["fake"], "--force"))
-        profile = json.loads(Path(files["fake"]).read_text())
-        needed_bytes = profile["in_core_peak_bytes"] - before["parameter_bytes"]
-        limit_bytes = before["address_space_bytes"] + int(LIMIT_SHARE * needed_bytes)
-        rows: dict[str, Any] = {"in-core, no limit": run(this("train")), "in-core": run(this("train"), limit_bytes)}
-        for mode, path in files.items():
-            words = ["profile", str(CONFIG), *settings, "--mode", mode, "-o", path, "--force"]
-            rows[f"profile {mode}"] = run(pooch(*words, "--json"), limit_bytes)
-            plan = str(Path(folder) / f"plan-{mode}.json")
-            rows[f"plan of {mode}"] = run(
-                pooch("plan", path, "--budget", BUDGET, "--time-limit", "8", "-o", plan, "--json"), limit_bytes
-            )
-            rows[f"steps, plan of {mode}"] = run(this("train", "--plan", plan), limit_bytes)
-    reference = rows["in-core, no limit"]["printed"]
+        whole = str(Path(folder) / "whole.json")
+        run(pooch("profile", config, *settings, "--mode", "fake", "--roofline", "cpu-core", "-o", whole))
+        in_core_peak_bytes = json.loads(Path(whole).read_text())["in_core_peak_bytes"]
+        needed_bytes = in_core_peak_bytes - before["parameter_bytes"]
+        taken_bytes = before["anonymous_bytes" if arguments.cgroup else "address_space_bytes"]
+        limit_bytes = taken_bytes + int(arguments.limit_share * needed_bytes)
+        rows, judged = under_limit(arguments, [config, *settings], limit_bytes, folder)
     return {
         "before": before,
-        "in_core_peak_bytes": profile["in_core_peak_bytes"],
+        "in_core_peak_bytes": in_core_peak_bytes,
         "needed_bytes": needed_bytes,
         "limit_bytes": limit_bytes,
+        "page_cache_counted": arguments.cgroup,
         "in_core_dies": rows["in-core"]["exit_code"] != 0,
-        "bitwise": {
-            name: row["printed"].get("steps") == reference["steps"]
-            for name, row in rows.items()
-            if name.startswith("steps")
-        },
+        "judged": judged,
         "rows": {name: row | {"printed": _short(row["printed"])} for name, row in rows.items()},
     }
 
 
+def under_limit(
+    arguments: argparse.Namespace, workload: list[str], limit_bytes: int, folder: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What each process told, the first without a limit; and what became of the planned steps, by mode of profile."""
+    train = this("train", "--steps", str(arguments.steps), "--workload", *workload)
+    rows: dict[str, Any] = {}
+    judged = {}
+
+    def take(name: str, words: list[str], limit_bytes: int | None = limit_bytes) -> dict[str, Any]:
+        rows[name] = run(words, limit_bytes, in_cgroup=arguments.cgroup)
+        told = {key: value for key, value in rows[name].items() if key != "printed"}
+        print(name, json.dumps(told), file=sys.stderr, flush=True)  # the whole way may take hours
+        printed: dict[str, Any] = rows[name]["printed"]
+        return printed
+
+    in_core = take("in-core, no limit", train, None)
+    take("in-core", train)
+    for mode in arguments.modes:
+        profile, plan = (str(Path(folder) / f"{what}-{mode}.json") for what in ("profile", "plan"))
+        timed = ["--iterations", str(arguments.iterations)] if mode != "fake" else []
+        take(f"profile {mode}", pooch("profile", *workload, "--mode", mode, *timed, "-o", profile, "--json"))
+        limits = ["--budget", arguments.budget, "--time-limit", str(arguments.plan_s)]
+        take(f"plan of {mode}", pooch("plan", profile, *limits, "-o", plan, "--json"))
+        judged[mode] = judged_steps(plan, take(f"steps, plan of {mode}", [*train, "--plan", plan]), in_core)
+    return rows, judged
+
+
+def judged_steps(plan_path: str, planned: dict[str, Any], in_core: dict[str, Any]) -> dict[str, Any]:
+    """The planned steps beside those of in-core training without a limit, and beside what the plan promised. Times are
+    medians of the steps behind the first ones, from an arena where there is one; of few steps there are none.
+    """
+    from benchmarks.measured_steps import SETTLED
+    from poochplan import Plan
+
+    if not planned or not Path(plan_path).exists():
+        return {"bitwise": False}
+    plan = Plan.load(plan_path)
+    promised = plan.prediction
+    found: dict[str, Any] = {
+        "bitwise": planned["steps"] == in_core["steps"],
+        "budget_bytes": plan.budget_bytes,
+        "predicted_peak_bytes": promised.arena_peak_bytes if plan.holds_arena else promised.peak_bytes,
+        "peak_bytes": planned["peak_bytes"],
+        "in_core_peak_bytes": in_core["peak_bytes"],
+        "within_budget": planned["peak_bytes"] <= plan.budget_bytes,
+    }
+    if len(planned["seconds"]) <= SETTLED:
+        return found
+    step_s, in_core_s = (median(one["seconds"][SETTLED:]) for one in (planned, in_core))
+    times = {"predicted_step_s": promised.step_s, "step_s": step_s, "in_core_step_s": in_core_s}
+    return found | times | {"over_predicted": step_s / promised.step_s, "over_in_core": step_s / in_core_s}
+
+
 def _short(printed: dict[str, Any]) -> dict[str, Any]:
     """What of a command's JSON is worth keeping."""
-    keys = ("mode", "notes", "in_core_peak_bytes", "peak_bytes", "fallbacks", "budget_bytes", "steps")
+    keys = ("mode", "notes", "in_core_peak_bytes", "peak_bytes", "fallbacks", "budget_bytes", "steps", "seconds")
     return {key: printed[key] for key in keys if key in printed}
 
 
@@ -199,16 +277,35 @@ def cost() -> dict[str, Any]:
     return rows
 
 
-def main() -> int:
+def arguments_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("unfit", "cost", "train", "address-space"))
-    parser.add_argument("--plan")
-    parser.add_argument("-o", "--output")
+    add = parser.add_argument
+    add("what", choices=("unfit", "cost", "train", "before"))
+    add("--workload", default=DEFAULTS[0], help="unfit: name of a file in configs/ (default: gpt2)")
+    add("--set", action="append", metavar="KEY=VALUE", help=f"unfit (default: {' '.join(DEFAULTS[1])})")
+    add("--budget", default="50%", help="unfit: lower than the limit, for a process needs more than tensors")
+    add("--limit-share", type=float, default=0.75, help="unfit: of what the in-core step needs (default: 0.75)")
+    add("--modes", nargs="+", default=["auto", "fake"], choices=("auto", "fake"), help="unfit: of the profiles")
+    add("--steps", type=int, default=2, help="unfit: in-core and planned ones; times are of the fifth and later ones")
+    add("--iterations", type=int, default=5, help="unfit: timed steps of a profile (default: 5)")
+    add("--plan-s", type=float, default=8.0, help="unfit: seconds for a plan (default: 8)")
+    add("--cgroup", action="store_true", help="unfit: limit resident memory and page cache by a cgroup, as root")
+    add("--plan", help=argparse.SUPPRESS)
+    add("-o", "--output")
     arguments = parser.parse_args()
-    if arguments.what in ("train", "address-space"):
-        print(json.dumps(train(arguments.plan) if arguments.what == "train" else address_space_bytes()))
+    arguments.set = arguments.set or (DEFAULTS[1] if arguments.workload == DEFAULTS[0] else [])
+    return arguments
+
+
+def main() -> int:
+    arguments = arguments_of()
+    if arguments.what == "train":
+        print(json.dumps(train(arguments.workload, arguments.set, arguments.steps, arguments.plan)))
         return 0
-    found = unfit() if arguments.what == "unfit" else cost()
+    if arguments.what == "before":
+        print(json.dumps(before_steps(arguments.workload, arguments.set)))
+        return 0
+    found = unfit(arguments) if arguments.what == "unfit" else cost()
     print(json.dumps(found, indent=1))
     write_results(arguments.output, facts_of_run(arguments) | {"found": found})
     return 0

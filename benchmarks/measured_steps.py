@@ -35,6 +35,7 @@ class MeasuredSteps:
         self.seconds: list[float] = []
         self.faults: list[int] = []
         self.resident: list[int] = []
+        self.losses: list[float] = []
         self.peaks: list[int] = []
         """With the arena, where there is one."""
         self.arena_bytes: Callable[[], int] = lambda: 0
@@ -54,6 +55,7 @@ class MeasuredSteps:
         self.resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize())
         if self._meter is not None:
             self.peaks.append(self._meter.peak + self.arena_bytes())
+        self.losses.append(loss)
         self._digest.update(str(loss).encode())
         return found
 

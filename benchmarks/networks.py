@@ -1,4 +1,5 @@
-"""Networks of the benchmarks that the ready workloads lack: ResNet-50, its wide and 3D relatives, VGG-16, a U-Net.
+"""Networks of the benchmarks that the ready workloads lack: ResNet-50, its wide and 3D relatives, VGG-16, AlexNet,
+GoogLeNet, Inception-ResNet-v2, a U-Net.
 
 One definition serves all ResNets: K. He et al., "Deep Residual Learning for Image Recognition", 2015, table 1 (50
 layers, with the stride in the 3x3 convolution as torchvision has it), and ResNeXt-101 of K. Hara et al., "Can
@@ -106,6 +107,105 @@ def vgg16(classes: int = 1000) -> nn.Sequential:
     for width_in in (512 * 7 * 7, 4096):
         layers += [nn.Linear(width_in, 4096), nn.ReLU(inplace=True), nn.Dropout()]
     return nn.Sequential(*layers, nn.Linear(4096, classes))
+
+
+def alexnet(classes: int = 1000) -> nn.Sequential:
+    """AlexNet of A. Krizhevsky, 2014, on one device, for 224x224 pixels; 61 million parameters."""
+    layers: list[nn.Module] = []
+    width = 3
+    for width_out, kernel, stride, padding in ((64, 11, 4, 2), (192, 5, 1, 2), (384, 3, 1, 1), (256, 3, 1, 1)):
+        layers += [nn.Conv2d(width, width_out, kernel, stride, padding), nn.ReLU(inplace=True)]
+        layers += [nn.MaxPool2d(3, 2)] if kernel > 3 else []
+        width = width_out
+    layers += [nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2), nn.Flatten()]
+    for width_in in (256 * 6 * 6, 4096):
+        layers += [nn.Dropout(), nn.Linear(width_in, 4096), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers, nn.Linear(4096, classes))
+
+
+class Unit(nn.Sequential):
+    """A convolution with batch norm and a ReLU in place; padded to keep the sides unless it has a stride."""
+
+    def __init__(
+        self, width_in: int, width: int, kernel: int | tuple[int, int], stride: int = 1, padded: bool = True
+    ) -> None:
+        sides = (kernel, kernel) if isinstance(kernel, int) else kernel
+        padding = (sides[0] // 2, sides[1] // 2) if padded else (0, 0)
+        convolution = nn.Conv2d(width_in, width, sides, stride, padding, bias=False)
+        super().__init__(convolution, nn.BatchNorm2d(width), nn.ReLU(inplace=True))
+
+
+def _units(width_in: int, *units: tuple[int, int | tuple[int, int]]) -> nn.Sequential:
+    """Units one behind the other: (width, kernel) of each."""
+    widths = [width_in, *(width for width, _ in units)]
+    return nn.Sequential(*(Unit(widths[at], *unit) for at, unit in enumerate(units)))
+
+
+class Branches(nn.Module):
+    """Branches that read one input; their results are concatenated, or change the input by ``scale`` of them."""
+
+    def __init__(self, *branches: nn.Module, joined: int = 0, width: int = 0, scale: float = 0.0) -> None:
+        super().__init__()
+        self.branches, self.scale = nn.ModuleList(branches), scale
+        self.up = nn.Conv2d(joined, width, 1) if scale else None
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        together = torch.cat([branch(features) for branch in self.branches], 1)
+        return together if self.up is None else torch.relu(features + self.scale * self.up(together))
+
+
+def googlenet(classes: int = 1000) -> nn.Sequential:
+    """GoogLeNet of C. Szegedy et al., 2014, table 1, with batch norm and one head, for 224x224 pixels."""
+    rows = (
+        (64, 96, 128, 16, 32, 32), (128, 128, 192, 32, 96, 64), (192, 96, 208, 16, 48, 64), (160, 112, 224, 24, 64, 64),
+        (128, 128, 256, 24, 64, 64), (112, 144, 288, 32, 64, 64), (256, 160, 320, 32, 128, 128),
+        (256, 160, 320, 32, 128, 128), (384, 192, 384, 48, 128, 128),
+    )  # fmt: skip
+    layers: list[nn.Module] = [Unit(3, 64, 7, 2), nn.MaxPool2d(3, 2, 1)]
+    layers += [Unit(64, 64, 1), Unit(64, 192, 3), nn.MaxPool2d(3, 2, 1)]
+    width = 192
+    for at, (one, reduced3, three, reduced5, five, pooled) in enumerate(rows):
+        if at in (2, 7):
+            layers.append(nn.MaxPool2d(3, 2, 1))
+        pool = nn.Sequential(nn.MaxPool2d(3, 1, 1), Unit(width, pooled, 1))
+        of_three, of_five = _units(width, (reduced3, 1), (three, 3)), _units(width, (reduced5, 1), (five, 5))
+        layers.append(Branches(Unit(width, one, 1), of_three, of_five, pool))
+        width = one + three + five + pooled
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.4), nn.Linear(width, classes))
+
+
+def inception_resnet(classes: int = 1000) -> nn.Sequential:
+    """Inception-ResNet-v2 of C. Szegedy et al., 2016, figures 15 to 20, for 299x299 pixels; 56 million parameters."""
+
+    def smaller(width_in: int, *units: tuple[int, int | tuple[int, int]]) -> nn.Sequential:
+        *first, (width, kernel) = units
+        before = first[-1][0] if first else width_in
+        return nn.Sequential(*_units(width_in, *first), Unit(before, width, kernel, 2, padded=False))
+
+    stem = [Unit(3, 32, 3, 2, padded=False), Unit(32, 32, 3, padded=False), Unit(32, 64, 3), nn.MaxPool2d(3, 2)]
+    stem += [Unit(64, 80, 1), Unit(80, 192, 3, padded=False), nn.MaxPool2d(3, 2)]
+    pool = nn.Sequential(nn.AvgPool2d(3, 1, 1, count_include_pad=False), Unit(192, 64, 1))
+    a = Branches(Unit(192, 96, 1), _units(192, (48, 1), (64, 5)), _units(192, (64, 1), (96, 3), (96, 3)), pool)
+    of_a = ((32, 1),), ((32, 1), (32, 3)), ((32, 1), (48, 3), (64, 3))
+    to_b = Branches(smaller(320, (384, 3)), smaller(320, (256, 1), (256, 3), (384, 3)), nn.MaxPool2d(3, 2))
+    of_b = ((192, 1),), ((128, 1), (160, (1, 7)), (192, (7, 1)))
+    to_c = Branches(
+        smaller(1088, (256, 1), (384, 3)), smaller(1088, (256, 1), (288, 3)),
+        smaller(1088, (256, 1), (288, 3), (320, 3)), nn.MaxPool2d(3, 2),
+    )  # fmt: skip
+    of_c = ((192, 1),), ((192, 1), (224, (1, 3)), (256, (3, 1)))
+
+    def blocks(count: int, width: int, scale: float, *rows: Sequence[tuple[int, int | tuple[int, int]]]) -> nn.Module:
+        joined = sum(row[-1][0] for row in rows)
+        made = (
+            Branches(*(_units(width, *row) for row in rows), joined=joined, width=width, scale=scale)
+            for _ in range(count)
+        )
+        return nn.Sequential(*made)
+
+    body = [a, blocks(10, 320, 0.17, *of_a), to_b, blocks(20, 1088, 0.1, *of_b), to_c, blocks(10, 2080, 0.2, *of_c)]
+    head = [Unit(2080, 1536, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(1536, classes)]
+    return nn.Sequential(*stem, *body, *head)
 
 
 def resnext101_3d(classes: int = 400) -> ResNet:

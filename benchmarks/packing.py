@@ -1,6 +1,7 @@
 """What a static arena would need, and what PyTorch's caching allocator would reserve, for plans of the instances.
 
     python -m benchmarks.packing -o benchmarks/results/packing.json
+    python -m benchmarks.packing --source -o benchmarks/results/packing-source.json    # networks of 2018, in-core
 
 Plans of policy ``greedy`` at three budgets (``kept`` as in ``planning.py``) and in-core; nothing runs, no GPU is
 needed: the allocator is the model of ``planner/arena/caching_allocator.py``, fed three steps. Compared are everything
@@ -8,7 +9,9 @@ through the allocator, and an arena of its own, allocated once, for the buffers 
 replayed ones. One arena for the whole step is packed three times: quickly,
 as along with a plan, and with ``THOROUGH`` looks.
 
-Then, in-core, a training step and its forward pass alone: an arena, the allocator's model, and all blocks laid apart.
+Then, in-core, a training step and its forward pass alone: an arena, the allocator's model, a pool that gives a freed
+block only to one of its size, and all blocks laid apart. ``--source`` has this alone, of the networks that a paper of
+2018 on packing would take ("Profile-guided memory optimization", Sekiyama et al.), the pass in eval mode.
 """
 
 from __future__ import annotations
@@ -18,25 +21,38 @@ import os
 import sys
 import time
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, product
 from statistics import median
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from benchmarks import fit, networks
 from benchmarks.facts import facts_of_run, write_results
+from benchmarks.instances import Instance, classifier, profile_of
 from benchmarks.planning import NETWORKS, budget_of, instance
-from poochplan.formats.profile import Phase, Profile
+from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Phase, Profile
 from poochplan.planner.arena.caching_allocator import ROUND_LARGE_BYTES, peak_reserved
 from poochplan.planner.arena.packing import LOOKS_PER_BLOCK, THOROUGH, Block, Packing, live_peak, pack
 from poochplan.planner.arena.step_layout import blocks_of, taken_by
 from poochplan.planner.policies import PolicyInput, run_policy
+from poochplan.workload import Workload
 
 LINKS = ("pcie3", "nvlink2")
 KEPT = (0.7, 0.3, 0.1)
+PHASES = ("training", "forward")
+SOURCE = {
+    "AlexNet": (networks.alexnet, 224),
+    "GoogLeNet": (networks.googlenet, 224),
+    "ResNet-50": (networks.resnet50, 224),
+    "Inception-ResNet": (networks.inception_resnet, 299),
+}
+"""Networks for images, and the side of these. Beside them the Seq2Seq of ``fit.py``."""
+SOURCE_BATCHES = (1, 32, 128)
 
 
 def timed(blocks: tuple[Block, ...], looks: int | None) -> tuple[Packing, float]:
@@ -121,10 +137,40 @@ def forward_blocks(profile: Profile) -> tuple[tuple[Block, ...], int]:
     return tuple(block for block in blocks if block.size_bytes), starts[-1]
 
 
+def same_size_pool(blocks: Iterable[Block]) -> int:
+    """Bytes of a pool that splits no block: a freed one goes to the next of its rounded size alone."""
+    by_size: defaultdict[int, list[Block]] = defaultdict(list)
+    for block in blocks:
+        by_size[-(-block.size_bytes // ALLOCATION_UNIT_BYTES)].append(block)
+    return sum(live_peak(tuple(alike)) for alike in by_size.values())
+
+
 def workload(network: str, phase: str) -> dict[str, Any]:
     """In-core: bytes of a step or of a pass alone, without what is there before; in an arena, cached, and apart."""
-    profile = instance(network, LINKS[0])
-    if phase == "training":
+    return packed_row(instance(network, LINKS[0]), network, phase)
+
+
+def of_source(network: str, batch_size: int, phase: str) -> dict[str, Any]:
+    """The same of a network of ``SOURCE`` or the Seq2Seq."""
+
+    def made() -> Workload:
+        found = source_network(network, batch_size)
+        found.model.train(phase == PHASES[0])
+        return found
+
+    profile = profile_of(Instance(made, network), network, "v100")
+    return packed_row(profile, network, phase) | {"batch_size": batch_size}
+
+
+def source_network(network: str, batch_size: int) -> Workload:
+    if network not in SOURCE:
+        return fit.seq2seq(batch_size)
+    model, side = SOURCE[network]
+    return classifier(model(), (batch_size, 3, side, side), 1000)
+
+
+def packed_row(profile: Profile, network: str, phase: str) -> dict[str, Any]:
+    if phase == PHASES[0]:
         given = PolicyInput.of(profile, 0)
         step = blocks_of(profile, given.problem, run_policy("keep-all", given).schedule)
         blocks, end = step.of_step, step.end
@@ -138,18 +184,22 @@ def workload(network: str, phase: str) -> dict[str, Any]:
         "live_bytes": packing.lower_bound_bytes,
         "arena_bytes": packing.arena_bytes,
         "reserved_bytes": peak_reserved((), blocks, end).reserved_bytes,
+        "same_size_bytes": same_size_pool(blocks),
         "apart_bytes": sum(block.size_bytes for block in blocks),
     }
 
 
 def workload_table(rows: list[dict[str, Any]]) -> str:
-    """How much less memory an arena takes than the allocator's model, and than all blocks apart."""
-    heads = ("network", "phase", "blocks", "live GiB", "arena", "cached", "apart", "less than cached", "than apart")
+    """How much less memory an arena takes than the allocator's model, a pool by sizes, and all blocks apart."""
+    against = {"reserved_bytes": "cached", "same_size_bytes": "by size", "apart_bytes": "apart"}
+    heads = ("network", "batch", "phase", "blocks", "live GiB", "arena", *against.values())
+    heads += tuple(f"less than {name}" for name in against.values())
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for row in rows:
-        gib = [f"{row[name] / 2**30:.2f}" for name in ("live_bytes", "arena_bytes", "reserved_bytes", "apart_bytes")]
-        less = [f"{1 - row['arena_bytes'] / row[name]:.1%}" for name in ("reserved_bytes", "apart_bytes")]
-        lines.append("| " + " | ".join([row["network"], row["phase"], f"{row['blocks']:,}", *gib, *less]) + " |")
+        gib = [f"{row[name] / 2**30:.2f}" for name in ("live_bytes", "arena_bytes", *against)]
+        less = [f"{1 - row['arena_bytes'] / row[name]:.1%}" for name in against]
+        cells = [row["network"], str(row.get("batch_size", "")), row["phase"], f"{row['blocks']:,}", *gib, *less]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -211,28 +261,37 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", default=[*NETWORKS, "gpt-96"])
     parser.add_argument("--links", nargs="+", default=list(LINKS), help="for all networks but gpt-96, which has pcie5")
+    parser.add_argument("--source", action="store_true", help="the source's kind of networks alone, in-core")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("-o", "--output", default=None, help="write the figures as JSON here")
     arguments = parser.parse_args()
-    links = {network: ("pcie5",) if network == "gpt-96" else tuple(arguments.links) for network in arguments.networks}
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        if arguments.source:
+            both = product((*SOURCE, "Seq2Seq"), SOURCE_BATCHES, PHASES)
+            found = {"workloads": list(pool.map(of_source, *zip(*both, strict=True)))}
+        else:
+            found = of_plans(pool, arguments.networks, arguments.links)
+            print(table(found["rows"]))
+            print(summary(found["rows"]))
+    print(workload_table(found["workloads"]))
+    write_results(arguments.output, facts_of_run(arguments) | found)
+    return 0
+
+
+def of_plans(pool: ProcessPoolExecutor, names: list[str], asked: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """All plans, and the networks in-core."""
+    links = {network: ("pcie5",) if network == "gpt-96" else tuple(asked) for network in names}
     cases = [
         (network, link, kept)
-        for network in arguments.networks
+        for network in names
         for link in links[network]
         for kept in (*((1.0,) if link == links[network][0] else ()), *KEPT)
     ]
-    with ProcessPoolExecutor(arguments.jobs) as pool:
-        rows = []
-        for row in pool.map(one, *zip(*cases, strict=True)):
-            print(f"{row['network']} {row['link']} {row['kept']}", file=sys.stderr, flush=True)
-            rows.append(row)
-        both = [(network, phase) for network in arguments.networks for phase in ("training", "forward")]
-        workloads = list(pool.map(workload, *zip(*both, strict=True)))
-    print(table(rows))
-    print(summary(rows))
-    print(workload_table(workloads))
-    write_results(arguments.output, {**facts_of_run(arguments), "rows": rows, "workloads": workloads})
-    return 0
+    rows = []
+    for row in pool.map(one, *zip(*cases, strict=True)):
+        print(f"{row['network']} {row['link']} {row['kept']}", file=sys.stderr, flush=True)
+        rows.append(row)
+    return {"rows": rows, "workloads": list(pool.map(workload, *zip(*product(names, PHASES), strict=True)))}
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
     python -m benchmarks.planning seeds -o benchmarks/results/planning-seeds.json  # the ten hardest, five seeds each
     python -m benchmarks.planning pooch -o benchmarks/results/planning-pooch.json  # PoocH's setting
     python -m benchmarks.planning table benchmarks/results/planning.json         # the table of benchmarks/README.md
-    python -m benchmarks.planning caps                                           # PoocH's caps, raised
+    python -m benchmarks.planning caps [--networks llama-7b ...]                 # PoocH's caps, raised
     python -m benchmarks.planning uses                                           # how far apart backward uses a value
     python -m benchmarks.planning ranks -o benchmarks/results/planning-ranks.json  # eight on a host, together and alone
     python -m benchmarks.planning measured --profiles demo.json gpt2.json        # as measured on a machine, with arenas
@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "planning.json"
 HARDEST, SEEDS = 10, 5
 RANKS = 8
-RAISED = ((300, 200, 1000), (600, 200, 2000), (1200, 200, 4000), (600, 10**6, 4000))
+RAISED = ((300, 200, 1000), (600, 200, 2000), (1200, 200, 4000), (600, 10**6, 4000), (20_000, 10**6, 100_000))
 NETWORKS = ("resnet50-b256", "resnext101-3d", "unet3d-192", "gpt2-medium", "seq2seq", "bert-large")
 OF_TODAY = ("llama-7b", "qwen2-7b", "vit-l", "whisper-large")
 TRANSFORMERS = ("gpt2-medium", "bert-large", "gpt-96", *OF_TODAY)
@@ -117,11 +117,15 @@ def one(
     return row
 
 
+def cases_of(names: list[str]) -> list[tuple[str, str, float]]:
+    """Network, link and what is kept: every link for those of ``NETWORKS``, PCIe 5 for those of today."""
+    pairs = [(name, link) for name in names if name != "gpt-96" for link in (LINKS if name in NETWORKS else ("pcie5",))]
+    return [(network, link, kept) for network, link in pairs for kept in KEPT]
+
+
 def grid(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """All cases, or with ``--redo`` those of a results file whose gap was missed; the others are taken over."""
-    networks = [network for network in arguments.networks if network != "gpt-96"]
-    pairs = [(name, link) for name in networks for link in (LINKS if name in NETWORKS else ("pcie5",))]
-    cases = [(network, link, kept) for network, link in pairs for kept in KEPT]
+    cases = cases_of(arguments.networks)
     found: dict[tuple[str, str, float], dict[str, Any]] = {}
     if arguments.redo:
         for row in json.loads(Path(arguments.redo).read_text())["rows"]:
@@ -199,7 +203,7 @@ def caps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The policy PoocH as it is and with its caps raised: sets of keeps, groups of flips, flips."""
     rows = []
     own = (pooch_policy.KEEP_SETS, pooch_policy.FLIP_GROUPS, pooch_policy.FLIP_EVALUATIONS)
-    for network, link, kept in product(NETWORKS, LINKS, KEPT):
+    for network, link, kept in cases_of(arguments.networks):
         profile = instance(network, link)
         given = PolicyInput.of(profile, budget_of(profile, kept))
         overheads = []

@@ -28,6 +28,7 @@ def measured(name: str, share: str, effort: Effort, say: Say) -> Found:
         "settings": network.settings,
         "epoch_steps": network.epoch_steps,
         "budget_bytes": budget_bytes(facts, share),
+        "throttle": effort.throttle,
         **facts,
         "in_core": in_core,
         "rows": [],

@@ -29,8 +29,9 @@ def results() -> dict[str, Any]:
 @needs_compiler
 @pytest.mark.cpu_device
 def test_a_small_network_trains_an_epoch_within_the_budget_with_the_losses_of_in_core(tmp_path: Path) -> None:
-    effort = Effort(pairs=1, threads=1, time_limit_s=1.0, folder=str(tmp_path))
+    effort = Effort(pairs=1, threads=1, time_limit_s=1.0, folder=str(tmp_path), throttle="400MB/s")
     found = measured("tiny-steps", "50%", effort, lambda _: None)
+    assert found["throttle"] == "400MB/s"
     assert [row["policy"] for row in found["rows"]] == list(TINY["tiny-steps"].policies)
     assert found["in_core"]["peak_bytes"] > found["budget_bytes"]
     assert len(set(found["in_core"]["losses"])) == TINY["tiny-steps"].curve_steps

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.packing import forward_blocks
+from benchmarks import networks
+from benchmarks.packing import forward_blocks, of_source, same_size_pool
 from poochplan.formats.occupancy import live_bytes
-from poochplan.formats.plan import OUTSIDE, Plan
+from poochplan.formats.plan import OUTSIDE
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Op, OpBlock, Phase, Profile
 from poochplan.planner.arena import step_layout as arena
 from poochplan.planner.arena.packing import Block, live_peak
@@ -151,6 +151,25 @@ def test_a_forward_pass_alone_takes_what_forward_makes_and_lets_go_of_what_only_
     assert live.max() < live_at_each_time(whole.of_step, whole.end).max()
 
 
+def test_a_pool_by_sizes_has_of_each_size_as_many_blocks_as_live_at_once() -> None:
+    spans = ((0, 2, 512), (1, 3, 500), (3, 4, 512), (0, 4, 1024), (2, 4, 2048))  # the second is rounded up
+    assert same_size_pool(Block(*span) for span in spans) == 2 * 512 + 1024 + 2048
+
+
+@pytest.mark.parametrize("phase", ["training", "forward"])
+def test_an_arena_takes_no_more_than_a_pool_by_sizes_and_that_no_more_than_blocks_apart(phase: str) -> None:
+    row = of_source("AlexNet", 1, phase)
+    assert 0 < row["live_bytes"] <= row["arena_bytes"] <= row["same_size_bytes"]
+    assert row["same_size_bytes"] <= row["apart_bytes"] + ALLOCATION_UNIT_BYTES * row["blocks"]
+
+
+def test_the_networks_of_the_source_have_their_published_parameters() -> None:
+    with torch.device("meta"):
+        found = [networks.alexnet(), networks.googlenet(), networks.inception_resnet()]
+    counts = [sum(parameter.numel() for parameter in model.parameters()) for model in found]
+    assert counts == [61_100_840, 6_998_552 + 7_280, 55_843_464]  # batch norm in place of 7,280 biases
+
+
 def test_a_plan_says_what_an_arena_would_need_and_its_table_how_far_that_is_from_the_bound() -> None:
     found = plan(transformer_like(3), "60%", policy="greedy")
     arena_bytes, live_bytes = found.prediction.arena_bytes, found.prediction.arena_live_bytes
@@ -159,17 +178,6 @@ def test_a_plan_says_what_an_arena_would_need_and_its_table_how_far_that_is_from
     assert live_bytes <= found.prediction.peak_bytes
     assert live_bytes <= arena_bytes <= 1.2 * live_bytes
     assert f"{arena_bytes / live_bytes - 1:.1%} above its live peak" in found.rows()["arena"]
-
-
-def test_a_plan_file_without_an_arena_is_read_and_its_table_has_no_such_row(tmp_path: Path) -> None:
-    path = plan(resnet_like(2), "100%").save(tmp_path / "plan.json")
-    written = json.loads(path.read_text())
-    for name in ("arena_bytes", "arena_live_bytes"):
-        del written["prediction"][name]
-    path.write_text(json.dumps(written))
-    old = Plan.load(path)
-    assert old.prediction.arena_bytes is None
-    assert "arena" not in old.rows()
 
 
 def test_with_very_many_blocks_no_arena_is_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,10 +96,12 @@ class Seq2SeqSteps(nn.Module):
         logits: torch.Tensor = self.head(self.dropout(decoded))
         return logits
 
-    def _encode(self, embedded: torch.Tensor) -> tuple[torch.Tensor, State]:
-        """All hidden states ``[batch, length, width]``, and the last state."""
-        zeros = torch.zeros(embedded.shape[0], embedded.shape[2], dtype=embedded.dtype, device=embedded.device)
-        state, hidden = (zeros, zeros), []
+    def _encode(self, embedded: torch.Tensor, state: State | None = None) -> tuple[torch.Tensor, State]:
+        """All hidden states ``[batch, length, width]``, and the last state. Without ``state`` it begins at zero."""
+        if state is None:
+            zeros = torch.zeros(embedded.shape[0], embedded.shape[2], dtype=embedded.dtype, device=embedded.device)
+            state = zeros, zeros
+        hidden = []
         for letter in embedded.unbind(1):
             state = self.encoder(letter, state)
             hidden.append(state[0])
