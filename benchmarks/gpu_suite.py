@@ -28,8 +28,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# Read by torch's allocator and by cuBLAS when they are first used.
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+# Read by torch's allocator and by cuBLAS when they are first used. The first of the allocator's two names goes first.
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import numpy as np
@@ -51,6 +52,8 @@ from poochplan.runtime.session import Session
 from poochplan.verify import check
 
 ROOT = Path(__file__).parent.parent
+ALLOCATOR = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ["PYTORCH_ALLOC_CONF"]
+"""Its settings: the user's, if there are any."""
 WARM_STEPS = 3
 """A session meters its first two."""
 LEAST_S = 20.0
@@ -134,7 +137,7 @@ def device_facts(where: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "cupy": None if cupy is None else cupy.__version__,
-        "allocator": os.environ["PYTORCH_ALLOC_CONF"],
+        "allocator": ALLOCATOR,
     }
 
 
@@ -442,6 +445,7 @@ def main(argv: list[str] | None = None) -> int:
         run_net(suite, name)
         forget_peaks(suite.where)
     suite.write()
+    print(page(suite.results))
     counts = ", ".join(f"{len(suite.results[kind])} {kind}" for kind in ("rows", "failed", "skipped"))
     print(f"{suite.path}: {counts}")
     return 1 if suite.results["failed"] else 0

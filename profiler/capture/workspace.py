@@ -10,6 +10,7 @@ import torch
 
 from poochplan.formats.profile import Memory
 from poochplan.runtime.arena.library import BIRTH, DEATH, AllocationLog, Table, ThreadScope
+from poochplan.runtime.devices.cuda import high_water, with_index
 from poochplan.runtime.metering.allocated import aside, joined_count, step_scope
 from poochplan.runtime.metering.device_peak import CpuMeter
 
@@ -48,16 +49,31 @@ class CompiledMeter:
         return aside()
 
 
+class CudaPeaks:
+    """The caching allocator's bytes, now and at most in a part of the step. The peaks that others read stay."""
+
+    def __init__(self, where: torch.device) -> None:
+        self._index = with_index(where).index
+
+    def begin(self) -> None:
+        """A part begins."""
+        high_water().begin_part(self._index)
+
+    def found(self) -> tuple[int, int]:
+        """Bytes now, and at most since the part began."""
+        return high_water().of_part(self._index, "allocated_bytes")
+
+
 class CudaMeter(CompiledMeter):
     """The caching allocator's peak since the code began."""
 
     def __init__(self, where: torch.device) -> None:
-        self._where = where
+        self._peaks = CudaPeaks(where)
         self._begin_bytes = self._aside_bytes = self._most_bytes = 0
 
     def begin(self) -> None:
-        self._begin_bytes, self._aside_bytes, self._most_bytes = self._now("current"), 0, 0
-        torch.cuda.reset_peak_memory_stats(self._where)
+        self._begin_bytes, self._aside_bytes, self._most_bytes = self._peaks.found()[0], 0, 0
+        self._peaks.begin()
 
     def end(self) -> int:
         self._look()
@@ -65,17 +81,15 @@ class CudaMeter(CompiledMeter):
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        self._look()
-        before_bytes = self._now("current")
+        before_bytes = self._look()
         yield
-        self._aside_bytes += self._now("current") - before_bytes
-        torch.cuda.reset_peak_memory_stats(self._where)
+        self._aside_bytes += self._peaks.found()[0] - before_bytes
+        self._peaks.begin()
 
-    def _look(self) -> None:
-        self._most_bytes = max(self._most_bytes, self._now("peak") - self._begin_bytes - self._aside_bytes)
-
-    def _now(self, which: str) -> int:
-        return int(torch.cuda.memory_stats(self._where)[f"allocated_bytes.all.{which}"])
+    def _look(self) -> int:
+        now_bytes, peak_bytes = self._peaks.found()
+        self._most_bytes = max(self._most_bytes, peak_bytes - self._begin_bytes - self._aside_bytes)
+        return now_bytes
 
 
 class Workspace:
@@ -129,17 +143,18 @@ class CudaWorkspace(Workspace):
 
     def __init__(self, where: torch.device) -> None:
         self._where = where
+        self._peaks = CudaPeaks(where)
 
     def compiled_meter(self) -> CompiledMeter:
         return CudaMeter(self._where)
 
     def begin(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._where)
+        self._peaks.begin()
 
     def end(self, op: CapturedOp, taker: Taker = Taker.OP) -> None:
         if taker is Taker.OP:
-            taken = torch.cuda.memory_stats(self._where)
-            op.workspace_bytes = int(taken["allocated_bytes.all.peak"] - taken["allocated_bytes.all.current"])
+            now_bytes, peak_bytes = self._peaks.found()
+            op.workspace_bytes = peak_bytes - now_bytes
 
 
 class LoggedWorkspace(Workspace):

@@ -47,8 +47,8 @@ from .pinned import (
 _TO_DEVICE, _TO_HOST = 1, 2
 """``cudaMemcpyKind``."""
 _RETRIES = "num_alloc_retries"
-Mark = tuple[str, str]
-"""A statistic and its pool, such as ("allocated_bytes", "all")."""
+Marks = dict[tuple[str, str], int]
+"""By statistic and pool, such as ("allocated_bytes", "all")."""
 
 
 class CudaEvent(msgspec.Struct, gc=False, eq=False):
@@ -146,7 +146,7 @@ class CudaDevice:
     kind = "cuda"
 
     def __init__(self, where: torch.device, *, host_limit_bytes: int | None = None, spans: bool = False) -> None:
-        self.where = _with_index(where)
+        self.where = with_index(where)
         self.spans = spans
         self._index = self.where.index
         self._counted = _counted_bytes()
@@ -327,7 +327,7 @@ class CudaDevice:
             self._host.free()
 
 
-def _with_index(where: torch.device) -> torch.device:
+def with_index(where: torch.device) -> torch.device:
     """``cuda`` with the index of the current device, because some calls require it."""
     return torch.device("cuda", torch.cuda.current_device()) if where.index is None else where
 
@@ -372,19 +372,19 @@ def hard_cap(where: torch.device, cap_bytes: int) -> Iterator[None]:
     """Within the block the caching allocator takes at most ``cap_bytes`` of the GPU; a request beyond that is out of
     memory.
     """
-    where = _with_index(where)
+    where = with_index(where)
     total_bytes = torch.cuda.get_device_properties(where).total_memory
     before = torch.cuda.get_per_process_memory_fraction(where)
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total_bytes), where)
     try:
         yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(before, where)
+    finally:  # without a limit, cudaMallocAsync reports a share far above 1, which it does not take
+        torch.cuda.set_per_process_memory_fraction(min(1.0, before), where)
 
 
 class HighWater:
-    """State: for each GPU, the height of each mark before it was reset here.
+    """State: for each GPU, the height of each mark before it was reset here: of all time, and since the step began.
 
     Parameters
     ----------
@@ -396,52 +396,75 @@ class HighWater:
         self._stats = stats
         self._reset = reset
         self._of_accelerator = of_accelerator
-        self._kept: dict[int, dict[Mark, int]] = {}
+        self._kept: dict[int, Marks] = {}
+        self._of_step: dict[int, Marks] = {}
         self._lock = threading.RLock()
 
     def stats(self, index: int) -> dict[str, Any]:
         """The statistics that the user reads, as if nothing had been reset here."""
         with self._lock:
-            return self._raised(index, self._stats(index))
+            return _raised(self._stats(index), self._kept.get(index, {}))
 
     def accelerator_stats(self, index: int) -> dict[str, Any]:
         """The same for ``torch.accelerator``."""
         assert self._of_accelerator is not None
         with self._lock:
-            return self._raised(index, self._of_accelerator(index))
-
-    def _raised(self, index: int, found: dict[str, Any]) -> dict[str, Any]:
-        for (name, pool), peak_bytes in self._kept.get(index, {}).items():
-            mark = found.get(name, {}).get(pool)
-            if mark is not None:
-                mark["peak"] = max(mark["peak"], peak_bytes)
-        return found
+            return _raised(self._of_accelerator(index), self._kept.get(index, {}))
 
     def reset(self, index: int) -> None:
-        """The user resets the marks."""
+        """The user resets the marks; those of the step stay."""
         with self._lock:
+            self._of_step[index] = self._highest(self._of_step, index)
             self._kept.pop(index, None)
             self._reset(index)
 
     def begin(self, index: int) -> None:
         """A step begins: its peaks are separated from all before."""
         with self._lock:
-            self._kept[index] = {
-                (name, pool): mark["peak"]
-                for name, pools in self.stats(index).items()
-                if isinstance(pools, dict)
-                for pool, mark in pools.items()
-                if isinstance(mark, dict) and "peak" in mark
-            }
+            self._kept[index] = self._highest(self._kept, index)
+            self._of_step.pop(index, None)
             self._reset(index)
+
+    def begin_part(self, index: int) -> None:
+        """A part of a step begins, such as an op that is measured; the step's marks and the user's stay."""
+        with self._lock:
+            self._kept[index] = self._highest(self._kept, index)
+            self._of_step[index] = self._highest(self._of_step, index)
+            self._reset(index)
+
+    def _highest(self, kept: dict[int, Marks], index: int) -> Marks:
+        """All marks of that GPU, as high as they are or were kept."""
+        before = kept.get(index, {})
+        return {
+            (name, pool): max(mark["peak"], before.get((name, pool), 0))
+            for name, pools in self._stats(index).items()
+            if isinstance(pools, dict)
+            for pool, mark in pools.items()
+            if isinstance(mark, dict) and "peak" in mark
+        }
 
     def since_begin(self, index: int, name: str) -> int:
         """The most of that statistic since the last :meth:`begin`."""
-        return int(self._stats(index)[name]["all"]["peak"])
+        with self._lock:
+            return max(int(self._stats(index)[name]["all"]["peak"]), self._of_step.get(index, {}).get((name, "all"), 0))
+
+    def of_part(self, index: int, name: str) -> tuple[int, int]:
+        """That statistic now, and its most since the last :meth:`begin_part`."""
+        found = self._stats(index)[name]["all"]
+        return int(found["current"]), int(found["peak"])
 
     def count(self, index: int, name: str) -> int:
         """How often an event has happened; 0 if this allocator does not count it."""
         return int(self._stats(index).get(name, 0))
+
+
+def _raised(stats: dict[str, Any], marks: Marks) -> dict[str, Any]:
+    """The same statistics, with no mark lower than given."""
+    for (name, pool), peak_bytes in marks.items():
+        mark = stats.get(name, {}).get(pool)
+        if mark is not None:
+            mark["peak"] = max(mark["peak"], peak_bytes)
+    return stats
 
 
 _LOCK = threading.Lock()

@@ -277,11 +277,22 @@ def _names(gpu: Machine, runtime: CudaRuntime) -> dict[str, Any]:
     """``torch.cuda``, as far as anybody here asks."""
     memory = gpu.memory
 
-    def set_fraction(fraction: float, device: Any = None) -> None:
+    def asked_of(device: Any) -> None:
         if isinstance(device, torch.device) and device.index is None:
             raise ValueError("Expected a torch.device with a specified index or an integer, but got:cuda")
         gpu.is_asked(device, "the limit")
+
+    def set_fraction(fraction: float, device: Any = None) -> None:
+        asked_of(device)
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
         memory.limit_bytes = int(fraction * TOTAL_BYTES)
+
+    def fraction(device: Any = None) -> float:
+        """That of ``cudaMallocAsync`` begins as the largest number there is."""
+        asked_of(device)
+        has_none = memory.backend == "cudaMallocAsync" and memory.limit_bytes == TOTAL_BYTES
+        return (1 << 64) / TOTAL_BYTES if has_none else memory.limit_bytes / TOTAL_BYTES
 
     return {
         "_initialized": True,
@@ -301,14 +312,14 @@ def _names(gpu: Machine, runtime: CudaRuntime) -> dict[str, Any]:
         "get_allocator_backend": lambda: memory.backend,
         "get_device_name": lambda device=None: "stand-in",
         "get_device_properties": lambda device=None: FACTS,
-        "get_per_process_memory_fraction": lambda device=None: memory.limit_bytes / TOTAL_BYTES,
+        "get_per_process_memory_fraction": fraction,
         "get_rng_state": lambda device=None: torch.cuda.default_generators[gpu.number(device)].get_state(),
         "host_memory_stats": lambda: {"allocated_bytes.current": 0},
         "is_available": lambda: True,
         "is_current_stream_capturing": lambda: gpu.capturing,
         "is_initialized": lambda: True,
         "manual_seed_all": gpu.generator.manual_seed,
-        "mem_get_info": lambda device=None: (memory.limit_bytes - memory.reserved_bytes, TOTAL_BYTES),
+        "mem_get_info": lambda device=None: (TOTAL_BYTES - memory.reserved_bytes, TOTAL_BYTES),
         "nvtx": types.SimpleNamespace(range_push=gpu.ranges.append, range_pop=gpu.ranges.pop),
         "set_per_process_memory_fraction": set_fraction,
         "set_rng_state": lambda state, device=None: torch.cuda.default_generators[gpu.number(device)].set_state(state),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from poochplan.runtime.devices import cuda, pinned, transfers
-from poochplan.runtime.devices.cuda import CudaStream
+from poochplan.runtime.devices.cuda import CudaDevice, CudaStream
 from poochplan.runtime.devices.pinned import PinnedTier
 from tests.cuda_rules.scenarios import complaints
 from tests.runtime.mutants import CUDA_WAITS, GIVE_BACK, Mutant, mutants_of, rewritten
@@ -19,10 +19,13 @@ MUTANTS = [
     rewritten(transfers, "copy_out", "device.compute.record()", "device.inward.record()"),
     rewritten(transfers, "copy_in", "device.inward.record()", "device.outward.record()"),
     rewritten(transfers, "copy_in", "device.compute.record()", "device.outward.record()"),
+    rewritten(CudaDevice, "use", "home.record()", "now.record()"),
+    rewritten(CudaDevice, "copy_out", "self.outward)", "self.inward)"),
+    rewritten(CudaDevice, "copy_in", "self.inward)", "self.outward)"),
     rewritten(CudaStream, "record", "return CudaEvent(", "self.spare.append(event)\n    return CudaEvent("),
 ]
 """Also with pages and slab given back early, or forgotten, for a larger plan; with the wrong ones given back; with
-events of the wrong stream; and with such as are used again too early.
+events of the wrong stream, and copies on it; and with events that are used again too early.
 """
 
 

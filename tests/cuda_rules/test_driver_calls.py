@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 import torch
 
 import poochplan
-from poochplan.runtime.devices.cuda import CudaDevice
+from poochplan.formats.plan import Plan
+from poochplan.runtime.devices.cuda import CudaDevice, CudaEvent
 from tests.cuda_rules.machine import WHERE, Machine
 from tests.gpu.cases import CASES
 from tests.runtime.random_plans import random_plan
 
+CASE = CASES["residual"]
 
-def test_a_swapped_value_takes_four_recordings_four_waits_and_two_copies_and_makes_no_event(gpu: Machine) -> None:
-    case = CASES["residual"]
-    plan = random_plan(case.profile(), 0, (0, 1, 0))
-    swapped = sum(value.host_offset >= 0 for value in plan.values)
-    model, step, optimizer = case.fresh()
+
+def _calls_of_steps(gpu: Machine, plan: Plan) -> list[Counter[str]]:
+    model, step, optimizer = CASE.fresh()
     found: list[Counter[str]] = []
     with poochplan.apply(plan, model, meter="never"):
         for _ in range(3):
@@ -26,9 +27,22 @@ def test_a_swapped_value_takes_four_recordings_four_waits_and_two_copies_and_mak
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             found.append(gpu.counts - before)
+    return found
+
+
+@pytest.mark.parametrize("is_used_again", [True, False], ids=["now", "before the pool"])
+def test_a_swapped_value_takes_four_recordings_four_waits_and_two_copies_and_makes_no_event(
+    gpu: Machine, is_used_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_used_again:
+        monkeypatch.delattr(CudaEvent, "__del__")
+    plan = random_plan(CASE.profile(), 0, (0, 1, 0))
+    swapped = sum(value.host_offset >= 0 for value in plan.values)
     assert swapped > 10
-    assert found[0]["events"] < 2 * swapped  # as many as are held at once
-    assert found[-1] == {"recorded": 4 * swapped, "waits": 4 * swapped, "copies": 2 * swapped}
+    first, *_, last = _calls_of_steps(gpu, plan)
+    calls = {"recorded": 4 * swapped, "waits": 4 * swapped, "copies": 2 * swapped}
+    assert last == (calls if is_used_again else calls | {"events": 4 * swapped})
+    assert (first["events"] < 2 * swapped) is is_used_again  # as many as are held at once
 
 
 def test_an_event_is_used_again_only_when_nobody_can_ask_for_it(gpu: Machine) -> None:

@@ -79,6 +79,21 @@ def test_a_recorded_stream_keeps_a_freed_block_until_it_has_got_there(gpu: Machi
     assert torch.ones(COUNT, device="cuda").data_ptr() == address
 
 
+def test_a_freed_block_counts_as_requested_until_a_recorded_stream_has_got_there(
+    gpu: Machine, side: torch.cuda.Stream
+) -> None:
+    first = torch.ones(COUNT, device="cuda")
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(1000)
+    first.record_stream(side)
+    del first
+    assert gpu.memory.now["allocated_bytes"] == 0
+    assert gpu.memory.now["requested_bytes"] == 4 * COUNT
+    side.synchronize()
+    torch.ones(COUNT, device="cuda")  # for which blocks are looked through
+    assert gpu.memory.now["requested_bytes"] == 0
+
+
 def test_a_pinned_copy_runs_when_an_op_behind_a_wait_needs_it_and_not_before(
     gpu: Machine, side: torch.cuda.Stream
 ) -> None:

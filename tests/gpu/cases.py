@@ -5,17 +5,25 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+import poochplan
+from poochplan.formats.plan import Plan
+from poochplan.formats.profile import Profile
+from poochplan.planner.planning import smallest_budget
 from poochplan.runtime.session import Session
-from tests.runtime.nets import Case, Recurrent, Residual, snapshot
+from tests.runtime.nets import Case, Recurrent, Residual, equal, metered_peaks, snapshot, train
 
 WHERE = torch.device(os.environ.get("POOCH_GPU_TESTS_DEVICE", "cuda"))
+ON_A_GPU = torch.cuda.is_available()
+"""And not on the stand-in: asked before that is there."""
 Made = tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]
 Training = tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer]
 """As :meth:`Case.fresh` gives it."""
@@ -130,8 +138,8 @@ def _words() -> Made:
 
 
 def _large() -> Made:
-    """Values of more than a MiB and of no round size: the large pool's."""
-    rows = torch.randn(2001, 257).to(WHERE)
+    """Values of more than a MiB and of no round size: the large pool's. A GPU's segments have 20 MiB."""
+    rows = torch.randn(32001 if ON_A_GPU else 2001, 257).to(WHERE)
     widths = (257, 300, 257, 300, 257)
     layers = [nn.Sequential(nn.Linear(*pair), nn.GELU()) for pair in itertools.pairwise(widths)]
     return nn.Sequential(*layers).to(WHERE), lambda model: model(rows).square().mean()
@@ -166,15 +174,64 @@ BY_DAY = ("residual", "autocast", "embedding", "checkpointed", "two_streams", "s
 ON_CUDA_ALONE = {name for name in CASES if name.startswith("sdpa_") and name != "sdpa_math"}
 
 
+def each(names: Iterable[str], by_day: Collection[str]) -> list[Any]:
+    """The names, all but those ``by_day`` with ``POOCH_DEEP=1`` only."""
+    return [name if name in by_day else pytest.param(name, marks=pytest.mark.deep) for name in names]
+
+
+def case_of(name: str) -> Case:
+    """The case of that name; skips the test where its kernel is not to be had."""
+    if WHERE.type != "cuda" and name in ON_CUDA_ALONE:
+        pytest.skip("this back end is CUDA's")
+    if name in ON_CUDA_ALONE:
+        try:
+            CASES[name].fresh()[1]()
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            pytest.skip("this back end refuses such inputs on this device")
+    return CASES[name]
+
+
+def reference(case: Case, steps: int) -> list[list[torch.Tensor]]:
+    """What steps in-core give; skips the test where that is not the same twice."""
+    once, again = train(case, steps)[0], train(case, steps)[0]
+    if not equal(once, again):
+        pytest.skip("two runs in-core differ: this back end has no deterministic backward")
+    return once
+
+
+def planned(profile: Profile) -> Plan:
+    """A plan halfway between the least memory and that of the in-core step."""
+    return poochplan.plan(profile, (smallest_budget(profile) + profile.in_core_peak_bytes) // 2, policy="greedy")
+
+
+def takes_what_is_predicted(case: Case, profile: Profile) -> None:
+    """Steps under a plan take no more than it says; nothing else lies on the device."""
+    plan = planned(profile)
+    assert max(metered_peaks(case, plan)) <= plan.prediction.peak_bytes
+
+
+def in_host_memory(seen: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """Copies that take no memory of the device's."""
+    return [[one.cpu() for one in step] for step in seen]
+
+
 def turns_until_planned(session: Session, training: Training, count: int) -> list[list[torch.Tensor]]:
-    """Turns of a loop, which waits for its plan behind the :data:`PLANNED_BY`-th; what each gave."""
+    """Turns of a loop, which waits for its plan behind the :data:`PLANNED_BY`-th; what each gave. Those that followed
+    a plan took no more than it says.
+    """
     (model, step, optimizer), seen = training, []
     for number in range(count):
         optimizer.zero_grad(set_to_none=True)
         loss = step()
         loss.backward()
-        seen.append(snapshot(model, loss))
+        seen += in_host_memory([snapshot(model, loss)])
         optimizer.step()
         if number == PLANNED_BY:
             session.wait_until_planned(240)
+    report, predictions = session.report(), [plan.prediction for plan in session.plans.values()]
+    assert report.steps_followed > 0
+    assert report.total.peak_bytes is not None
+    assert report.total.peak_bytes <= max(max(one.peak_bytes, one.first_step_peak_bytes) for one in predictions)
     return seen

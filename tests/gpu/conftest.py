@@ -13,9 +13,7 @@ import torch
 
 from poochplan.profiler import link as links
 from tests.cuda_rules.machine import MACHINE, on_stand_in
-from tests.gpu.cases import WHERE
-
-ON_A_GPU = torch.cuda.is_available()
+from tests.gpu.cases import ON_A_GPU, WHERE
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,49 +12,25 @@ import poochplan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
 from tests.depth import seeds, tries
-from tests.gpu.cases import BY_DAY, CASES, ON_CUDA_ALONE, WHERE
-from tests.runtime.nets import Case, equal, metered_peaks, train
+from tests.gpu.cases import BY_DAY, CASES, WHERE, case_of, each, reference
+from tests.runtime.nets import equal, metered_peaks, train
 from tests.runtime.random_plans import random_plan
 
 pytestmark = pytest.mark.gpu
 WEIGHTS = {"mixed": (1, 2, 2), "swap": (0, 1, 0), "replay": (0, 0, 1)}
 
 
-def _case(name: str) -> Case:
-    if WHERE.type != "cuda" and name in ON_CUDA_ALONE:
-        pytest.skip("this back end is CUDA's")
-    if name in ON_CUDA_ALONE:
-        try:
-            CASES[name].fresh()[1]()
-        except RuntimeError as error:
-            if "No available kernel" not in str(error):
-                raise
-            pytest.skip("this back end refuses such inputs on this device")
-    return CASES[name]
-
-
-def _reference(case: Case, steps: int) -> list[list[torch.Tensor]]:
-    reference, again = train(case, steps)[0], train(case, steps)[0]
-    if not equal(reference, again):
-        pytest.skip("two runs in-core differ: this back end has no deterministic backward")
-    return reference
-
-
-def _each(names: Iterable[str], by_day: Collection[str]) -> list[Any]:
-    return [name if name in by_day else pytest.param(name, marks=pytest.mark.deep) for name in names]
-
-
-@pytest.mark.parametrize("name", _each(CASES, BY_DAY))
+@pytest.mark.parametrize("name", each(CASES, BY_DAY))
 def test_any_decisions_give_the_gradients_of_in_core_training(name: str) -> None:
-    case = _case(name)
+    case = case_of(name)
     profile = case.profile()
     assert profile.device.kind == WHERE.type
     steps = tries(2, 3)
-    reference = _reference(case, steps)
+    wanted = reference(case, steps)
     for kind, weights in WEIGHTS.items():
         for seed in seeds(1, 2):
             planned, report = train(case, steps, random_plan(profile, seed, weights))
-            assert equal(reference, planned), (kind, seed)
+            assert equal(wanted, planned), (kind, seed)
             assert report is not None
             assert report.total.fallbacks == 0, report.total.fallback_reasons
             if kind == "swap":
@@ -63,7 +38,7 @@ def test_any_decisions_give_the_gradients_of_in_core_training(name: str) -> None
 
 
 def test_a_forward_with_dropout_in_a_kernel_is_replayed_with_its_generator_state() -> None:
-    case = _case("sdpa_flash")
+    case = case_of("sdpa_flash")
     profile = case.profile()
     attention = [op for op in profile.ops if "flash_attention.default" in op.name]
     assert attention
@@ -73,9 +48,9 @@ def test_a_forward_with_dropout_in_a_kernel_is_replayed_with_its_generator_state
     assert torch.equal(in_core[0], planned[0])
 
 
-@pytest.mark.parametrize("name", _each(("residual", "recurrent", "sdpa_math"), ("residual",)))
+@pytest.mark.parametrize("name", each(("residual", "recurrent", "sdpa_math"), ("residual",)))
 def test_the_metered_peak_is_within_the_plans_and_the_allocators_is_reported(name: str) -> None:
-    case = _case(name)
+    case = case_of(name)
     profile = case.profile()
     smallest = smallest_budget(profile)
     for share in (0.1, 0.5)[: tries(1, 2)]:
@@ -92,7 +67,7 @@ def test_the_metered_peak_is_within_the_plans_and_the_allocators_is_reported(nam
 
 
 def _both(name: str, use: Callable[[torch.nn.Module, Callable[[], torch.Tensor]], None]) -> None:
-    case = _case(name)
+    case = case_of(name)
     plan = random_plan(case.profile(), 1, WEIGHTS["mixed"])
     seen = []
     for is_planned in (False, True):

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
 import subprocess
+import sys
+from importlib.metadata import distributions, packages_distributions, requires
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from benchmarks import gpu_suite
 from benchmarks.gpu_nets import NETS
@@ -99,10 +107,12 @@ def test_every_network_has_a_step_and_blocks_to_checkpoint(name: str) -> None:
     assert all(parameter.grad is not None for parameter in net.workload.model.parameters())
 
 
-def test_the_suite_takes_the_cpu_too(tmp_path: Path) -> None:
+def test_the_suite_takes_the_cpu_too_and_prints_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     late = ["--minutes", "0.1", "--nets", "gpt2", "--out", str(tmp_path)]
     assert gpu_suite.main(["--device", "cpu", "--tiny", *late]) == 0
-    assert "* Device: cpu" in (tmp_path / "gpu-suite.md").read_text()
+    read = (tmp_path / "gpu-suite.md").read_text()
+    assert "* Device: cpu" in read
+    assert read in capsys.readouterr().out
 
 
 def test_other_bits_are_a_failure_of_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,3 +124,89 @@ def test_other_bits_are_a_failure_of_the_suite(tmp_path: Path, monkeypatch: pyte
     arguments = ["--device", WHERE.type, "--tiny", "--no-tests", "--nets", "gpt2", "--out", str(tmp_path)]
     assert gpu_suite.main(arguments) == 1
     assert "gpt2, a fifth, deterministic: **different**: weight differs" in (tmp_path / "gpu-suite.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_a_users_settings_of_the_allocator_are_those_of_the_suite(name: str) -> None:
+    others = {key: value for key, value in os.environ.items() if not key.endswith("ALLOC_CONF")}
+    program = "import os; from benchmarks.gpu_suite import ALLOCATOR; print(ALLOCATOR, 'expandable' in str(os.environ))"
+    command, environment = [sys.executable, "-c", program], {**others, name: "max_split_size_mb:64"}
+    said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    assert said == "max_split_size_mb:64 False\n"
+
+
+ROOT = Path(__file__).parents[2]
+THERE = {canonicalize_name(one.name) for one in distributions()}
+CELLS = [
+    "".join(cell["source"])
+    for cell in json.loads((ROOT / "notebooks" / "gpu_first_report.ipynb").read_text(encoding="utf-8"))["cells"]
+    if cell["cell_type"] == "code"
+]
+
+
+def _run_notebook(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Its cells, as on a GPU; the commands that they gave. That of the suite runs here, without networks."""
+    asked: list[list[str]] = []
+
+    real = subprocess.Popen
+
+    def popen(command: list[str], **options: Any) -> Any:
+        if not {"pip", "clone", "benchmarks.gpu_suite"} & {*command}:
+            return real(command, **options)  # the suite's own question for the commit
+        asked.append([*command])
+        if "benchmarks.gpu_suite" in command:
+            with contextlib.chdir(options["cwd"]):
+                gpu_suite.main([*command[command.index("benchmarks.gpu_suite") + 1 :], "--tiny", "--no-tests"])
+        return contextlib.nullcontext(SimpleNamespace(stdout=["said\n"]))
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr(gpu_suite, "run_net", lambda suite, name: None)
+    space: dict[str, Any] = {}
+    for source in CELLS:
+        exec(source, space)
+    return asked
+
+
+@pytest.mark.skipif(WHERE.type != "cuda", reason="about CUDA alone")
+@pytest.mark.parametrize("is_checkout", [True, False])
+def test_the_notebook_installs_runs_and_shows_the_page(
+    is_checkout: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("IPython")
+    folder = tmp_path / ("benchmarks" if is_checkout else "poochplan")
+    folder.mkdir()
+    if is_checkout:
+        (folder / "gpu_suite.py").touch()
+    monkeypatch.chdir(tmp_path)
+    asked = _run_notebook(monkeypatch)
+    assert [command[:2] for command in asked if "clone" in command] == ([] if is_checkout else [["git", "clone"]])
+    said = capsys.readouterr().out
+    page = ((tmp_path if is_checkout else folder) / "gpu-output" / "gpu-suite.md").read_text()
+    assert page.startswith("# GPU suite on ")
+    assert page in said
+
+
+def _with_what_they_need(names: set[str]) -> set[str]:
+    """Of packages that are installed here, those that pip installs with these."""
+    found: set[str] = set()
+    while names - found:
+        name = min(names - found)
+        found.add(name)
+        needed = [Requirement(text) for text in (requires(name) or [])]
+        names |= {
+            canonicalize_name(one.name) for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})
+        } & THERE
+    return found
+
+
+def test_the_suite_and_its_tests_import_only_what_the_notebook_installs() -> None:
+    """And tqdm, which torch loads where it is installed."""
+    (line,) = [line.strip() for source in CELLS for line in source.splitlines() if '"pip"' in line]
+    installed = {"torch", *(canonicalize_name(Requirement(text).name) for text in re.findall(r'"([^"]+)"', line)[4:])}
+    modules = ["benchmarks.gpu_suite", *(f"tests.gpu.{path.stem}" for path in Path(__file__).parent.glob("*.py"))]
+    program = f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\nprint(*sys.modules)"
+    said = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    owners = packages_distributions()
+    roots = {name.partition(".")[0] for name in said.split()}
+    imported = {canonicalize_name(owner) for root in roots for owner in owners.get(root, ())}
+    assert sorted(imported - _with_what_they_need(installed) - {"poochplan", "tqdm"}) == []

@@ -123,8 +123,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """The same in the first step, before the optimizer has state."""
     allocated_peak_bytes: Bytes | None = None
     """On a GPU, the most bytes in blocks of torch's allocator. A block of more than 1 MiB may be larger than requested
-    by up to 1 MiB, unless segments are expandable. ``torch.cuda.max_memory_allocated`` returns at most this. None on
-    the CPU."""
+    by up to 1 MiB, unless segments are expandable. ``torch.cuda.max_memory_allocated`` returns at most this, unless
+    ``max_split_size_mb`` or ``roundup_power2_divisions`` is set. None on the CPU."""
     in_core_peak_bytes: Bytes
     in_core_step_s: Seconds
     """Seconds of the step by PyTorch alone. If that was not timed, the sum of the in-core step's ops."""

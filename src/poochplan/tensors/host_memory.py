@@ -232,5 +232,10 @@ def fitting_mode(needed_bytes: int, free_bytes: int) -> tuple[Literal["run", "sw
 
 
 def memory_left(where: torch.device) -> int:
-    """Bytes that may still be taken there."""
-    return available_bytes() if where.type == "cpu" else torch.cuda.mem_get_info(where)[0]
+    """Bytes that may still be taken there; on CUDA also by the allocator's limit, of which the GPU knows nothing."""
+    if where.type == "cpu":
+        return available_bytes()
+    index = torch.cuda.current_device() if where.index is None else where.index
+    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    limit_bytes = int(torch.cuda.get_per_process_memory_fraction(index) * total_bytes)
+    return max(0, min(free_bytes, limit_bytes - torch.cuda.memory_reserved(index)))
