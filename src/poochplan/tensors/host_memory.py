@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Literal
 
 import torch
@@ -152,9 +153,9 @@ def page_faults() -> int:
 @functools.cache
 def page_fault_s() -> float:
     """Seconds that a fresh page takes: its fault, and its return. Measured once, in some milliseconds; 0 if faults
-    cannot be counted. The shortest counts, because whatever else uses the processor only makes them longer.
+    cannot be counted. The median counts, because other work makes either pass over the page longer.
     """
-    return min(_page_fault_s() for _ in range(_FAULT_TRIALS))
+    return median(_page_fault_s() for _ in range(_FAULT_TRIALS))
 
 
 def _page_fault_s() -> float:
