@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from functools import cache
 from itertools import product
 from typing import Any
@@ -147,9 +148,10 @@ def test_a_chunk_profiled_without_memory_needs_what_a_real_one_needs() -> None:
 
 
 def test_all_chunks_are_of_one_kind_to_auto() -> None:
+    gc.collect()  # what other tests have left would live beside the step
     workload = fresh()
     assert workload.optimizer is not None
-    with poochplan.auto(workload.model, workload.optimizer, budget="70%", cache=None, quiet=True) as session:
+    with poochplan.auto(workload.model, workload.optimizer, budget="80%", cache=None, quiet=True) as session:
         for number in range(8 * CHUNKS):
             if number == 6 * CHUNKS:
                 session.wait_until_planned()
