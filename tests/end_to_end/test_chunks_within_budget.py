@@ -44,13 +44,15 @@ class PairSteps:
     def __init__(self, model: PairsInChunks, width: int) -> None:
         data = torch.Generator().manual_seed(0)
         self.model, self.next = model, 0
-        self.batches = [(torch.randint(1, 32, (8, 12), generator=data),) for _ in range(CHUNKS)]
+        sources = [torch.randint(1, 32, (8, 12), generator=data) for _ in range(CHUNKS)]
+        targets = [source.flip(1) for source in sources]
+        previous = [torch.nn.functional.pad(target[:, :-1], (1, 0)) for target in targets]
+        self.batches = list(zip(sources, previous, targets, strict=True))
         self.state = torch.zeros(8, width), torch.zeros(8, width)
 
     def __call__(self) -> torch.Tensor:
-        (source,) = self.batches[self.next]
-        target = source.flip(1)
-        logits, state = self.model(source, torch.nn.functional.pad(target[:, :-1], (1, 0)), self.state)
+        source, previous, target = self.batches[self.next]
+        logits, state = self.model(source, previous, self.state)
         self.next = (self.next + 1) % CHUNKS
         hidden, cell = (part.detach() if self.next else torch.zeros_like(part) for part in state)
         self.state = hidden, cell
