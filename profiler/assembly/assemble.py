@@ -245,6 +245,8 @@ def _unreplayable(capture: Capture, number: int, writers: list[CapturedOp]) -> s
     if capture.values[number].born < 0:
         return "it was there before the step"
     for op in writers:
+        if op.early:
+            return f"{op.name} runs before the model is called"
         if op.opaque:
             return f"{op.name} cannot be run again"
         if number in op.partly_unwritten:

@@ -67,6 +67,8 @@ class Capture(ToggledMode):
         """Saved tensors that are sparse, nested or wrap others: (kind, layer, bytes by storage)."""
         self.inputs: tuple[str, ...] | None = None
         """Inputs of the model's first call; None before it."""
+        self.is_called = True
+        """Whether the model has been called. A session records nothing before that, or before the first save."""
         self.garbage: set[int] = set()
         """Values that only the garbage collector has freed; see :func:`collected_after`."""
         self._static = static_keys(model, where.type)
@@ -177,8 +179,11 @@ class Capture(ToggledMode):
         op.inputs = list(dict.fromkeys(self.value_of(leaf) for leaf in plain))
         op.random = facts.random
         writes = writes_of(facts, args, kwargs, self._static, self.device_type)
-        op.opaque = not writes.repeatable or not all(
-            is_plain(one, self.device_type) or is_host_scalar(one, self.device_type) for one in leaves
+        op.early = not self.is_called and not self.handles
+        op.opaque = (
+            op.early
+            or not writes.repeatable
+            or not all(is_plain(one, self.device_type) or is_host_scalar(one, self.device_type) for one in leaves)
         )
         op.uninitialised = facts.uninitialised
         if facts.uninitialised:

@@ -46,6 +46,8 @@ class CapturedOp:
     outputs: list[int] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)
     random: bool = False
+    early: bool = False
+    """Whether it runs before a session records, so that it cannot be run again."""
     opaque: bool = False
     uninitialised: bool = False
     """Whether its output storages have not been written yet."""

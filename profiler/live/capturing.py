@@ -67,7 +67,7 @@ class Capturing(Watch):
     @contextlib.contextmanager
     def instruments(self, segment: Segment) -> Iterator[None]:
         self._number = segment.number
-        self.capture.inputs = segment.inputs
+        self.capture.inputs, self.capture.is_called = segment.inputs, not self.scene.is_repeated
         self.has_gradients = any(one.grad is not None for one in self.scene.model.parameters())
         gc.collect()  # so that garbage does not count for the step
         self._look_around(segment)
@@ -79,6 +79,7 @@ class Capturing(Watch):
             yield
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.capture.is_called = True
         if self.capture.inputs is None:
             self.capture.inputs = input_signature(args, kwargs)
 

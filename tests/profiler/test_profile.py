@@ -15,7 +15,7 @@ from poochplan.errors import StepError, UsageError
 from poochplan.formats.occupancy import live_bytes
 from poochplan.formats.profile import Kind, Phase, PointKind, Profile
 from tests.live_bytes import peak_of_a_step
-from tests.runtime.nets import CASES, taken
+from tests.runtime.nets import CASES, LINK, taken
 
 
 class Chain(nn.Module):
@@ -201,3 +201,21 @@ def test_a_gradient_that_the_loss_of_the_step_before_holds_is_live_through_forwa
     held = [value for value in profile.values if value.kind is Kind.INPUT and value.size_bytes == 64 * 256 * 4]
     assert len(held) == 2  # the input, and the gradient from the step before
     assert min(value.freed for value in held) < profile.tick_count - 1
+
+
+def test_what_is_made_before_the_model_is_called_is_not_recomputed() -> None:
+    """A session records from the call on. The same op within the model is run again."""
+
+    class Noisy(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(64, 64)
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.layer(batch).cos().mul(2))
+
+    model, data = Noisy(), torch.randn(64, 64)
+    profile = poochplan.profile(lambda: model(data.mul(2)).mean(), model=model, link=LINK)
+    reasons = {value.name: value.unreplayable for value in profile.values}
+    assert reasons["step/mul"] == "aten.mul.Tensor runs before the model is called"
+    assert reasons["step/mul#2"] == ""
