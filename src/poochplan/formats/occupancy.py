@@ -19,8 +19,6 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 """Seconds, and numbers of solvers."""
 Bytes: TypeAlias = npt.NDArray[np.int8]
 """Codes of decisions."""
-Flags: TypeAlias = npt.NDArray[np.bool_]
-"""Yes or no of each."""
 STEP, COMPUTE, OUT_LINK, IN_LINK, THREAD = "step", "compute", "out-link", "in-link", "launching thread"
 TRACKS = (STEP, COMPUTE, OUT_LINK, IN_LINK, THREAD)
 
