@@ -85,17 +85,19 @@ def _unserved(given: PolicyInput, found: Optimum) -> tuple[PolicyInput, Optimum]
     there may be such a plan that was not found. If a disturbed profile has shorter steps without one, the bound is
     shorter by the same ratio: only ops change their speed, so no step shrinks by more than they do.
     """
-    profile, slower, bound_s = given.profile, as_unserved(given.profile), found.bound_s
+    profile, slower = given.profile, as_unserved(given.profile)
     if slower is profile:
         return given, found
     given = PolicyInput.of(slower, given.budget_bytes)
     best = replace(found.best, simulation=simulate(given.problem, found.best.schedule))
+    bound_s, status = found.bound_s, found.status
     if bound_s is not None:
-        bound_s *= min(1.0, slower.times.step_s / profile.times.step_s)
-    is_longer = best.simulation.step_s > found.best.simulation.step_s
-    if is_longer and found.status is SolveStatus.WITHIN_GAP:  # that was with an arena
-        found = replace(found, status=SolveStatus.SEARCHED)
-    return given, replace(found, best=best, bound_s=bound_s)
+        shrinks = min(1.0, slower.times.step_s / profile.times.step_s)
+        bound_s *= shrinks
+        is_farther = best.simulation.step_s > found.best.simulation.step_s * shrinks
+        if is_farther and status is SolveStatus.WITHIN_GAP:  # that was with an arena
+            status = SolveStatus.SEARCHED
+    return given, replace(found, best=best, bound_s=bound_s, status=status)
 
 
 def with_decisions(profile: Profile, plan: Plan, changes: Mapping[str, Decision | str]) -> Plan:

@@ -90,7 +90,7 @@ def where_no_arena_fits(monkeypatch: pytest.MonkeyPatch, unserved_step_s: float 
     return found
 
 
-@pytest.mark.parametrize(("ratio", "gap"), [(0.5, None), (2.0, None), (1.0, 0.5), (2.0, 0.5)])
+@pytest.mark.parametrize(("ratio", "gap"), [(0.5, None), (2.0, None), (0.5, 0.5), (1.0, 0.5), (2.0, 0.5)])
 def test_the_bound_and_the_gap_hold_however_long_steps_without_an_arena_take(
     monkeypatch: pytest.MonkeyPatch, ratio: float, gap: float | None
 ) -> None:
