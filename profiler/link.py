@@ -42,7 +42,7 @@ CURVE_SIZES_BYTES = tuple(4**power << 16 for power in range(8))
 LARGEST_PAGEABLE_BYTES = 256 << 20
 """Copies of pageable memory are measured up to this size, for comparison only: the runtime's copies are pinned."""
 CPU_PROBE, CUDA_PROBE = (512, 4 << 20), (4096, 64 << 20)
-"""The work computed beside copies: the side of two square matrices, and how many numbers go through a ReLU."""
+"""The work computed beside copies: the side of two square matrices, and how many numbers are clamped."""
 _REPEATS = 5
 _LONGEST_FIRST_WRITE_S = 5.0
 Curve = list[tuple[int, float]]
@@ -59,7 +59,7 @@ LEAST_SHARE_LARGE, LEAST_SHARE_LARGEST = 0.8, 0.5
 _SLOPE_FLOOR = 1e-3
 """Least share of the bytes in the seconds of the largest copy: a curve that falls still has a bandwidth."""
 _TOLERANCE = 1e-9
-VERSION = 2
+VERSION = 3
 """Version of how links are measured and fitted; files of other versions are measured anew."""
 
 
@@ -269,7 +269,7 @@ def _interference(copy: CopyCall, device: Device, size_bytes: int, begin: Begin)
     for op in _probes(device):
         op()
         alone_s, beside_s = [], []
-        for _ in range(3):
+        for _ in range(_REPEATS):
             begin()
             alone_s.append(_per_call_s(device, op, lambda: None))
             begin()
@@ -286,12 +286,12 @@ def _interference(copy: CopyCall, device: Device, size_bytes: int, begin: Begin)
 
 
 def _probes(device: Device) -> list[Callable[[], object]]:
-    """One op bound by arithmetic, one by memory; each takes about a millisecond or less."""
+    """One op bound by arithmetic, one by memory; each takes about a millisecond or less, and no fresh memory."""
     side, length = CPU_PROBE if device.kind == "cpu" else CUDA_PROBE
     length = min(length, max(1, _room_bytes(device) // 32))  # of four bytes each, and as many again for the result
-    left, right = torch.rand(2, side, side, device=device.where)
-    field = torch.rand(length, device=device.where)
-    return [lambda: left @ right, lambda: torch.relu(field)]
+    left, right, product = torch.rand(3, side, side, device=device.where)
+    field, positive = torch.rand(2, length, device=device.where)
+    return [lambda: torch.mm(left, right, out=product), lambda: torch.clamp(field, 0, out=positive)]
 
 
 def _per_call_s(
