@@ -34,7 +34,7 @@ from benchmarks.resident import in_a_process
 from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
-from poochplan.runtime.watch.step_meter import When
+from poochplan.runtime.metering.step_meter import When
 from poochplan.workload import Workload, load_workload
 from tests.live_bytes import LiveBytes  # a meter of the tests, on purpose none of the package
 from tests.workloads.small import SMALL

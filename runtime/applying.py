@@ -20,8 +20,8 @@ from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.opening import check_cap, model_device, open_device
 from poochplan.runtime.step_policies.follow import DivergencePolicy
-from poochplan.runtime.watch.step_meter import When
-from poochplan.runtime.watch.teller import Teller, warn
+from poochplan.runtime.metering.step_meter import When
+from poochplan.runtime.messages import Messages, warn
 from poochplan.tensors.signatures import kernel_switches, model_tensors, passing_buffers
 
 from .arena.serving import ArenaMode, serving_for
@@ -159,7 +159,7 @@ def apply(
         explain=explain,
         certifier=certifier if certify else None,
         serving=serving_for(arena, where.type, pack, every),
-        teller=Teller(is_quiet=quiet),
+        messages=Messages(is_quiet=quiet),
     )
 
 

@@ -26,7 +26,7 @@ from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy
-from poochplan.runtime.watch.teller import CallSite, warn
+from poochplan.runtime.messages import CallSite, warn
 from poochplan.tensors.modes import around_calls, around_compiled, uncompiled_hooks
 from poochplan.tensors.operators import past_first_calls
 from poochplan.tensors.signatures import input_signature, tensor_leaves

@@ -9,8 +9,8 @@ from poochplan.formats.plan import Plan
 from poochplan.runtime.step_policies.follow import Course
 from poochplan.units import format_bytes
 
-from .watch.census import EVERY
-from .watch.holders import Holder
+from .metering.census import EVERY
+from .metering.holders import Holder
 
 FIRST_STEPS = 2
 """The first step runs without the optimizer's state, the second with it. Later steps are like the second."""

@@ -10,7 +10,7 @@ import msgspec
 from poochplan.formats.files import html_table, text_table
 from poochplan.formats.plan import Departure
 from poochplan.formats.run_record import Certificate
-from poochplan.runtime.watch.teller import warn
+from poochplan.runtime.messages import warn
 from poochplan.units import format_bytes, format_seconds
 
 MOST_REASONS = 20

@@ -23,10 +23,10 @@ from poochplan.runtime.devices.transfers import forget_held_back, raise_held_bac
 from poochplan.runtime.engine.cursor import Segment, StepEvents, weakly
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.saved_value import SavedValue
-from poochplan.runtime.watch.holders import held_beside
-from poochplan.runtime.watch.step_meter import StepMeter, When, described
-from poochplan.runtime.watch.tally import Tally, follows
-from poochplan.runtime.watch.teller import Teller
+from poochplan.runtime.metering.holders import held_beside
+from poochplan.runtime.metering.step_meter import StepMeter, When, described
+from poochplan.runtime.step_totals import StepTotals, follows
+from poochplan.runtime.messages import Messages
 from poochplan.units import format_bytes
 
 from .arena.serving import Serving
@@ -71,16 +71,16 @@ class Session:
         explain: Explain | None = None,
         certifier: Callable[[torch.nn.Module], Certifier] | None = None,
         serving: Serving | None = None,
-        teller: Teller | None = None,
+        messages: Messages | None = None,
     ) -> None:
         self._models, self._source, self._where = models, source, where
         self._on_over_budget, self._cap_bytes = on_over_budget, cap_bytes
         self._explain, self._new_certifier = explain, certifier
         self._serving = serving or Serving(None, "off")
-        self._teller = teller or Teller(is_quiet=True)
+        self._messages = messages or Messages(is_quiet=True)
         self._meter = StepMeter(where.type, meter, memory)
         self._is_metered = meter != "never"
-        self._tally = Tally(models)
+        self._totals = StepTotals(models)
         self._memory: MemoryPeaks | None = None
         self._following: PlanInForce | None = None
         """The plan of the open segment."""
@@ -99,7 +99,7 @@ class Session:
             departed=self._serving.departed,
             resting=weakly(self, Session._resting),
             optimizing=weakly(self, Session._optimizing),
-            elsewhere=self._tally.called_elsewhere,
+            elsewhere=self._totals.called_elsewhere,
         )
         self._attachment = Attachment(models, where.type, open_device, source, events)
 
@@ -144,8 +144,8 @@ class Session:
             raise_held_back()
         forget_held_back()
         if kind is None and self._source.is_given:
-            for complaint in self._tally.complaints():
-                self._teller.warn(complaint)
+            for complaint in self._totals.complaints():
+                self._messages.warn(complaint)
 
     def _note_what_is_held(self, error: BaseException) -> None:
         """Adds to the error how far the planned step had come, and which objects hold memory in it."""
@@ -243,7 +243,7 @@ class Session:
     @property
     def total(self) -> StepReport:
         """The sum of all steps that have ended."""
-        return self._tally.total
+        return self._totals.total
 
     @property
     def arena(self) -> ArenaReport | None:
@@ -262,7 +262,7 @@ class Session:
         memory = self._device.peaks() if self._state == "open" else self._memory
         followed = self._following.plan if self._following is not None else None
         proof = self._certifier.certificate(self.plan, self._where.type) if self._certifier is not None else None
-        return self._tally.report(segment, followed, self.plan, memory, self.arena, proof)
+        return self._totals.report(segment, followed, self.plan, memory, self.arena, proof)
 
     def explain_peak(self) -> str:
         """Where the step's peak is and what holds it, as text; empty if :attr:`profile` is None.
@@ -304,7 +304,7 @@ class Session:
         try:
             self._device.reserve_host(planned_bytes)
         except OSError as error:
-            self._teller.warn(
+            self._messages.warn(
                 f"the host tier cannot hold the planned {planned_bytes} bytes ({error.strerror}); "
                 "values that do not fit are kept"
             )
@@ -335,19 +335,19 @@ class Session:
         if before is not None:
             self._serving.forget(before.plan)
         if reason := self._serving.why_not(plan.plan):
-            self._teller.warn(f"{FROM_TORCH}, and not from one arena: {reason}")
+            self._messages.warn(f"{FROM_TORCH}, and not from one arena: {reason}")
         try:
             self._engine.make_room([plan.plan.instructions])
         except OSError as error:
             room = HOST_IS_FULL.format(format_bytes(self._engine.host.planned_bytes))
-            self._teller.warn(f"{room} ({error.strerror or ''}); those that find none are kept")
+            self._messages.warn(f"{room} ({error.strerror or ''}); those that find none are kept")
 
     def _check_gradients(self, segment: Segment, plan: Plan) -> None:
         live_bytes = segment.gradient_bytes
         if self._gradients_checked or not live_bytes or plan.gradients_live_through_forward:
             return
         self._gradients_checked = True
-        self._teller.warn(
+        self._messages.warn(
             f"gradients of an earlier step ({live_bytes} bytes) are still there in forward, the plan was "
             "made without; call optimizer.zero_grad(set_to_none=True) before the step, or profile with accumulate"
         )
@@ -379,11 +379,11 @@ class Session:
 
     def _ended(self, segment: Segment) -> None:
         self._meter.step_is_over()
-        if not self._tally.is_new(segment):
+        if not self._totals.is_new(segment):
             return
         self._take_peak(segment)
         plan = self._following
-        self._tally.count(segment, plan.plan if plan is not None else None)
+        self._totals.count(segment, plan.plan if plan is not None else None)
         self._source.ended(segment)
         if plan is not None and self._looks:
             self._look(segment)
@@ -410,7 +410,7 @@ class Session:
                 now = FROM_SMALLER if is_smaller else FROM_TORCH
                 took, budget = format_bytes(peak_bytes), format_bytes(plan.plan.budget_bytes)
                 whole = f"with the whole arena one took {took} of a budget of {budget}"
-                self._teller.say(f"{now} from now on: {whole}, without it they are within")
+                self._messages.say(f"{now} from now on: {whole}, without it they are within")
         elif not self._meter.is_certain and not self._is_ending:  # at the end no later step can tell
             plan.check_next()
         else:
@@ -424,14 +424,14 @@ class Session:
             raise BudgetExceededError(f"{text}; {REMEDY}", peak_bytes=peak_bytes)
         plan.is_told = True
         if self._on_over_budget is OverBudget.WARN:
-            self._teller.warn(f"{text}; {REMEDY}")
+            self._messages.warn(f"{text}; {REMEDY}")
             return
         promised = plan.plan.prediction
         promised_bytes = promised.peak_bytes
         if segment.report.served_bytes and promised.arena_peak_bytes is not None:
             promised_bytes = max(promised_bytes, promised.arena_peak_bytes)
         more_bytes = rounded_up(max(1, peak_bytes - promised_bytes))
-        self._teller.warn(f"{text}; {self._source.plan_again(plan, more_bytes)}")
+        self._messages.warn(f"{text}; {self._source.plan_again(plan, more_bytes)}")
 
     # -- names of 0.2, for one version more -----------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.compiled.points import told_of_points
 from poochplan.runtime.engine.saved_value import Handle, SavedValue
 from poochplan.runtime.metering.allocated import aside
-from poochplan.runtime.watch.census import LEAST_BYTES
+from poochplan.runtime.metering.census import LEAST_BYTES
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import traits, writes_of
 from poochplan.tensors.storages import (

@@ -17,7 +17,7 @@ import torch
 from poochplan.formats.profile import Phase
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.capture.op_blocks import Taker
-from poochplan.runtime.watch.census import census
+from poochplan.runtime.metering.census import census
 from poochplan.tensors.storages import bytes_of
 from poochplan.torch_private.tensor_internals import is_dense, is_view, last_sequence_number, tensors_in
 

@@ -17,7 +17,7 @@ from poochplan.profiler.live.after_capture import OpTiming
 from poochplan.profiler.live.capturing import Capturing
 from poochplan.profiler.live.step_function import StepFunction
 from poochplan.profiler.request import Options
-from poochplan.runtime.watch.census import wrapper_of
+from poochplan.runtime.metering.census import wrapper_of
 from poochplan.tensors.modes import compiled_modules
 from poochplan.torch_private.tensor_internals import tensors_in
 

@@ -21,7 +21,7 @@ from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.saved_value import Handle
 from poochplan.runtime.replays.replay import StorageRecord
 from poochplan.runtime.step_policies.step_policy import SwapEach
-from poochplan.runtime.watch.census import bucket_bytes, census, census_bytes
+from poochplan.runtime.metering.census import bucket_bytes, census, census_bytes
 from poochplan.tensors.modes import around_calls
 from poochplan.tensors.signatures import input_signature
 from poochplan.tensors.storages import bytes_of, has_storage, parts_of

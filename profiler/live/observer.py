@@ -17,7 +17,7 @@ from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
 from poochplan.runtime.engine.saved_value import Handle, SavedValue
 from poochplan.runtime.step_policies.step_policy import KeepAll, KeepWhileRoom, StepPolicy, SwapEach
-from poochplan.runtime.watch.census import census_bytes, foreseen_bytes
+from poochplan.runtime.metering.census import census_bytes, foreseen_bytes
 from poochplan.tensors.signatures import Switches
 
 from .step_kinds import MOST_KINDS, Key, Line, Lines

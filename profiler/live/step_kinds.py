@@ -9,7 +9,7 @@ from poochplan.formats.plan_set import Signature, is_larger
 from poochplan.formats.profile import Profile
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.runtime.engine.cursor import Outcome, Segment
-from poochplan.runtime.watch.census import Growth
+from poochplan.runtime.metering.census import Growth
 
 from .study import Hurry
 from .watch import NewWatch, Studied, Watch

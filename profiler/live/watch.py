@@ -23,7 +23,7 @@ from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together
 from poochplan.runtime.engine.saved_value import Handle
 from poochplan.runtime.step_policies.step_policy import StepPolicy
-from poochplan.runtime.watch.census import census_bytes, foreseen_bytes
+from poochplan.runtime.metering.census import census_bytes, foreseen_bytes
 from poochplan.torch_private.tensor_internals import intercept_autograd
 
 PackHook = Callable[[torch.Tensor], Handle]

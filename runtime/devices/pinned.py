@@ -39,7 +39,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
-from poochplan.runtime.watch.teller import users_line
+from poochplan.runtime.messages import users_line
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.torch_private.tensor_internals import without_modes
 from poochplan.units import format_bytes

@@ -44,7 +44,7 @@ from poochplan.runtime.replays.replay import NotReplayable, Recipe, StorageRecor
 from poochplan.runtime.replays.tape import Recorder, Tape
 from poochplan.runtime.run_report import FallbackKind, Fallbacks
 from poochplan.runtime.step_policies.step_policy import NOTHING, Actions, Chooser, Diverged, StepPolicy
-from poochplan.runtime.watch.census import one_moment
+from poochplan.runtime.metering.census import one_moment
 from poochplan.tensors.modes import Unseen
 from poochplan.tensors.storages import Geometry, has_storage, keys_of, own_tensors, plain_storage, storage_key
 from poochplan.torch_private.sharding import gathered_weights

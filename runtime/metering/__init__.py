@@ -1,1 +1,1 @@
-"""Counts live bytes: through the dispatcher, and in compiled code at the allocator."""
+"""Meters each step: its peak and the moment of it, the memory outside the step, and who holds that."""

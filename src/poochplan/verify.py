@@ -30,7 +30,7 @@ from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.run_report import ArenaReport, Report, StepReport
 from poochplan.runtime.session import Session
-from poochplan.runtime.watch.census import leave_out
+from poochplan.runtime.metering.census import leave_out
 from poochplan.tensors.operators import past_first_calls
 from poochplan.torch_private.tensor_internals import without_modes
 

@@ -9,7 +9,7 @@ import torch
 
 from poochplan.formats.profile import Profile
 from poochplan.online.background import Asked, Background
-from poochplan.runtime.watch.census import Growth, census_bytes, foreseen_bytes, left_free
+from poochplan.runtime.metering.census import Growth, census_bytes, foreseen_bytes, left_free
 from tests.online.runs import run_auto, run_plain
 from tests.online.trainings import Losses, Training, batch, blocks, loss_of, plain, with_lbfgs
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import poochplan
-from poochplan.runtime.watch.census import census_bytes, live, one_moment
+from poochplan.runtime.metering.census import census_bytes, live, one_moment
 from tests.online.runs import run_auto
 from tests.online.trainings import Losses, Training, adam, batch, blocks, dropout_and_batch_norm
 from tests.runtime.cyclic import no_collector

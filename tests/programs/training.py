@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from poochplan.errors import SpillError
 from poochplan.runtime.metering.allocated import aside
-from poochplan.runtime.watch.census import leave_out
+from poochplan.runtime.metering.census import leave_out
 
 from .drawing import PLAIN
 from .network import AskedTo, Running

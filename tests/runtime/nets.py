@@ -18,7 +18,7 @@ from poochplan.formats.profile import Profile
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.run_report import Report
 from poochplan.runtime.session import Session
-from poochplan.runtime.watch.census import leave_out
+from poochplan.runtime.metering.census import leave_out
 
 
 class Residual(nn.Module):

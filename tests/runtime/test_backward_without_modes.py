@@ -13,7 +13,7 @@ from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
 from poochplan.runtime.arena.serving import ArenaMode
 from poochplan.runtime.metering import allocated
-from poochplan.runtime.watch.step_meter import When
+from poochplan.runtime.metering.step_meter import When
 from poochplan.torch_private.tensor_internals import mode_count
 from tests.runtime.nets import taken
 from tests.runtime.random_plans import decided

@@ -15,7 +15,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from poochplan.profiler.pass_profiling import profile_pass
-from poochplan.runtime.watch.census import census, storages_of
+from poochplan.runtime.metering.census import census, storages_of
 from poochplan.tensors.storages import has_storage, memory_of, plain_storage
 from tests.runtime.nets import Case, followed, of, taken
 from tests.runtime.random_plans import random_plan

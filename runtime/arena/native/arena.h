@@ -67,10 +67,10 @@ struct Places {
 // The outcome for a block, in the order in which `counts` writes it.
 enum Fate { kServed, kOutside, kUnplanned, kTaken, kUnmet, kFates };
 
-struct Tally {
+struct BlockCount {
   int64_t blocks = 0, bytes = 0;
 };
-using Tallies = std::array<Tally, kFates>;
+using FateCounts = std::array<BlockCount, kFates>;
 
 struct Miss {
   int64_t fate, size_bytes, point, place; // `place`: the next expected one
@@ -193,10 +193,10 @@ class Arena {
   // Blocks and bytes of each fate, of this step and then of all.
   void counts(int64_t* out) noexcept {
     std::lock_guard<std::mutex> guard(mutex);
-    for (const Tallies* tallies : {&step_, &total_}) {
-      for (const Tally& tally : *tallies) {
-        *out++ = tally.blocks;
-        *out++ = tally.bytes;
+    for (const FateCounts* counts_of : {&step_, &total_}) {
+      for (const BlockCount& count : *counts_of) {
+        *out++ = count.blocks;
+        *out++ = count.bytes;
       }
     }
   }
@@ -281,9 +281,9 @@ class Arena {
   }
 
   void* tell(Fate fate, int64_t size_bytes) noexcept {
-    for (Tallies* tallies : {&step_, &total_}) {
-      ++(*tallies)[fate].blocks;
-      (*tallies)[fate].bytes += size_bytes;
+    for (FateCounts* counts_of : {&step_, &total_}) {
+      ++(*counts_of)[fate].blocks;
+      (*counts_of)[fate].bytes += size_bytes;
     }
     return nullptr;
   }
@@ -321,7 +321,7 @@ class Arena {
   bool is_serving_ = false, is_dropped_ = false;
   int64_t step_number_ = 0, point_ = 0;
   size_t range_begin_ = 0, range_end_ = 0, next_ = 0; // the places of the current point; the next one of them
-  Tallies step_, total_;
+  FateCounts step_, total_;
   std::vector<Miss> misses_; // the first misses of this step
 };
 

@@ -22,7 +22,7 @@ from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.opening import check_cap, open_device
 from poochplan.runtime.plan_in_force import OverBudget
 from poochplan.runtime.session import Session
-from poochplan.runtime.watch.teller import Teller
+from poochplan.runtime.messages import Messages
 from poochplan.sessions import PLANNER
 from poochplan.units import parse_budget, parse_rate
 
@@ -123,7 +123,7 @@ def auto(
         """On the CPU later, in the process that plans."""
         return unmeasured(rate) if where.type == "cpu" else measure_link(where, folder, rate)
 
-    teller, policy = Teller(is_quiet=quiet), OverBudget(on_over_budget)
+    messages, policy = Messages(is_quiet=quiet), OverBudget(on_over_budget)
     begin_build()
     spills = None if folder is None else str(folder)
     asked, measures_here = Asked(time_limit_s, arena, spills), before is Unplanned.IN_CORE
@@ -134,10 +134,10 @@ def auto(
         where,
         spill_dir=folder,
         link=lambda: on_worker_thread(lambda: link or known_link(where, folder, rate) or measured()),
-        known=KnownPlans(budget, asked, kept, teller, policy, refused, measures_here=measures_here),
-        build=AllocatorBuild(arena, where, teller),
+        known=KnownPlans(budget, asked, kept, messages, policy, refused, measures_here=measures_here),
+        build=AllocatorBuild(arena, where, messages),
         before_plan=before,
-        teller=teller,
+        messages=messages,
     )
     is_served = arena != "off" and not why_no_arena(where.type)
     return Session(
@@ -150,7 +150,7 @@ def auto(
         explain=PLANNER.explain,
         certifier=PLANNER.certifier if certify else None,
         serving=Serving(PLANNER.pack, arena) if is_served else None,
-        teller=teller,
+        messages=messages,
     )
 
 

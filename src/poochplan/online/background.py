@@ -21,7 +21,7 @@ from poochplan.formats.profile import Profile
 from poochplan.profiler.trials.machine_facts import completed, is_complete, on_worker_thread
 from poochplan.runtime.arena.library import build, is_built, is_loaded, library
 from poochplan.runtime.arena.serving import ArenaMode, why_no_arena
-from poochplan.runtime.watch.teller import Teller
+from poochplan.runtime.messages import Messages
 
 from .before_plan import Earned, has_no_processor_to_spare
 from .planning_process import Asked
@@ -165,7 +165,7 @@ class AllocatorBuild:
     inside ops. Raises ``UsageError`` if the mode is ``"on"`` and an arena is impossible.
     """
 
-    def __init__(self, mode: ArenaMode, where: torch.device, teller: Teller) -> None:
+    def __init__(self, mode: ArenaMode, where: torch.device, messages: Messages) -> None:
         self._thread: threading.Thread | None = None
         reason = why_no_arena(where.type)
         self._is_loaded = bool(reason)
@@ -177,7 +177,7 @@ class AllocatorBuild:
         if reason and mode == "on":
             raise UsageError(f'arena: expected "on" to be possible, found {reason}')
         if not (reason or is_loaded() or is_built()):
-            teller.say(BUILDING)
+            messages.say(BUILDING)
             self._thread = threading.Thread(target=self._build, name="allocator's build")
             with contextlib.suppress(RuntimeError):  # with limited address space its first user builds it
                 self._thread.start()

@@ -21,8 +21,8 @@ from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.live.step_kinds import Key
 from poochplan.runtime.plan_in_force import OverBudget, PlanInForce
 from poochplan.runtime.step_policies.follow import Course
-from poochplan.runtime.watch.census import left_free
-from poochplan.runtime.watch.teller import Teller
+from poochplan.runtime.metering.census import left_free
+from poochplan.runtime.messages import Messages
 from poochplan.units import parse_budget
 
 from .background import Background, Plannings
@@ -50,7 +50,7 @@ class KnownPlans:
         budget: str | int | float,
         asked: Asked,
         cache: PlanCache,
-        teller: Teller,
+        messages: Messages,
         policy: OverBudget,
         on_refusal: Unplanned,
         *,
@@ -62,7 +62,7 @@ class KnownPlans:
         self.profiles: dict[Key, Profile] = {}
         self.ready: list[tuple[Key, Plan]] = []
         """Plans that were found and are not active yet. With data-parallel ranks, all ranks activate them at once."""
-        self._cache, self._teller = cache, teller
+        self._cache, self._messages = cache, messages
         self.earned = Earned()
         self.pending = Plannings(self.earned, measures_here=measures_here)
         self.refused: dict[Key, int] = {}
@@ -138,7 +138,7 @@ class KnownPlans:
             asked = msgspec.structs.replace(self._asked, budget_bytes=budget_bytes, loop_s=self.earned.age_s)
             self.pending[key] = Background(profile, asked)
         except OSError as error:
-            self._teller.warn(not_planned(f"planning could not begin ({error.strerror})"))
+            self._messages.warn(not_planned(f"planning could not begin ({error.strerror})"))
         return key in self.pending
 
     def _tell_infeasible(self, profile: Profile, budget_bytes: int, smallest_bytes: int) -> None:
@@ -148,7 +148,7 @@ class KnownPlans:
         text = infeasible(profile, budget_bytes, smallest_bytes, self.on_refusal)
         if self.policy is OverBudget.ERROR:
             raise InfeasibleError(text, smallest_budget_bytes=smallest_bytes)
-        self._teller.warn(text)
+        self._messages.warn(text)
 
     def poll(self) -> None:
         """Finds the plans that were finished since the last call."""
@@ -160,7 +160,7 @@ class KnownPlans:
                 self._cache.keep(key, self.profiles[key], plan)
                 self._found(key, plan)
             except PoochError as error:
-                self._teller.warn(not_planned(str(error)))
+                self._messages.warn(not_planned(str(error)))
             finally:
                 pending.close()
 
@@ -176,7 +176,7 @@ class KnownPlans:
             self.profiles[key] = profile
             self._found(key, plan)
         elif profile is not None and self.want(key, profile, ahead_bytes):
-            self._teller.say(KNOWN)
+            self._messages.say(KNOWN)
 
     def _found(self, key: Key, plan: Plan) -> None:
         followed = self.in_force.get(key)
@@ -191,7 +191,7 @@ class KnownPlans:
         """Segments of that kind follow the plan from now on."""
         self.withdraw(key)
         self.in_force[key] = PlanInForce(key, plan)
-        self._teller.say(in_force(plan))
+        self._messages.say(in_force(plan))
 
     def withdraw(self, key: Key) -> None:
         if self.in_force.pop(key, None) is not None:

@@ -26,7 +26,7 @@ from poochplan.profiler.live.step_kinds import Key
 from poochplan.runtime.applying import model_signature
 from poochplan.runtime.arena.serving import ArenaMode
 from poochplan.runtime.metering.allocated import step_scope
-from poochplan.runtime.watch.census import live
+from poochplan.runtime.metering.census import live
 from poochplan.torch_private.compiler_internals import compiled_with
 
 VERSION = 2

@@ -22,7 +22,7 @@ from poochplan.profiler.live.step_function import StepFunction
 from poochplan.profiler.live.step_kinds import Key
 from poochplan.profiler.request import checked_device
 from poochplan.runtime.metering.allocated import aside, step_scope
-from poochplan.runtime.watch.census import EVERY, wrapper_of
+from poochplan.runtime.metering.census import EVERY, wrapper_of
 from poochplan.torch_private.sharding import is_sharded, rebuilds_buckets
 from poochplan.torch_private.tensor_internals import without_modes
 from poochplan.workload import Workload

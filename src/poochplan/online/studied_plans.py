@@ -28,8 +28,8 @@ from poochplan.runtime.plan_in_force import MOST_PLANS, REMEDY, OverBudget, Plan
 from poochplan.runtime.run_report import StepReport
 from poochplan.runtime.step_policies.follow import Follow
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy, SwapEach
-from poochplan.runtime.watch.census import Growth, foreseen_bytes
-from poochplan.runtime.watch.teller import Teller
+from poochplan.runtime.metering.census import Growth, foreseen_bytes
+from poochplan.runtime.messages import Messages
 from poochplan.torch_private.compiler_internals import is_compiled
 from poochplan.units import format_bytes
 
@@ -75,7 +75,7 @@ class StudiedPlans(Observer):
         known: KnownPlans,
         build: AllocatorBuild,
         before_plan: Unplanned,
-        teller: Teller,
+        messages: Messages,
     ) -> None:
         with_costs = with_known_cost if where.type == "cpu" else with_cached_cost
         study_options = StudyOptions(
@@ -86,7 +86,7 @@ class StudiedPlans(Observer):
             with_costs=lambda one, kept: with_costs(one, where, kept),
         )
         super().__init__(model, optimizers, where, study_options, spill_dir)
-        self._known, self._build, self._teller = known, build, teller
+        self._known, self._build, self._messages = known, build, messages
         refused = known.on_refusal
         self._before = BeforePlan(
             before_plan, refused, model, where, self.scene.optimizers, lambda: self._attachment.memory_is_short()
@@ -119,22 +119,22 @@ class StudiedPlans(Observer):
         self._ranks = Ranks.of(attachment.models.values())
         if self._ranks is not None:
             self._known.take_smallest(self._ranks)
-        self._teller.is_quiet |= not self._is_planner
+        self._messages.is_quiet |= not self._is_planner
         if self._is_one_region:
-            self._teller.say(telling.ONE_REGION)
+            self._messages.say(telling.ONE_REGION)
         elif self._before.before is Unplanned.IN_CORE:
-            self._teller.say(telling.IN_CORE)
+            self._messages.say(telling.IN_CORE)
         return hooks
 
     def close(self) -> None:
         super().close()
         self._known.keep_for_the_next_run(self.lines.alike)
         if any(key not in self._known.in_force for key in self._known.pending):
-            self._teller.say(telling.ENDED_UNPLANNED)
+            self._messages.say(telling.ENDED_UNPLANNED)
         elif not self._known.profiles and self._is_studying:
-            self._teller.say(telling.ENDED_UNPROFILED)
+            self._messages.say(telling.ENDED_UNPROFILED)
         self._known.pending.close()
-        self._teller.end()
+        self._messages.end()
 
     def wait(self, timeout_s: float | None) -> bool:
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -205,7 +205,7 @@ class StudiedPlans(Observer):
             self._known.leave(key)
             self._last = None if self._last is plan else self._last
             self.forget(key)
-            self._teller.say(telling.LEFT)
+            self._messages.say(telling.LEFT)
         elif self._took_s and not segment.diverged:
             self._keeps_promise(key, plan, segment)
 
@@ -218,7 +218,7 @@ class StudiedPlans(Observer):
         if not why:
             return
         again = why == COPIES and profile is not None and not self._replanned[key]
-        self._teller.say(telling.dearer(promise.step_s, plan.plan.prediction.step_s, why, is_planned_again=again))
+        self._messages.say(telling.dearer(promise.step_s, plan.plan.prediction.step_s, why, is_planned_again=again))
         if again and profile is not None:
             self._replanned[key] += 1
             self._known.doubted.add(key)
@@ -232,11 +232,11 @@ class StudiedPlans(Observer):
         profile = line.profile
         if profile is None:
             if line.refused != UNUSED:  # there is nothing to plan
-                self._teller.warn(telling.without_plan(line.refused, self._before.refused))
+                self._messages.warn(telling.without_plan(line.refused, self._before.refused))
             return
         beside = self._beside[line.key] = line.growth
         if self._known.want(line.key, profile, beside.ahead_bytes(self._number, line.foreseen_bytes)):
-            self._teller.say(telling.profiled(line.segments, len(self._known.profiles)))
+            self._messages.say(telling.profiled(line.segments, len(self._known.profiles)))
             self._known.keep_profile(line.key, profile)
         elif self._known.is_refused_whatever_lives(line.key):
             self._known.keep_profile(line.key, profile)
@@ -275,7 +275,7 @@ class StudiedPlans(Observer):
             return False
         more_bytes = beside.outgrown(number, profile, plan.plan, self.scene.where.type)
         if more_bytes:
-            self._teller.say(telling.OUTGROWN)
+            self._messages.say(telling.OUTGROWN)
             self._want_another(key, profile, more_bytes)
         return bool(more_bytes)
 

@@ -1,4 +1,4 @@
-"""Messages of ``auto`` in addition to those of every session (``runtime/watch/teller.py``)."""
+"""Messages of ``auto`` in addition to those of every session (``runtime/messages.py``)."""
 
 from __future__ import annotations
 

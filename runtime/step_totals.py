@@ -1,4 +1,4 @@
-"""Tally: the totals of a session's steps, how many followed their plan, and the complaints if none did."""
+"""StepTotals: the sums over a session's steps, how many followed their plan, and the complaints if none did."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from poochplan.runtime.run_report import ArenaReport, MemoryPeaks, Report, Sessi
 from poochplan.torch_private.compiler_internals import compiled_graphs
 
 
-class Tally:
+class StepTotals:
     """State: the sum over the steps that have ended, and the last of them; for each model its steps, those that
     followed, those of which no saved tensor reached the session, and its calls on other threads; and how many graphs
     had been compiled before.
@@ -97,17 +97,17 @@ class Tally:
         certificate: Certificate | None,
     ) -> Report:
         """The report, with the open segment as the last step, and the plan that it followed or was meant to."""
-        tally = copy.deepcopy(self, {id(self._models): self._models, id(self._last): self._last})
+        totals = copy.deepcopy(self, {id(self._models): self._models, id(self._last): self._last})
         if self.is_new(segment):
-            tally.count(segment, followed)
+            totals.count(segment, followed)
         return Report(
             last_step=segment.report,
-            total=tally.total,
+            total=totals.total,
             predicted_peak_bytes=promised.prediction.peak_bytes if promised is not None else 0,
             predicted_first_step_peak_bytes=promised.prediction.first_step_peak_bytes if promised is not None else 0,
             budget_bytes=promised.budget_bytes if promised is not None else 0,
-            steps_followed=tally._followed.total(),
-            status=tally.status,
+            steps_followed=totals._followed.total(),
+            status=totals.status,
             memory=memory,
             arena=arena,
             compiled_graphs=max(compiled_graphs() - self._compiled, 0),

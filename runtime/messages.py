@@ -1,5 +1,5 @@
-"""Teller: the messages of a running session. Progress is one line on stderr, which is rewritten in place on a terminal.
-Warnings cite the user's line: the frame of the user's code that led here.
+"""Messages of a running session: its progress and its warnings. Progress is one line on stderr, which is rewritten in
+place on a terminal. Warnings cite the user's line: the frame of the user's code that led here.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _is_theirs(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _NOT_THEIRS
 
 
-class Teller:
+class Messages:
     """State: the present text of the line, and the warnings given so far. ``is_quiet``: only warnings are given."""
 
     def __init__(self, *, is_quiet: bool) -> None:

@@ -1,1 +1,0 @@
-"""Each step's memory compared with the prediction: the census, the meter, and the holders of an excess."""
