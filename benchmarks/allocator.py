@@ -78,7 +78,7 @@ def kinds(loop: Callable[[int, int, int], float], scope: ThreadScope) -> dict[st
     def served(size_bytes: int) -> float:
         same = np.zeros(PAIRS, np.int64)
         arena = Arena(Places(same + size_bytes, same, same), max(512, size_bytes), smallest_bytes=1)
-        with arena.serving():
+        with arena.step():
             taken_ns = loop(0, size_bytes, PAIRS)
         assert arena.counts().step.served.blocks == PAIRS
         arena.close()
@@ -121,7 +121,7 @@ def calls_ns(scope: ThreadScope) -> dict[str, object]:
     count = ByteCount(scope)
     arena = Arena(Places(*(np.zeros(0, np.int64) for _ in range(3))), 0)
     count.begin()
-    with arena.serving():
+    with arena.step():
         found = {"peak_ns": _each_ns(lambda _: count.peak_bytes), "at_ns": _each_ns(arena.at)}
     count.end()
     return dict(found)

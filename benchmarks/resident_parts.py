@@ -89,7 +89,7 @@ def sample(session: Session | None) -> dict[str, int]:
     """The parts now."""
     gc.collect()
     resident, files = status_bytes("VmRSS"), status_bytes("RssFile", "RssShmem")
-    found = session._serving._runs.laid.arena if session is not None and session._serving is not None else None
+    found = session._step_arena._runs.arena if session is not None and session._step_arena is not None else None
     arena = (found.resident_bytes or 0) if found is not None else 0
     by_torch, kernels = allocated_bytes().live, kernel_bytes()
     others = in_use_bytes() - by_torch

@@ -23,7 +23,7 @@ from poochplan.planner.simulator.schedule import keep_all
 from poochplan.planner.simulator.simulate import Candidate, simulated, swap_all_on_demand
 from poochplan.units import format_bytes, parse_budget, parse_bytes
 
-from .whatif import as_unserved, link_text, shared
+from .whatif import without_arena, link_text, shared
 from .writing import KEEP_ALL, write_plan
 
 ILP = "ilp"
@@ -89,7 +89,7 @@ def plan(
     begin_build()
     budget_bytes = parse_budget(budget, profile.in_core_peak_bytes)
     has_arena, measured = in_arena(profile, arena), profile.link
-    profile = shared(as_unserved(profile) if arena == "off" else profile, ranks_per_host)
+    profile = shared(without_arena(profile) if arena == "off" else profile, ranks_per_host)
     given = PolicyInput.of(profile, budget_bytes)
     if policy != ILP and arena == "on":
         raise UsageError(f'arena: expected "auto" or "off" with policy {policy!r}, which decides alone, found "on"')
@@ -188,7 +188,7 @@ def _optimal(given: PolicyInput, search: SearchLimits, watch: Watch | None, *, h
         _check_feasible(given)
         return _searched(given, search, watch, has_arena=has_arena)
     holds = f"the budget of {format_bytes(budget_bytes)} holds the in-core peak of {format_bytes(in_core.peak_bytes)}"
-    slower = as_unserved(profile)
+    slower = without_arena(profile)
     laid = None if not has_arena or slower is profile else layout_of(profile, problem, in_core.schedule)
     kept = Optimum(in_core, KEEP_ALL, (f"{holds}: everything is kept",), laid=laid)
     if laid is None or laid.peak_bytes <= budget_bytes:

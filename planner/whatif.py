@@ -89,7 +89,7 @@ def with_bytes_beside(profile: Profile, size_bytes: int) -> Profile:
     )
 
 
-def as_unserved(profile: Profile) -> Profile:
+def without_arena(profile: Profile) -> Profile:
     """The same step without an arena. All ops take longer by the ratio measured for the whole step."""
     unserved_s, step_s = profile.times.unserved_step_s, profile.times.step_s
     if unserved_s is None or step_s <= 0:
@@ -124,7 +124,7 @@ def shared(profile: Profile, ranks_per_host: int) -> Profile:
 
 def as_followed(profile: Profile, plan: Plan) -> Profile:
     """The same step, with an arena if the plan has one, and with the plan's share of the link."""
-    return shared(profile if plan.holds_arena else as_unserved(profile), plan.link.ranks)
+    return shared(profile if plan.holds_arena else without_arena(profile), plan.link.ranks)
 
 
 def parse_link(text: str | float) -> Link:

@@ -20,7 +20,7 @@ from poochplan.planner.search.optimise import Optimum
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.simulate import Candidate, simulate, try_decisions
 
-from .whatif import as_unserved
+from .whatif import without_arena
 
 KEEP_ALL = "keep-all"
 """The policy of a plan that keeps everything: no step is shorter."""
@@ -41,8 +41,8 @@ def write_plan(
         found = replace(found, bound_s=given.problem.keep_all_s)
     if laid is None and is_laid_out:
         laid = layout_of(given.profile, given.problem, found.best.schedule)
-    if laid is None or laid.peak_bytes > given.budget_bytes:  # no arena can serve it
-        given, found = _unserved(given, found)
+    if laid is None or laid.peak_bytes > given.budget_bytes:  # its steps cannot use an arena
+        given, found = _without_arena(given, found)
     profile, problem, best = given.profile, given.problem, found.best
     solve = _solve_record(found, wall_s)
     notes = found.notes
@@ -80,12 +80,12 @@ def write_plan(
     )
 
 
-def _unserved(given: PolicyInput, found: Optimum) -> tuple[PolicyInput, Optimum]:
+def _without_arena(given: PolicyInput, found: Optimum) -> tuple[PolicyInput, Optimum]:
     """The same plan simulated with the seconds of steps without an arena. Its bound stays that of steps with an arena:
     there may be such a plan that was not found. If a disturbed profile has shorter steps without one, the bound is
     shorter by the same ratio: only ops change their speed, so no step shrinks by more than they do.
     """
-    profile, slower = given.profile, as_unserved(given.profile)
+    profile, slower = given.profile, without_arena(given.profile)
     if slower is profile:
         return given, found
     given = PolicyInput.of(slower, given.budget_bytes)

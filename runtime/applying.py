@@ -24,7 +24,7 @@ from poochplan.runtime.metering.step_meter import When
 from poochplan.runtime.messages import Messages, warn
 from poochplan.tensors.signatures import kernel_switches, model_tensors, passing_buffers
 
-from .arena.serving import ArenaMode, serving_for
+from .arena.step_arena import ArenaMode, step_arena_for
 from .attachment import together
 from .plan_in_force import OverBudget
 from .plan_source import GivenPlans, Replan
@@ -158,7 +158,7 @@ def apply(
         cap_bytes=cap_bytes,
         explain=explain,
         certifier=certifier if certify else None,
-        serving=serving_for(arena, where.type, pack, every),
+        step_arena=step_arena_for(arena, where.type, pack, every),
         messages=Messages(is_quiet=quiet),
     )
 

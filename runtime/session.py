@@ -29,7 +29,7 @@ from poochplan.runtime.step_totals import StepTotals, follows
 from poochplan.runtime.messages import Messages
 from poochplan.units import format_bytes
 
-from .arena.serving import Serving
+from .arena.step_arena import StepArena
 from .attachment import Attachment, PlanSource
 from .plan_in_force import REMEDY, OverBudget, PlanInForce, out_of_memory_text, over_budget_text
 from .run_report import ArenaReport, MemoryPeaks, Report, StepReport
@@ -70,13 +70,13 @@ class Session:
         cap_bytes: int | None = None,
         explain: Explain | None = None,
         certifier: Callable[[torch.nn.Module], Certifier] | None = None,
-        serving: Serving | None = None,
+        step_arena: StepArena | None = None,
         messages: Messages | None = None,
     ) -> None:
         self._models, self._source, self._where = models, source, where
         self._on_over_budget, self._cap_bytes = on_over_budget, cap_bytes
         self._explain, self._new_certifier = explain, certifier
-        self._serving = serving or Serving(None, "off")
+        self._step_arena = step_arena or StepArena(None, "off")
         self._messages = messages or Messages(is_quiet=True)
         self._meter = StepMeter(where.type, meter, memory)
         self._is_metered = meter != "never"
@@ -92,11 +92,11 @@ class Session:
         """Whether the session reacts to steps above their budgets."""
         events = StepEvents(
             chosen=weakly(self, Session._chosen),
-            point=weakly(self, Session._point) if self._serving.is_possible or self._is_metered else None,
+            point=weakly(self, Session._point) if self._step_arena.is_possible or self._is_metered else None,
             backward=self._meter.backward,
             over=weakly(self, Session._step_is_over),
             ended=weakly(self, Session._ended),
-            departed=self._serving.departed,
+            departed=self._step_arena.departed,
             resting=weakly(self, Session._resting),
             optimizing=weakly(self, Session._optimizing),
             elsewhere=self._totals.called_elsewhere,
@@ -115,7 +115,7 @@ class Session:
             if self._new_certifier is not None:
                 self._certifier = stack.enter_context(self._new_certifier(self.model))
             stack.callback(self._meter.step_is_over)
-            stack.callback(self._serving.close)
+            stack.callback(self._step_arena.close)
             if self._is_metered and (self._source.is_given or self._on_over_budget is not OverBudget.REPLAN):
                 gc.collect()  # unreachable tensors must not count; planning again collects first
             self._device.start_peaks()
@@ -248,7 +248,7 @@ class Session:
     @property
     def arena(self) -> ArenaReport | None:
         """The arena's part in the last step that could use it; None before. ``total`` has the bytes of all steps."""
-        return self._serving.report()
+        return self._step_arena.report()
 
     def report(self) -> Report:
         """A report of the steps so far. A step ends when the next one begins, or when nothing of it is held."""
@@ -314,15 +314,15 @@ class Session:
     def _chosen(self, segment: Segment) -> None:
         plan = self._following = self._source.following(segment)
         if plan is None or self._engine.follows is None:
-            self._serving.stands_aside()
-            self._meter.served_from(0)
+            self._step_arena.stands_aside()
+            self._meter.uses_arena(0)
         self._source.begins(segment)
         if plan is None:
             return
         if self._followed.get(plan.kind) is not plan:
             self._begins(plan)
         if self._is_metered:
-            self._meter.served_from(self._serving.held_for(plan.plan))
+            self._meter.uses_arena(self._step_arena.held_for(plan.plan))
             self._meter.step_begins(self._engine, self._device, is_due=plan.is_due)
         plan.begins()
         if self._source.is_given:
@@ -333,8 +333,8 @@ class Session:
         before = self._followed.get(plan.kind)
         self._followed[plan.kind] = plan
         if before is not None:
-            self._serving.forget(before.plan)
-        if reason := self._serving.why_not(plan.plan):
+            self._step_arena.forget(before.plan)
+        if reason := self._step_arena.why_not(plan.plan):
             self._messages.warn(f"{FROM_TORCH}, and not from one arena: {reason}")
         try:
             self._engine.make_room([plan.plan.instructions])
@@ -355,24 +355,24 @@ class Session:
     def _point(self, passed: int) -> None:
         self._meter.point()
         if passed > 1:
-            self._serving.at(passed)
+            self._step_arena.at(passed)
         elif self._following is not None and self._engine.follows is not None:
-            self._serving.begin(self._following.plan, self._engine.segment)
-            self._meter.served_from(self._serving.arena_bytes)
+            self._step_arena.begin(self._following.plan, self._engine.segment)
+            self._meter.uses_arena(self._step_arena.arena_bytes)
 
     def _optimizing(self, optimizer: torch.optim.Optimizer) -> None:
         self._source.optimizing(optimizer)
         if self._certifier is not None:
             plan = self._following.plan if self._following is not None else None
             self._certifier.follows(plan if plan and follows(self._engine.segment, plan.instructions) else None)
-        self._serving.optimizer_steps(optimizer)
+        self._step_arena.optimizer_steps(optimizer)
 
     def _resting(self) -> None:
-        self._serving.rests()
-        self._meter.served_from(self._serving.arena_bytes)
+        self._step_arena.rests()
+        self._meter.uses_arena(self._step_arena.arena_bytes)
 
     def _step_is_over(self, segment: Segment) -> None:
-        self._serving.step_is_over()
+        self._step_arena.step_is_over()
         self._meter.step_is_over()
         self._take_peak(segment)
         self._look(segment)
@@ -404,8 +404,8 @@ class Session:
         if not plan.is_over(peak_bytes):
             return
         within = (self._meter.blocks_peak_bytes or peak_bytes) <= plan.plan.budget_bytes  # without the arena's holes
-        if self._serving.may_give_up and within:
-            is_smaller = self._serving.exceeded(plan.plan, peak_bytes - plan.plan.budget_bytes)
+        if self._step_arena.may_give_up and within:
+            is_smaller = self._step_arena.exceeded(plan.plan, peak_bytes - plan.plan.budget_bytes)
             if is_smaller is not None:
                 now = FROM_SMALLER if is_smaller else FROM_TORCH
                 took, budget = format_bytes(peak_bytes), format_bytes(plan.plan.budget_bytes)

@@ -93,7 +93,7 @@ class CudaMeter(CompiledMeter):
 
 
 class Workspace:
-    """This class itself serves a CPU without the compiled allocator, and steps without memory."""
+    """This class itself is for a CPU without the compiled allocator, and steps without memory."""
 
     memory = Memory.LIVE
     """Whether it knows the memory inside ops."""

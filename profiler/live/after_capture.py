@@ -14,7 +14,7 @@ from poochplan.formats.profile import Phase
 from poochplan.profiler.capture.timing import OpTimer
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.trials.verify_replays import PIECE_BYTES, HostStore, Verify
-from poochplan.runtime.arena.serving import RepeatedStep
+from poochplan.runtime.arena.step_arena import RepeatedStep
 from poochplan.runtime.compiled.points import told_of_points
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.saved_value import Handle

@@ -37,7 +37,7 @@ from poochplan.profiler.capture.capture import Capture, collected_after
 from poochplan.profiler.capture.timing import OpRuns
 from poochplan.profiler.step.preserve import preserved
 from poochplan.profiler.trials.compare import RECORDED, instructions_for, keeping, verification, without_replays
-from poochplan.runtime.arena.serving import RepeatedStep
+from poochplan.runtime.arena.step_arena import RepeatedStep
 from poochplan.runtime.step_policies.follow import Course, Follow
 from poochplan.runtime.step_policies.step_policy import StepPolicy, SwapEach
 from poochplan.tensors.host_memory import is_freed_memory_given_back, new_memory_holds, page_fault_s
@@ -48,8 +48,8 @@ from .watch import NewWatch, Scene, Studied
 
 TIMED = 3
 """Number of a loop's segments that are timed whole, and again op by op."""
-LOOP_SERVED = 2
-"""Number of a loop's segments that are timed whole while an arena serves them."""
+LOOP_FROM_ARENA = 2
+"""Number of a loop's segments that are timed whole with their blocks in an arena."""
 KEPT_STEPS = 2
 """Number of steps of a step function that keep every value under the engine, to measure the time of its hooks."""
 LIVE = "profiled inside a running training loop"
@@ -93,7 +93,7 @@ class Timed(NamedTuple):
     """Seconds of each op, (steps, ops); None if no step matched the captured one."""
     notes: list[str]
     unserved_s: float | None
-    """The step with the ordinary allocator, if ``steps`` are as if served from an arena."""
+    """The step with the ordinary allocator, if ``steps`` are as if from an arena."""
     plain_s: float | None
     """The median step with the ordinary allocator in a loop, without its hooks; None if not all of them kept every
     value."""
@@ -156,7 +156,7 @@ class _Steps:
     scene: Scene
     keep_all: KeepAllInstructions
     arena: RepeatedStep | None = None
-    """Serves the steps from here on."""
+    """The steps from here on use it."""
     in_hooks: list[HookSeconds] = field(default_factory=list)
     """The time in the hooks of steps that kept all values under the engine."""
     faults: list[PhaseSeconds] = field(default_factory=list)
@@ -192,8 +192,8 @@ class _Steps:
         self.arena = RepeatedStep(packed)
         seconds = yield from self.several(1)
         for _ in range(2):
-            yield from self.several(0 if self.arena.is_served else 1)
-        if not self.arena.is_served:
+            yield from self.several(0 if self.arena.is_from_arena else 1)
+        if not self.arena.is_from_arena:
             self.close()
         return seconds
 
@@ -235,16 +235,16 @@ def _timed(
     with collected_after(capture) if is_repeated else contextlib.nullcontext():
         ordinary = yield from steps.several(1)
     is_allocated = steps.scene.where.type == "cpu" and capture.memory is Memory.ALLOCATED
-    served: list[PhaseSeconds] = []
+    from_arena: list[PhaseSeconds] = []
     with contextlib.closing(steps):
         if is_allocated and options.has_arena() and (is_repeated or has_room()):
             ordinary += yield from steps.several(0 if is_repeated else count - 2)
             ordinary += yield from steps.recorded()
         if steps.arena is not None:
-            served = yield from steps.several(count if is_repeated else LOOP_SERVED)
+            from_arena = yield from steps.several(count if is_repeated else LOOP_FROM_ARENA)
         else:
             ordinary += yield from steps.several(count - len(ordinary))
-        timed, has_kept = served or ordinary, steps.have_kept
+        timed, has_kept = from_arena or ordinary, steps.have_kept
         options.say(f"timing {len(capture.ops)} ops over {count} steps")
         ops = OpRuns(capture.ops)
         yield from steps.by_op(count, ops)
@@ -253,9 +253,9 @@ def _timed(
             options.say(f"timed steps spread too much; timing {count} more")
             timed, notes = steady(timed, (yield from steps.several(count)), ops.steps)
     whole_s = [sum(step.values()) for step in ordinary]
-    plain_s, unserved_s = median(whole_s) if has_kept else None, min(whole_s) if served else None
+    plain_s, unserved_s = median(whole_s) if has_kept else None, min(whole_s) if from_arena else None
     if is_allocated and not is_repeated:
-        timed, unserved_s = served or steps.without_faults(timed), median(whole_s)
+        timed, unserved_s = from_arena or steps.without_faults(timed), median(whole_s)
     return Timed(timed, ops.seconds, notes, unserved_s, plain_s)
 
 

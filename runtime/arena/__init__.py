@@ -1,1 +1,1 @@
-"""One arena: the compiled allocator that counts, records and serves blocks, and layouts for steps and forwards."""
+"""One arena: the compiled allocator that counts and logs blocks and places them, and layouts for steps and forwards."""

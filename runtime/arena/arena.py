@@ -1,4 +1,4 @@
-"""Arena: a single block of memory that serves a step's blocks at their planned places."""
+"""Arena: a single block of memory, from which a step's blocks are allocated at their planned places."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class ArenaCounts:
 
 
 class Arena:
-    """``size_bytes`` of memory, and the places in it. State: open or closed; serving a step or not.
+    """``size_bytes`` of memory, and the places in it. State: open or closed; in a step or between two.
 
     Bytes in use are never handed out, even if a step differs from the plan. The memory is released when the arena is
     closed or no longer referenced, and the last tensor in it has died.
@@ -114,7 +114,7 @@ class Arena:
 
         ``kept_bytes``: memory after these bytes is released, except for live blocks; by default all memory is kept.
 
-        Raises ``ValueError`` like a new arena, and ``RuntimeError`` if a step is being served or the arena is closed.
+        Raises ``ValueError`` like a new arena, and ``RuntimeError`` within a step or if the arena is closed.
         """
         sizes, offsets, points = _checked(places, self.size_bytes)
         at = sizes.ctypes.data, offsets.ctypes.data, points.ctypes.data
@@ -123,7 +123,7 @@ class Arena:
             raise RuntimeError("expected an open arena between two steps, found one that serves or is closed")
 
     def begin(self, point: int = 0) -> None:
-        """Serves this thread from here on, as a new step whose clock is at ``point``.
+        """Blocks of this thread come from it from here on, as a new step whose clock is at ``point``.
 
         Raises ``RuntimeError`` if the arena is closed.
         """
@@ -131,7 +131,7 @@ class Arena:
             raise RuntimeError("expected an open arena, found one that was closed; make another")
 
     def join(self) -> None:
-        """Serves this thread too, in the step that another thread has begun; without effect if none has."""
+        """Blocks of this thread come from it too, in the step that another thread has begun; without effect if none has."""
         self._library.arena_join(self._handle)
 
     def leave(self) -> None:
@@ -142,12 +142,12 @@ class Arena:
         self._library.arena_at(self._handle, point)
 
     def end(self) -> None:
-        """The step is over: no thread is served any more, and blocks that did not come count as unmet."""
+        """The step is over: no thread uses the arena any more, and blocks that did not come count as unmet."""
         self._library.arena_end(self._handle)
 
     @contextlib.contextmanager
-    def serving(self, point: int = 0) -> Iterator[None]:
-        """A block in which this thread is served, from :meth:`begin` to :meth:`end`."""
+    def step(self, point: int = 0) -> Iterator[None]:
+        """A block of code that is one step on this thread, from :meth:`begin` to :meth:`end`."""
         self.begin(point)
         try:
             yield
@@ -155,7 +155,7 @@ class Arena:
             self.end()
 
     def close(self) -> None:
-        """Stops serving for good. The memory is released with the last tensor in it. Closing twice is no error."""
+        """Blocks never come from it again. The memory is released with the last tensor in it. Closing twice is no error."""
         self._drop()
 
     def counts(self) -> ArenaCounts:
@@ -165,7 +165,7 @@ class Arena:
         return ArenaCounts(step, total)
 
     def report(self, size_bytes: int, layer_at: Callable[[int], str]) -> ArenaReport:
-        """Of the last step that it served; ``layer_at`` names the layer at a point of its clock."""
+        """Of the last step; ``layer_at`` names the layer at a point of its clock."""
         step = self.counts().step
         first = self.misses()[:MOST_UNSERVED]
         return ArenaReport(
@@ -180,7 +180,7 @@ class Arena:
         )
 
     def misses(self) -> list[Miss]:
-        """The first 64 blocks of the step that were not served as planned, in order."""
+        """The first 64 blocks of the step that did not get their places, in order."""
         rows = np.zeros((_MOST_MISSES, 4), np.int64)
         count = self._library.arena_misses(self._handle, rows.ctypes.data, _MOST_MISSES)
         return [Miss(_FATES[fate], *numbers) for fate, *numbers in rows[:count].tolist()]

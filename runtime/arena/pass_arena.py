@@ -26,11 +26,11 @@ from poochplan.runtime.arena.library import Table, ThreadScope
 from poochplan.runtime.arena.recorded_layout import (
     PackBlocks,
     RecordedLayout,
-    ServedRuns,
+    ArenaRuns,
     recorded_blocks,
     recorded_layout,
 )
-from poochplan.runtime.arena.serving import MOST_BLOCKS, misses
+from poochplan.runtime.arena.step_arena import MOST_BLOCKS, misses
 from poochplan.tensors.modes import Begins, Ends, around_calls, compiled_modules, inside, left_out_of_copies
 from poochplan.tensors.signatures import input_signature
 from poochplan.torch_private.compiler_internals import is_tracing
@@ -68,7 +68,7 @@ class PassArena:
     A pass begins at the outermost call of the model on a thread, without gradients. It ends when that call returns or
     raises. One pass at a time uses the arena. Concurrent passes of other threads, passes inside a session, and code
     between passes use the ordinary allocator. Of each kind of pass (inputs, switches) the first is ordinary, the second
-    is logged and laid out, and later ones are served from the arena. They are logged too until one fits exactly.
+    is logged and laid out, and later ones are allocated from the arena. They are logged too until one fits exactly.
 
     Bytes in use are never handed out: results that are kept stay unchanged by later passes.
 
@@ -76,18 +76,18 @@ class PassArena:
     ----------
     model: passes begin at its calls; only hooks are added to it.
     pack: computes the layout of the blocks of a pass.
-    reason: why no pass is served; empty if passes are served.
+    reason: why no pass uses an arena; empty if passes do.
     """
 
     def __init__(self, model: torch.nn.Module, pack: PackBlocks, reason: str = "") -> None:
         self._model, self._pack, self._reason = model, pack, reason
         self._kinds = KnownPasses()
-        self._runs: ServedRuns | None = None
+        self._runs: ArenaRuns | None = None
         """Made at the first pass, because it needs the allocator."""
         self._laid_out: PassLayout | None = None
-        """The layout by which a pass was last served."""
+        """The layout of the last pass that used the arena."""
         self._is_closed = False
-        self._passes = self._served = 0
+        self._passes = self._passes_in_arena = 0
         self._is_free = threading.Lock()
         """Held while a pass runs, on any thread."""
         self._pass = _Pass()
@@ -112,10 +112,10 @@ class PassArena:
             self._runs.close_arena()
 
     def report(self) -> PassReport:
-        """A report on the last pass that was served, with the figures to compare it with."""
+        """A report on the last pass that used the arena, with the figures to compare it with."""
         arena, layout = self._runs.arena if self._runs is not None else None, self._laid_out
         told = PassReport(
-            passes=self._passes, served_passes=self._served, layouts=len(self._kinds), reason=self._reason
+            passes=self._passes, served_passes=self._passes_in_arena, layouts=len(self._kinds), reason=self._reason
         )
         if arena is None or layout is None:
             return told
@@ -146,7 +146,7 @@ class PassArena:
         autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
         switches = self._model.training, torch.is_inference_mode_enabled(), autocast  # they decide which kernels run
         self._pass = _Pass(sys._getframe(2), (input_signature(args, kwargs), switches))
-        self._serve(self._pass)
+        self._begin_pass(self._pass)
 
     def _call_ends(self, result: Any) -> None:
         if getattr(_here, "arena", None) is not self:
@@ -164,33 +164,33 @@ class PassArena:
         running.calls[path] += 1
         if self._runs is None:
             return
-        if running.served is not None and (point := running.served.points.get(call)) is not None:
-            self._runs.serves_at(point)
+        if running.layout is not None and (point := running.layout.points.get(call)) is not None:
+            self._runs.at(point)
         if running.is_logged:
             self._runs.marks(running.points.setdefault(call, len(running.points) + 1))
 
     # -- a pass ------------------------------------------------------------------------------------------------
 
-    def _serve(self, running: _Pass) -> None:
+    def _begin_pass(self, running: _Pass) -> None:
         known = self._kinds.of(running.kind)
         known.passes += 1
         running.known = known
         if known.layout is None and not known.is_to_be_logged:
             return
         if self._runs is None:
-            self._runs = ServedRuns(_scope())
+            self._runs = ArenaRuns(_scope())
         layout, most_bytes = known.layout, self._kinds.arena_bytes
         blocks = layout.blocks if layout is not None else None
         if self._runs.begin(blocks, largest_bytes=most_bytes, room_bytes=most_bytes, log=known.is_to_be_logged):
-            running.served = self._laid_out = layout
-            self._served += 1
+            running.layout = self._laid_out = layout
+            self._passes_in_arena += 1
         running.is_logged = self._runs.is_logged
 
     def _pass_ends(self, *, is_whole: bool) -> None:
         running, self._pass = self._pass, _Pass()
         _here.arena = None
         try:
-            if self._runs is None or (running.served is None and not running.is_logged):
+            if self._runs is None or (running.layout is None and not running.is_logged):
                 return
             events, fates = self._runs.events(), self._runs.end()
             if is_whole and not self._is_closed and running.known is not None:
@@ -199,7 +199,7 @@ class PassArena:
             self._is_free.release()
 
     def _learn(
-        self, runs: ServedRuns, running: _Pass, known: KnownPass, fates: Fates | None, events: Table | None
+        self, runs: ArenaRuns, running: _Pass, known: KnownPass, fates: Fates | None, events: Table | None
     ) -> None:
         """Makes a layout. Blocks that outlive the pass lie outside: its results, and blocks that other code keeps."""
         if fates is not None:
@@ -230,7 +230,7 @@ class _Pass:
     points: dict[PartCall, int] = field(default_factory=dict)
     """The points that are marked in the log."""
     known: KnownPass | None = None
-    served: PassLayout | None = None
+    layout: PassLayout | None = None
     is_logged: bool = False
 
     def is_running(self) -> bool:
@@ -307,7 +307,7 @@ class KnownPasses:
 
 
 class PassReport(ArenaReport, frozen=True, kw_only=True):
-    """``arena.report()``: the last pass that the arena served, and the bytes of its blocks without an arena.
+    """``arena.report()``: the last pass that used the arena, and the bytes of its blocks without an arena.
 
     ``size_bytes`` is the size of the arena, which has room for the largest layout so far. Prints as a table.
     """
@@ -325,7 +325,7 @@ class PassReport(ArenaReport, frozen=True, kw_only=True):
     layout_bytes: int = 0
     """The part of the arena that this pass uses."""
     reason: str = ""
-    """Why no pass is served at all; empty if passes are served."""
+    """Why no pass uses the arena at all; empty if passes do."""
 
     def __str__(self) -> str:
         return text_table(self._title(), self._rows())

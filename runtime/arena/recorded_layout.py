@@ -1,4 +1,4 @@
-"""ServedRuns: runs allocated from an arena with places for them, or logged. The log of a run becomes a layout."""
+"""ArenaRuns: runs allocated from an arena with places for them, or logged. The log of a run becomes a layout."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from poochplan.runtime.arena.library import MARK, AllocationLog, Table, ThreadSc
 from poochplan.tensors.host_memory import give_back_freed
 
 _lock = threading.Lock()
-_writers: dict[int, weakref.ref[ServedRuns]] = {}
+_writers: dict[int, weakref.ref[ArenaRuns]] = {}
 """The writer of each scope's log, by the scope's handle: one at a time in a process."""
 _NOWHERE = Places(*(np.empty(0, np.int64) for _ in range(3)))
 RUN_END = -1
 """The mark at the end of a run; all other marks are points of its clock."""
 
 
-class ServedRuns:
+class ArenaRuns:
     """State: one arena for runs of several kinds, once there was a layout, and the layout that it has now; the current
     or last run, and its log until :meth:`events` takes it.
 
@@ -47,7 +47,7 @@ class ServedRuns:
         self._scope = scope
         self._log: AllocationLog | None = None
         self._goes_on = False
-        self.is_served = False
+        self.has_places = False
         """Whether the blocks of the run that began last have places."""
 
     # -- a run ----------------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ class ServedRuns:
     def begin(
         self, layout: RecordedLayout | None, *, largest_bytes: int, room_bytes: int, log: bool, point: int = 0
     ) -> bool:
-        """A run begins on this thread, by that layout or by none. Returns whether it is served.
+        """A run begins on this thread, by that layout or by none. Returns whether its blocks have places.
 
         Parameters
         ----------
@@ -63,16 +63,16 @@ class ServedRuns:
         room_bytes: most bytes that the arena may take in a run of this layout.
         log: whether to log the run, unless another run is being logged: the next run is then as good an example.
         """
-        self.is_served = self._lay(layout, largest_bytes, room_bytes)
-        if self.is_served and self.arena is not None:
+        self.has_places = self._lay(layout, largest_bytes, room_bytes)
+        if self.has_places and self.arena is not None:
             try:
                 self.arena.begin(point)
             except RuntimeError:  # another thread has closed it meanwhile
-                self.is_served = False
+                self.has_places = False
         self._goes_on = True
         if log and self._scope is not None:
             self._write_down(self._scope, point)
-        return self.is_served
+        return self.has_places
 
     def _write_down(self, scope: ThreadScope, point: int) -> None:
         with _lock:
@@ -93,9 +93,9 @@ class ServedRuns:
     def is_logged(self) -> bool:
         return self._log is not None
 
-    def serves_at(self, point: int) -> None:
-        """The clock is at ``point`` of the layout that serves the run."""
-        if self.is_served and self.arena is not None:
+    def at(self, point: int) -> None:
+        """The clock is at ``point`` of the layout that the run uses."""
+        if self.has_places and self.arena is not None:
             self.arena.at(point)
 
     def marks(self, point: int) -> None:
@@ -110,14 +110,14 @@ class ServedRuns:
         if self._goes_on:
             self._goes_on = False
             self.marks(RUN_END)
-            if self.is_served and self.arena is not None:
+            if self.has_places and self.arena is not None:
                 self.arena.end()
         return self.fates
 
     @property
     def fates(self) -> Fates | None:
         """The fates of the blocks of the run that began last; None if they had no places."""
-        return self.arena.counts().step if self.is_served and self.arena is not None else None
+        return self.arena.counts().step if self.has_places and self.arena is not None else None
 
     def events(self) -> Table | None:
         """The log of the run that began last, which ends here; None if it was not logged."""
@@ -131,11 +131,11 @@ class ServedRuns:
 
     @property
     def held_bytes(self) -> int:
-        """Most memory that the arena holds while runs of the present layout are served; 0 without one, and at rest."""
+        """Most memory that the arena holds during runs of the present layout; 0 without one, and at rest."""
         return self._held_bytes if self._layout is not None and not self._rests else 0
 
     def _lay(self, layout: RecordedLayout | None, largest_bytes: int, room_bytes: int) -> bool:
-        """Gives the arena these places; None: its memory is freed. Returns whether a run can be served now."""
+        """Gives the arena these places; None: its memory is freed. Returns whether a run can use them now."""
         self._rests = False
         if layout is self._layout:
             return layout is not None
@@ -162,7 +162,7 @@ class ServedRuns:
 
     def stands_aside(self) -> None:
         """The code that runs next has no places. The machine gets the arena's memory back, except for live blocks."""
-        self.is_served = self._lay(None, 0, 0)
+        self.has_places = self._lay(None, 0, 0)
 
     def rests(self) -> None:
         """The machine gets the memory back until the next run, except for live blocks; the layout stays."""
@@ -177,13 +177,13 @@ class ServedRuns:
         self._held_bytes, self._rests = 0, False
 
     def close_arena(self) -> None:
-        """Nothing is served any more; the memory is freed with the last tensor in it. Its counts can still be read."""
+        """The arena is not used any more; its memory is freed with the last tensor in it. Its counts can still be read."""
         self._rests = True  # there is nothing to give back any more
         if self.arena is not None:
             self.arena.close()
 
     def close(self) -> None:
-        """The last run is over, and nothing is served any more. Idempotent."""
+        """The last run is over, and the arena is not used any more. Idempotent."""
         self.end()
         self.events()
         self.close_arena()

@@ -67,7 +67,7 @@ class StepPeak:
     """The peak of one step after another. This class itself knows none."""
 
     arena_bytes = 0
-    """Size of the arena that serves the step, which counts as a whole. The caller keeps it up to date."""
+    """Size of the arena that the step uses, which counts as a whole. The caller keeps it up to date."""
     needs_census = True
     """Whether a census of the memory before the step is needed."""
 
@@ -136,7 +136,7 @@ class AllocatedPeak(StepPeak):
 
     @property
     def arena_bytes(self) -> int:
-        """Size of the arena that serves the step. The caller sets it when the arena gets or gives back its memory."""
+        """Size of the arena that the step uses. The caller sets it when the arena gets or gives back its memory."""
         return self._arena_bytes
 
     @arena_bytes.setter

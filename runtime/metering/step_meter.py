@@ -139,8 +139,8 @@ class StepMeter:
                 if self._told is not None:
                     self._told = PeakBytes(self._told.peak_bytes + size_bytes, self._told.blocks_bytes + size_bytes)
 
-    def served_from(self, arena_bytes: int) -> None:
-        """The running step has an arena of that size, which counts as a whole; 0 for none."""
+    def uses_arena(self, arena_bytes: int) -> None:
+        """The running step uses an arena of that size, which counts as a whole; 0 for none."""
         if self._source is not None:
             self._source.arena_bytes = arena_bytes
 

@@ -22,7 +22,7 @@ LINES = [
     f"{session.FROM_TORCH}, and not from one arena",
     telling.not_planned("no room"),
     telling.dearer(0.0721, 0.0489, "", is_planned_again=False).split(":")[0],
-    *(why for name, why in vars(studied_plans).items() if name in ("COPIES", "UNSERVED", "BUSY", "SLOWER")),
+    *(why for name, why in vars(studied_plans).items() if name in ("COPIES", "NO_ARENA", "BUSY", "SLOWER")),
 ]
 DIALECT = re.compile(r"\b(kind|kinds|segment|segments|served|beside the step)\b")
 

@@ -17,7 +17,7 @@ from poochplan.planner.planning import ILP, plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.sweep import Solving, SweepPoint, all_policies, compare_policies, default_budgets, sweep
-from poochplan.planner.whatif import as_unserved
+from poochplan.planner.whatif import without_arena
 from tests.depth import tries
 from tests.planner.random_profiles import resnet_like, transformer_like
 
@@ -180,6 +180,6 @@ def test_no_policy_is_shown_below_the_bound_where_its_steps_have_no_arena(profil
     assert min(point.overhead for point in points if point.overhead is not None) >= ilp.bound_overhead - 1e-9
     rows = compare_policies(slower, plan(slower, slower.in_core_peak_bytes))
     kept_s = {row.policy: row.step_s for row in rows}["keep-all"]
-    assert kept_s == build_problem(as_unserved(slower)).keep_all_s
+    assert kept_s == build_problem(without_arena(slower)).keep_all_s
     assert ilp.step_s is not None
     assert ilp.step_s < kept_s  # by an arena that fits where a little is given up

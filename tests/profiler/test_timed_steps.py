@@ -16,11 +16,11 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Memory, Profile
 from poochplan.planner.arena.packing import packed
 from poochplan.planner.arena.step_layout import kept_in_arena
-from poochplan.planner.whatif import as_followed, as_unserved, for_machine
+from poochplan.planner.whatif import as_followed, without_arena, for_machine
 from poochplan.profiler.profiling import with_plain_again
 from poochplan.report.timeline import draw_timeline, timeline_of
 from poochplan.runtime.arena.library import library
-from poochplan.runtime.arena.serving import RepeatedStep
+from poochplan.runtime.arena.step_arena import RepeatedStep
 from tests.runtime.nets import LINK, taken
 
 SLOWER = 1.5
@@ -59,7 +59,7 @@ def test_in_a_loop_the_seconds_of_fresh_pages_are_not_those_of_ops(
 ) -> None:
     """Steps are timed in an arena. If none could be laid out, page faults are counted and subtracted."""
     if not has_arena:
-        monkeypatch.setattr(RepeatedStep, "is_served", False)
+        monkeypatch.setattr(RepeatedStep, "is_from_arena", False)
 
     class Scaled(torch.nn.Module):
         def __init__(self) -> None:
@@ -172,7 +172,7 @@ def test_a_step_that_swaps_is_timed_from_an_arena_and_not_by_pytorch_alone() -> 
 def test_a_step_that_was_never_served_is_what_it_was_timed_as(profile: Profile) -> None:
     times = msgspec.structs.replace(profile.times, unserved_step_s=None)
     ordinary = msgspec.structs.replace(profile, times=times)
-    assert as_unserved(ordinary) is ordinary
+    assert without_arena(ordinary) is ordinary
 
 
 @pytest.mark.parametrize(("alone_s", "again_s", "found_s"), [(2.5, 1.0, 1.0), (2.5, 3.0, 2.5), (1.2, 0.1, 1.2)])
@@ -208,7 +208,7 @@ def test_a_repeated_step_is_served_whole_from_its_second_run_on_and_keeps_its_bi
         model.zero_grad(set_to_none=True)
         with arena.run():
             found = gradients()
-        served.append(arena.is_served)
+        served.append(arena.is_from_arena)
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert served[0] is False
     assert served[-1] is True
@@ -236,5 +236,5 @@ def test_a_step_that_takes_other_blocks_each_time_is_not_served_and_has_its_bits
             made = torch.full((number * 10_000,), float(number))
             total = (made * 2).sum()
         assert total == 2.0 * number * number * 10_000
-        assert not arena.is_served
+        assert not arena.is_from_arena
     arena.close()

@@ -11,7 +11,7 @@ from torch import nn
 import poochplan
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
-from poochplan.runtime.arena.serving import ArenaMode
+from poochplan.runtime.arena.step_arena import ArenaMode
 from poochplan.runtime.metering import allocated
 from poochplan.runtime.metering.step_meter import When
 from poochplan.torch_private.tensor_internals import mode_count

@@ -19,7 +19,7 @@ from poochplan.errors import UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.planner.arena.packing import packed
-from poochplan.runtime.arena import serving
+from poochplan.runtime.arena import step_arena
 from poochplan.runtime.run_report import ArenaReport
 from poochplan.runtime.session import Session
 from tests.runtime.nets import CASES, Attention, Case, equal, in_core, snapshot, train
@@ -157,7 +157,7 @@ def test_an_arena_that_cannot_be_is_one_line_and_auto_goes_on_without(
         plan = _without_layout()
     else:
         reason = "no C++ compiler; install one"
-        monkeypatch.setattr(serving, "why_unavailable", lambda: reason)
+        monkeypatch.setattr(step_arena, "why_unavailable", lambda: reason)
     loop = Loop(CASES["attention"])
     with pytest.raises(UsageError) as told:
         poochplan.apply(plan, loop.model, arena="on")
@@ -319,10 +319,10 @@ def test_every_micro_batch_is_served_whole_from_one_arena(name: str, micro_batch
 def test_an_arena_of_several_kinds_is_no_larger_than_the_largest_of_them() -> None:
     with _accumulating("attention", 2, "never") as (loop, session):
         loop.steps(6, session)
-        assert session._serving is not None
+        assert session._step_arena is not None
         sizes = [one.size_bytes for one in loop.found if one is not None]
         assert len(sizes) == 2
-        arena = session._serving._runs.arena
+        arena = session._step_arena._runs.arena
         assert arena is not None
         assert arena.size_bytes == max(sizes)
 

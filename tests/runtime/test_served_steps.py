@@ -279,7 +279,7 @@ def test_an_arena_counts_whole_and_its_blocks_do_not_count_beside_it() -> None:
     peak.step_begins()
     peak.looked_around({})
     arena = Arena(places((SERVED_BYTES, 0, 0)), ARENA_BYTES)
-    with arena.serving():
+    with arena.step():
         inside = filled(SERVED_BYTES, 1)
     outside = filled(OUTSIDE_BYTES, 2)
     assert arena.live_blocks == 1
@@ -336,7 +336,7 @@ def test_an_evaluation_within_a_step_has_the_memory_of_the_arena_that_rests_mean
 def test_what_lies_in_an_arena_as_a_step_begins_is_no_part_of_what_lies_beside_it() -> None:
     peak = AllocatedPeak()
     arena = Arena(places((SERVED_BYTES, 0, 0)), ARENA_BYTES)
-    with arena.serving():
+    with arena.step():
         inside = filled(SERVED_BYTES, 1)
     outside = filled(OUTSIDE_BYTES, 2)
     peak.arena_bytes = ARENA_BYTES

@@ -28,7 +28,7 @@ from .options import DEFAULT_MARGIN, over_budget, parse_overrides
 
 if TYPE_CHECKING:
     from poochplan.online.ranks import Ranks
-    from poochplan.runtime.arena.serving import ArenaMode
+    from poochplan.runtime.arena.step_arena import ArenaMode
     from poochplan.verify import Build
     from poochplan.workload import LoadedWorkload, Workload
 
@@ -318,12 +318,12 @@ def _compiled(build: Build, plan: Plan | None) -> Build:
 
 def _why_not_served(mode: ArenaMode, plan: Plan) -> str:
     """Why the steps could not be served from an arena, in one line; empty if they could."""
-    from poochplan.runtime.arena.serving import why_not_served
+    from poochplan.runtime.arena.step_arena import why_no_step_arena
     from poochplan.runtime.metering.allocated import step_scope
 
     if mode == "off":
         return "--arena off"
-    reason = why_not_served(mode, plan.device, [plan])
+    reason = why_no_step_arena(mode, plan.device, [plan])
     if not reason and step_scope() is None:
         return "the compiled allocator could not be built; pooch doctor --build says why"
     return reason

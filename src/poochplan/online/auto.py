@@ -15,7 +15,7 @@ from poochplan.planner.simulator.evaluator import begin_build
 from poochplan.profiler.link import known_link, measure_link
 from poochplan.profiler.request import checked_device
 from poochplan.profiler.trials.machine_facts import on_worker_thread, unmeasured
-from poochplan.runtime.arena.serving import ArenaMode, Serving, why_no_arena
+from poochplan.runtime.arena.step_arena import ArenaMode, StepArena, why_no_arena
 from poochplan.runtime.attachment import together
 from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.device import Device
@@ -139,7 +139,7 @@ def auto(
         before_plan=before,
         messages=messages,
     )
-    is_served = arena != "off" and not why_no_arena(where.type)
+    has_arena = arena != "off" and not why_no_arena(where.type)
     return Session(
         models,
         where,
@@ -149,7 +149,7 @@ def auto(
         cap_bytes=cap_bytes,
         explain=PLANNER.explain,
         certifier=PLANNER.certifier if certify else None,
-        serving=Serving(PLANNER.pack, arena) if is_served else None,
+        step_arena=StepArena(PLANNER.pack, arena) if has_arena else None,
         messages=messages,
     )
 

@@ -20,7 +20,7 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.profiler.trials.machine_facts import completed, is_complete, on_worker_thread
 from poochplan.runtime.arena.library import build, is_built, is_loaded, library
-from poochplan.runtime.arena.serving import ArenaMode, why_no_arena
+from poochplan.runtime.arena.step_arena import ArenaMode, why_no_arena
 from poochplan.runtime.messages import Messages
 
 from .before_plan import Earned, has_no_processor_to_spare

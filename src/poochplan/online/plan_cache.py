@@ -24,7 +24,7 @@ from poochplan.formats.profile import Profile
 from poochplan.profiler.assembly.assemble import this_machine
 from poochplan.profiler.live.step_kinds import Key
 from poochplan.runtime.applying import model_signature
-from poochplan.runtime.arena.serving import ArenaMode
+from poochplan.runtime.arena.step_arena import ArenaMode
 from poochplan.runtime.metering.allocated import step_scope
 from poochplan.runtime.metering.census import live
 from poochplan.torch_private.compiler_internals import compiled_with

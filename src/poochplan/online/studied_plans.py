@@ -49,7 +49,7 @@ MOST = 1.25
 """A step is slow if it takes more than this factor of its predicted time."""
 
 COPIES = "copies to the host and back take longer than was measured"
-UNSERVED = "their memory does not come from one arena yet"
+NO_ARENA = "their memory does not come from one arena yet"
 BUSY = "something else uses the processors"
 SLOWER = "operations take longer than when they were measured"
 
@@ -377,7 +377,7 @@ class Promise:
         if self.stall_s > (self.step_s - self.plan.prediction.step_s) / 2:
             return COPIES
         if self.plan.prediction.arena_peak_bytes is not None and not self._reports[-1].served_bytes:
-            return UNSERVED
+            return NO_ARENA
         return BUSY if os.getloadavg()[0] > (os.cpu_count() or 1) else SLOWER
 
     def link_found(self, link: Link) -> Link:

@@ -34,7 +34,7 @@ def in_child(claim: Callable[[], bool]) -> int:
 
 def test_a_fork_in_mid_step_leaves_the_parent_served_and_the_child_not(native: Library) -> None:
     arena = Arena(places((8 * KIB, 0, 0), (8 * KIB, 8 * KIB, 0), (8 * KIB, 16 * KIB, 0)), 64 * KIB)
-    with arena.serving():
+    with arena.step():
         first = filled(8 * KIB, 1)
 
         def claim() -> bool:
@@ -54,7 +54,7 @@ def test_a_fork_in_mid_step_leaves_the_parent_served_and_the_child_not(native: L
 def test_in_the_child_nothing_is_counted_or_recorded_and_blocks_may_die(scope: ThreadScope) -> None:
     count = ByteCount(scope)
     arena = Arena(places((8 * KIB, 0, 0)), 8 * KIB)
-    with AllocationLog(scope) as log, arena.serving():
+    with AllocationLog(scope) as log, arena.step():
         count.begin()
         held = [filled(8 * KIB, 1)]
 
@@ -82,11 +82,11 @@ def test_the_child_may_begin_a_step_of_its_own(native: Library) -> None:
     arena = Arena(places((8 * KIB, 0, 0)), 8 * KIB)
 
     def claim() -> bool:
-        with arena.serving():
+        with arena.step():
             block = filled(8 * KIB, 3)
             return arena.live_blocks == 1 and holds(block, 3)
 
-    with arena.serving():
+    with arena.step():
         assert in_child(claim) == 0
         assert arena.live_blocks == 0
     arena.close()
@@ -100,13 +100,13 @@ def test_no_child_finds_a_lock_held_by_a_thread_that_is_not_there(scope: ThreadS
     def churn() -> None:
         scope.join()
         while not is_over.is_set():
-            with arena.serving():
+            with arena.step():
                 for _ in range(100):
                     torch.empty(8 * KIB, dtype=torch.uint8)
             count.reset_peak()
 
     def claim() -> bool:
-        with arena.serving(), AllocationLog(scope) as log:
+        with arena.step(), AllocationLog(scope) as log:
             held = [torch.empty(8 * KIB, dtype=torch.uint8) for _ in range(100)]
         return len(held) == 100 == len(log.events)
 

@@ -29,7 +29,7 @@ def test_a_recorded_step_is_served_whole_and_its_gradients_are_the_same_bits(sco
     events = recorded(net.step, scope)
     arena = arena_of(events)
     for _ in range(3):
-        with arena.serving():
+        with arena.step():
             assert net.step(arena.at) == loss
         step = arena.counts().step
         assert step.served.blocks > 20
@@ -42,7 +42,7 @@ def test_a_recorded_step_is_served_whole_and_its_gradients_are_the_same_bits(sco
 
 def test_places_are_where_the_plan_says(native: object) -> None:
     arena = Arena(places((8 * KIB, 0, 0), (8 * KIB, OUTSIDE, 0), (16 * KIB, 8 * KIB, 0)), 64 * KIB)
-    with arena.serving():
+    with arena.step():
         first, outside, second = filled(8 * KIB, 1), filled(8 * KIB, 2), filled(16 * KIB, 3)
         assert second.data_ptr() - first.data_ptr() == 8 * KIB
         assert not 0 <= outside.data_ptr() - first.data_ptr() < 64 * KIB
@@ -60,7 +60,7 @@ def test_only_the_threads_of_the_step_are_served(native: object) -> None:
             arena.join()
         held.append(filled(8 * KIB, 1))
 
-    with arena.serving():
+    with arena.step():
         for joins in (False, True):
             thread = threading.Thread(target=run, args=(joins,))
             thread.start()
@@ -87,7 +87,7 @@ def test_a_thread_of_the_step_before_is_not_served_in_the_next(native: object) -
     thread = threading.Thread(target=earlier)
     thread.start()
     begun.wait()
-    with arena.serving():
+    with arena.step():
         over.set()
         thread.join()
         assert arena.live_blocks == 0
@@ -98,7 +98,7 @@ def test_a_thread_of_the_step_before_is_not_served_in_the_next(native: object) -
 
 def test_what_the_plan_does_not_expect_is_served_ordinarily_and_told(native: object) -> None:
     arena = Arena(places((8 * KIB, 0, 0), (16 * KIB, 8 * KIB, 1)), 24 * KIB)
-    with arena.serving():
+    with arena.step():
         held = [filled(8 * KIB, 1), filled(12 * KIB, 2), filled(100, 3)]
         arena.at(1)
         held.append(filled(16 * KIB, 4))
@@ -113,7 +113,7 @@ def test_what_the_plan_does_not_expect_is_served_ordinarily_and_told(native: obj
 def test_the_sequence_finds_its_place_again_at_the_next_point(native: object) -> None:
     rows = [(KIB * (8 + 8 * number), 128 * KIB * number, number // 4) for number in range(12)]
     arena = Arena(places(*rows), 128 * KIB * 12)
-    with arena.serving():
+    with arena.step():
         filled(rows[0][0], 1)  # three of the first point never come
         filled(999 * KIB, 1)
         arena.at(2)  # none of the second does
@@ -134,7 +134,7 @@ def test_what_comes_in_another_order_finds_its_own_place(
 ) -> None:
     rows = (8, 0), (12, 8), (16, 20), (12, 36)
     arena = Arena(places(*((size * KIB, offset * KIB, 0) for size, offset in rows)), 48 * KIB)
-    with arena.serving():
+    with arena.step():
         held = [filled(size * KIB, 1) for size in sizes_kib]
         base = held[0].data_ptr() - offsets_kib[0] * KIB
         assert [(block.data_ptr() - base) // KIB for block in held] == list(offsets_kib)
@@ -145,7 +145,7 @@ def test_what_comes_in_another_order_finds_its_own_place(
 
 def test_torchs_own_log_of_memory_hears_of_served_blocks(native: object) -> None:
     arena = Arena(places((8 * KIB, 0, 0)), 8 * KIB)
-    with arena.serving():
+    with arena.step():
         assert log_allocations()
         block = torch.empty(8 * KIB, dtype=torch.uint8)
         assert arena.live_blocks == 1
@@ -158,7 +158,7 @@ def test_torchs_own_log_of_memory_hears_of_served_blocks(native: object) -> None
 def test_its_resident_bytes_are_those_that_were_touched(native: object) -> None:
     arena = Arena(places((8 << 20, 0, 0)), 64 << 20)
     assert arena.resident_bytes == 0
-    with arena.serving():
+    with arena.step():
         filled(8 << 20, 1)
     assert arena.resident_bytes is not None
     assert 8 << 20 <= arena.resident_bytes < 64 << 20
@@ -202,18 +202,18 @@ def is_mapped(address: int) -> bool:
 
 def test_other_places_are_served_from_the_next_step_on_and_what_lives_keeps_its_bytes(native: Library) -> None:
     arena = Arena(places((8 * KIB, 0, 0)), 32 * KIB)
-    with arena.serving():
+    with arena.step():
         kept = filled(8 * KIB, 1)
         with pytest.raises(RuntimeError, match="between two steps"):
             arena.lay_out(places((4 * KIB, 0, 0)))
     arena.lay_out(places((4 * KIB, 4 * KIB, 0), (4 * KIB, 8 * KIB, 0)))
-    with arena.serving():
+    with arena.step():
         taken, other = filled(4 * KIB, 2), filled(4 * KIB, 3)
         assert (holds(kept, 1), holds(taken, 2), holds(other, 3)) == (True, True, True)
     assert arena.counts().step.taken == BlockCount(1, 4 * KIB)
     assert other.data_ptr() - kept.data_ptr() == 8 * KIB
     del kept, taken, other
-    with arena.serving():
+    with arena.step():
         both = filled(4 * KIB, 2), filled(4 * KIB, 3)
         assert arena.live_blocks == len(both)
     with pytest.raises(ValueError, match=f"within {32 * KIB}"):
@@ -225,18 +225,18 @@ def test_other_places_are_served_from_the_next_step_on_and_what_lives_keeps_its_
 
 def test_a_place_whose_block_is_alive_is_not_handed_out(native: Library) -> None:
     arena = Arena(places((8 * KIB, 0, 0), (8 * KIB, 4 * KIB, 1)), 12 * KIB)
-    with arena.serving():
+    with arena.step():
         kept = filled(8 * KIB, 1)  # the plan has it die before the next point
         arena.at(1)
         other = filled(8 * KIB, 2)
         assert holds(kept, 1)
     assert arena.counts().step.taken == BlockCount(1, 8 * KIB)
     assert arena.misses() == [Miss("taken", 8 * KIB, 1, 1)]
-    with arena.serving():  # and so in the next step
+    with arena.step():  # and so in the next step
         again = filled(8 * KIB, 3)
         assert (holds(kept, 1), holds(other, 2), holds(again, 3)) == (True, True, True)
     del kept
-    with arena.serving():
+    with arena.step():
         filled(8 * KIB, 4)
     assert arena.counts().step.served.blocks == 1
     arena.close()
@@ -246,7 +246,7 @@ def test_a_place_whose_block_is_alive_is_not_handed_out(native: Library) -> None
 def test_a_tensor_outlives_its_arena_and_the_memory_goes_with_the_last(native: Library, way: str) -> None:
     mapped = native.arenas_mapped()
     arena = Arena(places((8 * KIB, 0, 0), (8 * KIB, 8 * KIB, 0)), 16 * KIB)
-    with arena.serving():
+    with arena.step():
         first, second = filled(8 * KIB, 1), filled(8 * KIB, 2)
     address = first.data_ptr()
     if way == "closed":
@@ -264,7 +264,7 @@ def test_a_tensor_outlives_its_arena_and_the_memory_goes_with_the_last(native: L
 def test_an_unused_arena_goes_at_once(native: Library) -> None:
     mapped = native.arenas_mapped()
     arena = Arena(places((8 * KIB, 0, 0)), 8 * KIB)
-    with arena.serving():
+    with arena.step():
         address = filled(8 * KIB, 1).data_ptr()
         assert is_mapped(address)
         arena.close()  # also in its own step
@@ -314,7 +314,7 @@ class Perturbed:
         """One step; ``disorder`` is the share of births and deaths that are not as planned."""
         differs = lambda: self.random.random() < disorder  # noqa: E731
         due: dict[int, list[int]] = {}
-        with self.arena.serving():
+        with self.arena.step():
             for time in range(470):
                 self.arena.at(time // 20)
                 for serial in due.pop(time, []):
@@ -353,7 +353,7 @@ def test_no_bytes_are_shared_whatever_a_step_does(native: Library, seed: int) ->
 
 def test_memory_behind_what_is_kept_is_given_back_but_for_what_lives_there(native: Library) -> None:
     arena = Arena(places((1 << 20, 0, 0), (1 << 20, 1 << 20, 0), (1 << 20, 2 << 20, 0)), 4 << 20)
-    with arena.serving():
+    with arena.step():
         low, middle, high = (filled(1 << 20, number) for number in (1, 2, 3))
     del low, high
     if arena.resident_bytes is None:

@@ -24,7 +24,7 @@ KIB = 1024
 def arena(native: Library) -> Iterator[Arena]:
     """Four places of 8 KiB, and this thread is served."""
     arena = Arena(places(*[(8 * KIB, 8 * KIB * number, 0) for number in range(4)]), 32 * KIB)
-    with arena.serving():
+    with arena.step():
         yield arena
     gc.collect()
     arena.close()
@@ -34,7 +34,7 @@ def arena(native: Library) -> Iterator[Arena]:
 def test_an_array_of_numpy_holds_the_tensors_place(arena: Arena) -> None:
     array = filled(8 * KIB, 1).numpy()
     assert arena.live_blocks == 1
-    with arena.serving():
+    with arena.step():
         other = filled(8 * KIB, 2)  # the same place again
         assert arena.counts().step.taken.blocks == 1
     assert (bool((array == 1).all()), holds(other, 2)) == (True, True)
@@ -117,7 +117,7 @@ def test_views_hold_the_place_until_the_last_is_gone(arena: Arena) -> None:
 
 def test_memory_is_aligned_as_torchs_own(native: Library) -> None:
     arena = Arena(places(*[(8 * KIB + 512 * number, 16 * KIB * number, 0) for number in range(4)]), 64 * KIB)
-    with arena.serving():
+    with arena.step():
         blocks = [torch.empty(8 * KIB + 512 * number, dtype=torch.uint8) for number in range(4)]
         assert arena.live_blocks == 4
         assert [block.data_ptr() % 64 for block in blocks] == [0] * 4

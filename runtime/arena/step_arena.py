@@ -1,5 +1,5 @@
-"""Serving: allocates the blocks of steps that follow a plan from one arena, by the recorded layout of an earlier step
-of their kind (KnownSteps).
+"""StepArena: allocates the blocks of steps that follow a plan from one arena, by the recorded layout of an earlier step
+of their variant (KnownSteps).
 
 It begins at a segment's first save, because only there a step can be recognised. It ends with the step: after the
 optimizer's step, at a forward without gradients, or where the step leaves the plan. At each point of the runtime's
@@ -27,7 +27,7 @@ from poochplan.runtime.arena.library import Table, why_unavailable
 from poochplan.runtime.arena.recorded_layout import (
     PackBlocks,
     RecordedLayout,
-    ServedRuns,
+    ArenaRuns,
     recorded_blocks,
     recorded_layout,
 )
@@ -39,16 +39,16 @@ from ..run_report import ArenaReport, StepReport
 ArenaMode = Literal["auto", "on", "off"]
 NO_LAYOUT = "a plan without a layout; plan again"
 MOST_LAID_OUT = 3
-"""The steps of a kind are laid out at most this often."""
+"""The steps of a variant are laid out at most this often."""
 MOST_LOGGED = 50
-"""At most this many steps of a kind are logged, some of which may have missed nothing."""
+"""At most this many steps of a variant are logged, some of which may have missed nothing."""
 MOST_KNOWN = 64
-"""Kinds beyond this number are forgotten, the longest unused first."""
+"""Variants beyond this number are forgotten, the longest unused first."""
 MOST_BLOCKS = 20_000
-"""A step with more blocks is not served."""
+"""A step with more blocks gets no layout."""
 
 
-class StepKind(NamedTuple):
+class StepVariant(NamedTuple):
     """Differences between steps of one plan that change which blocks they take."""
 
     has_gradients: bool
@@ -75,7 +75,7 @@ class KnownStep:
     larger_bytes: int = 0
     """Bytes by which the arena of the last examined step would exceed its room."""
     grown_bytes: int = 0
-    """Bytes outside the arena in addition to the planned ones, found by a served step that exceeded its budget."""
+    """Bytes outside the arena in addition to the planned ones, found by a step that exceeded its budget with it."""
 
     @property
     def is_over(self) -> bool:
@@ -99,7 +99,7 @@ class KnownStep:
         return True
 
     def saw(self, events: Table, fates: Fates | None, pack: PackBlocks) -> bool:
-        """A whole step was logged, with ``fates`` if an arena served it. Returns whether it has another layout now."""
+        """A whole step was logged, with ``fates`` if it had an arena. Returns whether it has another layout now."""
         self.logged += 1
         has_missed = fates is not None and misses(fates) > 0
         if fates is not None and not has_missed and self.layout is not None:
@@ -110,8 +110,8 @@ class KnownStep:
         self.layout = self._laid_out(events, pack)
         return True
 
-    def served(self, fates: Fates) -> None:
-        """A whole step was served that was not logged. If most of it lay outside, the layout is dropped."""
+    def ran(self, fates: Fates) -> None:
+        """A whole step with an arena was not logged. If most of it lay outside, the layout is dropped."""
         if misses(fates) > fates.served.blocks:
             self.layout, self.times = None, MOST_LAID_OUT
         elif misses(fates):
@@ -137,15 +137,15 @@ def misses(fates: Fates) -> int:
 
 
 class KnownSteps:
-    """Known steps by plan and kind. A plan's first kind is recorded at once, other kinds when they come again."""
+    """Known steps by plan and variant. A plan's first variant is recorded at once, others when they come again."""
 
     def __init__(self) -> None:
-        self._of: OrderedDict[tuple[int, StepKind], KnownStep] = OrderedDict()
+        self._of: OrderedDict[tuple[int, StepVariant], KnownStep] = OrderedDict()
         """By the identity of the plan, which the entry keeps alive."""
 
-    def begin(self, plan: Plan, kind: StepKind) -> KnownStep | None:
-        """The entry for a step that begins; None for the first of any kind but the plan's first: it is not recorded."""
-        key = id(plan), kind
+    def begin(self, plan: Plan, variant: StepVariant) -> KnownStep | None:
+        """The entry for a step that begins; None for the first of any variant but the plan's first: it is not recorded."""
+        key = id(plan), variant
         known = self._of.get(key)
         if known is None:
             is_first = all(one.plan is not plan for one in self._of.values())
@@ -166,16 +166,16 @@ class KnownSteps:
         return max((one.layout.arena_bytes for one in self._of.values() if one.layout is not None), default=0)
 
 
-class Serving:
-    """State: the knowledge about each kind of step, the served steps, and whether the running step follows a plan.
+class StepArena:
+    """State: the knowledge about each variant of a step, the arena, and whether the running step follows a plan.
 
-    The plan's layout bounds the size of the arena. Steps are served by the recorded layout of a step of the same kind.
-    Nothing is served in three cases: no such step was recorded yet; its arena would exceed the room that the budget
-    leaves; or steps keep differing from their recorded layout.
+    The plan's layout bounds the size of the arena. Steps use the recorded layout of a step of the same variant. They
+    use the ordinary allocator in three cases: no such step was recorded yet; its arena would exceed the room that the
+    budget leaves; or steps keep differing from their recorded layout.
 
     Parameters
     ----------
-    pack: computes the layout of the blocks of a step; None if none is to be served.
+    pack: computes the layout of the blocks of a step; None if there is to be no arena.
     mode: as for :func:`poochplan.apply`.
     """
 
@@ -185,12 +185,12 @@ class Serving:
         self.may_give_up = mode == "auto"
         """Whether the arena may be given up, because the user did not request it explicitly."""
         self._given_up: list[Plan] = []
-        """Plans whose steps are no longer served."""
-        self._kinds = KnownSteps()
+        """Plans whose steps no longer use the arena."""
+        self._steps = KnownSteps()
         self._known: KnownStep | None = None
         """The knowledge about the step that began last."""
         self._has_begun = False
-        """Whether a step has been served or logged. Before that there is no memory to give back."""
+        """Whether a step has used the arena or was logged. Before that there is no memory to give back."""
         self._report: StepReport | None = None
         self._is_on = False
         self._is_whole = False
@@ -200,9 +200,9 @@ class Serving:
         """Number of state entries of each optimizer before its last step."""
 
     @functools.cached_property
-    def _runs(self) -> ServedRuns:
-        """Made when the first step is to be served: by then the allocator is built."""
-        return ServedRuns(step_scope())
+    def _runs(self) -> ArenaRuns:
+        """Made when the first step is to use the arena: by then the allocator is built."""
+        return ArenaRuns(step_scope())
 
     def begin(self, plan: Plan, segment: Segment) -> None:
         """A segment that follows ``plan`` has passed the first point of the clock."""
@@ -210,8 +210,8 @@ class Serving:
             return
         self._has_begun = True
         self._learn()
-        kind = StepKind(bool(segment.gradient_bytes), segment.inputs)
-        self._known = known = self._kinds.begin(plan, kind) if self.serves(plan) else None
+        variant = StepVariant(bool(segment.gradient_bytes), segment.inputs)
+        self._known = known = self._steps.begin(plan, variant) if self._is_for(plan) else None
         if known is None:
             self._runs.stands_aside()
             return
@@ -219,13 +219,14 @@ class Serving:
         self._report, self._point = segment.report, 1
         self._runs.begin(
             known.layout,
-            largest_bytes=self._kinds.largest_bytes,
+            largest_bytes=self._steps.largest_bytes,
             room_bytes=known.room_bytes,
             log=not known.is_over and not known.is_settled,
             point=1,
         )
 
-    def serves(self, plan: Plan) -> bool:
+    def _is_for(self, plan: Plan) -> bool:
+        """Whether steps of the plan may use the arena."""
         fits = self._mode == "on" or plan.holds_arena
         return plan.layout is not None and fits and all(plan is not one for one in self._given_up)
 
@@ -234,15 +235,15 @@ class Serving:
         return self.arena_bytes if self._known is not None and self._known.plan is plan else 0
 
     def why_not(self, plan: Plan) -> str:
-        """Why steps that follow the plan are not served although an arena was requested; else empty."""
+        """Why steps that follow the plan use no arena although one was requested; else empty."""
         return NO_LAYOUT if self._mode == "on" and plan.layout is None else ""
 
     def exceeded(self, plan: Plan, over_bytes: int) -> bool | None:
-        """A served step exceeded its budget by ``over_bytes``. The next steps get a smaller arena, or none if it cannot
+        """A step in the arena exceeded its budget by ``over_bytes``. The next steps get a smaller arena, or none if it cannot
         be so small. Returns whether there is one, and None if this has been done, as a step is looked at twice.
         """
         known = self._known
-        if not self.serves(plan) or known is None or known.plan is not plan or known.layout is None:
+        if not self._is_for(plan) or known is None or known.plan is not plan or known.layout is None:
             return None
         if known.shrinks(over_bytes):
             self._runs.rests()
@@ -254,11 +255,11 @@ class Serving:
     def at(self, point: int) -> None:
         if self._is_on:
             self._point = point
-            self._runs.serves_at(point)
+            self._runs.at(point)
             self._runs.marks(point)
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step. Its step is served once it creates no more state, which must lie outside."""
+        """An optimizer is about to step. Its step uses the arena once it creates no more state, which must lie outside."""
         if not self.is_possible:
             return
         entries = sum(map(len, optimizer.state.values()))
@@ -289,13 +290,13 @@ class Serving:
             self._runs.rests()
 
     def stands_aside(self) -> None:
-        """A segment begins that is not served. The machine gets the arena's memory back, except for live blocks."""
+        """A segment begins that uses no arena. The machine gets the arena's memory back, except for live blocks."""
         if self._has_begun:
             self._learn()
             self._runs.stands_aside()
 
     def close(self) -> None:
-        """Nothing is served any more; blocks in the arena stay."""
+        """The arena is not used any more; blocks in it stay."""
         self.step_is_over()
         self._is_whole = False
         if self._has_begun:
@@ -308,7 +309,7 @@ class Serving:
             self._runs.events()
             self._runs.rests()
             self._known = None
-        self._kinds.forget(plan)
+        self._steps.forget(plan)
 
     def _learn(self) -> None:
         """Learns from the last step, which has ended. If its blocks did not match the layout, it is laid out again."""
@@ -323,17 +324,17 @@ class Serving:
             if known.saw(events, fates, self._pack) and fates is not None and fates.taken.blocks:
                 self._runs.leave()  # blocks with separate places may be there to stay
         elif fates is not None:
-            known.served(fates)
+            known.ran(fates)
 
     @property
     def arena_bytes(self) -> int:
-        """Size of the arena that serves the step that began last; 0 if none does."""
+        """Size of the arena that the step that began last uses; 0 if it uses none."""
         return self._runs.held_bytes if self._has_begun else 0
 
     def report(self) -> ArenaReport | None:
-        """A report on the blocks of the last step that could be served; None if there were no places for them."""
+        """A report on the blocks of the last step that had an arena; None if there were no places for them."""
         known, arena = self._known, self._runs.arena if self._has_begun else None
-        if known is None or known.layout is None or arena is None or not self._runs.is_served:
+        if known is None or known.layout is None or arena is None or not self._runs.has_places:
             return ArenaReport(larger_bytes=known.larger_bytes) if known is not None and known.larger_bytes else None
         return arena.report(known.layout.arena_bytes, functools.partial(_layer, known.plan))
 
@@ -341,17 +342,18 @@ class Serving:
 class RepeatedStep:
     """State: the layout, once a run was logged. Without a compiled allocator all runs are ordinary.
 
-    The first run is ordinary and logged, and later runs are served. A run that has missed a place is laid out again.
+    The first run is ordinary and logged, and later runs use an arena. A run that has missed a place is laid out again.
     """
 
     def __init__(self, pack: PackBlocks) -> None:
         scope = step_scope()
-        self._pack, self._runs = pack, ServedRuns(scope)
+        self._pack, self._runs = pack, ArenaRuns(scope)
         self._layout: RecordedLayout | None = None
         self._times = 0 if scope is not None else MOST_LAID_OUT
 
     @property
-    def is_served(self) -> bool:
+    def is_from_arena(self) -> bool:
+        """Whether the last run has missed no place."""
         fates = self._runs.fates
         return fates is not None and not misses(fates)
 
@@ -391,21 +393,21 @@ class RepeatedStep:
             self._layout = recorded_layout(blocks, LEAST_PLACED_BYTES, self._pack)
 
 
-def serving_for(mode: ArenaMode, device: str, pack: PackBlocks | None, plans: Sequence[Plan] = ()) -> Serving | None:
-    """The Serving for the steps of these plans, or of plans to come; None if they use the ordinary allocator.
+def step_arena_for(mode: ArenaMode, device: str, pack: PackBlocks | None, plans: Sequence[Plan] = ()) -> StepArena | None:
+    """The arena for the steps of these plans, or of plans to come; None if they use the ordinary allocator.
 
     Raises ``UsageError`` if the mode is ``"on"`` and an arena is impossible.
     """
-    reason = why_not_served(mode, device, plans)
+    reason = why_no_step_arena(mode, device, plans)
     if not reason and pack is not None:
-        return Serving(pack, mode)
+        return StepArena(pack, mode)
     if mode == "on":
         raise UsageError(f'arena: expected "on" to be possible, found {reason}')
     return None
 
 
-def why_not_served(mode: ArenaMode, device: str, plans: Sequence[Plan]) -> str:
-    """One line that says why steps cannot be served; empty if they can."""
+def why_no_step_arena(mode: ArenaMode, device: str, plans: Sequence[Plan]) -> str:
+    """One line that says why steps cannot use an arena; empty if they can."""
     if mode == "off":
         return "off"
     if device != "cpu":
