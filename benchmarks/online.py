@@ -31,7 +31,7 @@ from poochplan.profiler.trials.machine_facts import cached_cost
 from poochplan.runtime.attachment import Attachment, PlanSource
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.step_policies.follow import Course, Follow
+from poochplan.runtime.step_policies.follow import IndexedPlan, Follow
 from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.workload import Workload
 
@@ -56,11 +56,11 @@ class Turns(PlanSource):
 
     def __init__(self, *plans: Plan) -> None:
         self.alternatives: tuple[Instructions, ...] = tuple(plan.instructions for plan in plans)
-        self._courses = [Course.of(instructions) for instructions in self.alternatives]
+        self._plans = [IndexedPlan.of(instructions) for instructions in self.alternatives]
         self.which = 0
 
     def choose(self, segment: Segment) -> Follow:
-        return Follow(self._courses[self.which], SwapEach())
+        return Follow(self._plans[self.which], SwapEach())
 
 
 def online(workload: Workload, budget_bytes: int, time_limit_s: float) -> tuple[dict[str, Any], Plan]:

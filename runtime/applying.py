@@ -26,7 +26,7 @@ from poochplan.tensors.signatures import kernel_switches, model_tensors, passing
 
 from .arena.step_arena import ArenaMode, step_arena_for
 from .attachment import together
-from .plan_in_force import OverBudget
+from .active_plan import OverBudget
 from .plan_source import GivenPlans, Replan
 from .session import Certifier, Explain, Session
 

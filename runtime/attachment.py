@@ -35,7 +35,7 @@ from poochplan.torch_private.tensor_internals import has_topmost_hooks, in_backw
 
 from .compiled.deferred_unpack import deferring
 from .compiled.inductor import compiled_deferring
-from .plan_in_force import PlanInForce
+from .active_plan import ActivePlan
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 Tell = Callable[[torch.optim.Optimizer], None]
@@ -51,11 +51,11 @@ class PlanSource:
     gives_up = False
     """Whether values leave the device from the first step on."""
     alternatives: Sequence[Instructions] = ()
-    latest: PlanInForce | None = None
+    latest: ActivePlan | None = None
     """The plan that was followed last, else the first active one; None before there is one."""
 
     @property
-    def plans(self) -> Mapping[Hashable, PlanInForce]:
+    def plans(self) -> Mapping[Hashable, ActivePlan]:
         """The active plans, by kind of step."""
         return {}
 
@@ -79,7 +79,7 @@ class PlanSource:
         """See :class:`~.step_policies.step_policy.Chooser`."""
         return KeepAll()
 
-    def following(self, segment: Segment) -> PlanInForce | None:
+    def following(self, segment: Segment) -> ActivePlan | None:
         """The plan that the segment follows, or has diverged from; the segment has its step policy."""
         return None
 
@@ -95,7 +95,7 @@ class PlanSource:
     def ended(self, segment: Segment) -> None:
         """A segment is over, and all its facts are known."""
 
-    def plan_again(self, plan: PlanInForce, more_bytes: int) -> str:
+    def plan_again(self, plan: ActivePlan, more_bytes: int) -> str:
         """Asks for another plan: steps take ``more_bytes`` more than predicted. Returns a sentence on what follows."""
         return ""
 

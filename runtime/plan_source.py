@@ -18,7 +18,7 @@ from poochplan.runtime.step_policies.step_policy import Actions, Diverged, KeepA
 from poochplan.units import format_bytes
 
 from .attachment import PlanSource
-from .plan_in_force import MOST_PLANS, REMEDY, PlanInForce
+from .active_plan import MOST_PLANS, REMEDY, ActivePlan
 from .run_report import FallbackKind
 
 
@@ -67,7 +67,7 @@ class GivenPlans(PlanSource):
         return [plan.plan.instructions for one in self._of.values() for plan in one.every]
 
     @property
-    def plans(self) -> Mapping[Hashable, PlanInForce]:
+    def plans(self) -> Mapping[Hashable, ActivePlan]:
         return {plan.kind: plan for one in self._of.values() for plan in one.every}
 
     @property
@@ -75,7 +75,7 @@ class GivenPlans(PlanSource):
         return self._profiles
 
     @property
-    def latest(self) -> PlanInForce:  # type: ignore[override]
+    def latest(self) -> ActivePlan:  # type: ignore[override]
         return self._of[self._name].latest
 
     def choose(self, segment: Segment) -> StepPolicy | None:
@@ -89,10 +89,10 @@ class GivenPlans(PlanSource):
         segment.aside = True
         return KeepAll()
 
-    def following(self, segment: Segment) -> PlanInForce:
+    def following(self, segment: Segment) -> ActivePlan:
         return self._of[segment.model].latest if segment.model in self._of else self.latest
 
-    def plan_again(self, plan: PlanInForce, more_bytes: int) -> str:
+    def plan_again(self, plan: ActivePlan, more_bytes: int) -> str:
         """Makes the new plan while the training waits. The next steps follow it."""
         name = str(plan.kind)
         if self._replan is None:
@@ -129,12 +129,12 @@ class PlansOfModel:
         self._set = given if isinstance(given, PlanSet) else None
         plans = given.plans if isinstance(given, PlanSet) else (given,)
         self._inputs, self._model = plans[0].inputs, model
-        self.every = [PlanInForce(name if self._set is None else (name, *plan.inputs), plan) for plan in plans]
+        self.every = [ActivePlan(name if self._set is None else (name, *plan.inputs), plan) for plan in plans]
         self.latest = self.every[0]
 
     def follow(self, plan: Plan) -> None:
         """Replaces the single plan from the next segment on."""
-        self.latest = PlanInForce(self._name, plan)
+        self.latest = ActivePlan(self._name, plan)
         self.every = [self.latest]
 
     def choose(self, segment: Segment) -> StepPolicy | None:
@@ -145,7 +145,7 @@ class PlansOfModel:
                 segment.aside = True
                 return KeepAll()
         if self._set is None:
-            return Follow(self.latest.course, SwapEach(), self._policy, inputs=self._inputs, model=self._model)
+            return Follow(self.latest.exact, SwapEach(), self._policy, inputs=self._inputs, model=self._model)
         if segment.inputs is None:
             return WithoutPlan(_TOO_EARLY, self._policy) if segment.saves_next else None
         plan = self._set.choose(segment.inputs)
@@ -153,8 +153,7 @@ class PlansOfModel:
             return WithoutPlan(self._why_none(segment.inputs), self._policy)
         self.latest = next(one for one in self.every if one.plan is plan)
         is_exact = sorted(plan.inputs) == sorted(segment.inputs)
-        course = self.latest.course if is_exact else self.latest.smaller
-        return Follow(course, SwapEach(), self._policy, model=self._model)
+        return Follow(self.latest.exact if is_exact else self.latest.smaller, SwapEach(), self._policy, model=self._model)
 
     def _why_none(self, signature: tuple[str, ...]) -> str:
         assert self._set is not None, "a lone plan is for any inputs"

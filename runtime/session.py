@@ -31,7 +31,7 @@ from poochplan.units import format_bytes
 
 from .arena.step_arena import StepArena
 from .attachment import Attachment, PlanSource
-from .plan_in_force import REMEDY, OverBudget, PlanInForce, out_of_memory_text, over_budget_text
+from .active_plan import REMEDY, OverBudget, ActivePlan, out_of_memory_text, over_budget_text
 from .run_report import ArenaReport, MemoryPeaks, Report, StepReport
 
 FROM_TORCH = "planned steps take their memory from torch's allocator"
@@ -82,9 +82,9 @@ class Session:
         self._is_metered = meter != "never"
         self._totals = StepTotals(models)
         self._memory: MemoryPeaks | None = None
-        self._following: PlanInForce | None = None
+        self._following: ActivePlan | None = None
         """The plan of the open segment."""
-        self._followed: dict[Hashable, PlanInForce] = {}
+        self._followed: dict[Hashable, ActivePlan] = {}
         """The plan that was followed last, by kind of step."""
         self._certifier: Certifier | None = None
         self._gradients_checked = self._is_ending = False
@@ -328,7 +328,7 @@ class Session:
         if self._source.is_given:
             self._check_gradients(segment, plan.plan)
 
-    def _begins(self, plan: PlanInForce) -> None:
+    def _begins(self, plan: ActivePlan) -> None:
         """The first step under the plan begins. The plan replaces the one that its kind has followed before."""
         before = self._followed.get(plan.kind)
         self._followed[plan.kind] = plan
@@ -416,7 +416,7 @@ class Session:
         else:
             self._is_above(plan, segment, peak_bytes)
 
-    def _is_above(self, plan: PlanInForce, segment: Segment, peak_bytes: int) -> None:
+    def _is_above(self, plan: ActivePlan, segment: Segment, peak_bytes: int) -> None:
         """Reports the excess, raises, or requests another plan."""
         held = held_beside(self._engine, segment, plan.plan)
         text = over_budget_text(peak_bytes, plan.plan, described(self._meter.moment, plan.plan), held)

@@ -38,7 +38,7 @@ from poochplan.profiler.capture.timing import OpRuns
 from poochplan.profiler.step.preserve import preserved
 from poochplan.profiler.trials.compare import RECORDED, instructions_for, keeping, verification, without_replays
 from poochplan.runtime.arena.step_arena import RepeatedStep
-from poochplan.runtime.step_policies.follow import Course, Follow
+from poochplan.runtime.step_policies.follow import IndexedPlan, Follow
 from poochplan.runtime.step_policies.step_policy import StepPolicy, SwapEach
 from poochplan.tensors.host_memory import is_freed_memory_given_back, new_memory_holds, page_fault_s
 
@@ -218,7 +218,7 @@ class _Steps:
 
 
 def _keeping_policy(keeps: Instructions) -> Follow:
-    return Follow(Course.of(keeps), SwapEach(at_once=True))
+    return Follow(IndexedPlan.of(keeps), SwapEach(at_once=True))
 
 
 def _timed(
@@ -326,11 +326,11 @@ def _sums(
     """
     rest = Decision.SWAP if profile.mode == "swap-all" else Decision.KEEP  # memory is nearly what verification takes
     every = [Decision.KEEP if profile.values[one].pinned else rest for one in saved_values(profile)]
-    course = Course.of(msgspec.structs.replace(instructions_for(profile, every), record_from_start=False))
+    indexed = IndexedPlan.of(msgspec.structs.replace(instructions_for(profile, every), record_from_start=False))
 
     def plain(byte: int) -> Generator[NewWatch, Any, list[int]]:
         with preserved(scene.model, next(iter(scene.optimizers), None)), new_memory_holds(byte):
-            watch: Summing = yield lambda: Summing(scene, Follow(course, SwapEach()), unwritten)
+            watch: Summing = yield lambda: Summing(scene, Follow(indexed, SwapEach()), unwritten)
         return watch.sums
 
     first, again = (yield from plain(0)), (yield from plain(0))

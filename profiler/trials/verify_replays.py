@@ -21,7 +21,7 @@ from poochplan.runtime.devices.transfers import Copy, copy_in, copy_out
 from poochplan.runtime.engine.mechanism import Mechanism
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.replays.replay import WRITTEN_SINCE, Leaves, NotReplayable, RecordedOp, StorageRecord, run_ops
-from poochplan.runtime.step_policies.follow import Course, Follow
+from poochplan.runtime.step_policies.follow import IndexedPlan, Follow
 from poochplan.runtime.step_policies.step_policy import Actions, SwapEach, no_room
 from poochplan.tensors.storages import Geometry, bytes_of, memory_of
 from poochplan.tensors.storages import parts_of as tensor_parts
@@ -42,7 +42,7 @@ class Verify(Follow):
     """
 
     def __init__(self, instructions: Instructions, model: torch.nn.Module, store: HostStore | None = None) -> None:
-        super().__init__(Course.of(instructions), SwapEach())
+        super().__init__(IndexedPlan.of(instructions), SwapEach())
         self.refused: dict[int, str] = {}
         """Why values could not be replayed, by save point."""
         self.differing: set[int] = set()

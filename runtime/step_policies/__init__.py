@@ -1,1 +1,1 @@
-"""Who decides what happens to saved values, and when: a plan's course, or a policy that needs none."""
+"""Who decides what happens to saved values, and when: the plan that a step follows, or a policy that needs none."""

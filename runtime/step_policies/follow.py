@@ -44,7 +44,7 @@ class Follow(StepPolicy):
 
     Parameters
     ----------
-    course: the plan to follow.
+    plan: the plan to follow.
     safe: decides if the step diverges, and for values that cannot be recomputed.
     policy: whether a diverged step is an error.
     inputs, model: of the planned step, if they matter. With inputs, layers save only after the model is called.
@@ -52,17 +52,17 @@ class Follow(StepPolicy):
 
     def __init__(
         self,
-        course: Course,
+        plan: IndexedPlan,
         safe: SwapEach,
         policy: DivergencePolicy = DivergencePolicy.WARN,
         *,
         inputs: Signature = (),
         model: torch.nn.Module | None = None,
     ) -> None:
-        self.instructions = course.instructions
-        self._course = course
-        self._planned = course.instructions.values
-        self._handles, self._uses = course.instructions.handles, course.instructions.uses
+        self.instructions = plan.instructions
+        self._plan = plan
+        self._planned = plan.instructions.values
+        self._handles, self._uses = plan.instructions.handles, plan.instructions.uses
         self._last = len(self._planned) - 1
         self._safe = safe
         self._policy = policy
@@ -80,7 +80,7 @@ class Follow(StepPolicy):
         self._segment = segment
         if self._inputs and segment.model is None and not segment.announced:
             self._awaits_call = segment
-        return Actions(record=True) if self._course.instructions.record_from_start else NOTHING
+        return Actions(record=True) if self.instructions.record_from_start else NOTHING
 
     def saved(self, index: int | None, ordinal: int, tensor: torch.Tensor, record: StorageRecord) -> Decision:
         if index is None:
@@ -88,8 +88,8 @@ class Follow(StepPolicy):
             return Decision.KEEP
         if self._awaits_call is not None:
             self._before_the_call(index)
-        if index > self._last or not self._course.fits(index, tensor):
-            raise self._differs(differs_at_save(self._course.instructions, index, tensor, exact=self._course.exact))
+        if index > self._last or not self._plan.fits(index, tensor):
+            raise self._differs(differs_at_save(self.instructions, index, tensor, exact=self._plan.exact))
         self.handle(ordinal, index, tensor)
         return self._planned[index].decision
 
@@ -106,7 +106,7 @@ class Follow(StepPolicy):
         if self._to_come:
             self._to_come.pop(ordinal, None)
         if index is None or ordinal >= len(handles) or handles[ordinal] != index:
-            found = differs_at_pack(self._course.instructions, ordinal, index, tensor, exact=self._course.exact)
+            found = differs_at_pack(self.instructions, ordinal, index, tensor, exact=self._plan.exact)
             raise self._differs(found)
 
     def _differs(self, found: Difference) -> Diverged:
@@ -119,9 +119,9 @@ class Follow(StepPolicy):
         value.index = index
         value.name = self._planned[index].name
         self._values[index] = weakref.ref(value)
-        if self._course.last_handles[index] >= 0:
-            self._to_come[self._course.last_handles[index]] = value
-        planned = self._course.at_save[index]
+        if self._plan.last_handles[index] >= 0:
+            self._to_come[self._plan.last_handles[index]] = value
+        planned = self._plan.at_save[index]
         actions = NOTHING if planned is None else self._resolved(planned)
         # No op after the last save is replayed, and backward must not run under the recorder.
         return actions._replace(record=False) if index == self._last else actions
@@ -130,10 +130,9 @@ class Follow(StepPolicy):
         uses = self._uses
         self._to_come.clear()
         if saves <= self._last or number >= len(uses) or uses[number] != handle.ordinal:
-            course = self._course
-            found = differs_at_use(course.instructions, number, handle.ordinal, saves, exact=course.exact)
+            found = differs_at_use(self.instructions, number, handle.ordinal, saves, exact=self._plan.exact)
             raise self._differs(found)
-        planned = self._course.at_use[number]
+        planned = self._plan.at_use[number]
         return NOTHING if planned is None else self._resolved(planned)
 
     def _resolved(self, planned: PointActions) -> Actions:
@@ -172,8 +171,8 @@ class Follow(StepPolicy):
 
 
 @dataclass(frozen=True, eq=False)
-class Course:
-    """Instructions, with their actions by point.
+class IndexedPlan:
+    """The instructions of a plan, with their actions by point.
 
     ``exact``: whether each save must have the planned shape and bytes. Otherwise it may be smaller, so that a plan for
     larger inputs can be used: no storage takes more than planned, on the device and on the host.
@@ -189,7 +188,7 @@ class Course:
     exact: bool = True
 
     @classmethod
-    def of(cls, instructions: Instructions, *, exact: bool = True) -> Course:
+    def of(cls, instructions: Instructions, *, exact: bool = True) -> IndexedPlan:
         """Raises ``UsageError`` if torch lacks the dtype of a value."""
         at_save = {actions.index: actions for actions in instructions.schedule if actions.at == "save"}
         at_use = {actions.index: actions for actions in instructions.schedule if actions.at == "use"}
@@ -235,7 +234,7 @@ class AlwaysFollow:
     """A chooser whose segments all follow these instructions."""
 
     def __init__(self, instructions: Instructions) -> None:
-        self._course, self.alternatives = Course.of(instructions), [instructions]
+        self._plan, self.alternatives = IndexedPlan.of(instructions), [instructions]
 
     def choose(self, segment: Segment) -> StepPolicy:
-        return Follow(self._course, SwapEach())
+        return Follow(self._plan, SwapEach())

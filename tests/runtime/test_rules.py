@@ -19,7 +19,7 @@ from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.host_tier import HostTier, Intervals
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.replays import replay, tape
-from poochplan.runtime.step_policies.follow import Course
+from poochplan.runtime.step_policies.follow import IndexedPlan
 from poochplan.tensors import operators, storages
 from tests.runtime import test_backward_without_modes, test_divergence, test_replay_limits, test_safety
 from tests.runtime.detours import profile_of
@@ -92,7 +92,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         test_safety.test_a_model_checkpointed_as_a_whole_counts_each_step_once,
     ),
     "another shape is a divergence": (
-        (Course, "fits", "size_bytes == planned.size_bytes and tensor.shape == planned.shape", "True"),
+        (IndexedPlan, "fits", "size_bytes == planned.size_bytes and tensor.shape == planned.shape", "True"),
         lambda: test_divergence.test_another_step_falls_back_with_one_warning_and_the_next_follows_the_plan_again(
             _divergence_plans(), "a smaller batch", 0
         ),

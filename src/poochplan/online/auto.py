@@ -20,7 +20,7 @@ from poochplan.runtime.attachment import together
 from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.opening import check_cap, open_device
-from poochplan.runtime.plan_in_force import OverBudget
+from poochplan.runtime.active_plan import OverBudget
 from poochplan.runtime.session import Session
 from poochplan.runtime.messages import Messages
 from poochplan.sessions import PLANNER

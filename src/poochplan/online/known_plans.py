@@ -19,8 +19,8 @@ from poochplan.online.plan_cache import PlanCache
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.live.step_kinds import Key
-from poochplan.runtime.plan_in_force import OverBudget, PlanInForce
-from poochplan.runtime.step_policies.follow import Course
+from poochplan.runtime.active_plan import OverBudget, ActivePlan
+from poochplan.runtime.step_policies.follow import IndexedPlan
 from poochplan.runtime.metering.census import left_free
 from poochplan.runtime.messages import Messages
 from poochplan.units import parse_budget
@@ -29,11 +29,11 @@ from .background import Background, Plannings
 from .before_plan import Earned, Unplanned
 from .planning_process import Asked
 from .ranks import Ranks
-from .telling import KNOWN, in_force, infeasible, not_planned
+from .telling import KNOWN, activated, infeasible, not_planned
 
 
 class KnownPlans:
-    """State, by kind of segment: profiles, plans being made (``pending``), active plans (``in_force``), and more below.
+    """State, by kind of segment: profiles, plans being made (``pending``), active plans (``active``), and more below.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class KnownPlans:
     ) -> None:
         self.policy, self.on_refusal = policy, on_refusal
         self._budget, self._asked = budget, asked
-        self.in_force: dict[Key, PlanInForce] = {}
+        self.active: dict[Key, ActivePlan] = {}
         self.profiles: dict[Key, Profile] = {}
         self.ready: list[tuple[Key, Plan]] = []
         """Plans that were found and are not active yet. With data-parallel ranks, all ranks activate them at once."""
@@ -102,12 +102,12 @@ class KnownPlans:
             self.pending.wait(None if end_s is None else max(0.0, end_s - time.monotonic()))
             self.poll()
 
-    def choose(self, key: Key) -> tuple[PlanInForce, Course] | None:
+    def choose(self, key: Key) -> tuple[ActivePlan, IndexedPlan] | None:
         """The plan for exactly that kind; else that of the nearest larger inputs at the same place of the loop."""
-        exact = self.in_force.get(key)
-        if exact is not None:
-            return exact, exact.course
-        others = [one for kind, one in self.in_force.items() if kind.is_beside(key) and one.plan.inputs]
+        found = self.active.get(key)
+        if found is not None:
+            return found, found.exact
+        others = [one for kind, one in self.active.items() if kind.is_beside(key) and one.plan.inputs]
         if not others:
             return None
         try:
@@ -168,7 +168,7 @@ class KnownPlans:
         """Finds what an earlier run has stored for that kind, once. A profile without a plan is planned, or refused
         again.
         """
-        if key in self._looked_up or key in self.in_force:
+        if key in self._looked_up or key in self.active:
             return
         self._looked_up.add(key)
         profile, plan = self._cache.find(key) or (None, None)
@@ -179,22 +179,22 @@ class KnownPlans:
             self._messages.say(KNOWN)
 
     def _found(self, key: Key, plan: Plan) -> None:
-        followed = self.in_force.get(key)
+        followed = self.active.get(key)
         is_better = followed is None or followed.plan.prediction.step_s > plan.prediction.step_s  # equal: the first
         if is_better or key in self.doubted:
             self.doubted.discard(key)
             self.ready.append((key, plan))
 
-    # -- plans in force, and cached plans ---------------------------------------------------------------------
+    # -- active plans, and cached plans -----------------------------------------------------------------------
 
-    def put_in_force(self, key: Key, plan: Plan) -> None:
+    def activate(self, key: Key, plan: Plan) -> None:
         """Segments of that kind follow the plan from now on."""
         self.withdraw(key)
-        self.in_force[key] = PlanInForce(key, plan)
-        self._messages.say(in_force(plan))
+        self.active[key] = ActivePlan(key, plan)
+        self._messages.say(activated(plan))
 
     def withdraw(self, key: Key) -> None:
-        if self.in_force.pop(key, None) is not None:
+        if self.active.pop(key, None) is not None:
             self.promised.add(key)
 
     def leave(self, key: Key) -> None:
@@ -217,10 +217,10 @@ class KnownPlans:
                 self.profiles[key] = profile
                 self._cache.keep(key, profile, plan)
             pending.close()
-        for key in self.in_force:
+        for key in self.active:
             self._cache.was_right(key)
         for key, like in alike:
-            if like in self.in_force and like in self.profiles:
-                self._cache.keep(key, self.profiles[like], self.in_force[like].plan)
+            if like in self.active and like in self.profiles:
+                self._cache.keep(key, self.profiles[like], self.active[like].plan)
             elif self.is_refused_whatever_lives(like):
                 self._cache.keep(key, self.profiles[like])

@@ -24,7 +24,7 @@ from poochplan.profiler.trials.machine_facts import with_cached_cost, with_known
 from poochplan.runtime.applying import check_model
 from poochplan.runtime.attachment import Attachment, Hooks
 from poochplan.runtime.engine.cursor import Outcome, Segment
-from poochplan.runtime.plan_in_force import MOST_PLANS, REMEDY, OverBudget, PlanInForce
+from poochplan.runtime.active_plan import MOST_PLANS, REMEDY, OverBudget, ActivePlan
 from poochplan.runtime.run_report import StepReport
 from poochplan.runtime.step_policies.follow import Follow
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy, SwapEach
@@ -93,8 +93,8 @@ class StudiedPlans(Observer):
         )
         self._is_one_region = is_compiled(model)
         self._ranks: Ranks | None = None
-        self._following: PlanInForce | None = None
-        self._last: PlanInForce | None = None
+        self._following: ActivePlan | None = None
+        self._last: ActivePlan | None = None
         self._began_s = self._took_s = 0.0
         """When the open segment began, and how long it took up to the optimizer's step; 0 without one."""
         self._promises: dict[Key, Promise] = {}
@@ -103,12 +103,12 @@ class StudiedPlans(Observer):
         self._replanned = Counter[Key]()
 
     @property
-    def latest(self) -> PlanInForce | None:  # type: ignore[override]
-        return self._last or next(iter(self._known.in_force.values()), None)
+    def latest(self) -> ActivePlan | None:  # type: ignore[override]
+        return self._last or next(iter(self._known.active.values()), None)
 
     @property
-    def plans(self) -> Mapping[Hashable, PlanInForce]:
-        return dict(self._known.in_force.items())
+    def plans(self) -> Mapping[Hashable, ActivePlan]:
+        return dict(self._known.active.items())
 
     @property
     def profiles(self) -> Mapping[Key, Profile]:
@@ -129,7 +129,7 @@ class StudiedPlans(Observer):
     def close(self) -> None:
         super().close()
         self._known.keep_for_the_next_run(self.lines.alike)
-        if any(key not in self._known.in_force for key in self._known.pending):
+        if any(key not in self._known.active for key in self._known.pending):
             self._messages.say(telling.ENDED_UNPLANNED)
         elif not self._known.profiles and self._is_studying:
             self._messages.say(telling.ENDED_UNPROFILED)
@@ -144,7 +144,7 @@ class StudiedPlans(Observer):
 
     # -- plans for segments ---------------------------------------------------------------------------------------
 
-    def following(self, segment: Segment) -> PlanInForce | None:
+    def following(self, segment: Segment) -> ActivePlan | None:
         return self._following
 
     def known(self, key: Key, segment: Segment) -> StepPolicy | Watch | None:
@@ -162,18 +162,18 @@ class StudiedPlans(Observer):
             self._known.look_up(key, self._foreseen_bytes)
         if self._ranks is None:
             self._take_ready()
-        waits = key in self._known.pending and key not in self._known.in_force
+        waits = key in self._known.pending and key not in self._known.active
         if waits or key in self._known.refused:
             return self._without_plan(key, self._known.profiles[key], is_refused=key in self._known.refused)
         found = self._known.choose(key)
         if found is None:
             return None if self._is_planner else self._before.policy()
-        plan, course = found
+        plan, indexed = found
         if self._is_outgrown(plan, segment.number):
             return SwapEach(at_once=True)
         self._last = self._following = plan
         self._began_s, self._took_s = time.perf_counter(), 0.0
-        return Follow(course, SwapEach())
+        return Follow(indexed, SwapEach())
 
     def unplanned(self) -> StepPolicy:
         return self._before.policy()
@@ -209,7 +209,7 @@ class StudiedPlans(Observer):
         elif self._took_s and not segment.diverged:
             self._keeps_promise(key, plan, segment)
 
-    def _keeps_promise(self, key: Key, plan: PlanInForce, segment: Segment) -> None:
+    def _keeps_promise(self, key: Key, plan: ActivePlan, segment: Segment) -> None:
         """Reports, once, steps that are slower than predicted. If copies are the reason, a new plan swaps less."""
         promise = self._promises.get(key)
         if promise is None or promise.plan is not plan.plan:
@@ -244,7 +244,7 @@ class StudiedPlans(Observer):
     def is_planning(self, line: Line) -> bool:
         return line.key in self._known.pending
 
-    def plan_again(self, plan: PlanInForce, more_bytes: int) -> str:
+    def plan_again(self, plan: ActivePlan, more_bytes: int) -> str:
         """Plans in the other process; segments swap until the plan is ready. Ranks get no new plan, because each has
         measured its own bytes: they continue together as before.
         """
@@ -265,7 +265,7 @@ class StudiedPlans(Observer):
         ahead_bytes = self._beside[key].ahead_bytes(self._number, self._foreseen_bytes)
         self._known.want(key, with_bytes_beside(profile, more_bytes), ahead_bytes)
 
-    def _is_outgrown(self, plan: PlanInForce, number: int) -> bool:
+    def _is_outgrown(self, plan: ActivePlan, number: int) -> bool:
         """Whether the memory outside the step now makes the plan exceed its budget. If so, another plan is made."""
         key = self._key_of(plan)
         profile, beside = self._known.profiles.get(key), self._beside[key]
@@ -280,7 +280,7 @@ class StudiedPlans(Observer):
         return bool(more_bytes)
 
     @staticmethod
-    def _key_of(plan: PlanInForce) -> Key:
+    def _key_of(plan: ActivePlan) -> Key:
         assert isinstance(plan.kind, Key)
         return plan.kind
 
@@ -306,13 +306,13 @@ class StudiedPlans(Observer):
     @property
     def _is_all_planned(self) -> bool:
         known = self._known
-        return bool(known.in_force or known.ready) and not known.pending and not self._is_studying
+        return bool(known.active or known.ready) and not known.pending and not self._is_studying
 
     @property
     def _is_settled(self) -> bool:
         """Whether nothing is profiled or planned, and something has been, or nothing ever will be."""
         is_idle = not self._known.pending and not self._is_studying
-        return self._is_one_region or (is_idle and bool(self._known.profiles or self._known.in_force))
+        return self._is_one_region or (is_idle and bool(self._known.profiles or self._known.active))
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Ranks share their plans here, because all of them have come to the same step."""
@@ -326,7 +326,7 @@ class StudiedPlans(Observer):
         """Activates finished plans. Returns whether there are no more for now."""
         ready, self._known.ready = self._known.ready, []
         for key, plan in ready:
-            self._known.put_in_force(key, plan)
+            self._known.activate(key, plan)
         return self._is_all_planned
 
     def _tell_ranks(self, *, even_nothing: bool = False) -> bool:
@@ -342,7 +342,7 @@ class StudiedPlans(Observer):
         self.lines.take(shared.alike)
         for key, plan in shared.plans:
             check_model(plan.model, self.scene.model, "plan of rank 0")
-            self._known.put_in_force(key, plan)
+            self._known.activate(key, plan)
         return shared.is_all
 
 

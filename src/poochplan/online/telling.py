@@ -27,7 +27,7 @@ OUTGROWN = "there is more in memory than when the step was profiled: planning ag
 LEFT = "steps differ from their plan now: profiling again"
 
 
-def in_force(plan: Plan) -> str:
+def activated(plan: Plan) -> str:
     found, promise = plan.decided(), plan.prediction
     words = {Decision.SWAP: "swapped", Decision.RECOMPUTE: "recomputed"}
     counts = ", ".join(f"{len(found[decision])} {word}" for decision, word in words.items() if found[decision])

@@ -1,4 +1,4 @@
-"""PlanInForce: an active plan that steps of one kind follow, and how they keep to its budget."""
+"""ActivePlan: an active plan that steps of one kind follow, and how they keep to its budget."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from enum import StrEnum
 
 from poochplan.formats.plan import Plan
-from poochplan.runtime.step_policies.follow import Course
+from poochplan.runtime.step_policies.follow import IndexedPlan
 from poochplan.units import format_bytes
 
 from .metering.census import EVERY
@@ -30,7 +30,7 @@ class OverBudget(StrEnum):
     """A new plan is made from the measured bytes."""
 
 
-class PlanInForce:
+class ActivePlan:
     """State: how many steps have begun under it, the peaks of the last ones, and whether an excess was reported. A plan
     that replaces it starts with new state.
 
@@ -41,9 +41,9 @@ class PlanInForce:
 
     def __init__(self, kind: Hashable, plan: Plan) -> None:
         self.kind, self.plan = kind, plan
-        self.course = Course.of(plan.instructions)
-        self.smaller = Course.of(plan.instructions, exact=False)
-        """The plan's course for steps of smaller inputs."""
+        self.exact = IndexedPlan.of(plan.instructions)
+        self.smaller = IndexedPlan.of(plan.instructions, exact=False)
+        """The plan for steps of smaller inputs."""
         self.begun = 0
         self.is_told = False
         """Whether a step above the budget was reported. It is reported once."""
