@@ -24,9 +24,9 @@ from poochplan.profiler.fake.fake_profile import fake_profile, needed_without_me
 from poochplan.profiler.fake.roofline import parse_roofline
 from poochplan.profiler.live.after_capture import PhaseTiming
 from poochplan.profiler.live.capturing import Capturing
-from poochplan.profiler.live.observer import Observer
+from poochplan.profiler.live.loop_observer import LoopObserver
 from poochplan.profiler.live.step_function import StepFunction
-from poochplan.profiler.live.step_kinds import Line
+from poochplan.profiler.live.step_kinds import StepKind
 from poochplan.profiler.live.study import StudyOptions, study
 from poochplan.profiler.step.forward_only import check_real
 from poochplan.profiler.step.preserve import preserved
@@ -196,29 +196,29 @@ def _profile_inside(
         with_costs=lambda one, kept: with_cached_cost(one, where, kept),
         workload=options.workload,
     )
-    observer = Observer(model, [] if optimizer is None else [optimizer], where, study_options, spill_dir)
+    observer = LoopObserver(model, [] if optimizer is None else [optimizer], where, study_options, spill_dir)
     session = Session({"": model}, where, lambda: open_device(where, spill_dir, rate), observer, meter="never")
     with preserved(model, optimizer), session:
         for _ in range(MOST_STEPS):
             step()
             session.wait_until_planned()
-            if observer.lines and not any(line.is_studied for line in observer.lines.values()):
+            if observer.kinds and not any(kind.is_studied for kind in observer.kinds.values()):
                 break
-    return _largest(list(observer.lines.values()))
+    return _largest(list(observer.kinds.values()))
 
 
-def _largest(lines: list[Line]) -> Profile:
-    profiled = [line.profile for line in lines if line.profile is not None]
+def _largest(kinds: list[StepKind]) -> Profile:
+    profiled = [kind.profile for kind in kinds if kind.profile is not None]
     if not profiled:
-        why = next((line.refused for line in lines if line.refused), "it saves nothing that a backward uses")
+        why = next((kind.refused for kind in kinds if kind.refused), "it saves nothing that a backward uses")
         raise StepError(
             f"step(): expected one that runs forward, backward and the optimizer's step, found that {why}; "
             'return the loss and leave backward to the profiler (backward="outside")'
         )
     largest = max(profiled, key=lambda profile: profile.in_core_peak_bytes)
-    if len(lines) == 1:
+    if len(kinds) == 1:
         return largest
-    note = f"the step has {len(lines)} kinds of segments, from a first save to a backward; this is the largest in-core"
+    note = f"the step has {len(kinds)} kinds of segments, from a first save to a backward; this is the largest in-core"
     return msgspec.structs.replace(largest, notes=(*largest.notes, note))
 
 

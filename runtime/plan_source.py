@@ -153,7 +153,8 @@ class PlansOfModel:
             return WithoutPlan(self._why_none(segment.inputs), self._policy)
         self.latest = next(one for one in self.every if one.plan is plan)
         is_exact = sorted(plan.inputs) == sorted(segment.inputs)
-        return Follow(self.latest.exact if is_exact else self.latest.smaller, SwapEach(), self._policy, model=self._model)
+        indexed = self.latest.exact if is_exact else self.latest.smaller
+        return Follow(indexed, SwapEach(), self._policy, model=self._model)
 
     def _why_none(self, signature: tuple[str, ...]) -> str:
         assert self._set is not None, "a lone plan is for any inputs"

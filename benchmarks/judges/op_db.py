@@ -2,7 +2,7 @@
 
 Each sample of ``torch.testing._internal``'s ``op_db``, in each dtype that has a backward, is a step: forward, and a
 backward from seeded gradients. It runs plain, twice, so that what does not repeat itself is known; in a session that
-meters each step and swaps what it saves (its plan is another step's); and under both watches of ``auto``'s study that
+meters each step and swaps what it saves (its plan is another step's); and under both observers of ``auto``'s study that
 look at ops. Results and gradients are compared as bytes. With ``--modes`` the same is asked of a plain step under an
 empty dispatch mode: what a session would change that had one on the stack.
 
@@ -38,9 +38,9 @@ from benchmarks.facts import facts_of_run, write_results
 from poochplan.formats.profile_parts import Link, LinkDirection
 from poochplan.profiler.live.after_capture import OpTiming
 from poochplan.profiler.live.capturing import Capturing
-from poochplan.profiler.live.observer import Observer
+from poochplan.profiler.live.loop_observer import LoopObserver
 from poochplan.profiler.live.study import StudyOptions
-from poochplan.profiler.live.watch import Watch
+from poochplan.profiler.live.segment_observer import SegmentObserver
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.session import Session
@@ -139,27 +139,27 @@ def _numbers(sample: Any) -> int:
     return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_nested)
 
 
-class Studying(Observer):
-    """Has each segment watched."""
+class Studying(LoopObserver):
+    """Has each segment observed."""
 
-    def __init__(self, model: nn.Module, kind: Callable[[Any], Watch]) -> None:
+    def __init__(self, model: nn.Module, new: Callable[[Any], SegmentObserver]) -> None:
         wanted = StudyOptions(link=lambda: LINK, fits=lambda _: True, with_costs=lambda profile, _: profile)
         super().__init__(model, [], CPU, wanted)
-        self._kind, self.watched = kind, 0
+        self._new, self.observed = new, 0
 
-    def known(self, key: Any, segment: Segment) -> Watch:
-        self.watched += 1
-        return self._kind(self.scene)
+    def known(self, key: Any, segment: Segment) -> SegmentObserver:
+        self.observed += 1
+        return self._new(self.scene)
 
 
 @contextlib.contextmanager
-def studied(kind: Callable[[Any], Watch]) -> Iterator[nn.Module]:
+def studied(new: Callable[[Any], SegmentObserver]) -> Iterator[nn.Module]:
     """A model each of whose steps is studied so."""
     model = Operator()
-    observer = Studying(model, kind)
+    observer = Studying(model, new)
     with Session({"": model}, CPU, CpuDevice, observer, meter="never"):
         yield model
-    assert observer.watched, "no step was studied"
+    assert observer.observed, "no step was studied"
 
 
 @contextlib.contextmanager
@@ -224,7 +224,7 @@ def _plain(tried: list[Sample], counts: Counter[str]) -> Iterator[tuple[Sample, 
             counts["does not repeat itself"] += 1
 
 
-def _timed(scene: Any) -> Watch:
+def _timed(scene: Any) -> SegmentObserver:
     return OpTiming(scene, SwapEach(at_once=True))
 
 

@@ -24,7 +24,7 @@ from poochplan.tensors.host_memory import page_faults
 from poochplan.tensors.storages import bytes_of, has_storage
 from poochplan.torch_private.tensor_internals import in_backward, without_modes
 
-from .watch import PackHook, Scene, UnpackHook, Watch
+from .segment_observer import PackHook, Scene, UnpackHook, SegmentObserver
 
 Hook = Callable[[Any], Any]
 
@@ -52,7 +52,7 @@ class HookSeconds:
         return timed
 
 
-class PhaseTiming(Watch):
+class PhaseTiming(SegmentObserver):
     """``seconds`` of each phase, without those in hooks, and the page ``faults`` of each on the step's thread. Code
     after a backward counts up to the optimizer's step, if there is one.
 
@@ -147,7 +147,7 @@ class OpTiming(PhaseTiming):
             return super().aside(hook, argument)
 
 
-class Summing(Watch):
+class Summing(SegmentObserver):
     """``sums`` has one sum for each tensor that forward saves. The sum is 0 for values at the save points that are
     ``unwritten``; there are no sums if these are None.
     """

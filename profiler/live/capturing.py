@@ -28,7 +28,7 @@ from poochplan.tensors.storages import bytes_of, has_storage, parts_of
 from poochplan.torch_private.sharding import is_sharded
 from poochplan.torch_private.tensor_internals import pytree
 
-from .watch import PackHook, Scene, UnpackHook, Watch
+from .segment_observer import PackHook, Scene, UnpackHook, SegmentObserver
 
 NAMED = 100
 """Each of this many largest tensors outside the step is a value; all others together are one value."""
@@ -48,7 +48,7 @@ class Moving(SwapEach):
         return super().saved(index, ordinal, tensor, record)
 
 
-class Capturing(Watch):
+class Capturing(SegmentObserver):
     """``capture`` has the segment's ops and values, ``kinds`` the values' kinds, ``beside_bytes`` other memory."""
 
     def __init__(self, scene: Scene, capture: Capture | None = None) -> None:

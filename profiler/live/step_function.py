@@ -1,4 +1,4 @@
-"""StepFunction: a user's step function, run alone or under the watches of a study."""
+"""StepFunction: a user's step function, run alone or under the observers of a study."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from poochplan.tensors.operators import past_first_calls
 from poochplan.torch_private.tensor_internals import nodes_behind, without_modes
 
 from .after_capture import PhaseTiming
-from .watch import Scene, Studied, Watch
+from .segment_observer import Scene, Studied, SegmentObserver
 
-W = TypeVar("W", bound=Watch)
+W = TypeVar("W", bound=SegmentObserver)
 
 
 class StepFunction:
-    """A context manager: the host tier exists from the first move of a value to the end. State: the active watch.
+    """A context manager: the host tier exists from the first move of a value to the end. State: the active observer.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ class StepFunction:
         """The loss of the last step. It lives through the next forward, as ``loss = step()`` in a user's loop."""
         self._accumulates, self._beside, self._in_core = accumulate, beside, in_core
         self._checked = False
-        self._watch: Watch | None = None
+        self._observer: SegmentObserver | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> StepFunction:
@@ -77,17 +77,17 @@ class StepFunction:
 
     # -- steps ------------------------------------------------------------------------------------------------
 
-    def run(self, watch: W) -> W:
+    def run(self, observer: W) -> W:
         self._let_go_of_gradients()
-        self._watch = watch
-        with self._under(watch) as segment:
-            watch.begin(segment)
+        self._observer = observer
+        with self._under(observer) as segment:
+            observer.begin(segment)
             try:
                 self.one_step()
             finally:
-                watch.end(stepped=True)
-                self._watch = None
-        return watch
+                observer.end(stepped=True)
+                self._observer = None
+        return observer
 
     def one_step(self) -> None:
         """Runs the step, under nothing except what the caller has installed."""
@@ -95,8 +95,8 @@ class StepFunction:
         first = inputs_explained(self.model) if not self._checked else contextlib.nullcontext()
         with forward_only(self.model), first:
             self.loss = checked_loss(self.step(), self.model)
-        if self._watch is not None:  # the op that makes the first gradient belongs to backward
-            self._watch.enter(Phase.BACKWARD)
+        if self._observer is not None:  # the op that makes the first gradient belongs to backward
+            self._observer.enter(Phase.BACKWARD)
         self.loss.backward()
         if not self._checked:
             check_trains(self.model, set(_leaves_of(self.loss)))
@@ -111,11 +111,11 @@ class StepFunction:
     def studied(self, study: Studied) -> Profile:
         """The study's profile, by steps run now."""
         with closing(study):
-            new_watch = next(study)
+            new_observer = next(study)
             while True:
-                watch = self.run(new_watch())
+                observer = self.run(new_observer())
                 try:
-                    new_watch = study.send(watch)
+                    new_observer = study.send(observer)
                 except StopIteration as profiled:
                     return cast(Profile, profiled.value)
 
@@ -136,15 +136,15 @@ class StepFunction:
     # -- their surroundings -----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _under(self, watch: Watch) -> Iterator[Segment]:
-        """A block that is one step of the engine, if the watch has a policy."""
-        if watch.policy is None:
-            with around_compiled(self.model, watch.around_call):
+    def _under(self, observer: SegmentObserver) -> Iterator[Segment]:
+        """A block that is one step of the engine, if the observer has a policy."""
+        if observer.policy is None:
+            with around_compiled(self.model, observer.around_call):
                 yield Segment(0, 0)
             return
         engine = self._engine
-        pack, unpack = partial(watch.pack, pack=engine.pack), partial(watch.unpack, unpack=engine.unpack)
-        with under(engine, self.model, pack, unpack, watch.around_call):
+        pack, unpack = partial(observer.pack, pack=engine.pack), partial(observer.unpack, unpack=engine.unpack)
+        with under(engine, self.model, pack, unpack, observer.around_call):
             yield engine.segment
         if self._in_core:
             engine.device.trim_host(engine.host.taken())
@@ -158,13 +158,13 @@ class StepFunction:
         return engine
 
     def choose(self, segment: Segment) -> StepPolicy | None:
-        """The watch's policy; see :class:`~poochplan.runtime.step_policies.step_policy.Chooser`."""
-        assert self._watch is not None, "steps of the engine's are run under watches"
-        return self._watch.policy
+        """The observer's policy; see :class:`~poochplan.runtime.step_policies.step_policy.Chooser`."""
+        assert self._observer is not None, "steps of the engine's are run under observers"
+        return self._observer.policy
 
     def _rebuild(self, value: SavedValue, mechanism: Mechanism) -> None:
-        assert self._watch is not None, "steps of the engine's are run under watches"
-        self._watch.rebuild(value, mechanism)
+        assert self._observer is not None, "steps of the engine's are run under observers"
+        self._observer.rebuild(value, mechanism)
 
 
 class OnTheDevice:

@@ -12,7 +12,7 @@ from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.metering.census import Growth
 
 from .study import Hurry
-from .watch import NewWatch, Studied, Watch
+from .segment_observer import NewObserver, Studied, SegmentObserver
 
 MOST_LOST = 20
 """After this many segments in a row without a result, a kind is given up."""
@@ -46,8 +46,10 @@ class Key(NamedTuple):
         return self.is_beside(other) and is_larger(self.inputs, other.inputs)
 
 
-class Line:
-    """One kind of segment's study. States: *studied* (``next_watch``), then *profiled* (``profile``) or *refused*."""
+class StepKind:
+    """One kind of segment, and its study. States: *studied* (``next_observer``), then *profiled* (``profile``) or
+    *refused*.
+    """
 
     def __init__(self, key: Key, study: Studied, most_bytes: int = 0) -> None:
         self.key = key
@@ -55,7 +57,7 @@ class Line:
         self.refused = ""
         """Why there will be no profile."""
         self.segments = 0
-        """Number of segments that have been watched."""
+        """Number of segments that have been observed."""
         self.growth = Growth()
         """Growth of the memory outside its segments."""
         self.foreseen_bytes = 0
@@ -67,30 +69,30 @@ class Line:
         """Bytes alive when that segment began, plus those foreseen then: foreseen growth does not change the sum."""
         self._most_bytes = most_bytes
         self._study = study
-        self.next_watch: NewWatch | None = next(study)
-        """Makes the watch of the next segment; None when the study is over."""
+        self.next_observer: NewObserver | None = next(study)
+        """Makes the observer of the next segment; None when the study is over."""
 
-    def has_seen(self, watch: Watch, segment: Segment) -> None:
-        """A watched segment is over."""
+    def has_seen(self, observer: SegmentObserver, segment: Segment) -> None:
+        """An observed segment is over."""
         self.segments += 1
-        why_not = watch.why_not or _WHY_NOT.get(segment.outcome or Outcome.USED, "")
+        why_not = observer.why_not or _WHY_NOT.get(segment.outcome or Outcome.USED, "")
         if why_not:
             self._lost += 1
-            if watch.is_final or self._lost >= _TRIES.get(segment.outcome or Outcome.USED, MOST_LOST):
+            if observer.is_final or self._lost >= _TRIES.get(segment.outcome or Outcome.USED, MOST_LOST):
                 self.give_up(why_not)
             return
         self._lost = self._waited = 0
-        if watch.base_bytes is not None:
-            self.growth.saw(segment.number, watch.base_bytes)
-            self.stands_beside(watch.base_bytes + watch.foreseen_bytes)
+        if observer.base_bytes is not None:
+            self.growth.saw(segment.number, observer.base_bytes)
+            self.stands_beside(observer.base_bytes + observer.foreseen_bytes)
         if self.shape is None:
-            self.shape, self.foreseen_bytes = shape_of(segment), watch.foreseen_bytes
-            self.base_bytes = (watch.base_bytes or 0) + watch.foreseen_bytes
-        self._go_on(lambda: self._study.send(watch))
+            self.shape, self.foreseen_bytes = shape_of(segment), observer.foreseen_bytes
+            self.base_bytes = (observer.base_bytes or 0) + observer.foreseen_bytes
+        self._go_on(lambda: self._study.send(observer))
 
     @property
     def is_studied(self) -> bool:
-        return self.next_watch is not None
+        return self.next_observer is not None
 
     def waits(self) -> bool:
         """A segment of other inputs came in place of one of this kind. Returns whether the study ends with that."""
@@ -100,11 +102,11 @@ class Line:
         self._go_on(lambda: self._study.throw(Hurry()))
         return not self.is_studied
 
-    def _go_on(self, study: Callable[[], NewWatch]) -> None:
+    def _go_on(self, study: Callable[[], NewObserver]) -> None:
         try:
-            self.next_watch = study()
+            self.next_observer = study()
         except StopIteration as studied:
-            self.next_watch = None
+            self.next_observer = None
             self.profile = studied.value
             if self._most_bytes > self.base_bytes:
                 self.profile = with_bytes_beside(studied.value, self._most_bytes - self.base_bytes)
@@ -115,7 +117,7 @@ class Line:
 
     def give_up(self, why: str) -> None:
         """There will be no profile."""
-        self.next_watch, self.refused = None, why
+        self.next_observer, self.refused = None, why
         self._study.close()
 
 
@@ -123,8 +125,8 @@ _Stood = tuple[tuple[int, ...], int]
 """Facts of a segment: its shape, and the bytes that were alive or foreseen when it began."""
 
 
-class Lines(dict[Key, Line]):
-    """The studies by kind. State: which kinds were found to be alike, such as one micro-batch and the next, or a step
+class StepKinds(dict[Key, StepKind]):
+    """The kinds by their keys. State: which kinds were found to be alike, such as one micro-batch and the next, or a step
     after one that the optimizer skipped; and which were found to differ.
     """
 
@@ -135,7 +137,8 @@ class Lines(dict[Key, Line]):
         """With the facts of one segment; None if it has no result."""
         self._most_bytes: dict[Key, int] = {}
 
-    def kind_of(self, key: Key) -> Key:
+    def key_of(self, key: Key) -> Key:
+        """The key of the kind that segments with that key belong to."""
         return self._alike.get(key, key)
 
     def may_be_known(self, key: Key) -> bool:
@@ -159,15 +162,15 @@ class Lines(dict[Key, Line]):
 
     def _seen(self, key: Key) -> Iterator[tuple[Key, _Stood]]:
         """Kinds, even without a study, that a segment with that key may belong to: only their place differs."""
-        for other, line in self.items():
-            if line.shape is not None and other[2:] == key[2:]:
-                yield other, (line.shape, line.base_bytes)
+        for other, kind in self.items():
+            if kind.shape is not None and other[2:] == key[2:]:
+                yield other, (kind.shape, kind.base_bytes)
         for other, stood in self._apart.items():
             if stood is not None and other not in self and other[2:] == key[2:]:
                 yield other, stood
 
     def stood(self, key: Key) -> int:
-        """Most bytes that were alive or foreseen when a segment of that kind began; the kind has no line yet."""
+        """Most bytes that were alive or foreseen when a segment of that kind began; the kind has no study yet."""
         return self._most_bytes.get(key, 0)
 
     @property

@@ -44,7 +44,7 @@ from poochplan.tensors.host_memory import is_freed_memory_given_back, new_memory
 
 from .after_capture import HookSeconds, OpTiming, PhaseTiming, Summing, Verifying
 from .capturing import Capturing
-from .watch import NewWatch, Scene, Studied
+from .segment_observer import NewObserver, Scene, Studied
 
 TIMED = 3
 """Number of a loop's segments that are timed whole, and again op by op."""
@@ -100,7 +100,7 @@ class Timed(NamedTuple):
 
 
 def study(scene: Scene, options: StudyOptions) -> Studied:
-    """Asks for watches, receives each back when its step has a result, and returns the profile."""
+    """Asks for observers, receives each back when its step has a result, and returns the profile."""
     options.say("capturing one step")
     seen: Capturing = yield lambda: Capturing(scene)
     options.say("measuring the link")
@@ -169,23 +169,23 @@ class _Steps:
             return SwapEach(at_once=True)
         return None if self.scene.is_repeated else _keeping_policy(keeps)
 
-    def several(self, count: int) -> Generator[NewWatch, Any, list[PhaseSeconds]]:
+    def several(self, count: int) -> Generator[NewObserver, Any, list[PhaseSeconds]]:
         """The seconds of that many steps, timed whole."""
         seconds = []
         for _ in range(count):
-            watch: PhaseTiming = yield lambda: PhaseTiming(self.scene, self.policy(), self.arena)
-            seconds.append(watch.seconds)
-            self.faults.append({phase: float(count) for phase, count in watch.faults.items()})
-            self.in_hooks.extend([watch.in_hooks] if isinstance(watch.policy, Follow) else [])
+            observer: PhaseTiming = yield lambda: PhaseTiming(self.scene, self.policy(), self.arena)
+            seconds.append(observer.seconds)
+            self.faults.append({phase: float(count) for phase, count in observer.faults.items()})
+            self.in_hooks.extend([observer.in_hooks] if isinstance(observer.policy, Follow) else [])
         return seconds
 
-    def by_op(self, count: int, runs: OpRuns) -> Generator[NewWatch, Any, None]:
+    def by_op(self, count: int, runs: OpRuns) -> Generator[NewObserver, Any, None]:
         """Adds that many steps, timed op by op."""
         for _ in range(count):
-            watch: OpTiming = yield lambda: OpTiming(self.scene, self.policy(), self.arena)
-            runs.add(watch.timer, watch.seconds)
+            observer: OpTiming = yield lambda: OpTiming(self.scene, self.policy(), self.arena)
+            runs.add(observer.timer, observer.seconds)
 
-    def recorded(self) -> Generator[NewWatch, Any, list[PhaseSeconds]]:
+    def recorded(self) -> Generator[NewObserver, Any, list[PhaseSeconds]]:
         """One ordinary step, by which an arena is laid out. One or two more follow that touch its pages. If these
         differ from the first there is no arena.
         """
@@ -223,7 +223,7 @@ def _keeping_policy(keeps: Instructions) -> Follow:
 
 def _timed(
     options: StudyOptions, capture: Capture, steps: _Steps, has_room: Callable[[], bool]
-) -> Generator[NewWatch, Any, Timed]:
+) -> Generator[NewObserver, Any, Timed]:
     """Times steps, those of a loop under hooks whose time is subtracted.
 
     They run as planned steps do: on the CPU from one arena, if it can be laid out and there is room for it beside an
@@ -265,9 +265,9 @@ def _kept(scene: Scene, profile: Profile, timed: list[PhaseSeconds], in_hooks: l
     """
     seconds = []
     for _ in range(KEPT_STEPS):
-        watch: PhaseTiming = yield lambda: PhaseTiming(scene, _keeping_policy(keeping(profile)))
-        seconds.append(watch.seconds)
-        in_hooks.extend([] if watch.why_not else [watch.in_hooks])
+        observer: PhaseTiming = yield lambda: PhaseTiming(scene, _keeping_policy(keeping(profile)))
+        seconds.append(observer.seconds)
+        in_hooks.extend([] if observer.why_not else [observer.in_hooks])
     note = contradicted(timed, seconds)
     if not note:
         return profile
@@ -299,12 +299,12 @@ def _verified(scene: Scene, profile: Profile, room_bytes: float) -> Studied:
     trials = verification(profile, is_tight=is_tight)
     trial = next(trials)
     while True:
-        watch: Verifying = yield partial(Verifying, scene, trial, unwritten)
-        if other and any(a == b != c for a, b, c in zip_longest(first, other, watch.sums)):
+        observer: Verifying = yield partial(Verifying, scene, trial, unwritten)
+        if other and any(a == b != c for a, b, c in zip_longest(first, other, observer.sums)):
             return without_replays(profile, RECORDED)
         unwritten, other = None, []  # one step is enough
         try:
-            trial = trials.send(watch.verify)
+            trial = trials.send(observer.verify)
         except StopIteration as verified:
             return verified.value
 
@@ -317,7 +317,7 @@ def _unwritten(profile: Profile) -> frozenset[int]:
 
 def _sums(
     scene: Scene, profile: Profile, unwritten: frozenset[int]
-) -> Generator[NewWatch, Any, tuple[list[int], list[int]]]:
+) -> Generator[NewObserver, Any, tuple[list[int], list[int]]]:
     """Sums of the tensors saved in two steps without any mode. The second is left out if the step does not repeat
     itself, since then it says nothing about recording.
 
@@ -328,10 +328,10 @@ def _sums(
     every = [Decision.KEEP if profile.values[one].pinned else rest for one in saved_values(profile)]
     indexed = IndexedPlan.of(msgspec.structs.replace(instructions_for(profile, every), record_from_start=False))
 
-    def plain(byte: int) -> Generator[NewWatch, Any, list[int]]:
+    def plain(byte: int) -> Generator[NewObserver, Any, list[int]]:
         with preserved(scene.model, next(iter(scene.optimizers), None)), new_memory_holds(byte):
-            watch: Summing = yield lambda: Summing(scene, Follow(indexed, SwapEach()), unwritten)
-        return watch.sums
+            observer: Summing = yield lambda: Summing(scene, Follow(indexed, SwapEach()), unwritten)
+        return observer.sums
 
     first, again = (yield from plain(0)), (yield from plain(0))
     return first, (yield from plain(1)) if first == again else []

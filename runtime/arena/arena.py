@@ -131,7 +131,7 @@ class Arena:
             raise RuntimeError("expected an open arena, found one that was closed; make another")
 
     def join(self) -> None:
-        """Blocks of this thread come from it too, in the step that another thread has begun; without effect if none has."""
+        """Blocks of this thread come from it too, in the step that another thread has begun; no effect if none has."""
         self._library.arena_join(self._handle)
 
     def leave(self) -> None:
@@ -155,7 +155,7 @@ class Arena:
             self.end()
 
     def close(self) -> None:
-        """Blocks never come from it again. The memory is released with the last tensor in it. Closing twice is no error."""
+        """No blocks come from it any more. The memory is released with the last tensor in it. Idempotent."""
         self._drop()
 
     def counts(self) -> ArenaCounts:

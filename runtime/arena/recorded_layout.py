@@ -177,7 +177,7 @@ class ArenaRuns:
         self._held_bytes, self._rests = 0, False
 
     def close_arena(self) -> None:
-        """The arena is not used any more; its memory is freed with the last tensor in it. Its counts can still be read."""
+        """The arena is not used any more. Its memory is freed with its last tensor; its counts can still be read."""
         self._rests = True  # there is nothing to give back any more
         if self.arena is not None:
             self.arena.close()

@@ -144,7 +144,7 @@ class KnownSteps:
         """By the identity of the plan, which the entry keeps alive."""
 
     def begin(self, plan: Plan, variant: StepVariant) -> KnownStep | None:
-        """The entry for a step that begins; None for the first of any variant but the plan's first: it is not recorded."""
+        """The entry for a step that begins; None for the first of a variant, unless it is the plan's first."""
         key = id(plan), variant
         known = self._of.get(key)
         if known is None:
@@ -239,8 +239,8 @@ class StepArena:
         return NO_LAYOUT if self._mode == "on" and plan.layout is None else ""
 
     def exceeded(self, plan: Plan, over_bytes: int) -> bool | None:
-        """A step in the arena exceeded its budget by ``over_bytes``. The next steps get a smaller arena, or none if it cannot
-        be so small. Returns whether there is one, and None if this has been done, as a step is looked at twice.
+        """A step in the arena exceeded its budget by ``over_bytes``. The next steps get a smaller arena, or none if it
+        cannot be so small. Returns whether there is one, and None if this has been done, as a step is looked at twice.
         """
         known = self._known
         if not self._is_for(plan) or known is None or known.plan is not plan or known.layout is None:
@@ -259,7 +259,7 @@ class StepArena:
             self._runs.marks(point)
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step. Its step uses the arena once it creates no more state, which must lie outside."""
+        """An optimizer is about to step. That uses the arena once it creates no more state, which must lie outside."""
         if not self.is_possible:
             return
         entries = sum(map(len, optimizer.state.values()))
@@ -393,7 +393,9 @@ class RepeatedStep:
             self._layout = recorded_layout(blocks, LEAST_PLACED_BYTES, self._pack)
 
 
-def step_arena_for(mode: ArenaMode, device: str, pack: PackBlocks | None, plans: Sequence[Plan] = ()) -> StepArena | None:
+def step_arena_for(
+    mode: ArenaMode, device: str, pack: PackBlocks | None, plans: Sequence[Plan] = ()
+) -> StepArena | None:
     """The arena for the steps of these plans, or of plans to come; None if they use the ordinary allocator.
 
     Raises ``UsageError`` if the mode is ``"on"`` and an arena is impossible.

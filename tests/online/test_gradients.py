@@ -24,7 +24,7 @@ from poochplan.profiler.capture.node_hooks import NodeListener
 from poochplan.profiler.capture.node_ops import NodeOps
 from poochplan.profiler.capture.timing import NodeTimes
 from poochplan.profiler.capture.workspace import Workspace
-from poochplan.profiler.live.watch import Watch
+from poochplan.profiler.live.segment_observer import SegmentObserver
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.session import Session
 from poochplan.torch_private.tensor_internals import mode_count
@@ -84,15 +84,15 @@ def run(make: Callable[[], Training], cache: Path | None = None, *, turns: int =
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kinds of watches that were put on, by and by."""
+    """The kinds of observers that were put on, by and by."""
     found: list[str] = []
-    begin = Watch.begin
+    begin = SegmentObserver.begin
 
-    def noted(watch: Watch, segment: Segment) -> None:
-        found.append(type(watch).__name__)
-        begin(watch, segment)
+    def noted(observer: SegmentObserver, segment: Segment) -> None:
+        found.append(type(observer).__name__)
+        begin(observer, segment)
 
-    monkeypatch.setattr(Watch, "begin", noted)
+    monkeypatch.setattr(SegmentObserver, "begin", noted)
     return found
 
 
@@ -166,7 +166,7 @@ def test_a_failure_of_looking_on_ends_no_backward(
     assert (found.turns, found.state) == (expected.turns, expected.state)
     assert found.session is not None
     assert found.session.profile is None
-    refused = [line.refused for line in found.session._source.lines.values()]
+    refused = [kind.refused for kind in found.session._source.kinds.values()]
     assert refused == ["looking at its backward raised ArithmeticError: half a node"]
 
 

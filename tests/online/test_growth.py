@@ -99,7 +99,7 @@ def test_an_optimizer_whose_state_grows_is_planned_for_once_with_room_for_all_of
     assert found.peak_bytes <= budget_bytes
     assert found.session is not None
     assert found.session.report().steps_followed > 0
-    assert len(plannings) == len(found.session._source.lines) <= 2  # of a turn's first segment, and of the nine others
+    assert len(plannings) == len(found.session._source.kinds) <= 2  # of a turn's first segment, and of the nine others
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")

@@ -56,7 +56,7 @@ def takes_its_own_plan(make: Callable[[], Training], cache: Path, turns: int = 4
     run = run_auto(make, budget, cache, turns)
     assert run.equals(run_plain(make, turns))
     assert run.session is not None
-    found = run.planned_at == 0 and not run.session._source.lines and not run.session.total.fallbacks
+    found = run.planned_at == 0 and not run.session._source.kinds and not run.session.total.fallbacks
     del run
     gc.collect()  # what this run has left is not to live beside the next one
     return found
@@ -104,7 +104,7 @@ def test_what_no_fingerprint_tells_is_found_by_leaving_a_plan_and_no_run_deletes
             plans.append({path: path.read_bytes() for path in sorted(tmp_path.rglob("*.json"))})
         run = run_auto(in_single, "60%", tmp_path, 8)
     assert run.session is not None
-    assert run.session._source.lines == {}
+    assert run.session._source.kinds == {}
     assert run.session.total.fallbacks == 2
     assert run.session.report().steps_followed == 8 - 2  # two have left the plan that they had begun under
     assert len(plans[0]) == 2

@@ -89,7 +89,7 @@ def test_micro_batches_that_were_found_alike_are_not_profiled_again_in_the_next_
     second = run_auto(micro_batches, "75%", tmp_path, turns=4)
     assert second.losses == first[:4] == run_plain(micro_batches, 4).losses
     assert second.session is not None
-    assert second.session._source.lines == {}
+    assert second.session._source.kinds == {}
     assert second.session.report().steps_followed >= 15
 
 
@@ -103,7 +103,7 @@ def test_a_loop_that_ends_while_it_is_planned_says_so_and_the_next_run_goes_on_f
     assert "the loop has ended while a plan was being made" in said
     assert found.session is not None
     assert found.session.plan is not None
-    assert found.session._source.lines == {}
+    assert found.session._source.kinds == {}
     assert found.equals(run_plain(dropout_and_batch_norm))
 
 
@@ -119,7 +119,7 @@ def test_what_no_plan_fits_is_refused_at_once_in_the_next_run_and_measured_anew_
         with pytest.warns(RuntimeWarning, match="no plan fits"):
             session = run_auto(dropout_and_batch_norm, 1000, tmp_path).session
         assert session is not None
-        return bool(session._source.lines)  # type: ignore[attr-defined]
+        return bool(session._source.kinds)  # type: ignore[attr-defined]
 
     assert studies()
     assert not studies()

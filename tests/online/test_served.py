@@ -157,7 +157,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_served_and_bitwise_the_one_that
     del state
     with second.session:
         second.turns(half, TURNS)
-        assert second.session._source.lines == {}  # the plan is of the first run
+        assert second.session._source.kinds == {}  # the plan is of the first run
     assert Run(losses + second.losses, bytes_of(second.training.state()), []).equals(expected)
     assert second.unserved_bytes[-4:] == [0] * 4
     assert min(second.served_bytes[-4:]) > UNPLANNED_BYTES

@@ -64,7 +64,7 @@ def test_the_second_run_follows_from_its_second_step_on_with_equal_bits(expected
     assert found.session is not None
     assert found.planned_at == 0
     assert found.session.total.fallbacks == 0
-    assert found.session._source.lines == {}
+    assert found.session._source.kinds == {}
     assert found.peak_bytes <= int(expected.peak_bytes * 0.6)
 
 
@@ -79,7 +79,7 @@ def test_what_has_come_to_live_beside_the_step_since_is_planned_for(expected: Ru
     assert found.session.plan is not None
     assert found.peak_bytes <= int(expected.peak_bytes * 0.6)
     assert poochplan.Plan.load(place / "plan.json").prediction.peak_bytes <= int(expected.peak_bytes * 0.6)
-    assert found.session._source.lines == {}
+    assert found.session._source.kinds == {}
 
 
 @pytest.mark.parametrize("damage", ["truncated", "of another model", "no json"])
@@ -180,7 +180,7 @@ def planning(training: Training, cache: Path, **options: Any) -> Session:
     session.__enter__()
     for number in range(12):
         training.turn(number)
-        if session._source.lines and all(line.next_watch is None for line in session._source.lines.values()):
+        if session._source.kinds and all(kind.next_observer is None for kind in session._source.kinds.values()):
             break
     session._attachment.settle()
     return session
@@ -280,7 +280,7 @@ def test_auto_is_the_same_for_a_step_of_many_micro_batches_as_for_one_of_two(tmp
                 model(data).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert len(session._source.lines) == 2
+        assert len(session._source.kinds) == 2
 
 
 def test_a_loop_that_fits_in_core_swaps_nothing_once_it_is_known_to(expected: Run, tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Link, LinkDirection, Profile
 from poochplan.online.known_plans import KnownPlans
 from poochplan.planner.whatif import with_bytes_beside
-from poochplan.profiler.live.observer import Observer
-from poochplan.profiler.live.step_kinds import UNUSED, Key, Line
+from poochplan.profiler.live.loop_observer import LoopObserver
+from poochplan.profiler.live.step_kinds import UNUSED, Key, StepKind
 from poochplan.profiler.live.study import StudyOptions
-from poochplan.profiler.live.watch import Watch
+from poochplan.profiler.live.segment_observer import SegmentObserver
 from poochplan.profiler.trials.machine_facts import with_cached_cost, with_known_cost
 from poochplan.runtime.applying import check_model
 from poochplan.runtime.attachment import Attachment, Hooks
@@ -54,7 +54,7 @@ BUSY = "something else uses the processors"
 SLOWER = "operations take longer than when they were measured"
 
 
-class StudiedPlans(Observer):
+class StudiedPlans(LoopObserver):
     """State: the plan that the open segment follows; by kind of segment, the memory outside it, how often it has
     diverged from its plan, been studied, and been planned anew.
 
@@ -128,7 +128,7 @@ class StudiedPlans(Observer):
 
     def close(self) -> None:
         super().close()
-        self._known.keep_for_the_next_run(self.lines.alike)
+        self._known.keep_for_the_next_run(self.kinds.alike)
         if any(key not in self._known.active for key in self._known.pending):
             self._messages.say(telling.ENDED_UNPLANNED)
         elif not self._known.profiles and self._is_studying:
@@ -147,7 +147,7 @@ class StudiedPlans(Observer):
     def following(self, segment: Segment) -> ActivePlan | None:
         return self._following
 
-    def known(self, key: Key, segment: Segment) -> StepPolicy | Watch | None:
+    def known(self, key: Key, segment: Segment) -> StepPolicy | SegmentObserver | None:
         self._following = None
         if self._is_one_region:
             return self._before.policy()
@@ -178,11 +178,11 @@ class StudiedPlans(Observer):
     def unplanned(self) -> StepPolicy:
         return self._before.policy()
 
-    def policy(self, line: Line | None) -> StepPolicy:
+    def policy(self, kind: StepKind | None) -> StepPolicy:
         """The policy before there is a plan, and if there will be none."""
-        if line is None:
+        if kind is None:
             return self._before.policy()
-        return self._without_plan(line.key, line.profile, is_refused=bool(line.refused))
+        return self._without_plan(kind.key, kind.profile, is_refused=bool(kind.refused))
 
     def _without_plan(self, key: Key, profile: Profile | None, *, is_refused: bool) -> StepPolicy:
         """Keeps all values if that is known to fit the budget, and swaps if the budget was guaranteed."""
@@ -227,22 +227,22 @@ class StudiedPlans(Observer):
 
     # -- making plans ---------------------------------------------------------------------------------------------
 
-    def profiled(self, line: Line) -> None:
+    def profiled(self, kind: StepKind) -> None:
         """Has the profile planned, or says why there is no plan."""
-        profile = line.profile
+        profile = kind.profile
         if profile is None:
-            if line.refused != UNUSED:  # there is nothing to plan
-                self._messages.warn(telling.without_plan(line.refused, self._before.refused))
+            if kind.refused != UNUSED:  # there is nothing to plan
+                self._messages.warn(telling.without_plan(kind.refused, self._before.refused))
             return
-        beside = self._beside[line.key] = line.growth
-        if self._known.want(line.key, profile, beside.ahead_bytes(self._number, line.foreseen_bytes)):
-            self._messages.say(telling.profiled(line.segments, len(self._known.profiles)))
-            self._known.keep_profile(line.key, profile)
-        elif self._known.is_refused_whatever_lives(line.key):
-            self._known.keep_profile(line.key, profile)
+        beside = self._beside[kind.key] = kind.growth
+        if self._known.want(kind.key, profile, beside.ahead_bytes(self._number, kind.foreseen_bytes)):
+            self._messages.say(telling.profiled(kind.segments, len(self._known.profiles)))
+            self._known.keep_profile(kind.key, profile)
+        elif self._known.is_refused_whatever_lives(kind.key):
+            self._known.keep_profile(kind.key, profile)
 
-    def is_planning(self, line: Line) -> bool:
-        return line.key in self._known.pending
+    def is_planning(self, kind: StepKind) -> bool:
+        return kind.key in self._known.pending
 
     def plan_again(self, plan: ActivePlan, more_bytes: int) -> str:
         """Plans in the other process; segments swap until the plan is ready. Ranks get no new plan, because each has
@@ -301,7 +301,7 @@ class StudiedPlans(Observer):
 
     @property
     def _is_studying(self) -> bool:
-        return any(line.is_studied for line in self.lines.values())
+        return any(kind.is_studied for kind in self.kinds.values())
 
     @property
     def _is_all_planned(self) -> bool:
@@ -334,12 +334,12 @@ class StudiedPlans(Observer):
         assert self._ranks is not None
         ready, is_settled = self._known.ready, self._is_settled
         is_news = bool(ready) or is_settled is not self._ranks.is_settled
-        told = Shared(ready, self.lines.alike, self._is_all_planned, is_settled) if is_news or even_nothing else None
+        told = Shared(ready, self.kinds.alike, self._is_all_planned, is_settled) if is_news or even_nothing else None
         shared = self._ranks.share(told if self._ranks.is_first else None)
         self._known.ready = []
         if shared is None:
             return False
-        self.lines.take(shared.alike)
+        self.kinds.take(shared.alike)
         for key, plan in shared.plans:
             check_model(plan.model, self.scene.model, "plan of rank 0")
             self._known.activate(key, plan)

@@ -1,4 +1,4 @@
-"""Observer: studies the segments of a running loop, kind by kind, until each kind has a profile."""
+"""LoopObserver: studies the segments of a running loop, kind by kind, until each kind has a profile."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from poochplan.runtime.step_policies.step_policy import KeepAll, KeepWhileRoom, 
 from poochplan.runtime.metering.census import census_bytes, foreseen_bytes
 from poochplan.tensors.signatures import Switches
 
-from .step_kinds import MOST_KINDS, Key, Line, Lines
+from .step_kinds import MOST_KINDS, Key, StepKind, StepKinds
 from .study import StudyOptions, study
-from .watch import Scene, Watch
+from .segment_observer import Scene, SegmentObserver
 
 TOO_MANY = "inputs come in too many shapes, none of them often: pad them to a few lengths"
 MOST_WARMUP = 8
 """After this many segments without a step of an optimizer, studies begin anyway."""
 
 
-class Observer(PlanSource):
+class LoopObserver(PlanSource):
     """A source of plans that makes no plans: after the study, segments run as they did in it. State: the kinds of
-    segments (``lines``), and the active watch.
+    segments (``kinds``), and the active observer.
 
     Parameters
     ----------
@@ -49,12 +49,12 @@ class Observer(PlanSource):
         options: StudyOptions,
         spill_dir: str | Path | None = None,
     ) -> None:
-        self.lines = Lines()
+        self.kinds = StepKinds()
         self._optimizer_steps = 0
         self._optimizers = list(optimizers)
         self._after = 0
-        self._watch: Watch | None = None
-        self._line: Line | None = None
+        self._observer: SegmentObserver | None = None
+        self._kind: StepKind | None = None
         self._key: Key | None = None
         """The key of the open segment, before its kind is known."""
         self._compared: tuple[Key, int] | None = None
@@ -63,32 +63,32 @@ class Observer(PlanSource):
         self._switches = Switches(model)
         self.scene = Scene(model, where, clock_of(where), spill_dir, self._optimizers)
 
-    # -- segments that are not watched -----------------------------------------------------------------------------
+    # -- segments that are not observed ---------------------------------------------------------------------------
 
-    def known(self, key: Key, segment: Segment) -> StepPolicy | Watch | None:
-        """The policy of a segment of that kind if it needs no study; a watch if it is to be observed."""
+    def known(self, key: Key, segment: Segment) -> StepPolicy | SegmentObserver | None:
+        """The policy of a segment of that kind if it needs no study; an observer if it is to be observed."""
         return None
 
     def unplanned(self) -> StepPolicy:
         """The step policy of a segment about which nothing is known."""
         return SwapEach(at_once=True)
 
-    def policy(self, line: Line | None) -> StepPolicy:
+    def policy(self, kind: StepKind | None) -> StepPolicy:
         """The step policy for a segment whose study is over; None: while larger inputs are still being studied."""
-        fits = line is not None and line.profile is not None and line.profile.mode == "run"
+        fits = kind is not None and kind.profile is not None and kind.profile.mode == "run"
         return KeepAll() if fits else SwapEach(at_once=True)
 
-    def profiled(self, line: Line) -> None:
+    def profiled(self, kind: StepKind) -> None:
         """The study of a kind is over: it has a profile, or was refused."""
 
-    def is_planning(self, line: Line) -> bool:
+    def is_planning(self, kind: StepKind) -> bool:
         return False
 
     # -- the chooser ------------------------------------------------------------------------------------------
 
     def choose(self, segment: Segment) -> StepPolicy | None:
         policy = self._chosen(segment)
-        swaps_once = self._watch is not None and self._watch.swaps_once
+        swaps_once = self._observer is not None and self._observer.swaps_once
         if policy is not None and not swaps_once and _gives_up(policy):
             self._attachment.memory_is_short()
         return policy
@@ -98,58 +98,58 @@ class Observer(PlanSource):
             return None
         has_gradients = bool(segment.gradient_bytes)
         own = Key(self._after, segment.ordinal, segment.inputs or (), has_gradients, self._switches.now())
-        self._key, key = own, self.lines.kind_of(own)
+        self._key, key = own, self.kinds.key_of(own)
         known = self.known(key, segment)
-        if isinstance(known, Watch):
-            self._watch = known
+        if isinstance(known, SegmentObserver):
+            self._observer = known
             return known.policy
         if known is not None:
             return known
         if not self._optimizer_steps and self._segments < MOST_WARMUP:
             return self.unplanned()
-        if self.lines.may_be_known(key):
+        if self.kinds.may_be_known(key):
             gc.collect()  # as before a capture
-            kind = self.scene.where.type
-            self._compared = key, census_bytes(kind) + foreseen_bytes(self._optimizers, kind)
+            device_type = self.scene.where.type
+            self._compared = key, census_bytes(device_type) + foreseen_bytes(self._optimizers, device_type)
             return self.unplanned()
-        line = self._line_of(key)
-        if line is None or line.next_watch is None:
-            return self.policy(line)
-        self._line = line
+        kind = self._kind_of(key)
+        if kind is None or kind.next_observer is None:
+            return self.policy(kind)
+        self._kind = kind
         self._attachment.engine.fallbacks.silent = True
-        self._watch = line.next_watch()
-        return self._watch.policy
+        self._observer = kind.next_observer()
+        return self._observer.policy
 
     def begins(self, segment: Segment) -> None:
-        if self._watch is not None:
-            self._watch.begin(segment)
+        if self._observer is not None:
+            self._observer.begin(segment)
 
-    def _line_of(self, key: Key) -> Line | None:
+    def _kind_of(self, key: Key) -> StepKind | None:
         """The study of that kind, which begins here if necessary. None while that of larger inputs is running."""
-        beside = [line for other, line in self.lines.items() if other != key and other.is_beside(key)]
-        for line in beside:
-            if line.waits():
-                self.profiled(line)
-        if key not in self.lines:
-            larger = [line for line in beside if line.key.is_larger(key)]
-            if any(line.is_studied or self.is_planning(line) for line in larger):
+        beside = [kind for other, kind in self.kinds.items() if other != key and other.is_beside(key)]
+        for kind in beside:
+            if kind.waits():
+                self.profiled(kind)
+        if key not in self.kinds:
+            larger = [kind for kind in beside if kind.key.is_larger(key)]
+            if any(kind.is_studied or self.is_planning(kind) for kind in larger):
                 return None
-            for line in beside:
-                if line.is_studied and key.is_larger(line.key):
-                    self.forget(line.key)
-            line = Line(key, study(self.scene, self._study_options), self.lines.stood(key))
-            if sum(one.is_studied for one in self.lines.values()) >= MOST_KINDS:
-                line.give_up(TOO_MANY)
-                self.profiled(line)
-            self.lines[key] = line
-        return self.lines[key]
+            for kind in beside:
+                if kind.is_studied and key.is_larger(kind.key):
+                    self.forget(kind.key)
+            kind = StepKind(key, study(self.scene, self._study_options), self.kinds.stood(key))
+            if sum(one.is_studied for one in self.kinds.values()) >= MOST_KINDS:
+                kind.give_up(TOO_MANY)
+                self.profiled(kind)
+            self.kinds[key] = kind
+        return self.kinds[key]
 
     def forget(self, key: Key) -> None:
         """Segments of that kind are studied anew."""
-        self.lines.pop(key, None)
+        self.kinds.pop(key, None)
 
     def rebuild(self, value: SavedValue, mechanism: Mechanism) -> None:
-        (self._watch.rebuild if self._watch is not None else rebuild_together)(value, mechanism)
+        (self._observer.rebuild if self._observer is not None else rebuild_together)(value, mechanism)
 
     # -- what segments do -------------------------------------------------------------------------------------
 
@@ -164,22 +164,22 @@ class Observer(PlanSource):
                 if attachment.ends_here():
                     return Handle.untouched(tensor)
                 engine.begin()
-            watch = self._watch
-            if watch is not None:
-                return watch.pack(tensor, engine.pack)
+            observer = self._observer
+            if observer is not None:
+                return observer.pack(tensor, engine.pack)
             handle = engine.pack(tensor)
-            if self._watch is not None:  # the segment has its policy by this save
-                self._watch.packed(tensor, handle)
+            if self._observer is not None:  # the segment has its policy by this save
+                self._observer.packed(tensor, handle)
             return handle
 
         def unpack(handle: Handle) -> torch.Tensor:
-            watch = self._watch
-            return engine.unpack(handle) if watch is None else watch.unpack(handle, engine.unpack)
+            observer = self._observer
+            return engine.unpack(handle) if observer is None else observer.unpack(handle, engine.unpack)
 
         return pack, unpack
 
     def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        return call if self._watch is None else self._watch.around_call(path, call)
+        return call if self._observer is None else self._observer.around_call(path, call)
 
     def optimizing(self, optimizer: torch.optim.Optimizer) -> None:
         if not any(optimizer is one for one in self._optimizers):
@@ -191,38 +191,38 @@ class Observer(PlanSource):
         if not self._attachment.engine.cursor.is_open:
             self._take_off(stepped=True)
 
-    def _take_off(self, *, stepped: bool) -> Watch | None:
+    def _take_off(self, *, stepped: bool) -> SegmentObserver | None:
         """The segment has ended: the following events do not belong to it."""
-        watch = self._watch
-        if watch is not None:
-            watch.end(stepped=stepped)
+        observer = self._observer
+        if observer is not None:
+            observer.end(stepped=stepped)
             self._attachment.engine.fallbacks.silent = False
-        return watch
+        return observer
 
     def close(self) -> None:
-        if self._watch is not None:  # the loop has ended in a segment, and without leaving its session
+        if self._observer is not None:  # the loop has ended in a segment, and without leaving its session
             self._take_off(stepped=False)
 
     def ended(self, segment: Segment) -> None:
         self._segments += 1
-        watch, line = self._take_off(stepped=False), self._line
-        self._watch = self._line = None
+        observer, kind = self._take_off(stepped=False), self._kind
+        self._observer = self._kind = None
         if self._compared is not None:
             key, base_bytes = self._compared
             self._compared = None
-            self.lines.compared(key, segment, base_bytes)
+            self.kinds.compared(key, segment, base_bytes)
         elif segment.diverged and self._key is not None:
-            self.lines.part(self._key)
-        if watch is None or line is None:
+            self.kinds.part(self._key)
+        if observer is None or kind is None:
             return
         try:
-            line.has_seen(watch, segment)
+            kind.has_seen(observer, segment)
         except (PoochError, OSError) as error:
-            line.give_up(str(error))
-        if line.next_watch is None:
-            del watch
+            kind.give_up(str(error))
+        if kind.next_observer is None:
+            del observer
             gc.collect()  # so that the study's garbage is not in memory during later steps
-            self.profiled(line)
+            self.profiled(kind)
 
 
 def _gives_up(policy: StepPolicy) -> bool:

@@ -1,4 +1,4 @@
-"""Watch: observes one segment of the user's loop, by a step policy and by instruments that see its ops."""
+"""SegmentObserver: observes one segment of the user's loop, by a step policy and by instruments that see its ops."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Scene:
         return self.there_before is not None
 
 
-class Watch:
+class SegmentObserver:
     """Base class: observes one segment, changes nothing, and knows the segment's phase.
 
     Phases are recognised: backward runs through autograd's one entrance; later code belongs to the optimizer.
@@ -154,6 +154,6 @@ class Watch:
 BACKWARD_RAISED = "its backward raised"
 
 
-NewWatch = Callable[[], Watch]
-Studied = Generator[NewWatch, Any, Profile]
-"""Asks for watches, receives each back when its segment has a result, and returns the profile."""
+NewObserver = Callable[[], SegmentObserver]
+Studied = Generator[NewObserver, Any, Profile]
+"""Asks for observers, receives each back when its segment has a result, and returns the profile."""
