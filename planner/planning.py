@@ -15,7 +15,7 @@ from poochplan.formats.profile import Link, Memory, Profile
 from poochplan.formats.queries import limits
 from poochplan.planner.arena.step_layout import NO_ARENA, Fitting, layout_of, smallest_arena
 from poochplan.planner.policies import PolicyInput, run_policy
-from poochplan.planner.search.allowance import Allowance, SearchLimits, Watch
+from poochplan.planner.search.allowance import Allowance, SearchLimits, SearchCallback
 from poochplan.planner.search.optimise import Optimum, optimise
 from poochplan.planner.simulator.evaluator import begin_build, library
 from poochplan.planner.simulator.problem import build_problem
@@ -48,7 +48,7 @@ def plan(
     seed: int = 0,
     workload: str | None = None,
     policy: str = ILP,
-    watch: Watch | None = None,
+    watch: SearchCallback | None = None,
     keep_interrupted: bool = False,
     arena: Literal["auto", "on", "off"] = "auto",
 ) -> Plan:
@@ -180,7 +180,7 @@ def _check_feasible(given: PolicyInput, least_bytes: int = 0) -> None:
     )
 
 
-def _optimal(given: PolicyInput, search: SearchLimits, watch: Watch | None, *, has_arena: bool) -> Optimum:
+def _optimal(given: PolicyInput, search: SearchLimits, watch: SearchCallback | None, *, has_arena: bool) -> Optimum:
     """The plan that keeps everything if no plan can be faster; else the best plan that was found."""
     profile, problem, budget_bytes = given.profile, given.problem, given.budget_bytes
     in_core = simulated(problem, KEEP_ALL, keep_all(problem))
@@ -203,7 +203,7 @@ def _optimal(given: PolicyInput, search: SearchLimits, watch: Watch | None, *, h
     return replace(found, notes=(note, *found.notes))
 
 
-def _searched(given: PolicyInput, search: SearchLimits, watch: Watch | None, *, has_arena: bool) -> Optimum:
+def _searched(given: PolicyInput, search: SearchLimits, watch: SearchCallback | None, *, has_arena: bool) -> Optimum:
     """The best plan that a search finds."""
     started_s = time.perf_counter()
 

@@ -162,7 +162,7 @@ def _without_plan(
     )
 
 
-Tell: TypeAlias = Callable[[SweepPoint], None]
+PointCallback: TypeAlias = Callable[[SweepPoint], None]
 """Called with each cell that is done."""
 GRACE_S = 2.0
 """Seconds that a process may take to end after the request."""
@@ -189,7 +189,7 @@ def _solve_given(cell: Cell) -> SweepPoint:
 
 
 def solve_in_processes(
-    profile: Profile, solving: Solving, cells: Sequence[Cell], processes: int, tell: Tell
+    profile: Profile, solving: Solving, cells: Sequence[Cell], processes: int, tell: PointCallback
 ) -> dict[Cell, SweepPoint]:
     """Solves all cells. If a process died, its cells are tried again, each in its own process."""
     slow_first = sorted(cells, key=lambda cell: cell[0] != ILP)
@@ -204,7 +204,7 @@ def solve_in_processes(
 
 
 def _in_pool(
-    profile: Profile, solving: Solving, cells: Sequence[Cell], processes: int, tell: Tell
+    profile: Profile, solving: Solving, cells: Sequence[Cell], processes: int, tell: PointCallback
 ) -> dict[Cell, SweepPoint]:
     """The points of cells whose processes did not die. An interrupt ends the processes and is raised again."""
     found: dict[Cell, SweepPoint] = {}

@@ -22,14 +22,14 @@ from statistics import median
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from poochplan.errors import SpillError
 from poochplan.formats.files import cache_folder, encode_readable, read_cache, write_cache
+from poochplan.formats.occupancy import Floats
 from poochplan.formats.profile import Link, LinkDirection
 from poochplan.runtime.devices.cpu import choose_spill_dir, file_system_type
-from poochplan.runtime.devices.device import Device
+from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.devices.transfers import Copy, copy_in, copy_out
 from poochplan.tensors.host_memory import available_bytes, memory_left
@@ -49,7 +49,6 @@ Curve = list[tuple[int, float]]
 Least = Callable[[int], int]
 Begin = Callable[[], object]
 """Called before each timed run. It returns when the device has no work left, and when all ranks have called it."""
-Floats = npt.NDArray[np.float64]
 SMALL_BYTES = 1 << 20
 """Copies from this size on count in full, shorter ones by their share of it: they carry few bytes."""
 LARGE_BYTES = 64 << 20
@@ -117,7 +116,7 @@ def measure_link(
         device.close()
 
 
-def _pageable(device: Device, sizes: tuple[int, ...], begin: Begin) -> dict[str, LinkDirection]:
+def _pageable(device: ComputeDevice, sizes: tuple[int, ...], begin: Begin) -> dict[str, LinkDirection]:
     """The two directions of pageable memory; none on the CPU, whose host tier is a file."""
     if device.kind != "cuda":
         return {}
@@ -137,13 +136,13 @@ def _that_fit(sizes: tuple[int, ...], directory: Path) -> tuple[int, ...]:
     return fitting
 
 
-def _room_bytes(device: Device) -> int:
+def _room_bytes(device: ComputeDevice) -> int:
     """Bytes that are free on both device and host; the CPU device's host tier is a file."""
     host_bytes = available_bytes()
     return host_bytes if device.kind == "cpu" else min(host_bytes, memory_left(device.where))
 
 
-def _written_once(device: Device, sizes: tuple[int, ...]) -> tuple[int, ...]:
+def _written_once(device: ComputeDevice, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """The sizes for whose two places there is room and that are fast enough, which have then been written once."""
     if device.kind != "cpu":
         return _pinned_once(device, sizes)
@@ -171,7 +170,7 @@ def _written_once(device: Device, sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(written)
 
 
-def _pinned_once(device: Device, sizes: tuple[int, ...]) -> tuple[int, ...]:
+def _pinned_once(device: ComputeDevice, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """The sizes for whose two places memory can be pinned, which then is."""
     for count in range(len(sizes), 0, -1):
         try:
@@ -186,16 +185,16 @@ def _pinned_once(device: Device, sizes: tuple[int, ...]) -> tuple[int, ...]:
     )
 
 
-CopyCall = Callable[[Device, torch.UntypedStorage, int], Copy]
+CopyCall = Callable[[ComputeDevice, torch.UntypedStorage, int], Copy]
 
 
-def _buffer(device: Device, size_bytes: int) -> torch.UntypedStorage:
+def _buffer(device: ComputeDevice, size_bytes: int) -> torch.UntypedStorage:
     storage = device.allocate(size_bytes)
     torch.empty(0, dtype=torch.uint8, device=device.where).set_(storage).fill_(1)  # touch the pages
     return storage
 
 
-def _curve(copy: CopyCall, device: Device, sizes: tuple[int, ...], begin: Begin) -> Curve:
+def _curve(copy: CopyCall, device: ComputeDevice, sizes: tuple[int, ...], begin: Begin) -> Curve:
     curve = []
     for size_bytes in sizes:
         storage = _buffer(device, size_bytes)
@@ -207,7 +206,7 @@ def _curve(copy: CopyCall, device: Device, sizes: tuple[int, ...], begin: Begin)
     return curve
 
 
-def pageable_curves(device: Device, sizes: tuple[int, ...], begin: Begin) -> tuple[Curve, Curve]:
+def pageable_curves(device: ComputeDevice, sizes: tuple[int, ...], begin: Begin) -> tuple[Curve, Curve]:
     """Seconds of copies to ordinary host memory and back, which the driver stages in its own pinned memory."""
     out: Curve = []
     back: Curve = []
@@ -235,7 +234,7 @@ def _median_s(begin: Begin, run: Callable[[], object]) -> float:
     return median(times_s)
 
 
-def _checked(device: Device, *copies: Copy) -> None:
+def _checked(device: ComputeDevice, *copies: Copy) -> None:
     device.synchronize()
     for copy in copies:
         copy.wait()
@@ -246,7 +245,7 @@ def _checked(device: Device, *copies: Copy) -> None:
             )
 
 
-def _duplex(device: Device, size_bytes: int, out_s: float, in_s: float, begin: Begin) -> float:
+def _duplex(device: ComputeDevice, size_bytes: int, out_s: float, in_s: float, begin: Begin) -> float:
     """Share of its rate that a direction keeps while both run."""
     outgoing, incoming = _buffer(device, size_bytes), _buffer(device, size_bytes)
     both_s = _median_s(
@@ -258,7 +257,7 @@ def _duplex(device: Device, size_bytes: int, out_s: float, in_s: float, begin: B
     return float(min(1.0, max(0.3, 1 / slowed))) if slowed > 0 else 1.0
 
 
-def _interference(copy: CopyCall, device: Device, size_bytes: int, begin: Begin) -> float:
+def _interference(copy: CopyCall, device: ComputeDevice, size_bytes: int, begin: Begin) -> float:
     """How much longer ops take beside copies, minus 1.
 
     Half of a step's ops are bound by memory (norms, activations). The others are bound by arithmetic and slow down
@@ -285,7 +284,7 @@ def _interference(copy: CopyCall, device: Device, size_bytes: int, begin: Begin)
     return float(np.mean(slowdowns))
 
 
-def _probes(device: Device) -> list[Callable[[], object]]:
+def _probes(device: ComputeDevice) -> list[Callable[[], object]]:
     """One op bound by arithmetic, one by memory; each takes about a millisecond or less, and no fresh memory."""
     side, length = CPU_PROBE if device.kind == "cpu" else CUDA_PROBE
     length = min(length, max(1, _room_bytes(device) // 32))  # of four bytes each, and as many again for the result
@@ -295,7 +294,7 @@ def _probes(device: Device) -> list[Callable[[], object]]:
 
 
 def _per_call_s(
-    device: Device, op: Callable[[], object], between: Callable[[], object], duration_s: float = 0.02
+    device: ComputeDevice, op: Callable[[], object], between: Callable[[], object], duration_s: float = 0.02
 ) -> float:
     device.synchronize()
     start_s = time.perf_counter()

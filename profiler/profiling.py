@@ -45,7 +45,7 @@ from poochplan.units import parse_rate
 from .link import measure_link
 from .request import (
     Options,
-    Progress,
+    ProgressCallback,
     check_backward,
     check_mode,
     check_optimizer,
@@ -80,7 +80,7 @@ def profile(
     spill_dir: str | Path | None = None,
     throttle: str | float | None = None,
     link: Link | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Profile:
     """Runs ``step`` a few times and returns a :class:`~poochplan.formats.profile.Profile`.
 

@@ -14,15 +14,16 @@ import torch
 from poochplan.errors import StepError, UsageError
 from poochplan.formats.profile import Link
 from poochplan.runtime.devices.opening import model_device
+from poochplan.runtime.metering.census import DataParallel
 from poochplan.tensors.storages import own_tensors, parts_of
 from poochplan.torch_private.sharding import is_sharded
 
-Progress = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
+"""Called with a line of text at each stage of the work."""
 STAGES = ("warming up", "capturing", "measuring the link", "timing", "running", "verifying")
 """The beginnings of the texts that ``progress`` is called with, in their order."""
 MODES = ("run", "swap-all", "auto", "fake")
 _MOST_OBJECTS = 100_000
-DataParallel = torch.nn.parallel.DistributedDataParallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class Options:
     spill_dir: str | Path | None
     throttle_bytes_per_s: float | None
     link: Link | None
-    say: Progress
+    say: ProgressCallback
 
 
 def checked_device(model: torch.nn.Module, device: str | None, iterations: int | None, warmup: int) -> torch.device:

@@ -10,7 +10,7 @@ from poochplan.runtime.step_policies.follow import IndexedPlan
 from poochplan.units import format_bytes
 
 from .metering.census import EVERY
-from .metering.holders import Holder
+from .metering.holders import HeldMemory
 
 FIRST_STEPS = 2
 """The first step runs without the optimizer's state, the second with it. Later steps are like the second."""
@@ -84,7 +84,7 @@ class ActivePlan:
         self._is_settled = self._ended >= FIRST_STEPS and (self.is_told or not grows)
 
 
-def over_budget_text(peak_bytes: int, plan: Plan, where: str, held: Sequence[Holder]) -> str:
+def over_budget_text(peak_bytes: int, plan: Plan, where: str, held: Sequence[HeldMemory]) -> str:
     """The text about a step above its budget: its bytes, their moment, and the holders of unpredicted bytes."""
     text = (
         f"a step that follows the plan took {peak_bytes} bytes, more than its budget of {plan.budget_bytes} "
@@ -98,7 +98,7 @@ def over_budget_text(peak_bytes: int, plan: Plan, where: str, held: Sequence[Hol
     return f"{text}; {_named(held)}"
 
 
-def out_of_memory_text(peak_bytes: int | None, plan: Plan, where: str, held: Sequence[Holder]) -> str:
+def out_of_memory_text(peak_bytes: int | None, plan: Plan, where: str, held: Sequence[HeldMemory]) -> str:
     """The text about a step that ran out of memory: how far it had come, its prediction, and the excess's holders."""
     text = (
         f"out of memory in a step that follows the plan{f', in {where}' if where else ''}: it had taken "
@@ -108,7 +108,7 @@ def out_of_memory_text(peak_bytes: int | None, plan: Plan, where: str, held: Seq
     return f"{text}; {_named(held)}" if held else text
 
 
-def _named(held: Sequence[Holder]) -> str:
+def _named(held: Sequence[HeldMemory]) -> str:
     named = ", ".join(f"{one.name} ({format_bytes(one.size_bytes)})" for one in held[:_MOST_NAMED])
     more = sum(one.size_bytes for one in held[_MOST_NAMED:])
     return f"in addition to the prediction there are {named}{f' and {format_bytes(more)} more' if more else ''}"

@@ -17,7 +17,7 @@ from poochplan.formats.profile import ModelSignature, Profile
 from poochplan.runtime.arena.recorded_layout import PackBlocks
 from poochplan.runtime.compiled.inductor import written_replays
 from poochplan.runtime.devices.cpu import choose_spill_dir
-from poochplan.runtime.devices.device import Device
+from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.opening import check_cap, model_device, open_device
 from poochplan.runtime.step_policies.follow import DivergencePolicy
 from poochplan.runtime.metering.step_meter import When
@@ -53,7 +53,7 @@ def apply(
     cap_bytes: int | None = None,
     host_limit_bytes: int | None = None,
     nvtx: bool = False,
-    device: Callable[[], Device] | None = None,
+    device: Callable[[], ComputeDevice] | None = None,
     force: bool = False,
     arena: ArenaMode = "auto",
     quiet: bool = False,
@@ -143,7 +143,7 @@ def apply(
         raise UsageError(f"host limit: expected a plan for cuda, found one for {where.type}; there the disk limits it")
     spill_dir = choose_spill_dir(spill_dir) if where.type == "cpu" else None
 
-    def opened() -> Device:
+    def opened() -> ComputeDevice:
         return open_device(where, spill_dir, first.link.throttle_bytes_per_s, host_limit_bytes, spans=nvtx)
 
     replan, pack, explain, certifier = planner or (None, None, None, None)

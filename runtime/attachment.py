@@ -20,7 +20,7 @@ from poochplan.formats.plan import Instructions
 from poochplan.formats.profile import Profile
 from poochplan.runtime.arena.library import fresh_memory
 from poochplan.runtime.devices.cuda import refuse_capture, refuse_graphs
-from poochplan.runtime.devices.device import Device
+from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.engine.cursor import NO_EVENTS, Segment, StepEvents
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
@@ -38,7 +38,7 @@ from .compiled.inductor import compiled_deferring
 from .active_plan import ActivePlan
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-Tell = Callable[[torch.optim.Optimizer], None]
+OptimizerHook = Callable[[torch.optim.Optimizer], None]
 
 
 class PlanSource:
@@ -128,7 +128,7 @@ class Attachment:
         self,
         models: Mapping[str, torch.nn.Module],
         kind: str,
-        open_device: Callable[[], Device],
+        open_device: Callable[[], ComputeDevice],
         source: PlanSource,
         events: StepEvents = NO_EVENTS,
     ) -> None:
@@ -331,10 +331,10 @@ def together(models: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
 
 
 @contextmanager
-def around_optimizer_steps(model: torch.nn.Module, before: Tell, after: Tell) -> Iterator[None]:
+def around_optimizer_steps(model: torch.nn.Module, before: OptimizerHook, after: OptimizerHook) -> Iterator[None]:
     """In a block, calls ``before`` and ``after`` around each step of an optimizer with a parameter of ``model``."""
 
-    def told(tell: Tell) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
+    def told(tell: OptimizerHook) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
         def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             own = set(map(id, model.parameters()))
             if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):

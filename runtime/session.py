@@ -18,7 +18,7 @@ from poochplan.formats.profile import Memory, Profile
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.formats.run_record import Certificate
 from poochplan.runtime.devices.cuda import hard_cap
-from poochplan.runtime.devices.device import Device
+from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.transfers import forget_held_back, raise_held_back
 from poochplan.runtime.engine.cursor import Segment, StepEvents, weakly
 from poochplan.runtime.engine.engine import Engine
@@ -61,7 +61,7 @@ class Session:
         self,
         models: Mapping[str, torch.nn.Module],
         where: torch.device,
-        open_device: Callable[[], Device],
+        open_device: Callable[[], ComputeDevice],
         source: PlanSource,
         *,
         on_over_budget: OverBudget = OverBudget.WARN,
@@ -280,7 +280,7 @@ class Session:
         return self._attachment.engine
 
     @property
-    def _device(self) -> Device:
+    def _device(self) -> ComputeDevice:
         return self._attachment.device
 
     @property

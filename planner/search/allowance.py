@@ -122,7 +122,7 @@ class Progress:
     is_counted: bool
 
 
-Watch: TypeAlias = Callable[[Progress], bool | None]
+SearchCallback: TypeAlias = Callable[[Progress], bool | None]
 """Called from time to time, in the thread that asked for the plan. The search ends once it returns True."""
 
 

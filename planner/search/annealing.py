@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from poochplan.formats.occupancy import Bytes
+from poochplan.formats.occupancy import Codes
 from poochplan.planner.arena.step_layout import Fitting
 from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.simulator.evaluator import (
@@ -43,9 +43,9 @@ KEPT = 2500
 class EvaluatedPlan:
     """Decisions and a style, evaluated."""
 
-    wish: Bytes
+    wish: Codes
     """The requested decisions, by their codes."""
-    decisions: Bytes
+    decisions: Codes
     """The resulting decisions: a value that memory never requires to be released is kept."""
     style: int
     step_s: float
@@ -142,7 +142,7 @@ class Incumbents:
         """Whether the host has room for the values that a plan swaps."""
         return self._fits_host(codes_of(candidate.schedule.decisions))
 
-    def _fits_host(self, decisions: Bytes) -> bool:
+    def _fits_host(self, decisions: Codes) -> bool:
         return self.host_bytes < 0 or int(self.problem.size_bytes[decisions == SWAP].sum()) <= self.host_bytes
 
     def rank(self, found: EvaluatedPlan) -> tuple[int, float, bool, int, bytes]:
@@ -389,7 +389,7 @@ class Walker:
     def _goes_on(self, allowance: Allowance) -> bool:
         return not allowance.is_spent and not self._is_enough(self.incumbents.step_s)
 
-    def try_styles(self, wish: Bytes, origin: str, styles: Sequence[int] = range(len(STYLES))) -> EvaluatedPlan:
+    def try_styles(self, wish: Codes, origin: str, styles: Sequence[int] = range(len(STYLES))) -> EvaluatedPlan:
         """Tries decisions in each of the styles; returns the best one."""
         tried = [self.incumbents.offer(self._evaluated(wish, style, origin)) for style in styles]
         return min(tried, key=self.incumbents.rank)
@@ -452,13 +452,13 @@ class Walker:
             return self.incumbents.offer(found)
         return found
 
-    def _evaluated(self, wish: Bytes, style: int, origin: str) -> EvaluatedPlan:
+    def _evaluated(self, wish: Codes, style: int, origin: str) -> EvaluatedPlan:
         within_bytes = self.incumbents.within_bytes
         step_s, peak_bytes, moved_bytes, _ = self._evaluator.evaluate_codes(wish.tobytes(), within_bytes, style)
         decisions = self._evaluator.codes.copy()
         return EvaluatedPlan(wish, decisions, style, step_s, peak_bytes, moved_bytes, origin, within_bytes)
 
-    def _seconds(self, wish: Bytes, value: int) -> float:
+    def _seconds(self, wish: Codes, value: int) -> float:
         if wish[value] == RECOMPUTE:
             return self.problem.replay_seconds(value)
         return self.problem.out_seconds(value) if wish[value] else 0.0

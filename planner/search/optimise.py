@@ -20,7 +20,7 @@ import numpy as np
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Decision, SolveStatus
 from poochplan.planner.arena.step_layout import NO_ARENA, Fitting, Laid
-from poochplan.planner.search.allowance import Allowance, Progress, SearchLimits, Watch
+from poochplan.planner.search.allowance import Allowance, Progress, SearchLimits, SearchCallback
 from poochplan.planner.search.annealing import Incumbents, Walker
 from poochplan.planner.search.bound import Proof
 from poochplan.planner.search.decide import solve_fluid
@@ -94,7 +94,7 @@ def optimise(
     budget_bytes: int,
     effort: SearchLimits,
     proposals: Sequence[Callable[[Allowance], Candidate]] = (),
-    watch: Watch | None = None,
+    watch: SearchCallback | None = None,
     spent_s: float = 0.0,
     fitting: Fitting | None = None,
 ) -> Optimum:
@@ -143,7 +143,7 @@ class _PlanSearch:
 
     # -- threads ------------------------------------------------------------------------------------------------------
 
-    def run(self, watch: Watch | None) -> None:
+    def run(self, watch: SearchCallback | None) -> None:
         """Runs the search in separate threads, so that an interrupt reaches this one at once."""
         try:
             self._begin()
@@ -162,7 +162,7 @@ class _PlanSearch:
                 if not (isinstance(error, KeyboardInterrupt) and self.effort.keeps_interrupted):
                     raise
 
-    def _watch(self, running: list[Future[None]], allowance: Allowance, watch: Watch | None) -> None:
+    def _watch(self, running: list[Future[None]], allowance: Allowance, watch: SearchCallback | None) -> None:
         """Waits for all threads, or for an error in one. They spend ``allowance``."""
         left = set(running)
         while left:

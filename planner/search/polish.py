@@ -31,7 +31,7 @@ NEAR = 4
 """On large steps, how many values or points before and after a wait are tried."""
 
 
-class Moves:
+class ScheduleMoves:
     """The possible changes of a schedule."""
 
     def __init__(self, problem: Problem, tuning: Tuning, candidate: Candidate) -> None:
@@ -196,7 +196,7 @@ class _Polish:
         if self.here is None:
             return
         style, tuning, candidate = self.here
-        moves = Moves(self.problem, tuning, candidate)
+        moves = ScheduleMoves(self.problem, tuning, candidate)
         yield replace(style, in_order=not style.in_order), tuning
         moving = sum(decision is not Decision.KEEP for decision in candidate.wish)
         for changed in moves.all() if moving <= ALL_MOVES else moves.near_waits():

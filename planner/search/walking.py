@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from poochplan.formats.occupancy import Bytes
+from poochplan.formats.occupancy import Codes
 from poochplan.formats.plan import Decision
 from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.search.annealing import EvaluatedPlan, Incumbents, Walker
@@ -86,7 +86,7 @@ MIN_GAIN = 1e-5
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    codes: Bytes
+    codes: Codes
     origin: str
     temperature: float
     pinned: tuple[int, ...] = ()
@@ -133,7 +133,7 @@ class Walking:
         with self._lock:
             self._starts = starts + [start for start in self._starts if not start.pinned]
 
-    def look_near(self, codes: Bytes) -> None:
+    def look_near(self, codes: Codes) -> None:
         """A starting point at the rounded solution of a model."""
         with self._lock:
             self._starts.append(Start(codes, "ilp", WARM))

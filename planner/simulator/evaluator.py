@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from poochplan.errors import NativeError
-from poochplan.formats.occupancy import Bytes, Floats, Ints
+from poochplan.formats.occupancy import Codes, Floats, Ints
 from poochplan.formats.plan import Decision
 from poochplan.native import NativeBuild, Signatures, functions_of
 
@@ -115,12 +115,12 @@ STYLE_OF: Final = (*STYLES, ON_DEMAND)
 _CODE_OF: Final = {decision: code for code, decision in enumerate(DECISIONS)}
 
 
-def codes_of(decisions: Sequence[Decision]) -> Bytes:
+def codes_of(decisions: Sequence[Decision]) -> Codes:
     """Decisions as an array that the evaluator takes; int8, (values,)."""
     return np.array([_CODE_OF[decision] for decision in decisions], dtype=np.int8)
 
 
-def decisions_of(codes: Bytes | bytes) -> tuple[Decision, ...]:
+def decisions_of(codes: Codes | bytes) -> tuple[Decision, ...]:
     """The decisions in such an array, or in its bytes."""
     return tuple(DECISIONS[code] for code in bytes(codes))
 

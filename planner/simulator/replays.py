@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -213,10 +212,6 @@ def build_replay_graph(
     )
 
 
-Stretches: TypeAlias = dict[int, list[tuple[int, int]]]
-"""First and last tick of each stretch of a gathered weight, which is named by the value of its first stretch."""
-
-
 def _within_stretches(
     profile: Profile, replays: list[Replay | None], reasons: list[str], first_use_tick: Sequence[int]
 ) -> tuple[int, ...]:
@@ -226,7 +221,7 @@ def _within_stretches(
     A replay runs at the first use of its value, or at that of a value whose replay starts from it. A value may be
     recomputed only if its replay finds its weights at each of these ticks, for any decisions on other values.
     """
-    stretches: Stretches = {}
+    stretches: dict[int, list[tuple[int, int]]] = {}  # first and last tick of each, by the value of the weight's first
     numbers = [number for number, value in enumerate(profile.values) if value.stretch_of >= 0]
     for number, born in zip(numbers, born_ticks(profile, numbers).tolist(), strict=True):
         stretches.setdefault(profile.values[number].stretch_of, []).append((born, profile.values[number].freed))

@@ -7,14 +7,13 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from poochplan.errors import StepError
+from poochplan.formats.occupancy import Floats
 from poochplan.formats.profile import LayerTimes, Phase, StepTimes
 from poochplan.units import format_seconds
 
 PhaseSeconds = dict[Phase, float]
-Floats = npt.NDArray[np.float64]
 JUDGED_S = 0.02
 """If a step took less than this, its time is not judged: one disturbance by the machine is longer."""
 FEWEST_REFUSED = 3

@@ -23,7 +23,7 @@ from poochplan.profiler.capture.node_hooks import Gradients, Stretches
 from poochplan.profiler.capture.workspace import Workspace, workspace_of
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.compiled.points import told_of_points
-from poochplan.runtime.engine.saved_value import Handle, SavedValue
+from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.metering.census import LEAST_BYTES
 from poochplan.tensors.modes import ToggledMode
@@ -289,7 +289,7 @@ class Capture(ToggledMode):
 
     # -- points -----------------------------------------------------------------------------------------------
 
-    def packed(self, tensor: torch.Tensor, handle: Handle) -> None:
+    def packed(self, tensor: torch.Tensor, handle: SavedHandle) -> None:
         value = handle.value
         if value is None:
             self.kept_as_it_is(tensor)

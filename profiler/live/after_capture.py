@@ -17,7 +17,7 @@ from poochplan.profiler.trials.verify_replays import PIECE_BYTES, HostStore, Ver
 from poochplan.runtime.arena.step_arena import RepeatedStep
 from poochplan.runtime.compiled.points import told_of_points
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.engine.saved_value import Handle
+from poochplan.runtime.engine.saved_value import SavedHandle
 from poochplan.runtime.step_policies.follow import Follow
 from poochplan.runtime.step_policies.step_policy import StepPolicy, SwapEach
 from poochplan.tensors.host_memory import page_faults
@@ -75,10 +75,10 @@ class PhaseTiming(SegmentObserver):
             self._since_s, self._since_faults = self._now_s(), page_faults()
             yield
 
-    def pack(self, tensor: torch.Tensor, pack: PackHook) -> Handle:
+    def pack(self, tensor: torch.Tensor, pack: PackHook) -> SavedHandle:
         return self.aside(self.in_hooks.timed("pack_s", pack), tensor)
 
-    def unpack(self, handle: Handle, unpack: UnpackHook) -> torch.Tensor:
+    def unpack(self, handle: SavedHandle, unpack: UnpackHook) -> torch.Tensor:
         return self.aside(self.in_hooks.timed("unpack_s", unpack), handle)
 
     def aside(self, hook: Hook, argument: Any) -> Any:
@@ -157,7 +157,7 @@ class Summing(SegmentObserver):
         self.sums: list[int] = []
         self._unwritten = unwritten
 
-    def pack(self, tensor: torch.Tensor, pack: PackHook) -> Handle:
+    def pack(self, tensor: torch.Tensor, pack: PackHook) -> SavedHandle:
         if self._unwritten is None or in_backward():
             return super().pack(tensor, pack)
         sum_, handle = _sum(tensor, self.scene.where.type), super().pack(tensor, pack)

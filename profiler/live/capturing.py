@@ -18,7 +18,7 @@ from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.capture.capture import Capture, collected_after
 from poochplan.profiler.capture.clock import library_bytes
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.engine.saved_value import Handle
+from poochplan.runtime.engine.saved_value import SavedHandle
 from poochplan.runtime.replays.replay import StorageRecord
 from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.runtime.metering.census import bucket_bytes, census, census_bytes
@@ -162,18 +162,18 @@ class Capturing(SegmentObserver):
         if not self.scene.is_repeated:
             self.capture.nodes.runs_another()
 
-    def pack(self, tensor: torch.Tensor, pack: PackHook) -> Handle:
+    def pack(self, tensor: torch.Tensor, pack: PackHook) -> SavedHandle:
         with self.capture.set_aside():
             handle = pack(tensor)
         self.packed(tensor, handle)
         return handle
 
-    def packed(self, tensor: torch.Tensor, handle: Handle) -> None:
+    def packed(self, tensor: torch.Tensor, handle: SavedHandle) -> None:
         if self.phase is not Phase.FORWARD and handle.value is not None:
             self.why_not, self.is_final = SAVES_AFTER_USE, True
         self.capture.packed(tensor, handle)
 
-    def unpack(self, handle: Handle, unpack: UnpackHook) -> torch.Tensor:
+    def unpack(self, handle: SavedHandle, unpack: UnpackHook) -> torch.Tensor:
         value = handle.value
         if value is None or handle.segment != self._number:
             return unpack(handle)

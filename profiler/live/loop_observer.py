@@ -15,7 +15,7 @@ from poochplan.profiler.capture.clock import clock_of
 from poochplan.runtime.attachment import Attachment, Hooks, PlanSource
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
-from poochplan.runtime.engine.saved_value import Handle, SavedValue
+from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
 from poochplan.runtime.step_policies.step_policy import KeepAll, KeepWhileRoom, StepPolicy, SwapEach
 from poochplan.runtime.metering.census import census_bytes, foreseen_bytes
 from poochplan.tensors.signatures import Switches
@@ -156,13 +156,13 @@ class LoopObserver(PlanSource):
     def attached(self, attachment: Attachment) -> Hooks:
         self._attachment, engine = attachment, attachment.engine
 
-        def pack(tensor: torch.Tensor) -> Handle:
+        def pack(tensor: torch.Tensor) -> SavedHandle:
             if attachment.state == "closed":
                 attachment.take_hooks_off()
-                return Handle.untouched(tensor)
+                return SavedHandle.untouched(tensor)
             if engine.cursor.save_begins_one():
                 if attachment.ends_here():
-                    return Handle.untouched(tensor)
+                    return SavedHandle.untouched(tensor)
                 engine.begin()
             observer = self._observer
             if observer is not None:
@@ -172,7 +172,7 @@ class LoopObserver(PlanSource):
                 self._observer.packed(tensor, handle)
             return handle
 
-        def unpack(handle: Handle) -> torch.Tensor:
+        def unpack(handle: SavedHandle) -> torch.Tensor:
             observer = self._observer
             return engine.unpack(handle) if observer is None else observer.unpack(handle, engine.unpack)
 

@@ -21,13 +21,13 @@ from poochplan.profiler.capture.timing import OpTimer
 from poochplan.profiler.step.forward_only import is_the_compilers
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together
-from poochplan.runtime.engine.saved_value import Handle
+from poochplan.runtime.engine.saved_value import SavedHandle
 from poochplan.runtime.step_policies.step_policy import StepPolicy
 from poochplan.runtime.metering.census import census_bytes, foreseen_bytes
 from poochplan.torch_private.tensor_internals import intercept_autograd
 
-PackHook = Callable[[torch.Tensor], Handle]
-UnpackHook = Callable[[Handle], torch.Tensor]
+PackHook = Callable[[torch.Tensor], SavedHandle]
+UnpackHook = Callable[[SavedHandle], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -104,15 +104,15 @@ class SegmentObserver:
     def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         return call if self.instrument is None else self.instrument.around_call(path, call)
 
-    def pack(self, tensor: torch.Tensor, pack: PackHook) -> Handle:
+    def pack(self, tensor: torch.Tensor, pack: PackHook) -> SavedHandle:
         handle = pack(tensor)
         self.packed(tensor, handle)
         return handle
 
-    def packed(self, tensor: torch.Tensor, handle: Handle) -> None:
+    def packed(self, tensor: torch.Tensor, handle: SavedHandle) -> None:
         """Forward has saved a tensor."""
 
-    def unpack(self, handle: Handle, unpack: UnpackHook) -> torch.Tensor:
+    def unpack(self, handle: SavedHandle, unpack: UnpackHook) -> torch.Tensor:
         return unpack(handle)
 
     def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:

@@ -16,7 +16,7 @@ from poochplan.profiler.assembly.reconcile import PhaseSeconds
 from poochplan.profiler.capture.clock import clock_of
 from poochplan.profiler.step.forward_only import check_trains, checked_loss, forward_only, inputs_explained
 from poochplan.profiler.trials.compare import under
-from poochplan.runtime.devices.device import Device, Interval, Job
+from poochplan.runtime.devices.device import ComputeDevice, Interval, Job
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
@@ -152,7 +152,7 @@ class StepFunction:
     @cached_property
     def _engine(self) -> Engine:
         device = self._stack.enter_context(closing(open_device(self.scene.where, self.scene.spill_dir)))
-        copies = cast(Device, OnTheDevice(device)) if self._in_core else device
+        copies = cast(ComputeDevice, OnTheDevice(device)) if self._in_core else device
         engine = Engine(self, copies, self.scene.model, rebuild=self._rebuild)
         engine.fallbacks.silent = True  # the profile reports steps that differ
         return engine
@@ -173,7 +173,7 @@ class OnTheDevice:
     error = None
     """Copies are their own jobs here, and none fails."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: ComputeDevice) -> None:
         self._device = device
         self._copies: dict[int, torch.UntypedStorage] = {}
 

@@ -126,7 +126,7 @@ _Stood = tuple[tuple[int, ...], int]
 
 
 class StepKinds(dict[Key, StepKind]):
-    """The kinds by their keys. State: which kinds were found to be alike, such as one micro-batch and the next, or a step
+    """The kinds by key. State: which kinds were found to be alike, such as one micro-batch and the next, or a step
     after one that the optimizer skipped; and which were found to differ.
     """
 

@@ -15,7 +15,7 @@ import torch
 from poochplan.errors import PoochError
 from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.profile_parts import host_aligned
-from poochplan.runtime.devices.device import Device
+from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.devices.transfers import Copy, copy_in, copy_out
 from poochplan.runtime.engine.mechanism import Mechanism
@@ -180,7 +180,7 @@ class HostStore:
     """Contents of storages in a separate host tier, one after another."""
 
     def __init__(self, where: torch.device, spill_dir: str | Path | None) -> None:
-        self.device: Device = open_device(where, spill_dir)
+        self.device: ComputeDevice = open_device(where, spill_dir)
         self._end_bytes = 0
 
     def put(self, storage: torch.UntypedStorage) -> int:

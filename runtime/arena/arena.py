@@ -9,16 +9,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from poochplan.errors import AllocatorError
+from poochplan.formats.occupancy import Ints
 from poochplan.formats.plan import OUTSIDE
 from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, LEAST_PLACED_BYTES
 
 from ..run_report import ArenaReport, Unserved
 from .library import library
-
-Ints = npt.NDArray[np.int64]
 
 _FATES = "served", "outside", "unplanned", "taken", "unmet"
 _MOST_MISSES = 64

@@ -24,8 +24,8 @@ from poochplan.tensors.storages import Geometry
 from poochplan.torch_private.compiler_internals import code_of_backward, is_compiled_backward
 from poochplan.torch_private.tensor_internals import backward_node, graph_task, storage_identity, unseen_by_modes
 
-Packed = TypeVar("Packed")
-Unpack = Callable[[Packed], torch.Tensor]
+PackedT = TypeVar("PackedT")
+Unpack = Callable[[PackedT], torch.Tensor]
 
 
 def parts_are_measured(device_type: str) -> bool:
@@ -97,9 +97,9 @@ class _Saved(NamedTuple):
 
 
 def deferring(
-    pack: Callable[[torch.Tensor], Packed],
-    unpack: Unpack[Packed],
-    may_wait: Callable[[Packed], Geometry | None],
+    pack: Callable[[torch.Tensor], PackedT],
+    unpack: Unpack[PackedT],
+    may_wait: Callable[[PackedT], Geometry | None],
     model: torch.nn.Module,
     device_type: str,
 ) -> tuple[Callable[[torch.Tensor], Any], Unpack[Any]]:

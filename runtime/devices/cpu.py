@@ -29,7 +29,7 @@ CHUNK_BYTES = 1 << 20
 _LOOK_AGAIN_S = 1.0
 """Seconds after which a waiting thread checks again whether the copying thread still lives."""
 
-Move = Callable[[memoryview, int], int]
+Transfer = Callable[[memoryview, int], int]
 SPILL_DIR_VARIABLE = "POOCH_SPILL_DIR"
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 _WRITE_CHUNK_BYTES = 8 << 20
@@ -76,7 +76,7 @@ class SpillCopy:
         """Ends it as failed."""
         self._end(OSError(errno.EIO, reason))
 
-    def run(self, move: Move, throttle_bytes_per_s: float | None) -> None:
+    def run(self, move: Transfer, throttle_bytes_per_s: float | None) -> None:
         """Copies all bytes in chunks, on average no faster than the throttle; never raises."""
         self.began_s = start_s = time.perf_counter()
         error: OSError | None = OSError(errno.EIO, "the copy was broken off")
@@ -151,7 +151,7 @@ class SpillStream:
     Python, in which a waiting signal would be raised and lost.
     """
 
-    def __init__(self, name: str, move: Move, throttle_bytes_per_s: float | None) -> None:
+    def __init__(self, name: str, move: Transfer, throttle_bytes_per_s: float | None) -> None:
         self._jobs: queue.SimpleQueue[SpillCopy | Stop] = queue.SimpleQueue()
         self._last: Event = DONE
         self._closing = threading.Event()
@@ -203,7 +203,7 @@ class SpillStream:
 
 
 def _serve(
-    jobs: queue.SimpleQueue[SpillCopy | Stop], stop: Stop, move: Move, throttle_bytes_per_s: float | None
+    jobs: queue.SimpleQueue[SpillCopy | Stop], stop: Stop, move: Transfer, throttle_bytes_per_s: float | None
 ) -> None:
     """Processes the queue until ``stop`` is in it. ``close`` puts it there. If the stream dies, ``stop`` (a weak
     reference that this function keeps alive) puts itself there.
@@ -213,7 +213,7 @@ def _serve(
         del job  # otherwise the thread would hold the last copy until the next
 
 
-def _unless(closing: threading.Event, move: Move) -> Move:
+def _unless(closing: threading.Event, move: Transfer) -> Transfer:
     def guarded(chunk: memoryview, at: int) -> int:
         if closing.is_set():
             raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))

@@ -49,7 +49,7 @@ class Job(Protocol):
         """Why it failed; None while it runs, and after success."""
 
 
-class Device(Protocol):
+class ComputeDevice(Protocol):
     """Storages, a host tier, and one stream for each direction in addition to those that compute."""
 
     kind: str
@@ -140,7 +140,7 @@ class Stopwatch(Protocol):
     def take(self) -> float:
         """Seconds of the blocks that have been passed since the last call. A later call returns those of the others.
 
-        It never blocks the calling thread. After ``Device.synchronize`` none are missing.
+        It never blocks the calling thread. After ``ComputeDevice.synchronize`` none are missing.
         """
 
 

@@ -10,7 +10,7 @@ import torch
 from poochplan.errors import UsageError
 
 from .cpu import CpuDevice, choose_spill_dir
-from .device import Device
+from .device import ComputeDevice
 
 
 def usable_device(name: str) -> torch.device:
@@ -81,7 +81,7 @@ def open_device(
     host_limit_bytes: int | None = None,
     *,
     spans: bool = False,
-) -> Device:
+) -> ComputeDevice:
     """The device that runs on ``where``. ``spill_dir`` and the throttle are for the CPU device, the rest is for CUDA.
 
     Raises ``SpillError`` if the spill directory cannot be used.

@@ -56,7 +56,7 @@ _LEAST_BYTES_A_THREAD = 16 << 20
 _TRIED_BYTES = 4096
 
 
-class Memory(Protocol):
+class HostBlock(Protocol):
     """``size_bytes`` of host memory; see ``PinnedMemory``."""
 
     size_bytes: int
@@ -65,7 +65,7 @@ class Memory(Protocol):
         """Releases it; no copy may be running. Idempotent."""
 
 
-M = TypeVar("M", bound=Memory)
+M = TypeVar("M", bound=HostBlock)
 
 
 class Part(NamedTuple, Generic[M]):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from .device import Device, Event, Job
+from .device import ComputeDevice, Event, Job
 
 held_back: list[BaseException] = []
 """Checked in each hook; see :func:`raise_held_back`."""
@@ -36,7 +36,7 @@ class Copy:
 
     __slots__ = ("_device", "_ended", "_job", "storage")
 
-    def __init__(self, device: Device, storage: torch.UntypedStorage, job: Job, ended: Event) -> None:
+    def __init__(self, device: ComputeDevice, storage: torch.UntypedStorage, job: Job, ended: Event) -> None:
         self.storage: torch.UntypedStorage | None = storage
         self._device = device
         self._job = job
@@ -66,14 +66,14 @@ class Copy:
             held_back.append(error.with_traceback(None))  # which would hold this copy
 
 
-def copy_out(device: Device, storage: torch.UntypedStorage, host_offset: int) -> Copy:
+def copy_out(device: ComputeDevice, storage: torch.UntypedStorage, host_offset: int) -> Copy:
     """Queues a copy of ``storage`` to the host tier, after the work queued on the compute stream."""
     device.outward.wait(device.compute.record())
     job = device.copy_out(storage, host_offset)
     return Copy(device, storage, job, device.outward.record())
 
 
-def copy_in(device: Device, storage: torch.UntypedStorage, host_offset: int) -> Copy:
+def copy_in(device: ComputeDevice, storage: torch.UntypedStorage, host_offset: int) -> Copy:
     """Queues a copy from the host tier into ``storage``, after the work queued on the compute stream."""
     device.inward.wait(device.compute.record())
     job = device.copy_in(storage, host_offset)

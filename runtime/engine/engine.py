@@ -38,7 +38,7 @@ import torch
 from poochplan.errors import DivergenceError
 from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.plan_set import Signature
-from poochplan.runtime.devices.device import Device
+from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.transfers import held_back, raise_held_back
 from poochplan.runtime.replays.replay import NotReplayable, Recipe, StorageRecord
 from poochplan.runtime.replays.tape import Recorder, Tape
@@ -53,7 +53,7 @@ from poochplan.torch_private.tensor_internals import in_backward, mode_count, st
 from .cursor import NO_EVENTS, Cursor, Segment, StepEvents
 from .host_tier import HostTier
 from .mechanism import Mechanism, Rebuild, rebuild_together
-from .saved_value import Handle, SavedValue
+from .saved_value import SavedHandle, SavedValue
 
 _SAFELY = "the rest of this step swaps every saved value, which is slower and may take more; its gradients are right"
 _KEPT = "values saved before the model is called are kept, and the call begins a step"
@@ -80,7 +80,7 @@ class Engine:
     def __init__(
         self,
         chooser: Chooser,
-        device: Device,
+        device: ComputeDevice,
         model: torch.nn.Module,
         *,
         rebuild: Rebuild = rebuild_together,
@@ -254,7 +254,7 @@ class Engine:
 
     # -- pack -------------------------------------------------------------------------------------------------
 
-    def pack(self, tensor: torch.Tensor) -> Handle:
+    def pack(self, tensor: torch.Tensor) -> SavedHandle:
         """Forward saves ``tensor``. Returns the object that autograd holds in its place."""
         start_s = time.perf_counter()
         with self._lock:
@@ -266,11 +266,11 @@ class Engine:
             finally:
                 self.segment.report.hooks_s += time.perf_counter() - start_s
 
-    def _pack(self, tensor: torch.Tensor) -> Handle:
+    def _pack(self, tensor: torch.Tensor) -> SavedHandle:
         if held_back:
             raise_held_back()
         if in_backward():  # create_graph, or a checkpoint that runs forward again: no part of a forward
-            return Handle.untouched(tensor)
+            return SavedHandle.untouched(tensor)
         cursor = self.cursor
         if cursor.save_begins_one():
             self.begin()
@@ -278,7 +278,7 @@ class Engine:
         if not self._knows_gathered and storage is not None:  # in the first forward, which makes them
             self._look_at_model(segment)
         if storage is None or storage_identity(storage) in self.tape.static or tensor.get_device() != self._index:
-            return Handle.untouched(tensor)
+            return SavedHandle.untouched(tensor)
         if self._policy is None:
             segment.saves_next = True
             self._choose(segment)
@@ -289,12 +289,13 @@ class Engine:
         segment.packs += 1
         if not isinstance(known, SavedValue) or not known.stands_for(tensor):  # Rule 1
             value = self._save(record, tensor, ordinal)  # its first handle shares its fields
-            return Handle(value.probe, value.version, value.geometry, value, cursor.lease(), segment.number, ordinal)
+            lease = cursor.lease()
+            return SavedHandle(value.probe, value.version, value.geometry, value, lease, segment.number, ordinal)
         try:
             self._policy.handle(ordinal, record.save_point, tensor)
         except Diverged as reason:
             self._diverge(reason)
-        return Handle.another(tensor, known, cursor.lease(), segment.number, ordinal)
+        return SavedHandle.another(tensor, known, cursor.lease(), segment.number, ordinal)
 
     def _save(self, record: StorageRecord, tensor: torch.Tensor, ordinal: int) -> SavedValue:
         assert self._policy is not None
@@ -336,7 +337,7 @@ class Engine:
 
     # -- unpack -----------------------------------------------------------------------------------------------
 
-    def unpack(self, handle: Handle) -> torch.Tensor:
+    def unpack(self, handle: SavedHandle) -> torch.Tensor:
         """Backward asks for a saved tensor: brings its value back if necessary."""
         start_s = time.perf_counter()
         with self._lock:
@@ -348,7 +349,7 @@ class Engine:
             finally:
                 self.segment.report.hooks_s += time.perf_counter() - start_s
 
-    def may_wait(self, handle: Handle) -> Geometry | None:
+    def may_wait(self, handle: SavedHandle) -> Geometry | None:
         """The geometry of the tensor that :meth:`unpack` returns, if compiled code may ask for it later; else None."""
         if handle.value is None:
             return None
@@ -356,7 +357,7 @@ class Engine:
             self.recorder.switch_off()
         return handle.geometry or Geometry.of(handle.tensor)
 
-    def _unpack(self, handle: Handle) -> torch.Tensor:
+    def _unpack(self, handle: SavedHandle) -> torch.Tensor:
         if held_back:
             raise_held_back()
         value = handle.value
@@ -373,7 +374,7 @@ class Engine:
         geometry = handle.geometry
         return handle.tensor if geometry is None else geometry.on(self.mechanism.resident(value))  # Rule 6
 
-    def _use_point(self, handle: Handle) -> None:
+    def _use_point(self, handle: SavedHandle) -> None:
         segment = self.segment
         if not self.cursor.is_open or handle.segment != segment.number or self._policy is None:
             segment.earlier_uses += handle.segment != segment.number

@@ -12,14 +12,14 @@ from collections.abc import Callable
 import torch
 
 from poochplan.formats.plan import Decision
-from poochplan.runtime.devices.device import Device, Stopwatch
+from poochplan.runtime.devices.device import ComputeDevice, Stopwatch
 from poochplan.runtime.devices.transfers import copy_in, copy_out
 from poochplan.runtime.replays.replay import Content, RunOps, replay, run_ops
 from poochplan.runtime.run_report import StepReport
 from poochplan.runtime.step_policies.step_policy import Actions
 
 from .host_tier import HostTier
-from .saved_value import SavedValue, State
+from .saved_value import SavedValue, ValueState
 
 
 def rebuild_together(value: SavedValue, mechanism: Mechanism) -> None:
@@ -40,7 +40,7 @@ class Mechanism:
 
     def __init__(
         self,
-        device: Device,
+        device: ComputeDevice,
         host: HostTier,
         rebuild: Rebuild,
         copy_failed: Callable[[SavedValue, OSError], None],
@@ -67,7 +67,7 @@ class Mechanism:
 
     def queue_out(self, value: SavedValue) -> None:
         """Queues the value's copy to the host, if it is to be swapped and has no copy yet."""
-        if value.state is not State.ON_DEVICE or value.decision is not Decision.SWAP:
+        if value.state is not ValueState.ON_DEVICE or value.decision is not Decision.SWAP:
             return
         assert value.storage is not None
         offset = self._host.place(value)
@@ -77,7 +77,7 @@ class Mechanism:
 
     def give_up(self, value: SavedValue) -> None:
         """Waits for its copy and releases its storage. A value without a copy stays."""
-        if value.state not in (State.COPIED, State.ARRIVING):
+        if value.state not in (ValueState.COPIED, ValueState.ARRIVING):
             return
         assert value.out_copy is not None
         with self._times(self._stalls):
@@ -93,7 +93,7 @@ class Mechanism:
 
     def bring_back(self, value: SavedValue) -> None:
         """Queues its copy back, if only the host has it."""
-        if value.state is not State.ON_HOST:
+        if value.state is not ValueState.ON_HOST:
             return
         with self._named("prefetch", value):
             storage, home = self.device.allocate(value.size_bytes), self.device.compute
@@ -102,7 +102,7 @@ class Mechanism:
 
     def rebuild(self, value: SavedValue) -> None:
         """Replays the value, if it waits for a replay."""
-        if value.state is not State.TO_REPLAY:
+        if value.state is not ValueState.TO_REPLAY:
             return
         start_s = time.perf_counter()
         with self._times(self._replays), self._named("replay", value), self.device.replaying():
@@ -120,11 +120,11 @@ class Mechanism:
 
     def resident(self, value: SavedValue) -> torch.UntypedStorage:
         """The value's device storage, filled. Waits for its copy, fetches it, or replays it."""
-        if value.state is State.TO_REPLAY:
+        if value.state is ValueState.TO_REPLAY:
             self.rebuild(value)
-        elif value.state is State.ON_HOST:
+        elif value.state is ValueState.ON_HOST:
             self.bring_back(value)
-        if value.state is State.ARRIVING:
+        if value.state is ValueState.ARRIVING:
             with self._times(self._stalls):
                 self.report.stall_s += value.arrived()
         assert value.storage is not None

@@ -1,4 +1,4 @@
-"""SavedValue: one value in the engine, by states and transitions. Handle: what autograd holds for one pack of it."""
+"""SavedValue: one value in the engine, by states and transitions. SavedHandle: what autograd holds for one pack."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from poochplan.tensors.storages import Geometry, check_unwritten, version_probe
 from poochplan.torch_private.tensor_internals import detached_alias, version_of
 
 
-class State(Enum):
+class ValueState(Enum):
     """Where a saved value is. The state decides which of its fields are valid."""
 
     ON_DEVICE = "on the device"
@@ -53,7 +53,7 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
     index: int | None = None
     """Its save point, or None outside the plan."""
     name: str = "a saved value"
-    state: State = State.ON_DEVICE
+    state: ValueState = ValueState.ON_DEVICE
     host_offset: int = -1
     out_copy: Copy | None = None
     in_copy: Copy | None = None
@@ -89,7 +89,7 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
     @property
     def waits_for_replay(self) -> bool:
         """Whether only a replay brings it back."""
-        return self.state is State.TO_REPLAY
+        return self.state is ValueState.TO_REPLAY
 
     # -- transitions ------------------------------------------------------------------------------------------
 
@@ -97,28 +97,28 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
         """A copy of it to the host has been queued."""
         self.host_offset = offset
         self.out_copy = copy
-        self._enter(State.COPIED, State.ON_DEVICE)
+        self._enter(ValueState.COPIED, ValueState.ON_DEVICE)
 
     def is_given_up(self) -> None:
         """Its device storage is released; the host has the value."""
-        self._enter(State.ON_HOST, State.COPIED, State.ARRIVING)
+        self._enter(ValueState.ON_HOST, ValueState.COPIED, ValueState.ARRIVING)
         self.in_copy = None  # a copy that goes waits
         self.storage = None
 
     def copy_has_failed(self) -> None:
         """The host does not have the value: it stays on the device permanently."""
-        self._enter(State.ON_DEVICE, State.COPIED)
+        self._enter(ValueState.ON_DEVICE, ValueState.COPIED)
         self.host_offset, self.out_copy, self.decision = -1, None, Decision.KEEP
 
     def is_fetched(self, storage: torch.UntypedStorage, home: Stream, copy: Copy) -> None:
         """A copy back, into ``storage``, has been queued."""
         self.home, self.in_copy = home, copy
         self.storage = storage
-        self._enter(State.ARRIVING, State.ON_HOST)
+        self._enter(ValueState.ARRIVING, ValueState.ON_HOST)
 
     def arrived(self) -> float:
         """Waits for the copy that fills it, if any. Returns the seconds. Raises ``SpillError`` if the read failed."""
-        if self.in_copy is None or self.state is not State.ARRIVING:
+        if self.in_copy is None or self.state is not ValueState.ARRIVING:
             return 0.0
         waited_s = self.in_copy.wait()
         error = self.in_copy.error
@@ -128,14 +128,14 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
                 f"a saved value of {self.size_bytes} bytes could not be read back from the host tier "
                 f"({error.strerror}); this step's gradients are lost, check the disk"
             ) from error
-        self._enter(State.COPIED, State.ARRIVING)
+        self._enter(ValueState.COPIED, ValueState.ARRIVING)
         self.in_copy = None
         return waited_s
 
     def is_dropped(self, recipe: Recipe) -> None:
         """Its device storage is released; the recipe brings the value back."""
         self.recipe = recipe
-        self._enter(State.TO_REPLAY, State.ON_DEVICE)
+        self._enter(ValueState.TO_REPLAY, ValueState.ON_DEVICE)
         self.storage = None
 
     def came_back(self, storage: torch.UntypedStorage) -> None:
@@ -143,10 +143,10 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
         if storage.nbytes() != self.size_bytes:
             raise RuntimeError(f"a replay gave {storage.nbytes()} bytes where {self.size_bytes} were saved")
         self.storage = storage
-        self._enter(State.ON_DEVICE, State.TO_REPLAY)
+        self._enter(ValueState.ON_DEVICE, ValueState.TO_REPLAY)
         self.recipe = None
 
-    def _enter(self, state: State, *before: State) -> None:
+    def _enter(self, state: ValueState, *before: ValueState) -> None:
         """Enters a state, from one of those that may come before."""
         assert self.state in before, f"not a value that is {self.state.value}"
         self.state = state
@@ -164,7 +164,7 @@ class Lease:
         self.whole = whole
 
 
-class Handle(msgspec.Struct, gc=False, eq=False):
+class SavedHandle(msgspec.Struct, gc=False, eq=False):
     """One pack. ``value``: None for a tensor that the engine leaves alone; ``segment``: the number of its segment.
 
     The garbage collector does not track handles (``gc=False``): autograd holds them, where it could not see them.
@@ -181,12 +181,12 @@ class Handle(msgspec.Struct, gc=False, eq=False):
     used: bool = False
 
     @classmethod
-    def untouched(cls, tensor: torch.Tensor) -> Handle:
+    def untouched(cls, tensor: torch.Tensor) -> SavedHandle:
         """A handle of a tensor that the engine leaves alone."""
         return cls(tensor.detach(), 0 if tensor.is_inference() else version_of(tensor))  # engine rule 4
 
     @classmethod
-    def another(cls, tensor: torch.Tensor, value: SavedValue, lease: Lease, segment: int, ordinal: int) -> Handle:
+    def another(cls, tensor: torch.Tensor, value: SavedValue, lease: Lease, segment: int, ordinal: int) -> SavedHandle:
         """A handle of another view of a value."""
         version = version_of(tensor)
         if value.decision is Decision.KEEP:

@@ -14,7 +14,7 @@ import torch
 
 from poochplan.formats.profile import Memory
 from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, rounded_up
-from poochplan.runtime.devices.device import Device
+from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.torch_private.tensor_internals import (
     allocation_events,
     allocation_mark,
@@ -37,7 +37,7 @@ class DevicePeak(StepPeak):
 
     needs_census = False
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: ComputeDevice) -> None:
         self._device = device
 
     def step_begins(self) -> None:
@@ -48,7 +48,7 @@ class DevicePeak(StepPeak):
         return None if found is None else PeakBytes(found, found)
 
 
-def step_peak_of(device: Device, memory: Memory) -> StepPeak:
+def step_peak_of(device: ComputeDevice, memory: Memory) -> StepPeak:
     """The device's allocator if it reports peaks; the compiled one if allocated bytes count; else torch's log."""
     if device.step_peak_bytes() is not None:
         return DevicePeak(device)

@@ -35,14 +35,14 @@ NOBODY = "memory that no Python object holds"
 EARLIER = "what earlier steps saved, or this one before its model was called, and whose loss or output is kept"
 
 
-class Holder(NamedTuple):
+class HeldMemory(NamedTuple):
     """The name of a holder, and the bytes of the storages that it holds."""
 
     name: str
     size_bytes: int
 
 
-def held_beside(engine: Engine, segment: Segment, plan: Plan) -> list[Holder]:
+def held_beside(engine: Engine, segment: Segment, plan: Plan) -> list[HeldMemory]:
     """The holders of more bytes on the engine's device than the segment's plan includes, largest first.
 
     The model's parameters, buffers and gradients are left out. So is an optimizer's state up to the predicted bytes,
@@ -72,7 +72,7 @@ def held_beside(engine: Engine, segment: Segment, plan: Plan) -> list[Holder]:
     for name, size_bytes in _beyond_inputs(traced, left_bytes).items():
         found[name] += size_bytes
     ranked = sorted(found.items(), key=lambda one: -one[1])
-    return [Holder(name, size_bytes) for name, size_bytes in ranked if size_bytes >= LEAST_BYTES]
+    return [HeldMemory(name, size_bytes) for name, size_bytes in ranked if size_bytes >= LEAST_BYTES]
 
 
 _STATE = "the state of "

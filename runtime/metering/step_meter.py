@@ -11,7 +11,7 @@ import torch
 from poochplan.formats.plan import Instructions, Plan
 from poochplan.formats.profile import Memory
 from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, rounded_up
-from poochplan.runtime.devices.device import Device
+from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.metering.allocated import PeakBytes, StepPeak
 from poochplan.runtime.metering.device_peak import step_peak_of
@@ -87,7 +87,7 @@ class StepMeter:
         self._peak_at = 0
         """The passed point that the peak followed."""
 
-    def step_begins(self, engine: Engine, device: Device, *, is_due: bool) -> None:
+    def step_begins(self, engine: Engine, device: ComputeDevice, *, is_due: bool) -> None:
         """A segment has begun on this thread. ``is_due``: begin with a census."""
         self._engine, self._open, self._told = engine, True, None
         self._passed, self._peak_at = [], 0

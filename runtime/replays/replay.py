@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from poochplan.runtime.metering.allocated import aside
-from poochplan.tensors.operators import Flat, Layout, outputs_of, unflatten
+from poochplan.tensors.operators import Flat, ArgumentTree, outputs_of, unflatten
 from poochplan.tensors.storages import Geometry, version_probe
 from poochplan.torch_private.tensor_internals import outside_transforms, version_of
 
@@ -89,7 +89,7 @@ class RecordedOp(msgspec.Struct, gc=False, eq=False):
     """Flat arguments, tensors as :class:`View`."""
     reads: tuple[View, ...]
     """Those of the arguments that are views."""
-    spec: Layout
+    spec: ArgumentTree
     grad_enabled: bool
     """Some kernels depend on it (oneDNN's LSTM returns its workspace only with it)."""
     usable: bool = True

@@ -13,7 +13,7 @@ from poochplan.errors import DivergenceError, UsageError
 from poochplan.formats.plan import Decision, Instructions, PlannedValue, PointActions
 from poochplan.formats.plan_set import Signature
 from poochplan.runtime.engine.cursor import Outcome, Segment
-from poochplan.runtime.engine.saved_value import Handle, SavedValue
+from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
 from poochplan.runtime.replays.replay import NotReplayable, StorageRecord
 
 from .diagnosis import Difference, differs_at_pack, differs_at_save, differs_at_use, what_changed
@@ -126,7 +126,7 @@ class Follow(StepPolicy):
         # No op after the last save is replayed, and backward must not run under the recorder.
         return actions._replace(record=False) if index == self._last else actions
 
-    def at_use(self, number: int, handle: Handle, saves: int) -> Actions:
+    def at_use(self, number: int, handle: SavedHandle, saves: int) -> Actions:
         uses = self._uses
         self._to_come.clear()
         if saves <= self._last or number >= len(uses) or uses[number] != handle.ordinal:

@@ -17,7 +17,7 @@ import torch
 from poochplan.errors import SpillError
 from poochplan.formats.plan import Decision, Departure, Instructions
 from poochplan.runtime.engine.cursor import Outcome, Segment
-from poochplan.runtime.engine.saved_value import Handle, SavedValue
+from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
 from poochplan.runtime.replays.replay import NotReplayable, StorageRecord
 from poochplan.runtime.run_report import FallbackKind
 
@@ -87,7 +87,7 @@ class StepPolicy:
         """Actions at save point ``index``; the value that was just decided about exists."""
         return NOTHING
 
-    def at_use(self, number: int, handle: Handle, saves: int) -> Actions:
+    def at_use(self, number: int, handle: SavedHandle, saves: int) -> Actions:
         """Actions at the ``number``-th use point, after ``saves`` save points: the first use of this handle."""
         return NOTHING
 

@@ -26,6 +26,7 @@ from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import Host
 from poochplan.formats.queries import OUTSIDE
 from poochplan.formats.run_record import Certificate, RankRun, RunRecord, StepDigests
+from poochplan.profiler.request import ProgressCallback
 from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.run_report import ArenaReport, Report, StepReport
@@ -49,8 +50,7 @@ LEAST_OFF_S = 0.02
 METERED_STEPS = 2
 """A session meters its first two steps, which takes time; see ``poochplan.apply``."""
 
-Build = Callable[[], Workload]
-Progress = Callable[[str], None]
+BuildWorkload = Callable[[], Workload]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def run_steps(
     timed_steps: int = 0,
     session: Session | None = None,
     record: bool = True,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Run:
     """Runs ``steps`` training steps, recorded if ``record``, and then ``timed_steps`` steps that are timed.
 
@@ -159,7 +159,7 @@ def _train(workload: Workload, gradients: Tensors | None) -> tuple[float, torch.
 
 
 def run_in_core(
-    build: Build, *, steps: int, timed_steps: int = 3, seed: int = 0, progress: Progress | None = None
+    build: BuildWorkload, *, steps: int, timed_steps: int = 3, seed: int = 0, progress: ProgressCallback | None = None
 ) -> Run:
     """Builds the workload from ``seed`` and runs it with everything kept."""
     seed_everything(seed)
@@ -167,14 +167,14 @@ def run_in_core(
 
 
 def run_planned(
-    build: Build,
+    build: BuildWorkload,
     plan: Plan | PlanSet,
     *,
     steps: int,
     timed_steps: int = 3,
     seed: int = 0,
     record: bool = True,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     **options: Any,
 ) -> Run:
     """Builds the workload from ``seed`` and runs it under ``plan``. Options and errors: of ``poochplan.apply``."""
@@ -185,14 +185,14 @@ def run_planned(
 
 
 def check(
-    build: Build,
+    build: BuildWorkload,
     plan: Plan | PlanSet,
     *,
     steps: int = 3,
     timed_steps: int = 3,
     seed: int = 0,
-    progress: Progress | None = None,
-    in_core_build: Build | None = None,
+    progress: ProgressCallback | None = None,
+    in_core_build: BuildWorkload | None = None,
     on_any: Callable[[bool], bool] = bool,
     **options: Any,
 ) -> Comparison:
@@ -211,7 +211,7 @@ def check(
         ``build`` returns the same model twice, or the step returns no scalar loss.
     """
 
-    def said(name: str) -> Progress:
+    def said(name: str) -> ProgressCallback:
         return lambda text: progress(f"{name}, {text}") if progress is not None else None
 
     builds, in_core_builds = _fresh(build), _fresh(in_core_build or build)
@@ -251,7 +251,7 @@ def certificate_of(compared: Comparison, seed: int) -> Certificate:
     )
 
 
-def _fresh(build: Build) -> Build:
+def _fresh(build: BuildWorkload) -> BuildWorkload:
     """Refuses a model that was built before: the second run would not start where the first did."""
     seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from poochplan.formats.plan import Plan
 from poochplan.runtime.devices.transfers import Copy, raise_held_back
-from poochplan.runtime.engine.saved_value import Handle
+from poochplan.runtime.engine.saved_value import SavedHandle
 from tests.runtime.nets import CASES, equal, in_core, train
 from tests.runtime.random_plans import random_plan
 
@@ -50,7 +50,7 @@ def leaves_nothing(plan: Plan) -> Iterator[None]:
     gc.collect()
     assert set(threading.enumerate()) <= threads
     assert open_files() <= files
-    assert not [thing for thing in gc.get_objects() if type(thing) in (Handle, Copy)]
+    assert not [thing for thing in gc.get_objects() if type(thing) in (SavedHandle, Copy)]
     assert _get_current_dispatch_mode_stack() == []
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # type: ignore[attr-defined]
     raise_held_back()

@@ -9,7 +9,7 @@ import torch
 
 import poochplan
 from poochplan.formats.plan import Plan
-from poochplan.runtime.devices.device import Device
+from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.engine.host_tier import QUIET_STEPS, HostTier
 from poochplan.runtime.plan_source import GivenPlans
 from poochplan.runtime.session import Session
@@ -38,7 +38,7 @@ def follow(session: Session, plan: Plan) -> None:
     session._source._of[""].follow(plan)
 
 
-def trained(case: Case, order: Sequence[Plan], device: Callable[[], Device] | None = None) -> list[Gradients]:
+def trained(case: Case, order: Sequence[Plan], device: Callable[[], ComputeDevice] | None = None) -> list[Gradients]:
     """Gradients of all steps, each plan's after another's."""
     model, step, _ = case.fresh()
     with warnings.catch_warnings(), poochplan.apply(order[0], model, device=device) as session:

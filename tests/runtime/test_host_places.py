@@ -22,7 +22,7 @@ import poochplan
 from poochplan.formats.plan import Decision, Instructions, Plan
 from poochplan.formats.profile_parts import HOST_ALIGNMENT_BYTES, host_aligned
 from poochplan.runtime.devices.cpu import CpuDevice
-from poochplan.runtime.devices.device import Device
+from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.transfers import copy_in, copy_out
 from poochplan.runtime.engine.host_tier import QUIET_STEPS, HostTier, Intervals
 from poochplan.runtime.engine.saved_value import SavedValue
@@ -88,7 +88,7 @@ def _host_bytes(session: Session) -> int:
 
 
 @contextmanager
-def _session(plan: Plan, device: Callable[[], Device] | None = None) -> Iterator[tuple[nn.Module, Session]]:
+def _session(plan: Plan, device: Callable[[], ComputeDevice] | None = None) -> Iterator[tuple[nn.Module, Session]]:
     model, _, _ = CASE.fresh()
     with poochplan.apply(plan, model, device=device) as session:
         yield model, session

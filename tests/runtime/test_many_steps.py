@@ -18,7 +18,7 @@ import poochplan
 from poochplan.formats.plan import Decision, Plan
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.devices.transfers import Copy
-from poochplan.runtime.engine.saved_value import Handle, SavedValue
+from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
 from poochplan.runtime.session import Session
 from tests.depth import tries
 from tests.runtime.nets import equal, snapshot, taken
@@ -70,7 +70,7 @@ def count(session: Session) -> Counts:
     host = session._engine.host
     return Counts(
         sum(issubclass(kind, torch.Tensor) for kind in things),
-        *(things.count(kind) for kind in (SavedValue, Handle, Copy)),
+        *(things.count(kind) for kind in (SavedValue, SavedHandle, Copy)),
         threads=threading.active_count(),
         files=len(list(Path("/proc/self/fd").iterdir())),
         spill_bytes=os.fstat(session._device.file.descriptor).st_size,

@@ -11,7 +11,7 @@ import torch
 
 from poochplan.formats.plan import Decision
 from poochplan.runtime.devices.transfers import Copy, copy_in, copy_out
-from poochplan.runtime.engine.saved_value import SavedValue, State
+from poochplan.runtime.engine.saved_value import SavedValue, ValueState
 from poochplan.runtime.replays.replay import Recipe
 from poochplan.runtime.replays.tape import Recorder, Tape
 from tests.runtime.adversarial import AdversarialDevice, OpClock
@@ -58,26 +58,26 @@ class Life:
 
 
 ROADS = {
-    State.ON_DEVICE: [],
-    State.COPIED: ["is copied"],
-    State.ON_HOST: ["is copied", "is given up"],
-    State.ARRIVING: ["is copied", "is given up", "is fetched"],
-    State.TO_REPLAY: ["is dropped"],
+    ValueState.ON_DEVICE: [],
+    ValueState.COPIED: ["is copied"],
+    ValueState.ON_HOST: ["is copied", "is given up"],
+    ValueState.ARRIVING: ["is copied", "is given up", "is fetched"],
+    ValueState.TO_REPLAY: ["is dropped"],
 }
 LEADS_TO = {
-    (State.ON_DEVICE, "is copied"): State.COPIED,
-    (State.ON_DEVICE, "is dropped"): State.TO_REPLAY,
-    (State.COPIED, "is given up"): State.ON_HOST,
-    (State.COPIED, "its copy has failed"): State.ON_DEVICE,
-    (State.ON_HOST, "is fetched"): State.ARRIVING,
-    (State.ARRIVING, "is given up"): State.ON_HOST,
-    (State.TO_REPLAY, "came back"): State.ON_DEVICE,
+    (ValueState.ON_DEVICE, "is copied"): ValueState.COPIED,
+    (ValueState.ON_DEVICE, "is dropped"): ValueState.TO_REPLAY,
+    (ValueState.COPIED, "is given up"): ValueState.ON_HOST,
+    (ValueState.COPIED, "its copy has failed"): ValueState.ON_DEVICE,
+    (ValueState.ON_HOST, "is fetched"): ValueState.ARRIVING,
+    (ValueState.ARRIVING, "is given up"): ValueState.ON_HOST,
+    (ValueState.TO_REPLAY, "came back"): ValueState.ON_DEVICE,
 }
 NAMES = ("is copied", "is given up", "its copy has failed", "is fetched", "is dropped", "came back")
 
 
 @contextlib.contextmanager
-def alive(state: State) -> Iterator[Life]:
+def alive(state: ValueState) -> Iterator[Life]:
     with OpClock() as clock:
         life = Life(clock)
         for step in ROADS[state]:
@@ -86,8 +86,8 @@ def alive(state: State) -> Iterator[Life]:
         life.device.synchronize()
 
 
-@pytest.mark.parametrize(("state", "name"), list(itertools.product(State, NAMES)))
-def test_a_value_goes_where_it_may_and_nowhere_else(state: State, name: str) -> None:
+@pytest.mark.parametrize(("state", "name"), list(itertools.product(ValueState, NAMES)))
+def test_a_value_goes_where_it_may_and_nowhere_else(state: ValueState, name: str) -> None:
     with alive(state) as life:
         assert life.value.state is state
         wanted = LEADS_TO.get((state, name))
@@ -100,24 +100,24 @@ def test_a_value_goes_where_it_may_and_nowhere_else(state: State, name: str) -> 
             assert life.value.state is wanted
 
 
-@pytest.mark.parametrize("state", State)
-def test_a_value_has_a_storage_where_its_state_says_so(state: State) -> None:
+@pytest.mark.parametrize("state", ValueState)
+def test_a_value_has_a_storage_where_its_state_says_so(state: ValueState) -> None:
     with alive(state) as life:
-        there = state in (State.ON_DEVICE, State.COPIED, State.ARRIVING)
+        there = state in (ValueState.ON_DEVICE, ValueState.COPIED, ValueState.ARRIVING)
         assert (life.value.storage is not None) == there
-        assert (life.value.recipe is not None) == (state is State.TO_REPLAY)
-        assert (life.value.host_offset >= 0) == (state in (State.COPIED, State.ON_HOST, State.ARRIVING))
+        assert (life.value.recipe is not None) == (state is ValueState.TO_REPLAY)
+        assert (life.value.host_offset >= 0) == (state in (ValueState.COPIED, ValueState.ON_HOST, ValueState.ARRIVING))
 
 
 def test_what_arrives_is_on_the_device_and_still_on_the_host() -> None:
-    with alive(State.ARRIVING) as life:
+    with alive(ValueState.ARRIVING) as life:
         life.value.arrived()
-        assert life.value.state is State.COPIED
+        assert life.value.state is ValueState.COPIED
         assert life.value.in_copy is None
 
 
 def test_a_replay_that_gives_other_bytes_than_were_saved_is_an_error() -> None:
-    with alive(State.TO_REPLAY) as life:
+    with alive(ValueState.TO_REPLAY) as life:
         with pytest.raises(RuntimeError, match="a replay gave 4 bytes where 64 were saved"):
             life.value.came_back(torch.ones(1).untyped_storage())
         assert life.value.waits_for_replay

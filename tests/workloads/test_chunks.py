@@ -7,7 +7,7 @@ import torch
 
 from poochplan.errors import UsageError
 from poochplan.workload import Workload
-from poochplan.workloads.sequence import TEXT_BYTES, Text, char_rnn, text_of
+from poochplan.workloads.sequence import TEXT_BYTES, TextName, char_rnn, text_of
 
 ONE = {"batch_size": 3, "width": 16, "dropout": 0.0, "lr": 0.0, "optimizer": "sgd"}
 
@@ -78,7 +78,7 @@ def test_as_many_chunks_as_the_text_has_read_it_but_for_less_than_a_chunk_a_row(
 
 
 @pytest.mark.parametrize("name", ["small", "large"])
-def test_a_text_of_a_stated_size_has_it_and_is_the_same_each_time(name: Text) -> None:
+def test_a_text_of_a_stated_size_has_it_and_is_the_same_each_time(name: TextName) -> None:
     text = text_of(name)
     assert len(text) == len(text.encode("ascii")) == TEXT_BYTES[name]
     assert text == text_of(name)

@@ -35,7 +35,7 @@ def rank_and_count() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-class Say(Protocol):
+class ShowProgress(Protocol):
     """Shows the progress of the work."""
 
     def __call__(self, text: str, share: float | None = None, /) -> None:
@@ -122,7 +122,7 @@ class Verb(ABC):
         return check_output(path, force=self.options.force)
 
     @contextlib.contextmanager
-    def progress(self, what: str) -> Iterator[Say]:
+    def progress(self, what: str) -> Iterator[ShowProgress]:
         """A progress bar with the current activity on stderr, only on a terminal. It disappears at the end.
 
         Yields a function that moves it. Before the first share, the bar only shows that the work goes on.

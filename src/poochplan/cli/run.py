@@ -23,13 +23,13 @@ from poochplan.report.tables import summary_table
 from poochplan.report.timeline import draw_timeline, timeline_of, write_trace
 from poochplan.units import parse_bytes
 
-from .base import Say, Verb
+from .base import ShowProgress, Verb
 from .options import DEFAULT_MARGIN, over_budget, parse_overrides
 
 if TYPE_CHECKING:
     from poochplan.online.ranks import Ranks
     from poochplan.runtime.arena.step_arena import ArenaMode
-    from poochplan.verify import Build
+    from poochplan.verify import BuildWorkload
     from poochplan.workload import LoadedWorkload, Workload
 
 COMPILED_RUNS = 4
@@ -136,7 +136,7 @@ torchrun --standalone --nproc-per-node 2 -m poochplan run gpt2 --plan plan.json 
         data: dict[str, Any] = msgspec.to_builtins(record)
         return data
 
-    def _trace(self, plans: Plan | PlanSet, build: Build, profile: Profile | None) -> None:
+    def _trace(self, plans: Plan | PlanSet, build: BuildWorkload, profile: Profile | None) -> None:
         """Measures one more step, writes it, and draws it next to the predicted one."""
         from poochplan.tracing import traced_step
 
@@ -153,7 +153,7 @@ torchrun --standalone --nproc-per-node 2 -m poochplan run gpt2 --plan plan.json 
 
         return load_workload(self.options.workload, parse_overrides(self.options), device)
 
-    def _builders(self, plan: Plan) -> tuple[Build, Build | None]:
+    def _builders(self, plan: Plan) -> tuple[BuildWorkload, BuildWorkload | None]:
         """Functions that make the workload that follows the plan, and the in-core workload if that is another one."""
         parse_overrides(self.options)  # raises errors before anything runs
 
@@ -215,7 +215,7 @@ torchrun --standalone --nproc-per-node 2 -m poochplan run gpt2 --plan plan.json 
         found = f"{named} is of another step" if named else f"none of the profiles in {folder} is"
         raise UsageError(f"{drawn}: expected the profile that the plan was made from, {found}; name it with --profile")
 
-    def _measure(self, plans: Plan | PlanSet, build: Build, in_core_build: Build | None) -> tuple[Plan, RunRecord]:
+    def _measure(self, plans: Plan | PlanSet, build: BuildWorkload, in_core_build: BuildWorkload | None) -> tuple[Plan, RunRecord]:
         """The plan that the steps followed, and their measurements. Writes the comparison's certificate."""
         from poochplan import verify
         from poochplan.profiler.assembly.assemble import this_host, versions_here
@@ -272,7 +272,7 @@ def _check_compile(options: argparse.Namespace, rank_count: int) -> None:
         )
 
 
-def _made_plan(load: Callable[[], LoadedWorkload], options: argparse.Namespace, say: Say) -> Plan:
+def _made_plan(load: Callable[[], LoadedWorkload], options: argparse.Namespace, say: ShowProgress) -> Plan:
     """The plan that ``poochplan.compile`` makes with its own copy of the workload, which is then dropped."""
     from poochplan.compiling.compile import compile
     from poochplan.torch_private.compiler_internals import forget_compiled
@@ -300,7 +300,7 @@ def _made_plan(load: Callable[[], LoadedWorkload], options: argparse.Namespace, 
     return plan
 
 
-def _compiled(build: Build, plan: Plan | None) -> Build:
+def _compiled(build: BuildWorkload, plan: Plan | None) -> BuildWorkload:
     """Makes the same workloads, their models compiled with the plan's replays, or as they are."""
 
     def compiled() -> Workload:

@@ -17,9 +17,9 @@ from poochplan.planner.whatif import MEASURED, for_machine
 from poochplan.profiler.fake.fake import building
 from poochplan.profiler.link import cached_link
 from poochplan.profiler.profiling import profile
+from poochplan.profiler.request import ProgressCallback
 from poochplan.workload import Workload, load_workload, parameter_values, parse_override
 
-Say = Callable[[str], None]
 Take = Callable[[int], Profile]
 BYTES_ALONE = "h200"
 """The roofline of profiles that are only used for bytes, which no roofline changes."""
@@ -132,13 +132,13 @@ class Machine:
         return self.roofline is None and self.link in (None, MEASURED) and self.compute_scale in (None, 1)
 
 
-def bytes_alone(family: Family, machine: Machine, say: Say) -> Take:
+def bytes_alone(family: Family, machine: Machine, say: ProgressCallback) -> Take:
     """Profiles without memory by a roofline. If it is not that of the machine, only their bytes are meaningful."""
     roofline = machine.roofline or BYTES_ALONE
     return lambda value: _profiled(family, value, machine, say, "without memory", mode="fake", roofline=roofline)
 
 
-def with_times(family: Family, machine: Machine, say: Say) -> Take:
+def with_times(family: Family, machine: Machine, say: ProgressCallback) -> Take:
     """Profiles that decide: of steps that run here, in-core if that fits this machine's memory, otherwise swapping; for
     another machine without memory, each distinct op run by itself on this one.
     """
@@ -150,7 +150,7 @@ def with_times(family: Family, machine: Machine, say: Say) -> Take:
 
 
 def _profiled(
-    family: Family, value: int, machine: Machine, say: Say, what: str, *, mode: Literal["auto", "fake"], **how: Any
+    family: Family, value: int, machine: Machine, say: ProgressCallback, what: str, *, mode: Literal["auto", "fake"], **how: Any
 ) -> Profile:
     say(f"{family.parameter} {value}, {what}")
     # Measured once for this machine; a roofline has its own.
@@ -184,7 +184,7 @@ def tried(
     *,
     in_core: bool,
     spill_dir: str | None,
-    say: Say,
+    say: ProgressCallback,
 ) -> Trial:
     """Runs ``steps`` steps under the plan and, with ``in_core``, the same steps without one; raises what ``apply``
     raises.

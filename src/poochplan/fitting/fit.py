@@ -11,16 +11,17 @@ from poochplan.errors import InfeasibleError, UsageError, named_line
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.profiler.fake.roofline import parse_roofline
+from poochplan.profiler.request import ProgressCallback
 from poochplan.units import format_bytes, parse_bytes
 
-from .family import Family, Machine, Say, Target, Trial, bytes_alone, family_of, tried, with_times
+from .family import Family, Machine, Target, Trial, bytes_alone, family_of, tried, with_times
 from .largest import NEIGHBOURS, Found, Gait, aimed, largest
 from .probes import Probes, Rung, bytes_of, ladder_values, rung_at
 
 MOST_DOUBLINGS = 20
 """Without an upper end the search stops at this many doublings of its first value."""
 Fits = Callable[[Probes, int], bool | None]
-Bytes = Callable[[Probes, int], int | None]
+SizeOf = Callable[[Probes, int], int | None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,7 +87,7 @@ def fit(
     steps: int = 2,
     seed: int = 0,
     spill_dir: str | None = None,
-    progress: Say | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Fit:
     """The largest value of one whole-number parameter with which a workload trains in a given memory.
 
@@ -163,7 +164,7 @@ class _Search:
         most_overhead: float | None,
         low: int,
         high: int | None,
-        say: Say,
+        say: ProgressCallback,
     ) -> None:
         self.family, self.machine, self.say, self.most_overhead = family, machine, say, most_overhead
         self.start = max(low, family.own or low) if high is None else min(max(low, family.own or low), high)
@@ -198,7 +199,7 @@ class _Search:
                 raise self._infeasible(found)
         return found
 
-    def _largest(self, fits: Fits, size_bytes: Bytes, high: int, neighbours: int) -> Found:
+    def _largest(self, fits: Fits, size_bytes: SizeOf, high: int, neighbours: int) -> Found:
         """The largest value that fits. The quick profiles search from where the bytes of a few values suggest; the
         deciding profiles continue from their result, because they may know more bytes, such as memory inside ops.
         """

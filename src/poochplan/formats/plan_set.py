@@ -18,14 +18,14 @@ Signature = tuple[str, ...]
 _ENTRY = re.compile(r"(?P<path>.*) (?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]", re.DOTALL)
 
 
-class Input(NamedTuple):
+class InputShape(NamedTuple):
     """One entry of a signature."""
 
     path: str
     dtype: str
     shape: tuple[int, ...]
 
-    def holds(self, other: Input) -> bool:
+    def holds(self, other: InputShape) -> bool:
         """Whether ``other`` is the same input at the same size or smaller in some dimensions."""
         same = (self.path, self.dtype, len(self.shape)) == (other.path, other.dtype, len(other.shape))
         return same and all(mine >= theirs for mine, theirs in zip(self.shape, other.shape, strict=True))
@@ -85,7 +85,7 @@ def is_larger(one: Signature, other: Signature) -> bool:
         return False
 
 
-def _hold(inputs: list[Input], others: list[Input]) -> bool:
+def _hold(inputs: list[InputShape], others: list[InputShape]) -> bool:
     return len(inputs) == len(others) and all(mine.holds(theirs) for mine, theirs in zip(inputs, others, strict=True))
 
 
@@ -126,7 +126,7 @@ def _check(plans: tuple[Plan, ...]) -> None:
                 )
 
 
-def _parse(signature: Signature) -> list[Input]:
+def _parse(signature: Signature) -> list[InputShape]:
     """The entries by path, since keyword arguments may come in any order. Raises ``UsageError`` for any other text."""
     entries = []
     for text in signature:
@@ -137,9 +137,9 @@ def _parse(signature: Signature) -> list[Input]:
     return sorted(entries)
 
 
-def entry_of(text: str) -> Input | None:
+def entry_of(text: str) -> InputShape | None:
     """The entry of a signature that the text is; None for any other text."""
     match = _ENTRY.fullmatch(text)
     if match is None:
         return None
-    return Input(match["path"], match["dtype"], tuple(int(size) for size in match["shape"].split(",") if size.strip()))
+    return InputShape(match["path"], match["dtype"], tuple(int(size) for size in match["shape"].split(",") if size.strip()))

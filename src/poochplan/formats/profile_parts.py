@@ -48,13 +48,13 @@ MOST_S = 1e9
 Bytes = Annotated[int, Meta(ge=0, lt=MOST_BYTES)]
 Offset = Annotated[int, Meta(ge=-1, lt=MOST_BYTES)]
 """-1 means no offset."""
-Unit = Annotated[int, Meta(ge=1, le=2**30)]
+AllocationUnit = Annotated[int, Meta(ge=1, le=2**30)]
 """Bytes; other sizes are rounded up to a multiple of it."""
 Count = Annotated[int, Meta(ge=0, lt=MOST_ITEMS)]
 Index = Annotated[int, Meta(ge=0, lt=MOST_ITEMS)]
 IndexOrNone = Annotated[int, Meta(ge=-1, lt=MOST_ITEMS)]
 """-1 means no index."""
-Ranks = Annotated[int, Meta(ge=1, lt=MOST_ITEMS)]
+RankCount = Annotated[int, Meta(ge=1, lt=MOST_ITEMS)]
 """A number of processes that train together, each on its own device."""
 Seconds = Annotated[float, Meta(ge=0, le=MOST_S)]
 Rate = Annotated[float, Meta(ge=1, le=1e18)]
@@ -238,7 +238,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     describes."""
     pageable_in: LinkDirection | None = None
     """The same from pageable memory."""
-    ranks: Ranks = 1
+    ranks: RankCount = 1
     """The number of ranks of one host that copy at once. Rates and interference are those of each."""
 
     @property
@@ -414,7 +414,7 @@ class ProfileData(Document, frozen=True, kw_only=True, dict=True):
     """Bytes that live through the step, by kind."""
     gradients_live_through_forward: bool
     """Whether gradients of the previous step still exist in forward (accumulation)."""
-    allocation_unit_bytes: Unit = ALLOCATION_UNIT_BYTES
+    allocation_unit_bytes: AllocationUnit = ALLOCATION_UNIT_BYTES
     link: Link
     runtime: RuntimeCost | None = None
     """Seconds that ops and the runtime take of the launching thread; None if they were not measured."""

@@ -18,7 +18,7 @@ from poochplan.profiler.trials.machine_facts import on_worker_thread, unmeasured
 from poochplan.runtime.arena.step_arena import ArenaMode, StepArena, why_no_arena
 from poochplan.runtime.attachment import together
 from poochplan.runtime.devices.cpu import choose_spill_dir
-from poochplan.runtime.devices.device import Device
+from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.opening import check_cap, open_device
 from poochplan.runtime.active_plan import OverBudget
 from poochplan.runtime.session import Session
@@ -26,7 +26,7 @@ from poochplan.runtime.messages import Messages
 from poochplan.sessions import PLANNER
 from poochplan.units import parse_budget, parse_rate
 
-from .background import AllocatorBuild
+from .background import BackgroundBuild
 from .before_plan import Mode, Unplanned, checked
 from .known_plans import KnownPlans
 from .plan_cache import PlanCache
@@ -116,7 +116,7 @@ def auto(
     rate = None if throttle is None else parse_rate(throttle, "throttle")
     folder = choose_spill_dir(spill_dir) if where.type == "cpu" else None
 
-    def opened() -> Device:
+    def opened() -> ComputeDevice:
         return open_device(where, folder, rate)
 
     def measured() -> Link:
@@ -135,7 +135,7 @@ def auto(
         spill_dir=folder,
         link=lambda: on_worker_thread(lambda: link or known_link(where, folder, rate) or measured()),
         known=KnownPlans(budget, asked, kept, messages, policy, refused, measures_here=measures_here),
-        build=AllocatorBuild(arena, where, messages),
+        build=BackgroundBuild(arena, where, messages),
         before_plan=before,
         messages=messages,
     )

@@ -158,7 +158,7 @@ class Plannings(dict[Any, Background]):
             return
 
 
-class AllocatorBuild:
+class BackgroundBuild:
     """Builds the compiled allocator if it is missing. State: whether it is active.
 
     The first segments are profiled after the build: a profile begun without the allocator would never have the memory

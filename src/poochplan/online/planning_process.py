@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 if TYPE_CHECKING:
-    from poochplan.planner.search.allowance import Progress, Watch
+    from poochplan.planner.search.allowance import Progress, SearchCallback
 
 PR_SET_PDEATHSIG = 1
 LEAST_PRIORITY = 10
@@ -61,7 +61,7 @@ def ends_with_its_parent(parent: int, folder: Path) -> None:
             end()
 
 
-def ends_when_it_gains_less_than_it_takes(loop_s: float) -> Watch:
+def ends_when_it_gains_less_than_it_takes(loop_s: float) -> SearchCallback:
     """Ends a search whose plan cannot become better by as much time as the search has taken from the loop, if the loop
     goes on for as long as it has run (``loop_s`` seconds before the search).
     """

@@ -34,7 +34,7 @@ from poochplan.torch_private.compiler_internals import is_compiled
 from poochplan.units import format_bytes
 
 from . import telling
-from .background import AllocatorBuild
+from .background import BackgroundBuild
 from .before_plan import BeforePlan, Unplanned
 from .ranks import Ranks, Shared
 
@@ -73,7 +73,7 @@ class StudiedPlans(LoopObserver):
         spill_dir: str | Path | None,
         link: Callable[[], Link],
         known: KnownPlans,
-        build: AllocatorBuild,
+        build: BackgroundBuild,
         before_plan: Unplanned,
         messages: Messages,
     ) -> None:

@@ -25,7 +25,7 @@ ABSENT = "-"
 _ACTIONS = ("swap_out", "release", "prefetch", "replay")
 Fact = tuple[str, str | int | float | None, Unit]
 """Name, text or number, and its unit; None where a file does not say."""
-Part = str | Callable[[int], Iterable[Table | str]]
+Section = str | Callable[[int], Iterable[Table | str]]
 """What a person reads; some are of at most so many rows."""
 
 
@@ -36,7 +36,7 @@ class Differences:
     differ: bool
     title: str
     figures: list[Figure]
-    parts: list[Part]
+    parts: list[Section]
     """Shown behind the figures."""
     data: dict[str, Any]
     """For JSON, beside the figures."""
@@ -87,7 +87,7 @@ def _of_plans(first: Plan, second: Plan) -> Differences:
     ours, theirs = (([value.name for value in plan.values], plan.handles, plan.uses) for plan in (first, second))
     figures, values = _figures(_plan_facts(first), _plan_facts(second)), _changed_values(first, second)
     points = _changed_points(first, second) if ours == theirs else []
-    parts: list[Part] = []
+    parts: list[Section] = []
     if values:
         frame = pd.DataFrame(values)
         headings = {"change": "change", "values": "values", "size_bytes": "bytes"}
@@ -201,7 +201,7 @@ def _words(actions: PointActions | None, plan: Plan) -> str:
 def _of_profiles(first: Profile, second: Profile) -> Differences:
     figures = _figures(_profile_facts(first), _profile_facts(second))
     op, layers = _first_op(first, second), _changed_layers(first, second)
-    parts: list[Part] = []
+    parts: list[Section] = []
     if op:
         parts.append(f"The steps part at {op}")
     if len(layers):
@@ -276,7 +276,7 @@ def _of_run(plan: Plan, run: RunRecord) -> Differences:
         Figure("bytes out", promised.out_bytes, run.out_bytes, "bytes"),
         Figure("bytes in", promised.in_bytes, run.in_bytes, "bytes"),
     ]
-    parts: list[Part] = []
+    parts: list[Section] = []
     if run.departures:
         frame = pd.DataFrame([_departure_row(one) for one in run.departures]).set_index("point")
         columns = ("step", "layer", "planned", "found")

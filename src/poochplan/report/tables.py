@@ -216,7 +216,7 @@ def _shares(seconds: dict[str, float], label: str) -> dict[str, float]:
     return {name: part_s / total_s if total_s else 1 / len(part) for name, part_s in part.items()}
 
 
-class _Header(msgspec.Struct):
+class _AnyFile(msgspec.Struct):
     kind: str = ""
 
 
@@ -228,7 +228,7 @@ def load_any(path: str | Path) -> Inspected:
     missing = "no such file; name one that pooch profile, plan or run -o wrote"
     data = read_data(Path(path), "a profile, a plan or a run", missing)
     try:
-        kind = msgspec.json.decode(data, type=_Header).kind
+        kind = msgspec.json.decode(data, type=_AnyFile).kind
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InputFileError(
             f"{path}: truncated or not JSON of this package ({one_line(error)}); expected a profile, a plan or a run"

@@ -278,11 +278,11 @@ class Flat(NamedTuple):
     names: tuple[str, ...]
 
 
-Layout = Flat | pytree.TreeSpec
+ArgumentTree = Flat | pytree.TreeSpec
 
 
-def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Layout]:
-    """All leaves in order, and their layout."""
+def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], ArgumentTree]:
+    """All leaves in order, and where they were."""
     leaves = [*args, *kwargs.values()] if kwargs else list(args)
     for leaf in leaves:
         if type(leaf) not in _LEAVES and not _is_leaf(leaf):
@@ -295,11 +295,11 @@ def _flat(positional: int, names: tuple[str, ...]) -> Flat:
     return Flat(positional, names)
 
 
-def unflatten(leaves: list[Any], layout: Layout) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def unflatten(leaves: list[Any], tree: ArgumentTree) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments that ``flatten`` took apart, with other leaves."""
-    if isinstance(layout, Flat):
-        return tuple(leaves[: layout.positional]), dict(zip(layout.names, leaves[layout.positional :], strict=True))
-    args, kwargs = pytree.tree_unflatten(leaves, layout)
+    if isinstance(tree, Flat):
+        return tuple(leaves[: tree.positional]), dict(zip(tree.names, leaves[tree.positional :], strict=True))
+    args, kwargs = pytree.tree_unflatten(leaves, tree)
     return args, kwargs
 
 

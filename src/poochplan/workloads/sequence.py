@@ -17,7 +17,7 @@ from poochplan.workload import Workload
 from .common import make_optimizer, reversal, seeded
 from .unrolled import LSTMSteps, State
 
-Text = Literal["reference", "small", "large"]
+TextName = Literal["reference", "small", "large"]
 """The text: the whole language reference, its beginning, or both it and sources of the standard library."""
 
 TEXT_BYTES = {"small": 285_000, "large": 4_400_000}
@@ -100,7 +100,7 @@ def char_rnn(
     width: int = 256,
     layers: int = 2,
     dropout: float = 0.1,
-    text: Text = "reference",
+    text: TextName = "reference",
     chunks: int = 1,
     unrolled: bool = False,
     optimizer: str = "adamw",
@@ -180,7 +180,7 @@ class Chunks:
         return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def text_of(name: Text) -> str:
+def text_of(name: TextName) -> str:
     """The text of that name. Texts of fixed size are ASCII, with ``?`` for other characters.
 
     Raises ``UsageError`` if Python was installed without its language reference, or with too little source.

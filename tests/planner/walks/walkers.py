@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from poochplan.errors import PoochError
-from poochplan.formats.occupancy import Bytes
+from poochplan.formats.occupancy import Codes
 from poochplan.formats.plan import Decision
 from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.search.annealing import (
@@ -87,7 +87,7 @@ class Steps:
     problem: Problem
     values: Sequence[int]
     temperature: float = WARMTH
-    mate: Bytes | None = None
+    mate: Codes | None = None
     here: Scored = field(init=False)
     space: SearchSpace = field(init=False)
 
@@ -97,10 +97,10 @@ class Steps:
         self.space = search_space_of(self.problem, self.values)
         self.begin_at(codes_of(swap_all(self.problem)))
 
-    def begin_at(self, codes: Bytes) -> None:
+    def begin_at(self, codes: Codes) -> None:
         self.here = scored(self.evaluator, self.limits, 0, codes.tobytes())
 
-    def take(self, draws: Sequence[float]) -> tuple[Bytes, Bytes]:
+    def take(self, draws: Sequence[float]) -> tuple[Codes, Codes]:
         """Where the walk was before the step, and where it is behind it."""
         before = self.codes
         mate = self.here.codes if self.mate is None else self.mate.tobytes()
@@ -108,7 +108,7 @@ class Steps:
         return before, self.codes
 
     @property
-    def codes(self) -> Bytes:
+    def codes(self) -> Codes:
         return np.frombuffer(self.here.codes, dtype=np.int8)
 
 
@@ -116,7 +116,7 @@ def draws_of(kind: float, rng: random.Random) -> list[float]:
     return [kind, *(rng.random() for _ in range(DRAWS - 2)), 0.0]
 
 
-def assert_possible(problem: Problem, wish: Bytes) -> None:
+def assert_possible(problem: Problem, wish: Codes) -> None:
     """Each value has a decision that it can have."""
     for value, code in enumerate(wish.tolist()):
         assert code in (KEEP, SWAP, RECOMPUTE)
