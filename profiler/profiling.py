@@ -235,7 +235,7 @@ def _profile_fitting(
         if needed_bytes is None:
             swapping = new_steps(in_core=False)
             with _restoring(swapping, where, options), _warm(swapping, where, "swap-all", options):
-                needed_bytes = _beside_static(swapping.run(Capturing(swapping.scene)).untimed("run"))
+                needed_bytes = _beside_static(swapping.run(Capturing(swapping.context)).untimed("run"))
         mode, why = fitting_mode(needed_bytes, available_bytes())
         options.say(why)
         return _profile_real(new_steps, where, mode, options, [why])
@@ -267,7 +267,7 @@ def _warm(steps: StepFunction, where: torch.device, mode: RealMode, options: Opt
         if mode == "swap-all":
             options.say(f"warming up ({options.warmup} steps, swapping)")
             for _ in range(options.warmup):
-                steps.run(PhaseTiming(steps.scene, SwapEach(at_once=True)))
+                steps.run(PhaseTiming(steps.context, SwapEach(at_once=True)))
             _wait_for_builds()
         check_real(steps.loss)
         yield
@@ -298,7 +298,7 @@ def _profile_real(
             say=options.say,
         )
         with _warm(steps, where, mode, options):
-            profile = steps.studied(study(steps.scene, study_options))
+            profile = steps.studied(study(steps.context, study_options))
         return with_plain_again(profile, lambda: _plain_step_s(steps, options))
 
 

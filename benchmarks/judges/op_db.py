@@ -149,7 +149,7 @@ class Studying(LoopObserver):
 
     def known(self, key: Any, segment: Segment) -> SegmentObserver:
         self.observed += 1
-        return self._new(self.scene)
+        return self._new(self.context)
 
 
 @contextlib.contextmanager
@@ -224,8 +224,8 @@ def _plain(tried: list[Sample], counts: Counter[str]) -> Iterator[tuple[Sample, 
             counts["does not repeat itself"] += 1
 
 
-def _timed(scene: Any) -> SegmentObserver:
-    return OpTiming(scene, SwapEach(at_once=True))
+def _timed(context: Any) -> SegmentObserver:
+    return OpTiming(context, SwapEach(at_once=True))
 
 
 def main() -> None:

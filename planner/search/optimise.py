@@ -155,14 +155,14 @@ class _PlanSearch:
         jobs = self._jobs()
         with ThreadPoolExecutor(len(jobs), "search") as pool:
             try:
-                self._watch([pool.submit(self._work, job) for job in jobs], self.allowance, watch)
-                self._watch([pool.submit(self._polish)], self.whole, watch)
+                self._wait_for([pool.submit(self._work, job) for job in jobs], self.allowance, watch)
+                self._wait_for([pool.submit(self._polish)], self.whole, watch)
             except BaseException as error:
                 self._stop()
                 if not (isinstance(error, KeyboardInterrupt) and self.effort.keeps_interrupted):
                     raise
 
-    def _watch(self, running: list[Future[None]], allowance: Allowance, watch: SearchCallback | None) -> None:
+    def _wait_for(self, running: list[Future[None]], allowance: Allowance, watch: SearchCallback | None) -> None:
         """Waits for all threads, or for an error in one. They spend ``allowance``."""
         left = set(running)
         while left:
@@ -227,7 +227,7 @@ class _PlanSearch:
         return self.is_good_enough or self.allowance.is_spent
 
     def progress(self) -> Progress:
-        """The progress for the watcher, once there is a plan within the budget."""
+        """The progress for its observer, once there is a plan within the budget."""
         step_s, bound_s = self.incumbents.step_s, self.proof.bound_s
         return Progress(
             step_s=step_s,

@@ -39,13 +39,13 @@ def fake_profile(steps: StepFunction, roofline: Roofline | None, options: Option
         for _ in range(options.warmup):
             steps.one_step()
         say("capturing one step without memory")
-        seen = steps.run(Capturing(steps.scene, fake))
+        seen = steps.run(Capturing(steps.context, fake))
         differ: list[str] = []
         if not compiled:
             with collected_after(fake):
-                differ = difference_note(fake.ops, steps.run(OpTiming(steps.scene, None)).timer)
+                differ = difference_note(fake.ops, steps.run(OpTiming(steps.context, None)).timer)
         notes = [*notes, *fake.notes(), *differ]
-    device, link, own = _machine_of(fake, roofline, steps.scene.where, options)
+    device, link, own = _machine_of(fake, roofline, steps.context.where, options)
     phase_seconds = dict.fromkeys(Phase, 0.0)
     for op in fake.ops:
         phase_seconds[op.phase] += op.duration_s
@@ -102,7 +102,7 @@ def needed_without_memory(steps: StepFunction) -> int | None:
         with faked(model, optimizer) as fakes:
             steps.one_step()
             # The durations are not used.
-            seen = steps.run(Capturing(steps.scene, FakeCapture(model, fakes, parse_roofline("h200"))))
+            seen = steps.run(Capturing(steps.context, FakeCapture(model, fakes, parse_roofline("h200"))))
     except Exception:  # the step's code may raise anything when tensors have no content
         return None
     draft = seen.untimed("fake")

@@ -24,7 +24,7 @@ from poochplan.tensors.host_memory import page_faults
 from poochplan.tensors.storages import bytes_of, has_storage
 from poochplan.torch_private.tensor_internals import in_backward, without_modes
 
-from .segment_observer import PackHook, Scene, UnpackHook, SegmentObserver
+from .segment_observer import PackHook, StudyContext, UnpackHook, SegmentObserver
 
 Hook = Callable[[Any], Any]
 
@@ -59,8 +59,8 @@ class PhaseTiming(SegmentObserver):
     ``arena``: the arena of a step function; None for the ordinary allocator.
     """
 
-    def __init__(self, scene: Scene, policy: StepPolicy | None, arena: RepeatedStep | None = None) -> None:
-        super().__init__(scene, policy)
+    def __init__(self, context: StudyContext, policy: StepPolicy | None, arena: RepeatedStep | None = None) -> None:
+        super().__init__(context, policy)
         self._waits = isinstance(policy, SwapEach)
         self.in_hooks = HookSeconds()
         self.faults: dict[Phase, int] = dict.fromkeys(Phase, 0)
@@ -83,14 +83,14 @@ class PhaseTiming(SegmentObserver):
 
     def aside(self, hook: Hook, argument: Any) -> Any:
         if self._waits:
-            self.scene.clock.synchronize()
+            self.context.clock.synchronize()
         start_s, faults = time.perf_counter(), page_faults()
         try:
             if not self._waits:
                 return hook(argument)
             with without_modes():  # the ops of moving are not part of the step
                 result = hook(argument)
-            self.scene.clock.synchronize()
+            self.context.clock.synchronize()
             return result
         finally:
             self._since_faults += page_faults() - faults
@@ -116,22 +116,22 @@ class PhaseTiming(SegmentObserver):
 
     def _now_s(self) -> float:
         """The present time, once all queued work is done, on a clock that stops in hooks."""
-        self.scene.clock.synchronize()
+        self.context.clock.synchronize()
         return time.perf_counter() - self.hooks_s
 
 
 class OpTiming(PhaseTiming):
     """``timer`` has the seconds of each op. The seconds of the phases include the instruments."""
 
-    def __init__(self, scene: Scene, policy: StepPolicy | None, arena: RepeatedStep | None = None) -> None:
-        super().__init__(scene, policy, arena)
+    def __init__(self, context: StudyContext, policy: StepPolicy | None, arena: RepeatedStep | None = None) -> None:
+        super().__init__(context, policy, arena)
         self._tracker = LayerTracker()
-        self.instrument = self.timer = OpTimer(scene.clock, self._tracker)
+        self.instrument = self.timer = OpTimer(context.clock, self._tracker)
 
     @contextlib.contextmanager
     def instruments(self, segment: Segment) -> Iterator[None]:
-        points = told_of_points(self.timer.point, self.scene.where.type)
-        with self._tracker.on(self.scene.model), points, super().instruments(segment):
+        points = told_of_points(self.timer.point, self.context.where.type)
+        with self._tracker.on(self.context.model), points, super().instruments(segment):
             self.timer.switch_on()
             try:
                 yield
@@ -152,15 +152,15 @@ class Summing(SegmentObserver):
     ``unwritten``; there are no sums if these are None.
     """
 
-    def __init__(self, scene: Scene, policy: StepPolicy, unwritten: Container[int] | None) -> None:
-        super().__init__(scene, policy)
+    def __init__(self, context: StudyContext, policy: StepPolicy, unwritten: Container[int] | None) -> None:
+        super().__init__(context, policy)
         self.sums: list[int] = []
         self._unwritten = unwritten
 
     def pack(self, tensor: torch.Tensor, pack: PackHook) -> SavedHandle:
         if self._unwritten is None or in_backward():
             return super().pack(tensor, pack)
-        sum_, handle = _sum(tensor, self.scene.where.type), super().pack(tensor, pack)
+        sum_, handle = _sum(tensor, self.context.where.type), super().pack(tensor, pack)
         self.sums.append(0 if handle.value is not None and handle.value.index in self._unwritten else sum_)
         return handle
 
@@ -168,17 +168,17 @@ class Summing(SegmentObserver):
 class Verifying(Summing):
     """``verify`` has the results; its copies are on the host if values are swapped."""
 
-    def __init__(self, scene: Scene, instructions: Instructions, unwritten: Container[int] | None = None) -> None:
+    def __init__(self, context: StudyContext, instructions: Instructions, unwritten: Container[int] | None = None) -> None:
         swaps = any(value.decision is Decision.SWAP for value in instructions.values)
-        self._store = HostStore(scene.where, scene.spill_dir) if swaps else None
-        self.verify = Verify(instructions, scene.model, self._store)
-        super().__init__(scene, self.verify, unwritten)
+        self._store = HostStore(context.where, context.spill_dir) if swaps else None
+        self.verify = Verify(instructions, context.model, self._store)
+        super().__init__(context, self.verify, unwritten)
         self.rebuild = self.verify.rebuild
         self.swaps_once = True
 
     @contextlib.contextmanager
     def instruments(self, segment: Segment) -> Iterator[None]:
-        if not self.scene.is_repeated:
+        if not self.context.is_repeated:
             self.look_around()
         yield
 

@@ -28,7 +28,7 @@ from poochplan.tensors.storages import bytes_of, has_storage, parts_of
 from poochplan.torch_private.sharding import is_sharded
 from poochplan.torch_private.tensor_internals import pytree
 
-from .segment_observer import PackHook, Scene, UnpackHook, SegmentObserver
+from .segment_observer import PackHook, StudyContext, UnpackHook, SegmentObserver
 
 NAMED = 100
 """Each of this many largest tensors outside the step is a value; all others together are one value."""
@@ -51,10 +51,10 @@ class Moving(SwapEach):
 class Capturing(SegmentObserver):
     """``capture`` has the segment's ops and values, ``kinds`` the values' kinds, ``beside_bytes`` other memory."""
 
-    def __init__(self, scene: Scene, capture: Capture | None = None) -> None:
+    def __init__(self, context: StudyContext, capture: Capture | None = None) -> None:
         """``capture``: for a step without memory, which has its own hooks."""
-        self.capture = capture or Capture(scene.model, scene.where)
-        super().__init__(scene, Moving(self.capture, all_of_it=scene.is_repeated) if capture is None else None)
+        self.capture = capture or Capture(context.model, context.where)
+        super().__init__(context, Moving(self.capture, all_of_it=context.is_repeated) if capture is None else None)
         self.swaps_once = True
         self.instrument = self.capture
         self.kinds = Kinds(self.capture)
@@ -67,13 +67,13 @@ class Capturing(SegmentObserver):
     @contextlib.contextmanager
     def instruments(self, segment: Segment) -> Iterator[None]:
         self._number = segment.number
-        self.capture.inputs, self.capture.is_called = segment.inputs, not self.scene.is_repeated
-        self.has_gradients = any(one.grad is not None for one in self.scene.model.parameters())
+        self.capture.inputs, self.capture.is_called = segment.inputs, not self.context.is_repeated
+        self.has_gradients = any(one.grad is not None for one in self.context.model.parameters())
         gc.collect()  # so that garbage does not count for the step
         self._look_around(segment)
         with (
-            collected_after(self.capture, () if self.scene.is_repeated else self.kinds),
-            around_calls(self.scene.model, self._called) if self.scene.is_repeated else contextlib.nullcontext(),
+            collected_after(self.capture, () if self.context.is_repeated else self.kinds),
+            around_calls(self.context.model, self._called) if self.context.is_repeated else contextlib.nullcontext(),
             self.capture.running(),
         ):
             yield
@@ -85,18 +85,18 @@ class Capturing(SegmentObserver):
 
     def _look_around(self, segment: Segment) -> None:
         """Records the memory before the segment: that of the model and the optimizers, and that outside the step."""
-        model, kinds = self.scene.model, self.kinds
+        model, kinds = self.context.model, self.kinds
         self._bucket_bytes = bucket_bytes(model)
         kinds.note(model.parameters(), Kind.PARAMETER)
         kinds.note(model.buffers(), Kind.BUFFER)
-        for optimizer in self.scene.optimizers:
+        for optimizer in self.context.optimizers:
             kinds.note(pytree.tree_leaves(list(optimizer.state.values())), Kind.OPTIMIZER_STATE)
         if self.has_gradients:
             kinds.note_gradients(model)
-        if self.scene.there_before is not None:
-            kinds.note(self.scene.there_before(), Kind.INPUT)  # last: those of the model keep their kinds
+        if self.context.there_before is not None:
+            kinds.note(self.context.there_before(), Kind.INPUT)  # last: those of the model keep their kinds
             return
-        storages = [bytes_of(storage) for storage in census(self.scene.where.type, 1).values()]
+        storages = [bytes_of(storage) for storage in census(self.context.where.type, 1).values()]
         others = sorted((one for one in storages if self.capture.value_if_known(one) < 0), key=lambda one: -one.nbytes)
         kinds.note(others[:NAMED], Kind.INPUT)
         self.beside_bytes = segment.left_over_bytes + sum(rounded_up(one.nbytes) for one in others[NAMED:])
@@ -104,7 +104,7 @@ class Capturing(SegmentObserver):
 
     @functools.cached_property
     def _library_bytes(self) -> int:
-        return library_bytes(self.scene.where)
+        return library_bytes(self.context.where)
 
     def draft(
         self,
@@ -123,11 +123,11 @@ class Capturing(SegmentObserver):
             self.kinds,
             runs,
             measured,
-            model=self.scene.model,
+            model=self.context.model,
             link=link,
             workload=workload,
             mode=mode,
-            device=device or this_machine(self.scene.where),
+            device=device or this_machine(self.context.where),
             notes=[*self._model_notes, *step_notes(self.capture, self.kinds, is_fake=mode == "fake"), *notes],
             accumulate=self.has_gradients,
             held_bytes={"cublas": self._library_bytes, "beside": self.beside_bytes + self._unmet_bucket_bytes()},
@@ -144,22 +144,22 @@ class Capturing(SegmentObserver):
 
     def grown_bytes(self) -> int:
         """Bytes outside the steps of a loop that exist now, or will, and did not when this step was captured."""
-        if self.scene.is_repeated:
+        if self.context.is_repeated:
             return 0
-        return max(self.foreseen_bytes, census_bytes(self.scene.where.type) - (self.base_bytes or 0))
+        return max(self.foreseen_bytes, census_bytes(self.context.where.type) - (self.base_bytes or 0))
 
     def enter(self, phase: Phase) -> None:
         super().enter(phase)
         self.capture.phase = phase
         if phase is Phase.OPTIMIZER:
-            self.kinds.note_gradients(self.scene.model)
+            self.kinds.note_gradients(self.context.model)
 
     def end(self, *, stepped: bool) -> None:
         super().end(stepped=stepped)
-        self._model_notes = model_notes(self.scene.model)
+        self._model_notes = model_notes(self.context.model)
 
     def runs_another(self) -> None:
-        if not self.scene.is_repeated:
+        if not self.context.is_repeated:
             self.capture.nodes.runs_another()
 
     def pack(self, tensor: torch.Tensor, pack: PackHook) -> SavedHandle:

@@ -22,7 +22,7 @@ from poochplan.tensors.signatures import Switches
 
 from .step_kinds import MOST_KINDS, Key, StepKind, StepKinds
 from .study import StudyOptions, study
-from .segment_observer import Scene, SegmentObserver
+from .segment_observer import StudyContext, SegmentObserver
 
 TOO_MANY = "inputs come in too many shapes, none of them often: pad them to a few lengths"
 MOST_WARMUP = 8
@@ -61,7 +61,7 @@ class LoopObserver(PlanSource):
         self._segments = 0
         self._study_options = options
         self._switches = Switches(model)
-        self.scene = Scene(model, where, clock_of(where), spill_dir, self._optimizers)
+        self.context = StudyContext(model, where, clock_of(where), spill_dir, self._optimizers)
 
     # -- segments that are not observed ---------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class LoopObserver(PlanSource):
             return self.unplanned()
         if self.kinds.may_be_known(key):
             gc.collect()  # as before a capture
-            device_type = self.scene.where.type
+            device_type = self.context.where.type
             self._compared = key, census_bytes(device_type) + foreseen_bytes(self._optimizers, device_type)
             return self.unplanned()
         kind = self._kind_of(key)
@@ -137,7 +137,7 @@ class LoopObserver(PlanSource):
             for kind in beside:
                 if kind.is_studied and key.is_larger(kind.key):
                     self.forget(kind.key)
-            kind = StepKind(key, study(self.scene, self._study_options), self.kinds.stood(key))
+            kind = StepKind(key, study(self.context, self._study_options), self.kinds.stood(key))
             if sum(one.is_studied for one in self.kinds.values()) >= MOST_KINDS:
                 kind.give_up(TOO_MANY)
                 self.profiled(kind)

@@ -31,7 +31,7 @@ UnpackHook = Callable[[SavedHandle], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Scene:
+class StudyContext:
     model: torch.nn.Module
     """All of the models together."""
     where: torch.device
@@ -55,8 +55,8 @@ class SegmentObserver:
     Phases are recognised: backward runs through autograd's one entrance; later code belongs to the optimizer.
     """
 
-    def __init__(self, scene: Scene, policy: StepPolicy | None) -> None:
-        self.scene = scene
+    def __init__(self, context: StudyContext, policy: StepPolicy | None) -> None:
+        self.context = context
         self.policy = policy
         """None for a step of a step function in which autograd saves without hooks."""
         self.rebuild: Rebuild = rebuild_together
@@ -94,9 +94,9 @@ class SegmentObserver:
 
     def look_around(self) -> None:
         """The segment is about to begin: counts live memory."""
-        kind = self.scene.where.type
+        kind = self.context.where.type
         self.base_bytes = census_bytes(kind)
-        self.foreseen_bytes = foreseen_bytes(self.scene.optimizers, kind)
+        self.foreseen_bytes = foreseen_bytes(self.context.optimizers, kind)
 
     def enter(self, phase: Phase) -> None:
         self.phase = phase
@@ -117,7 +117,7 @@ class SegmentObserver:
 
     def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
         """The result of ``run()``, the user's backward. Its gradients are used, so no mode of ours may be on."""
-        return run() if self.instrument is None or self.scene.is_repeated else self.instrument.observed(outputs, run)
+        return run() if self.instrument is None or self.context.is_repeated else self.instrument.observed(outputs, run)
 
     def runs_another(self) -> None:
         """A backward begins within a backward."""

@@ -28,7 +28,7 @@ from poochplan.tensors.operators import past_first_calls
 from poochplan.torch_private.tensor_internals import nodes_behind, without_modes
 
 from .after_capture import PhaseTiming
-from .segment_observer import Scene, Studied, SegmentObserver
+from .segment_observer import StudyContext, Studied, SegmentObserver
 
 W = TypeVar("W", bound=SegmentObserver)
 
@@ -61,7 +61,7 @@ class StepFunction:
         past_first_calls()
         self.step, self.model, self.optimizer = step, model, optimizer
         optimizers = [] if optimizer is None else [optimizer]
-        self.scene = Scene(model, where, clock_of(where), spill_dir, optimizers, there_before=self._there_before)
+        self.context = StudyContext(model, where, clock_of(where), spill_dir, optimizers, there_before=self._there_before)
         self.loss: torch.Tensor | None = None
         """The loss of the last step. It lives through the next forward, as ``loss = step()`` in a user's loop."""
         self._accumulates, self._beside, self._in_core = accumulate, beside, in_core
@@ -106,7 +106,7 @@ class StepFunction:
 
     def timed(self) -> PhaseSeconds:
         """Seconds of one step by PyTorch alone."""
-        return self.run(PhaseTiming(self.scene, None)).seconds
+        return self.run(PhaseTiming(self.context, None)).seconds
 
     def studied(self, study: Studied) -> Profile:
         """The study's profile, by steps run now."""
@@ -151,9 +151,9 @@ class StepFunction:
 
     @cached_property
     def _engine(self) -> Engine:
-        device = self._stack.enter_context(closing(open_device(self.scene.where, self.scene.spill_dir)))
+        device = self._stack.enter_context(closing(open_device(self.context.where, self.context.spill_dir)))
         copies = cast(ComputeDevice, OnTheDevice(device)) if self._in_core else device
-        engine = Engine(self, copies, self.scene.model, rebuild=self._rebuild)
+        engine = Engine(self, copies, self.context.model, rebuild=self._rebuild)
         engine.fallbacks.silent = True  # the profile reports steps that differ
         return engine
 

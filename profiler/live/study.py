@@ -44,7 +44,7 @@ from poochplan.tensors.host_memory import is_freed_memory_given_back, new_memory
 
 from .after_capture import HookSeconds, OpTiming, PhaseTiming, Summing, Verifying
 from .capturing import Capturing
-from .segment_observer import NewObserver, Scene, Studied
+from .segment_observer import NewObserver, StudyContext, Studied
 
 TIMED = 3
 """Number of a loop's segments that are timed whole, and again op by op."""
@@ -99,10 +99,10 @@ class Timed(NamedTuple):
     value."""
 
 
-def study(scene: Scene, options: StudyOptions) -> Studied:
+def study(context: StudyContext, options: StudyOptions) -> Studied:
     """Asks for observers, receives each back when its step has a result, and returns the profile."""
     options.say("capturing one step")
-    seen: Capturing = yield lambda: Capturing(scene)
+    seen: Capturing = yield lambda: Capturing(context)
     options.say("measuring the link")
     draft = partial(seen.draft, link=options.link(), workload=options.workload)
     captured_s, plain_s = seen.capture.durations(), options.plain_s
@@ -111,7 +111,7 @@ def study(scene: Scene, options: StudyOptions) -> Studied:
     has_room = partial(options.fits, twice)
     keep_all = _keep_all(seen, in_core, options.fits, has_room)
     mode: Literal["run", "swap-all"] = "swap-all" if keep_all() is None else "run"
-    steps = _Steps(scene, keep_all)
+    steps = _Steps(context, keep_all)
     try:
         is_plain = not is_freed_memory_given_back()  # no setting of a session is in force yet
         timed = yield from _timed(options, seen.capture, steps, has_room)
@@ -122,9 +122,9 @@ def study(scene: Scene, options: StudyOptions) -> Studied:
         times = msgspec.structs.replace(profile.times, plain_step_s=plain_s, unserved_step_s=timed.unserved_s)
         profile = msgspec.structs.replace(profile, times=times)
         options.say("verifying replays")
-        profile = yield from _verified(scene, profile, options.room(profile) - max(0, seen.grown_bytes()))
-        if scene.is_repeated and mode == "run":
-            profile = yield from _kept(scene, profile, timed.steps, steps.in_hooks)
+        profile = yield from _verified(context, profile, options.room(profile) - max(0, seen.grown_bytes()))
+        if context.is_repeated and mode == "run":
+            profile = yield from _kept(context, profile, timed.steps, steps.in_hooks)
     except Hurry:
         once = {phase: sum(op.duration_s for op in seen.capture.ops if op.phase is phase) for phase in Phase}
         profile = without_replays(draft("swap-all", captured_s, [once], [*options.notes, HURRIED]))
@@ -153,7 +153,7 @@ def _keep_all(
 class _Steps:
     """State: the steps timed so far."""
 
-    scene: Scene
+    context: StudyContext
     keep_all: KeepAllInstructions
     arena: RepeatedStep | None = None
     """The steps from here on use it."""
@@ -167,13 +167,13 @@ class _Steps:
         keeps = self.keep_all()
         if keeps is None:
             return SwapEach(at_once=True)
-        return None if self.scene.is_repeated else _keeping_policy(keeps)
+        return None if self.context.is_repeated else _keeping_policy(keeps)
 
     def several(self, count: int) -> Generator[NewObserver, Any, list[PhaseSeconds]]:
         """The seconds of that many steps, timed whole."""
         seconds = []
         for _ in range(count):
-            observer: PhaseTiming = yield lambda: PhaseTiming(self.scene, self.policy(), self.arena)
+            observer: PhaseTiming = yield lambda: PhaseTiming(self.context, self.policy(), self.arena)
             seconds.append(observer.seconds)
             self.faults.append({phase: float(count) for phase, count in observer.faults.items()})
             self.in_hooks.extend([observer.in_hooks] if isinstance(observer.policy, Follow) else [])
@@ -182,7 +182,7 @@ class _Steps:
     def by_op(self, count: int, runs: OpRuns) -> Generator[NewObserver, Any, None]:
         """Adds that many steps, timed op by op."""
         for _ in range(count):
-            observer: OpTiming = yield lambda: OpTiming(self.scene, self.policy(), self.arena)
+            observer: OpTiming = yield lambda: OpTiming(self.context, self.policy(), self.arena)
             runs.add(observer.timer, observer.seconds)
 
     def recorded(self) -> Generator[NewObserver, Any, list[PhaseSeconds]]:
@@ -230,11 +230,11 @@ def _timed(
     ordinary step. Otherwise the seconds of ops would include fresh pages of memory. In a loop these are counted, and
     their seconds subtracted.
     """
-    is_repeated, count = steps.scene.is_repeated, options.timed
+    is_repeated, count = steps.context.is_repeated, options.timed
     options.say(f"timing {count} steps")
     with collected_after(capture) if is_repeated else contextlib.nullcontext():
         ordinary = yield from steps.several(1)
-    is_allocated = steps.scene.where.type == "cpu" and capture.memory is Memory.ALLOCATED
+    is_allocated = steps.context.where.type == "cpu" and capture.memory is Memory.ALLOCATED
     from_arena: list[PhaseSeconds] = []
     with contextlib.closing(steps):
         if is_allocated and options.has_arena() and (is_repeated or has_room()):
@@ -259,13 +259,13 @@ def _timed(
     return Timed(timed, ops.seconds, notes, unserved_s, plain_s)
 
 
-def _kept(scene: Scene, profile: Profile, timed: list[PhaseSeconds], in_hooks: list[HookSeconds]) -> Studied:
+def _kept(context: StudyContext, profile: Profile, timed: list[PhaseSeconds], in_hooks: list[HookSeconds]) -> Studied:
     """Steps that keep every value under the engine; ``in_hooks`` gets the time of their hooks. If they contradict the
     ``timed`` ones, the profile gets a note and a warning is given.
     """
     seconds = []
     for _ in range(KEPT_STEPS):
-        observer: PhaseTiming = yield lambda: PhaseTiming(scene, _keeping_policy(keeping(profile)))
+        observer: PhaseTiming = yield lambda: PhaseTiming(context, _keeping_policy(keeping(profile)))
         seconds.append(observer.seconds)
         in_hooks.extend([] if observer.why_not else [observer.in_hooks])
     note = contradicted(timed, seconds)
@@ -278,7 +278,7 @@ def _kept(scene: Scene, profile: Profile, timed: list[PhaseSeconds], in_hooks: l
 # -- VERIFY ----------------------------------------------------------------------------------------------------------
 
 
-def _verified(scene: Scene, profile: Profile, room_bytes: float) -> Studied:
+def _verified(context: StudyContext, profile: Profile, room_bytes: float) -> Studied:
     """The profile with ``unreplayable`` set on every value whose replay was tried and failed.
 
     Replays are compared with the tensors saved in a recorded step. For a repeatable step, these are also compared with
@@ -293,13 +293,13 @@ def _verified(scene: Scene, profile: Profile, room_bytes: float) -> Studied:
         if smallest_budget(profile) + replay_bytes > room_bytes:
             return without_replays(msgspec.structs.replace(profile, notes=(*profile.notes, NO_ROOM)))
     unwritten, first, other = None, list[int](), list[int]()
-    if scene.is_repeated:
+    if context.is_repeated:
         unwritten = _unwritten(profile)
-        first, other = yield from _sums(scene, profile, unwritten)
+        first, other = yield from _sums(context, profile, unwritten)
     trials = verification(profile, is_tight=is_tight)
     trial = next(trials)
     while True:
-        observer: Verifying = yield partial(Verifying, scene, trial, unwritten)
+        observer: Verifying = yield partial(Verifying, context, trial, unwritten)
         if other and any(a == b != c for a, b, c in zip_longest(first, other, observer.sums)):
             return without_replays(profile, RECORDED)
         unwritten, other = None, []  # one step is enough
@@ -316,7 +316,7 @@ def _unwritten(profile: Profile) -> frozenset[int]:
 
 
 def _sums(
-    scene: Scene, profile: Profile, unwritten: frozenset[int]
+    context: StudyContext, profile: Profile, unwritten: frozenset[int]
 ) -> Generator[NewObserver, Any, tuple[list[int], list[int]]]:
     """Sums of the tensors saved in two steps without any mode. The second is left out if the step does not repeat
     itself, since then it says nothing about recording.
@@ -329,8 +329,8 @@ def _sums(
     indexed = IndexedPlan.of(msgspec.structs.replace(instructions_for(profile, every), record_from_start=False))
 
     def plain(byte: int) -> Generator[NewObserver, Any, list[int]]:
-        with preserved(scene.model, next(iter(scene.optimizers), None)), new_memory_holds(byte):
-            observer: Summing = yield lambda: Summing(scene, Follow(indexed, SwapEach()), unwritten)
+        with preserved(context.model, next(iter(context.optimizers), None)), new_memory_holds(byte):
+            observer: Summing = yield lambda: Summing(context, Follow(indexed, SwapEach()), unwritten)
         return observer.sums
 
     first, again = (yield from plain(0)), (yield from plain(0))

@@ -349,7 +349,7 @@ class _Network:
 
     def _profile(self) -> Profile:
         with StepFunction(self.forward, self.model, None, self.where) as steps:
-            return steps.run(Capturing(steps.scene)).untimed("run")
+            return steps.run(Capturing(steps.context)).untimed("run")
 
 
 @contextlib.contextmanager

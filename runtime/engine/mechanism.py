@@ -138,8 +138,8 @@ class Mechanism:
             self.report.stall_s += self._stalls.take()
             self.report.replay_s += self._replays.take()
 
-    def _times(self, watch: Stopwatch | None) -> contextlib.AbstractContextManager[None]:
-        return watch.running() if watch is not None and self.timed else _NOTHING
+    def _times(self, stopwatch: Stopwatch | None) -> contextlib.AbstractContextManager[None]:
+        return stopwatch.running() if stopwatch is not None and self.timed else _NOTHING
 
     def _named(self, what: str, value: SavedValue) -> contextlib.AbstractContextManager[None]:
         return self.device.span(f"{what} {value.name}") if self.device.spans else _NOTHING

@@ -56,13 +56,13 @@ class View(msgspec.Struct, gc=False, eq=False):
     generation: int
     """Number of recorded writes to the storage before it was read."""
     geometry: Geometry
-    watch: tuple[torch.Tensor, int] | None
+    probe: tuple[torch.Tensor, int] | None
     """For a storage that cannot be rebuilt: a version probe, and the version that was read."""
 
     @property
     def still_there(self) -> bool:
         """Whether a storage that cannot be rebuilt still has the content that was read."""
-        return self.watch is None or version_of(self.watch[0]) == self.watch[1]
+        return self.probe is None or version_of(self.probe[0]) == self.probe[1]
 
 
 class Scratch(NamedTuple):
@@ -310,7 +310,7 @@ def _check(closure: Closure) -> None:
     for op in ops:
         for view in op.reads:
             # The earlier contents of a storage that a writer fills are no input.
-            if view.watch is not None and (view.record, view.generation) in leaves and not view.still_there:
+            if view.probe is not None and (view.record, view.generation) in leaves and not view.still_there:
                 raise NotReplayable(WRITTEN_SINCE, view.record)
 
 

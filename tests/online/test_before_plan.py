@@ -170,9 +170,9 @@ def test_a_loop_that_has_paused_too_long_waits_with_the_machine_s_measurements_b
 ) -> None:
     for module in (background, before_plan):
         monkeypatch.setattr(module, "has_no_processor_to_spare", lambda: True)
-    earned, done = before_plan.Earned(), list[str]()
-    earned._since_s -= age_s
-    earned._spent_s = 2.0
+    pauses, done = before_plan.PauseBudget(), list[str]()
+    pauses._since_s -= age_s
+    pauses._spent_s = 2.0
 
     class Planning:
         lacks_facts = True
@@ -183,7 +183,7 @@ def test_a_loop_that_has_paused_too_long_waits_with_the_machine_s_measurements_b
         def start(self) -> None:
             done.append("start")
 
-    background.Plannings(earned, measures_here=True)["kind"] = Planning()  # type: ignore[assignment]
+    background.Plannings(pauses, measures_here=True)["kind"] = Planning()  # type: ignore[assignment]
     assert done == steps
 
 

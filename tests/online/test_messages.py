@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from poochplan.online import studied_plans, telling
+from poochplan.online import auto_messages, studied_plans
 from poochplan.online.before_plan import Unplanned
 from poochplan.runtime import session
 
 PAGE = (Path(__file__).parents[2] / "docs" / "messages.md").read_text()
 LINES = [
-    *(value for name, value in vars(telling).items() if name.isupper() and isinstance(value, str)),
-    telling.profiled(11, 1),
-    telling.profiled(11, 2),
+    *(value for name, value in vars(auto_messages).items() if name.isupper() and isinstance(value, str)),
+    auto_messages.profiled(11, 1),
+    auto_messages.profiled(11, 2),
     *(f"{one} from now on" for one in (session.FROM_SMALLER, session.FROM_TORCH)),
-    telling.without_plan("a later part of the loop uses the saved tensors", Unplanned.IN_CORE),
+    auto_messages.without_plan("a later part of the loop uses the saved tensors", Unplanned.IN_CORE),
     session.HOST_IS_FULL.format("1.50 GiB"),
     f"{session.FROM_TORCH}, and not from one arena",
-    telling.not_planned("no room"),
-    telling.dearer(0.0721, 0.0489, "", is_planned_again=False).split(":")[0],
+    auto_messages.not_planned("no room"),
+    auto_messages.dearer(0.0721, 0.0489, "", is_planned_again=False).split(":")[0],
     *(why for name, why in vars(studied_plans).items() if name in ("COPIES", "NO_ARENA", "BUSY", "SLOWER")),
 ]
 DIALECT = re.compile(r"\b(kind|kinds|segment|segments|served|beside the step)\b")

@@ -13,7 +13,7 @@ import torch
 import poochplan
 from poochplan.errors import AllocatorError, UsageError
 from poochplan.formats.profile import Memory
-from poochplan.online import background, telling
+from poochplan.online import auto_messages, background
 from poochplan.runtime.session import Session
 from tests.online.runs import Run, bytes_of, run_plain
 from tests.online.trainings import (
@@ -198,6 +198,6 @@ def test_that_the_allocator_is_built_is_said_before_anything_is_trained(
     for name in ("is_built", "is_loaded"):
         monkeypatch.setattr(background, name, lambda: False)
     Served(dropout_and_batch_norm, tmp_path, quiet=False)
-    assert capsys.readouterr().err == f"poochplan: {telling.BUILDING}\n"
+    assert capsys.readouterr().err == f"poochplan: {auto_messages.BUILDING}\n"
     Served(dropout_and_batch_norm, tmp_path)
     assert capsys.readouterr().err == ""

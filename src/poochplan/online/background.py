@@ -23,9 +23,9 @@ from poochplan.runtime.arena.library import build, is_built, is_loaded, library
 from poochplan.runtime.arena.step_arena import ArenaMode, why_no_arena
 from poochplan.runtime.messages import Messages
 
-from .before_plan import Earned, has_no_processor_to_spare
+from .before_plan import PauseBudget, has_no_processor_to_spare
 from .planning_process import Asked
-from .telling import BUILDING
+from .auto_messages import BUILDING
 
 END_S = 5.0
 """A process that was asked to end is killed after this."""
@@ -113,9 +113,9 @@ class Background:
 class Plannings(dict[Any, Background]):
     """Requested plans, by what they are for. They are made one at a time, because the loop needs the processors too."""
 
-    def __init__(self, earned: Earned, *, measures_here: bool) -> None:
+    def __init__(self, pauses: PauseBudget, *, measures_here: bool) -> None:
         super().__init__()
-        self._earned, self._measures_here = earned, measures_here
+        self._pauses, self._measures_here = pauses, measures_here
 
     def __setitem__(self, key: Any, planning: Background) -> None:
         replaced = self.get(key)
@@ -128,7 +128,7 @@ class Plannings(dict[Any, Background]):
         """Called between two steps. The loop pauses for the first plan, as long as it has earned."""
         self._start_the_first()
         if self:
-            self._earned.spend(next(iter(self.values())).is_done)
+            self._pauses.spend(next(iter(self.values())).is_done)
 
     def take_done(self) -> list[tuple[Any, Background]]:
         """Removes and returns the plans that are done; the next one is started."""
@@ -152,8 +152,8 @@ class Plannings(dict[Any, Background]):
     def _start_the_first(self) -> None:
         for planning in self.values():
             is_here = self._measures_here and planning.lacks_facts and has_no_processor_to_spare()
-            least_s = MEASURING_S if self._earned.age_s < LONG_S else -math.inf
-            if not is_here or self._earned.spend(planning.measure, least_s):
+            least_s = MEASURING_S if self._pauses.age_s < LONG_S else -math.inf
+            if not is_here or self._pauses.spend(planning.measure, least_s):
                 planning.start()
             return
 

@@ -66,8 +66,8 @@ class BeforePlan:
 
     def policy(self, *, is_refused: bool = False) -> StepPolicy:
         """Policy of a step that is to get a plan, or that will get none."""
-        way = self.refused if is_refused else self.before
-        return SwapEach(at_once=True) if way is Unplanned.SWAP else self._while_room
+        mode = self.refused if is_refused else self.before
+        return SwapEach(at_once=True) if mode is Unplanned.SWAP else self._while_room
 
     def room_of(self, budget_bytes: int) -> int:
         """Most bytes that a step may take while it is profiled: the budget, or the device's memory."""
@@ -124,7 +124,7 @@ def has_no_processor_to_spare() -> bool:
     return torch.get_num_threads() * ranks_here() >= there
 
 
-class Earned:
+class PauseBudget:
     """State: when the loop began, and how long it has paused."""
 
     def __init__(self) -> None:

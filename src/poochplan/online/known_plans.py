@@ -26,10 +26,10 @@ from poochplan.runtime.messages import Messages
 from poochplan.units import parse_budget
 
 from .background import Background, Plannings
-from .before_plan import Earned, Unplanned
+from .before_plan import PauseBudget, Unplanned
 from .planning_process import Asked
 from .ranks import Ranks
-from .telling import KNOWN, activated, infeasible, not_planned
+from .auto_messages import KNOWN, activated, infeasible, not_planned
 
 
 class KnownPlans:
@@ -63,8 +63,8 @@ class KnownPlans:
         self.ready: list[tuple[Key, Plan]] = []
         """Plans that were found and are not active yet. With data-parallel ranks, all ranks activate them at once."""
         self._cache, self._messages = cache, messages
-        self.earned = Earned()
-        self.pending = Plannings(self.earned, measures_here=measures_here)
+        self.pauses = PauseBudget()
+        self.pending = Plannings(self.pauses, measures_here=measures_here)
         self.refused: dict[Key, int] = {}
         """Kinds that no plan fits, with the smallest budget of each."""
         self.promised: set[Key] = set()
@@ -135,7 +135,7 @@ class KnownPlans:
         if left_bytes:
             profile = self.profiles[key] = with_bytes_beside(profile, left_bytes)
         try:
-            asked = msgspec.structs.replace(self._asked, budget_bytes=budget_bytes, loop_s=self.earned.age_s)
+            asked = msgspec.structs.replace(self._asked, budget_bytes=budget_bytes, loop_s=self.pauses.age_s)
             self.pending[key] = Background(profile, asked)
         except OSError as error:
             self._messages.warn(not_planned(f"planning could not begin ({error.strerror})"))

@@ -33,7 +33,7 @@ from poochplan.runtime.messages import Messages
 from poochplan.torch_private.compiler_internals import is_compiled
 from poochplan.units import format_bytes
 
-from . import telling
+from . import auto_messages
 from .background import BackgroundBuild
 from .before_plan import BeforePlan, Unplanned
 from .ranks import Ranks, Shared
@@ -89,7 +89,7 @@ class StudiedPlans(LoopObserver):
         self._known, self._build, self._messages = known, build, messages
         refused = known.on_refusal
         self._before = BeforePlan(
-            before_plan, refused, model, where, self.scene.optimizers, lambda: self._attachment.memory_is_short()
+            before_plan, refused, model, where, self.context.optimizers, lambda: self._attachment.memory_is_short()
         )
         self._is_one_region = is_compiled(model)
         self._ranks: Ranks | None = None
@@ -121,18 +121,18 @@ class StudiedPlans(LoopObserver):
             self._known.take_smallest(self._ranks)
         self._messages.is_quiet |= not self._is_planner
         if self._is_one_region:
-            self._messages.say(telling.ONE_REGION)
+            self._messages.say(auto_messages.ONE_REGION)
         elif self._before.before is Unplanned.IN_CORE:
-            self._messages.say(telling.IN_CORE)
+            self._messages.say(auto_messages.IN_CORE)
         return hooks
 
     def close(self) -> None:
         super().close()
         self._known.keep_for_the_next_run(self.kinds.alike)
         if any(key not in self._known.active for key in self._known.pending):
-            self._messages.say(telling.ENDED_UNPLANNED)
+            self._messages.say(auto_messages.ENDED_UNPLANNED)
         elif not self._known.profiles and self._is_studying:
-            self._messages.say(telling.ENDED_UNPROFILED)
+            self._messages.say(auto_messages.ENDED_UNPROFILED)
         self._known.pending.close()
         self._messages.end()
 
@@ -152,7 +152,7 @@ class StudiedPlans(LoopObserver):
         if self._is_one_region:
             return self._before.policy()
         if not self._build.is_ready:
-            self._known.earned.spend(self._build.wait)
+            self._known.pauses.spend(self._build.wait)
         if not self._build.is_ready:  # nothing can be profiled before the allocator counts
             return self._before.policy()
         if self._ranks is not None and not self._ranks.are_ready(self._attachment.models.values(), segment.number):
@@ -205,7 +205,7 @@ class StudiedPlans(LoopObserver):
             self._known.leave(key)
             self._last = None if self._last is plan else self._last
             self.forget(key)
-            self._messages.say(telling.LEFT)
+            self._messages.say(auto_messages.LEFT)
         elif self._took_s and not segment.diverged:
             self._keeps_promise(key, plan, segment)
 
@@ -218,7 +218,7 @@ class StudiedPlans(LoopObserver):
         if not why:
             return
         again = why == COPIES and profile is not None and not self._replanned[key]
-        self._messages.say(telling.dearer(promise.step_s, plan.plan.prediction.step_s, why, is_planned_again=again))
+        self._messages.say(auto_messages.dearer(promise.step_s, plan.plan.prediction.step_s, why, is_planned_again=again))
         if again and profile is not None:
             self._replanned[key] += 1
             self._known.doubted.add(key)
@@ -232,11 +232,11 @@ class StudiedPlans(LoopObserver):
         profile = kind.profile
         if profile is None:
             if kind.refused != UNUSED:  # there is nothing to plan
-                self._messages.warn(telling.without_plan(kind.refused, self._before.refused))
+                self._messages.warn(auto_messages.without_plan(kind.refused, self._before.refused))
             return
         beside = self._beside[kind.key] = kind.growth
         if self._known.want(kind.key, profile, beside.ahead_bytes(self._number, kind.foreseen_bytes)):
-            self._messages.say(telling.profiled(kind.segments, len(self._known.profiles)))
+            self._messages.say(auto_messages.profiled(kind.segments, len(self._known.profiles)))
             self._known.keep_profile(kind.key, profile)
         elif self._known.is_refused_whatever_lives(kind.key):
             self._known.keep_profile(kind.key, profile)
@@ -273,9 +273,9 @@ class StudiedPlans(LoopObserver):
             return False
         if not (plan.is_due or beside.is_due(number)):
             return False
-        more_bytes = beside.outgrown(number, profile, plan.plan, self.scene.where.type)
+        more_bytes = beside.outgrown(number, profile, plan.plan, self.context.where.type)
         if more_bytes:
-            self._messages.say(telling.OUTGROWN)
+            self._messages.say(auto_messages.OUTGROWN)
             self._want_another(key, profile, more_bytes)
         return bool(more_bytes)
 
@@ -291,7 +291,7 @@ class StudiedPlans(LoopObserver):
 
     @property
     def _foreseen_bytes(self) -> int:
-        return foreseen_bytes(self.scene.optimizers, self.scene.where.type)
+        return foreseen_bytes(self.context.optimizers, self.context.where.type)
 
     # -- ranks ----------------------------------------------------------------------------------------------------
 
@@ -341,7 +341,7 @@ class StudiedPlans(LoopObserver):
             return False
         self.kinds.take(shared.alike)
         for key, plan in shared.plans:
-            check_model(plan.model, self.scene.model, "plan of rank 0")
+            check_model(plan.model, self.context.model, "plan of rank 0")
             self._known.activate(key, plan)
         return shared.is_all
 

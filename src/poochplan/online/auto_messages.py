@@ -38,13 +38,13 @@ def activated(plan: Plan) -> str:
     )
 
 
-def infeasible(profile: Profile, budget_bytes: int, smallest_bytes: int, way: Unplanned) -> str:
+def infeasible(profile: Profile, budget_bytes: int, smallest_bytes: int, mode: Unplanned) -> str:
     where = f"layer {profile.in_core_peak_layer}" if profile.in_core_peak_layer else "the step"
     share = share_that_holds(smallest_bytes, profile.in_core_peak_bytes)
     also = "".join(f"; {line}" for line in limits(profile))
     return (
         f"no plan fits the budget of {format_bytes(budget_bytes)}: the smallest possible is {smallest_bytes} bytes "
-        f"({format_bytes(smallest_bytes)}, {share} of the in-core peak), which {where} needs; steps {_HOW[way]}, "
+        f"({format_bytes(smallest_bytes)}, {share} of the in-core peak), which {where} needs; steps {_HOW[mode]}, "
         f"and the budget is not kept{also}"
     )
 
@@ -64,8 +64,8 @@ def not_planned(reason: str) -> str:
     return f"steps go on without a plan: {reason}"
 
 
-def without_plan(reason: str, way: Unplanned) -> str:
-    return f"no plan is made for some of the steps: {reason}; they {_HOW[way]}"
+def without_plan(reason: str, mode: Unplanned) -> str:
+    return f"no plan is made for some of the steps: {reason}; they {_HOW[mode]}"
 
 
 _HOW = {
