@@ -80,7 +80,7 @@ def kinds(loop: Callable[[int, int, int], float], scope: ThreadScope) -> dict[st
         arena = Arena(Places(same + size_bytes, same, same), max(512, size_bytes), smallest_bytes=1)
         with arena.step():
             taken_ns = loop(0, size_bytes, PAIRS)
-        assert arena.counts().step.served.blocks == PAIRS
+        assert arena.fates().served.blocks == PAIRS
         arena.close()
         return taken_ns
 

@@ -32,6 +32,7 @@ from benchmarks.resident import in_a_process
 from poochplan.formats.plan import Plan
 from poochplan.runtime.session import Session
 from tests.allocated_bytes import allocated_bytes
+from tests.runtime.arena.steps import resident_bytes
 
 Mode = Literal["plain", "keep", "on"]
 MODES: tuple[Mode, ...] = ("plain", "keep", "on")
@@ -90,7 +91,7 @@ def sample(session: Session | None) -> dict[str, int]:
     gc.collect()
     resident, files = status_bytes("VmRSS"), status_bytes("RssFile", "RssShmem")
     found = session._step_arena._runs.arena if session is not None and session._step_arena is not None else None
-    arena = (found.resident_bytes or 0) if found is not None else 0
+    arena = (resident_bytes(found) or 0) if found is not None else 0
     by_torch, kernels = allocated_bytes().live, kernel_bytes()
     others = in_use_bytes() - by_torch
     rest = resident - files - arena - by_torch - others - kernels

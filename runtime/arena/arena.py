@@ -71,14 +71,6 @@ class Miss(NamedTuple):
     """The index of the next expected place."""
 
 
-@dataclass(frozen=True)
-class ArenaCounts:
-    """The fates in the running or last step, and in all steps."""
-
-    step: Fates
-    total: Fates
-
-
 class Arena:
     """``size_bytes`` of memory, and the places in it. State: open or closed; in a step or between two.
 
@@ -128,13 +120,6 @@ class Arena:
         if not self._library.arena_begin(self._handle, point):
             raise RuntimeError("expected an open arena, found one that was closed; make another")
 
-    def join(self) -> None:
-        """Blocks of this thread come from it too, in the step that another thread has begun; no effect if none has."""
-        self._library.arena_join(self._handle)
-
-    def leave(self) -> None:
-        self._library.arena_leave(self._handle)
-
     def at(self, point: int) -> None:
         """The clock is at ``point``: the sequence continues with the blocks after it, at any earlier position."""
         self._library.arena_at(self._handle, point)
@@ -156,15 +141,15 @@ class Arena:
         """No blocks come from it any more. The memory is released with the last tensor in it. Idempotent."""
         self._drop()
 
-    def counts(self) -> ArenaCounts:
-        numbers = np.zeros(4 * len(_FATES), np.int64)
+    def fates(self) -> Fates:
+        """Of the blocks of the running or last step."""
+        numbers = np.zeros((len(_FATES), 2), np.int64)
         self._library.arena_counts(self._handle, numbers.ctypes.data)
-        step, total = (Fates(*(BlockCount(*row) for row in half)) for half in numbers.reshape(2, -1, 2).tolist())
-        return ArenaCounts(step, total)
+        return Fates(*(BlockCount(*row) for row in numbers.tolist()))
 
     def report(self, size_bytes: int, layer_at: Callable[[int], str]) -> ArenaReport:
         """Of the last step; ``layer_at`` names the layer at a point of its clock."""
-        step = self.counts().step
+        step = self.fates()
         first = self.misses()[:MOST_UNSERVED]
         return ArenaReport(
             size_bytes=size_bytes,
@@ -186,12 +171,6 @@ class Arena:
     @property
     def live_blocks(self) -> int:
         return self._library.arena_live_blocks(self._handle)
-
-    @property
-    def resident_bytes(self) -> int | None:
-        """Its resident bytes now, in whole pages; None if the kernel does not give them."""
-        found = self._library.arena_resident_bytes(self._handle)
-        return None if found < 0 else found
 
 
 def _checked(places: Places, size_bytes: int) -> tuple[Ints, Ints, Ints]:

@@ -50,8 +50,6 @@ _SIGNATURES: Signatures = {
     "arena_new": (_HANDLE, (_INT64, _HANDLE, _HANDLE, _HANDLE, _INT64, _INT64)),
     "arena_lay_out": (_INT, (_HANDLE, _INT64, _HANDLE, _HANDLE, _HANDLE, _INT64, _INT64)),
     "arena_begin": (_INT, (_HANDLE, _INT64)),
-    "arena_join": (_INT, (_HANDLE,)),
-    "arena_leave": (None, (_HANDLE,)),
     "arena_at": (None, (_HANDLE, _INT64)),
     "arena_end": (None, (_HANDLE,)),
     "arena_drop": (None, (_HANDLE,)),
@@ -208,10 +206,6 @@ class ThreadScope:
     def join(self) -> None:
         """Blocks that this thread allocates from now on belong to the scope."""
         self.library.scope_join(self.handle)
-
-    def leave(self) -> None:
-        """Blocks that this thread allocates from now on belong to no scope."""
-        self.library.scope_join(None)
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:

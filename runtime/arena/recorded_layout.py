@@ -117,7 +117,7 @@ class ArenaRuns:
     @property
     def fates(self) -> Fates | None:
         """The fates of the blocks of the run that began last; None if they had no places."""
-        return self.arena.counts().step if self.has_places and self.arena is not None else None
+        return self.arena.fates() if self.has_places and self.arena is not None else None
 
     def events(self) -> Table | None:
         """The log of the run that began last, which ends here; None if it was not logged."""

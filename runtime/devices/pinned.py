@@ -114,11 +114,6 @@ class PinnedTier(Generic[M]):
         self._thread: ThreadPoolExecutor | None = None
 
     @property
-    def pinned_bytes(self) -> int:
-        """Bytes of all pieces."""
-        return sum(piece.behind - piece.first for piece in self._pieces)
-
-    @property
     def behind_bytes(self) -> int:
         """Bytes of the pieces that do not belong completely to a plan."""
         first, behind = self._room

@@ -13,6 +13,7 @@ from poochplan.runtime.devices.cuda import CudaDevice, hard_cap
 from poochplan.runtime.devices.pinned import PAGE_BYTES, PinnedMemory, cupy_or_none
 from poochplan.runtime.devices.transfers import Copy
 from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
+from tests.runtime.paged import pinned_bytes
 
 SIZE = 4096
 Scenario = Callable[[Machine, CudaDevice], list[str]]
@@ -177,7 +178,7 @@ def pinned_ahead(gpu: Machine, device: CudaDevice) -> list[str]:
             page.result()
         found += [] if device._host._ahead else ["none was pinned ahead"]
         comes()
-        still = sum(gpu.host_memory.pinned.values()) - device._host.pinned_bytes
+        still = sum(gpu.host_memory.pinned.values()) - pinned_bytes(device._host)
         found += [f"{still} bytes that were pinned ahead are still there"] if still else []
     return found
 
@@ -216,7 +217,7 @@ def retired(gpu: Machine, device: CudaDevice) -> list[str]:
     left = copy_out(device, filled(device, 1), 0)
     kept = copy_out(device, filled(device, 2), 4 * SIZE)
     device.trim_host([(4 * SIZE, 8 * SIZE)])
-    found = [] if device._host.pinned_bytes == 4 * SIZE else ["the slab before was not given back"]
+    found = [] if pinned_bytes(device._host) == 4 * SIZE else ["the slab before was not given back"]
     for copy in (left, kept):
         copy.wait()
     back = device.allocate(SIZE)
@@ -232,7 +233,7 @@ def left_open(gpu: Machine, device: CudaDevice) -> list[str]:
     for copy in copies:
         copy.wait()
     still = [f"{size_bytes} bytes are still pinned" for size_bytes in gpu.host_memory.pinned.values()]
-    return [*still, *(["a slab that was given back is still there"] if device._host.pinned_bytes else [])]
+    return [*still, *(["a slab that was given back is still there"] if pinned_bytes(device._host) else [])]
 
 
 def given_back(gpu: Machine, device: CudaDevice) -> list[str]:

@@ -29,6 +29,11 @@ class OrdinaryMemory:
         self._taken.remove(self)
 
 
+def pinned_bytes(tier: PinnedTier[Any]) -> int:
+    """Bytes of all pieces of the tier."""
+    return sum(piece.behind - piece.first for piece in tier._pieces)
+
+
 class FailedJob:
     def __init__(self, error: OSError) -> None:
         self.error = error

@@ -18,7 +18,7 @@ from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.replays.tape import Tape
 from tests.runtime.mutants import Mutant, rewritten
 from tests.runtime.nets import CASES, equal
-from tests.runtime.paged import paged
+from tests.runtime.paged import paged, pinned_bytes
 from tests.runtime.switching import follow, growing_plans, host_bytes, in_core, trained
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,7 +62,7 @@ def test_a_larger_plan_takes_over_what_is_pinned_and_no_more_than_its_bytes_are(
             follow(session, plan)
             turn(model, step)
             assert device.taken[: len(before)] == before
-            assert device.tier.pinned_bytes == host_bytes(plan)
+            assert pinned_bytes(device.tier) == host_bytes(plan)
 
 
 @pytest.mark.cpu_device
@@ -74,14 +74,14 @@ def test_a_slab_that_nobody_is_on_any_more_is_given_back(plans: list[Plan]) -> N
         session.step()
         turn(model, step)
         both = host_aligned(host_bytes(plans[0])) + host_bytes(plans[2])
-        assert host_bytes(plans[2]) < device.tier.pinned_bytes <= both
+        assert host_bytes(plans[2]) < pinned_bytes(device.tier) <= both
         left.backward()
         model.zero_grad(set_to_none=True)
         del left
         for _ in range(12):
             session.step()
             turn(model, step)
-        assert device.tier.pinned_bytes == host_bytes(plans[2])
+        assert pinned_bytes(device.tier) == host_bytes(plans[2])
 
 
 WITHOUT: list[Mutant] = [

@@ -16,7 +16,7 @@ from poochplan.runtime.arena.arena import Arena
 from poochplan.runtime.arena.library import library
 from poochplan.runtime.metering.allocated import AllocatedPeak
 from poochplan.runtime.replays.replay import set_state_of, state_of
-from tests.runtime.arena.steps import filled, places
+from tests.runtime.arena.steps import filled, places, resident_bytes
 from tests.runtime.nets import CASES, equal, in_core
 from tests.runtime.served import (
     SETTLED,
@@ -74,7 +74,7 @@ def test_what_runs_between_steps_has_no_idle_arena_beside_it_and_steps_are_serve
     with served("attention") as loop:
         loop.step()
         arena = _arena_of(loop)
-        held_bytes = arena.resident_bytes
+        held_bytes = resident_bytes(arena)
         assert held_bytes is not None
         assert held_bytes > 8 * PAGE_BYTES
         loop.optimizer.zero_grad(set_to_none=True)
@@ -91,19 +91,19 @@ def test_what_runs_between_steps_has_no_idle_arena_beside_it_and_steps_are_serve
                 loop.step()
         loop.step()
         assert loop.is_served_whole
-        assert arena.resident_bytes == held_bytes
+        assert resident_bytes(arena) == held_bytes
     assert equal(loop.seen, in_core(CASES["attention"], SETTLED + 3))
 
 
 def _is_given_back(arena: Arena) -> bool:
     """But for a page at the end, and one of the loss that was returned."""
-    found = arena.resident_bytes
+    found = resident_bytes(arena)
     return found is not None and found <= 2 * PAGE_BYTES
 
 
 def _arena_of(loop: Loop) -> Arena:
     """The one that serves the loop's session."""
-    (found,) = (one for one in gc.get_objects() if type(one) is Arena and one.resident_bytes)
+    (found,) = (one for one in gc.get_objects() if type(one) is Arena and resident_bytes(one))
     return found
 
 

@@ -186,11 +186,8 @@ Installed install() {
   return c10::GetCPUAllocator() == &allocator ? kDone : kOutranked;
 }
 
-bool serve_here(Arena* arena, int64_t step_number) noexcept {
-  if (step_number < 0) return false;
-  here.arena = arena;
-  here.step_number = step_number;
-  return true;
+void leave(Arena* arena) noexcept {
+  if (here.arena == arena) here.arena = nullptr;
 }
 
 } // namespace
@@ -280,17 +277,20 @@ POOCH int pooch_arena_lay_out(Arena* arena, int64_t count, const int64_t* sizes,
   }
 }
 // 0 if the arena was dropped.
-POOCH int pooch_arena_begin(Arena* arena, int64_t point) noexcept { return serve_here(arena, arena->begin(point)); }
-// Serves this thread too, in the step that another thread has begun; 0 if there is none.
-POOCH int pooch_arena_join(Arena* arena) noexcept { return serve_here(arena, arena->current_step()); }
-POOCH void pooch_arena_leave(Arena* arena) noexcept { here.arena = here.arena == arena ? nullptr : here.arena; }
+POOCH int pooch_arena_begin(Arena* arena, int64_t point) noexcept {
+  const int64_t step_number = arena->begin(point);
+  if (step_number < 0) return 0;
+  here.arena = arena;
+  here.step_number = step_number;
+  return 1;
+}
 POOCH void pooch_arena_at(Arena* arena, int64_t point) noexcept { arena->at(point); }
 POOCH void pooch_arena_end(Arena* arena) noexcept {
   arena->end();
-  pooch_arena_leave(arena);
+  leave(arena);
 }
 POOCH void pooch_arena_drop(Arena* arena) noexcept {
-  pooch_arena_leave(arena);
+  leave(arena);
   arena->drop();
 }
 POOCH void pooch_arena_counts(Arena* arena, int64_t* out) noexcept { arena->counts(out); }

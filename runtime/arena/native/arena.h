@@ -70,7 +70,6 @@ enum Fate { kServed, kOutside, kUnplanned, kTaken, kUnmet, kFates };
 struct BlockCount {
   int64_t blocks = 0, bytes = 0;
 };
-using FateCounts = std::array<BlockCount, kFates>;
 
 struct Miss {
   int64_t fate, size_bytes, point, place; // `place`: the next expected one
@@ -132,11 +131,6 @@ class Arena {
     return ++step_number_;
   }
 
-  int64_t current_step() noexcept {
-    std::lock_guard<std::mutex> guard(mutex);
-    return is_serving_ ? step_number_ : -1;
-  }
-
   void at(int64_t point) noexcept {
     std::lock_guard<std::mutex> guard(mutex);
     if (!is_serving_ || point == point_) return;
@@ -190,14 +184,12 @@ class Arena {
     give_back_gap(offset);
   }
 
-  // Blocks and bytes of each fate, of this step and then of all.
+  // Blocks and bytes of each fate in this step.
   void counts(int64_t* out) noexcept {
     std::lock_guard<std::mutex> guard(mutex);
-    for (const FateCounts* counts_of : {&step_, &total_}) {
-      for (const BlockCount& count : *counts_of) {
-        *out++ = count.blocks;
-        *out++ = count.bytes;
-      }
+    for (const BlockCount& count : step_) {
+      *out++ = count.blocks;
+      *out++ = count.bytes;
     }
   }
 
@@ -281,10 +273,8 @@ class Arena {
   }
 
   void* tell(Fate fate, int64_t size_bytes) noexcept {
-    for (FateCounts* counts_of : {&step_, &total_}) {
-      ++(*counts_of)[fate].blocks;
-      (*counts_of)[fate].bytes += size_bytes;
-    }
+    ++step_[fate].blocks;
+    step_[fate].bytes += size_bytes;
     return nullptr;
   }
 
@@ -321,7 +311,7 @@ class Arena {
   bool is_serving_ = false, is_dropped_ = false;
   int64_t step_number_ = 0, point_ = 0;
   size_t range_begin_ = 0, range_end_ = 0, next_ = 0; // the places of the current point; the next one of them
-  FateCounts step_, total_;
+  std::array<BlockCount, kFates> step_;
   std::vector<Miss> misses_; // the first misses of this step
 };
 

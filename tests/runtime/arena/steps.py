@@ -50,6 +50,12 @@ class Net:
         return [parameter.grad.clone() for parameter in self.layers.parameters() if parameter.grad is not None]
 
 
+def resident_bytes(arena: Arena) -> int | None:
+    """The arena's resident bytes now, in whole pages; None if the kernel does not give them."""
+    found: int = arena._library.arena_resident_bytes(arena._handle)
+    return None if found < 0 else found
+
+
 def recorded(step: Callable[[Clock], object], scope: ThreadScope) -> np.ndarray:
     """The events of one step."""
     with AllocationLog(scope) as log:

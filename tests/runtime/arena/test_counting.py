@@ -165,7 +165,7 @@ def peak(scope: ThreadScope) -> Iterator[AllocatedPeak]:
     yield meter
     found = step_scope()
     assert found is not None
-    found.leave()
+    found.library.scope_join(None)
 
 
 def test_what_was_born_since_the_census_is_counted(peak: AllocatedPeak) -> None:
