@@ -194,7 +194,7 @@ class StepArena:
         self._report: StepReport | None = None
         self._is_on = False
         self._is_whole = False
-        """Whether the step is a complete example of its kind."""
+        """Whether the step is a complete example of its variant."""
         self._point = 0
         self._state_entries: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         """Number of state entries of each optimizer before its last step."""
