@@ -11,7 +11,7 @@ from poochplan.planner.whatif import with_bytes_beside
 from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.metering.census import Growth
 
-from .study import Hurry
+from .study import NoMoreSegments
 from .segment_observer import NewObserver, Studied, SegmentObserver
 
 MOST_LOST = 20
@@ -99,7 +99,7 @@ class StepKind:
         self._waited += 1
         if self._waited < PATIENCE or not self.segments or not self.is_studied:
             return False
-        self._go_on(lambda: self._study.throw(Hurry()))
+        self._go_on(lambda: self._study.throw(NoMoreSegments()))
         return not self.is_studied
 
     def _go_on(self, study: Callable[[], NewObserver]) -> None:

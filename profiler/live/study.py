@@ -61,7 +61,7 @@ KeepAllInstructions = Callable[[], Instructions | None]
 """Returns the instructions of a step that is about to begin; None if it must swap."""
 
 
-class Hurry(Exception):  # noqa: N818 - a word to the study
+class NoMoreSegments(Exception):  # noqa: N818 - a word to the study
     """No further segments of this kind will come: the study must finish with the facts that it has."""
 
 
@@ -125,7 +125,7 @@ def study(context: StudyContext, options: StudyOptions) -> Studied:
         profile = yield from _verified(context, profile, options.room(profile) - max(0, seen.grown_bytes()))
         if context.is_repeated and mode == "run":
             profile = yield from _kept(context, profile, timed.steps, steps.in_hooks)
-    except Hurry:
+    except NoMoreSegments:
         once = {phase: sum(op.duration_s for op in seen.capture.ops if op.phase is phase) for phase in Phase}
         profile = without_replays(draft("swap-all", captured_s, [once], [*options.notes, HURRIED]))
     return options.with_costs(profile, steps.in_hooks if mode == "run" else [])

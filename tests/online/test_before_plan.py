@@ -183,7 +183,7 @@ def test_a_loop_that_has_paused_too_long_waits_with_the_machine_s_measurements_b
         def start(self) -> None:
             done.append("start")
 
-    background.Plannings(pauses, measures_here=True)["kind"] = Planning()  # type: ignore[assignment]
+    background.PlanQueue(pauses, measures_here=True)["kind"] = Planning()  # type: ignore[assignment]
     assert done == steps
 
 

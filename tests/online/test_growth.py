@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from poochplan.formats.profile import Profile
-from poochplan.online.background import Asked, Background
+from poochplan.online.background import PlanRequest, BackgroundPlan
 from poochplan.runtime.metering.census import Growth, census_bytes, foreseen_bytes, left_free
 from tests.online.runs import run_auto, run_plain
 from tests.online.trainings import Losses, Training, batch, blocks, loss_of, plain, with_lbfgs
@@ -75,22 +75,22 @@ def hoarding() -> Training:
 
 
 @pytest.fixture
-def plannings(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
+def plannings(monkeypatch: pytest.MonkeyPatch) -> list[PlanRequest]:
     """Each plan that is asked for."""
-    every: list[Asked] = []
+    every: list[PlanRequest] = []
 
-    class Counted(Background):
-        def __init__(self, profile: Profile, asked: Asked) -> None:
-            every.append(asked)
-            super().__init__(profile, asked)
+    class Counted(BackgroundPlan):
+        def __init__(self, profile: Profile, request: PlanRequest) -> None:
+            every.append(request)
+            super().__init__(profile, request)
 
-    monkeypatch.setattr("poochplan.online.known_plans.Background", Counted)
+    monkeypatch.setattr("poochplan.online.known_plans.BackgroundPlan", Counted)
     return every
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_an_optimizer_whose_state_grows_is_planned_for_once_with_room_for_all_of_it(
-    tmp_path: Path, plannings: list[Asked]
+    tmp_path: Path, plannings: list[PlanRequest]
 ) -> None:
     expected = run_plain(long_history)
     budget_bytes = int(expected.peak_bytes * 0.75)
@@ -104,7 +104,7 @@ def test_an_optimizer_whose_state_grows_is_planned_for_once_with_room_for_all_of
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_loop_that_keeps_more_and_more_is_within_its_budget_and_seldom_planned_anew(
-    tmp_path: Path, plannings: list[Asked]
+    tmp_path: Path, plannings: list[PlanRequest]
 ) -> None:
     expected = run_plain(hoarding, 60)
     budget_bytes = int(expected.peak_bytes * 0.7)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import poochplan
 from poochplan.errors import UsageError
 from poochplan.formats.profile import Profile
-from poochplan.online.ranks import Ranks, Shared
+from poochplan.online.ranks import Ranks, RankMessage
 from poochplan.runtime.replays.replay import NotReplayable, _with_memory
 from poochplan.tensors.signatures import model_tensors
 from poochplan.torch_private.sharding import gathered_weights, is_sharded, told_of_resizes
@@ -107,9 +107,9 @@ def test_profile_refuses_a_sharded_model_in_one_line(trained: Any) -> None:
 def test_ranks_talk_behind_each_step_until_all_is_settled_then_behind_one_in_fifty() -> None:
     ranks = Ranks()
     assert all(ranks.are_due() for _ in range(20))
-    assert ranks.share(Shared([], [], is_all=True, is_settled=True)) is not None
+    assert ranks.share(RankMessage([], [], is_all=True, is_settled=True)) is not None
     assert sum(ranks.are_due() for _ in range(100)) == 2
-    ranks.share(Shared([], [], is_all=False))
+    ranks.share(RankMessage([], [], is_all=False))
     assert ranks.are_due()
 
 
@@ -117,7 +117,7 @@ def test_a_plan_that_did_not_arrive_alike_is_refused_on_every_rank(monkeypatch: 
     ranks = Ranks()
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda bounds, *_: bounds.add_(1))  # another rank's digest
     with pytest.raises(UsageError, match="plan: expected the same one on all ranks, found that they differ"):
-        ranks.share(Shared([], [], is_all=True))
+        ranks.share(RankMessage([], [], is_all=True))
 
 
 def test_a_data_parallel_model_is_ready_once_its_buckets_are_those_of_later_steps() -> None:

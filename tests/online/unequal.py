@@ -56,7 +56,7 @@ def trained(rank: int, batch: int, session_of: Any) -> dict[str, Any]:
 
 def die_while_planning(files: Path) -> None:
     """Kills this process as soon as another one is asked for a plan."""
-    while not list(files.glob("poochplan-*/asked.json")):
+    while not list(files.glob("poochplan-*/request.json")):
         time.sleep(0.01)
     (files / "planning").touch()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -30,7 +30,7 @@ from .background import BackgroundBuild
 from .before_plan import Mode, Unplanned, checked
 from .known_plans import KnownPlans
 from .plan_cache import PlanCache
-from .planning_process import Asked
+from .planning_process import PlanRequest
 from .studied_plans import StudiedPlans
 
 Models = torch.nn.Module | Mapping[str, torch.nn.Module]
@@ -126,7 +126,7 @@ def auto(
     messages, policy = Messages(is_quiet=quiet), OverBudget(on_over_budget)
     begin_build()
     spills = None if folder is None else str(folder)
-    asked, measures_here = Asked(time_limit_s, arena, spills), before is Unplanned.IN_CORE
+    request, measures_here = PlanRequest(time_limit_s, arena, spills), before is Unplanned.IN_CORE
     kept = PlanCache(Path(cache) if cache is not None else cache_folder() / "auto", whole, where, budget, arena)
     source = StudiedPlans(
         whole,
@@ -134,7 +134,7 @@ def auto(
         where,
         spill_dir=folder,
         link=lambda: on_worker_thread(lambda: link or known_link(where, folder, rate) or measured()),
-        known=KnownPlans(budget, asked, kept, messages, policy, refused, measures_here=measures_here),
+        known=KnownPlans(budget, request, kept, messages, policy, refused, measures_here=measures_here),
         build=BackgroundBuild(arena, where, messages),
         before_plan=before,
         messages=messages,

@@ -24,7 +24,7 @@ from poochplan.runtime.arena.step_arena import ArenaMode, why_no_arena
 from poochplan.runtime.messages import Messages
 
 from .before_plan import PauseBudget, has_no_processor_to_spare
-from .planning_process import Asked
+from .planning_process import PlanRequest
 from .auto_messages import BUILDING
 
 END_S = 5.0
@@ -35,18 +35,18 @@ LONG_S = 10.0
 """A loop that has run for so long pauses for them in any case: later they would take as long, and the plan waits."""
 
 
-class Background:
+class BackgroundPlan:
     """One plan: first requested, then being made (:meth:`start`). :meth:`close` ends it at the latest.
 
     The process measures facts of the machine that the profile lacks, unless :meth:`measure` has done so before;
     :meth:`profile` includes them.
     """
 
-    def __init__(self, profile: Profile, asked: Asked) -> None:
+    def __init__(self, profile: Profile, request: PlanRequest) -> None:
         self.lacks_facts = not is_complete(profile)
         """Whether some facts of the machine are still to be measured."""
         self._profile = profile
-        self._asked = msgspec.structs.replace(asked, is_complete=not self.lacks_facts)
+        self._request = msgspec.structs.replace(request, is_complete=not self.lacks_facts)
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="poochplan-")
         self._at = Path(self._folder.name)
@@ -58,15 +58,15 @@ class Background:
         """
         self.lacks_facts = False
         with contextlib.suppress(PoochError, OSError):
-            profile = on_worker_thread(lambda: completed(self._profile, self._asked.spill_dir))
+            profile = on_worker_thread(lambda: completed(self._profile, self._request.spill_dir))
             profile.save(self._at / "profile.json", force=True)
-            self._asked = msgspec.structs.replace(self._asked, is_complete=True)
+            self._request = msgspec.structs.replace(self._request, is_complete=True)
 
     def start(self) -> None:
         """Starts planning. Idempotent."""
         if self._process is not None:
             return
-        (self._at / "asked.json").write_bytes(msgspec.json.encode(self._asked))
+        (self._at / "request.json").write_bytes(msgspec.json.encode(self._request))
         with (self._at / "messages").open("wb") as told:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "poochplan.online.planning_process", str(self._at), str(os.getpid())],
@@ -110,14 +110,14 @@ class Background:
         self._folder.cleanup()
 
 
-class Plannings(dict[Any, Background]):
+class PlanQueue(dict[Any, BackgroundPlan]):
     """Requested plans, by what they are for. They are made one at a time, because the loop needs the processors too."""
 
     def __init__(self, pauses: PauseBudget, *, measures_here: bool) -> None:
         super().__init__()
         self._pauses, self._measures_here = pauses, measures_here
 
-    def __setitem__(self, key: Any, planning: Background) -> None:
+    def __setitem__(self, key: Any, planning: BackgroundPlan) -> None:
         replaced = self.get(key)
         if replaced is not None:
             replaced.close()
@@ -130,7 +130,7 @@ class Plannings(dict[Any, Background]):
         if self:
             self._pauses.spend(next(iter(self.values())).is_done)
 
-    def take_done(self) -> list[tuple[Any, Background]]:
+    def take_done(self) -> list[tuple[Any, BackgroundPlan]]:
         """Removes and returns the plans that are done; the next one is started."""
         done = [(key, planning) for key, planning in self.items() if planning.is_done()]
         for key, _ in done:

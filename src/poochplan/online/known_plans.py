@@ -25,9 +25,9 @@ from poochplan.runtime.metering.census import left_free
 from poochplan.runtime.messages import Messages
 from poochplan.units import parse_budget
 
-from .background import Background, Plannings
+from .background import BackgroundPlan, PlanQueue
 from .before_plan import PauseBudget, Unplanned
-from .planning_process import Asked
+from .planning_process import PlanRequest
 from .ranks import Ranks
 from .auto_messages import KNOWN, activated, infeasible, not_planned
 
@@ -38,7 +38,7 @@ class KnownPlans:
     Parameters
     ----------
     budget: as the user gave it.
-    asked: how all kinds are planned.
+    request: how all kinds are planned.
     policy: whether a budget that no plan fits is an error.
     on_refusal: how steps continue if no plan fits.
     measures_here: whether the training process may measure the machine. That takes some megabytes; a budget that is
@@ -48,7 +48,7 @@ class KnownPlans:
     def __init__(
         self,
         budget: str | int | float,
-        asked: Asked,
+        request: PlanRequest,
         cache: PlanCache,
         messages: Messages,
         policy: OverBudget,
@@ -57,14 +57,14 @@ class KnownPlans:
         measures_here: bool,
     ) -> None:
         self.policy, self.on_refusal = policy, on_refusal
-        self._budget, self._asked = budget, asked
+        self._budget, self._request = budget, request
         self.active: dict[Key, ActivePlan] = {}
         self.profiles: dict[Key, Profile] = {}
         self.ready: list[tuple[Key, Plan]] = []
         """Plans that were found and are not active yet. With data-parallel ranks, all ranks activate them at once."""
         self._cache, self._messages = cache, messages
         self.pauses = PauseBudget()
-        self.pending = Plannings(self.pauses, measures_here=measures_here)
+        self.pending = PlanQueue(self.pauses, measures_here=measures_here)
         self.refused: dict[Key, int] = {}
         """Kinds that no plan fits, with the smallest budget of each."""
         self.promised: set[Key] = set()
@@ -126,7 +126,7 @@ class KnownPlans:
         """
         self.profiles[key] = profile
         budget_bytes = self.budget_of(profile)
-        smallest_bytes = smallest_budget(profile, arena=self._asked.arena)
+        smallest_bytes = smallest_budget(profile, arena=self._request.arena)
         if smallest_bytes > budget_bytes:
             self.refused[key] = smallest_bytes
             self._tell_infeasible(profile, budget_bytes, smallest_bytes)
@@ -135,8 +135,8 @@ class KnownPlans:
         if left_bytes:
             profile = self.profiles[key] = with_bytes_beside(profile, left_bytes)
         try:
-            asked = msgspec.structs.replace(self._asked, budget_bytes=budget_bytes, loop_s=self.pauses.age_s)
-            self.pending[key] = Background(profile, asked)
+            request = msgspec.structs.replace(self._request, budget_bytes=budget_bytes, loop_s=self.pauses.age_s)
+            self.pending[key] = BackgroundPlan(profile, request)
         except OSError as error:
             self._messages.warn(not_planned(f"planning could not begin ({error.strerror})"))
         return key in self.pending

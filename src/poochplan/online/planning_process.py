@@ -2,8 +2,8 @@
 
     python -m poochplan.online.planning_process FOLDER PARENT
 
-The folder has a profile and a request (:class:`Asked`). If the profile lacks the link and the costs of the machine,
-this process measures them and writes the profile anew, with the plan next to it.
+The folder has a profile and a :class:`PlanRequest`. If the profile lacks the link and the costs of the machine, this
+process measures them and writes the profile anew, with the plan next to it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SEARCH_S = 3.0
 """The search goes on for so long, unless it is within the gap."""
 
 
-class Asked(msgspec.Struct, frozen=True):
+class PlanRequest(msgspec.Struct, frozen=True):
     """How a profile is to be planned."""
 
     time_limit_s: float
@@ -79,16 +79,16 @@ def plan_in(folder: Path) -> None:
     from poochplan.formats.profile import Profile
     from poochplan.planner.planning import plan
 
-    asked = msgspec.json.decode((folder / "asked.json").read_bytes(), type=Asked)
+    request = msgspec.json.decode((folder / "request.json").read_bytes(), type=PlanRequest)
     profile = Profile.load(folder / "profile.json")
-    if not asked.is_complete:
+    if not request.is_complete:
         from poochplan.profiler.trials.machine_facts import completed
 
-        profile = completed(profile, asked.spill_dir)
+        profile = completed(profile, request.spill_dir)
         profile.save(folder / "profile.json", force=True)
-    watch = ends_when_it_gains_less_than_it_takes(asked.loop_s)
-    limit_s, arena = asked.time_limit_s, asked.arena
-    made = plan(profile, asked.budget_bytes, time_limit_s=limit_s, gap=GAP, threads=1, arena=arena, watch=watch)
+    watch = ends_when_it_gains_less_than_it_takes(request.loop_s)
+    limit_s, arena = request.time_limit_s, request.arena
+    made = plan(profile, request.budget_bytes, time_limit_s=limit_s, gap=GAP, threads=1, arena=arena, watch=watch)
     made.save(folder / "plan.json")
 
 

@@ -30,7 +30,7 @@ from poochplan.workload import Workload
 T = TypeVar("T")
 
 
-class Shared(msgspec.Struct, frozen=True):
+class RankMessage(msgspec.Struct, frozen=True):
     """The message of rank 0 to the others: plans in force from now on, kinds that are like others, whether that is all
     for now, and whether nothing more is under way.
     """
@@ -75,7 +75,7 @@ class Ranks:
         self._steps += 1
         return not self.is_settled or self._steps % EVERY == 0
 
-    def share(self, what: Shared | None) -> Shared | None:
+    def share(self, what: RankMessage | None) -> RankMessage | None:
         """The message of rank 0, if there is one. Every rank calls it after the same step.
 
         Raises ``UsageError`` on every rank if the ranks did not get the same.
@@ -91,7 +91,7 @@ class Ranks:
         dist.broadcast(content, 0, self._group)
         received = content.numpy().tobytes()
         self.check_same(received)
-        shared = msgspec.json.decode(received, type=Shared)
+        shared = msgspec.json.decode(received, type=RankMessage)
         self.is_settled = shared.is_settled
         return shared
 

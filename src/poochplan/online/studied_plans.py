@@ -36,7 +36,7 @@ from poochplan.units import format_bytes
 from . import auto_messages
 from .background import BackgroundBuild
 from .before_plan import BeforePlan, Unplanned
-from .ranks import Ranks, Shared
+from .ranks import Ranks, RankMessage
 
 MOST_STUDIES = 3
 """A kind of segment is studied at most this often, if its segments differ from its plans."""
@@ -334,8 +334,9 @@ class StudiedPlans(LoopObserver):
         assert self._ranks is not None
         ready, is_settled = self._known.ready, self._is_settled
         is_news = bool(ready) or is_settled is not self._ranks.is_settled
-        told = Shared(ready, self.kinds.alike, self._is_all_planned, is_settled) if is_news or even_nothing else None
-        shared = self._ranks.share(told if self._ranks.is_first else None)
+        tells = self._ranks.is_first and (is_news or even_nothing)
+        message = RankMessage(ready, self.kinds.alike, self._is_all_planned, is_settled) if tells else None
+        shared = self._ranks.share(message)
         self._known.ready = []
         if shared is None:
             return False
