@@ -31,7 +31,7 @@ from poochplan.profiler.trials.machine_facts import cached_cost
 from poochplan.runtime.attachment import Attachment, PlanSource
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.step_policies.follow import IndexedPlan, Follow
+from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
 from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.workload import Workload
 

@@ -15,7 +15,7 @@ from poochplan.formats.profile import Link, Memory, Profile
 from poochplan.formats.queries import limits
 from poochplan.planner.arena.step_layout import NO_ARENA, Fitting, layout_of, smallest_arena
 from poochplan.planner.policies import PolicyInput, run_policy
-from poochplan.planner.search.allowance import Allowance, SearchLimits, SearchCallback
+from poochplan.planner.search.allowance import Allowance, SearchCallback, SearchLimits
 from poochplan.planner.search.optimise import Optimum, optimise
 from poochplan.planner.simulator.evaluator import begin_build, library
 from poochplan.planner.simulator.problem import build_problem
@@ -23,7 +23,7 @@ from poochplan.planner.simulator.schedule import keep_all
 from poochplan.planner.simulator.simulate import Candidate, simulated, swap_all_on_demand
 from poochplan.units import format_bytes, parse_budget, parse_bytes
 
-from .whatif import without_arena, link_text, shared
+from .whatif import link_text, shared, without_arena
 from .writing import KEEP_ALL, write_plan
 
 ILP = "ilp"

@@ -19,14 +19,14 @@ from poochplan.runtime.compiled.inductor import written_replays
 from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.opening import check_cap, model_device, open_device
-from poochplan.runtime.step_policies.follow import DivergencePolicy
-from poochplan.runtime.metering.step_meter import When
 from poochplan.runtime.messages import Messages, warn
+from poochplan.runtime.metering.step_meter import When
+from poochplan.runtime.step_policies.follow import DivergencePolicy
 from poochplan.tensors.signatures import kernel_switches, model_tensors, passing_buffers
 
+from .active_plan import OverBudget
 from .arena.step_arena import ArenaMode, step_arena_for
 from .attachment import together
-from .active_plan import OverBudget
 from .plan_source import GivenPlans, Replan
 from .session import Certifier, Explain, Session
 

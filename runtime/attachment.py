@@ -25,17 +25,17 @@ from poochplan.runtime.engine.cursor import NO_EVENTS, Segment, StepEvents
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
 from poochplan.runtime.engine.saved_value import SavedValue
-from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy
 from poochplan.runtime.messages import CallSite, warn
+from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy
 from poochplan.tensors.modes import around_calls, around_compiled, uncompiled_hooks
 from poochplan.tensors.operators import past_first_calls
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import plain_storage
 from poochplan.torch_private.tensor_internals import has_topmost_hooks, in_backward, intercept_autograd, stand_aside
 
+from .active_plan import ActivePlan
 from .compiled.deferred_unpack import deferring
 from .compiled.inductor import compiled_deferring
-from .active_plan import ActivePlan
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 OptimizerHook = Callable[[torch.optim.Optimizer], None]

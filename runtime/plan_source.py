@@ -17,8 +17,8 @@ from poochplan.runtime.step_policies.follow import DivergencePolicy, Follow
 from poochplan.runtime.step_policies.step_policy import Actions, Diverged, KeepAll, StepPolicy, SwapEach
 from poochplan.units import format_bytes
 
-from .attachment import PlanSource
 from .active_plan import MOST_PLANS, REMEDY, ActivePlan
+from .attachment import PlanSource
 from .run_report import FallbackKind
 
 

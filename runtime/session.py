@@ -23,15 +23,15 @@ from poochplan.runtime.devices.transfers import forget_held_back, raise_held_bac
 from poochplan.runtime.engine.cursor import Segment, StepEvents, weakly
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.saved_value import SavedValue
+from poochplan.runtime.messages import Messages
 from poochplan.runtime.metering.holders import held_beside
 from poochplan.runtime.metering.step_meter import StepMeter, When, described
 from poochplan.runtime.step_totals import StepTotals, follows
-from poochplan.runtime.messages import Messages
 from poochplan.units import format_bytes
 
+from .active_plan import REMEDY, ActivePlan, OverBudget, out_of_memory_text, over_budget_text
 from .arena.step_arena import StepArena
 from .attachment import Attachment, PlanSource
-from .active_plan import REMEDY, OverBudget, ActivePlan, out_of_memory_text, over_budget_text
 from .run_report import ArenaReport, MemoryPeaks, Report, StepReport
 
 FROM_TORCH = "planned steps take their memory from torch's allocator"

@@ -20,7 +20,7 @@ import numpy as np
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Decision, SolveStatus
 from poochplan.planner.arena.step_layout import NO_ARENA, Fitting, Laid
-from poochplan.planner.search.allowance import Allowance, Progress, SearchLimits, SearchCallback
+from poochplan.planner.search.allowance import Allowance, Progress, SearchCallback, SearchLimits
 from poochplan.planner.search.annealing import Incumbents, Walker
 from poochplan.planner.search.bound import Proof
 from poochplan.planner.search.decide import solve_fluid

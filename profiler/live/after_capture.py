@@ -24,7 +24,7 @@ from poochplan.tensors.host_memory import page_faults
 from poochplan.tensors.storages import bytes_of, has_storage
 from poochplan.torch_private.tensor_internals import in_backward, without_modes
 
-from .segment_observer import PackHook, StudyContext, UnpackHook, SegmentObserver
+from .segment_observer import PackHook, SegmentObserver, StudyContext, UnpackHook
 
 Hook = Callable[[Any], Any]
 
@@ -168,7 +168,9 @@ class Summing(SegmentObserver):
 class Verifying(Summing):
     """``verify`` has the results; its copies are on the host if values are swapped."""
 
-    def __init__(self, context: StudyContext, instructions: Instructions, unwritten: Container[int] | None = None) -> None:
+    def __init__(
+        self, context: StudyContext, instructions: Instructions, unwritten: Container[int] | None = None
+    ) -> None:
         swaps = any(value.decision is Decision.SWAP for value in instructions.values)
         self._store = HostStore(context.where, context.spill_dir) if swaps else None
         self.verify = Verify(instructions, context.model, self._store)

@@ -19,16 +19,16 @@ from poochplan.profiler.capture.capture import Capture, collected_after
 from poochplan.profiler.capture.clock import library_bytes
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.saved_value import SavedHandle
+from poochplan.runtime.metering.census import bucket_bytes, census, census_bytes
 from poochplan.runtime.replays.replay import StorageRecord
 from poochplan.runtime.step_policies.step_policy import SwapEach
-from poochplan.runtime.metering.census import bucket_bytes, census, census_bytes
 from poochplan.tensors.modes import around_calls
 from poochplan.tensors.signatures import input_signature
 from poochplan.tensors.storages import bytes_of, has_storage, parts_of
 from poochplan.torch_private.sharding import is_sharded
 from poochplan.torch_private.tensor_internals import pytree
 
-from .segment_observer import PackHook, StudyContext, UnpackHook, SegmentObserver
+from .segment_observer import PackHook, SegmentObserver, StudyContext, UnpackHook
 
 NAMED = 100
 """Each of this many largest tensors outside the step is a value; all others together are one value."""

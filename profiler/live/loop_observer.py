@@ -16,13 +16,13 @@ from poochplan.runtime.attachment import Attachment, Hooks, PlanSource
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
 from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
-from poochplan.runtime.step_policies.step_policy import KeepAll, KeepWhileRoom, StepPolicy, SwapEach
 from poochplan.runtime.metering.census import census_bytes, foreseen_bytes
+from poochplan.runtime.step_policies.step_policy import KeepAll, KeepWhileRoom, StepPolicy, SwapEach
 from poochplan.tensors.signatures import Switches
 
+from .segment_observer import SegmentObserver, StudyContext
 from .step_kinds import MOST_KINDS, Key, StepKind, StepKinds
 from .study import StudyOptions, study
-from .segment_observer import StudyContext, SegmentObserver
 
 TOO_MANY = "inputs come in too many shapes, none of them often: pad them to a few lengths"
 MOST_WARMUP = 8

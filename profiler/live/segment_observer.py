@@ -22,8 +22,8 @@ from poochplan.profiler.step.forward_only import is_the_compilers
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together
 from poochplan.runtime.engine.saved_value import SavedHandle
-from poochplan.runtime.step_policies.step_policy import StepPolicy
 from poochplan.runtime.metering.census import census_bytes, foreseen_bytes
+from poochplan.runtime.step_policies.step_policy import StepPolicy
 from poochplan.torch_private.tensor_internals import intercept_autograd
 
 PackHook = Callable[[torch.Tensor], SavedHandle]

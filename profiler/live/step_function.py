@@ -28,7 +28,7 @@ from poochplan.tensors.operators import past_first_calls
 from poochplan.torch_private.tensor_internals import nodes_behind, without_modes
 
 from .after_capture import PhaseTiming
-from .segment_observer import StudyContext, Studied, SegmentObserver
+from .segment_observer import SegmentObserver, Studied, StudyContext
 
 W = TypeVar("W", bound=SegmentObserver)
 
@@ -61,7 +61,9 @@ class StepFunction:
         past_first_calls()
         self.step, self.model, self.optimizer = step, model, optimizer
         optimizers = [] if optimizer is None else [optimizer]
-        self.context = StudyContext(model, where, clock_of(where), spill_dir, optimizers, there_before=self._there_before)
+        self.context = StudyContext(
+            model, where, clock_of(where), spill_dir, optimizers, there_before=self._there_before
+        )
         self.loss: torch.Tensor | None = None
         """The loss of the last step. It lives through the next forward, as ``loss = step()`` in a user's loop."""
         self._accumulates, self._beside, self._in_core = accumulate, beside, in_core

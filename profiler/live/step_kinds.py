@@ -11,8 +11,8 @@ from poochplan.planner.whatif import with_bytes_beside
 from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.metering.census import Growth
 
+from .segment_observer import NewObserver, SegmentObserver, Studied
 from .study import NoMoreSegments
-from .segment_observer import NewObserver, Studied, SegmentObserver
 
 MOST_LOST = 20
 """After this many segments in a row without a result, a kind is given up."""

@@ -38,13 +38,13 @@ from poochplan.profiler.capture.timing import OpRuns
 from poochplan.profiler.step.preserve import preserved
 from poochplan.profiler.trials.compare import RECORDED, instructions_for, keeping, verification, without_replays
 from poochplan.runtime.arena.step_arena import RepeatedStep
-from poochplan.runtime.step_policies.follow import IndexedPlan, Follow
+from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
 from poochplan.runtime.step_policies.step_policy import StepPolicy, SwapEach
 from poochplan.tensors.host_memory import is_freed_memory_given_back, new_memory_holds, page_fault_s
 
 from .after_capture import HookSeconds, OpTiming, PhaseTiming, Summing, Verifying
 from .capturing import Capturing
-from .segment_observer import NewObserver, StudyContext, Studied
+from .segment_observer import NewObserver, Studied, StudyContext
 
 TIMED = 3
 """Number of a loop's segments that are timed whole, and again op by op."""

@@ -21,7 +21,7 @@ from poochplan.runtime.devices.transfers import Copy, copy_in, copy_out
 from poochplan.runtime.engine.mechanism import Mechanism
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.replays.replay import WRITTEN_SINCE, Leaves, NotReplayable, RecordedOp, StorageRecord, run_ops
-from poochplan.runtime.step_policies.follow import IndexedPlan, Follow
+from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
 from poochplan.runtime.step_policies.step_policy import Actions, SwapEach, no_room
 from poochplan.tensors.storages import Geometry, bytes_of, memory_of
 from poochplan.tensors.storages import parts_of as tensor_parts

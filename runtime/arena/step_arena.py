@@ -25,9 +25,9 @@ from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
 from poochplan.runtime.arena.arena import Fates
 from poochplan.runtime.arena.library import Table, why_unavailable
 from poochplan.runtime.arena.recorded_layout import (
+    ArenaRuns,
     PackBlocks,
     RecordedLayout,
-    ArenaRuns,
     recorded_blocks,
     recorded_layout,
 )

@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from poochplan.runtime.metering.allocated import aside
-from poochplan.tensors.operators import Flat, ArgumentTree, outputs_of, unflatten
+from poochplan.tensors.operators import ArgumentTree, Flat, outputs_of, unflatten
 from poochplan.tensors.storages import Geometry, version_probe
 from poochplan.torch_private.tensor_internals import outside_transforms, version_of
 

@@ -25,9 +25,9 @@ from poochplan.runtime.applying import apply as runtime_apply
 from poochplan.runtime.arena.library import library, why_unavailable
 from poochplan.runtime.arena.pass_arena import PassArena
 from poochplan.runtime.attachment import around_optimizer_steps, check_no_session
+from poochplan.runtime.messages import users_line
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.session import Session
-from poochplan.runtime.messages import users_line
 from poochplan.tensors.signatures import torch_switches
 from poochplan.tensors.storages import own_tensors
 from poochplan.torch_private.tensor_internals import in_backward, intercept_autograd, without_modes

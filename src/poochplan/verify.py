@@ -29,9 +29,9 @@ from poochplan.formats.run_record import Certificate, RankRun, RunRecord, StepDi
 from poochplan.profiler.request import ProgressCallback
 from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.runtime.metering.allocated import aside
+from poochplan.runtime.metering.census import leave_out
 from poochplan.runtime.run_report import ArenaReport, Report, StepReport
 from poochplan.runtime.session import Session
-from poochplan.runtime.metering.census import leave_out
 from poochplan.tensors.operators import past_first_calls
 from poochplan.torch_private.tensor_internals import without_modes
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from poochplan.formats.profile import Profile
-from poochplan.online.background import PlanRequest, BackgroundPlan
+from poochplan.online.background import BackgroundPlan, PlanRequest
 from poochplan.runtime.metering.census import Growth, census_bytes, foreseen_bytes, left_free
 from tests.online.runs import run_auto, run_plain
 from tests.online.trainings import Losses, Training, batch, blocks, loss_of, plain, with_lbfgs

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import poochplan
 from poochplan.errors import UsageError
 from poochplan.formats.profile import Profile
-from poochplan.online.ranks import Ranks, RankMessage
+from poochplan.online.ranks import RankMessage, Ranks
 from poochplan.runtime.replays.replay import NotReplayable, _with_memory
 from poochplan.tensors.signatures import model_tensors
 from poochplan.torch_private.sharding import gathered_weights, is_sharded, told_of_resizes

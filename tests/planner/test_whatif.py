@@ -12,7 +12,7 @@ from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.profile import PRESET_BYTES_PER_S, Profile, preset_link
 from poochplan.formats.profile_parts import RuntimeCost
 from poochplan.planner.planning import plan, smallest_budget
-from poochplan.planner.whatif import without_arena, for_machine, parse_link
+from poochplan.planner.whatif import for_machine, parse_link, without_arena
 from tests.planner.random_profiles import resnet_like, transformer_like
 
 

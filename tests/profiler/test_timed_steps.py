@@ -16,7 +16,7 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Memory, Profile
 from poochplan.planner.arena.packing import packed
 from poochplan.planner.arena.step_layout import kept_in_arena
-from poochplan.planner.whatif import as_followed, without_arena, for_machine
+from poochplan.planner.whatif import as_followed, for_machine, without_arena
 from poochplan.profiler.profiling import with_plain_again
 from poochplan.report.timeline import draw_timeline, timeline_of
 from poochplan.runtime.arena.library import library

@@ -18,9 +18,9 @@ from poochplan.planner.planning import smallest_budget
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import simulate
+from poochplan.runtime.metering.census import leave_out, live
 from poochplan.runtime.run_report import FallbackKind, StepReport
 from poochplan.runtime.session import Session
-from poochplan.runtime.metering.census import leave_out, live
 from tests.runtime.adversarial import AdversarialDevice, OpClock
 from tests.runtime.nets import LINK
 from tests.runtime.random_plans import random_plan

@@ -15,8 +15,8 @@ import poochplan
 from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.runtime.metering.allocated import aside
-from poochplan.runtime.run_report import Report
 from poochplan.runtime.metering.census import leave_out
+from poochplan.runtime.run_report import Report
 from tests.runtime.nets import LINK, Residual, equal
 
 WIDTH = 8

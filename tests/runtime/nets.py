@@ -16,9 +16,9 @@ import poochplan
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.runtime.metering.allocated import aside
+from poochplan.runtime.metering.census import leave_out
 from poochplan.runtime.run_report import Report
 from poochplan.runtime.session import Session
-from poochplan.runtime.metering.census import leave_out
 
 
 class Residual(nn.Module):

@@ -14,10 +14,10 @@ from torch import nn
 import poochplan
 from poochplan.formats.plan import Plan
 from poochplan.runtime.devices.cpu import CpuDevice
+from poochplan.runtime.messages import CallSite
 from poochplan.runtime.metering import allocated
 from poochplan.runtime.metering.census import LEAST_BYTES, census, leave_out
 from poochplan.runtime.metering.holders import name_of
-from poochplan.runtime.messages import CallSite
 from poochplan.torch_private.tensor_internals import mode_stack, storage_identity
 from tests.runtime.besides import BATCH, WIDTH, fresh, live, profiled, tight
 from tests.runtime.served import needs_compiler

@@ -215,7 +215,9 @@ torchrun --standalone --nproc-per-node 2 -m poochplan run gpt2 --plan plan.json 
         found = f"{named} is of another step" if named else f"none of the profiles in {folder} is"
         raise UsageError(f"{drawn}: expected the profile that the plan was made from, {found}; name it with --profile")
 
-    def _measure(self, plans: Plan | PlanSet, build: BuildWorkload, in_core_build: BuildWorkload | None) -> tuple[Plan, RunRecord]:
+    def _measure(
+        self, plans: Plan | PlanSet, build: BuildWorkload, in_core_build: BuildWorkload | None
+    ) -> tuple[Plan, RunRecord]:
         """The plan that the steps followed, and their measurements. Writes the comparison's certificate."""
         from poochplan import verify
         from poochplan.profiler.assembly.assemble import this_host, versions_here

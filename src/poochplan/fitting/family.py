@@ -150,7 +150,14 @@ def with_times(family: Family, machine: Machine, say: ProgressCallback) -> Take:
 
 
 def _profiled(
-    family: Family, value: int, machine: Machine, say: ProgressCallback, what: str, *, mode: Literal["auto", "fake"], **how: Any
+    family: Family,
+    value: int,
+    machine: Machine,
+    say: ProgressCallback,
+    what: str,
+    *,
+    mode: Literal["auto", "fake"],
+    **how: Any,
 ) -> Profile:
     say(f"{family.parameter} {value}, {what}")
     # Measured once for this machine; a roofline has its own.

@@ -142,4 +142,5 @@ def entry_of(text: str) -> InputShape | None:
     match = _ENTRY.fullmatch(text)
     if match is None:
         return None
-    return InputShape(match["path"], match["dtype"], tuple(int(size) for size in match["shape"].split(",") if size.strip()))
+    shape = tuple(int(size) for size in match["shape"].split(",") if size.strip())
+    return InputShape(match["path"], match["dtype"], shape)

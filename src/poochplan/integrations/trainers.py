@@ -11,8 +11,8 @@ import torch
 
 from poochplan.errors import UsageError
 from poochplan.online.auto import auto, check_budget
-from poochplan.runtime.session import Session
 from poochplan.runtime.metering.census import wrapper_of
+from poochplan.runtime.session import Session
 from poochplan.torch_private.compiler_internals import is_compiled
 
 Owner = TypeVar("Owner")

@@ -15,14 +15,14 @@ from poochplan.planner.simulator.evaluator import begin_build
 from poochplan.profiler.link import known_link, measure_link
 from poochplan.profiler.request import checked_device
 from poochplan.profiler.trials.machine_facts import on_worker_thread, unmeasured
+from poochplan.runtime.active_plan import OverBudget
 from poochplan.runtime.arena.step_arena import ArenaMode, StepArena, why_no_arena
 from poochplan.runtime.attachment import together
 from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.opening import check_cap, open_device
-from poochplan.runtime.active_plan import OverBudget
-from poochplan.runtime.session import Session
 from poochplan.runtime.messages import Messages
+from poochplan.runtime.session import Session
 from poochplan.sessions import PLANNER
 from poochplan.units import parse_budget, parse_rate
 

@@ -23,9 +23,9 @@ from poochplan.runtime.arena.library import build, is_built, is_loaded, library
 from poochplan.runtime.arena.step_arena import ArenaMode, why_no_arena
 from poochplan.runtime.messages import Messages
 
+from .auto_messages import BUILDING
 from .before_plan import PauseBudget, has_no_processor_to_spare
 from .planning_process import PlanRequest
-from .auto_messages import BUILDING
 
 END_S = 5.0
 """A process that was asked to end is killed after this."""

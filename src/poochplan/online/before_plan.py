@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 
 from poochplan.errors import UsageError
-from poochplan.runtime.step_policies.step_policy import KeepWhileRoom, StepPolicy, SwapEach
 from poochplan.runtime.metering.census import census_bytes
+from poochplan.runtime.step_policies.step_policy import KeepWhileRoom, StepPolicy, SwapEach
 from poochplan.tensors.host_memory import memory_left
 from poochplan.tensors.storages import own_tensors
 

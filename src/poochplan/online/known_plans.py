@@ -19,17 +19,17 @@ from poochplan.online.plan_cache import PlanCache
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.live.step_kinds import Key
-from poochplan.runtime.active_plan import OverBudget, ActivePlan
-from poochplan.runtime.step_policies.follow import IndexedPlan
-from poochplan.runtime.metering.census import left_free
+from poochplan.runtime.active_plan import ActivePlan, OverBudget
 from poochplan.runtime.messages import Messages
+from poochplan.runtime.metering.census import left_free
+from poochplan.runtime.step_policies.follow import IndexedPlan
 from poochplan.units import parse_budget
 
+from .auto_messages import KNOWN, activated, infeasible, not_planned
 from .background import BackgroundPlan, PlanQueue
 from .before_plan import PauseBudget, Unplanned
 from .planning_process import PlanRequest
 from .ranks import Ranks
-from .auto_messages import KNOWN, activated, infeasible, not_planned
 
 
 class KnownPlans:

@@ -17,26 +17,26 @@ from poochplan.formats.profile import Link, LinkDirection, Profile
 from poochplan.online.known_plans import KnownPlans
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.live.loop_observer import LoopObserver
+from poochplan.profiler.live.segment_observer import SegmentObserver
 from poochplan.profiler.live.step_kinds import UNUSED, Key, StepKind
 from poochplan.profiler.live.study import StudyOptions
-from poochplan.profiler.live.segment_observer import SegmentObserver
 from poochplan.profiler.trials.machine_facts import with_cached_cost, with_known_cost
+from poochplan.runtime.active_plan import MOST_PLANS, REMEDY, ActivePlan, OverBudget
 from poochplan.runtime.applying import check_model
 from poochplan.runtime.attachment import Attachment, Hooks
 from poochplan.runtime.engine.cursor import Outcome, Segment
-from poochplan.runtime.active_plan import MOST_PLANS, REMEDY, OverBudget, ActivePlan
+from poochplan.runtime.messages import Messages
+from poochplan.runtime.metering.census import Growth, foreseen_bytes
 from poochplan.runtime.run_report import StepReport
 from poochplan.runtime.step_policies.follow import Follow
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy, SwapEach
-from poochplan.runtime.metering.census import Growth, foreseen_bytes
-from poochplan.runtime.messages import Messages
 from poochplan.torch_private.compiler_internals import is_compiled
 from poochplan.units import format_bytes
 
 from . import auto_messages
 from .background import BackgroundBuild
 from .before_plan import BeforePlan, Unplanned
-from .ranks import Ranks, RankMessage
+from .ranks import RankMessage, Ranks
 
 MOST_STUDIES = 3
 """A kind of segment is studied at most this often, if its segments differ from its plans."""
@@ -218,7 +218,8 @@ class StudiedPlans(LoopObserver):
         if not why:
             return
         again = why == COPIES and profile is not None and not self._replanned[key]
-        self._messages.say(auto_messages.dearer(promise.step_s, plan.plan.prediction.step_s, why, is_planned_again=again))
+        promised_s = plan.plan.prediction.step_s
+        self._messages.say(auto_messages.dearer(promise.step_s, promised_s, why, is_planned_again=again))
         if again and profile is not None:
             self._replanned[key] += 1
             self._known.doubted.add(key)
