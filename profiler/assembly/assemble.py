@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from poochplan.formats.files import package_version
-from poochplan.formats.occupancy import held_until, live_bytes
+from poochplan.formats.occupancy import Floats, held_until, live_bytes
 from poochplan.formats.profile import (
     Device,
     Host,
@@ -41,7 +41,7 @@ from poochplan.runtime.compiled.inductor import why_none_deferred, written_repla
 from poochplan.tensors.signatures import kernel_switches
 from poochplan.units import format_bytes
 
-from .reconcile import Floats, PhaseSeconds, reconcile
+from .reconcile import PhaseSeconds, reconcile
 
 EVAL_MODE = "the model was in eval mode: no dropout, no batch statistics"
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from poochplan.formats import profile as formats
+from poochplan.formats.occupancy import Floats
 from poochplan.formats.profile import Memory, Phase, PointKind
 from poochplan.formats.profile_parts import rounded_up
-from poochplan.profiler.assembly.reconcile import Floats
 from poochplan.profiler.capture.node_hooks import Gradients, Stretches
 from poochplan.profiler.capture.workspace import Workspace, workspace_of
 from poochplan.profiler.step.layer_tracker import LayerTracker

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from poochplan.formats.occupancy import Floats
 from poochplan.formats.profile import Phase
 from poochplan.formats.queries import COMPILED_REGION
-from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
+from poochplan.profiler.assembly.reconcile import PhaseSeconds
 from poochplan.profiler.capture.node_hooks import (
     Gradients,
     NodeClock,

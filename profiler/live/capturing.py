@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 import torch
 
+from poochplan.formats.occupancy import Floats
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Device, Kind, Link, Phase, PointKind, Profile, preset_link
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.assembly.assemble import assemble, model_notes, step_notes, this_machine
-from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
+from poochplan.profiler.assembly.reconcile import PhaseSeconds
 from poochplan.profiler.capture.capture import Capture, collected_after
 from poochplan.profiler.capture.clock import library_bytes
 from poochplan.runtime.engine.cursor import Segment

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from poochplan.formats.occupancy import Floats
 from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.profile import Link, Memory, Phase, Profile
 from poochplan.formats.queries import saved_values
@@ -26,7 +27,6 @@ from poochplan.planner.arena.packing import packed
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.assembly.assemble import SWAPPED, UNWRITTEN
 from poochplan.profiler.assembly.reconcile import (
-    Floats,
     PhaseSeconds,
     contradicted,
     is_doubted,

@@ -80,7 +80,7 @@ class Follow(StepPolicy):
         self._segment = segment
         if self._inputs and segment.model is None and not segment.announced:
             self._awaits_call = segment
-        return Actions(record=True) if self.instructions.record_from_start else NOTHING
+        return Actions(record=True) if self._plan.instructions.record_from_start else NOTHING
 
     def saved(self, index: int | None, ordinal: int, tensor: torch.Tensor, record: StorageRecord) -> Decision:
         if index is None:
@@ -89,7 +89,7 @@ class Follow(StepPolicy):
         if self._awaits_call is not None:
             self._before_the_call(index)
         if index > self._last or not self._plan.fits(index, tensor):
-            raise self._differs(differs_at_save(self.instructions, index, tensor, exact=self._plan.exact))
+            raise self._differs(differs_at_save(self._plan.instructions, index, tensor, exact=self._plan.exact))
         self.handle(ordinal, index, tensor)
         return self._planned[index].decision
 
@@ -106,7 +106,7 @@ class Follow(StepPolicy):
         if self._to_come:
             self._to_come.pop(ordinal, None)
         if index is None or ordinal >= len(handles) or handles[ordinal] != index:
-            found = differs_at_pack(self.instructions, ordinal, index, tensor, exact=self._plan.exact)
+            found = differs_at_pack(self._plan.instructions, ordinal, index, tensor, exact=self._plan.exact)
             raise self._differs(found)
 
     def _differs(self, found: Difference) -> Diverged:
@@ -130,7 +130,7 @@ class Follow(StepPolicy):
         uses = self._uses
         self._to_come.clear()
         if saves <= self._last or number >= len(uses) or uses[number] != handle.ordinal:
-            found = differs_at_use(self.instructions, number, handle.ordinal, saves, exact=self._plan.exact)
+            found = differs_at_use(self._plan.instructions, number, handle.ordinal, saves, exact=self._plan.exact)
             raise self._differs(found)
         planned = self._plan.at_use[number]
         return NOTHING if planned is None else self._resolved(planned)
