@@ -289,8 +289,8 @@ class Engine:
         segment.packs += 1
         if not isinstance(known, SavedValue) or not known.stands_for(tensor):  # Rule 1
             value = self._save(record, tensor, ordinal)  # its first handle shares its fields
-            lease = cursor.lease()
-            return SavedHandle(value.probe, value.version, value.geometry, value, lease, segment.number, ordinal)
+            number = segment.number  # no local has the lease: the traceback of an error would keep it
+            return SavedHandle(value.probe, value.version, value.geometry, value, cursor.lease(), number, ordinal)
         try:
             self._policy.handle(ordinal, record.save_point, tensor)
         except Diverged as reason:
