@@ -13,7 +13,7 @@ from poochplan.formats.occupancy import Floats
 from poochplan.formats.plan import Decision
 from poochplan.planner.search.fluid import Early, FluidModel, Request, Stretch, is_written_out, running_sums
 from poochplan.planner.search.memory_constraints import add_memory
-from poochplan.planner.search.solvers import SolverLimits, Term, solve_linear
+from poochplan.planner.search.solvers import Cancel, SolverLimits, Term, solve_linear
 from poochplan.planner.search.time_constraints import add_time
 from poochplan.planner.simulator.problem import Problem
 
@@ -40,7 +40,13 @@ class Solution:
 
 
 def solve_fluid(
-    problem: Problem, request: Request, solver: str, limits: SolverLimits, *, relaxed: bool = False
+    problem: Problem,
+    request: Request,
+    solver: str,
+    limits: SolverLimits,
+    *,
+    relaxed: bool = False,
+    cancel: Cancel | None = None,
 ) -> Solution:
     """The best decisions by PLAN; values outside ``request.candidates`` are kept.
 
@@ -50,7 +56,7 @@ def solve_fluid(
     started_s = time.perf_counter()
     model = build_fluid_model(problem, request)
     scaled = replace(limits.since(started_s), absolute_gap=limits.absolute_gap / model.time_unit_s)
-    found = solve_linear(model.linear.arrays(), solver, scaled, relaxed=relaxed)
+    found = solve_linear(model.linear.arrays(), solver, scaled, relaxed=relaxed, cancel=cancel)
     return Solution(
         decisions=None if found.values is None else _decisions(model, found.values),
         objective_s=None if found.objective is None else found.objective * model.time_unit_s,

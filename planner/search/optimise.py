@@ -27,7 +27,7 @@ from poochplan.planner.search.decide import solve_fluid
 from poochplan.planner.search.fluid import Request
 from poochplan.planner.search.memory_constraints import large_values
 from poochplan.planner.search.polish import polish, worth_polishing
-from poochplan.planner.search.solvers import choose_solver
+from poochplan.planner.search.solvers import Cancel, choose_solver
 from poochplan.planner.search.walking import Walking, all_decisions, simple_decisions, tiny_values
 from poochplan.planner.simulator.evaluator import KEEP, STYLE_OF, codes_of, flat_problem_of
 from poochplan.planner.simulator.problem import Problem
@@ -137,6 +137,7 @@ class _PlanSearch:
         self.walking = Walking(self.values, self.tiny, incumbents, self.allowance, effort.seed)
         self.objective_s: float | None = None
         self.rounds = 0
+        self.cancel = Cancel()
         self.is_exhausted = False
         self.polished: list[Candidate] = []
         self.is_polished = False
@@ -171,12 +172,14 @@ class _PlanSearch:
                 job.result()
             if watch is not None and self.incumbents.step_s < inf and watch(self.progress()):
                 allowance.end()
+                self.cancel.set()
                 self.proof.end()
             if self.is_good_enough or self.proof.is_late:
                 self.proof.end()
 
     def _stop(self) -> None:
         self.whole.stop()
+        self.cancel.set()
         self.proof.end()
 
     def _work(self, stages: Sequence[Callable[[], None]]) -> None:
@@ -278,7 +281,7 @@ class _PlanSearch:
         limits = self.allowance.part(ROUND_SHARE).limits(
             gap=SOLVER_GAP, absolute_gap=ABSOLUTE_GAP * self.problem.step_s
         )
-        solution = solve_fluid(self.problem, request, self.solver, limits, relaxed=is_relaxed)
+        solution = solve_fluid(self.problem, request, self.solver, limits, relaxed=is_relaxed, cancel=self.cancel)
         self.rounds += 1
         if self.objective_s is None or solution.decisions is not None:
             self.objective_s = solution.objective_s
