@@ -202,6 +202,8 @@ class LoopObserver(PlanSource):
     def close(self) -> None:
         if self._observer is not None:  # the loop has ended in a segment, and without leaving its session
             self._take_off(stepped=False)
+        for kind in self.kinds.values():
+            kind.close()
 
     def ended(self, segment: Segment) -> None:
         self._segments += 1

@@ -118,6 +118,10 @@ class StepKind:
     def give_up(self, why: str) -> None:
         """There will be no profile."""
         self.next_observer, self.refused = None, why
+        self.close()
+
+    def close(self) -> None:
+        """No segments are observed any more: gives back the memory of a study that is not over. Idempotent."""
         self._study.close()
 
 

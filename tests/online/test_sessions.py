@@ -106,6 +106,14 @@ def test_a_cache_that_is_damaged_is_as_good_as_none(damage: str, expected: Run, 
     assert found.peak_bytes <= int(expected.peak_bytes * 0.6)
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("turns", [5, 7, 9])
+def test_a_loop_may_end_at_any_step_of_its_profile(turns: int, tmp_path: Path) -> None:
+    gc.collect()
+    run_auto(dropout_and_batch_norm, "60%", tmp_path, turns=turns)
+    gc.collect()  # an error while a study is freed is printed, and raised nowhere
+
+
 def test_nothing_is_left_on_the_model_however_the_session_ends(tmp_path: Path) -> None:
     training = dropout_and_batch_norm()
     assert isinstance(training.models, torch.nn.Module)
