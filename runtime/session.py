@@ -426,10 +426,7 @@ class Session:
         if self._on_over_budget is OverBudget.WARN:
             self._messages.warn(f"{text}; {REMEDY}")
             return
-        promised = plan.plan.prediction
-        promised_bytes = promised.peak_bytes
-        if segment.report.served_bytes and promised.arena_peak_bytes is not None:
-            promised_bytes = max(promised_bytes, promised.arena_peak_bytes)
+        promised_bytes = plan.plan.prediction.peak_of_step(bool(segment.report.served_bytes))
         more_bytes = rounded_up(max(1, peak_bytes - promised_bytes))
         self._messages.warn(f"{text}; {self._source.plan_again(plan, more_bytes)}")
 

@@ -103,7 +103,7 @@ class StepTotals:
         return Report(
             last_step=segment.report,
             total=totals.total,
-            predicted_peak_bytes=promised.prediction.peak_bytes if promised is not None else 0,
+            predicted_peak_bytes=promised.prediction.peak_of_step(arena is not None) if promised is not None else 0,
             predicted_first_step_peak_bytes=promised.prediction.first_step_peak_bytes if promised is not None else 0,
             budget_bytes=promised.budget_bytes if promised is not None else 0,
             steps_followed=totals._followed.total(),

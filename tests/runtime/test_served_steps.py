@@ -359,6 +359,7 @@ def test_a_served_step_takes_what_the_plan_says_of_its_arena_and_an_unserved_one
         assert plan.prediction.arena_peak_bytes is not None
         assert plan.prediction.arena_bytes is not None
         assert beside_bytes >= plan.prediction.arena_peak_bytes - plan.prediction.arena_bytes
+        assert report.predicted_peak_bytes == plan.prediction.arena_peak_bytes > plan.prediction.peak_bytes
 
 
 def test_a_step_whose_arena_is_above_the_budget_is_told_of_though_its_blocks_are_within() -> None:

@@ -155,6 +155,10 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     arena_peak_bytes: Bytes | None = None
     """The arena and the most bytes outside it at any moment, with the memory that existed before the step."""
 
+    def peak_of_step(self, has_arena: bool) -> int:
+        """Most bytes of a step; if it uses an arena, this counts whole."""
+        return max(self.peak_bytes, self.arena_peak_bytes or 0) if has_arena else self.peak_bytes
+
     @property
     def in_core_text(self) -> str:
         """The reference time of the overhead, and how it was obtained."""

@@ -32,7 +32,7 @@ def activated(plan: Plan) -> str:
     words = {Decision.SWAP: "swapped", Decision.RECOMPUTE: "recomputed"}
     counts = ", ".join(f"{len(found[decision])} {word}" for decision, word in words.items() if found[decision])
     return (
-        f"from the next step on at most {format_bytes(promise.peak_bytes)} of a budget of "
+        f"from the next step on at most {format_bytes(promise.peak_of_step(plan.holds_arena))} of a budget of "
         f"{format_bytes(plan.budget_bytes)}, {format_seconds(promise.step_s)} a step ({promise.overhead:+.1%}) "
         f"predicted, {counts or 'everything kept'}"
     )
