@@ -29,5 +29,5 @@ def started(
 
 def run(command: list[str], *, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """How the command ended; its processes have one thread each."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1", **variables}
     return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=400)
