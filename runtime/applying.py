@@ -27,7 +27,7 @@ from poochplan.tensors.signatures import kernel_switches, model_tensors, passing
 from .active_plan import OverBudget
 from .arena.step_arena import ArenaMode, step_arena_for
 from .attachment import together
-from .plan_source import GivenPlans, Replan
+from .plan_source import GivenPlans, RanksOf, Replan
 from .session import Certifier, Explain, Session
 
 
@@ -39,6 +39,7 @@ class Planner(NamedTuple):
     """Makes a layout for the blocks of a step."""
     explain: Explain
     certifier: Callable[[torch.nn.Module], Certifier]
+    ranks_of: RanksOf
 
 
 def apply(
@@ -73,7 +74,8 @@ def apply(
     spill_dir: directory of the spill file (CPU device); by default ``$POOCH_SPILL_DIR``, then a disk-backed
         temporary directory. It takes about ``plan.prediction.host_bytes`` (for a set, the most of any plan).
     on_divergence: if a step diverges from its plan, ``"warn"`` swaps every saved value from there on, and
-        ``"error"`` raises :class:`~poochplan.errors.DivergenceError`.
+        ``"error"`` raises :class:`~poochplan.errors.DivergenceError`. If several ranks train the models and one
+        diverges in its first step, all of them warn or raise after it, in the same words.
     on_over_budget: if a step that follows its plan exceeds the budget, ``"warn"`` reports once the moment and what
         holds the excess. ``"error"`` raises :class:`~poochplan.errors.BudgetExceededError` at the end of the step.
         ``"replan"`` makes a new plan from ``profile`` with the measured bytes, while the training waits, and uses it
@@ -111,8 +113,8 @@ def apply(
         The model is not on the plan's device, there is no such device, or the plan's times are a roofline's. The
         plan is for a model that :func:`poochplan.compile` has compiled, and this one is not. The keys of plans and
         models differ, or ``"replan"`` lacks its profile. On entering: there is a session on this thread or for this
-        model, or a part of the model is compiled to CUDA graphs. Capturing a step as a CUDA graph is such an error
-        too.
+        model, several ranks have different plans, or a part of the model is compiled to CUDA graphs. Capturing a step
+        as a CUDA graph is such an error too.
     SpillError
         The spill directory cannot be used.
     """
@@ -146,12 +148,12 @@ def apply(
     def opened() -> ComputeDevice:
         return open_device(where, spill_dir, first.link.throttle_bytes_per_s, host_limit_bytes, spans=nvtx)
 
-    replan, pack, explain, certifier = planner or (None, None, None, None)
+    replan, pack, explain, certifier, ranks_of = planner or (None, None, None, None, lambda _: None)
     return Session(
         models,
         where,
         device or opened,
-        GivenPlans(plans, models, DivergencePolicy(on_divergence), profiles, replan),
+        GivenPlans(plans, models, DivergencePolicy(on_divergence), profiles, replan, ranks_of),
         on_over_budget=policy,
         meter=meter,
         memory=first.prediction.memory,

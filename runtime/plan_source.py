@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
-from poochplan.errors import InfeasibleError
+from poochplan.errors import DivergenceError, InfeasibleError
 from poochplan.formats.plan import Decision, Instructions, Plan
 from poochplan.formats.plan_set import PlanSet, describe
 from poochplan.formats.profile import Profile
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.step_policies.follow import DivergencePolicy, Follow
 from poochplan.runtime.step_policies.step_policy import Actions, Diverged, KeepAll, StepPolicy, SwapEach
+from poochplan.runtime.messages import warn
 from poochplan.units import format_bytes
 
 from .active_plan import MOST_PLANS, REMEDY, ActivePlan
-from .attachment import PlanSource
-from .run_report import FallbackKind
+from .attachment import Attachment, Hooks, PlanSource
+from .run_report import FallbackKind, Fallbacks
 
 
 class Replan(Protocol):
@@ -32,8 +33,23 @@ class Replan(Protocol):
         """
 
 
+class Peers(Protocol):
+    """The processes that train the models together. Each calls these at the same place."""
+
+    def check_same(self, content: bytes, /) -> None:
+        """Raises ``UsageError`` on all of them if they do not all give the same."""
+
+    def gathered(self, what: str, /) -> list[str]:
+        """What each of them gives."""
+
+
+RanksOf = Callable[[Iterable[torch.nn.Module]], Peers | None]
+"""The ranks of models; None if this process trains them alone."""
+
+
 class GivenPlans(PlanSource):
-    """State: the plan that each model's steps follow, the bytes found outside the plan, and the last step's model.
+    """State: the plan that each model's steps follow, the bytes found outside the plan, and the last step's model; and
+    the ranks, until the first step is over. They tell each other whether it has diverged, so that all say the same.
 
     With several models, a segment that begins with a save belongs to none until it is announced or one is called.
 
@@ -43,6 +59,7 @@ class GivenPlans(PlanSource):
     policy: what a step does that diverges from its plan.
     profiles: of the plans, if they are known.
     replan: makes new plans from the profiles; None if there are to be no new plans.
+    ranks_of: finds the ranks.
     """
 
     is_given = True
@@ -54,9 +71,14 @@ class GivenPlans(PlanSource):
         policy: DivergencePolicy,
         profiles: Mapping[str, Profile],
         replan: Replan | None,
+        ranks_of: RanksOf,
     ) -> None:
         self._of = {name: PlansOfModel(name, plan, models[name], policy) for name, plan in plans.items()}
-        self._profiles, self._replan = profiles, replan
+        self._profiles, self._replan, self._policy = profiles, replan, policy
+        self._ranks_of = ranks_of
+        self._ranks: Peers | None = None
+        self._fallbacks = Fallbacks()
+        """The engine's, once the session has begun."""
         self._name = next(iter(plans))
         self._beside_bytes, self._times = Counter[str](), Counter[str]()
         values = (value for one in self._of.values() for plan in one.every for value in plan.plan.values)
@@ -77,6 +99,43 @@ class GivenPlans(PlanSource):
     @property
     def latest(self) -> ActivePlan:  # type: ignore[override]
         return self._of[self._name].latest
+
+    def attached(self, attachment: Attachment) -> Hooks:
+        self._fallbacks = attachment.engine.fallbacks
+        self._ranks = self._ranks_of(attachment.models.values())
+        if self._ranks is not None:
+            every = [plan.plan.fingerprint for one in self._of.values() for plan in one.every]
+            self._ranks.check_same(" ".join(every).encode())
+            self._awaits_ranks(is_waiting=True)
+        return super().attached(attachment)
+
+    def _awaits_ranks(self, *, is_waiting: bool) -> None:
+        """While it does, a step that diverges is no error, and not told."""
+        self._fallbacks.silent = is_waiting
+        for one in self._of.values():
+            one.policy = DivergencePolicy.WARN if is_waiting else self._policy
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """All ranks come here. Raises ``DivergenceError`` on all if that is the policy and one has diverged."""
+        if self._ranks is None:
+            return
+        ranks, self._ranks = self._ranks, None
+        self._awaits_ranks(is_waiting=False)
+        unsaid = self._fallbacks.unsaid
+        mine = next((kind for kind in (FallbackKind.DIVERGED, FallbackKind.NO_PLAN) if kind in unsaid), None)
+        found = ranks.gathered(unsaid.pop(mine) if mine is not None else "")
+        line = next((f"rank {rank}: {why}" for rank, why in enumerate(found) if why), "")
+        if line and self._policy is DivergencePolicy.ERROR:
+            raise DivergenceError(f"{line}; give all ranks the step that was profiled, or profile it anew")
+        if line and mine is None:
+            warn(line)
+        elif mine is not None:
+            unsaid[mine] = line
+        self._fallbacks.say()
+
+    def close(self) -> None:
+        if self._ranks is not None:  # without a step of an optimizer
+            self._fallbacks.say()
 
     def choose(self, segment: Segment) -> StepPolicy | None:
         if "" in self._of:
@@ -125,7 +184,7 @@ class PlansOfModel:
     """
 
     def __init__(self, name: str, given: Plan | PlanSet, model: torch.nn.Module, policy: DivergencePolicy) -> None:
-        self._name, self._policy = name, policy
+        self._name, self.policy = name, policy
         self._set = given if isinstance(given, PlanSet) else None
         plans = given.plans if isinstance(given, PlanSet) else (given,)
         self._inputs, self._model = plans[0].inputs, model
@@ -145,16 +204,16 @@ class PlansOfModel:
                 segment.aside = True
                 return KeepAll()
         if self._set is None:
-            return Follow(self.latest.exact, SwapEach(), self._policy, inputs=self._inputs, model=self._model)
+            return Follow(self.latest.exact, SwapEach(), self.policy, inputs=self._inputs, model=self._model)
         if segment.inputs is None:
-            return WithoutPlan(_TOO_EARLY, self._policy) if segment.saves_next else None
+            return WithoutPlan(_TOO_EARLY, self.policy) if segment.saves_next else None
         plan = self._set.choose(segment.inputs)
         if plan is None:
-            return WithoutPlan(self._why_none(segment.inputs), self._policy)
+            return WithoutPlan(self._why_none(segment.inputs), self.policy)
         self.latest = next(one for one in self.every if one.plan is plan)
         is_exact = sorted(plan.inputs) == sorted(segment.inputs)
         indexed = self.latest.exact if is_exact else self.latest.smaller
-        return Follow(indexed, SwapEach(), self._policy, model=self._model)
+        return Follow(indexed, SwapEach(), self.policy, model=self._model)
 
     def _why_none(self, signature: tuple[str, ...]) -> str:
         assert self._set is not None, "a lone plan is for any inputs"

@@ -225,10 +225,13 @@ def _arena_rows(arena: ArenaReport, total: StepReport) -> list[tuple[str, str, s
 
 
 class Fallbacks:
-    """State: the kinds that were warned of; and whether nothing is to be warned of for now (``silent``)."""
+    """State: the kinds that were warned of; whether nothing is to be warned of for now (``silent``), and what was not
+    warned of meanwhile (``unsaid``).
+    """
 
     def __init__(self) -> None:
         self.silent = False
+        self.unsaid: dict[FallbackKind, str] = {}
         self._warned: set[FallbackKind] = set()
 
     def count(self, report: StepReport, kind: FallbackKind, reason: str) -> None:
@@ -237,6 +240,16 @@ class Fallbacks:
         report.fallback_kinds[kind] = report.fallback_kinds.get(kind, 0) + 1
         if reason not in report.fallback_reasons:
             report.fallback_reasons.append(reason)
-        if kind not in self._warned and not self.silent:
+        if self.silent:
+            self.unsaid.setdefault(kind, reason)
+        elif kind not in self._warned:
             self._warned.add(kind)
+            warn(reason)
+
+    def say(self) -> None:
+        """Warns of what was not warned of, and from now on of everything."""
+        self.silent = False
+        unsaid, self.unsaid = self.unsaid, {}
+        self._warned.update(unsaid)
+        for reason in unsaid.values():
             warn(reason)

@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,6 +31,9 @@ from poochplan.runtime.session import Session
 from poochplan.tensors.signatures import torch_switches
 from poochplan.tensors.storages import own_tensors
 from poochplan.torch_private.tensor_internals import in_backward, intercept_autograd, without_modes
+
+if TYPE_CHECKING:
+    from poochplan.online.ranks import Ranks
 
 REPLAN_S = 10.0
 """Seconds that the search for a new plan may take while the training waits."""
@@ -220,4 +223,13 @@ class SessionDigests:
             self._followed.append(follows)
 
 
-PLANNER = Planner(replanned, packed, explained, SessionDigests)
+def ranks_of(models: Iterable[torch.nn.Module]) -> Ranks | None:
+    """The processes that train these models together; None if this one trains them alone."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    from poochplan.online.ranks import Ranks  # here, because few sessions need it
+
+    return Ranks.of(models)
+
+
+PLANNER = Planner(replanned, packed, explained, SessionDigests, ranks_of)

@@ -59,11 +59,32 @@ def test_the_budget_is_the_smallest_of_all_ranks(tmp_path: Path) -> None:
         assert {name: planned[name] for name in rank["plain"]} == rank["plain"]
 
 
-def test_a_rank_with_larger_shapes_trains_on_without_the_plan_that_the_others_follow(tmp_path: Path) -> None:
-    first, second = torchrun("tests.online.unequal", tmp_path, "shapes")
+def test_a_rank_that_has_larger_shapes_later_trains_on_without_the_plan_that_the_others_follow(tmp_path: Path) -> None:
+    first, second = torchrun("tests.online.unequal", tmp_path, "later")
     for rank in (first, second):
         assert {name: rank["planned"][name] for name in rank["plain"]} == rank["plain"]
-    assert first["planned"]["followed"] > second["planned"]["followed"] == 0
+    assert first["planned"]["followed"] > second["planned"]["followed"] > 0
+
+
+def test_a_rank_with_larger_shapes_from_the_start_is_one_error_on_all_before_they_follow_a_plan(tmp_path: Path) -> None:
+    first, second = torchrun("tests.online.unequal", tmp_path, "shapes")
+    assert first["told"] == second["told"]
+    assert first["told"] == [
+        "UsageError: steps: expected the same ones on all ranks, with 0 float32[256, 64] as on rank 0, found "
+        "0 float32[320, 64] on rank 1; give all ranks the same, or rank 0 the largest inputs, or train without a "
+        "session"
+    ]
+
+
+def test_ranks_that_differ_under_a_given_plan_all_tell_the_same_line(tmp_path: Path) -> None:
+    first, second = torchrun("tests.online.unequal", tmp_path, "applied")
+    assert first == second
+    assert first["alike"] == []
+    for policy, start in (("warn", "poochplan: "), ("error", "DivergenceError: ")):
+        (line,) = first[policy]
+        assert line.startswith(f"{start}rank 1: the step diverged from the plan")
+    (line,) = first["plans"]
+    assert line.startswith("UsageError: plan: expected the same one on all ranks")
 
 
 def test_a_rank_that_is_killed_ends_the_others_and_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 import poochplan
 from poochplan.errors import UsageError
 from poochplan.formats.profile import Profile
-from poochplan.online.ranks import RankMessage, Ranks
+from poochplan.online.ranks import ALIKE_STEPS, RankMessage, Ranks
+from poochplan.profiler.live.step_kinds import Key
 from poochplan.runtime.replays.replay import NotReplayable, _with_memory
 from poochplan.tensors.signatures import model_tensors
 from poochplan.torch_private.sharding import gathered_weights, is_sharded, told_of_resizes
@@ -121,6 +125,30 @@ def test_a_plan_that_did_not_arrive_alike_is_refused_on_every_rank(monkeypatch: 
 
 
 def test_a_data_parallel_model_is_ready_once_its_buckets_are_those_of_later_steps() -> None:
+def kinds(*lengths: int, count: int = ALIKE_STEPS, switches: str = "autocast=off") -> Counter[Key]:
+    return Counter({Key(0, 0, (f"0 float32[{length}]",), False, switches): count for length in lengths})
+
+
+@pytest.mark.parametrize(
+    ("others", "found"),
+    [
+        (kinds(9), "with 0 float32[8] as on rank 0, found 0 float32[9] on rank 1; give all ranks"),
+        (kinds(8, switches="autocast=bfloat16"), "with autocast=off as on rank 0, found autocast=bfloat16 on rank 1"),
+        (kinds(8), ""),
+        (kinds(7), ""),
+        (kinds(7, 9), ""),
+        (kinds(9, count=1), ""),
+    ],
+)
+def test_a_rank_that_could_follow_no_plan_of_rank_0s_is_an_error_unless_its_inputs_vary(
+    others: Counter[Key], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks()
+    monkeypatch.setattr(ranks, "gathered", lambda mine: [mine, others])  # as if there were another rank
+    with pytest.raises(UsageError, match=re.escape(found)) if found else nullcontext():
+        ranks.check_alike(kinds(8))
+
+
     model, seen = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)), []
     for number in (1, 2, 3):
         seen.append(Ranks.are_ready([model], number))

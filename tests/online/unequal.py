@@ -1,7 +1,8 @@
 """Ranks that are not alike: ``torchrun ... -m tests.online.unequal FOLDER KIND``; results go to ``rankN.json``.
 
-``budgets``: rank 1 has a smaller budget. ``shapes``: rank 1 has a larger batch. ``killed``: rank 1 is killed while
-rank 0 has a plan made.
+``budgets``: rank 1 has a smaller budget. ``shapes``: rank 1 has a larger batch; ``later``: once there is a plan.
+``applied``: the plan of two alike ranks is given to ranks that differ. ``killed``: rank 1 is killed while rank 0 has a
+plan made.
 """
 
 from __future__ import annotations
@@ -13,20 +14,25 @@ import signal
 import sys
 import threading
 import time
+import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
 import poochplan
+from poochplan.errors import PoochError
 from tests.runtime.nets import LINK
 
 STEPS, PLANNED_AT = 20, 13
+BATCH, LARGER = 256, 320
 
 
-def trained(rank: int, batch: int, session_of: Any) -> dict[str, Any]:
+def trained(rank: int, session_of: Any, batch_at: Callable[[int], int] = lambda _: BATCH) -> dict[str, Any]:
     """What came of one training, with another batch on each rank."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
@@ -37,7 +43,7 @@ def trained(rank: int, batch: int, session_of: Any) -> dict[str, Any]:
         for number in range(STEPS):
             if number == PLANNED_AT and session is not None:
                 session.wait_until_planned()
-            loss = model(torch.randn(batch, 64)).square().mean()
+            loss = model(torch.randn(batch_at(number), 64)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -52,6 +58,38 @@ def trained(rank: int, batch: int, session_of: Any) -> dict[str, Any]:
         "in_core_bytes": plan.prediction.in_core_peak_bytes if plan is not None else 0,
         "followed": session.report().steps_followed,
     }
+        "plan": plan,
+    }
+
+
+def told(train: Callable[[], dict[str, Any]]) -> list[str]:
+    """What the training warned of, and its error."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            train()
+        except PoochError as error:
+            return [f"{type(error).__name__}: {error}"]
+    return [str(one.message) for one in warned if "poochplan" in str(one.message)]
+
+
+def applied(rank: int, plan: poochplan.Plan) -> dict[str, list[str]]:
+    """What is told if rank 1 has larger batches, and its step must not diverge or may; if it has another plan; and if
+    the ranks are alike.
+    """
+
+    def under(policy: Any, here: poochplan.Plan, batch: int) -> list[str]:
+        def apply(model: nn.Module, _: object) -> Any:
+            return poochplan.apply(here, model, arena="off", on_divergence=policy)
+
+        return told(lambda: trained(rank, apply, lambda _: batch))
+
+    larger, other = LARGER if rank else BATCH, msgspec.structs.replace(plan, budget_bytes=plan.budget_bytes + rank)
+    return {
+        "alike": under("error", plan, BATCH),
+        "warn": under("warn", plan, larger),
+        "error": under("error", plan, larger),
+        "plans": under("warn", other, BATCH),
 
 
 def die_while_planning(files: Path) -> None:
@@ -66,7 +104,11 @@ def main(folder: Path, kind: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
-    batch = 320 if kind == "shapes" and rank == 1 else 256
+
+    def batch_at(number: int) -> int:
+        is_larger = rank == 1 and (kind == "shapes" or (kind == "later" and number > PLANNED_AT + 2))
+        return LARGER if is_larger else BATCH
+
     budget = "75%" if kind == "budgets" and rank == 1 else "90%"
 
     def auto(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -76,7 +118,13 @@ def main(folder: Path, kind: str) -> None:
 
     if kind == "killed" and rank == 1:
         threading.Thread(target=die_while_planning, args=(Path(os.environ["TMPDIR"]),), daemon=True).start()
-    facts = {"plain": trained(rank, batch, lambda *_: nullcontext()), "planned": trained(rank, batch, auto)}
+    if kind == "shapes":
+        facts = {"told": told(lambda: trained(rank, auto, batch_at))}
+    elif kind == "applied":
+        facts = applied(rank, trained(rank, auto)["plan"])
+    else:
+        facts = {"plain": trained(rank, lambda *_: nullcontext(), batch_at), "planned": trained(rank, auto, batch_at)}
+        facts["planned"].pop("plan")
     (folder / f"rank{rank}.json").write_text(json.dumps(facts))
     torch.distributed.destroy_process_group()
 

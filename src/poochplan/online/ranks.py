@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from poochplan.errors import UsageError
 from poochplan.formats.files import encode_readable
 from poochplan.formats.plan import Plan
+from poochplan.formats.plan_set import describe
 from poochplan.profiler.live.step_function import StepFunction
 from poochplan.profiler.live.step_kinds import Key
 from poochplan.profiler.request import checked_device
@@ -28,6 +30,8 @@ from poochplan.torch_private.tensor_internals import without_modes
 from poochplan.workload import Workload
 
 T = TypeVar("T")
+ALIKE_STEPS = 8
+"""Ranks compare their kinds of segments after this many steps or more. By then inputs that vary have varied."""
 
 
 class RankMessage(msgspec.Struct, frozen=True):
@@ -49,7 +53,8 @@ class Ranks:
         self.is_first = dist.get_rank() == 0
         self.is_settled = False
         """From rank 0's last message."""
-        self._steps = 0
+        self.steps = 0
+        """Of the optimizers, on this rank as on every other."""
         self._ordering: dist.Work | None = None
 
     @classmethod
@@ -72,8 +77,8 @@ class Ranks:
         """Whether the ranks share after this step. Every rank calls it: they share after each step until all is
         settled, then only after one step in several.
         """
-        self._steps += 1
-        return not self.is_settled or self._steps % EVERY == 0
+        self.steps += 1
+        return not self.is_settled or self.steps == ALIKE_STEPS or self.steps % EVERY == 0
 
     def share(self, what: RankMessage | None) -> RankMessage | None:
         """The message of rank 0, if there is one. Every rank calls it after the same step.
@@ -105,6 +110,22 @@ class Ranks:
                 "plan: expected the same one on all ranks, found that they differ; give each the same file, or train "
                 "without a session"
             )
+
+    def check_alike(self, kinds: Counter[Key]) -> None:
+        """Raises ``UsageError`` on every rank, with one text, if the segments of a rank were other or larger ones than
+        those of rank 0 all along, so that they would not follow its plans. Every rank calls it with the number of its
+        segments by kind.
+        """
+        first, *others = map(_constant, self.gathered(kinds))
+        for rank, here in enumerate(others, 1):
+            for place, found in here.items():
+                wanted = first.get(place, found)
+                if found != wanted and not wanted.is_larger(found):
+                    raise UsageError(
+                        f"steps: expected the same ones on all ranks, with {_told(wanted, found)} as on rank 0, found "
+                        f"{_told(found, wanted)} on rank {rank}; give all ranks the same, or rank 0 the largest "
+                        "inputs, or train without a session"
+                    )
 
     def least(self, number: int) -> int:
         """The least of every rank's number, once all have called this."""
@@ -151,6 +172,21 @@ class Ranks:
 
 
 @contextlib.contextmanager
+def _constant(kinds: Counter[Key]) -> dict[Key, Key]:
+    """The kinds of segments that always came at their place of a step, by that place."""
+    there = defaultdict[Key, list[Key]](list)
+    for kind in kinds:
+        there[kind._replace(inputs=(), switches="")].append(kind)
+    return {place: one for place, (one, *more) in there.items() if not more and kinds[one] >= ALIKE_STEPS // 2}
+
+
+def _told(kind: Key, other: Key) -> str:
+    """The difference from the other kind: inputs, or settings of torch and the model."""
+    if kind.inputs != other.inputs:
+        return describe(kind.inputs)
+    return " ".join(one for one in kind.switches.split() if one not in other.switches.split())
+
+
 def launched_ranks() -> Iterator[Ranks]:
     """A block in which the processes that torchrun has started are one process group."""
     has_gpus = torch.cuda.is_available()

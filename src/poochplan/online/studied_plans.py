@@ -36,7 +36,7 @@ from poochplan.units import format_bytes
 from . import auto_messages
 from .background import BackgroundBuild
 from .before_plan import BeforePlan, Unplanned
-from .ranks import RankMessage, Ranks
+from .ranks import ALIKE_STEPS, RankMessage, Ranks
 
 MOST_STUDIES = 3
 """A kind of segment is studied at most this often, if its segments differ from its plans."""
@@ -93,6 +93,10 @@ class StudiedPlans(LoopObserver):
         )
         self._is_one_region = is_compiled(model)
         self._ranks: Ranks | None = None
+        self._kinds: Counter[Key] | None = Counter()
+        """Segments by kind, until the ranks have compared them."""
+        self._has_shared = False
+        """Whether the ranks have had a plan."""
         self._following: ActivePlan | None = None
         self._last: ActivePlan | None = None
         self._began_s = self._took_s = 0.0
@@ -149,6 +153,8 @@ class StudiedPlans(LoopObserver):
 
     def known(self, key: Key, segment: Segment) -> StepPolicy | SegmentObserver | None:
         self._following = None
+        if self._ranks is not None and self._kinds is not None and self._key is not None:
+            self._kinds[self._key] += 1
         if self._is_one_region:
             return self._before.policy()
         if not self._build.is_ready:
@@ -339,6 +345,10 @@ class StudiedPlans(LoopObserver):
         message = RankMessage(ready, self.kinds.alike, self._is_all_planned, is_settled) if tells else None
         shared = self._ranks.share(message)
         self._known.ready = []
+        self._has_shared |= shared is not None and bool(shared.plans)
+        if self._has_shared and self._kinds is not None and self._ranks.steps >= ALIKE_STEPS:
+            kinds, self._kinds = self._kinds, None
+            self._ranks.check_alike(kinds)
         if shared is None:
             return False
         self.kinds.take(shared.alike)
