@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import ExitStack
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
@@ -15,10 +16,12 @@ from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.metering.allocated import PeakBytes, StepPeak
 from poochplan.runtime.metering.device_peak import step_peak_of
+from poochplan.tensors.modes import around_calls
 from poochplan.tensors.storages import own_tensors, plain_storage
+from poochplan.torch_private.sharding import rebuilds_buckets
 from poochplan.torch_private.tensor_internals import in_backward, storage_identity
 
-from .census import LEAST_BYTES, Storages, bucket_bytes, census, state_of_optimizers
+from .census import LEAST_BYTES, Storages, bucket_bytes, census, state_of_optimizers, wrapper_of
 
 Known = dict[int, weakref.ref[torch.UntypedStorage]]
 """By identity."""
@@ -101,7 +104,25 @@ class StepMeter:
         if is_due:
             if source.needs_census:
                 source.looked_around(self._live(engine), bucket_bytes(engine.model))
+                self._look_behind_new_buckets(engine, source)
             self.point()
+
+    def _look_behind_new_buckets(self, engine: Engine, source: StepPeak) -> None:
+        """If the step's first op is that DDP makes other buckets, the step is metered from there on. The allocator may
+        not have seen the birth of the old ones, and would count both.
+        """
+        wrapper = wrapper_of(engine.model)
+        if wrapper is None or not rebuilds_buckets(wrapper):
+            return
+
+        def is_called(*_: object) -> None:
+            stack.close()
+            if self._open and self._source is source and engine.segment is segment:
+                source.step_begins()
+                source.looked_around(self._live(engine), bucket_bytes(engine.model))
+
+        segment, stack = engine.segment, ExitStack()
+        stack.enter_context(around_calls(wrapper.module, is_called))
 
     def point(self, part: StepPart | None = None) -> None:
         """A point of the runtime's clock has been passed, or ``part`` of the step begins."""

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from poochplan.units import parse_budget
 from tests.online.sharded import KINDS
 from tests.online.test_sessions import within
@@ -76,8 +78,21 @@ def test_a_rank_with_larger_shapes_from_the_start_is_one_error_on_all_before_the
     ]
 
 
-def test_ranks_that_differ_under_a_given_plan_all_tell_the_same_line(tmp_path: Path) -> None:
-    first, second = torchrun("tests.online.unequal", tmp_path, "applied")
+@pytest.fixture(scope="module")
+def applied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A folder with the plan of two ranks, and what ranks that differ tell under it."""
+    folder = tmp_path_factory.mktemp("applied")
+    return folder, torchrun("tests.online.unequal", folder, "applied")
+
+
+def test_a_wrapper_from_before_the_session_is_within_the_budget_when_it_makes_other_buckets(applied: Any) -> None:
+    folder, _ = applied
+    for rank in torchrun("tests.online.unequal", folder, "wrapped"):
+        assert rank["told"] == []
+
+
+def test_ranks_that_differ_under_a_given_plan_all_tell_the_same_line(applied: Any) -> None:
+    _, (first, second) = applied
     assert first == second
     assert first["alike"] == []
     for policy, start in (("warn", "poochplan: "), ("error", "DivergenceError: ")):

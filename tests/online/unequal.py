@@ -1,8 +1,8 @@
 """Ranks that are not alike: ``torchrun ... -m tests.online.unequal FOLDER KIND``; results go to ``rankN.json``.
 
 ``budgets``: rank 1 has a smaller budget. ``shapes``: rank 1 has a larger batch; ``later``: once there is a plan.
-``applied``: the plan of two alike ranks is given to ranks that differ. ``killed``: rank 1 is killed while rank 0 has a
-plan made.
+``applied``: the plan of two alike ranks, ``plan.json``, is given to ranks that differ. ``wrapped``: it is given to
+ranks whose models are wrapped before anything counts. ``killed``: rank 1 is killed while rank 0 has a plan made.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ def trained(rank: int, session_of: Any, batch_at: Callable[[int], int] = lambda 
         "budget_bytes": plan.budget_bytes if plan is not None else 0,
         "in_core_bytes": plan.prediction.in_core_peak_bytes if plan is not None else 0,
         "followed": session.report().steps_followed,
-    }
         "plan": plan,
     }
 
@@ -91,6 +90,7 @@ def applied(rank: int, plan: poochplan.Plan) -> dict[str, list[str]]:
         "error": under("error", plan, larger),
         "plans": under("warn", other, BATCH),
 
+    }
 
 def die_while_planning(files: Path) -> None:
     """Kills this process as soon as another one is asked for a plan."""
@@ -121,7 +121,13 @@ def main(folder: Path, kind: str) -> None:
     if kind == "shapes":
         facts = {"told": told(lambda: trained(rank, auto, batch_at))}
     elif kind == "applied":
-        facts = applied(rank, trained(rank, auto)["plan"])
+        plan = trained(rank, auto)["plan"]
+        facts = applied(rank, plan)
+        if rank == 0:
+            plan.save(folder / "plan.json")
+    elif kind == "wrapped":
+        plan = poochplan.Plan.load(folder / "plan.json")
+        facts = {"told": told(lambda: trained(rank, lambda model, _: poochplan.apply(plan, model, meter="always")))}
     else:
         facts = {"plain": trained(rank, lambda *_: nullcontext(), batch_at), "planned": trained(rank, auto, batch_at)}
         facts["planned"].pop("plan")
