@@ -63,7 +63,8 @@ def plan(
         build, for at most :data:`BUILD_SHARE` of it; until then the plain Python simulator is used.
     gap: the search also ends when the step is within this share of the proven bound.
     threads: with 2 (the default) one improves the bound while the other searches; further ones search too.
-    host_budget: most bytes swapped out (bytes, or text; 0 for recomputing alone); no limit by default.
+    host_budget: most bytes swapped out (bytes, or text; 0 for recomputing alone). By default what the host had left for
+        a CUDA profile, if that is known and of this machine; otherwise, and on the CPU, no limit.
     ranks_per_host: number of processes on one host that train with this plan, each on its own device. Each gets an even
         share of ``host_budget`` and of the link's rates. A link that was measured with as many ranks is not divided.
     evaluations: counts simulations instead of ``time_limit_s``, with one thread. The same arguments then give the
@@ -94,6 +95,8 @@ def plan(
     if policy != ILP and arena == "on":
         raise UsageError(f'arena: expected "auto" or "off" with policy {policy!r}, which decides alone, found "on"')
     host_bytes = None
+    if host_budget is None and not profile.assumed:
+        host_budget = profile.device.host_bytes
     if host_budget is not None and policy == ILP:
         host_bytes = parse_bytes(host_budget, "host_budget", least=0) // ranks_per_host
     if policy != ILP:

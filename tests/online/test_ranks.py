@@ -62,6 +62,7 @@ def test_the_budget_is_the_smallest_of_all_ranks(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_has_larger_shapes_later_trains_on_without_the_plan_that_the_others_follow(tmp_path: Path) -> None:
+        assert planned["ranks"] == 2, "they share the host's link and memory"
     first, second = torchrun("tests.online.unequal", tmp_path, "later")
     for rank in (first, second):
         assert {name: rank["planned"][name] for name in rank["plain"]} == rank["plain"]

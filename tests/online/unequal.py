@@ -56,6 +56,7 @@ def trained(rank: int, session_of: Any, batch_at: Callable[[int], int] = lambda 
     return found | {
         "budget_bytes": plan.budget_bytes if plan is not None else 0,
         "in_core_bytes": plan.prediction.in_core_peak_bytes if plan is not None else 0,
+        "ranks": plan.link.ranks if plan is not None else 0,
         "followed": session.report().steps_followed,
         "plan": plan,
     }
@@ -89,8 +90,8 @@ def applied(rank: int, plan: poochplan.Plan) -> dict[str, list[str]]:
         "warn": under("warn", plan, larger),
         "error": under("error", plan, larger),
         "plans": under("warn", other, BATCH),
-
     }
+
 
 def die_while_planning(files: Path) -> None:
     """Kills this process as soon as another one is asked for a plan."""

@@ -211,6 +211,20 @@ def test_a_host_budget_of_nothing_recomputes_alone() -> None:
     assert check(profile, found).peak_bytes == found.prediction.peak_bytes
 
 
+def test_by_default_the_host_has_what_it_had_left_when_a_gpu_was_profiled() -> None:
+    profile = transformer_like(2, link_gb_per_s=4.0)
+    host_bytes = plan(profile, "50%", evaluations=1000).prediction.out_bytes
+    for kind, limit_bytes in (("cuda", host_bytes), ("cuda", None), ("cpu", None)):
+        device = msgspec.structs.replace(profile.device, kind=kind, host_bytes=limit_bytes)
+        on = msgspec.structs.replace(profile, device=device)
+        found = plan(on, "50%", ranks_per_host=2, evaluations=1000)
+        assert promised(found) == promised(plan(on, "50%", host_budget=limit_bytes, ranks_per_host=2, evaluations=1000))
+        assert (found.prediction.out_bytes <= host_bytes // 2) is (limit_bytes is not None)
+    there = msgspec.structs.replace(profile.device, kind="cuda", host_bytes=host_bytes)
+    elsewhere = msgspec.structs.replace(profile, device=there, assumed=("another link",))
+    assert "host budget" not in "; ".join(plan(elsewhere, "50%", ranks_per_host=2, evaluations=1000).notes)
+
+
 def quartered(profile: Profile) -> Profile:
     slower = link(gb_per_s=profile.link.outward.bandwidth_bytes_per_s / 4e9)
     return msgspec.structs.replace(profile, link=slower)

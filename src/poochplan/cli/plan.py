@@ -58,7 +58,8 @@ Exit code 4: the plan was written, but its gap is above --max-gap, or Ctrl-C end
 <gaps>
 --seed N >=0 =0: seed of the search's random walks (default: {})
 --threads N: threads of the search; with 2, one of them proves the bound (default: 2; 1 with --evaluations)
---host-budget SIZE: most bytes swapped to the host (default: no limit)
+--host-budget SIZE: most bytes swapped to the host (default: what the profile's host had left, within its cgroup; no
+  limit for a profile on the CPU, or for another machine)
 --ranks-per-host N =1: plan for each of N processes on one host, which share --host-budget and the link evenly
   (default: {})
 --policy NAME =ilp: ilp: integer program and local search (default). all: compares every policy and writes the plan of

@@ -271,6 +271,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     name: Text
     memory_bytes: Bytes
     threads: Count = 0
+    host_bytes: Bytes | None = None
+    """On CUDA, bytes of the host's memory that a process could still take, within its cgroups; None if not known."""
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,7 +27,7 @@ from poochplan.sessions import PLANNER
 from poochplan.units import parse_budget, parse_rate
 
 from .background import BackgroundBuild
-from .before_plan import Mode, Unplanned, checked
+from .before_plan import Mode, Unplanned, checked, ranks_here
 from .known_plans import KnownPlans
 from .plan_cache import PlanCache
 from .planning_process import PlanRequest
@@ -126,7 +126,8 @@ def auto(
     messages, policy = Messages(is_quiet=quiet), OverBudget(on_over_budget)
     begin_build()
     spills = None if folder is None else str(folder)
-    request, measures_here = PlanRequest(time_limit_s, arena, spills), before is Unplanned.IN_CORE
+    request = PlanRequest(time_limit_s, arena, spills, ranks=ranks_here())
+    measures_here = before is Unplanned.IN_CORE
     kept = PlanCache(Path(cache) if cache is not None else cache_folder() / "auto", whole, where, budget, arena)
     source = StudiedPlans(
         whole,

@@ -29,6 +29,8 @@ from poochplan.runtime.metering.allocated import step_scope
 from poochplan.runtime.metering.census import live
 from poochplan.torch_private.compiler_internals import compiled_with
 
+from .before_plan import ranks_here
+
 VERSION = 2
 """Version of how loops are profiled and planned. Entries of other versions are made anew."""
 MOST_KEPT = 2
@@ -47,8 +49,8 @@ class PlanCache:
     * the code that defines the model's classes, and the program (a plan's replays were tried with that code);
     * the model: its tensors, flags, compiled and wrapped calls;
     * the kind of segment, with torch's switches when it begins;
-    * device, threads, host, budget, arena, whether the allocator counts the memory inside ops, and whether gradients
-      are scaled;
+    * device, threads, host, its ranks, budget, arena, whether the allocator counts the memory inside ops, and whether
+      gradients are scaled;
     * the versions of torch and of poochplan.
 
     An entry that still does not fit is left and not deleted: another run may need it.
@@ -71,6 +73,7 @@ class PlanCache:
         machine, tells = this_machine(self._where), self._where.type == "cpu" and step_scope() is not None
         return (
             *(machine.kind, machine.name, machine.memory_bytes, machine.threads, platform.node(), tells),
+            ranks_here(),
             *(scales_gradients(), torch.__version__, package_version(), PROFILE_VERSION, PLAN_VERSION, VERSION),
         )
 

@@ -43,6 +43,8 @@ class PlanRequest(msgspec.Struct, frozen=True):
     """Whether the profile has all facts of the machine. Then torch is not loaded."""
     loop_s: float = 0.0
     """Seconds for which the loop had run."""
+    ranks: int = 1
+    """Number of processes that share the host."""
 
 
 def ends_with_its_parent(parent: int, folder: Path) -> None:
@@ -87,8 +89,16 @@ def plan_in(folder: Path) -> None:
         profile = completed(profile, request.spill_dir)
         profile.save(folder / "profile.json", force=True)
     watch = ends_when_it_gains_less_than_it_takes(request.loop_s)
-    limit_s, arena = request.time_limit_s, request.arena
-    made = plan(profile, request.budget_bytes, time_limit_s=limit_s, gap=GAP, threads=1, arena=arena, watch=watch)
+    made = plan(
+        profile,
+        request.budget_bytes,
+        time_limit_s=request.time_limit_s,
+        gap=GAP,
+        threads=1,
+        ranks_per_host=request.ranks,
+        arena=request.arena,
+        watch=watch,
+    )
     made.save(folder / "plan.json")
 
 

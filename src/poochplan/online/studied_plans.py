@@ -229,7 +229,7 @@ class StudiedPlans(LoopObserver):
         if again and profile is not None:
             self._replanned[key] += 1
             self._known.doubted.add(key)
-            found = msgspec.structs.replace(profile, link=promise.link_found(profile.link))
+            found = msgspec.structs.replace(profile, link=promise.link_found(plan.plan.link))
             self._known.want(key, found, self._beside[key].ahead_bytes(self._number, self._foreseen_bytes))
 
     # -- making plans ---------------------------------------------------------------------------------------------
