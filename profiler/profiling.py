@@ -40,6 +40,7 @@ from poochplan.runtime.metering.allocated import step_scope
 from poochplan.runtime.session import Session
 from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.tensors.host_memory import available_bytes, fitting_mode, memory_left
+from poochplan.torch_private.sharding import is_sharded
 from poochplan.units import parse_rate
 
 from .link import measure_link
@@ -135,7 +136,7 @@ def profile(
     """
     check_no_session("profile()", [model])
     begin_build()
-    check_whole(model)
+    check_whole(model, step)
     where = checked_device(model, device, iterations, warmup)
     check_mode(mode, roofline, iterations, where, throttle)
     check_backward(backward, mode, roofline)
@@ -231,7 +232,8 @@ def _profile_fitting(
     if mode != "auto":
         return _profile_real(new_steps, where, mode, options, [])
     if where.type == "cpu":
-        needed_bytes = needed_without_memory(new_steps())
+        first = new_steps()  # collectives need memory
+        needed_bytes = None if is_sharded(first.model) else needed_without_memory(first)
         if needed_bytes is None:
             swapping = new_steps(in_core=False)
             with _restoring(swapping, where, options), _warm(swapping, where, "swap-all", options):

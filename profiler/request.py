@@ -49,9 +49,9 @@ def checked_device(model: torch.nn.Module, device: str | None, iterations: int |
     return model_device(model, device or next((kind for kind in kinds if kind in ("cpu", "cuda")), "cpu"))
 
 
-def check_whole(model: torch.nn.Module) -> None:
-    """Raises ``UsageError`` for a model that FSDP2 shards."""
-    if is_sharded(model):
+def check_whole(model: torch.nn.Module, step: Callable[[], Any]) -> None:
+    """Raises ``UsageError`` for a model that FSDP2 shards, unless all ranks run the step together."""
+    if is_sharded(model) and not getattr(step, "is_led", False):
         raise UsageError(
             f"model: expected one that FSDP2 does not shard, found {type(model).__name__}: profiling repeats steps, "
             "and ranks would not repeat as many; use poochplan.auto(model, optimizer, budget=...) and its session.plan"

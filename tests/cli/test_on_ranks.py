@@ -21,8 +21,17 @@ WORKLOADS = """
 import os
 
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import poochplan
+
+
+def sharded() -> poochplan.Workload:
+    layers = [(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(4)]
+    model = torch.nn.Sequential(*(fully_shard(torch.nn.Sequential(*block)) for block in layers))
+    fully_shard(model)
+    images = torch.randn(256, 64)
+    return poochplan.Workload(model, lambda: model(images).square().mean(), torch.optim.AdamW(model.parameters()))
 
 
 def batches(uneven: bool = False) -> poochplan.Workload:
@@ -57,6 +66,19 @@ def test_a_profile_of_two_ranks_has_their_link_and_the_step_of_the_wrapped_model
     assert poochplan.Plan.load(folder / "plan.json").link == profile.link, "it is not divided again"
     assert [op for op in profile.ops if "broadcast" in op.name] == [], "ranks' orders are no part of a step"
     assert any("allreduce" in op.name for op in profile.ops)
+
+
+def test_a_workload_that_shards_is_profiled_planned_and_run_on_its_ranks(folder: Path) -> None:
+    options = ["--nproc", "2", "--iterations", "1", "--throttle", "200MB/s", "-o", "sharded.json"]
+    done = run([sys.executable, "-m", "poochplan", "profile", "w.py:sharded", *options], cwd=folder)
+    assert done.returncode == 0, done.stderr
+    profile = Profile.load(folder / "sharded.json")
+    assert any(value.stretch_of >= 0 for value in profile.values), "gathered weights"
+    plan(profile, "85%", ranks_per_host=2, evaluations=1000).save(folder / "sharded.plan.json")
+    options = ["--plan", "sharded.plan.json", "--check", "--steps", "2", "--timed", "1", "-o", "sharded.run.json"]
+    done = started("poochplan", "run", "w.py:sharded", *options, cwd=folder)
+    record = RunRecord.load(folder / "sharded.run.json")
+    assert [(rank.bitwise_equal, rank.left_steps) for rank in record.ranks] == [(True, 0), (True, 0)], done.stderr
 
 
 def test_a_run_reports_each_rank_and_the_worst_and_compares_bits_on_each(folder: Path) -> None:

@@ -148,6 +148,7 @@ class Ranks:
             self._order(1)
             return step()
 
+        together.is_led = True  # type: ignore[attr-defined]
         return together
 
     def follow(self, workload: Workload, *, accumulate: bool) -> None:
@@ -171,7 +172,6 @@ class Ranks:
             return int(order.item())
 
 
-@contextlib.contextmanager
 def _constant(kinds: Counter[Key]) -> dict[Key, Key]:
     """The kinds of segments that always came at their place of a step, by that place."""
     there = defaultdict[Key, list[Key]](list)
@@ -187,6 +187,7 @@ def _told(kind: Key, other: Key) -> str:
     return " ".join(one for one in kind.switches.split() if one not in other.switches.split())
 
 
+@contextlib.contextmanager
 def launched_ranks() -> Iterator[Ranks]:
     """A block in which the processes that torchrun has started are one process group."""
     has_gpus = torch.cuda.is_available()
