@@ -47,7 +47,7 @@ from poochplan.runtime.run_report import FallbackKind, Fallbacks
 from poochplan.runtime.step_policies.step_policy import NOTHING, Actions, Chooser, Diverged, StepPolicy
 from poochplan.tensors.modes import Unseen
 from poochplan.tensors.storages import Geometry, has_storage, keys_of, own_tensors, plain_storage, storage_key
-from poochplan.torch_private.sharding import gathered_weights
+from poochplan.torch_private.sharding import gathered_weights, has_storages
 from poochplan.torch_private.tensor_internals import in_backward, mode_count, storage_identity, version_of
 
 from .cursor import NO_EVENTS, Cursor, Segment, StepEvents
@@ -103,8 +103,8 @@ class Engine:
         self._parts = parts
         self._events = events
         self.fallbacks = Fallbacks()
-        self._knows_gathered = True
-        """Whether all storages exist into which FSDP2 gathers weights."""
+        self._ungathered: list[Any] = []
+        """FSDP2's weights that have no storages yet."""
         self._lock = threading.RLock()
 
     @property
@@ -241,7 +241,7 @@ class Engine:
             grad = tensor.grad if tensor.is_leaf else None
             if grad is not None and has_storage(grad, kind):
                 segment.gradient_bytes += grad.untyped_storage().nbytes()
-        gathered, self._knows_gathered = gathered_weights(model)
+        gathered, self._ungathered = gathered_weights(model)
         static.update((storage_key(one), version_of(one)) for one in gathered if one.device.type == kind)
         self.tape.static = static
 
@@ -275,7 +275,7 @@ class Engine:
         if cursor.save_begins_one():
             self.begin()
         segment, storage = cursor.segment, plain_storage(tensor, self.device.kind)  # Rule 2
-        if not self._knows_gathered and storage is not None:  # in the first forward, which makes them
+        if self._ungathered and any(map(has_storages, self._ungathered)):  # in the first forward of their unit
             self._look_at_model(segment)
         if storage is None or storage_identity(storage) in self.tape.static or tensor.get_device() != self._index:
             return SavedHandle.untouched(tensor)

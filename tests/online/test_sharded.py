@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from poochplan.errors import UsageError
 from poochplan.formats.profile import Profile
 from poochplan.online.ranks import ALIKE_STEPS, RankMessage, Ranks
 from poochplan.profiler.live.step_kinds import Key
+from poochplan.runtime.engine import engine
 from poochplan.runtime.replays.replay import NotReplayable, _with_memory
 from poochplan.tensors.signatures import model_tensors
 from poochplan.torch_private.sharding import gathered_weights, is_sharded, told_of_resizes
@@ -75,13 +77,43 @@ def test_a_sharded_model_is_told_as_between_steps_in_the_midst_of_one(trained: A
 
 def test_storages_of_gathered_weights_are_known_without_their_memory(trained: Any) -> None:
     model, _ = trained
-    weights, is_all = gathered_weights(model)
-    assert is_all
+    weights, missing = gathered_weights(model)
+    assert missing == []
     assert len(weights) == 8
     assert {one.untyped_storage().nbytes() for one in weights} == {0}
     assert not is_sharded(torch.nn.Linear(2, 2))
     fresh = fully_shard(torch.nn.Linear(2, 2))
-    assert gathered_weights(fresh) == ([], False)
+    weights, missing = gathered_weights(fresh)
+    assert (weights, len(missing)) == ([], 2)
+
+
+class Partly(torch.nn.Module):
+    """Half of it is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(self.used(self.used(x)))  # type: ignore[no-any-return]
+
+
+def test_a_unit_that_no_forward_calls_is_not_looked_for_at_each_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, looked = Partly(), []
+    for one in (model.used, model.unused, model):
+        fully_shard(one)
+    monkeypatch.setattr(engine, "gathered_weights", lambda one: looked.append(1) or gathered_weights(one))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with poochplan.auto(model, optimizer, budget="90%", quiet=True, link=LINK, cache=tmp_path) as session:
+        for _ in range(3):
+            looked.clear()
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert session._engine.segment.saves > 3
+    assert len(looked) == 1, "when the step began"
 
 
 def test_a_replay_that_finds_a_weight_without_memory_raises() -> None:
@@ -124,7 +156,6 @@ def test_a_plan_that_did_not_arrive_alike_is_refused_on_every_rank(monkeypatch: 
         ranks.share(RankMessage([], [], is_all=True))
 
 
-def test_a_data_parallel_model_is_ready_once_its_buckets_are_those_of_later_steps() -> None:
 def kinds(*lengths: int, count: int = ALIKE_STEPS, switches: str = "autocast=off") -> Counter[Key]:
     return Counter({Key(0, 0, (f"0 float32[{length}]",), False, switches): count for length in lengths})
 
@@ -149,6 +180,7 @@ def test_a_rank_that_could_follow_no_plan_of_rank_0s_is_an_error_unless_its_inpu
         ranks.check_alike(kinds(8))
 
 
+def test_a_data_parallel_model_is_ready_once_its_buckets_are_those_of_later_steps() -> None:
     model, seen = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)), []
     for number in (1, 2, 3):
         seen.append(Ranks.are_ready([model], number))

@@ -37,17 +37,21 @@ def is_sharded(model: torch.nn.Module) -> bool:
     return next(sharded_units(model), None) is not None
 
 
-def gathered_weights(model: torch.nn.Module) -> tuple[list[torch.Tensor], bool]:
-    """Tensors on the storages for FSDP2's gathered weights of the model, with memory or without; and whether these are
-    all: each is made at the first forward of its unit.
+def gathered_weights(model: torch.nn.Module) -> tuple[list[torch.Tensor], list[Any]]:
+    """Tensors on the storages for FSDP2's gathered weights of the model, with memory or without. Also FSDP2's objects
+    for weights without storages, which the first forward of their unit makes (:func:`has_storages`).
     """
-    found: list[torch.Tensor] = []
-    is_all = True
-    for one in _weights(model):
-        tensors = [*one.all_gather_outputs, *getattr(one, "_unsharded_inner_tensors", ())]
-        is_all &= bool(tensors)
-        found += tensors
-    return found, is_all
+    there = {one: _gathered(one) for one in _weights(model)}
+    return [tensor for tensors in there.values() for tensor in tensors], [one for one, has in there.items() if not has]
+
+
+def has_storages(weight: Any) -> bool:
+    """Whether the storages for a gathered weight exist."""
+    return bool(_gathered(weight))
+
+
+def _gathered(weight: Any) -> list[torch.Tensor]:
+    return [*weight.all_gather_outputs, *getattr(weight, "_unsharded_inner_tensors", ())]
 
 
 def sharded_parameters(model: torch.nn.Module) -> dict[int, torch.Tensor]:
