@@ -13,9 +13,9 @@ from poochplan.formats.plan import Decision, Instructions, Plan
 from poochplan.formats.plan_set import PlanSet, describe
 from poochplan.formats.profile import Profile
 from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.messages import warn
 from poochplan.runtime.step_policies.follow import DivergencePolicy, Follow
 from poochplan.runtime.step_policies.step_policy import Actions, Diverged, KeepAll, StepPolicy, SwapEach
-from poochplan.runtime.messages import warn
 from poochplan.units import format_bytes
 
 from .active_plan import MOST_PLANS, REMEDY, ActivePlan
