@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -179,28 +180,39 @@ def _is_part_of_data(tensor: torch.Tensor, record: StorageRecord) -> bool:
 
 
 SHARE_BETWEEN_LOOKS = 0.1
-"""Share of the free memory that was found last. When the values kept since exceed it, it is read again."""
+"""Share of the room that was found last. When the values saved and used since exceed it, the room is read again."""
 LOOKS_SHARE = 0.02
-"""Share of a loop's time that reading the free memory may take. One reading opens some files of the system."""
-WORKSPACE = 2
-"""This many times the largest saved value is left free, for memory that ops use besides their results."""
+"""Share of a loop's time that reading the room may take while it suffices. One reading opens some files of the system.
+"""
+HEADROOM = 4
+"""This many times the largest saved value is left free: for one that comes back, and for what an op of backward takes
+besides, which are gradients of its size and up to two results between them.
+"""
 
 
 class KeepWhileRoom(SwapEach):
-    """State: the bytes kept since the free memory was last read, and whether memory was too short in this step.
+    """State: the values that stay where they are, oldest first, and whether memory was too short in this step.
 
-    Kept values stay where they are. From the first save without room on, each value is swapped at its own save. One
-    object serves many steps.
+    From the first point without room on, each value is swapped at its own save. Of those that stayed, as many are
+    swapped as bytes are missing, in backward too: the oldest first, because backward needs them last. One object serves
+    many steps.
 
     Parameters
     ----------
     room: bytes that may still be taken, minus the known future needs (gradients, the state of optimizers).
     is_short: called once in a step, before its first value is swapped.
+    largest: bytes of the value, or of a larger one that the next op may make of it.
     """
 
-    def __init__(self, room: Callable[[], int], is_short: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        room: Callable[[], int],
+        is_short: Callable[[], None],
+        largest: Callable[[SavedValue], int] = lambda value: value.size_bytes,
+    ) -> None:
         super().__init__(at_once=True)
-        self._room, self._is_short = room, is_short
+        self._room, self._is_short, self._largest_at = room, is_short, largest
+        self._stay = deque[weakref.ref[SavedValue]]()
         self._swaps = False
         self._since_look = self._until_look = self._largest = 0
         self._looked_s = self._look_took_s = 0.0
@@ -209,27 +221,47 @@ class KeepWhileRoom(SwapEach):
         if self._swaps or time.monotonic() - self._looked_s > self._look_took_s / LOOKS_SHARE:
             self._until_look = 0
         self._swaps = False
+        self._stay.clear()
         return super().begin(segment)
 
-    def saved(self, index: int | None, ordinal: int, tensor: torch.Tensor, record: StorageRecord) -> Decision:
-        if super().saved(index, ordinal, tensor, record) is Decision.KEEP:
-            return Decision.KEEP
-        if not self._swaps and not self._has_room(tensor.untyped_storage().nbytes()):
-            self._swaps = True
-            self._is_short()
-        return Decision.SWAP if self._swaps else Decision.KEEP
-
     def at_save(self, value: SavedValue, index: int | None) -> Actions:
-        return super().at_save(value, index) if value.decision is Decision.SWAP else NOTHING
+        if value.decision is Decision.KEEP:
+            return NOTHING
+        largest_bytes = self._largest_at(value)
+        if largest_bytes > self._largest:
+            self._largest, self._until_look = largest_bytes, 0
+        going = self._going(value)
+        if self._swaps:
+            return self.take([*going, value])
+        self._stay.append(weakref.ref(value))
+        return NOTHING
 
-    def _has_room(self, size_bytes: int) -> bool:
-        self._largest = max(self._largest, size_bytes)
+    def at_use(self, number: int, handle: Handle, saves: int) -> Actions:
+        assert handle.value is not None
+        going = self._going(handle.value)
+        return self.take(going) if going else NOTHING
+
+    def _going(self, at: SavedValue) -> list[SavedValue]:
+        """The values to swap so that there is room, at a save or use of that value, which is not one of them."""
+        going: list[SavedValue] = []
+        missing_bytes = self._missing_bytes(at.size_bytes)
+        while missing_bytes > 0 and self._stay:
+            value = self._stay.popleft()()
+            if value is not None and value is not at:
+                going.append(value)
+                missing_bytes -= value.size_bytes
+        return going
+
+    def _missing_bytes(self, size_bytes: int) -> int:
         self._since_look += size_bytes
-        if self._since_look < self._until_look:
-            return True
+        if self._since_look < self._until_look or (self._swaps and not self._stay):
+            return 0
         start_s = time.monotonic()
-        room_bytes = self._room() - WORKSPACE * self._largest
+        room_bytes = self._room() - HEADROOM * self._largest
         self._looked_s = time.monotonic()
         self._look_took_s = self._looked_s - start_s
         self._since_look, self._until_look = 0, int(room_bytes * SHARE_BETWEEN_LOOKS)
-        return room_bytes > 0
+        if room_bytes <= 0 and not self._swaps:
+            self._swaps = True
+            self._is_short()
+        return -room_bytes

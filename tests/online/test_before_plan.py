@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +16,8 @@ from poochplan.online import background, before_plan, planning_process
 from poochplan.online.before_plan import SHARE_TAKEN, BeforePlan, Unplanned, free_bytes
 from poochplan.planner.search.allowance import Progress
 from poochplan.runtime.step_policies.step_policy import KeepWhileRoom, SwapEach
+from poochplan.tensors.storages import Geometry
+from poochplan.torch_private.tensor_internals import in_backward
 from tests.online.trainings import batch, blocks, dropout_and_batch_norm, loss_of
 from tests.runtime.nets import LINK, equal, gradients
 
@@ -49,12 +51,43 @@ def test_a_first_step_is_in_core_whatever_the_budget(tmp_path: Path) -> None:
 def test_where_room_ends_within_the_step_it_swaps_from_there_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left: Iterator[int] = iter([1 << 30] * 2 + [0] * 1000)
-    monkeypatch.setattr(before_plan, "free_bytes", lambda _: next(left))
+    rooms = iter([1 << 30] * 4 + [0] + [1 << 30] * 1000)
+    monkeypatch.setattr(BeforePlan, "_room", lambda _: next(rooms))
     monkeypatch.setattr("poochplan.runtime.step_policies.step_policy.SHARE_BETWEEN_LOOKS", 1e-9)
+    monkeypatch.setattr("poochplan.runtime.step_policies.step_policy.HEADROOM", 1)
     found, out_bytes, saved_bytes = first_step(tmp_path)
     assert equal([found], [plain_step()])
     assert 0 < out_bytes < 0.9 * saved_bytes
+
+
+def test_where_room_ends_in_backward_what_was_kept_is_swapped_as_far_as_bytes_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing_bytes: list[int] = []
+    monkeypatch.setattr(BeforePlan, "_room", lambda _: -missing_bytes[-1] if in_backward() else 1 << 30)
+    monkeypatch.setattr("poochplan.runtime.step_policies.step_policy.SHARE_BETWEEN_LOOKS", 1e-9)
+    monkeypatch.setattr("poochplan.runtime.step_policies.step_policy.HEADROOM", 0)
+    left = []
+    for size_bytes in (-1, 1, 1 << 30):
+        missing_bytes.append(size_bytes)
+        found, out_bytes, saved_bytes = first_step(tmp_path / str(size_bytes))
+        assert equal([found], [plain_step()])
+        left.append(out_bytes / saved_bytes)
+    assert 0 == left[0] < left[1] <= left[2] < 1  # the value in use stays
+
+
+def test_the_largest_value_to_come_is_told_by_the_weights() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(5000, 8), torch.nn.Linear(8, 32), torch.nn.Linear(8, 1000))
+    before = unplanned(model, torch.optim.SGD(model.parameters(), lr=0.1), Unplanned.IN_CORE)
+
+    def largest(*shape: int) -> int:
+        tensor = torch.zeros(shape)
+        return before._largest_at(SimpleNamespace(size_bytes=tensor.nbytes, geometry=Geometry.of(tensor)))  # type: ignore[arg-type]
+
+    assert largest(3, 7, 8) == 3 * 7 * 1000 * 4
+    assert largest(3, 1000) == 3 * 1000 * 4
+    assert largest(3, 9) == 3 * 9 * 4
+    assert largest() == 4
 
 
 @pytest.mark.parametrize("options", [{}, {"before_plan": "swap"}, {"on_over_budget": "error"}])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -11,6 +14,7 @@ from typing import Literal
 import torch
 
 from poochplan.errors import UsageError
+from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.metering.census import census_bytes
 from poochplan.runtime.step_policies.step_policy import KeepWhileRoom, StepPolicy, SwapEach
 from poochplan.tensors.host_memory import memory_left
@@ -62,7 +66,7 @@ class BeforePlan:
     ) -> None:
         self.before, self.refused = before, refused
         self._model, self._where, self._optimizers = model, where, optimizers
-        self._while_room = KeepWhileRoom(self._room, is_short)
+        self._while_room = KeepWhileRoom(self._room, is_short, self._largest_at)
 
     def policy(self, *, is_refused: bool = False) -> StepPolicy:
         """Policy of a step that is to get a plan, or that will get none."""
@@ -84,6 +88,27 @@ class BeforePlan:
 
     def _room(self) -> int:
         return int(SHARE_TAKEN * free_bytes(self._where)) - self._to_come_bytes()
+
+    def _largest_at(self, value: SavedValue) -> int:
+        """Bytes of the value or, if it is larger, of its product with a weight, such as the one that gives a language
+        model's logits: those are made behind all other values, and much larger.
+        """
+        if value.geometry is None or not value.geometry.shape:
+            return value.size_bytes
+        *rows, width = value.geometry.shape
+        product_bytes = math.prod(rows) * self._widest.get(width, 0) * value.geometry.dtype.itemsize
+        return max(value.size_bytes, product_bytes)
+
+    @functools.cached_property
+    def _widest(self) -> dict[int, int]:
+        """For each width of a matrix of the model, the largest other width. Either may be the input's."""
+        layers = (layer for layer in self._model.modules() if not isinstance(layer, torch.nn.Embedding))
+        matrices = (one.shape for layer in layers for one in layer.parameters(recurse=False) if one.ndim == 2)
+        widest = dict[int, int]()
+        for pair in matrices:
+            for width, other in itertools.permutations(pair):
+                widest[width] = max(other, widest.get(width, 0))
+        return widest
 
     def _to_come_bytes(self) -> int:
         """Bytes of gradients that do not exist yet, and of the state of optimizers that have not stepped."""
