@@ -265,6 +265,26 @@ def test_a_session_ends_where_the_call_that_it_was_for_has_raised(tmp_path: Path
     assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def test_a_session_that_is_collected_in_the_middle_of_another_training_is_no_error(tmp_path: Path) -> None:
+    """As one that only a traceback's cycle held. What a save means to it is found after a collection."""
+    training, other = dropout_and_batch_norm(), dropout_and_batch_norm()
+    cycle: list[Any] = [poochplan.auto(training.models, training.optimizers, budget="60%", cache=tmp_path, **QUICK)]
+    cycle[0].__enter__()
+    for number in range(14):
+        training.turn(number)
+        cycle[0].wait_until_planned(0.0)
+    engine = cycle[0]._engine
+    cycle.append(cycle)
+    gc.disable()
+    try:
+        del cycle
+        other.turn(0)
+    finally:
+        gc.enable()
+    assert not engine.cursor.is_open
+    assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
 def test_hooks_that_others_have_put_on_top_stay_where_a_session_ends_below_them(tmp_path: Path) -> None:
     training, other, owner = dropout_and_batch_norm(), dropout_and_batch_norm(), Owner()
     with pytest.raises(ValueError, match="in the middle"):
