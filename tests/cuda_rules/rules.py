@@ -47,6 +47,20 @@ def _asked_by_a_formula() -> bool:
     return False
 
 
+_ALONE = 4, 2
+"""Uses of a tensor and of its storage, as an op finds them, where only autograd's buffer of gradients has it."""
+
+
+def _is_added_in_place(func: Any, into: Any, *rest: Any) -> bool:
+    """Whether autograd would add this gradient in place: a dispatch mode keeps it from that, and a GPU does not."""
+    if func is not aten.add.Tensor or torch.is_grad_enabled() or not on_device(into) or len(rest) > 1:
+        return False
+    uses = into._use_count(), torch._C._storage_Use_Count(into.untyped_storage()._cdata)
+    other = rest[0]
+    is_alike = isinstance(other, torch.Tensor) and (other.shape, other.dtype) == (into.shape, into.dtype)
+    return is_alike and into.is_contiguous() and uses == _ALONE
+
+
 def _fills_bucket(kwargs: dict[str, Any]) -> bool:
     """Whether it writes into a bucket of data-parallel training, which C++ has made in host memory here."""
     return "out" in kwargs and not on_device(kwargs["out"])
@@ -79,6 +93,8 @@ class Rules(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._machine.runs_backward and not kwargs and _is_added_in_place(func, *args):
+            func = aten.add_.Tensor
         kwargs = dict(kwargs or {})
         tensors = _tensors_in(args)
         if kwargs:
