@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 REST = {
     "cli": "arena_shown fake_profile fit link on_ranks run_compiled sweep",
     "compiling": "autocast caches compiling eager_graphs",
-    "cuda_rules": "auto_on_cuda",
+    "cuda_rules": "auto_on_cuda room_before_plan",
     "docs": "stacks",
     "end_to_end": "chunks_within_budget compare epochs graph_mode_within_budget long_loop regions_within_budget "
     "resident_memory",
@@ -60,7 +60,8 @@ def is_in_part(item: pytest.Item) -> bool:
 
 def is_of_rest(item: pytest.Item) -> bool:
     """Whether ``make test`` leaves it out; notebooks are all of the rest."""
-    return item.path in REST_FILES or HERE not in item.path.parents
+    is_marked = item.get_closest_marker("rest") is not None
+    return is_marked or item.path in REST_FILES or HERE not in item.path.parents
 
 
 def runs_on_two_devices(item: pytest.Item) -> bool:

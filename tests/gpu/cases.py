@@ -170,13 +170,15 @@ CASES = {
     "sdpa_efficient_without_dropout": _heads(SDPBackend.EFFICIENT_ATTENTION, torch.float32, 0.0, 6),
 }
 BY_DAY = ("residual", "autocast", "embedding", "checkpointed", "two_streams", "sdpa_flash")
-"""What the stand-in runs each time; a GPU, and ``make test-all DEEP=1``, run all."""
+"""What the stand-in runs each time; a GPU, and ``make test-all``, run all."""
+OF_FLOWS = tuple(CASES) if ON_A_GPU else (*BY_DAY, "recurrent", "large")
+"""Those of the flows: on the stand-in one for each mechanism. That any decisions are exact is claimed of all."""
 ON_CUDA_ALONE = {name for name in CASES if name.startswith("sdpa_") and name != "sdpa_math"}
 
 
 def each(names: Iterable[str], by_day: Collection[str]) -> list[Any]:
-    """The names, all but those ``by_day`` with ``POOCH_DEEP=1`` only."""
-    return [name if name in by_day else pytest.param(name, marks=pytest.mark.deep) for name in names]
+    """The names; ``make test`` leaves all but those ``by_day`` to ``make test-all``."""
+    return [name if name in by_day else pytest.param(name, marks=pytest.mark.rest) for name in names]
 
 
 def case_of(name: str) -> Case:

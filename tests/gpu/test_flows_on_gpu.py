@@ -24,6 +24,7 @@ from poochplan.units import format_bytes
 from tests.gpu.cases import (
     BY_DAY,
     CASES,
+    OF_FLOWS,
     ON_A_GPU,
     PLANNED_BY,
     WHERE,
@@ -65,7 +66,7 @@ def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", each(CASES, ("residual",)))
+@pytest.mark.parametrize("name", each(OF_FLOWS, ("residual",)))
 def test_a_profile_of_mode_swap_all_is_that_of_the_step_and_its_plans_are_exact(name: str) -> None:
     case = case_of(name)
     swapped, in_core = case.new_profile(mode="swap-all"), case.profile()
@@ -89,7 +90,7 @@ def _profile_inside(case: Case) -> Profile:
     return poochplan.profile(whole, model=model, optimizer=optimizer, backward="inside", **options)
 
 
-@pytest.mark.parametrize("name", each(CASES, ("embedding",)))
+@pytest.mark.parametrize("name", each(OF_FLOWS, ("embedding",)))
 def test_a_step_that_calls_backward_itself_is_profiled_where_it_runs(name: str) -> None:
     case = case_of(name)
     profile = _profile_inside(case)
@@ -124,7 +125,13 @@ def test_what_lives_beside_the_step_is_planned_anew_or_is_an_error(name: str, wh
         assert report.total.fallbacks == 0
 
 
-OF_LOOPS: dict[str, Any] = {"link": LINK, "time_limit_s": 0.5, "quiet": True, "on_over_budget": "warn"}
+OF_LOOPS: dict[str, Any] = {
+    "budget": "95%",  # the smallest of attention and of checkpoints is 90%
+    "link": LINK,
+    "time_limit_s": 0.5,
+    "quiet": True,
+    "on_over_budget": "warn",
+}
 
 
 @pytest.mark.parametrize("name", each(BY_DAY, ("embedding",)))
@@ -133,7 +140,7 @@ def test_auto_studies_plans_and_follows_with_the_bits_of_plain_training(name: st
     in_core = in_host_memory(reference(case, PLANNED_BY + 3))
     model, step, optimizer = case.fresh()
     torch.manual_seed(1)
-    with poochplan.auto(model, optimizer, budget="80%", cache=tmp_path, **OF_LOOPS) as session:
+    with poochplan.auto(model, optimizer, cache=tmp_path, **OF_LOOPS) as session:
         seen = turns_until_planned(session, (model, step, optimizer), PLANNED_BY + 3)
     assert equal(in_core, seen)
 
@@ -144,7 +151,7 @@ def test_a_trainers_callback_trains_with_the_bits_of_plain_training(name: str, t
     case = case_of(name)
     in_core = in_host_memory(reference(case, PLANNED_BY + 3))
     model, step, optimizer = case.fresh()
-    callback = hf.PlanCallback(budget="80%", cache=tmp_path / "plans", **OF_LOOPS)
+    callback = hf.PlanCallback(cache=tmp_path / "plans", **OF_LOOPS)
     nobody: Any = None
     torch.manual_seed(1)
     callback.on_train_begin(nobody, nobody, nobody, model=model, optimizer=optimizer)
@@ -194,7 +201,7 @@ def test_a_model_of_data_parallel_training_follows_its_plan(name: str) -> None:
     case = Case(lambda: _data_parallel(CASES[name].make()))
     profile = case.new_profile()
     report = followed(case, random_plan(profile, 2), wanted=reference(case, 2))
-    assert report.last_step.out_bytes > 0
+    assert report.last_step.out_bytes + report.last_step.replayed_values > 0
     takes_what_is_predicted(case, profile)
 
 

@@ -30,6 +30,8 @@ pytestmark = [
     pytest.mark.skipif(cases.ON_A_GPU and torch.cuda.device_count() < 2, reason="there is one GPU"),
 ]
 SECOND = torch.device("cuda", 1)
+NETS = tuple(cases.CASES) if cases.ON_A_GPU else ("residual", "checkpointed", "two_streams", "sdpa_flash")
+"""What names a GPU: copies, a checkpoint's generator, streams, a kernel's generator."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -51,7 +53,7 @@ def _on_the_second(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         assert machine.host_memory.pinned == {}
 
 
-@pytest.mark.parametrize("name", cases.each(cases.CASES, ("residual",)))
+@pytest.mark.parametrize("name", cases.each(NETS, ("residual",)))
 def test_a_step_is_profiled_and_its_plans_are_followed_there(name: str) -> None:
     case = cases.case_of(name)
     profile = case.new_profile()
