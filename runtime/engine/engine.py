@@ -283,7 +283,7 @@ class Engine:
             segment.saves_next = True
             self._choose(segment)
             if not cursor.is_open:  # a session that nobody holds ends where the chooser collects garbage
-                return Handle.untouched(tensor)
+                return SavedHandle.untouched(tensor)
         assert self._policy is not None, "a chooser has to say at the first save"
         record = self.tape.met(tensor, storage, self.recorder.window)
         known = record.value() if record.value is not None else None

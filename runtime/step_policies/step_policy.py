@@ -236,7 +236,7 @@ class KeepWhileRoom(SwapEach):
         self._stay.append(weakref.ref(value))
         return NOTHING
 
-    def at_use(self, number: int, handle: Handle, saves: int) -> Actions:
+    def at_use(self, number: int, handle: SavedHandle, saves: int) -> Actions:
         assert handle.value is not None
         going = self._going(handle.value)
         return self.take(going) if going else NOTHING
