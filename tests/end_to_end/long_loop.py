@@ -29,6 +29,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn  # noqa: E
 import poochplan  # noqa: E402
 from benchmarks.hooked import digest  # noqa: E402
 from poochplan.runtime.arena.arena import Arena  # noqa: E402
+from tests.runtime.arena.steps import resident_bytes  # noqa: E402
 from tests.runtime.nets import LINK  # noqa: E402
 
 TURNS, CHECKPOINT_AT = 44, 22
@@ -79,7 +80,7 @@ class OutsideMeter:
         return self._most_bytes
 
     def _resident_bytes(self) -> int:
-        return sum(arena.resident_bytes or 0 for arena in self._arenas)
+        return sum(resident_bytes(arena) or 0 for arena in self._arenas)
 
 
 class BrokenSample(Exception):
