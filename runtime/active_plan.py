@@ -1,4 +1,4 @@
-"""ActivePlan: an active plan that steps of one kind follow, and how they keep to its budget."""
+"""ActivePlan: the plan that steps of one kind follow, and how they keep to its budget."""
 
 from __future__ import annotations
 

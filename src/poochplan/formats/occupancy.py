@@ -1,4 +1,4 @@
-"""Codes live over ticks: of any spans, and of the in-core step. StepTrace: what each stream does in one step, op by op,
+"""Bytes live over ticks: of any spans, and of the in-core step. StepTrace: what each stream does in one step, op by op,
 and live bytes over its time; predicted, or measured. Imports no torch.
 """
 
@@ -24,7 +24,7 @@ TRACKS = (STEP, COMPUTE, OUT_LINK, IN_LINK, THREAD)
 
 
 def occupancy(ticks: int, *spans: tuple[Ints, Ints, Ints]) -> Ints:
-    """Codes live at each of ``ticks`` ticks, numbered from 0; int64, (ticks,).
+    """Bytes live at each of ``ticks`` ticks, numbered from 0; int64, (ticks,).
 
     The caller defines ticks: those of a step (``profile_parts``), the ops of a replay, the times of an arena. Spans are
     arrays (first tick, last tick, bytes) of equal length. The bytes are live from the first tick to the last, both
@@ -41,7 +41,7 @@ def occupancy(ticks: int, *spans: tuple[Ints, Ints, Ints]) -> Ints:
 
 
 def live_bytes(profile: ProfileData, values: Sequence[int] | None = None, *, workspace: bool = True) -> Ints:
-    """Codes live at each tick of the in-core step, rounded up as the allocator does; int64, (tick_count,).
+    """Bytes live at each tick of the in-core step, rounded up as the allocator does; int64, (tick_count,).
 
     At an op's tick they include its outputs and, with ``workspace``, its workspace. With ``values``, only these values
     count besides workspace.
@@ -71,7 +71,7 @@ def ints(numbers: Iterable[int]) -> Ints:
 
 
 def static_bytes(profile: ProfileData) -> dict[str, int]:
-    """Codes that live through the whole step, by kind; gradients only if they live through forward."""
+    """Bytes that live through the whole step, by kind; gradients only if they live through forward."""
     return {
         kind: size_bytes
         for kind, size_bytes in profile.static_bytes.items()
