@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(WHERE.type != "cuda", reason="about CUDA alone"),
 ]
 REPLAY = (0, 0, 1)
-CONVOLVING = ("residual", "autocast", "channels_last", "two_streams")
+CONVOLVING = ("residual", "autocast", "channels_last", "two_streams_wait")
 
 
 @pytest.fixture
