@@ -34,12 +34,13 @@ class StepBlocks:
     """Memory from before the step: parameters, optimizer state, inputs."""
     by_ops: tuple[Block, ...]
     """Results of ops, memory that ops take and give back inside, and temporaries of replays."""
-    gradients: tuple[Block, ...]
-    """Results of ops that are gradients of parameters."""
     fetched: tuple[Block, ...]
     """Buffers for values that come back from the host."""
     replayed: tuple[Block, ...]
     """Values that come back by replay."""
+    gone_by_next: frozenset[Block]
+    """Those that live to the end of the step, and are gone when the next one begins. Gradients are, unless the loop
+    keeps them through forward."""
     end: int
     """Time at which the step is over."""
     point_times: tuple[int, ...]
@@ -48,7 +49,7 @@ class StepBlocks:
     @cached_property
     def of_step(self) -> tuple[Block, ...]:
         """All blocks that the step itself takes, in the order of being taken."""
-        every = self.fetched + self.by_ops + self.gradients + self.replayed
+        every = self.fetched + self.by_ops + self.replayed
         return tuple(sorted(every, key=lambda block: block.start))
 
     def points_before(self, block: Block) -> int:
@@ -69,11 +70,14 @@ def blocks_of(profile: Profile, problem: Problem, schedule: Schedule) -> StepBlo
     ends = {value: clock[tick + 1] for value, tick in enumerate(last_tick)}
     in_step = {v for v, record in enumerate(profile.values) if record.born >= 0 or record.born_tick is not None}
     before = [Block(0, ends[v], record.size_bytes) for v, record in enumerate(profile.values) if v not in in_step]
-    by_ops, gradients = list[Block](), list[Block]()
+    by_ops, gone_by_next = list[Block](), set[Block]()
+    are_gradients_gone = not profile.gradients_live_through_forward
     for op, tick, own in zip(profile.ops, profile.op_ticks, taken, strict=True):
         for value, block in _at(own, op.outputs, clock[tick], ends, clock[-1]):
-            is_gradient = value >= 0 and profile.values[value].kind is Kind.GRADIENT
-            (gradients if is_gradient else by_ops).append(block)
+            by_ops.append(block)
+            record = profile.values[value] if value >= 0 and block.end == clock[-1] else None
+            if record and (record.gone_by_next or (are_gradients_gone and record.kind is Kind.GRADIENT)):
+                gone_by_next.add(block)
     born = born_ticks(profile, range(len(profile.values))).tolist()
     by_ops += [
         Block(clock[born[v]], ends[v], profile.values[v].size_bytes)
@@ -90,8 +94,15 @@ def blocks_of(profile: Profile, problem: Problem, schedule: Schedule) -> StepBlo
     size_bytes = problem.size_bytes.tolist()
     fetched = [Block(clock[back[s]], clock[end[s] + 1], size_bytes[s]) for s in walk.copied_in]
     point_times = tuple(clock[tick] for tick in profile.point_ticks)
-    after, end = _taken(replayed), clock[-1]
-    return StepBlocks(_taken(before), _taken(by_ops), _taken(gradients), _taken(fetched), after, end, point_times)
+    return StepBlocks(
+        before=_taken(before),
+        by_ops=_taken(by_ops),
+        fetched=_taken(fetched),
+        replayed=_taken(replayed),
+        gone_by_next=frozenset(gone_by_next),
+        end=clock[-1],
+        point_times=point_times,
+    )
 
 
 def taken_by(profile: Profile, op: Op) -> tuple[OpBlock, ...]:
@@ -181,17 +192,15 @@ def layout_of(
     ``enough_bytes``.
 
     Outside lie blocks of less than ``LEAST_PLACED_BYTES``, blocks from before the first point of the clock, where a
-    step cannot be recognised yet, and blocks that outlive the step. Gradients that are gone by the next forward lie
-    inside.
+    step cannot be recognised yet, and blocks that are still there when the next step begins.
     """
     blocks = blocks_of(profile, problem, schedule)
     if len(blocks.of_step) > MOST_BLOCKS:
         return None
-    gone = set() if profile.gradients_live_through_forward else set(blocks.gradients)
     large = [
         block for block in blocks.of_step if block.size_bytes >= LEAST_PLACED_BYTES and blocks.points_before(block) > 0
     ]
-    inside = [block for block in large if block.end < blocks.end or block in gone]
+    inside = [block for block in large if block.end < blocks.end or block in blocks.gone_by_next]
     is_inside = set(inside)
     outside = [block for block in blocks.of_step if block not in is_inside]
     outside_bytes = live_peak([one for one in (*blocks.before, *outside) if profile.rounded_bytes(one.size_bytes)])

@@ -148,11 +148,14 @@ def build_values(capture: Capture, kinds: dict[int, Kind], last_tick: int) -> tu
     first_use = _first_uses(capture)
     names = value_names(capture, kinds)
     writers = _writers(capture)
+    left_over = capture.left_over if capture.left_over is not None else set(range(len(capture.values)))
     values = []
     for number, captured in enumerate(capture.values):
         was_there = captured.born < 0 and captured.born_tick is None
         kind = Kind.INPUT if was_there else Kind.ACTIVATION if number in saved else Kind.TEMPORARY
-        died, let_go = (last_tick if at is None else at for at in (captured.died, captured.let_go))
+        ends = (captured.died, captured.let_go) if number in capture.saved_values else (captured.died,)
+        died = last_tick if captured.died is None else captured.died
+        freed = max(last_tick if at is None else at for at in ends)
         values.append(
             Value(
                 name=names[number],
@@ -164,7 +167,8 @@ def build_values(capture: Capture, kinds: dict[int, Kind], last_tick: int) -> tu
                 born=captured.born,
                 born_tick=captured.born_tick,
                 forward_death=died,
-                freed=max(died, let_go) if number in capture.saved_values else died,
+                freed=freed,
+                gone_by_next=captured.born >= 0 and freed == last_tick and number not in left_over,
                 stretch_of=captured.stretch_of,
                 pinned=_pinned(captured, number in saved, died, first_use.get(number)),
                 unreplayable=_unreplayable(capture, number, writers.get(number, [])) if number in saved else "",

@@ -71,6 +71,8 @@ class Capture(ToggledMode):
         """Whether the model has been called. A session records nothing before that, or before the first save."""
         self.garbage: set[int] = set()
         """Values that only the garbage collector has freed; see :func:`collected_after`."""
+        self.left_over: set[int] | None = None
+        """Values of the step that were still held when the next one began; None while that is unknown."""
         self._static = static_keys(model, where.type)
         self._paused = False
         self.saved_values: set[int] = set()

@@ -103,6 +103,7 @@ def study(context: StudyContext, options: StudyOptions) -> Studied:
     """Asks for observers, receives each back when its step has a result, and returns the profile."""
     options.say("capturing one step")
     seen: Capturing = yield lambda: Capturing(context)
+    seen.capture.left_over = seen.capture.lifetimes.held()  # the next step is about to begin
     options.say("measuring the link")
     draft = partial(seen.draft, link=options.link(), workload=options.workload)
     captured_s, plain_s = seen.capture.durations(), options.plain_s

@@ -12,16 +12,21 @@ import torch
 
 import poochplan
 from poochplan.errors import AllocatorError, UsageError
+from poochplan.formats.plan import OUTSIDE
 from poochplan.formats.profile import Memory
 from poochplan.online import auto_messages, background
 from poochplan.runtime.session import Session
 from tests.online.runs import Run, bytes_of, run_plain
 from tests.online.trainings import (
+    CLASSES,
+    ROWS,
+    WIDTH,
     Training,
     accumulation,
     blocks,
     dropout_and_batch_norm,
     evaluated_between,
+    outputs_held,
 )
 from tests.runtime.nets import LINK
 from tests.runtime.served import arenas_mapped, needs_compiler
@@ -97,7 +102,7 @@ def _is_bitwise_plain_and_served_whole(make: Callable[[], Training], served: Ser
     assert not [one for one in found.unserved if one.size_bytes >= UNPLANNED_BYTES]
 
 
-@pytest.mark.parametrize("make", [dropout_and_batch_norm, evaluated_between], ids=["plain", "evaluated_between"])
+@pytest.mark.parametrize("make", [dropout_and_batch_norm, evaluated_between, outputs_held])
 def test_segments_are_bitwise_what_they_were_and_served_whole_once_they_are_learned(
     make: Callable[[], Training], tmp_path: Path
 ) -> None:
@@ -109,6 +114,22 @@ def test_so_are_segments_of_several_kinds_which_take_one_arena_by_turns(accumula
     served, run = accumulated
     _is_bitwise_plain_and_served_whole(accumulation, served, run)
     assert served.arenas == [1, 0]
+
+
+@pytest.mark.parametrize("longer", [False, True])
+def test_an_output_that_the_loop_holds_has_a_place_if_it_is_gone_when_the_next_step_begins(
+    longer: bool, tmp_path: Path
+) -> None:
+    served = Served(lambda: outputs_held(longer=longer), tmp_path, budget="75%")
+    with served.session as session:
+        served.turns(0, PLANNED_AT)
+        assert session.wait_until_planned(120)
+        served.turns(PLANNED_AT, LEARNED_AT)
+    (layout,) = (plan.layout for plan in session.plans.values())
+    assert layout is not None
+    held = [ROWS * WIDTH * 4, ROWS * CLASSES * 4] if longer else []
+    assert [one.size_bytes for one in layout.places if one.offset == OUTSIDE] == held
+    assert served.served_bytes[-1] > UNPLANNED_BYTES
 
 
 def test_plans_have_places_and_their_budget_is_on_the_arena_and_what_lies_outside(

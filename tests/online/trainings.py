@@ -82,6 +82,35 @@ def dropout_and_batch_norm() -> Training:
     return plain(blocks(6, lambda: nn.BatchNorm1d(WIDTH), lambda: nn.Dropout(0.1)))
 
 
+class WithHidden(nn.Module):
+    """Returns, as language models do, hidden states beside the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = blocks(5), nn.Sequential(nn.Linear(CLASSES, WIDTH), blocks(3))
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.head[0](self.body(rows))
+        return self.head[1](hidden), hidden
+
+
+def outputs_held(*, longer: bool = False) -> Training:
+    """The outputs are held until the turn is over, behind the optimizer's step; or until the next forward is."""
+    model, held = WithHidden(), list[object]()
+    optimizer, (rows, classes) = adam(model), batch()
+
+    def turn(_: int) -> Losses:
+        optimizer.zero_grad()
+        outputs = model(rows)
+        held[:] = [outputs] if longer else []
+        loss = nn.functional.cross_entropy(outputs[0], classes)
+        loss.backward()
+        optimizer.step()
+        return [loss.item()]
+
+    return Training(model, [optimizer], turn)
+
+
 def autocast() -> Training:
     return plain(blocks(), lambda _: torch.autocast("cpu", torch.bfloat16))
 

@@ -106,7 +106,7 @@ def test_in_a_layout_nothing_overlaps_that_is_taken_before_the_other_is_given_ba
     large = [block for block in blocks.of_step if block.size_bytes >= least_bytes and block.start >= begin]
     assert [block.size_bytes for block in large] == [place.size_bytes for place in laid.layout.places]
     placed = [both for both in zip(large, laid.layout.places, strict=True) if both[1].offset != OUTSIDE]
-    assert all(block in blocks.gradients or block.end < blocks.end for block, _ in placed)
+    assert all(block in blocks.gone_by_next or block.end < blocks.end for block, _ in placed)
     for at, (block, place) in enumerate(placed):
         end = place.offset + place.size_bytes
         assert end <= laid.layout.arena_bytes

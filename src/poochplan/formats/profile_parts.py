@@ -176,6 +176,9 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     step if the value outlives the step."""
     freed: Index
     """Last tick at which the in-core step holds it, autograd included."""
+    gone_by_next: bool = False
+    """Whether it is known to be gone when the next step begins, although this step holds it to its last tick. The loop
+    held it in a local variable, for example."""
     stretch_of: IndexOrNone = -1
     """Some storages give up their memory and take it again, as FSDP2's gathered weights do. Each stretch of the step in
     which such a storage has memory is a value, from ``born_tick`` to ``freed``; replays read the storage only there.
