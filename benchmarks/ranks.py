@@ -1,10 +1,10 @@
-"""Data-parallel training and FSDP2 on two ranks: bits, peaks by an outside meter, and plans in force on every rank.
+"""Data-parallel training and FSDP2 on several ranks: bits, peaks by an outside meter, and plans in force on every rank.
 
-Each network is wrapped on two gloo ranks and trained without a session, then under ``poochplan.auto`` with each budget.
-Losses and parameters are compared with those of the same wrapper without a plan. The outside hook of the tests meters
-each rank's steps: it counts every thread, gloo's too. Peaks are those of the steps that follow the plan.
+Each network is wrapped on two gloo ranks, or more, and trained without a session, then under ``poochplan.auto`` with
+each budget. Losses and parameters are compared with those of the same wrapper without a plan. The outside hook of the
+tests meters each rank's steps: it counts every thread, gloo's too. Peaks are those of the steps that follow the plan.
 
-    python -m benchmarks.ranks [--wrappers ddp,fsdp] [--networks blocks,gpt2,bert,convolutions] [-o FILE.json]
+    python -m benchmarks.ranks [--wrappers ddp,fsdp] [--networks blocks,gpt2,...] [--ranks 4] [-o FILE.json]
 """
 
 from __future__ import annotations
@@ -110,11 +110,41 @@ def bert() -> Training:
     return Training(model, list(model.bert.encoder.layer), loss)
 
 
+def llama() -> Training:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=512, max_position_embeddings=128, **sizes))
+
+    def loss(wrapped: nn.Module) -> torch.Tensor:
+        tokens = torch.randint(512, (8, 128))
+        found: torch.Tensor = wrapped(input_ids=tokens, labels=tokens).loss
+        return found
+
+    return Training(model, list(model.model.layers), loss)
+
+
+def vit() -> Training:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    model = ViTForImageClassification(ViTConfig(image_size=64, patch_size=8, num_labels=10, **sizes))
+
+    def loss(wrapped: nn.Module) -> torch.Tensor:
+        pixels, labels = torch.randn(16, 3, 64, 64), torch.randint(10, (16,))
+        found: torch.Tensor = wrapped(pixel_values=pixels, labels=labels).loss
+        return found
+
+    return Training(model, [one for one in model.modules() if type(one).__name__ == "ViTLayer"], loss)
+
+
 NETWORKS: dict[str, Callable[[], Training]] = {
     "blocks": blocks,
     "gpt2": gpt2,
     "bert": bert,
     "convolutions": convolutions,
+    "llama": llama,
+    "vit": vit,
 }
 
 
@@ -183,10 +213,10 @@ def on_this_rank(folder: Path, name: str, wrapper: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def rows_of(name: str, wrapper: str) -> list[dict[str, Any]]:
-    """One for each budget, of both ranks."""
+def rows_of(name: str, wrapper: str, count: int) -> list[dict[str, Any]]:
+    """One for each budget, of all ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        ranks = torchrun("benchmarks.ranks", Path(folder), name, wrapper)
+        ranks = torchrun("benchmarks.ranks", Path(folder), name, wrapper, ranks=count)
     rows = []
     for budget in BUDGETS:
         plain, planned = [rank[""] for rank in ranks], [rank[budget] for rank in ranks]
@@ -233,12 +263,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wrappers", default=",".join(WRAPPERS))
     parser.add_argument("--networks", default=",".join(NETWORKS))
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("-o", "--output")
     asked = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for wrapper in asked.wrappers.split(","):
         for name in asked.networks.split(","):
-            rows += rows_of(name, wrapper)
+            rows += rows_of(name, wrapper, asked.ranks)
             print(*map(line, rows[-len(BUDGETS) :]), sep="\n", flush=True)
             write_results(asked.output, {**facts_of_run(asked), "rows": rows})
 
