@@ -9,19 +9,27 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
 import poochplan
 from poochplan.errors import UsageError
+from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
+from poochplan.formats.queries import in_flight_bytes
+from poochplan.online.planning_process import PlanRequest, plan_in, with_room
 from poochplan.online.ranks import ALIKE_STEPS, RankMessage, Ranks
+from poochplan.planner.planning import plan
 from poochplan.profiler.live.step_kinds import Key
+from poochplan.runtime.arena.step_arena import KnownStep
 from poochplan.runtime.engine import engine
 from poochplan.runtime.replays.replay import NotReplayable, _with_memory
 from poochplan.tensors.signatures import model_tensors
 from poochplan.torch_private.sharding import gathered_weights, is_sharded, told_of_resizes
+from tests.planner.random_profiles import resnet_like
+from tests.planner.test_gathered import gathered, whole
 from tests.runtime.nets import LINK
 
 
@@ -138,6 +146,27 @@ def test_profile_refuses_a_sharded_model_in_one_line(trained: Any) -> None:
     model, _ = trained
     with pytest.raises(UsageError, match=r"^model: expected one that FSDP2 does not shard, found .*; use poochplan"):
         poochplan.profile(lambda: model(torch.randn(2, 64)).sum(), model=model)
+
+
+def test_room_for_collectives_is_left_free_and_not_predicted(tmp_path: Path) -> None:
+    profile = gathered(whole())
+    room_bytes, budget_bytes = in_flight_bytes(profile), int(0.9 * profile.in_core_peak_bytes)
+    profile.save(tmp_path / "profile.json")
+    request = PlanRequest(2.0, "off", None, budget_bytes=budget_bytes, room_bytes=room_bytes, is_complete=True)
+    (tmp_path / "request.json").write_bytes(msgspec.json.encode(request))
+    plan_in(tmp_path)
+    made = Plan.load(tmp_path / "plan.json")
+    assert made.budget_bytes == budget_bytes
+    assert made.prediction.peak_bytes <= budget_bytes - room_bytes
+    assert made.prediction.in_core_peak_bytes == profile.in_core_peak_bytes
+    assert any(f"{room_bytes} bytes" in note for note in made.notes)
+
+
+def test_an_arena_leaves_that_room_free_too() -> None:
+    made = plan(resnet_like(3), "80%", policy="greedy")
+    roomy = with_room(made, 1 << 20)
+    assert KnownStep(roomy).room_bytes == KnownStep(made).room_bytes > 0
+    assert roomy.budget_bytes == made.budget_bytes + (1 << 20)
 
 
 def test_ranks_talk_behind_each_step_until_all_is_settled_then_behind_one_in_fifty() -> None:

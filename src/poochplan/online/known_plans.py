@@ -119,8 +119,9 @@ class KnownPlans:
     # -- where plans come from --------------------------------------------------------------------------------
 
     def want(self, key: Key, profile: Profile, ahead_bytes: int) -> bool:
-        """Requests a plan and returns whether one is being made now. If not, a message says why. ``ahead_bytes`` are
-        left free for growth, and more for collectives in flight, as far as the budget has room.
+        """Requests a plan and returns whether one is being made now. If not, a message says why. ``ahead_bytes`` count
+        as taken, since the loop will grow by them, and the plan leaves room for collectives in flight; both as far as
+        the budget has room.
 
         Raises ``InfeasibleError`` if no plan fits and the policy is an error.
         """
@@ -131,11 +132,14 @@ class KnownPlans:
             self.refused[key] = smallest_bytes
             self._tell_infeasible(profile, budget_bytes, smallest_bytes)
             return False
-        left_bytes = left_free(ahead_bytes + in_flight_bytes(profile), budget_bytes - smallest_bytes)
-        if left_bytes:
-            profile = self.profiles[key] = with_bytes_beside(profile, left_bytes)
+        taken_bytes = left_free(ahead_bytes, budget_bytes - smallest_bytes)
+        room_bytes = left_free(in_flight_bytes(profile), budget_bytes - smallest_bytes - taken_bytes)
+        if taken_bytes:
+            profile = self.profiles[key] = with_bytes_beside(profile, taken_bytes)
+        request = msgspec.structs.replace(
+            self._request, budget_bytes=budget_bytes, room_bytes=room_bytes, loop_s=self.pauses.age_s
+        )
         try:
-            request = msgspec.structs.replace(self._request, budget_bytes=budget_bytes, loop_s=self.pauses.age_s)
             self.pending[key] = BackgroundPlan(profile, request)
         except OSError as error:
             self._messages.warn(not_planned(f"planning could not begin ({error.strerror})"))

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 if TYPE_CHECKING:
+    from poochplan.formats.plan import Plan
     from poochplan.planner.search.allowance import Progress, SearchCallback
 
 PR_SET_PDEATHSIG = 1
@@ -39,6 +40,8 @@ class PlanRequest(msgspec.Struct, frozen=True):
     spill_dir: str | None
     """Spill folder of the link, which is measured there if the profile has none."""
     budget_bytes: int = 0
+    room_bytes: int = 0
+    """Bytes of the budget that stay free: for memory that comes and goes by time, which no prediction counts."""
     is_complete: bool = False
     """Whether the profile has all facts of the machine. Then torch is not loaded."""
     loop_s: float = 0.0
@@ -76,6 +79,21 @@ def ends_when_it_gains_less_than_it_takes(loop_s: float) -> SearchCallback:
     return is_over
 
 
+def with_room(made: Plan, room_bytes: int) -> Plan:
+    """The same plan for a budget that is larger by the room, which its arena leaves free too."""
+    if not room_bytes:
+        return made
+    arena_peak_bytes = made.prediction.arena_peak_bytes
+    if arena_peak_bytes is not None:
+        arena_peak_bytes += room_bytes
+    return msgspec.structs.replace(
+        made,
+        budget_bytes=made.budget_bytes + room_bytes,
+        prediction=msgspec.structs.replace(made.prediction, arena_peak_bytes=arena_peak_bytes),
+        notes=(*made.notes, f"{room_bytes} bytes of the budget stay free for collectives in flight"),
+    )
+
+
 def plan_in(folder: Path) -> None:
     """Reads the request in that folder, and writes the plan. Raises ``PoochError``."""
     from poochplan.formats.profile import Profile
@@ -91,7 +109,7 @@ def plan_in(folder: Path) -> None:
     watch = ends_when_it_gains_less_than_it_takes(request.loop_s)
     made = plan(
         profile,
-        request.budget_bytes,
+        request.budget_bytes - request.room_bytes,
         time_limit_s=request.time_limit_s,
         gap=GAP,
         threads=1,
@@ -99,7 +117,7 @@ def plan_in(folder: Path) -> None:
         arena=request.arena,
         watch=watch,
     )
-    made.save(folder / "plan.json")
+    with_room(made, request.room_bytes).save(folder / "plan.json")
 
 
 def main(folder: str) -> int:
