@@ -99,6 +99,9 @@ class PlanSource:
         """Asks for another plan: steps take ``more_bytes`` more than predicted. Returns a sentence on what follows."""
         return ""
 
+    def lacks_arena(self, plan: ActivePlan, more_bytes: int) -> None:
+        """Steps of the plan use no arena, because it would need ``more_bytes`` more than the budget leaves."""
+
     def wait(self, timeout_s: float | None) -> bool:
         """Waits, between two steps, until no plan is being made. Returns whether each known kind of step has one."""
         return True

@@ -385,6 +385,8 @@ class Session:
         plan = self._following
         self._totals.count(segment, plan.plan if plan is not None else None)
         self._source.ended(segment)
+        if plan is not None and (more_bytes := self._step_arena.lacks(plan.plan)):
+            self._source.lacks_arena(plan, more_bytes)
         if plan is not None and self._looks:
             self._look(segment)
             plan.ended(self._meter.blocks_peak_bytes, has_gradients=bool(segment.gradient_bytes))

@@ -252,6 +252,13 @@ class StepArena:
         self.forget(plan)
         return False
 
+    def lacks(self, plan: Plan) -> int:
+        """Bytes that the budget lacks for an arena of the plan's steps; 0 if they have one, or may get one."""
+        known = self._known
+        if known is None or known.plan is not plan or known.layout is not None or not known.is_over:
+            return 0
+        return known.larger_bytes
+
     def at(self, point: int) -> None:
         if self._is_on:
             self._point = point

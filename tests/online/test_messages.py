@@ -21,6 +21,7 @@ LINES = [
     session.HOST_IS_FULL.format("1.50 GiB"),
     f"{session.FROM_TORCH}, and not from one arena",
     auto_messages.not_planned("no room"),
+    auto_messages.lacks_arena(1_268_455),
     auto_messages.dearer(0.0721, 0.0489, "", is_planned_again=False).split(":")[0],
     *(why for name, why in vars(studied_plans).items() if name in ("COPIES", "NO_ARENA", "BUSY", "SLOWER")),
 ]

@@ -120,7 +120,7 @@ def test_so_are_segments_of_several_kinds_which_take_one_arena_by_turns(accumula
 def test_an_output_that_the_loop_holds_has_a_place_if_it_is_gone_when_the_next_step_begins(
     longer: bool, tmp_path: Path
 ) -> None:
-    served = Served(lambda: outputs_held(longer=longer), tmp_path, budget="75%")
+    served = Served(lambda: outputs_held(until="next" if longer else "turn"), tmp_path, budget="75%")
     with served.session as session:
         served.turns(0, PLANNED_AT)
         assert session.wait_until_planned(120)
@@ -130,6 +130,30 @@ def test_an_output_that_the_loop_holds_has_a_place_if_it_is_gone_when_the_next_s
     held = [ROWS * WIDTH * 4, ROWS * CLASSES * 4] if longer else []
     assert [one.size_bytes for one in layout.places if one.offset == OUTSIDE] == held
     assert served.served_bytes[-1] > UNPLANNED_BYTES
+
+
+def test_a_loop_that_lets_go_earlier_than_the_profiled_one_gets_another_plan_whose_arena_has_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = Served(lambda: outputs_held(until="next"), tmp_path, budget="75%")
+    with first.session as session:
+        first.turns(0, PLANNED_AT)
+        assert session.wait_until_planned(120)
+        first.turns(PLANNED_AT, PLANNED_AT + 2)
+    del first, session
+    gc.collect()  # what that loop holds is not to live beside the next one
+    second = Served(outputs_held, tmp_path, budget="75%", quiet=False)
+    with second.session as session:
+        second.turns(0, PLANNED_AT)
+        second.turns(PLANNED_AT, LEARNED_AT)
+        assert session.wait_until_planned(120)
+        second.turns(LEARNED_AT, TURNS)
+    assert "another plan is made that has room for it" in capsys.readouterr().err
+    assert second.served_bytes[0] == 0
+    assert second.served_bytes[-1] > UNPLANNED_BYTES
+    assert second.unserved_bytes[-1] == 0
+    assert session.total.peak_bytes is not None
+    assert session.total.peak_bytes <= max(plan.budget_bytes for plan in session.plans.values())
 
 
 def test_plans_have_places_and_their_budget_is_on_the_arena_and_what_lies_outside(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -94,15 +94,15 @@ class WithHidden(nn.Module):
         return self.head[1](hidden), hidden
 
 
-def outputs_held(*, longer: bool = False) -> Training:
-    """The outputs are held until the turn is over, behind the optimizer's step; or until the next forward is."""
+def outputs_held(*, until: Literal["turn", "next"] = "turn") -> Training:
+    """The outputs are held until the turn is over, or until the next forward is."""
     model, held = WithHidden(), list[object]()
     optimizer, (rows, classes) = adam(model), batch()
 
     def turn(_: int) -> Losses:
         optimizer.zero_grad()
         outputs = model(rows)
-        held[:] = [outputs] if longer else []
+        held[:] = [outputs] if until == "next" else []
         loss = nn.functional.cross_entropy(outputs[0], classes)
         loss.backward()
         optimizer.step()

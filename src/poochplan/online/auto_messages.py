@@ -60,6 +60,13 @@ def dearer(step_s: float, promised_s: float, why: str, *, is_planned_again: bool
     return f"steps take {format_seconds(step_s)} where {format_seconds(promised_s)} were predicted: {why}; {then}"
 
 
+def lacks_arena(more_bytes: int) -> str:
+    return (
+        f"steps take their memory from torch, because one arena needs {format_bytes(more_bytes)} more than the plan "
+        "leaves: another plan is made that has room for it"
+    )
+
+
 def not_planned(reason: str) -> str:
     return f"steps go on without a plan: {reason}"
 

@@ -118,10 +118,10 @@ class KnownPlans:
 
     # -- where plans come from --------------------------------------------------------------------------------
 
-    def want(self, key: Key, profile: Profile, ahead_bytes: int) -> bool:
+    def want(self, key: Key, profile: Profile, ahead_bytes: int, *, arena_room_bytes: int = 0) -> bool:
         """Requests a plan and returns whether one is being made now. If not, a message says why. ``ahead_bytes`` count
         as taken, since the loop will grow by them, and the plan leaves room for collectives in flight; both as far as
-        the budget has room.
+        the budget has room. ``arena_room_bytes``: by which the arena of real steps is larger than planned.
 
         Raises ``InfeasibleError`` if no plan fits and the policy is an error.
         """
@@ -134,10 +134,15 @@ class KnownPlans:
             return False
         taken_bytes = left_free(ahead_bytes, budget_bytes - smallest_bytes)
         room_bytes = left_free(in_flight_bytes(profile), budget_bytes - smallest_bytes - taken_bytes)
+        arena_room_bytes = left_free(arena_room_bytes, budget_bytes - smallest_bytes - taken_bytes - room_bytes)
         if taken_bytes:
             profile = self.profiles[key] = with_bytes_beside(profile, taken_bytes)
         request = msgspec.structs.replace(
-            self._request, budget_bytes=budget_bytes, room_bytes=room_bytes, loop_s=self.pauses.age_s
+            self._request,
+            budget_bytes=budget_bytes,
+            room_bytes=room_bytes,
+            arena_room_bytes=arena_room_bytes,
+            loop_s=self.pauses.age_s,
         )
         try:
             self.pending[key] = BackgroundPlan(profile, request)

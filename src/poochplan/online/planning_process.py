@@ -42,6 +42,8 @@ class PlanRequest(msgspec.Struct, frozen=True):
     budget_bytes: int = 0
     room_bytes: int = 0
     """Bytes of the budget that stay free: for memory that comes and goes by time, which no prediction counts."""
+    arena_room_bytes: int = 0
+    """Bytes of the budget that are left to the arena of real steps, which is larger than the plan's own."""
     is_complete: bool = False
     """Whether the profile has all facts of the machine. Then torch is not loaded."""
     loop_s: float = 0.0
@@ -79,18 +81,17 @@ def ends_when_it_gains_less_than_it_takes(loop_s: float) -> SearchCallback:
     return is_over
 
 
-def with_room(made: Plan, room_bytes: int) -> Plan:
-    """The same plan for a budget that is larger by the room, which its arena leaves free too."""
-    if not room_bytes:
-        return made
+def with_room(made: Plan, room_bytes: int, arena_room_bytes: int = 0) -> Plan:
+    """The same plan for a budget that is larger by both rooms. The first stays free also of the arena's blocks."""
     arena_peak_bytes = made.prediction.arena_peak_bytes
     if arena_peak_bytes is not None:
         arena_peak_bytes += room_bytes
+    note = f"{room_bytes} bytes of the budget stay free for collectives in flight"
     return msgspec.structs.replace(
         made,
-        budget_bytes=made.budget_bytes + room_bytes,
+        budget_bytes=made.budget_bytes + room_bytes + arena_room_bytes,
         prediction=msgspec.structs.replace(made.prediction, arena_peak_bytes=arena_peak_bytes),
-        notes=(*made.notes, f"{room_bytes} bytes of the budget stay free for collectives in flight"),
+        notes=(*made.notes, note) if room_bytes else made.notes,
     )
 
 
@@ -109,7 +110,7 @@ def plan_in(folder: Path) -> None:
     watch = ends_when_it_gains_less_than_it_takes(request.loop_s)
     made = plan(
         profile,
-        request.budget_bytes - request.room_bytes,
+        request.budget_bytes - request.room_bytes - request.arena_room_bytes,
         time_limit_s=request.time_limit_s,
         gap=GAP,
         threads=1,
@@ -117,7 +118,7 @@ def plan_in(folder: Path) -> None:
         arena=request.arena,
         watch=watch,
     )
-    with_room(made, request.room_bytes).save(folder / "plan.json")
+    with_room(made, request.room_bytes, request.arena_room_bytes).save(folder / "plan.json")
 
 
 def main(folder: str) -> int:

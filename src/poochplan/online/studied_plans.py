@@ -14,6 +14,7 @@ import torch
 
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Link, LinkDirection, Profile
+from poochplan.formats.profile_parts import rounded_up
 from poochplan.online.known_plans import KnownPlans
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.live.loop_observer import LoopObserver
@@ -227,10 +228,23 @@ class StudiedPlans(LoopObserver):
         promised_s = plan.plan.prediction.step_s
         self._messages.say(auto_messages.dearer(promise.step_s, promised_s, why, is_planned_again=again))
         if again and profile is not None:
-            self._replanned[key] += 1
-            self._known.doubted.add(key)
-            found = msgspec.structs.replace(profile, link=promise.link_found(plan.plan.link))
-            self._known.want(key, found, self._beside[key].ahead_bytes(self._number, self._foreseen_bytes))
+            self._want_meanwhile(key, msgspec.structs.replace(profile, link=promise.link_found(plan.plan.link)))
+
+    def lacks_arena(self, plan: ActivePlan, more_bytes: int) -> None:
+        """Once, plans with room for the arena: a stored plan may be of a loop that held outputs for another time."""
+        key = self._key_of(plan)
+        profile = self._known.profiles.get(key)
+        if profile is None or self._replanned[key] or self._ranks is not None or key in self._known.pending:
+            return
+        self._messages.say(auto_messages.lacks_arena(more_bytes))
+        self._want_meanwhile(key, profile, arena_room_bytes=rounded_up(more_bytes))
+
+    def _want_meanwhile(self, key: Key, profile: Profile, *, arena_room_bytes: int = 0) -> None:
+        """Another plan, once; until it is there, steps follow the present one."""
+        self._replanned[key] += 1
+        self._known.doubted.add(key)
+        ahead_bytes = self._beside[key].ahead_bytes(self._number, self._foreseen_bytes)
+        self._known.want(key, profile, ahead_bytes, arena_room_bytes=arena_room_bytes)
 
     # -- making plans ---------------------------------------------------------------------------------------------
 
