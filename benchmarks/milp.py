@@ -26,7 +26,7 @@ from poochplan.planner.search.annealing import EvaluatedPlan, Incumbents, Walker
 from poochplan.planner.search.decide import solve_fluid
 from poochplan.planner.search.fluid import Request
 from poochplan.planner.search.solvers import SolverLimits
-from poochplan.planner.simulator.evaluator import STYLE_OF, codes_of, flat_problem_of
+from poochplan.planner.simulator.evaluator import STYLE_OF, codes_of
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import movable, swap_all
 
@@ -44,7 +44,7 @@ def one(network: str, kept: float, limit_s: float, searched: dict[tuple[str, str
     budget_bytes = budget_of(profile, kept)
     problem = build_problem(profile)
     values = tuple(movable(problem))
-    walker = Walker(problem, flat_problem_of(problem), values, Incumbents(problem, budget_bytes, None))
+    walker = Walker(values, Incumbents(problem, budget_bytes, None))
     largest = max(int(problem.rounded_bytes[value]) for value in values)
 
     def overhead(found: EvaluatedPlan) -> float | None:

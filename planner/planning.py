@@ -15,9 +15,9 @@ from poochplan.formats.profile import Link, Memory, Profile
 from poochplan.formats.queries import limits
 from poochplan.planner.arena.step_layout import NO_ARENA, Fitting, layout_of, smallest_arena
 from poochplan.planner.policies import PolicyInput, run_policy
-from poochplan.planner.search.allowance import Allowance, SearchCallback, SearchLimits
+from poochplan.planner.search.allowance import SearchCallback, SearchLimits
 from poochplan.planner.search.optimise import Optimum, optimise
-from poochplan.planner.simulator.evaluator import begin_build, library
+from poochplan.planner.simulator.evaluator import begin_build
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import keep_all
 from poochplan.planner.simulator.simulate import Candidate, simulated, swap_all_on_demand
@@ -28,9 +28,7 @@ from .writing import KEEP_ALL, write_plan
 
 ILP = "ilp"
 """The default policy."""
-BUILD_SHARE = 0.5
-"""A search waits at most this share of its time limit for the evaluator's build."""
-STRONG_POLICIES = ("greedy", "pooch")
+STRONG = ("greedy", "pooch")
 """The search also tries the plans of these policies if its own are not near the bound."""
 
 
@@ -60,7 +58,7 @@ def plan(
     budget: bytes, text such as ``"8GiB"``, or a share of the in-core peak such as ``"60%"``.
     solver: a solver that PuLP finds; HiGHS by default.
     time_limit_s: planning ends after this time. On the first use on a machine a search waits for the evaluator's
-        build, for at most :data:`BUILD_SHARE` of it; until then the plain Python simulator is used.
+        build, for at most half of it; until then the plain Python simulator is used.
     gap: the search also ends when the step is within this share of the proven bound.
     threads: with 2 (the default) one improves the bound while the other searches; further ones search too.
     host_budget: most bytes swapped out (bytes, or text; 0 for recomputing alone). By default what the host had left for
@@ -91,7 +89,8 @@ def plan(
     budget_bytes = parse_budget(budget, profile.in_core_peak_bytes)
     has_arena, measured = in_arena(profile, arena), profile.link
     profile = shared(without_arena(profile) if arena == "off" else profile, ranks_per_host)
-    given = PolicyInput.of(profile, budget_bytes)
+    problem = build_problem(profile)
+    given = PolicyInput(profile, problem, budget_bytes)
     if policy != ILP and arena == "on":
         raise UsageError(f'arena: expected "auto" or "off" with policy {policy!r}, which decides alone, found "on"')
     host_bytes = None
@@ -108,10 +107,10 @@ def plan(
             solver, time_limit_s, gap, max(1, threads), host_bytes, evaluations, seed, keep_interrupted
         )
         if arena == "on" and profile.in_core_peak_bytes > budget_bytes:
-            _check_feasible(given, smallest_budget(profile, arena=arena))
+            _check_feasible(given, swap_all_on_demand(problem), smallest_budget(profile, arena=arena))
         found = _optimal(given, search, watch, has_arena=has_arena)
         if arena == "on" and NO_ARENA in found.notes:
-            found = replace(found, best=swap_all_on_demand(given.problem), notes=())
+            found = replace(found, best=swap_all_on_demand(problem), notes=())
     found = replace(found, notes=(*found.notes, *_shares(measured, profile.link, host_bytes, ranks_per_host)))
     wall_s = time.perf_counter() - started_s
     is_laid_out = arena != "off" and profile.device.kind == "cpu"
@@ -155,9 +154,9 @@ def in_arena(profile: Profile, arena: Literal["auto", "on", "off"]) -> bool:
     return arena == "on" or (arena == "auto" and is_known)
 
 
-def _check_feasible(given: PolicyInput, least_bytes: int = 0) -> None:
-    """Raises unless the budget holds the smallest possible peak, and ``least_bytes``."""
-    profile, budget_bytes, smallest = given.profile, given.budget_bytes, swap_all_on_demand(given.problem)
+def _check_feasible(given: PolicyInput, smallest: Candidate, least_bytes: int = 0) -> None:
+    """Raises unless the budget holds the peak of ``smallest``, the plan with the least, and ``least_bytes``."""
+    profile, budget_bytes = given.profile, given.budget_bytes
     smallest_bytes = max(smallest.peak_bytes, least_bytes)
     if smallest_bytes <= budget_bytes:
         return
@@ -186,17 +185,23 @@ def _check_feasible(given: PolicyInput, least_bytes: int = 0) -> None:
 def _optimal(given: PolicyInput, search: SearchLimits, watch: SearchCallback | None, *, has_arena: bool) -> Optimum:
     """The plan that keeps everything if no plan can be faster; else the best plan that was found."""
     profile, problem, budget_bytes = given.profile, given.problem, given.budget_bytes
-    in_core = simulated(problem, KEEP_ALL, keep_all(problem))
-    if in_core.peak_bytes > budget_bytes:
-        _check_feasible(given)
-        return _searched(given, search, watch, has_arena=has_arena)
+    in_core, laid = simulated(problem, KEEP_ALL, keep_all(problem)), None
+    kept, slower = Optimum(in_core, KEEP_ALL), profile
     holds = f"the budget of {format_bytes(budget_bytes)} holds the in-core peak of {format_bytes(in_core.peak_bytes)}"
-    slower = without_arena(profile)
-    laid = None if not has_arena or slower is profile else layout_of(profile, problem, in_core.schedule)
-    kept = Optimum(in_core, KEEP_ALL, (f"{holds}: everything is kept",), laid=laid)
-    if laid is None or laid.peak_bytes <= budget_bytes:
-        return kept
-    found = _searched(given, search, watch, has_arena=True)
+    if in_core.peak_bytes > budget_bytes:
+        _check_feasible(given, swap_all_on_demand(problem))
+    else:
+        if has_arena and (slower := without_arena(profile)) is not profile:
+            laid = layout_of(profile, problem, in_core.schedule)
+        kept = replace(kept, notes=(f"{holds}: everything is kept",), laid=laid)
+        if laid is None or laid.peak_bytes <= budget_bytes:
+            return kept
+    fitting = Fitting(profile, problem, budget_bytes) if has_arena else None
+    found = optimise(
+        problem, budget_bytes, search, [partial(run_policy, name, given) for name in STRONG], watch, fitting
+    )
+    if laid is None:
+        return found
     if NO_ARENA in found.notes or found.best.simulation.step_s >= build_problem(slower).keep_all_s:
         return replace(kept, laid=None, bound_s=found.bound_s, status=found.status, solver=found.solver)
     note = (
@@ -206,44 +211,19 @@ def _optimal(given: PolicyInput, search: SearchLimits, watch: SearchCallback | N
     return replace(found, notes=(note, *found.notes))
 
 
-def _searched(given: PolicyInput, search: SearchLimits, watch: SearchCallback | None, *, has_arena: bool) -> Optimum:
-    """The best plan that a search finds."""
-    started_s = time.perf_counter()
-
-    def propose(name: str, allowance: Allowance) -> Candidate:
-        return run_policy(name, replace(given, allowance=allowance))
-
-    library(None if search.evaluations is not None else BUILD_SHARE * search.time_limit_s)
-    fitting = Fitting(given.profile, given.problem, given.budget_bytes) if has_arena else None
-    spent_s = time.perf_counter() - started_s
-    proposals = [partial(propose, name) for name in STRONG_POLICIES]
-    optimum = optimise(given.problem, given.budget_bytes, search, proposals, watch, spent_s, fitting)
-    best = optimum.best
-    if best.peak_bytes > given.budget_bytes:
-        raise InfeasibleError(
-            f"no plan was found within {format_bytes(given.budget_bytes)} that swaps at most "
-            f"{format_bytes(search.host_bytes or 0)}; pass a larger host budget, or a larger budget",
-            smallest_budget_bytes=best.peak_bytes,
-        )
-    if best.policy == ILP:
-        return optimum
-    note = f"its decisions were found by annealing that began at the plan of {best.policy!r}"
-    return replace(optimum, policy="annealing", notes=(note, *optimum.notes))
-
-
 def _alone(policy: str, given: PolicyInput) -> Optimum:
     """The unchanged plan of one policy."""
     best = run_policy(policy, given)
     budget_bytes, in_core_peak_bytes = given.budget_bytes, given.profile.in_core_peak_bytes
     if best.peak_bytes > budget_bytes:
-        _check_feasible(given)
-        smallest_bytes = swap_all_on_demand(given.problem).peak_bytes
+        smallest = swap_all_on_demand(given.problem)
+        _check_feasible(given, smallest)
         raise InfeasibleError(
             f"the plan of policy {policy!r} does not fit a budget of {budget_bytes} bytes "
             f"({format_bytes(budget_bytes)}): its peak is {best.peak_bytes} bytes ({format_bytes(best.peak_bytes)}, "
             f"{share_that_holds(best.peak_bytes, in_core_peak_bytes)} of the in-core peak); raise the budget, or take "
-            f"policy {ILP!r}, which has plans from {share_that_holds(smallest_bytes, in_core_peak_bytes)} on",
-            smallest_budget_bytes=smallest_bytes,
+            f"policy {ILP!r}, which has plans from {share_that_holds(smallest.peak_bytes, in_core_peak_bytes)} on",
+            smallest_budget_bytes=smallest.peak_bytes,
         )
     return Optimum(best, policy)
 

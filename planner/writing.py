@@ -44,11 +44,14 @@ def write_plan(
     if laid is None or laid.peak_bytes > given.budget_bytes:  # its steps cannot use an arena
         given, found = _without_arena(given, found)
     profile, problem, best = given.profile, given.problem, found.best
-    solve = _solve_record(found, wall_s)
+    # The simulator adds in another order than the bound, so a step may be shorter than the bound by rounding alone.
+    gap = max(0.0, best.simulation.step_s / found.bound_s - 1) if found.bound_s else None
+    same = ("policy", "solver", "status", "objective_s", "bound_s", "rounds", "evaluations", "seed")
+    solve = Solve(gap=gap, wall_s=wall_s, **{name: getattr(found, name) for name in same})
     notes = found.notes
-    if solve.gap is not None and solve.gap > WIDE_GAP:
+    if gap is not None and gap > WIDE_GAP:
         notes += (
-            f"its step is proven to be at most {solve.gap:.1%} longer than that of the best plan there is: a longer "
+            f"its step is proven to be at most {gap:.1%} longer than that of the best plan there is: a longer "
             "search may find a better one, or prove more",
         )
     values, host_bytes = _planned_values(profile, problem, best.schedule.decisions, found.tiny)
@@ -140,13 +143,6 @@ def _possible(problem: Problem, value: int, decision: Decision | str) -> Decisio
     if reason:
         raise UsageError(f"{name}: cannot be decided {str(decision)!r}: {reason}; choose another value")
     return Decision(decision)
-
-
-def _solve_record(found: Optimum, wall_s: float) -> Solve:
-    # The simulator adds in another order than the bound, so a step may be shorter than the bound by rounding alone.
-    gap = max(0.0, found.best.simulation.step_s / found.bound_s - 1) if found.bound_s else None
-    same = ("policy", "solver", "status", "objective_s", "bound_s", "rounds", "evaluations", "seed")
-    return Solve(gap=gap, wall_s=wall_s, **{name: getattr(found, name) for name in same})
 
 
 def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes: int, laid: Laid | None) -> Prediction:

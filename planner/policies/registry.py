@@ -209,14 +209,15 @@ def policy_names() -> tuple[str, ...]:
     return tuple(sorted(_POLICIES))
 
 
-def run_policy(name: str, given: PolicyInput) -> Candidate:
+def run_policy(name: str, given: PolicyInput, allowance: Allowance | None = None) -> Candidate:
     """The policy's plan: within the budget if the policy finds one, otherwise the one with the least peak.
 
-    Raises ``UsageError`` if there is no policy of that name.
+    ``allowance`` replaces that of ``given``. Raises ``UsageError`` if there is no policy of that name.
     """
     found = _POLICIES.get(name)
     if found is None:
         raise unknown_policy(name)
+    given = given if allowance is None else replace(given, allowance=allowance)
     return replace(found.run(given), policy=name)
 
 

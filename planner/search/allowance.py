@@ -155,8 +155,8 @@ class SearchLimits:
                 "depends on the machine; leave threads out, or evaluations"
             )
 
-    def allowance(self, spent_s: float = 0.0) -> Allowance:
-        """What the search may spend, from now on; ``spent_s`` seconds of the time limit are already used."""
+    def allowance(self) -> Allowance:
+        """What the search may spend, from now on."""
         if self.evaluations is not None:
             return Allowance(evaluations=self.evaluations)
-        return Allowance(max(0.0, self.time_limit_s - spent_s))
+        return Allowance(max(0.0, self.time_limit_s))

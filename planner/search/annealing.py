@@ -28,7 +28,6 @@ from poochplan.planner.simulator.evaluator import (
     STYLE_OF,
     SWAP,
     Evaluator,
-    FlatProblem,
     codes_of,
     decisions_of,
 )
@@ -75,7 +74,7 @@ class Incumbents:
         self.problem, self.budget_bytes = problem, budget_bytes
         self.host_bytes = -1 if host_bytes is None else host_bytes
         """Most bytes swapped out; -1 if there is no limit."""
-        self._fitting = fitting
+        self._fitting, self.has_arena = fitting, fitting is not None
         self._lock = threading.Lock()
         self._plans: dict[tuple[bytes, int], EvaluatedPlan] = {}
         self.step_s = inf
@@ -94,12 +93,16 @@ class Incumbents:
     def offer(self, found: EvaluatedPlan) -> EvaluatedPlan:
         """Remembers a plan if it is among the best. A plan that needs more host memory than there is never is.
 
-        A plan that would be the best one is packed first. It is returned with the bytes of its arena if that does not
-        fit.
+        A plan that would be the best one is packed first. If its arena does not fit, it is returned with the bytes that
+        the arena takes, or is estimated to take.
         """
         if not self._fits_host(found.decisions):
             return found
-        found = self._packed(found)
+        fitting = self.fitting
+        if fitting is not None and found.peak_bytes <= self.budget_bytes and found.step_s < self.step_s:
+            over_bytes = found.peak_bytes - fitting.within_bytes
+            needed_bytes = self.budget_bytes + over_bytes if over_bytes > 0 else fitting.pack(self.simulated(found))
+            found = replace(found, arena_bytes=needed_bytes) if needed_bytes > self.budget_bytes else found
         with self._lock:
             self._plans[found.wish.tobytes(), found.style] = found
             if len(self._plans) > 2 * KEPT:
@@ -107,15 +110,6 @@ class Incumbents:
             if found.needed_bytes <= self.budget_bytes:
                 self.step_s = min(self.step_s, found.step_s)
         return found
-
-    def _packed(self, found: EvaluatedPlan) -> EvaluatedPlan:
-        """The plan with the bytes that its arena takes, or is estimated to take, if these exceed the budget."""
-        fitting = self.fitting
-        if fitting is None or found.peak_bytes > self.budget_bytes or found.step_s >= self.step_s:
-            return found
-        over_bytes = found.peak_bytes - fitting.within_bytes
-        needed_bytes = self.budget_bytes + over_bytes if over_bytes > 0 else fitting.pack(self.simulated(found))
-        return replace(found, arena_bytes=needed_bytes) if needed_bytes > self.budget_bytes else found
 
     def ranked(self) -> list[EvaluatedPlan]:
         """The best plan first: by the bytes that a budget must hold, or by live bytes alone if no arena fits."""
@@ -372,15 +366,13 @@ class Walker:
 
     def __init__(
         self,
-        problem: Problem,
-        flat: FlatProblem,
         values: Sequence[int],
         incumbents: Incumbents,
         is_enough: Callable[[float], bool] = lambda step_s: False,
     ) -> None:
         """``is_enough`` says whether a step of that many seconds ends the search."""
-        self.problem, self.values, self.incumbents, self._is_enough = problem, tuple(values), incumbents, is_enough
-        self._evaluator = Evaluator(problem, flat)
+        self.problem, self.values, self.incumbents = incumbents.problem, tuple(values), incumbents
+        self._is_enough, self._evaluator = is_enough, Evaluator(incumbents.problem)
 
     @property
     def _limits(self) -> Limits:

@@ -17,7 +17,7 @@ from math import inf
 
 import numpy as np
 
-from poochplan.errors import UsageError
+from poochplan.errors import InfeasibleError, UsageError
 from poochplan.formats.plan import Decision, SolveStatus
 from poochplan.planner.arena.step_layout import NO_ARENA, Fitting, Laid
 from poochplan.planner.search.allowance import Allowance, Progress, SearchCallback, SearchLimits
@@ -29,9 +29,10 @@ from poochplan.planner.search.memory_constraints import large_values
 from poochplan.planner.search.polish import polish, worth_polishing
 from poochplan.planner.search.solvers import Cancel, choose_solver
 from poochplan.planner.search.walking import Walking, all_decisions, simple_decisions, tiny_values
-from poochplan.planner.simulator.evaluator import KEEP, STYLE_OF, codes_of, flat_problem_of
+from poochplan.planner.simulator.evaluator import KEEP, STYLE_OF, codes_of, library
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import Candidate, least_step_s, movable, swap_all_on_demand
+from poochplan.units import format_bytes
 
 TINY_SHARE = 0.005
 """Values that together hold less than this share of the saved bytes are kept, where the budget has room for them."""
@@ -42,6 +43,8 @@ MARGIN = 1.0
 buffers need more room than fluid bytes."""
 ROUNDS = 4
 """Most repetitions while the bytes that packing adds are not known."""
+BUILD_SHARE = 0.5
+"""A search waits at most this share of its time limit for the evaluator's build."""
 SOLVES = 60
 """Most linear programs that branching solves."""
 SMALL = 96
@@ -70,8 +73,8 @@ class Optimum:
     """The chosen plan, and the facts known about it."""
 
     best: Candidate
-    """It exceeds the budget only if no plan within the host's memory was found."""
     policy: str
+    """``ilp``, ``annealing`` if that began at another policy's plan, or the policy that decided alone."""
     notes: tuple[str, ...] = ()
     status: SolveStatus = SolveStatus.NOT_NEEDED
     bound_s: float | None = None
@@ -95,17 +98,34 @@ def optimise(
     effort: SearchLimits,
     proposals: Sequence[Callable[[Allowance], Candidate]] = (),
     watch: SearchCallback | None = None,
-    spent_s: float = 0.0,
     fitting: Fitting | None = None,
 ) -> Optimum:
     """The plan with the least simulated step that was found; ``proposals`` are other policies whose plans are included.
 
     With ``fitting`` its arena fits the budget too, or a note says that no such plan was found. An interrupt ends the
-    search; with ``effort.keeps_interrupted`` the best plan so far is returned.
+    search; with ``effort.keeps_interrupted`` the best plan so far is returned. Raises ``InfeasibleError`` if no plan
+    within the host's memory was found.
     """
+    whole = effort.allowance()
+    library(None if whole.is_counted else BUILD_SHARE * effort.time_limit_s)
     incumbents = Incumbents(problem, budget_bytes, effort.host_bytes, fitting)
-    search = _PlanSearch(incumbents, effort, proposals, effort.allowance(spent_s), fitting is not None)
-    search.run(watch)
+    search = _PlanSearch(incumbents, effort, proposals, whole)
+    try:
+        search.begin()
+    except KeyboardInterrupt:
+        if not effort.keeps_interrupted or incumbents.step_s == inf:
+            raise
+        search.stop()
+        return search.optimum()
+    jobs = search.jobs()
+    with ThreadPoolExecutor(len(jobs), "search") as pool:  # threads of its own: an interrupt reaches this one at once
+        try:
+            search.wait_for([pool.submit(search.work, job) for job in jobs], search.allowance, watch)
+            search.wait_for([pool.submit(search.polish)], search.whole, watch)
+        except BaseException as error:
+            search.stop()
+            if not (isinstance(error, KeyboardInterrupt) and effort.keeps_interrupted):
+                raise
     return search.optimum()
 
 
@@ -118,9 +138,8 @@ class _PlanSearch:
         effort: SearchLimits,
         proposals: Sequence[Callable[[Allowance], Candidate]],
         whole: Allowance,
-        has_arena: bool,
     ) -> None:
-        self.incumbents, self.effort, self.proposals, self.has_arena = incumbents, effort, proposals, has_arena
+        self.incumbents, self.effort, self.proposals = incumbents, effort, proposals
         self.problem, self.budget_bytes = problem, budget_bytes = incumbents.problem, incumbents.budget_bytes
         self.solver = choose_solver(effort.solver)
         if effort.evaluations is not None and self.solver != "highs":
@@ -129,7 +148,6 @@ class _PlanSearch:
                 "pip install highspy and leave the solver out, or leave evaluations out"
             )
         self.whole, self.allowance = whole, whole.part(1.0 - POLISH_SHARE)
-        self.flat = flat_problem_of(problem)
         least = swap_all_on_demand(problem)
         self.tiny = tiny_values(problem, incumbents.within_bytes - least.peak_bytes, TINY_SHARE)
         self.values = tuple(value for value in movable(problem) if value not in self.tiny)
@@ -144,26 +162,7 @@ class _PlanSearch:
 
     # -- threads ------------------------------------------------------------------------------------------------------
 
-    def run(self, watch: SearchCallback | None) -> None:
-        """Runs the search in separate threads, so that an interrupt reaches this one at once."""
-        try:
-            self._begin()
-        except KeyboardInterrupt:
-            if not self.effort.keeps_interrupted or self.incumbents.step_s == inf:
-                raise
-            self._stop()
-            return
-        jobs = self._jobs()
-        with ThreadPoolExecutor(len(jobs), "search") as pool:
-            try:
-                self._wait_for([pool.submit(self._work, job) for job in jobs], self.allowance, watch)
-                self._wait_for([pool.submit(self._polish)], self.whole, watch)
-            except BaseException as error:
-                self._stop()
-                if not (isinstance(error, KeyboardInterrupt) and self.effort.keeps_interrupted):
-                    raise
-
-    def _wait_for(self, running: list[Future[None]], allowance: Allowance, watch: SearchCallback | None) -> None:
+    def wait_for(self, running: list[Future[None]], allowance: Allowance, watch: SearchCallback | None) -> None:
         """Waits for all threads, or for an error in one. They spend ``allowance``."""
         left = set(running)
         while left:
@@ -177,19 +176,19 @@ class _PlanSearch:
             if self.is_good_enough or self.proof.is_late:
                 self.proof.end()
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         self.whole.stop()
         self.cancel.set()
         self.proof.end()
 
-    def _work(self, stages: Sequence[Callable[[], None]]) -> None:
+    def work(self, stages: Sequence[Callable[[], None]]) -> None:
         """The work of one thread: its stages, until the search is over. A bound is proven in any case."""
         for stage in stages:
             if self.is_over and not (self.is_exhausted and stage == self._relax):
                 return
             stage()
 
-    def _jobs(self) -> list[list[Callable[[], None]]]:
+    def jobs(self) -> list[list[Callable[[], None]]]:
         """The stages of each thread. A single thread runs all of them, in an order that is independent of the clock if
         simulations are counted. With several threads, one proves first and one walks first. If all ways to decide were
         tried, only the proof is left.
@@ -294,9 +293,9 @@ class _PlanSearch:
     # -- walks --------------------------------------------------------------------------------------------------------
 
     def _walker(self) -> Walker:
-        return Walker(self.problem, self.flat, self.values, self.incumbents, self.is_enough)
+        return Walker(self.values, self.incumbents, self.is_enough)
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Tries every way to decide if there are few, else simple plans: from here on there is a plan."""
         walker = self._walker()
         keep_all = np.full(self.problem.value_count, KEEP, dtype=np.int8)
@@ -334,7 +333,7 @@ class _PlanSearch:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _polish(self) -> None:
+    def polish(self) -> None:
         """Local search over the schedules of the best decisions; over more if all decisions were tried."""
         count, over = (POLISHED_OF_ALL, POLISHED_OF_ALL) if self.is_exhausted else (POLISHED, 0)
         for found in worth_polishing(self.problem, self.incumbents.ranked(), self.budget_bytes, count, over):
@@ -362,17 +361,26 @@ class _PlanSearch:
         else:
             found = self.incumbents.simulated(self.incumbents.best(is_live=True))
             best = min([found, *self.polished], key=lambda candidate: candidate.rank(self.budget_bytes))
+        if best.peak_bytes > self.budget_bytes:
+            raise InfeasibleError(
+                f"no plan was found within {format_bytes(self.budget_bytes)} that swaps at most "
+                f"{format_bytes(self.effort.host_bytes or 0)}; pass a larger host budget, or a larger budget",
+                smallest_budget_bytes=best.peak_bytes,
+            )
         bound_s = self.proof.bound_s
         status = self.whole.status if self.whole.status is SolveStatus.INTERRUPTED else self.allowance.status
         if status is not SolveStatus.INTERRUPTED and self.is_polished and (self.is_exhausted or self.walking.is_over):
             status = SolveStatus.SEARCHED  # nothing was left to try
-        if best.simulation.step_s <= bound_s * (1 + self.effort.gap) and best.peak_bytes <= self.budget_bytes:
+        if best.simulation.step_s <= bound_s * (1 + self.effort.gap):
             status = SolveStatus.WITHIN_GAP
-        note = packed.note if packed is not None else NO_ARENA if self.has_arena else ""
+        policy, origin = best.policy, ""
+        if policy != "ilp":
+            policy, origin = "annealing", f"its decisions were found by annealing that began at the plan of {policy!r}"
+        note = packed.note if packed is not None else NO_ARENA if self.incumbents.has_arena else ""
         return Optimum(
             best=best,
-            policy=best.policy,
-            notes=(note,) if note else (),
+            policy=policy,
+            notes=tuple(filter(None, (origin, note))),
             status=status,
             bound_s=bound_s,
             objective_s=self.objective_s,

@@ -165,13 +165,20 @@ class Evaluator:
 
     def evaluate_codes(self, wish: bytes, budget_bytes: int, style: int) -> Evaluation:
         """The same, for codes."""
-        native = self._native()
+        native = library()
         if native is None:
             found = try_style(self.problem, "", decisions_of(wish), budget_bytes, STYLE_OF[style], recorded=False)
             said = found.simulation
             self.codes[:] = codes_of(found.schedule.decisions)
             self._memory_bytes = said.memory_bytes
             return Evaluation(said.step_s, found.peak_bytes, said.out_bytes + said.in_bytes, said.replay_s)
+        if self.handle is None:
+            self._flat = self._flat or flat_problem_of(self.problem)  # the library reads it in place
+            arrays = addresses(self._flat)
+            self.handle = native.evaluator_new(address(arrays), self._pooled)
+            if self.handle is None:
+                raise MemoryError("expected memory for an evaluator, found none")
+            weakref.finalize(self, native.evaluator_drop, self.handle)
         self._memory_bytes = None
         native.evaluate(self.handle, wish, budget_bytes, style, *self._into)
         return Evaluation._make(_EVALUATION.unpack(self._found))
@@ -188,18 +195,6 @@ class Evaluator:
             self._memory_bytes = np.zeros(self.problem.tick_count, dtype=np.int64)
             library().memory(self.handle, address(self._memory_bytes))
         return self._memory_bytes
-
-    def _native(self) -> Any:
-        """The library, which then knows this evaluator; None if it is missing, or not built yet."""
-        native = library()
-        if native is not None and self.handle is None:
-            self._flat = self._flat or flat_problem_of(self.problem)
-            arrays = addresses(self._flat)
-            self.handle = native.evaluator_new(address(arrays), self._pooled)
-            if self.handle is None:
-                raise MemoryError("expected memory for an evaluator, found none")
-            weakref.finalize(self, native.evaluator_drop, self.handle)
-        return native
 
 
 class FlatProblem(NamedTuple):

@@ -24,7 +24,7 @@ from poochplan.planner.search.annealing import (
     search_space_of,
     step,
 )
-from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, Evaluator, codes_of, flat_problem_of
+from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, Evaluator, codes_of
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.simulate import movable, swap_all, swap_all_on_demand
 from tests.planner.random_profiles import (
@@ -65,7 +65,7 @@ def walker_for(
     values: Sequence[int] | None = None,
 ) -> Walker:
     found = Incumbents(problem, tight(problem) if budget_bytes is None else budget_bytes, host_bytes)
-    return Walker(problem, flat_problem_of(problem), movable(problem) if values is None else values, found)
+    return Walker(movable(problem) if values is None else values, found)
 
 
 def anneal(
