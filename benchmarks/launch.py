@@ -35,17 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import poochplan
 from benchmarks.facts import PACKAGES, facts_of_run, write_results
 from benchmarks.launch_device import COPIES, StandIn, stand_in
-from benchmarks.launch_network import (
-    RECORDED,
-    SEED,
-    THIRD,
-    WEIGHTS,
-    Counts,
-    counted,
-    load_plan,
-    make_plans,
-    network,
-)
+from benchmarks.launch_network import RECORDED, SEED, THIRD, WEIGHTS, Counts, counted, load_plan, make_plans, network
 from benchmarks.pairs import ratio_of_pairs
 
 PLANS = ("keep", RECORDED, "swap", "replay", "mixed", THIRD)

@@ -12,14 +12,7 @@ import pytest
 
 from poochplan.errors import InputFileError, OutputExistsError, UsageError
 from poochplan.formats import files
-from poochplan.formats.files import (
-    check_output,
-    encode_readable,
-    read_cache,
-    read_struct,
-    write_atomic,
-    write_struct,
-)
+from poochplan.formats.files import check_output, encode_readable, read_cache, read_struct, write_atomic, write_struct
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,15 +22,7 @@ import numpy as np
 from poochplan.formats.occupancy import Codes
 from poochplan.planner.arena.step_layout import Fitting
 from poochplan.planner.search.allowance import Allowance
-from poochplan.planner.simulator.evaluator import (
-    KEEP,
-    RECOMPUTE,
-    STYLE_OF,
-    SWAP,
-    Evaluator,
-    codes_of,
-    decisions_of,
-)
+from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, STYLE_OF, SWAP, Evaluator, codes_of, decisions_of
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import STYLES, Candidate, try_style
 

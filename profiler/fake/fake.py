@@ -43,14 +43,7 @@ from poochplan.profiler.step.preserve import (
 from poochplan.runtime.compiled.deferred_unpack import deferring
 from poochplan.tensors.modes import uncompiled_hooks
 from poochplan.tensors.operators import traits
-from poochplan.tensors.storages import (
-    FakeMemory,
-    Geometry,
-    is_made_of_parts,
-    is_plain,
-    stands_for_memory,
-    storage_key,
-)
+from poochplan.tensors.storages import FakeMemory, Geometry, is_made_of_parts, is_plain, stands_for_memory, storage_key
 from poochplan.torch_private.tensor_internals import (
     FAKE_LOG,
     OWN_DICTIONARIES,

@@ -26,13 +26,7 @@ from poochplan.formats.queries import saved_values
 from poochplan.planner.arena.packing import packed
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.assembly.assemble import SWAPPED, UNWRITTEN
-from poochplan.profiler.assembly.reconcile import (
-    PhaseSeconds,
-    contradicted,
-    is_doubted,
-    steady,
-    typical_phases,
-)
+from poochplan.profiler.assembly.reconcile import PhaseSeconds, contradicted, is_doubted, steady, typical_phases
 from poochplan.profiler.capture.capture import Capture, collected_after
 from poochplan.profiler.capture.timing import OpRuns
 from poochplan.profiler.step.preserve import preserved

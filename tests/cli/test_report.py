@@ -18,12 +18,7 @@ from poochplan.formats.run_record import fragmentation_text
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.whatif import as_followed
 from poochplan.report.pictures import write_picture
-from poochplan.report.tables import (
-    decision_totals,
-    decisions_by_layer,
-    overhead_by_layer,
-    simulate_plan,
-)
+from poochplan.report.tables import decision_totals, decisions_by_layer, overhead_by_layer, simulate_plan
 from poochplan.report.timeline import ROWS, draw_timeline, in_core_curve, timeline_of
 
 

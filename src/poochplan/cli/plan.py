@@ -21,14 +21,7 @@ from poochplan.planner.planning import in_arena, plan, share_that_holds, smalles
 from poochplan.planner.search.allowance import Progress
 from poochplan.planner.sweep import Solving, SweepPoint, all_policies, compare_policies, default_budgets, sweep
 from poochplan.planner.whatif import for_machine, shared
-from poochplan.report.frontier import (
-    Frontier,
-    draw_frontier,
-    frontier_frame,
-    frontier_of,
-    frontier_table,
-    policy_table,
-)
+from poochplan.report.frontier import Frontier, draw_frontier, frontier_frame, frontier_of, frontier_table, policy_table
 from poochplan.report.palette import write_picture
 from poochplan.report.pictures import draw_decisions
 from poochplan.report.tables import decision_data, decisions_by_layer, first_rows, summary_table, write_csv

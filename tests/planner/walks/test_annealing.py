@@ -29,12 +29,7 @@ from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.simulate import movable, swap_all
 from tests.depth import tries
 from tests.planner.plans import random_decisions
-from tests.planner.random_profiles import (
-    Recorder,
-    link,
-    transformer_like,
-    unet_like,
-)
+from tests.planner.random_profiles import Recorder, link, transformer_like, unet_like
 
 from .walkers import STEPS, anneal, assert_possible, begin_at, random_problems, walker_for
 

@@ -16,11 +16,7 @@ from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import movable
 from tests.depth import tries
 from tests.planner.plans import random_decisions
-from tests.planner.random_profiles import (
-    resnet_like,
-    transformer_like,
-    unet_like,
-)
+from tests.planner.random_profiles import resnet_like, transformer_like, unet_like
 
 from .walkers import (
     HIGHEST_DRAW,

@@ -27,10 +27,7 @@ from poochplan.planner.search.annealing import (
 from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, Evaluator, codes_of
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.simulate import movable, swap_all, swap_all_on_demand
-from tests.planner.random_profiles import (
-    random_profile,
-    with_random_thread,
-)
+from tests.planner.random_profiles import random_profile, with_random_thread
 
 STEPS = 400
 WARMTH = 0.01
