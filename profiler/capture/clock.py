@@ -22,9 +22,13 @@ class Clock:
     """Seconds between two marks, known after :meth:`synchronize`: of the calling thread, on which the CPU's ops run."""
 
     def begin(self) -> Any:
-        return time.perf_counter()
+        return self.mark()
 
     def end(self) -> Any:
+        return self.mark()
+
+    def mark(self, stream: Any = None) -> Any:
+        """A mark now; on a device's ``stream``, by default the current one, the place after all queued work."""
         return time.perf_counter()
 
     def synchronize(self) -> None:
@@ -48,15 +52,15 @@ class CudaClock(Clock):
     def begin(self) -> torch.cuda.Event:
         if self._last is None or self._last.query():
             gpu_sleep(_HEAD_START_CYCLES, self._where)
-        return self._mark()
+        return self.mark()
 
     def end(self) -> torch.cuda.Event:
-        self._last = self._mark()
+        self._last = self.mark()
         return self._last
 
-    def _mark(self) -> torch.cuda.Event:
+    def mark(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._where))
+        event.record(stream or torch.cuda.current_stream(self._where))
         return event
 
     def synchronize(self) -> None:

@@ -49,31 +49,16 @@ class CompiledMeter:
         return aside()
 
 
-class CudaPeaks:
-    """The caching allocator's bytes, now and at most in a part of the step. The peaks that others read stay."""
-
-    def __init__(self, where: torch.device) -> None:
-        self._index = with_index(where).index
-
-    def begin(self) -> None:
-        """A part begins."""
-        high_water().begin_part(self._index)
-
-    def found(self) -> tuple[int, int]:
-        """Bytes now, and at most since the part began."""
-        return high_water().of_part(self._index, "allocated_bytes")
-
-
 class CudaMeter(CompiledMeter):
     """The caching allocator's peak since the code began."""
 
-    def __init__(self, where: torch.device) -> None:
-        self._peaks = CudaPeaks(where)
+    def __init__(self, index: int) -> None:
+        self._index = index
         self._begin_bytes = self._aside_bytes = self._most_bytes = 0
 
     def begin(self) -> None:
-        self._begin_bytes, self._aside_bytes, self._most_bytes = self._peaks.found()[0], 0, 0
-        self._peaks.begin()
+        self._begin_bytes, self._aside_bytes, self._most_bytes = _bytes_of_part(self._index)[0], 0, 0
+        high_water().begin_part(self._index)
 
     def end(self) -> int:
         self._look()
@@ -83,13 +68,18 @@ class CudaMeter(CompiledMeter):
     def set_aside(self) -> Iterator[None]:
         before_bytes = self._look()
         yield
-        self._aside_bytes += self._peaks.found()[0] - before_bytes
-        self._peaks.begin()
+        self._aside_bytes += _bytes_of_part(self._index)[0] - before_bytes
+        high_water().begin_part(self._index)
 
     def _look(self) -> int:
-        now_bytes, peak_bytes = self._peaks.found()
+        now_bytes, peak_bytes = _bytes_of_part(self._index)
         self._most_bytes = max(self._most_bytes, peak_bytes - self._begin_bytes - self._aside_bytes)
         return now_bytes
+
+
+def _bytes_of_part(index: int) -> tuple[int, int]:
+    """The caching allocator's bytes now, and at most in this part of the step."""
+    return high_water().of_part(index, "allocated_bytes")
 
 
 class Workspace:
@@ -142,18 +132,17 @@ class CudaWorkspace(Workspace):
     memory = Memory.ALLOCATED
 
     def __init__(self, where: torch.device) -> None:
-        self._where = where
-        self._peaks = CudaPeaks(where)
+        self._index = with_index(where).index
 
     def compiled_meter(self) -> CompiledMeter:
-        return CudaMeter(self._where)
+        return CudaMeter(self._index)
 
     def begin(self) -> None:
-        self._peaks.begin()
+        high_water().begin_part(self._index)
 
     def end(self, op: CapturedOp, taker: Taker = Taker.OP) -> None:
         if taker is Taker.OP:
-            now_bytes, peak_bytes = self._peaks.found()
+            now_bytes, peak_bytes = _bytes_of_part(self._index)
             op.workspace_bytes = peak_bytes - now_bytes
 
 

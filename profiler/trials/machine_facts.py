@@ -328,7 +328,8 @@ class _Network:
         self.where, self.model = where, Chain(layers).to(where)
         self._batch = torch.full((rows, COLUMNS), 0.5, device=where)
         self._clock = step_clock(where.type)
-        self.profile = self._profile()
+        with StepFunction(self.forward, self.model, None, where) as steps:
+            self.profile = steps.run(Capturing(steps.context)).untimed("run")
         forward = [op for op in self.profile.ops if op.phase is Phase.FORWARD]
         saves = [point.op for point in self.profile.points if point.kind is PointKind.SAVE]
         self.handle_count, self.value_count = len(self.profile.handles), len(saves)
@@ -360,10 +361,6 @@ class _Network:
         with hooks:
             self.run(seconds)
         return seconds
-
-    def _profile(self) -> Profile:
-        with StepFunction(self.forward, self.model, None, self.where) as steps:
-            return steps.run(Capturing(steps.context)).untimed("run")
 
 
 @contextlib.contextmanager

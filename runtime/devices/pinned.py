@@ -143,7 +143,7 @@ class PinnedTier(Generic[M]):
 
     def _index(self, offset: int) -> int:
         """Index of the last piece that begins at or before ``offset``; -1 if there is none."""
-        return bisect_right(self._pieces, offset, key=_first_of) - 1
+        return bisect_right(self._pieces, offset, key=lambda piece: piece.first) - 1
 
     def _parts(self, offset: int, end: int) -> Iterator[Part[M]]:
         """The parts of bytes that are all pinned."""
@@ -238,10 +238,6 @@ class PinnedTier(Generic[M]):
         self.forget_ahead()
         self.trim(())
         self._room = (0, 0)
-
-
-def _first_of(piece: Piece[M]) -> int:
-    return piece.first
 
 
 def cupy_or_none() -> Any:

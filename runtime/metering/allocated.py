@@ -98,7 +98,9 @@ class AllocatedPeak(StepPeak):
     """
 
     def __init__(self) -> None:
-        self._count = joined_count()
+        count = joined_count()
+        assert count is not None, "step_peak_of has asked for it"
+        self._count = count
         self._beside_bytes: int | None = None
         """To be added to the count: everything that was live at the last census."""
         self._beside_arena_bytes = 0
@@ -109,14 +111,11 @@ class AllocatedPeak(StepPeak):
         self._unknown: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def step_begins(self) -> None:
-        if self._count is not None:
-            joined_count()
-            self._count.reset_peak()
-            self._most = PeakBytes(0, 0)
+        joined_count()
+        self._count.reset_peak()
+        self._most = PeakBytes(0, 0)
 
     def looked_around(self, storages: Mapping[int, torch.UntypedStorage], unseen_bytes: int = 0) -> None:
-        if self._count is None:
-            return
         library = self._count.library
         self._beside_bytes = unseen_bytes + sum(map(_rounded_bytes, storages.values())) - self._count.live_bytes
         outside = [one for one in storages.values() if not library.is_served(one.data_ptr())]
@@ -130,9 +129,7 @@ class AllocatedPeak(StepPeak):
 
     def now(self) -> PeakBytes | None:
         """The peak so far; None before the first census."""
-        if self._count is None or self._beside_bytes is None:
-            return None
-        return PeakBytes(self.peak_bytes, self.blocks_peak_bytes)
+        return None if self._beside_bytes is None else PeakBytes(self.peak_bytes, self.blocks_peak_bytes)
 
     @property
     def arena_bytes(self) -> int:
@@ -148,7 +145,6 @@ class AllocatedPeak(StepPeak):
     @property
     def peak_bytes(self) -> int:
         """The peak since the step began."""
-        assert self._count is not None
         most_bytes = max(self._most.peak_bytes, self.blocks_peak_bytes)
         if not self._arena_bytes:
             return most_bytes
@@ -157,18 +153,17 @@ class AllocatedPeak(StepPeak):
     @property
     def blocks_peak_bytes(self) -> int:
         """The same, with an arena's blocks in place of the arena."""
-        assert self._count is not None
         return max(self._most.blocks_bytes, (self._beside_bytes or 0) + self._count.peak_bytes)
 
     def _begin_anew(self) -> None:
         """Keeps the peak so far: from now on the count is added to other bytes."""
         found = self.now()
-        if found is not None and self._count is not None:
+        if found is not None:
             self._most = found
             self._count.reset_peak()
 
     def _died(self, key: int, size_bytes: int, _: object) -> None:
-        if self._unknown.pop(key, None) is not None and self._count is not None and self._beside_bytes is not None:
+        if self._unknown.pop(key, None) is not None and self._beside_bytes is not None:
             self._begin_anew()
             self._beside_bytes -= size_bytes
             self._beside_arena_bytes -= size_bytes

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 
 import torch
 
@@ -175,11 +176,7 @@ class CpuMeter:
 
 def most_bytes(events: list[RecordedEvent]) -> int:
     """Most bytes of the running sum of (kind, name, bytes) events, without those in blocks that were set aside."""
-    live = most = 0
-    for change in changes(events):
-        live += change
-        most = max(most, live)
-    return most
+    return max(accumulate(changes(events), initial=0))
 
 
 def changes(events: list[RecordedEvent], least_bytes: int = 0) -> Iterator[int]:

@@ -5,10 +5,10 @@ bytes.
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import Phase
 from poochplan.formats.profile_parts import rounded_up
+from poochplan.profiler.capture.clock import Clock, clock_of
 from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.applying import apply
@@ -83,7 +84,7 @@ def traced_step(
         log.stop()
         if where.type == "cuda":
             torch.cuda.synchronize(where)
-        return _trace_of(session, log, log.clock.seconds(end))
+        return _trace_of(session, log, log.since_origin(log.clock, end))
 
 
 def _trace_of(session: Session, log: StepLog, step_s: float) -> StepTrace:
@@ -119,55 +120,27 @@ def _train(workload: Workload, log: StepLog) -> None:
             workload.optimizer.step()
 
 
-class HostClock:
-    """Marks, and the seconds after the origin at which each was passed: of the calling thread. State: the origin."""
-
-    _origin: Any = 0.0
-
-    def start(self) -> None:
-        self._origin = self.mark()
-
-    def mark(self, stream: Any = None) -> Any:
-        """A mark now; on a device's stream, the place after all queued work."""
-        return time.perf_counter()
-
-    def seconds(self, mark: Any) -> float:
-        """From the origin to a mark that has been passed."""
-        return float(mark - self._origin)
-
-
-class DeviceClock(HostClock):
-    """Marks are events on a CUDA stream, by default the current one. State: the origin."""
-
-    def __init__(self, where: torch.device) -> None:
-        self._where = where
-
-    def mark(self, stream: Any = None) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(stream or torch.cuda.current_stream(self._where))
-        return event
-
-    def seconds(self, mark: torch.cuda.Event) -> float:
-        return float(self._origin.elapsed_time(mark)) / 1e3
-
-
 class StepLog:
     """State: whether it records, and its records. ``clock`` is the compute stream's, ``host`` the thread's."""
 
     def __init__(self, where: torch.device) -> None:
-        self.host = HostClock()
-        self.clock = self.host if where.type == "cpu" else DeviceClock(where)
+        self.host = Clock()
+        self.clock = self.host if where.type == "cpu" else clock_of(where)
+        self._origins: dict[Clock, Any] = {}
         self.is_on = False
         self._entries: list[tuple[str, str, str, Callable[[], tuple[float, float]]]] = []
         self._sizes: list[tuple[Any, int]] = []
 
     def start(self) -> None:
-        self.host.start()
-        self.clock.start()
+        self._origins = {clock: clock.mark() for clock in (self.host, self.clock)}
         self.is_on = True
 
     def stop(self) -> None:
         self.is_on = False
+
+    def since_origin(self, clock: Clock, mark: Any) -> float:
+        """Seconds from the beginning of the record to a mark that has been passed."""
+        return clock.seconds(self._origins[clock], mark)
 
     @contextlib.contextmanager
     def block(self, row: str, what: str, label: str) -> Iterator[None]:
@@ -181,7 +154,7 @@ class StepLog:
             yield
         finally:
             end = clock.mark()
-            self.took(row, what, label, lambda: (clock.seconds(begin), clock.seconds(end)))
+            self._between(clock, row, what, label, begin, end)
 
     def took(self, row: str, what: str, label: str, seconds: Callable[[], tuple[float, float]]) -> None:
         """Work that may not have run yet: ``seconds`` is called for its beginning and end, in seconds since the origin,
@@ -192,7 +165,10 @@ class StepLog:
 
     def between(self, row: str, what: str, label: str, begin: Any, end: Any) -> None:
         """Work ran between two marks of the compute stream's clock."""
-        self.took(row, what, label, lambda: (self.clock.seconds(begin), self.clock.seconds(end)))
+        self._between(self.clock, row, what, label, begin, end)
+
+    def _between(self, clock: Clock, row: str, what: str, label: str, begin: Any, end: Any) -> None:
+        self.took(row, what, label, lambda: (self.since_origin(clock, begin), self.since_origin(clock, end)))
 
     def live(self, size_bytes: int) -> None:
         """That many bytes are live from here on."""
@@ -207,7 +183,7 @@ class StepLog:
 
     def memory(self, end_s: float) -> MemoryCurve:
         """Live bytes from the first mark on to the end of the step."""
-        times_s = [max(0.0, self.clock.seconds(mark)) for mark, _ in self._sizes]
+        times_s = [max(0.0, self.since_origin(self.clock, mark)) for mark, _ in self._sizes]
         sizes = [size for _, size in self._sizes]
         order = np.argsort(times_s, kind="stable")
         times = np.append(np.asarray(times_s)[order], end_s) if times_s else np.zeros(0)
@@ -326,8 +302,9 @@ class TracedCpuDevice(CpuDevice):
 
     def _told(self, what: str, job: SpillCopy) -> SpillCopy:
         self.compute.labels[job] = self._named.label
-        read, row = self._log.host.seconds, OUT_LINK if what == "swap out" else IN_LINK
-        self._log.took(row, what, self._named.label, lambda: (read(job.began_s), read(job.ended_s)))
+        log, row = self._log, OUT_LINK if what == "swap out" else IN_LINK
+        read = partial(log.since_origin, log.host)
+        log.took(row, what, self._named.label, lambda: (read(job.began_s), read(job.ended_s)))
         return job
 
 

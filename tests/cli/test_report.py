@@ -18,7 +18,7 @@ from poochplan.formats.run_record import fragmentation_text
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.whatif import as_followed
 from poochplan.report.pictures import write_picture
-from poochplan.report.tables import decision_totals, decisions_by_layer, overhead_by_layer, simulate_plan
+from poochplan.report.tables import decision_data, decisions_by_layer, overhead_by_layer, simulate_plan
 from poochplan.report.timeline import ROWS, draw_timeline, in_core_curve, timeline_of
 
 
@@ -108,10 +108,10 @@ def test_a_plan_of_another_profile_names_the_first_value_that_differs(profile: P
 
 
 def test_decisions_add_up_to_the_saved_bytes(plan: poochplan.Plan) -> None:
-    by_layer, totals = decisions_by_layer(plan), decision_totals(plan)
-    assert totals["values"].sum() == len(plan.values)
+    by_layer, totals = decisions_by_layer(plan), decision_data(plan)
+    assert sum(one["values"] for one in totals.values()) == len(plan.values)
     for decision in ("keep", "swap", "recompute"):
-        assert by_layer[decision].sum() == totals.loc[decision, "size_bytes"]
+        assert by_layer[decision].sum() == totals[decision]["bytes"]
     away = by_layer["swap"] + by_layer["recompute"]
     assert away.is_monotonic_decreasing
 

@@ -105,7 +105,10 @@ pooch plan profile.json --budget 0.45 --solver PULP_CBC_CMD --time-limit 300 --j
         data["kept_arena_bytes"] = kept.layout.arena_bytes if kept else None
         data["kept_arena_peak_bytes"] = kept.peak_bytes if kept else None
         if options.policy == "all":
-            data["policies"] = self._compare(profile, made)
+            with self.progress("comparing policies"):
+                rows = compare_policies(profile, made)
+            self.show(policy_table("Policies, those that fit first", rows))
+            data["policies"] = [asdict(row) for row in rows]
         self.problem = gap_problem(options, [made.solve.gap], f"the plan was written to {path}")
         if made.solve.status is SolveStatus.INTERRUPTED:
             self.problem = GapError(
@@ -129,13 +132,6 @@ pooch plan profile.json --budget 0.45 --solver PULP_CBC_CMD --time-limit 300 --j
                 **self.given("solver", "gap", "threads", "host_budget", "ranks_per_host", "evaluations", "seed"),
                 **self.given("arena"),
             )
-
-    def _compare(self, profile: Profile, made: Plan) -> list[dict[str, Any]]:
-        """Shows every policy's plan for the budget; returns the figures as data."""
-        with self.progress("comparing policies"):
-            rows = compare_policies(profile, made)
-        self.show(policy_table("Policies, those that fit first", rows))
-        return [asdict(row) for row in rows]
 
     def _show(self, made: Plan, kept: Laid | None) -> None:
         self.show(summary_table(made.title, {**made.rows(), **kept_row(made, kept)}))

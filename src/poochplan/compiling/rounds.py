@@ -98,12 +98,12 @@ def planned_within(compiling: Compiling, budget: str | int | float, time_limit_s
     found = _rounds(compiling, graphs, measured, budget_bytes, time_limit_s)
     unequal = _unequal(compiling, found, stock)
     if unequal and found.replays:
-        say(f"{unequal} differs: nothing is recomputed in the graphs")
+        say(f"the {unequal} differs: nothing is recomputed in the graphs")
         found = _rounds(compiling, without_replays(graphs), measured, budget_bytes, time_limit_s)
         unequal = _unequal(compiling, found, stock)
     if unequal:
         raise StepError(
-            f"expected the bits of the same model compiled without a plan, found {unequal} to differ under one; "
+            f"expected the bits of the same model compiled without a plan, found the {unequal} to differ under one; "
             "kernels that are fused otherwise gave other bits: compile its blocks (block.compile()), or plan it "
             "without torch.compile"
         )
@@ -116,12 +116,7 @@ def _unequal(compiling: Compiling, plan: Plan, stock: StepDigests) -> str:
     """
     compiling.say("comparing one step with that of the model compiled without a plan")
     with apply(plan, compiling.model, spill_dir=compiling.spill_dir, meter="never"):
-        found = compiling.bits()
-    if found.loss != stock.loss:
-        return "the loss"
-    kinds = {"gradient of": (stock.gradients, found.gradients), "buffer": (stock.buffers, found.buffers)}
-    pairs = ((f"the {what} {name}", name, *both) for what, both in kinds.items() for name in {**both[0], **both[1]})
-    return next((what for what, name, one, other in pairs if one.get(name) != other.get(name)), "")
+        return stock.first_difference(compiling.bits())
 
 
 def bits_of_a_step(

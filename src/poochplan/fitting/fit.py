@@ -175,12 +175,9 @@ class _Search:
         self.judge = self.quick
         """The profiles that decide: those of real steps, of another machine's times, or of its roofline."""
         if not machine.roofline:
-            take = with_times(family, machine, say)
-            self.judge = Probes(take, budget_bytes, limits, most_overhead, exists=self._exists)
+            take, exists = with_times(family, machine, say), lambda value: self.quick.has_plan(value) is not None
+            self.judge = Probes(take, budget_bytes, limits, most_overhead, exists=exists)
         self.in_core: int | None = None
-
-    def _exists(self, value: int) -> bool:
-        return self.quick.has_plan(value) is not None
 
     def run(self) -> Found:
         """The value by profiles without memory. If the machine is this one, profiles of real steps then decide.

@@ -222,6 +222,17 @@ class StepDigests(msgspec.Struct, frozen=True, kw_only=True):
     generators: dict[Text, Text]
     """States of torch's random number generators, by kind of device."""
 
+    def first_difference(self, other: StepDigests) -> str:
+        """Kind and name of the first digest that differs; empty if none does."""
+        if self.loss != other.loss:
+            return "loss"
+        for kind in ("gradients", "buffers", "parameters", "generators"):
+            ours, theirs = getattr(self, kind), getattr(other, kind)
+            for name in (*ours, *theirs):
+                if ours.get(name) != theirs.get(name):
+                    return f"{kind.removesuffix('s')} {name}"
+        return ""
+
 
 class Certificate(Document, frozen=True, kw_only=True):
     """Digests of in-core steps and of the same steps under a plan from the same seed, for a supplement; or of the steps

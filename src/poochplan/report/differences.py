@@ -17,7 +17,7 @@ from poochplan.formats.plan import Departure, Plan, PlannedValue, PointActions
 from poochplan.formats.plan_set import describe
 from poochplan.formats.profile import Kind, Op, Profile
 from poochplan.formats.queries import OUTSIDE
-from poochplan.formats.run_record import Certificate, RunRecord, StepDigests
+from poochplan.formats.run_record import Certificate, RunRecord
 
 from .tables import Figure, Inspected, Unit, figure_table, first_rows, plain_rows
 
@@ -310,7 +310,7 @@ def _of_certificates(first: Certificate, second: Certificate) -> Differences:
     be others: the runs differ where a digest does.
     """
     pairs = list(zip(first.steps, second.steps, strict=False))
-    found = (f"step {n}: {what} differs" for n, (a, b) in enumerate(pairs) if (what := _first_digest(a, b)))
+    found = (f"step {n}: {what} differs" for n, (a, b) in enumerate(pairs) if (what := a.first_difference(b)))
     counts = f"{len(first.steps)} steps against {len(second.steps)}" if len(first.steps) != len(second.steps) else ""
     difference = next(found, counts)
     said = difference or f"All digests of {len(pairs)} steps are the same."
@@ -328,18 +328,6 @@ def _certificate_facts(found: Certificate, flags: Sequence[str]) -> list[Fact]:
         ("host", _text(found.host), ""),
         *((name, found.flags.get(name, ABSENT), "") for name in flags),
     ]
-
-
-def _first_digest(first: StepDigests, second: StepDigests) -> str:
-    """Kind and name of the first digest that differs; empty if none does."""
-    if first.loss != second.loss:
-        return "loss"
-    for kind in ("gradients", "buffers", "parameters", "generators"):
-        ours, theirs = getattr(first, kind), getattr(second, kind)
-        for name in (*ours, *theirs):
-            if ours.get(name) != theirs.get(name):
-                return f"{kind.removesuffix('s')} {name}"
-    return ""
 
 
 def _figures(ours: Sequence[Fact], theirs: Sequence[Fact]) -> list[Figure]:

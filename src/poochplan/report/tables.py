@@ -153,12 +153,6 @@ def decisions_by_layer(plan: Plan) -> pd.DataFrame:
     return frame.loc[(frame["swap"] + frame["recompute"]).sort_values(ascending=False, kind="stable").index]
 
 
-def decision_totals(plan: Plan) -> pd.DataFrame:
-    """``values`` and ``size_bytes`` of each decision; the index is the decision."""
-    rows = {str(one): {"values": len(sizes), "size_bytes": sum(sizes)} for one, sizes in plan.decided().items()}
-    return pd.DataFrame.from_dict(rows, orient="index")
-
-
 def _frame(
     rows: dict[str, dict[str, float]], columns: Iterable[str], *, by: str, counts: Iterable[str]
 ) -> pd.DataFrame:
