@@ -9,10 +9,13 @@ import ast
 import contextlib
 import inspect
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
+
+import pytest
 
 WAITS = ("wait", "arrived")
 """Calls of these names wait."""
@@ -63,6 +66,15 @@ def rewritten(owner: Any, name: str, old: str, new: str) -> Mutant:
     assert source.count(old) == 1, f"{name} has {source.count(old)} times {old!r}"
     line = source[: source.index(old)].count("\n") + 1
     return Mutant(owner, name, f"{old!r} is {new!r}", line, ast.parse(source.replace(old, new)))
+
+
+def assert_needed(mutant: Mutant, test: Callable[[], object]) -> None:
+    """The test passes, and fails with the mutant by what it asserts: another exception would say that it cannot run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        test()
+        with mutant.in_place(), pytest.raises((AssertionError, pytest.fail.Exception)):
+            test()
 
 
 def mutants_of(*modules: ModuleType, calls: tuple[str, ...] = WAITS) -> list[Mutant]:

@@ -6,22 +6,10 @@ import pytest
 import torch
 
 from poochplan.errors import UsageError
-from poochplan.workload import Workload
 from poochplan.workloads.sequence import TEXT_BYTES, TextName, char_rnn, text_of
+from tests.workloads.small import losses
 
 ONE = {"batch_size": 3, "width": 16, "dropout": 0.0, "lr": 0.0, "optimizer": "sgd"}
-
-
-def losses(workload: Workload, steps: int) -> list[torch.Tensor]:
-    found = []
-    for _ in range(steps):
-        loss = workload.step()
-        loss.backward()
-        assert workload.optimizer is not None
-        workload.optimizer.step()
-        workload.optimizer.zero_grad()
-        found.append(loss.detach())
-    return found
 
 
 def test_chunks_read_what_one_long_sequence_reads() -> None:

@@ -12,7 +12,7 @@ from poochplan.errors import UsageError
 from poochplan.workload import Workload, load_workload
 from poochplan.workloads import volume
 from poochplan.workloads.common import require
-from tests.workloads.small import SMALL
+from tests.workloads.small import SMALL, losses
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NETWORKS = [name for name in SMALL if name not in ("demo", "tiny")]  # those two are the 3D U-Net again
@@ -42,20 +42,9 @@ def test_a_step_gives_a_finite_scalar_loss_and_a_gradient_for_every_parameter(na
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_same_seed_gives_the_same_losses_and_another_seed_others(name: str) -> None:
-    def losses(seed: str) -> list[torch.Tensor]:
-        workload = build(name, seed=seed)
-        found = []
-        for _ in range(3):
-            loss = workload.step()
-            loss.backward()
-            workload.optimizer.step()
-            workload.optimizer.zero_grad()
-            found.append(loss.detach())
-        return found
-
-    first = losses("1")
-    assert torch.equal(torch.stack(first), torch.stack(losses("1")))
-    assert not torch.equal(first[0], losses("2")[0])
+    first, again, other = (losses(build(name, seed=seed), 3) for seed in ("1", "1", "2"))
+    assert torch.equal(torch.stack(first), torch.stack(again))
+    assert not torch.equal(first[0], other[0])
 
 
 @pytest.mark.parametrize("name", NETWORKS)
