@@ -28,7 +28,7 @@ from .writing import KEEP_ALL, write_plan
 
 ILP = "ilp"
 """The default policy."""
-STRONG = ("greedy", "pooch")
+STRONG_POLICIES = ("greedy", "pooch")
 """The search also tries the plans of these policies if its own are not near the bound."""
 
 
@@ -197,9 +197,8 @@ def _optimal(given: PolicyInput, search: SearchLimits, watch: SearchCallback | N
         if laid is None or laid.peak_bytes <= budget_bytes:
             return kept
     fitting = Fitting(profile, problem, budget_bytes) if has_arena else None
-    found = optimise(
-        problem, budget_bytes, search, [partial(run_policy, name, given) for name in STRONG], watch, fitting
-    )
+    proposals = [partial(run_policy, name, given) for name in STRONG_POLICIES]
+    found = optimise(problem, budget_bytes, search, proposals, watch, fitting)
     if laid is None:
         return found
     if NO_ARENA in found.notes or found.best.simulation.step_s >= build_problem(slower).keep_all_s:
