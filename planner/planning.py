@@ -13,6 +13,7 @@ from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Link, Memory, Profile
 from poochplan.formats.queries import limits
+from poochplan.formats.sources import with_sources
 from poochplan.planner.arena.step_layout import NO_ARENA, Fitting, layout_of, smallest_arena
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.search.allowance import SearchCallback, SearchLimits
@@ -89,6 +90,8 @@ def plan(
     budget_bytes = parse_budget(budget, profile.in_core_peak_bytes)
     has_arena, measured = in_arena(profile, arena), profile.link
     profile = shared(without_arena(profile) if arena == "off" else profile, ranks_per_host)
+    if policy == ILP and profile.in_core_peak_bytes > budget_bytes:
+        profile = with_sources(profile)
     problem = build_problem(profile)
     given = PolicyInput(profile, problem, budget_bytes)
     if policy != ILP and arena == "on":

@@ -13,6 +13,7 @@ from poochplan.formats.files import package_version
 from poochplan.formats.plan import Decision, Plan, PlannedValue, Prediction, Solve, SolveStatus
 from poochplan.formats.profile import Memory, PointKind, Profile
 from poochplan.formats.profile_parts import host_aligned
+from poochplan.formats.sources import as_planned
 from poochplan.planner.arena.caching_allocator import SMALL_BYTES
 from poochplan.planner.arena.step_layout import Laid, layout_of
 from poochplan.planner.policies import PolicyInput
@@ -116,7 +117,7 @@ def with_decisions(profile: Profile, plan: Plan, changes: Mapping[str, Decision 
         recomputed; the message says why.
     """
     started_s = time.perf_counter()
-    given = PolicyInput.of(profile, plan.budget_bytes)
+    given = PolicyInput.of(as_planned(profile, plan), plan.budget_bytes)
     problem = given.problem
     if problem.names != tuple(value.name for value in plan.values):
         raise UsageError("profile: expected the one that the plan was made from, found another; plan again")
@@ -190,7 +191,7 @@ def _planned_values(
     profile: Profile, problem: Problem, decisions: tuple[Decision, ...], tiny: frozenset[int]
 ) -> tuple[tuple[PlannedValue, ...], int]:
     """The plan's values in save order, and the bytes of the host slab."""
-    offset = 0
+    offset, until = 0, held_until(problem, decisions)
     planned = []
     for value, decision in enumerate(decisions):
         handle = profile.handles[profile.points[problem.save_points[value]].handle]
@@ -210,6 +211,17 @@ def _planned_values(
                 shape=handle.shape,
                 host_offset=host_offset,
                 why=problem.must_keep[value] or ("too small to matter" if is_tiny else ""),
+                source=value in problem.copies,
+                until=until.get(value, -1),
             )
         )
     return tuple(planned), offset
+
+
+def held_until(problem: Problem, decisions: tuple[Decision, ...]) -> dict[int, int]:
+    """By source from which a replay starts: the last save point of a value with such a replay."""
+    until: dict[int, int] = {}
+    for value, decision in enumerate(decisions):
+        if decision is Decision.RECOMPUTE:
+            until |= {source: value for source in problem.replay.of(value).inputs if source in problem.copies}
+    return until

@@ -42,7 +42,7 @@ class PolicyInput:
     @cached_property
     def movable(self) -> tuple[int, ...]:
         """Saved values that may be swapped or recomputed, in the order of their save points."""
-        return tuple(movable(self.problem))
+        return tuple(value for value in movable(self.problem) if value not in self.problem.copies)
 
     @cached_property
     def replayable(self) -> frozenset[int]:

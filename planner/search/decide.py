@@ -116,8 +116,8 @@ def _add_early_returns(model: FluidModel) -> None:
     before_death = _slots_before_an_input_goes(model)
     order = sorted(model.request.candidates, key=lambda value: model.use_slot[value])
     for value in order:
-        if model.is_bound and model.use_slot[value] == model.slots.count:
-            continue  # never used in backward: in BOUND it comes back at no cost
+        if model.is_bound and (model.use_slot[value] == model.slots.count or value in model.problem.copies):
+            continue  # never used in backward: in BOUND it comes back at no cost, and at any time
         wanted = set()
         for user in model.consumers.get(value, ()):
             wanted.add(model.use_slot[user])
@@ -149,6 +149,9 @@ def _slots_before_an_input_goes(model: FluidModel) -> dict[int, set[int]]:
                 found.setdefault(user, set()).add(slot)
                 if model.is_bound:
                     found[user].add(model.use_slot[user] - 1)
+    for copy in problem.copies.values() if model.is_bound else ():  # a source is claimed until its copy is back
+        if model.slots.first_backward < model.use_slot[copy] < model.slots.count:
+            found.setdefault(copy, set()).add(model.use_slot[copy] - 1)
     return found
 
 

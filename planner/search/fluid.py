@@ -107,9 +107,19 @@ class FluidModel:
         moved_bytes = problem.size_bytes if self.is_bound else problem.rounded_bytes
         self.resident = [float(size) / self.unit for size in problem.rounded_bytes]
         """Per value: scaled bytes it takes on the device."""
+        self.returned = list(self.resident)
+        """Per value: scaled bytes that it takes more once a replay has brought it back. For a copy in BOUND these are
+        without its source, whose bytes count up to the copy's use, and which is gone once the copy is back."""
+        for source, copy in problem.copies.items() if self.is_bound else ():
+            self.returned[copy] -= self.resident[source]
         self.moved = [float(size) / self.unit for size in moved_bytes]
         """Per value: scaled bytes of a copy of it."""
-        self.use_slot = [slots.of_point[p] if p >= 0 else slots.count for p in problem.first_use_point]
+        own = {**{value: value for value in range(problem.value_count)}, **problem.copies}
+        used_at = [problem.first_use_point[own[value]] for value in range(problem.value_count)]
+        self.use_slot = [slots.of_point[p] if p >= 0 else slots.count for p in used_at]
+        """Per value: the slot of its first use; for a source, that of its larger copy."""
+        self.first_use: Ints = problem.first_use[list(own.values())]
+        """The same in ticks."""
         self.save_slot = [slots.of_point[p] for p in problem.save_points]
         cost = problem.launch_cost
         costs_s = cost.replay_s, cost.out_s, cost.fetch_s, cost.record_s

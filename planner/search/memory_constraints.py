@@ -138,11 +138,11 @@ def _returned(model: FluidModel, ticks: list[int], slots: list[int]) -> list[Str
         returns = model.early[value]
         if value not in model.recompute:
             continue
-        end = bisect_left(ticks, int(model.problem.first_use[value]))
+        end = bisect_left(ticks, int(model.first_use[value]))
         starts = [bisect_left(slots, early.slot) for early in returns]
         for early, start, stop in zip(returns, starts, [*starts[1:], end], strict=True):
             assert early.replayed is not None
-            spans.append(Stretch(start, min(stop, end), early.replayed, model.resident[value]))
+            spans.append(Stretch(start, min(stop, end), early.replayed, model.returned[value]))
     return spans
 
 
@@ -152,23 +152,30 @@ def _claims(model: FluidModel, ticks: list[int]) -> list[Stretch]:
     BOUND counts a claim up to the last slot before the consumer's use, and only if the replay is not done by then.
     """
     problem, linear = model.problem, model.linear
+    ends = problem.forward_death
     claims: list[Stretch] = []
     for value, users in model.consumers.items():
-        if model.is_bound and problem.first_use_point[value] < 0:
+        is_source = value in problem.copies
+        if model.is_bound and is_source:
+            users = [user for user in users if user == problem.copies[value] and value in model.swap]
+        elif model.is_bound and problem.first_use_point[value] < 0:
             continue
-        late = sorted((int(problem.first_use[u]), u) for u in users if problem.first_use[u] > problem.freed[value])
+        late = sorted((int(model.first_use[u]), u) for u in users if model.first_use[u] > problem.freed[value])
         if model.is_bound:
             back = {user: returns[-1].slot for user, returns in model.early.items()}
             late = [(tick, user) for tick, user in late if back.get(user, -1) == model.use_slot[user] - 1]
         after: int | None = None
         for index in reversed(range(len(late))):
             tick, user = late[index]
-            first = late[index - 1][0] + 1 if index else int(problem.freed[value]) + 1
+            first = late[index - 1][0] + 1 if index else int(max(ends[value], problem.freed[value])) + 1
             held = linear.column(1.0)
             terms: list[Term] = [(held, 1.0), (model.recompute[user], -1.0)]
             done = model.replayed_by(user, model.use_slot[user] - 1)
             if done is not None:
                 terms.append((done, 1.0))
+            if is_source:  # its bytes are nowhere else in these rows
+                away = (columns[value] for columns in (model.swap, model.recompute) if value in columns)
+                terms += [(column, 1.0) for column in away]
             linear.row(terms, low=0)
             if after is not None:
                 linear.row([(held, 1.0), (after, -1.0)], low=0)
@@ -364,7 +371,7 @@ def _resident_whole(model: FluidModel, whole: WholeBuffers, tick: int, slot: int
     """Bytes of swapped whole buffers that are on the device at ``tick`` and that no use holds."""
     problem, terms = model.problem, list[Term]()
     for value, released in whole.released.items():
-        if not problem.forward_death[value] < tick < problem.first_use[value] or model.save_slot[value] > slot:
+        if not problem.forward_death[value] < tick < model.first_use[value] or model.save_slot[value] > slot:
             continue
         gone = released.later(slot) if model.is_bound else released.by(slot)
         if gone is None and model.is_bound:

@@ -120,7 +120,7 @@ def _classes(model: FluidModel, own: list[float]) -> tuple[dict[int, int], list[
     factor of ``CLASS_WIDTH``.
     """
     ratios = {
-        value: min(MOST_RATIO, model.resident[value] / own[value])
+        value: min(MOST_RATIO, model.returned[value] / own[value])
         for value in model.recompute
         if own[value] > 0 and model.use_slot[value] < model.slots.count
     }

@@ -251,7 +251,7 @@ def _values(problem: Problem, lists: list[int]) -> Ints:
     ranges = np.zeros((count, 6), dtype=np.int64)
     for value, replay in enumerate(graph.replays):
         if replay is not None:
-            recorded = sorted(graph.to_record(replay.ops)) if problem.launch_cost.record_s > 0 else []
+            recorded = sorted(graph.recorded_by(value)) if problem.launch_cost.record_s > 0 else []
             ranges[value] = [at for items in (replay.ops, replay.inputs, recorded) for at in _added(lists, items)]
     return _table(
         problem.rounded_bytes,

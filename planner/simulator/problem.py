@@ -16,6 +16,7 @@ import numpy as np
 from poochplan.errors import PoochError
 from poochplan.formats.occupancy import Floats, Ints, born_ticks, live_bytes
 from poochplan.formats.profile import Kind, Link, Phase, PointKind, Profile, RuntimeCost
+from poochplan.formats.sources import is_source
 
 from .replays import MergedReplay, ReplayGraph, build_replay_graph
 
@@ -98,7 +99,7 @@ def launch_cost_of(profile: Profile) -> LaunchCost:
 
 def _handle_seconds(profile: Profile, pack_s: float, unpack_s: float) -> Floats:
     """Per op: the packs of all handles of the values saved before it, and the unpacks of those used there."""
-    handles_of = Counter(handle.value for handle in profile.handles)
+    handles_of = Counter(handle.value for handle in profile.handles if not is_source(profile.values[handle.value]))
     seconds = np.zeros(len(profile.ops) + 1)
     for point in profile.points:
         is_save = point.kind is PointKind.SAVE
@@ -144,6 +145,8 @@ class Problem:
     """Tick of the first use point; ``tick_count`` if backward never uses it."""
     first_use_point: tuple[int, ...]
     """-1 if backward never uses it."""
+    copies: dict[int, int]
+    """By source (``formats/sources.py``): the larger copy of it that is saved, which is the next value."""
     must_keep: tuple[str, ...]
     """Why a value can only be kept; empty if it may be swapped."""
     replay: ReplayGraph
@@ -258,6 +261,7 @@ def build_problem(profile: Profile) -> Problem:
         work = work + cost.before_op_s
     point_ops = tuple(point.op for point in profile.points)
     save_tick = point_ticks[list(save_points)]
+    copies = {saved: saved + 1 for saved, value in enumerate(values) if is_source(value)}
     return Problem(
         tick_count=profile.tick_count,
         op_ticks=np.array(profile.op_ticks, dtype=np.int64),
@@ -281,12 +285,19 @@ def build_problem(profile: Profile) -> Problem:
         save_tick=save_tick,
         first_use=first_use,
         first_use_point=tuple(first_use_point),
+        copies=copies,
         must_keep=tuple(
             value.pinned or (HELD if value.forward_death >= use else "")
             for value, use in zip(values, first_use, strict=True)
         ),
         replay=build_replay_graph(
-            profile, saved_of, value_of, [point_ops[p] for p in save_points], save_tick.tolist(), first_use.tolist()
+            profile,
+            saved_of,
+            value_of,
+            [point_ops[p] for p in save_points],
+            save_tick.tolist(),
+            first_use.tolist(),
+            copies,
         ),
         base_bytes=live_bytes(profile, [value for value, saved in enumerate(saved_of) if saved < 0]),
         first_step_less_bytes=_first_step_less_bytes(profile),

@@ -8,8 +8,8 @@ has memory only in *stretches* of the step: in the unit's forward, and around it
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from poochplan.formats.occupancy import born_ticks, ints, occupancy
 from poochplan.formats.profile import Kind, Op, Phase, Profile
+from poochplan.formats.sources import is_source
 
 
 def in_order(seconds: Iterable[float]) -> float:
@@ -71,6 +72,8 @@ class ReplayGraph:
     """Per value: the forward ops that create or write it, in order."""
     earliest_tick: tuple[int, ...] = ()
     """Per saved value: no replay of it may run before this tick; empty if no replay reads a gathered weight."""
+    makers: dict[int, int] = field(default_factory=dict)
+    """By source: the op that makes its larger copy. The runtime finds the source by its recording."""
     _merged: dict[tuple[int, ...], MergedReplay] = field(default_factory=dict, repr=False)
 
     def of(self, value: int) -> Replay:
@@ -94,6 +97,11 @@ class ReplayGraph:
         temporaries = {value for op in wanted for value in self.op_temporaries[op]}
         return wanted.union(*(self.value_writers[value] for value in temporaries))
 
+    def recorded_by(self, value: int) -> set[int]:
+        """What must be recorded so that the replay of a saved value, which has one, can run."""
+        replay = self.of(value)
+        return self.to_record((*replay.ops, *(self.makers[one] for one in replay.inputs if one in self.makers)))
+
     def recorded_for(self, values: Sequence[int]) -> NDArray[np.int64]:
         """What must be recorded so that replays of these saved values, which have one, can run; ascending."""
         together = np.bitwise_or.reduce(self._recorded_bits[values], axis=0)
@@ -105,7 +113,7 @@ class ReplayGraph:
         needed = np.zeros((len(self.replays), len(self.op_seconds)), dtype=bool)
         for value, replay in enumerate(self.replays):
             if replay is not None:
-                needed[value, list(self.to_record(replay.ops))] = True
+                needed[value, list(self.recorded_by(value))] = True
         return np.packbits(needed, axis=1)
 
     def merged(self, targets: tuple[int, ...]) -> MergedReplay:
@@ -182,11 +190,12 @@ def build_replay_graph(
     save_op: Sequence[int],
     save_tick: Sequence[int],
     first_use_tick: Sequence[int],
+    copies: Mapping[int, int],
 ) -> ReplayGraph:
     """Replays of the saved values.
 
     ``saved_of`` maps a value to its position among the saved values or -1; ``value_of`` is its inverse; ``save_op``
-    holds the ops completed before each save point.
+    holds the ops completed before each save point. ``copies`` has the larger copy of each source.
     """
     writers: list[list[int]] = [[] for _ in profile.values]
     for index, op in enumerate(profile.ops):
@@ -196,6 +205,8 @@ def build_replay_graph(
     saved_version = [bisect_left(writers[value], save_op[i]) for i, value in enumerate(value_of)]
     versions = _Versions(profile, writers, saved_of, saved_version)
     found = [_replay_of(versions, saved, value_of, save_tick, first_use_tick) for saved in range(len(value_of))]
+    if copies:
+        _from_sources(versions, found, value_of, save_tick, first_use_tick, copies)
     replays, reasons = [replay for replay, _ in found], [reason for _, reason in found]
     earliest_tick = _within_stretches(profile, replays, reasons, first_use_tick)
     return ReplayGraph(
@@ -209,7 +220,32 @@ def build_replay_graph(
         value_bytes=tuple(profile.rounded_bytes(value.size_bytes) for value in profile.values),
         value_writers=tuple(map(tuple, writers)),
         earliest_tick=earliest_tick,
+        makers={source: writers[value_of[copy]][0] for source, copy in copies.items()},
     )
+
+
+def _from_sources(
+    versions: _Versions,
+    found: list[tuple[Replay | None, str]],
+    value_of: Sequence[int],
+    save_tick: Sequence[int],
+    first_use_tick: Sequence[int],
+    copies: Mapping[int, int],
+) -> None:
+    """Leaves out the replays that only sources make possible, except for the copies' own op.
+
+    No profile has verified them: it has tried replays that start from values that autograd saves. Such a replay runs
+    the same ops and more.
+    """
+    saved_of = [-1 if place in copies else place for place in versions.saved_of]
+    without = replace(versions, saved_of=saved_of)
+    tried = [_replay_of(without, saved, value_of, save_tick, first_use_tick) for saved in range(len(value_of))]
+    own = {copy: source for source, copy in copies.items()}
+    for saved, (replay, _) in enumerate(found):
+        is_widening = replay is not None and saved in own and replay.inputs == (own[saved],) and len(replay.ops) == 1
+        missing, reason = tried[copies.get(saved, saved)]
+        if missing is None and not is_widening:
+            found[saved] = None, reason
 
 
 def _within_stretches(
@@ -336,6 +372,8 @@ def _preexisting_reason(versions: _Versions, value: int, op: int, read: int, nee
 def _entry_reason(versions: _Versions, value: int, save_tick: int, entry_save_tick: int) -> str:
     """Why a replay of a value saved at ``save_tick`` cannot use the entry of a saved value; empty if it can."""
     record = versions.profile.values[value]
+    if is_source(record):  # no handle holds it: the plan does, from its save point on
+        return ""
     if versions.saved_version[versions.saved_of[value]] != len(versions.writers[value]):
         return f"its input {record.name} is written in place after it was saved"
     if entry_save_tick < save_tick and record.freed < save_tick:

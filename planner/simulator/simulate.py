@@ -293,7 +293,7 @@ def simulated(problem: Problem, policy: str, schedule: Schedule) -> Candidate:
 
 
 def movable(problem: Problem) -> list[int]:
-    """Saved values that may be swapped or recomputed."""
+    """Saved values, and sources, that may be swapped or recomputed."""
     return [value for value, reason in enumerate(problem.must_keep) if not reason]
 
 
@@ -321,8 +321,11 @@ def try_decisions(
 
 
 def swap_all(problem: Problem) -> tuple[Decision, ...]:
-    """Swaps every value that may be swapped."""
-    return tuple(Decision.KEEP if reason else Decision.SWAP for reason in problem.must_keep)
+    """Swaps every value that may be swapped, except for sources: no replay starts from them."""
+    return tuple(
+        Decision.KEEP if reason or value in problem.copies else Decision.SWAP
+        for value, reason in enumerate(problem.must_keep)
+    )
 
 
 def swap_all_on_demand(problem: Problem) -> Candidate:

@@ -36,12 +36,12 @@ import msgspec
 import torch
 
 from poochplan.errors import DivergenceError
-from poochplan.formats.plan import Decision, Instructions
+from poochplan.formats.plan import Decision, Instructions, PlannedValue
 from poochplan.formats.plan_set import Signature
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.transfers import held_back, raise_held_back
 from poochplan.runtime.metering.census import one_moment
-from poochplan.runtime.replays.replay import NotReplayable, Recipe, StorageRecord
+from poochplan.runtime.replays.replay import NotReplayable, Recipe, StorageRecord, source_of
 from poochplan.runtime.replays.tape import Recorder, Tape
 from poochplan.runtime.run_report import FallbackKind, Fallbacks
 from poochplan.runtime.step_policies.step_policy import NOTHING, Actions, Chooser, Diverged, StepPolicy
@@ -287,17 +287,63 @@ class Engine:
         assert self._policy is not None, "a chooser has to say at the first save"
         record = self.tape.met(tensor, storage, self.recorder.window)
         known = record.value() if record.value is not None else None
+        is_new = not isinstance(known, SavedValue) or not known.stands_for(tensor)  # Rule 1
+        if is_new and not record.packed:
+            self._pass_source(record)
         ordinal = segment.packs
         segment.packs += 1
-        if not isinstance(known, SavedValue) or not known.stands_for(tensor):  # Rule 1
+        if is_new:
             value = self._save(record, tensor, ordinal)  # its first handle shares its fields
             number = segment.number  # no local has the lease: the traceback of an error would keep it
             return SavedHandle(value.probe, value.version, value.geometry, value, cursor.lease(), number, ordinal)
+        assert isinstance(known, SavedValue)
         try:
             self._policy.handle(ordinal, record.save_point, tensor)
         except Diverged as reason:
             self._diverge(reason)
         return SavedHandle.another(tensor, known, cursor.lease(), segment.number, ordinal)
+
+    def _pass_source(self, record: StorageRecord) -> None:
+        """Passes the save point of the source of a tensor that is about to be saved, if the plan has one there."""
+        assert self._policy is not None
+        segment = self.cursor.segment
+        index = segment.saves
+        planned = self._policy.source(index)
+        if planned is None:
+            return
+        value = self._held_source(record, planned)
+        segment.saves += 1
+        segment.packs += 1
+        if self._events.point is not None:
+            self._events.point(segment.saves + segment.uses)
+        actions = self._policy.at_source(value, index)
+        if value is not None and value.decision is Decision.RECOMPUTE:
+            self._forget(value)
+        if actions is not NOTHING:
+            self._carry_out(actions)
+
+    def _held_source(self, record: StorageRecord, planned: PlannedValue) -> SavedValue | None:
+        """The source of a storage as a value that replays start from; None if none does, or it is not as planned."""
+        read = source_of(record) if planned.until >= 0 else None
+        storage = read.record.storage() if read is not None else None
+        if read is None or read.probe is None or storage is None or storage.nbytes() > planned.size_bytes:
+            return None
+        if read.record.value is not None and read.record.value() is not None:
+            return None
+        (probe, version), home = read.probe, self.device.compute
+        value = SavedValue(
+            planned.decision,
+            read.record,
+            read.generation,
+            probe,
+            version,
+            read.geometry,
+            storage.nbytes(),
+            storage,
+            home,
+        )
+        read.record.attach(value)
+        return value
 
     def _save(self, record: StorageRecord, tensor: torch.Tensor, ordinal: int) -> SavedValue:
         assert self._policy is not None

@@ -57,7 +57,7 @@ class View(msgspec.Struct, gc=False, eq=False):
     """Number of recorded writes to the storage before it was read."""
     geometry: Geometry
     probe: tuple[torch.Tensor, int] | None
-    """For a storage that cannot be rebuilt: a version probe, and the version that was read."""
+    """For a storage that cannot be rebuilt, or that a plan may hold: a version probe, and the version that was read."""
 
     @property
     def still_there(self) -> bool:
@@ -201,6 +201,20 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
     def _overwritten(self, generation: int) -> bool:
         first = self.writes[0] if generation >= 1 else None
         return first is not None and first.overwrites is self
+
+
+WIDENING = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
+"""A cast or a clone may make a larger tensor of one that it reads (``formats/sources.py``)."""
+
+
+def source_of(record: StorageRecord) -> View | None:
+    """What a recorded cast or clone has read to make the storage; None if that was written since, or is gone."""
+    maker = record.birth
+    if maker is None or record.writes or maker.func not in WIDENING or len(maker.reads) != 1:
+        return None
+    read = maker.reads[0]
+    is_unwritten = read.still_there and len(read.record.writes) == read.generation
+    return read if is_unwritten and read.record.storage() is not None else None
 
 
 class CounterBefore(NamedTuple):

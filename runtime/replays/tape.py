@@ -22,7 +22,7 @@ from poochplan.tensors.operators import (
 from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, plain_storage, version_probe
 from poochplan.torch_private.tensor_internals import called_below_autograd, storage_identity, version_of
 
-from .replay import OFF, Birth, Content, CounterBefore, RecordedOp, Scratch, StorageRecord, View, state_of
+from .replay import OFF, WIDENING, Birth, Content, CounterBefore, RecordedOp, Scratch, StorageRecord, View, state_of
 
 
 class Recorder(ToggledMode):
@@ -95,7 +95,7 @@ class Recorder(ToggledMode):
         reads: list[View] = []
         for leaf in flat:
             if isinstance(leaf, torch.Tensor):
-                leaf = self._reference(leaf)
+                leaf = self._reference(leaf, may_be_held=func in WIDENING)
                 if type(leaf) is View:
                     reads.append(leaf)
                 elif leaf is _UNUSABLE:
@@ -124,13 +124,13 @@ class Recorder(ToggledMode):
         plain = (tensor for tensor in writes.in_place if is_plain(tensor, self._device_type))
         return [CounterBefore.of(self.tape.record_of(tensor), tensor) for tensor in plain]
 
-    def _reference(self, leaf: torch.Tensor) -> Any:
+    def _reference(self, leaf: torch.Tensor, *, may_be_held: bool) -> Any:
         storage = plain_storage(leaf, self._device_type)
         if storage is None:
             # A number in host memory is copied now, because it may change before a replay reads it.
             return leaf.detach().clone() if is_host_scalar(leaf, self._device_type) else _UNUSABLE
         record = self.tape.met(leaf, storage, self.tape.window)
-        probe = None if record.is_known else (version_probe(leaf), version_of(leaf))
+        probe = None if record.is_known and not may_be_held else (version_probe(leaf), version_of(leaf))
         return View(record, len(record.writes), Geometry.of(leaf), probe)
 
     def _after(self, op: RecordedOp, written: list[CounterBefore], outputs: Any) -> None:

@@ -69,6 +69,8 @@ class Follow(StepPolicy):
         self._values: dict[int, weakref.ref[SavedValue]] = {}
         self._to_come: dict[int, SavedValue] = {}
         """Values that still expect a handle, by the last one's position. Autograd may release their others before."""
+        self._sources: list[tuple[int, SavedValue]] = []
+        """Sources from which recipes still to be made start, with the last save point of these."""
         self._inputs, self._model = inputs, model
         self._awaits_call: Segment | None = None
         self.divergence = ""
@@ -116,9 +118,9 @@ class Follow(StepPolicy):
     def at_save(self, value: SavedValue, index: int | None) -> Actions:
         if index is None:
             return NOTHING
-        value.index = index
-        value.name = self._planned[index].name
-        self._values[index] = weakref.ref(value)
+        self._bind(value, index)
+        if self._sources:
+            self._sources = [(until, source) for until, source in self._sources if until >= index]
         if self._plan.last_handles[index] >= 0:
             self._to_come[self._plan.last_handles[index]] = value
         planned = self._plan.at_save[index]
@@ -126,9 +128,24 @@ class Follow(StepPolicy):
         # No op after the last save is replayed, and backward must not run under the recorder.
         return actions._replace(record=False) if index == self._last else actions
 
+    def _bind(self, value: SavedValue, index: int) -> None:
+        value.index = index
+        value.name = self._planned[index].name
+        self._values[index] = weakref.ref(value)
+
+    def source(self, index: int) -> PlannedValue | None:
+        return self._planned[index] if index <= self._last and self._planned[index].source else None
+
+    def at_source(self, value: SavedValue | None, index: int) -> Actions:
+        if value is not None:
+            self._bind(value, index)
+            self._sources.append((self._planned[index].until, value))
+        planned = self._plan.at_save[index]
+        return NOTHING if planned is None else self._resolved(planned)
+
     def at_use(self, number: int, handle: SavedHandle, saves: int) -> Actions:
         uses = self._uses
-        self._to_come.clear()
+        self._let_go()
         if saves <= self._last or number >= len(uses) or uses[number] != handle.ordinal:
             found = differs_at_use(self._plan.instructions, number, handle.ordinal, saves, exact=self._plan.exact)
             raise self._differs(found)
@@ -155,8 +172,13 @@ class Follow(StepPolicy):
     def not_replayable(self, value: SavedValue, reason: NotReplayable) -> Actions:
         return self._safe.take([value])
 
-    def diverged(self, reason: Diverged) -> tuple[StepPolicy, Actions]:
+    def _let_go(self) -> None:
+        """No further handle or recipe is expected."""
         self._to_come.clear()
+        self._sources.clear()
+
+    def diverged(self, reason: Diverged) -> tuple[StepPolicy, Actions]:
+        self._let_go()
         self.divergence = reason.reason
         if self._difference is not None:
             reason.advice = what_changed(self._segment, self._inputs, self._model, self._difference)
@@ -167,7 +189,7 @@ class Follow(StepPolicy):
         return self._safe, self._safe.take(self._alive(sorted(self._values)))
 
     def end(self, segment: Segment, outcome: Outcome) -> None:
-        self._to_come.clear()
+        self._let_go()
 
 
 @dataclass(frozen=True, eq=False)

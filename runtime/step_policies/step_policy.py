@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from poochplan.errors import SpillError
-from poochplan.formats.plan import Decision, Departure, Instructions
+from poochplan.formats.plan import Decision, Departure, Instructions, PlannedValue
 from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
 from poochplan.runtime.replays.replay import NotReplayable, StorageRecord
@@ -80,6 +80,14 @@ class StepPolicy:
         ``index``: its save point; None if its storage has had one, and was written since or is no longer held.
         """
         return Decision.KEEP
+
+    def source(self, index: int) -> PlannedValue | None:
+        """The source whose save point is ``index``, which is then passed; None if the point is a saved value's."""
+        return None
+
+    def at_source(self, value: SavedValue | None, index: int) -> Actions:
+        """Actions at the save point of a source; ``value`` is None if it is not held."""
+        return NOTHING
 
     def handle(self, ordinal: int, index: int | None, tensor: torch.Tensor) -> None:
         """A further handle, the ``ordinal``-th, for the value of save point ``index`` (None outside a plan)."""

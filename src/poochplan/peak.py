@@ -17,6 +17,7 @@ from poochplan.formats.occupancy import born_ticks, ints, live_bytes
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Kind, Phase, PointKind, Profile
 from poochplan.formats.queries import OUTSIDE, saved_values
+from poochplan.formats.sources import as_planned
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import Simulation, held_at, simulate
@@ -183,6 +184,7 @@ def simulate_plan(profile: Profile, plan: Plan) -> Simulation:
 
     Raises ``ModelMismatchError`` if the plan was made from another profile; it names the first value that differs.
     """
+    profile = as_planned(profile, plan)
     names = [profile.values[index].name for index in saved_values(profile)]
     for wanted, found in zip_longest((value.name for value in plan.values), names):
         if wanted != found:
@@ -195,6 +197,7 @@ def simulate_plan(profile: Profile, plan: Plan) -> Simulation:
 
 
 def _planned(profile: Profile, plan: Plan, tick: int) -> Iterator[Holder]:
+    profile = as_planned(profile, plan)
     problem = build_problem(profile)
     held = held_at(problem, schedule_of(plan, problem), tick)
     saved = saved_values(profile)

@@ -10,9 +10,10 @@ from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import plan
 from poochplan.planner.policies import PolicyInput
-from poochplan.planner.simulator.problem import Problem
+from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import Schedule, Tuning
 from poochplan.planner.simulator.simulate import swap_all_on_demand
+from poochplan.planner.writing import held_until
 
 
 def input_at(profile: Profile, share: float) -> PolicyInput:
@@ -24,10 +25,13 @@ def input_at(profile: Profile, share: float) -> PolicyInput:
 def plan_with(profile: Profile, schedule: Schedule) -> Plan:
     """A plan that carries out ``schedule``, whatever its peak is."""
     kept = plan(profile, profile.in_core_peak_bytes)
-    values, offset = [], 0
+    values, offset, until_of = [], 0, held_until(build_problem(profile), schedule.decisions)
     for value, decision in zip(kept.values, schedule.decisions, strict=True):
         swapped = decision is Decision.SWAP
-        values.append(msgspec.structs.replace(value, decision=decision, host_offset=offset if swapped else -1))
+        until = until_of.get(len(values), -1)
+        values.append(
+            msgspec.structs.replace(value, decision=decision, host_offset=offset if swapped else -1, until=until)
+        )
         offset += (value.size_bytes + 4095) // 4096 * 4096 if swapped else 0
     return msgspec.structs.replace(
         kept, values=tuple(values), schedule=schedule.actions, record_from_start=schedule.record_from_start

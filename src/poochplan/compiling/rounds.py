@@ -17,6 +17,7 @@ from poochplan.formats.plan import Decision, Plan, Prediction
 from poochplan.formats.profile import Link, Phase, Profile
 from poochplan.formats.queries import saved_values
 from poochplan.formats.run_record import StepDigests
+from poochplan.formats.sources import as_planned
 from poochplan.planner.planning import plan as planned
 from poochplan.profiler.profiling import profile as profiled
 from poochplan.profiler.step.forward_only import checked_loss
@@ -218,7 +219,7 @@ def as_measured(graphs: Profile, measured: Profile) -> Profile:
 
 def recomputed_nodes(profile: Profile, plan: Plan) -> tuple[str, ...]:
     """The nodes, as ``graph/node``, whose saved tensors the plan recomputes; sorted."""
-    saves = saved_values(profile)
+    saves = saved_values(as_planned(profile, plan))
     nodes = (
         node
         for number, planned in zip(saves, plan.values, strict=True)

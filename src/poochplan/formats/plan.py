@@ -15,28 +15,43 @@ import msgspec
 from poochplan.units import format_bytes, format_copies, format_seconds, share_of_peak
 
 from .files import Document, beyond, numbered
+from .plan_prediction import Prediction, Solve, SolveStatus
 from .profile_parts import (
     HOST_ALIGNMENT_BYTES,
     Bytes,
-    Change,
     Count,
     Host,
     Index,
+    IndexOrNone,
     Input,
     Link,
     Memory,
     ModelSignature,
     Offset,
-    Seconds,
     Shape,
     Text,
     host_aligned,
 )
 
-SCHEMA_VERSION = 6
+__all__ = [
+    "OUTSIDE",
+    "Decision",
+    "Departure",
+    "Instructions",
+    "Layout",
+    "Place",
+    "Plan",
+    "PlannedValue",
+    "PointActions",
+    "Prediction",
+    "Solve",
+    "SolveStatus",
+]
+
+SCHEMA_VERSION = 7
 """Version 2 has what ended the search (``evaluations``, ``seed``); 3 has the runtime's own seconds in the step; 4 has
 what the peaks count, and the layout of an arena; 5 has what is recomputed inside compiled graphs; 6 has overheads
-relative to PyTorch alone."""
+relative to PyTorch alone; 7 has sources (``PlannedValue.source``)."""
 RUNTIME_IN_STEP = 3
 """The first version whose ``Prediction.step_s`` holds ``runtime_s``."""
 MOST_OF_COPIES = 10
@@ -65,6 +80,11 @@ class PlannedValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Byte offset in the host slab or spill file; -1 when the value is not swapped."""
     why: Text = ""
     """Why no other decision was possible: it is pinned, or too small to matter."""
+    source: bool = False
+    """Whether autograd does not save it, but a copy that takes more bytes: the next value. Its save point is then
+    directly before that of the copy, and its handle is never unpacked."""
+    until: IndexOrNone = -1
+    """Of a source: the last save point of a value whose replay starts from it; -1 if none does, and nothing is held."""
 
 
 class PointActions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -108,111 +128,6 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Smaller blocks lie outside; so do those from before the first point."""
     places: tuple[Place, ...]
     """The places of all blocks of at least that size after the first point, in the order in which they are taken."""
-
-
-class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """The simulator's prediction for this plan."""
-
-    peak_bytes: Bytes
-    """Most bytes at any moment, from the second step on: live bytes, or allocated bytes if ``memory`` says so."""
-    live_peak_bytes: Bytes | None = None
-    """Most bytes of storages alone; None in files that lack it."""
-    memory: Memory = Memory.LIVE
-    """Which memory the peaks count."""
-    first_step_peak_bytes: Bytes
-    """The same in the first step, before the optimizer has state."""
-    allocated_peak_bytes: Bytes | None = None
-    """On a GPU, the most bytes in blocks of torch's allocator. A block of more than 1 MiB may be larger than requested
-    by up to 1 MiB, unless segments are expandable. ``torch.cuda.max_memory_allocated`` returns at most this, unless
-    ``max_split_size_mb`` or ``roundup_power2_divisions`` is set. None on the CPU."""
-    in_core_peak_bytes: Bytes
-    in_core_step_s: Seconds
-    """Seconds of the step by PyTorch alone. If that was not timed, the sum of the in-core step's ops."""
-    is_timed_alone: bool = False
-    """Whether ``in_core_step_s`` was timed by PyTorch alone."""
-    kept_step_s: Seconds | None = None
-    """Seconds of a session's step that keeps everything, with the runtime's own time: no plan's step is shorter. None
-    in files that lack it."""
-    step_s: Seconds
-    """Predicted seconds of a step: ops, waits, replays, and the runtime's own use of the compute stream."""
-    overhead: Change
-    """``step_s / in_core_step_s - 1``."""
-    stall_s: Seconds
-    """Seconds the compute stream waits for copies."""
-    replay_s: Seconds
-    interference_s: Seconds
-    """Seconds lost because compute runs slower beside copies."""
-    runtime_s: Seconds = 0.0
-    """The runtime's own part of ``step_s``: on the CPU its work for handles, swaps, recording and replays; on CUDA the
-    compute stream's waits for launches by the thread."""
-    out_bytes: Bytes
-    in_bytes: Bytes
-    host_bytes: Bytes
-    arena_bytes: Bytes | None = None
-    """Bytes of one static arena for all that the step allocates itself; None if it was not computed."""
-    arena_live_bytes: Bytes | None = None
-    """Most of these bytes that are live at any moment: no arena is smaller."""
-    arena_peak_bytes: Bytes | None = None
-    """The arena and the most bytes outside it at any moment, with the memory that existed before the step."""
-
-    def peak_of_step(self, has_arena: bool) -> int:
-        """Most bytes of a step; if it uses an arena, this counts whole."""
-        return max(self.peak_bytes, self.arena_peak_bytes or 0) if has_arena else self.peak_bytes
-
-    @property
-    def in_core_text(self) -> str:
-        """The reference time of the overhead, and how it was obtained."""
-        seconds = format_seconds(self.in_core_step_s)
-        return f"PyTorch alone {seconds}" if self.is_timed_alone else f"in-core ops {seconds}, PyTorch alone not timed"
-
-    @property
-    def peak_text(self) -> str:
-        """The larger peak of the first and later steps. If allocated bytes are counted, the live peak too."""
-        peak = format_bytes(max(self.peak_bytes, self.first_step_peak_bytes))
-        if self.memory is Memory.LIVE or self.live_peak_bytes is None:
-            return peak
-        return f"{peak} allocated, {format_bytes(self.live_peak_bytes)} live"
-
-    @property
-    def causes_text(self) -> str:
-        """The seconds that the overhead consists of."""
-        runtime = f", the runtime itself {format_seconds(self.runtime_s)}" if self.runtime_s else ""
-        return (
-            f"stall {format_seconds(self.stall_s)}, replay {format_seconds(self.replay_s)}, "
-            f"interference {format_seconds(self.interference_s)}{runtime}"
-        )
-
-
-class SolveStatus(StrEnum):
-    """How the search for a plan ended."""
-
-    WITHIN_GAP = "within gap"  # of the proven bound
-    TIME_LIMIT = "time limit"
-    EVALUATION_LIMIT = "evaluation limit"
-    INTERRUPTED = "interrupted"  # by the user; the best plan so far
-    SEARCHED = "searched"  # to the end, without any of these
-    NOT_NEEDED = "not needed"  # one policy decided alone, or everything is kept
-
-
-class Solve(msgspec.Struct, frozen=True, kw_only=True):
-    """How the decisions were found."""
-
-    policy: Text
-    solver: Text
-    status: SolveStatus
-    objective_s: Change | None
-    """Overhead in seconds by the fluid model; the prediction comes from the simulator."""
-    bound_s: Seconds | None
-    """Proven lower bound on the step time of any plan for this budget; None for a policy that proves none."""
-    gap: Change | None
-    """``step_s / bound_s - 1``."""
-    wall_s: Seconds
-    rounds: Count
-    """Number of solved models: relaxed, tightened because the simulated peak exceeded the budget, or integral."""
-    evaluations: Count | None = None
-    """Number of simulations that the search was allowed, if this ended it; None for a time limit."""
-    seed: int = 0
-    """Seed of the search's random walks."""
 
 
 class Instructions(msgspec.Struct, frozen=True, kw_only=True):
@@ -354,14 +269,27 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
             "decisions": ", ".join(
                 f"{decision} {len(sizes)} ({format_bytes(sum(sizes))})" for decision, sizes in self.decided().items()
             ),
+            **self._source_rows(),
             "found": found,
             **numbered("assumed", self.assumed),
             **numbered("note", self.notes),
         }
 
     def decided(self) -> dict[Decision, list[int]]:
-        """The sizes of the values with each decision."""
-        return {one: [value.size_bytes for value in self.values if value.decision == one] for one in Decision}
+        """The sizes of the values with each decision; sources are left out."""
+        values = [value for value in self.values if not value.source]
+        return {one: [value.size_bytes for value in values if value.decision == one] for one in Decision}
+
+    def sources(self) -> dict[Decision, list[int]]:
+        """The sizes of the sources with each decision; those from which no replay starts are left out."""
+        held = [value for value in self.values if value.source and value.until >= 0]
+        return {one: [value.size_bytes for value in held if value.decision == one] for one in Decision}
+
+    def _source_rows(self) -> dict[str, str]:
+        """A row about the sources that stand for larger copies; empty without them."""
+        held = {decision: sizes for decision, sizes in self.sources().items() if sizes}
+        text = ", ".join(f"{decision} {len(sizes)} ({format_bytes(sum(sizes))})" for decision, sizes in held.items())
+        return {"sources of larger copies": text} if held else {}
 
     def arena_rows(self) -> dict[str, str]:
         """Rows on the arena of the step. If the compiled allocator was missing, a row that says so. Otherwise empty."""
@@ -390,6 +318,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
             yield f"handles: expected {values} values in the order of first handles, found another order, or fewer"
         if len(set(self.uses)) != uses:
             yield "uses: expected each handle once, found one twice"
+        yield from _source_faults(self)
         yield from _places_on_host(self.values)
         yield from _schedule_faults(self)
         yield from _layout_faults(self)
@@ -405,6 +334,21 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         step_s = old.step_s + old.runtime_s
         overhead = step_s / old.in_core_step_s - 1 if old.in_core_step_s > 0 else 0.0
         return msgspec.structs.replace(found, prediction=msgspec.structs.replace(old, step_s=step_s, overhead=overhead))
+
+
+def _source_faults(plan: Plan) -> Iterator[str]:
+    """A source is followed by its copy, and held for that or a later one; nothing unpacks its only handle."""
+    values, used = plan.values, {plan.handles[handle] for handle in plan.uses if handle < len(plan.handles)}
+    for number, value in enumerate(values):
+        where = f"values[{number}]"
+        if value.source and (number + 1 >= len(values) or values[number + 1].source):
+            yield f"{where}.source: expected false, because no saved value follows, found true"
+        elif value.source and (number in used or plan.handles.count(number) != 1):
+            yield f"{where}.source: expected one handle that has no use, found another one, or a use"
+        elif not value.source and value.until != -1:
+            yield f"{where}.until: expected -1 for a value that is no source, found {value.until}"
+        elif value.until != -1 and not number < value.until < len(values):
+            yield f"{where}.until: expected a later save point, found {value.until}"
 
 
 def _places_on_host(values: Sequence[PlannedValue]) -> Iterator[str]:

@@ -1,0 +1,108 @@
+"""Sources: unsaved tensors from which one cheap op, a cast or a clone, makes a saved value that takes more bytes.
+
+A plan may hold a source in place of the value, and widen it before the value is used. For the planner a source is a
+saved value that backward never uses: it has a save point, directly before that of the value, and a handle that is never
+unpacked. :func:`with_sources` adds both to a profile.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from msgspec.structs import replace
+
+from .plan import Plan
+from .profile import Handle, Kind, Op, Phase, Point, PointKind, Profile, Value
+from .queries import writers_by_value
+
+WIDENING = frozenset({"aten._to_copy.default", "aten.clone.default"})
+"""Ops that read one tensor and make a copy of it, perhaps of another type, or of more elements."""
+
+
+def is_source(value: Value) -> bool:
+    """Whether a saved value of a profile is a source: autograd does not save it."""
+    return value.kind is Kind.TEMPORARY
+
+
+def has_sources(plan: Plan) -> bool:
+    """Whether the plan decides about sources too."""
+    return any(value.source for value in plan.values)
+
+
+def as_planned(profile: Profile, plan: Plan) -> Profile:
+    """The profile with the values, handles and points that the plan, which was made from it, is about."""
+    return with_sources(profile) if has_sources(plan) else profile
+
+
+def sources_of(profile: Profile) -> dict[int, int]:
+    """By save point (its position among all points): the source of the value that is saved there."""
+    found = dict[int, int]()
+    if any(value.nodes for value in profile.values):  # saved by compiled graphs, which hold what they please
+        return found
+    taken = {handle.value for handle in profile.handles}
+    writers, ticks = writers_by_value(profile), profile.point_ticks
+    last_write = [max(each, default=-1) for each in writers]
+    for index, op in enumerate(profile.ops):
+        for value in op.writes:
+            last_write[value] = max(last_write[value], index)
+    for number, point in enumerate(profile.points):
+        if point.kind is not PointKind.SAVE:
+            continue
+        saved = profile.handles[point.handle].value
+        made_by = writers[saved]
+        if len(made_by) != 1 or made_by[0] >= point.op:
+            continue
+        source = _source_of(profile, saved, profile.ops[made_by[0]])
+        if source is None or source in taken or last_write[source] > made_by[0]:
+            continue
+        if profile.values[source].forward_death >= ticks[number]:
+            found[number] = source
+            taken.add(source)
+    return found
+
+
+def _source_of(profile: Profile, saved: int, maker: Op) -> int | None:
+    """The smaller value that ``maker`` reads to make a saved one; None if there is none that a plan could hold."""
+    if maker.name not in WIDENING or maker.opaque or maker.writes or len(maker.inputs) != 1:
+        return None
+    source = maker.inputs[0]
+    value, made = profile.values[source], profile.values[saved]
+    if value.kind is not Kind.TEMPORARY or value.born < 0 or value.stretch_of >= 0 or value.pinned:
+        return None
+    is_smaller = profile.rounded_bytes(value.size_bytes) < profile.rounded_bytes(made.size_bytes)
+    return source if is_smaller and profile.ops[value.born].phase is Phase.FORWARD else None
+
+
+def with_sources(profile: Profile) -> Profile:
+    """The profile with a save point and a handle for each source; the same one if it has none."""
+    sources = sources_of(profile)
+    if not sources:
+        return profile
+    added_at = [profile.point_ticks[number] for number in sources]
+    handle_at = sorted(profile.points[number].handle for number in sources)
+
+    def tick(before: int) -> int:
+        return before + bisect_right(added_at, before)
+
+    handles, points = list[Handle](), list[Point]()
+    moved = [number + bisect_right(handle_at, number) for number in range(len(profile.handles))]
+    new = {profile.points[number].handle: value for number, value in sources.items()}
+    for number, handle in enumerate(profile.handles):
+        if number in new:
+            value = profile.values[new[number]]
+            handles.append(Handle(value=new[number], layer=value.layer, dtype=value.dtype, shape=value.shape))
+        handles.append(handle)
+    for number, point in enumerate(profile.points):
+        if number in sources:
+            points.append(Point(kind=PointKind.SAVE, handle=moved[point.handle] - 1, op=point.op))
+        points.append(replace(point, handle=moved[point.handle]))
+    values = tuple(
+        replace(
+            value,
+            born_tick=None if value.born_tick is None else tick(value.born_tick),
+            forward_death=tick(value.forward_death),
+            freed=tick(value.freed),
+        )
+        for value in profile.values
+    )
+    return replace(profile, values=values, handles=tuple(handles), points=tuple(points))
