@@ -172,14 +172,18 @@ class _Scheduler:
 
     def actions(self) -> Lists:
         """The actions at each point, in the form for ``assemble``. Afterwards ``decisions`` are final."""
-        swapped = [value for value, decision in enumerate(self.decisions) if decision is Decision.SWAP]
+        swapped = [
+            value
+            for value, decision in enumerate(self.decisions)
+            if decision is Decision.SWAP and not self._is_idle(value)
+        ]
         if self.style.release == "early":
             for value in swapped:
                 self._release_at(value, self._early_point(value))
         else:
             self._release_where_memory_asks(swapped)
-        for value in swapped:
-            if value not in self.release:
+        for value, decision in enumerate(self.decisions):
+            if decision is Decision.SWAP and value not in self.release:
                 self.decisions[value] = Decision.KEEP
         self._prefetch()
         return by_point(
@@ -190,6 +194,10 @@ class _Scheduler:
         )
 
     # -- releases -----------------------------------------------------------------------------------------------------
+
+    def _is_idle(self, value: int) -> bool:
+        """Whether it is a source from which no replay starts: nothing holds it after its forward death."""
+        return value in self.problem.copies and int(self.end[value]) <= self.death[value]
 
     def _need_after(self, value: int, point: int) -> int:
         """The first point that needs a value released at ``point``; -1 if none does."""

@@ -267,6 +267,7 @@ def _values(problem: Problem, lists: list[int]) -> Ints:
         np.argsort(by_rank),
         by_rank,
         np.random.default_rng(0).integers(0, 2**40, count),
+        (value in problem.copies for value in range(count)),
         *ranges.T,
     )
 

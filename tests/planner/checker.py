@@ -60,18 +60,50 @@ class _Judge:
             if op.phase.value == "forward":
                 for value in [*op.outputs, *op.writes]:
                     self.writers[value].append(number)
-        self.saves = [p for p in profile.points if p.kind.value == "save"]
-        self.uses = [p for p in profile.points if p.kind.value == "use"]
-        self.saved = [profile.handles[p.handle].value for p in self.saves]
+        self.saved, self.save_ops = self._saves()
         self.entry_of = {value: index for index, value in enumerate(self.saved)}
+        self.handles, self.uses = self._handles()
         self.version_saved = {
-            index: sum(writer < p.op for writer in self.writers[self.saved[index]])
-            for index, p in enumerate(self.saves)
+            index: sum(writer < op for writer in self.writers[self.saved[index]])
+            for index, op in enumerate(self.save_ops)
         }
+        self.done_saves = 0
         self.verdict = Verdict()
         self.entries: dict[int, _Entry] = {}
         self.recorded = self._recorded_ops()
         self.needs: dict[int, tuple[set[int], set[int]]] = {}
+
+    def _saves(self) -> tuple[list[int], list[int]]:
+        """Per value of the plan: the profile's value, and the ops completed before its save point. A source has the
+        save point of the value after it.
+        """
+        points = [p for p in self.profile.points if p.kind.value == "save"]
+        own = iter([self.profile.handles[p.handle].value for p in points])
+        ops = iter([p.op for p in points])
+        by_name = {record.name: value for value, record in enumerate(self.profile.values)}
+        saved, save_ops = list[int](), list[int]()
+        _ensure(not self.plan.values or not self.plan.values[-1].source, "a saved value after each source")
+        for planned in self.plan.values:
+            if planned.source:
+                _ensure(planned.name in by_name, f"no value {planned.name}")
+                saved.append(by_name[planned.name])
+                continue
+            op = next(ops, 0)
+            save_ops += [op] * (len(saved) + 1 - len(save_ops))
+            saved.append(next(own, -1))
+        _ensure(next(own, None) is None and -1 not in saved, "a plan for the saved values")
+        return saved, save_ops
+
+    def _handles(self) -> tuple[list[int], list[int]]:
+        """The plan's value of each handle, and the handles used, as the plan numbers them: a source has one."""
+        handles, number = list[int](), dict[int, int]()
+        for ordinal, handle in enumerate(self.profile.handles):
+            index = self.entry_of[handle.value]
+            if index and self.plan.values[index - 1].source and index not in handles:
+                handles.append(index - 1)
+            number[ordinal] = len(handles)
+            handles.append(index)
+        return handles, [number[p.handle] for p in self.profile.points if p.kind.value == "use"]
 
     def _merge(self) -> list[tuple[str, int]]:
         timeline: list[tuple[str, int]] = []
@@ -88,10 +120,10 @@ class _Judge:
         recorded, on = set(), self.plan.record_from_start
         for number in range(len(self.profile.ops)):
             pending = ""
-            for index, point in enumerate(self.saves):
-                if point.op == number and switch.get(index) == "off":
+            for index, op in enumerate(self.save_ops):
+                if op == number and switch.get(index) == "off":
                     on, pending = False, ""
-                if point.op == number and switch.get(index) == "on":
+                if op == number and switch.get(index) == "on":
                     pending = "on"
             if on:
                 recorded.add(number)
@@ -102,7 +134,7 @@ class _Judge:
 
     def walk(self) -> Verdict:
         self._check_header()
-        done_saves = done_uses = 0
+        done_uses = 0
         actions = {(action.at, action.index): action for action in self.plan.schedule}
         for tick, (what, item) in enumerate(self.timeline):
             if what == "op":
@@ -110,9 +142,11 @@ class _Judge:
             else:
                 point = self.profile.points[item]
                 if point.kind.value == "save":
-                    self._bind(done_saves)
-                    self._act(tick, actions.pop(("save", done_saves), None))
-                    done_saves += 1
+                    while self.plan.values[self.done_saves].source:
+                        self._check_source(tick, self.done_saves)
+                        self._pass_save(tick, actions)
+                        self._note(tick)
+                    self._pass_save(tick, actions)
                 else:
                     self._act(tick, actions.pop(("use", done_uses), None))
                     self._check_use(tick, point.handle)
@@ -123,11 +157,31 @@ class _Judge:
         self._check_host()
         return self.verdict
 
+    def _pass_save(self, tick: int, actions: dict[tuple[str, int], PointActions]) -> None:
+        self._bind(self.done_saves)
+        self._act(tick, actions.pop(("save", self.done_saves), None))
+        self.done_saves += 1
+
+    def _check_source(self, tick: int, index: int) -> None:
+        """It is there, and the next value is a copy that one recorded op makes of it, and of what it is from then on."""
+        source, copy = self.saved[index], self.saved[index + 1]
+        record, made_by = self.profile.values[source], self.writers[copy]
+        _ensure(all(handle.value != source for handle in self.profile.handles), f"{record.name} is saved itself")
+        _ensure(len(made_by) == 1 and made_by[0] < self.save_ops[index + 1], f"{record.name} is no source")
+        op = self.profile.ops[made_by[0]]
+        _ensure(op.name in ("aten._to_copy.default", "aten.clone.default"), f"{op.name} makes no copy")
+        _ensure(op.inputs == (source,) and not op.opaque, f"{op.name} reads something else")
+        _ensure(record.born >= 0 and tick <= record.forward_death, f"{record.name} is gone at its save point")
+        writes = [number for number, one in enumerate(self.profile.ops) if source in one.writes]
+        _ensure(all(number < made_by[0] for number in writes), f"{record.name} is written after it was copied")
+        if self.plan.values[index].until >= 0:
+            _ensure(made_by[0] in self.recorded, f"the copy of {record.name} is not recorded")
+
     def _check_header(self) -> None:
         plan, profile = self.plan, self.profile
         _ensure([v.name for v in plan.values] == [profile.values[v].name for v in self.saved], "values in save order")
-        _ensure(plan.handles == tuple(self.entry_of[h.value] for h in profile.handles), "handles in pack order")
-        _ensure(plan.uses == tuple(p.handle for p in self.uses), "uses in order")
+        _ensure(plan.handles == tuple(self.handles), "handles in pack order")
+        _ensure(plan.uses == tuple(self.uses), "uses in order")
         for index, planned in enumerate(plan.values):
             record = profile.values[self.saved[index]]
             if record.pinned:
@@ -216,6 +270,7 @@ class _Judge:
 
     def _end_of_tick(self, tick: int) -> None:
         held = {number for number, value in enumerate(self.saved) if tick < self.profile.values[value].freed}
+        held |= {number for number, value in enumerate(self.plan.values) if value.until >= self.done_saves}
         pending = [number for number in held if number in self.entries]
         while pending:
             entry = self.entries[pending.pop()]

@@ -44,7 +44,7 @@ class Evaluator {
       release_early(problem, scratch);
     } else {
       for (int64_t value = 0; value < problem.values.count; ++value) {
-        scratch.values[value].wanted = scratch.decisions[value] == kSwap;
+        scratch.values[value].wanted = scratch.decisions[value] == kSwap && !is_idle(problem, scratch, value);
       }
       queue_out(problem, scratch, false);
       release_late(problem, scratch, budget_bytes);

@@ -34,8 +34,9 @@ struct Value {
   // Bytes are rounded up to the allocation unit, except for those that a copy moves. `first_use` is a point.
   int64_t size_bytes, moved_bytes, born, death, freed, save_point, first_use, profile_value;
   // The point of its earliest release; the first tick at which its bytes could be released; the value's place in the
-  // order of these ticks; the value at the place of this row; a random number: sums of these identify sets of values.
-  int64_t early_point, frees_tick, rank, by_rank, key;
+  // order of these ticks; the value at the place of this row; a random number: sums of these identify sets of values;
+  // whether it is a source, which nothing but replays needs after its forward death.
+  int64_t early_point, frees_tick, rank, by_rank, key, is_source;
   // Ops and inputs of its replay, and the ops that must be recorded for it, if recording takes time.
   Range ops, inputs, recorded;
 };

@@ -73,11 +73,17 @@ inline void release(const Problem& problem, Scratch& scratch, int64_t number, in
   scratch.released.push_back(number);
 }
 
+// Whether a value is a source from which no replay starts.
+inline bool is_idle(const Problem& problem, const Scratch& scratch, int64_t value) {
+  return problem.values[value].is_source && scratch.values[value].end <= problem.values[value].death;
+}
+
 // Releases every swapped value at its forward death.
 inline void release_early(const Problem& problem, Scratch& scratch) {
   clear(scratch.moves);
   for (int64_t value = 0; value < problem.values.count; ++value) {
-    if (scratch.decisions[value] == kSwap) release(problem, scratch, value, problem.values[value].early_point);
+    if (scratch.decisions[value] != kSwap || is_idle(problem, scratch, value)) continue;
+    release(problem, scratch, value, problem.values[value].early_point);
   }
   apply(scratch.curve, scratch.moves);
 }
