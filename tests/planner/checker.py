@@ -7,6 +7,7 @@ versions of contents, and fails on the first thing that the runtime could not do
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from poochplan.formats.plan import Plan, PointActions
 from poochplan.formats.profile import Profile
@@ -157,13 +158,13 @@ class _Judge:
         self._check_host()
         return self.verdict
 
-    def _pass_save(self, tick: int, actions: dict[tuple[str, int], PointActions]) -> None:
+    def _pass_save(self, tick: int, actions: dict[tuple[Any, int], PointActions]) -> None:
         self._bind(self.done_saves)
         self._act(tick, actions.pop(("save", self.done_saves), None))
         self.done_saves += 1
 
     def _check_source(self, tick: int, index: int) -> None:
-        """It is there, and the next value is a copy that one recorded op makes of it, and of what it is from then on."""
+        """It is there, is not written later, and one recorded op makes the next value of it alone."""
         source, copy = self.saved[index], self.saved[index + 1]
         record, made_by = self.profile.values[source], self.writers[copy]
         _ensure(all(handle.value != source for handle in self.profile.handles), f"{record.name} is saved itself")

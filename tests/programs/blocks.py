@@ -186,6 +186,24 @@ def _through(self: OneLinear, hidden: Tensor) -> Tensor:
     return self.inner(self.linear(hidden)).tanh()
 
 
+def _normed_in_32_bits(self: OneLinear, hidden: Tensor) -> Tensor:
+    narrow = self.linear(hidden).to(torch.bfloat16) * 0.5
+    wide = narrow.float()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) + narrow.exp().to(hidden.dtype)
+
+
+def _repeated(self: OneLinear, hidden: Tensor) -> Tensor:
+    both = (self.linear(hidden) * 0.5).unsqueeze(1).expand(-1, 2, -1).clone()
+    return (both * torch.stack([hidden, hidden.tanh()], 1)).sum(1)
+
+
+def _narrow_written_later(self: OneLinear, hidden: Tensor) -> Tensor:
+    narrow = self.linear(hidden).to(torch.bfloat16) * 0.5
+    squared = narrow.float().square()
+    narrow.mul_(2)
+    return (squared + narrow.float()).tanh()
+
+
 def bare_block(kind: str, width: int, others: list[nn.Linear]) -> nn.Module:
     """A block of that kind; ``others`` are linear layers whose weights one may share."""
     of_linear: dict[str, tuple[Body, int, Callable[[], nn.Module | None]]] = {
@@ -208,6 +226,9 @@ def bare_block(kind: str, width: int, others: list[nn.Linear]) -> nn.Module:
         "dropout in place": (_dropout_in_place, 1, lambda: None),
         "batch norm": (_through, 1, lambda: nn.BatchNorm1d(width)),
         "gated without gradients": (_gated_without_gradients, 1, lambda: None),
+        "normed in 32 bits": (_normed_in_32_bits, 1, lambda: None),
+        "repeated": (_repeated, 1, lambda: None),
+        "narrow written later": (_narrow_written_later, 1, lambda: None),
     }
     if kind in of_linear:
         body, widening, inner = of_linear[kind]

@@ -14,6 +14,7 @@ import torch
 from tests.depth import seeds
 from tests.runtime.served import needs_compiler
 
+from .cast_trial import cast_trial
 from .drawing import EVENTS, PLAIN, Feature, draw
 from .mutated import all_mutants, caught_by, ready
 from .served_trial import served_trial
@@ -71,6 +72,13 @@ def test_served_from_an_arena_it_trains_bitwise_as_in_core(seed: int) -> None:
 @pytest.mark.parametrize("seed", [63, 82, 85, *seeds(day=0, deep=50)])  # the first three once ended with an error
 def test_recorded_in_short_windows_it_trains_bitwise_as_in_core(seed: int) -> None:
     assert windowed_trial(draw(seed)).problems == []
+
+
+@pytest.mark.parametrize("seed", seeds(day=4, deep=500))
+def test_with_sources_held_in_place_of_their_copies_it_trains_bitwise_as_in_core(seed: int) -> None:
+    outcome = cast_trial(draw(seed))
+    assert outcome.problems == []
+    assert outcome.counts["steps that followed"] > 0
 
 
 def test_a_program_notices_a_wait_that_is_left_out_and_a_release() -> None:

@@ -8,10 +8,13 @@ import pytest
 
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.sources import sources_of, with_sources
+from poochplan.planner.policies import PolicyInput
+from poochplan.planner.search.optimise import Optimum
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.simulate import STYLES, Candidate, try_style
+from poochplan.planner.writing import write_plan
 from tests.depth import seeds
-from tests.planner.plans import plan_with, random_decisions
+from tests.planner.plans import random_decisions
 from tests.runtime.cast_nets import CASTS
 from tests.runtime.nets import followed, metered_peaks
 
@@ -22,7 +25,8 @@ def planned(name: str, wish: list[Decision], budget_share: float = 0.0, style: i
     profile = with_sources(CASTS[name].profile())
     budget_bytes = int(budget_share * profile.in_core_peak_bytes)
     found = try_style(build_problem(profile), "by hand", wish, budget_bytes, STYLES[style])
-    return plan_with(profile, found.schedule), found
+    given = PolicyInput.of(profile, 1 << 40)
+    return write_plan(given, Optimum(found, "by hand"), 0.0, is_laid_out=False), found
 
 
 def problem_of(name: str) -> Problem:
