@@ -149,9 +149,6 @@ def _slots_before_an_input_goes(model: FluidModel) -> dict[int, set[int]]:
                 found.setdefault(user, set()).add(slot)
                 if model.is_bound:
                     found[user].add(model.use_slot[user] - 1)
-    for copy in problem.copies.values() if model.is_bound else ():  # a source is claimed until its copy is back
-        if model.slots.first_backward < model.use_slot[copy] < model.slots.count:
-            found.setdefault(copy, set()).add(model.use_slot[copy] - 1)
     return found
 
 

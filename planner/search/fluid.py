@@ -108,9 +108,9 @@ class FluidModel:
         self.resident = [float(size) / self.unit for size in problem.rounded_bytes]
         """Per value: scaled bytes it takes on the device."""
         self.returned = list(self.resident)
-        """Per value: scaled bytes that it takes more once a replay has brought it back. For a copy in BOUND these are
-        without its source, whose bytes count up to the copy's use, and which is gone once the copy is back."""
-        for source, copy in problem.copies.items() if self.is_bound else ():
+        """Per value: scaled bytes that it adds once a replay has brought it back. For a copy these are without its
+        source, whose bytes count up to the copy's use, and which is gone once the copy is back."""
+        for source, copy in problem.copies.items():
             self.returned[copy] -= self.resident[source]
         self.moved = [float(size) / self.unit for size in moved_bytes]
         """Per value: scaled bytes of a copy of it."""

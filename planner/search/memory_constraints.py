@@ -152,13 +152,12 @@ def _claims(model: FluidModel, ticks: list[int]) -> list[Stretch]:
     BOUND counts a claim up to the last slot before the consumer's use, and only if the replay is not done by then.
     """
     problem, linear = model.problem, model.linear
-    ends = problem.forward_death
     claims: list[Stretch] = []
     for value, users in model.consumers.items():
-        is_source = value in problem.copies
-        if model.is_bound and is_source:
-            users = [user for user in users if user == problem.copies[value] and value in model.swap]
-        elif model.is_bound and problem.first_use_point[value] < 0:
+        if value in problem.copies:
+            claims += _source_claims(model, ticks, value, users)
+            continue
+        if model.is_bound and problem.first_use_point[value] < 0:
             continue
         late = sorted((int(model.first_use[u]), u) for u in users if model.first_use[u] > problem.freed[value])
         if model.is_bound:
@@ -167,15 +166,12 @@ def _claims(model: FluidModel, ticks: list[int]) -> list[Stretch]:
         after: int | None = None
         for index in reversed(range(len(late))):
             tick, user = late[index]
-            first = late[index - 1][0] + 1 if index else int(max(ends[value], problem.freed[value])) + 1
+            first = late[index - 1][0] + 1 if index else int(problem.freed[value]) + 1
             held = linear.column(1.0)
             terms: list[Term] = [(held, 1.0), (model.recompute[user], -1.0)]
             done = model.replayed_by(user, model.use_slot[user] - 1)
             if done is not None:
                 terms.append((done, 1.0))
-            if is_source:  # its bytes are nowhere else in these rows
-                away = (columns[value] for columns in (model.swap, model.recompute) if value in columns)
-                terms += [(column, 1.0) for column in away]
             linear.row(terms, low=0)
             if after is not None:
                 linear.row([(held, 1.0), (after, -1.0)], low=0)
@@ -184,6 +180,27 @@ def _claims(model: FluidModel, ticks: list[int]) -> list[Stretch]:
                 last = int(model.slots.start_tick[model.use_slot[user]]) - 1 if tick < problem.tick_count else first - 1
             claims.append(Stretch(bisect_left(ticks, first), bisect_right(ticks, last), held, model.resident[value]))
             after = held
+    return claims
+
+
+def _source_claims(model: FluidModel, ticks: list[int], value: int, users: list[int]) -> list[Stretch]:
+    """A source from its forward death on, unless it is swapped or recomputed itself: up to the use of each user, and in
+    BOUND up to that of its copy alone. Once the copy is back it takes these bytes itself (``FluidModel.returned``).
+    """
+    problem, linear = model.problem, model.linear
+    away = [(columns[value], 1.0) for columns in (model.swap, model.recompute) if value in columns]
+    if model.is_bound:
+        users = [user for user in users if user == problem.copies[value] and away]
+    late = sorted((int(model.first_use[u]), u) for u in users if model.first_use[u] < problem.tick_count)
+    first = int(max(problem.forward_death[value], problem.freed[value])) + 1
+    claims: list[Stretch] = []
+    for index, (tick, _) in enumerate(late):
+        held = linear.column(1.0)
+        for _, user in late[index:]:
+            linear.row([(held, 1.0), (model.recompute[user], -1.0), *away], low=0)
+        last = int(model.slots.start_tick[model.use_slot[late[index][1]]]) - 1 if model.is_bound else tick
+        claims.append(Stretch(bisect_left(ticks, first), bisect_right(ticks, last), held, model.resident[value]))
+        first = tick + 1
     return claims
 
 

@@ -53,7 +53,8 @@ def _block(r: Recorder, rng: random.Random, x: int) -> int:
         r.op("add_", [x], writes=[x], seconds=_cheap(rng))
     (h,) = r.op("linear", [h], [size], saves=[h], seconds=_seconds(rng))
     saves = [x] if kind == "saved" else []
-    return r.op("add", [x, h] if rng.random() < 0.8 else [h], [_size(rng)], saves=saves, seconds=_cheap(rng))[0]
+    reads = [x, h] if saves or rng.random() < 0.8 else [h]
+    return r.op("add", reads, [_size(rng)], saves=saves, seconds=_cheap(rng))[0]
 
 
 def tiny_cast_profile(seed: int, highest: int = 5) -> Profile:
