@@ -279,7 +279,9 @@ class _Judge:
                 pending += [number for number in entry.claims - held if number in self.entries]
                 held |= entry.claims
         for entry in self.entries.values():
-            if entry.value not in held:
+            planned = self.plan.values[entry.value]
+            is_idle = planned.source and planned.until < 0  # the runtime does not look for it
+            if entry.value not in held or (is_idle and tick >= self.profile.values[self.saved[entry.value]].freed):
                 entry.in_forward_storage = entry.in_new_storage = False
 
     # -- replays ----------------------------------------------------------------------------------------------

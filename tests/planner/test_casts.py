@@ -1,0 +1,188 @@
+"""Sources: what a plan may hold in place of larger saved copies, in planner, simulators, bound and plan files."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from poochplan.errors import InputFileError
+from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.profile import Kind, Profile
+from poochplan.formats.sources import as_planned, has_sources, sources_of, with_sources
+from poochplan.planner.planning import plan
+from poochplan.planner.search.bound import integral_bound, lower_bound
+from poochplan.planner.search.solvers import SolverLimits
+from poochplan.planner.simulator.evaluator import STYLE_OF, Evaluator
+from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.simulate import simulate, swap_all, try_style
+from poochplan.planner.writing import with_decisions
+from tests.depth import seeds, tries
+from tests.planner.cast_profiles import cast_profile, tiny_cast_profile
+from tests.planner.checker import Violation, check
+from tests.planner.oracle import best_schedule
+from tests.planner.plans import plan_with, random_decisions
+from tests.planner.random_profiles import Recorder, link, with_random_thread
+from tests.planner.random_schedules import random_schedule
+from tests.planner.tiny_profiles import tiny_budget
+
+KEEP, SWAP, RECOMPUTE = Decision
+SAME = 1 + 1e-9
+
+
+def norm(written: bool = False, name: str = "aten._to_copy.default", opaque: bool = False, widths: int = 2) -> Profile:
+    """A residual, its copy that a norm saves, and a layer behind it."""
+    r = Recorder()
+    (stem,) = r.op("linear", [r.before(4096, Kind.INPUT)], [4096], seconds=1.0, opaque=opaque)
+    (wide,) = r.op(name, [stem], [widths * 4096], saves_outputs=True, seconds=0.1)
+    (narrow,) = r.op("mul", [wide], [4096], saves=[wide], seconds=0.1)
+    if written:
+        r.op("add_", [stem], writes=[stem], seconds=0.1)
+    r.op("add", [stem, narrow], [512], saves=[narrow], seconds=1.0)
+    return r.finish(link(1e-3))
+
+
+def test_a_source_is_the_smaller_tensor_that_a_cast_or_a_clone_reads() -> None:
+    for name in ("aten._to_copy.default", "aten.clone.default"):
+        ((_, source),) = sources_of(norm(name=name)).items()
+        assert norm().values[source].kind is Kind.TEMPORARY
+    assert sources_of(norm(name="aten.relu.default")) == {}
+
+
+def test_a_source_that_is_written_later_or_is_no_smaller_is_none() -> None:
+    assert sources_of(norm(written=True)) == {}
+    assert sources_of(norm(widths=1)) == {}
+
+
+def test_a_profile_without_sources_stays_itself_and_one_with_them_gets_no_more() -> None:
+    assert with_sources(norm(written=True)) == norm(written=True)
+    once = with_sources(norm())
+    assert len(once.points) == len(norm().points) + 1
+    assert with_sources(once) is once
+
+
+def test_a_copy_can_be_replayed_from_its_source_where_nothing_else_makes_it() -> None:
+    assert build_problem(norm(opaque=True)).replay.replays[0] is None
+    graph = build_problem(with_sources(norm(opaque=True))).replay
+    assert graph.replays[0] is None  # the source itself
+    replay = graph.of(1)
+    assert (replay.ops, replay.inputs) == ((1,), (0,))
+
+
+def test_a_held_source_takes_its_own_bytes_in_place_of_the_copys() -> None:
+    profile = with_sources(norm())
+    problem = build_problem(profile)
+    held = simulate(problem, try_style(problem, "", (KEEP, RECOMPUTE, KEEP), 1 << 40, STYLE_OF[0]).schedule)
+    kept = simulate(problem, try_style(problem, "", (KEEP, KEEP, KEEP), 1 << 40, STYLE_OF[0]).schedule)
+    gone = simulate(problem, try_style(problem, "", (RECOMPUTE, RECOMPUTE, KEEP), 1 << 40, STYLE_OF[0]).schedule)
+    tick = int(problem.point_ticks[problem.use_points[0]])  # behind the last op of forward
+    assert kept.memory_bytes[tick] - held.memory_bytes[tick] == 4096
+    assert held.memory_bytes[tick] - gone.memory_bytes[tick] == 4096
+    assert held.step_s == pytest.approx(kept.step_s + 0.1)
+    assert gone.step_s == pytest.approx(kept.step_s + 1.1)
+
+
+def test_an_idle_source_costs_nothing_whatever_is_decided_about_it() -> None:
+    profile = with_sources(norm())
+    problem = build_problem(profile)
+    for style in STYLE_OF:
+        kept = try_style(problem, "", (KEEP, SWAP, SWAP), 0, style)
+        swapped = try_style(problem, "", (SWAP, SWAP, SWAP), 0, style)
+        assert swapped.schedule == kept.schedule
+        assert swap_all(problem)[0] is KEEP
+
+
+@pytest.mark.parametrize("seed", seeds(12, 400))
+def test_both_simulators_and_the_checker_agree_about_sources(seed: int) -> None:
+    profile = cast_profile(seed, 2 + seed % 6)
+    thread = with_random_thread(profile, seed) if seed % 2 else profile
+    planned = with_sources(thread)
+    problem, evaluator = build_problem(planned), Evaluator(build_problem(planned))
+    for turn, style in enumerate(STYLE_OF):
+        wish = random_decisions(problem, 10 * seed + turn)
+        budget_bytes = int(profile.in_core_peak_bytes * (0.3 + 0.2 * turn))
+        found = try_style(problem, "random", wish, budget_bytes, style)
+        compiled = evaluator.evaluate(wish, budget_bytes, style)
+        assert (compiled.step_s, compiled.peak_bytes) == (found.simulation.step_s, found.peak_bytes)
+        assert evaluator.decisions == found.schedule.decisions
+        verdict = check(thread, plan_with(planned, found.schedule))
+        assert verdict.peak_bytes == found.simulation.peak_bytes
+        assert verdict.first_step_peak_bytes == found.simulation.first_step_peak_bytes
+
+
+@pytest.mark.parametrize("seed", seeds(25, 2000))
+def test_no_plan_that_holds_sources_is_faster_than_the_bound_for_its_own_peak(seed: int) -> None:
+    problem = build_problem(with_sources(cast_profile(seed, 1 + seed % 7)))
+    wish = random_decisions(problem, seed)
+    for schedule in (
+        random_schedule(problem, seed),
+        try_style(problem, "", wish, int(random.Random(seed).random() * 40_000), STYLE_OF[0]).schedule,
+    ):
+        found = simulate(problem, schedule)
+        peak_bytes = max(found.peak_bytes, found.first_step_peak_bytes)
+        assert lower_bound(problem, peak_bytes, "highs", SolverLimits(60)) <= found.step_s * SAME
+
+
+@pytest.mark.parametrize("seed", seeds(4, 200))
+def test_the_planner_finds_the_best_plan_of_a_tiny_step_with_sources(seed: int) -> None:
+    profile = tiny_cast_profile(seed)
+    planned = with_sources(profile)
+    problem, budget_bytes = build_problem(planned), tiny_budget(profile, seed)
+    best = best_schedule(problem, budget_bytes)
+    assert best is not None
+    assert check(profile, plan_with(planned, best.schedule)).peak_bytes <= budget_bytes
+    made = plan(profile, budget_bytes, time_limit_s=5, gap=0.0)
+    assert made.prediction.step_s == pytest.approx(best.step_s, rel=1e-6)
+    assert made.solve.bound_s is not None
+    assert made.solve.bound_s <= best.step_s * SAME
+    for is_whole in (False, True):
+        found_s = integral_bound(problem, budget_bytes, "highs", SolverLimits(tries(5, 60)), is_whole=is_whole)
+        assert found_s <= best.step_s * SAME
+
+
+def held(profile: Profile) -> Plan:
+    """The residual is held and its copy recomputed."""
+    made = plan(with_sources(profile), profile.in_core_peak_bytes)
+    return with_decisions(profile, made, {made.values[1].name: RECOMPUTE})
+
+
+def test_decisions_about_sources_can_be_changed_by_hand() -> None:
+    profile = norm()
+    made = held(profile)
+    assert [(value.source, value.until) for value in made.values] == [(True, 1), (False, -1), (False, -1)]
+    swapped = with_decisions(profile, made, {made.values[0].name: "swap"})
+    assert check(profile, swapped).peak_bytes == swapped.prediction.peak_bytes
+    assert made.sources()[KEEP] == [4096]
+    assert made.decided()[RECOMPUTE] == [8192]
+    assert has_sources(made)
+    assert as_planned(profile, made) == with_sources(profile)
+
+
+def test_a_checked_plan_holds_only_what_is_a_source() -> None:
+    profile, made = norm(), held(norm())
+    check(profile, made)
+    with pytest.raises(Violation, match="written after"):
+        check(norm(written=True), made)
+    values = (msgspec.structs.replace(made.values[0], until=-1), *made.values[1:])
+    with pytest.raises(Violation, match="away"):
+        check(profile, msgspec.structs.replace(made, values=values))
+
+
+BROKEN: dict[str, dict[str, Any]] = {
+    "values[0].until: expected a later save point": {"until": 0},
+    "values[0].until: expected -1 for a value that is no source": {"source": False},
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_plan_file_with_a_wrong_source_is_refused(fault: str, tmp_path: Any) -> None:
+    made = held(norm())
+    made.save(tmp_path / "right.json")
+    assert Plan.load(tmp_path / "right.json") == made
+    values = (msgspec.structs.replace(made.values[0], **BROKEN[fault]), *made.values[1:])
+    msgspec.structs.replace(made, values=values).save(tmp_path / "plan.json")
+    with pytest.raises(InputFileError) as error:
+        Plan.load(tmp_path / "plan.json")
+    assert fault in str(error.value)
