@@ -21,6 +21,7 @@ Rules, cited in the code:
 10. A value with decision recompute is released only if its recipe could be made; otherwise it is swapped.
 11. While autograd computes a backward no dispatch mode of ours is on the stack, not even a muted one: ATen has other
     formulas for some backwards under a mode.
+12. A source is held only as its copy's op has read it: if it was written since, the plan's replays do without it.
 """
 
 from __future__ import annotations
@@ -324,7 +325,7 @@ class Engine:
 
     def _held_source(self, record: StorageRecord, planned: PlannedValue) -> SavedValue | None:
         """The source of a storage as a value that replays start from; None if none does, or it is not as planned."""
-        read = source_of(record) if planned.until >= 0 else None
+        read = source_of(record) if planned.until >= 0 else None  # Rule 12
         storage = read.record.storage() if read is not None else None
         if read is None or read.probe is None or storage is None or storage.nbytes() > planned.size_bytes:
             return None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from poochplan.formats.plan import Plan
+from poochplan.formats.plan import Decision, Plan
 from poochplan.runtime.arena.library import library
 from poochplan.runtime.attachment import Attachment
 from poochplan.runtime.engine.engine import Engine
@@ -20,7 +20,7 @@ from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.replays import replay, tape
 from poochplan.runtime.step_policies.follow import IndexedPlan
 from poochplan.tensors import operators, storages
-from tests.runtime import test_backward_without_modes, test_divergence, test_replay_limits, test_safety
+from tests.runtime import test_backward_without_modes, test_divergence, test_replay_limits, test_safety, test_sources
 from tests.runtime.detours import profile_of
 from tests.runtime.mutants import assert_needed, rewritten
 from tests.runtime.nets import CASES, Case, Residual, followed, in_core
@@ -129,6 +129,10 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
     "no mode looks on while autograd computes": (
         (Engine, "backward", "self.recorder.switch_off()", "None"),
         test_backward_without_modes.test_a_backward_amid_forward_sees_no_mode_and_recording_goes_on_behind_it,
+    ),
+    "a source is held from the save point of its copy on": (
+        (Engine, "_held_source", "planned.until >= 0", "False"),
+        lambda: test_sources.test_a_source_is_held_swapped_or_replayed_in_place_of_its_copy("bfloat16", Decision.SWAP),
     ),
     "what was written where recording was off is another content": (
         (tape.StorageRecord, "meet", "version > self.version or (", "False and ("),
