@@ -64,12 +64,12 @@ class NormedProjection(nn.Module):
 
 def _plain() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
     layers = nn.Linear(WIDTH, WIDTH), *(LlamaBlock() for _ in range(3)), Shared(), RootMeanSquare()
-    batch = torch.randn(24, WIDTH).to(torch.bfloat16)
+    batch = torch.randn(96, WIDTH).to(torch.bfloat16)
     return nn.Sequential(*layers).to(torch.bfloat16), lambda model: model(batch).float().square().mean()
 
 
 def _autocast() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    batch = torch.randn(24, WIDTH)
+    batch = torch.randn(96, WIDTH)
 
     def loss(model: nn.Module) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
