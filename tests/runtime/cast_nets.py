@@ -62,20 +62,26 @@ class NormedProjection(nn.Module):
         return hidden + self.norm(self.project(hidden)).tanh()
 
 
-def _plain() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+def _plain(where: torch.device) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
     layers = nn.Linear(WIDTH, WIDTH), *(LlamaBlock() for _ in range(3)), Shared(), RootMeanSquare()
-    batch = torch.randn(96, WIDTH).to(torch.bfloat16)
-    return nn.Sequential(*layers).to(torch.bfloat16), lambda model: model(batch).float().square().mean()
+    batch, model = torch.randn(96, WIDTH).to(torch.bfloat16).to(where), nn.Sequential(*layers).to(torch.bfloat16)
+    return model.to(where), lambda model: model(batch).float().square().mean()
 
 
-def _autocast() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    batch = torch.randn(96, WIDTH)
+def _autocast(where: torch.device) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    batch = torch.randn(96, WIDTH).to(where)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(NormedProjection() for _ in range(4)), Shared())
 
     def loss(model: nn.Module) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(where.type, torch.bfloat16):
             return model(batch).float().square().mean()
 
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(NormedProjection() for _ in range(4)), Shared()), loss
+    return model.to(where), loss
 
 
-CASTS = {"bfloat16": Case(_plain), "autocast": Case(_autocast)}
+def casts_on(where: torch.device) -> dict[str, Case]:
+    """The cases on a device."""
+    return {"bfloat16": Case(lambda: _plain(where)), "autocast": Case(lambda: _autocast(where))}
+
+
+CASTS = casts_on(torch.device("cpu"))
