@@ -12,6 +12,8 @@ from poochplan.errors import InputFileError
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Kind, Profile
 from poochplan.formats.sources import as_planned, has_sources, sources_of, with_sources
+from poochplan.planner.arena.packing import live_peak
+from poochplan.planner.arena.step_layout import blocks_of
 from poochplan.planner.planning import plan
 from poochplan.planner.search.bound import integral_bound, lower_bound
 from poochplan.planner.search.solvers import SolverLimits
@@ -140,6 +142,15 @@ def test_the_planner_finds_the_best_plan_of_a_tiny_step_with_sources(seed: int) 
     for is_whole in (False, True):
         found_s = integral_bound(problem, budget_bytes, "highs", SolverLimits(tries(5, 60)), is_whole=is_whole)
         assert found_s <= best.step_s * SAME
+
+
+@pytest.mark.parametrize("seed", seeds(6, 200))
+def test_the_blocks_of_steps_with_sources_are_live_as_the_simulator_says(seed: int) -> None:
+    profile = with_sources(cast_profile(seed, 2 + seed % 6))
+    problem = build_problem(profile)
+    schedule = try_style(problem, "", random_decisions(problem, seed), 0, STYLE_OF[seed % 4]).schedule
+    blocks = blocks_of(profile, problem, schedule)
+    assert live_peak(blocks.before + blocks.of_step) == simulate(problem, schedule).peak_bytes
 
 
 def held(profile: Profile) -> Plan:

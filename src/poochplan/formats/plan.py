@@ -276,9 +276,13 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         }
 
     def decided(self) -> dict[Decision, list[int]]:
-        """The sizes of the values with each decision; sources are left out."""
-        values = [value for value in self.values if not value.source]
-        return {one: [value.size_bytes for value in values if value.decision == one] for one in Decision}
+        """The sizes of the saved values with each decision."""
+        return {one: [value.size_bytes for value in self.saved if value.decision == one] for one in Decision}
+
+    @cached_property
+    def saved(self) -> tuple[PlannedValue, ...]:
+        """The values that autograd saves: those that are no sources."""
+        return tuple(value for value in self.values if not value.source)
 
     def sources(self) -> dict[Decision, list[int]]:
         """The sizes of the sources with each decision; those from which no replay starts are left out."""

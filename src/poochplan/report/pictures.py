@@ -248,7 +248,7 @@ def draw_decisions(plans: Plan | Sequence[Plan]) -> Figure:
     figure = new_figure(height)
     frame = {"left": LEFT, "right": 0.985, "top": 1 - _ABOVE_INCHES / height, "bottom": _BELOW_INCHES / height}
     axes = figure.subplots(gridspec_kw=frame)
-    total_bytes = max(1, *(sum(value.size_bytes for value in plan.values) for plan in listed))
+    total_bytes = max(1, *(sum(value.size_bytes for value in plan.saved) for plan in listed))
     factor, unit = byte_unit(total_bytes)
     for row, plan in enumerate(reversed(listed)):
         _draw_strip(axes, plan, row, factor)
@@ -276,7 +276,7 @@ def _decisions_title(plans: list[Plan]) -> str:
 def _draw_strip(axes: Axes, plan: Plan, row: int, factor: int) -> None:
     stretches: dict[str, list[tuple[float, float]]] = {str(decision): [] for decision in Decision}
     place = 0
-    for value in plan.values:
+    for value in plan.saved:
         stretches[value.decision].append((place / factor, value.size_bytes / factor))
         place += value.size_bytes
     for decision, bars in stretches.items():
@@ -304,7 +304,7 @@ def _set_axes(axes: Axes, plans: list[Plan], total_bytes: int, factor: int) -> N
 def _layers(plan: Plan) -> list[tuple[str, int, int]]:
     """Layer, first and last byte of each series of values that one layer saves."""
     found, place = [], 0
-    for layer, values in groupby(plan.values, key=lambda value: value.layer or OUTSIDE):
+    for layer, values in groupby(plan.saved, key=lambda value: value.layer or OUTSIDE):
         size_bytes = sum(value.size_bytes for value in values)
         found.append((layer, place, place + size_bytes))
         place += size_bytes

@@ -145,9 +145,12 @@ def figure_table(title: str, figures: Iterable[Figure], names: tuple[str, str]) 
 
 
 def decisions_by_layer(plan: Plan) -> pd.DataFrame:
-    """Bytes per layer, in columns ``keep``, ``swap`` and ``recompute``. Layers with most bytes not kept come first."""
+    """Saved bytes per layer, in columns ``keep``, ``swap`` and ``recompute``.
+
+    Layers with most bytes not kept come first.
+    """
     rows: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(DECISIONS, 0.0))
-    for value in plan.values:
+    for value in plan.saved:
         rows[value.layer or OUTSIDE][value.decision] += value.size_bytes
     frame = _frame(rows, DECISIONS, by="keep", counts=DECISIONS)
     return frame.loc[(frame["swap"] + frame["recompute"]).sort_values(ascending=False, kind="stable").index]
