@@ -200,7 +200,7 @@ class PlansOfModel:
         if self._inputs and segment.model is None and not segment.announced:
             if not segment.saves_next:
                 return None  # a call of the model, or a save, decides
-            if all(one.plan.values and one.plan.values[0].layer for one in self.every):
+            if all(one.plan.saved and one.plan.saved[0].layer for one in self.every):
                 segment.aside = True
                 return KeepAll()
         if self._set is None:

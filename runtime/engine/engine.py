@@ -327,11 +327,11 @@ class Engine:
         """The source of a storage as a value that replays start from; None if none does, or it is not as planned."""
         read = source_of(record) if planned.until >= 0 else None  # Rule 12
         storage = read.record.storage() if read is not None else None
-        if read is None or read.probe is None or storage is None or storage.nbytes() > planned.size_bytes:
+        if read is None or read.source is None or storage is None or storage.nbytes() > planned.size_bytes:
             return None
         if read.record.value is not None and read.record.value() is not None:
             return None
-        (probe, version), home = read.probe, self.device.compute
+        (probe, version), home = read.source, self.device.compute
         value = SavedValue(
             planned.decision,
             read.record,

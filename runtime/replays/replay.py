@@ -57,7 +57,9 @@ class View(msgspec.Struct, gc=False, eq=False):
     """Number of recorded writes to the storage before it was read."""
     geometry: Geometry
     probe: tuple[torch.Tensor, int] | None
-    """For a storage that cannot be rebuilt, or that a plan may hold: a version probe, and the version that was read."""
+    """For a storage that cannot be rebuilt: a version probe, and the version that was read."""
+    source: tuple[torch.Tensor, int] | None = None
+    """The same for an argument of which the op may make a larger copy."""
 
     @property
     def still_there(self) -> bool:
@@ -213,8 +215,10 @@ def source_of(record: StorageRecord) -> View | None:
     if maker is None or record.writes or maker.func not in WIDENING or len(maker.reads) != 1:
         return None
     read = maker.reads[0]
-    is_unwritten = read.still_there and len(read.record.writes) == read.generation
-    return read if is_unwritten and read.record.storage() is not None else None
+    if read.source is None or read.record.storage() is None:
+        return None
+    is_unwritten = version_of(read.source[0]) == read.source[1] and len(read.record.writes) == read.generation
+    return read if is_unwritten else None
 
 
 class CounterBefore(NamedTuple):

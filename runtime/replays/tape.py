@@ -130,8 +130,9 @@ class Recorder(ToggledMode):
             # A number in host memory is copied now, because it may change before a replay reads it.
             return leaf.detach().clone() if is_host_scalar(leaf, self._device_type) else _UNUSABLE
         record = self.tape.met(leaf, storage, self.tape.window)
-        probe = None if record.is_known and not may_be_held else (version_probe(leaf), version_of(leaf))
-        return View(record, len(record.writes), Geometry.of(leaf), probe)
+        probe = None if record.is_known else (version_probe(leaf), version_of(leaf))
+        source = (probe or (version_probe(leaf), version_of(leaf))) if may_be_held else None
+        return View(record, len(record.writes), Geometry.of(leaf), probe, source)
 
     def _after(self, op: RecordedOp, written: list[CounterBefore], outputs: Any) -> None:
         if op.uninitialised and isinstance(outputs, torch.Tensor) and not written:
