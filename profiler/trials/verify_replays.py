@@ -94,7 +94,7 @@ class Verify(Follow):
         away = [source for source in sources if source.storage is None]
         self._changed = []
         try:
-            back = mechanism.replay(value, self._run)
+            back = mechanism.run_replay(value, self._run)
         except (PoochError, MemoryError, torch.OutOfMemoryError):
             raise  # an error of this machine's memory or disk, not of the replay
         except Exception as error:
@@ -110,7 +110,7 @@ class Verify(Follow):
                 self._compare(found.index, found.storage)
         for source in away:
             if source.decision is Decision.SWAP:
-                mechanism.give_up(source)  # its own use may be far
+                mechanism.release(source)  # its own use may be far
 
     def _run(
         self, ops: list[RecordedOp], there: Leaves, keep: set[StorageRecord], device_type: str

@@ -123,7 +123,7 @@ class HostTier:
         self._places[offset] = self._place_at(offset, value)
         return offset
 
-    def give_up(self, offset: int) -> None:
+    def free_place(self, offset: int) -> None:
         """The value that was placed at ``offset`` is dead, or could not be written and its copy has ended."""
         place = self._places.pop(offset, None)
         if place is not None:  # a planned place is reserved for its value
@@ -134,7 +134,7 @@ class HostTier:
             place = self._died.popleft()
             # The traceback of an interrupt may have kept a place that was released and now belongs to another value.
             if self._places.get(place.offset) is place:
-                self.give_up(place.offset)
+                self.free_place(place.offset)
 
     def _is_free(self, offset: int, value: SavedValue) -> bool:
         reference = self._occupants.get(offset)

@@ -1,6 +1,7 @@
 """The mechanism: swaps saved values to the host and back, releases their storages, has them replayed (rules 3, 9).
 
-It alone touches their storages. It decides nothing: callers ask it for one value, or for all actions of a point.
+It alone moves their storages; the engine drops one whose recipe is made. It decides nothing: callers ask it for one
+value, or for all actions of a point.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from .saved_value import SavedValue, ValueState
 
 def rebuild_together(value: SavedValue, mechanism: Mechanism) -> None:
     """One replay for the value and all recomputed values that it needs."""
-    mechanism.replay(value, run_ops)
+    mechanism.run_replay(value, run_ops)
 
 
 Rebuild = Callable[[SavedValue, "Mechanism"], None]
-"""Brings back a value that waits for a replay, and the values that the replay needs."""
+"""Brings back a value that waits for a replay, and the values that the replay needs: by ``Mechanism.run_replay``.
+Verification passes one of its own, which compares what comes back."""
 
 
 class Mechanism:
@@ -55,17 +57,16 @@ class Mechanism:
 
     def carry_out(self, actions: Actions) -> None:
         """Carries out the actions of a point, in order (rule 7)."""
-        queue_out, give_up, bring_back, rebuild, _ = actions
-        for value in queue_out:
-            self.queue_out(value)
-        for value in give_up:
-            self.give_up(value)
-        for value in bring_back:
-            self.bring_back(value)
-        for value in rebuild:
-            self.rebuild(value)
+        for value in actions.swap_out:
+            self.swap_out(value)
+        for value in actions.release:
+            self.release(value)
+        for value in actions.prefetch:
+            self.prefetch(value)
+        for value in actions.replay:
+            self.replay(value)
 
-    def queue_out(self, value: SavedValue) -> None:
+    def swap_out(self, value: SavedValue) -> None:
         """Queues the value's copy to the host, if it is to be swapped and has no copy yet."""
         if value.state is not ValueState.ON_DEVICE or value.decision is not Decision.SWAP:
             return
@@ -75,7 +76,7 @@ class Mechanism:
             value.is_copied(copy_out(self.device, value.storage, offset), offset)
         self.report.out_bytes += value.size_bytes
 
-    def give_up(self, value: SavedValue) -> None:
+    def release(self, value: SavedValue) -> None:
         """Waits for its copy and releases its storage. A value without a copy stays."""
         if value.state not in (ValueState.COPIED, ValueState.ARRIVING):
             return
@@ -86,12 +87,12 @@ class Mechanism:
         if error is not None:  # Rule 9
             offset = value.host_offset
             value.copy_has_failed()
-            self._host.give_up(offset)  # last, because the place may then belong to another value
+            self._host.free_place(offset)  # last, because the place may then belong to another value
             self._copy_failed(value, error)
             return
-        value.is_given_up()
+        value.is_released()
 
-    def bring_back(self, value: SavedValue) -> None:
+    def prefetch(self, value: SavedValue) -> None:
         """Queues its copy back, if only the host has it."""
         if value.state is not ValueState.ON_HOST:
             return
@@ -100,8 +101,8 @@ class Mechanism:
             value.is_fetched(storage, home, copy_in(self.device, storage, value.host_offset))
         self.report.in_bytes += value.size_bytes
 
-    def rebuild(self, value: SavedValue) -> None:
-        """Replays the value, if it waits for a replay."""
+    def replay(self, value: SavedValue) -> None:
+        """Has the value replayed, if it waits for a replay; :meth:`run_replay` runs one."""
         if value.state is not ValueState.TO_REPLAY:
             return
         start_s = time.perf_counter()
@@ -110,7 +111,7 @@ class Mechanism:
         if self._replays is None:
             self.report.replay_s += time.perf_counter() - start_s
 
-    def replay(self, value: SavedValue, run: RunOps) -> list[SavedValue]:
+    def run_replay(self, value: SavedValue, run: RunOps) -> list[SavedValue]:
         """One replay, whose ops ``run`` runs; brings back all values that it rebuilds."""
         back = [_saved(one) for one in replay(value, lambda one: self.resident(_saved(one)), self.device.kind, run)]
         for rebuilt in back:
@@ -121,9 +122,9 @@ class Mechanism:
     def resident(self, value: SavedValue) -> torch.UntypedStorage:
         """The value's device storage, filled. Waits for its copy, fetches it, or replays it."""
         if value.state is ValueState.TO_REPLAY:
-            self.rebuild(value)
+            self.replay(value)
         elif value.state is ValueState.ON_HOST:
-            self.bring_back(value)
+            self.prefetch(value)
         if value.state is ValueState.ARRIVING:
             with self._times(self._stalls):
                 self.report.stall_s += value.arrived()

@@ -99,7 +99,7 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
         self.out_copy = copy
         self._enter(ValueState.COPIED, ValueState.ON_DEVICE)
 
-    def is_given_up(self) -> None:
+    def is_released(self) -> None:
         """Its device storage is released; the host has the value."""
         self._enter(ValueState.ON_HOST, ValueState.COPIED, ValueState.ARRIVING)
         self.in_copy = None  # a copy that goes waits
@@ -123,7 +123,7 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
         waited_s = self.in_copy.wait()
         error = self.in_copy.error
         if error is not None:
-            self.is_given_up()
+            self.is_released()
             raise SpillError(
                 f"a saved value of {self.size_bytes} bytes could not be read back from the host tier "
                 f"({error.strerror}); this step's gradients are lost, check the disk"

@@ -26,13 +26,13 @@ from poochplan.runtime.run_report import FallbackKind
 class Actions(NamedTuple):
     """The actions at one point, in this order."""
 
-    queue_out: Sequence[SavedValue] = ()
+    swap_out: Sequence[SavedValue] = ()
     """Start their copies to the host."""
-    give_up: Sequence[SavedValue] = ()
+    release: Sequence[SavedValue] = ()
     """Wait for these copies, and release the device storages."""
-    bring_back: Sequence[SavedValue] = ()
+    prefetch: Sequence[SavedValue] = ()
     """Start their copies back."""
-    rebuild: Sequence[SavedValue] = ()
+    replay: Sequence[SavedValue] = ()
     """Replay them."""
     record: bool | None = None
     """Record from the next op on (true) or stop (false); None for no change."""
@@ -161,12 +161,12 @@ class SwapEach(StepPolicy):
         """Swaps these values, in order."""
         coming = tuple(values)
         if self._at_once:
-            return Actions(queue_out=coming, give_up=coming)
+            return Actions(swap_out=coming, release=coming)
         latest = self._latest() if self._latest is not None else None
         going = coming if latest is None else (latest, *coming)
         if coming:
             self._latest = weakref.ref(coming[-1])
-        return Actions(queue_out=coming, give_up=going[:-1])
+        return Actions(swap_out=coming, release=going[:-1])
 
     def copy_failed(self, value: SavedValue, error: OSError) -> None:
         if self._at_once:

@@ -39,7 +39,7 @@ class Life:
         value = self.value
         return {
             "is copied": lambda: value.is_copied(self._out(), 0),
-            "is given up": value.is_given_up,
+            "is given up": value.is_released,
             "its copy has failed": value.copy_has_failed,
             "is fetched": lambda: value.is_fetched(*self._fetched()),
             "is dropped": lambda: value.is_dropped(self.recipe),
