@@ -312,8 +312,8 @@ class Proof:
         self._raise_to(self._branching.bound_s)
 
     def branch(self, allowance: Allowance, solves: int, enough_s: float) -> list[dict[int, int]]:
-        """Decides the largest values in each possible way, in about that many LPs, each for at most ``enough_s``.
-        Returns starting points for plans.
+        """Decides the largest values in each possible way, in about that many LPs, without those ways that are
+        known to take ``enough_s``. Returns starting points for plans.
         """
         branching = self._branching
         if branching is None or not branching.large:

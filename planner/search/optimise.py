@@ -41,7 +41,7 @@ EXHAUSTIVE = 800
 MARGIN = 1.0
 """The part of the budget that PLAN's relaxation does not get, in units of the largest value that may move: whole
 buffers need more room than fluid bytes."""
-ROUNDS = 4
+MOST_REPACKS = 4
 """Most repetitions while the bytes that packing adds are not known."""
 BUILD_SHARE = 0.5
 """A search waits at most this share of its time limit for the evaluator's build."""
@@ -56,7 +56,7 @@ LARGE_SHARE = 0.01
 """Values of more than this share of the saved bytes move in one piece in PLAN with integrality."""
 SOLVER_GAP, ABSOLUTE_GAP = 0.005, 5e-4
 """PLAN is solved to this gap, or to this share of the step."""
-PROOF_SHARE, BRANCH_SHARE, ROUND_SHARE, PROPOSAL_SHARE = 0.6, 0.15, 0.2, 0.1
+PROOF_SHARE, BRANCH_SHARE, PLAN_SHARE, PROPOSAL_SHARE = 0.6, 0.15, 0.2, 0.1
 """Shares of the rest that one stage may take."""
 POLISH_SHARE = 0.08
 """Share of the allowance that is left to polishing."""
@@ -154,10 +154,10 @@ class _PlanSearch:
         self.proof = Proof(problem, budget_bytes, self.solver)
         self.walking = Walking(self.values, self.tiny, incumbents, self.allowance, effort.seed)
         self.objective_s: float | None = None
-        self.rounds = 0
+        self.programs_solved = 0
         self.cancel = Cancel()
         self.is_exhausted = False
-        self.polished: list[Candidate] = []
+        self.offered: list[Candidate] = []
         self.is_polished = False
 
     # -- threads ------------------------------------------------------------------------------------------------------
@@ -196,12 +196,12 @@ class _PlanSearch:
         if self.is_exhausted:
             return [[self._relax, self._integrate] if self.effort.threads > 1 else [self._relax]]
         walkers = [self._walker() for _ in range(self.effort.threads)]
-        first, round_ = walkers[0], partial(self._round, walkers[0])
+        first, by_plan = walkers[0], partial(self._start_from_plan_model, walkers[0])
         walks: list[Callable[[], None]] = [partial(self._walk_on, walker) for walker in walkers]
         if len(walkers) == 1:
             once = partial(self.walking.once, first)
-            return [[partial(self._propose, first), self._relax, once, self._branch, round_, *walks]]
-        prove: list[Callable[[], None]] = [self._relax, self._branch, round_]
+            return [[partial(self._propose, first), self._relax, once, self._branch, by_plan, *walks]]
+        prove: list[Callable[[], None]] = [self._relax, self._branch, by_plan]
         walk: list[Callable[[], None]] = [partial(self._propose, walkers[1])]
         if self.is_small:
             prove.append(self._integrate)
@@ -245,18 +245,18 @@ class _PlanSearch:
     def _relax(self) -> None:
         """Solves BOUND with nothing decided."""
         self.proof.begin(self.allowance.part(PROOF_SHARE if self.effort.threads == 1 else 1.0))
-        self.rounds += 1
+        self.programs_solved += 1
 
     def _branch(self) -> None:
         """Solves BOUND with the largest values decided. A walk starts from each way that may lead to a better plan."""
         basins = self.proof.branch(self.allowance.part(BRANCH_SHARE), SOLVES, self.incumbents.step_s)
-        self.rounds += 1
+        self.programs_solved += 1
         self.walking.look_in(basins)
 
     def _integrate(self, *, is_whole: bool = False) -> None:
         """Solves BOUND with its integrality; ``is_whole``: large values in one piece."""
         self.proof.integral(self.allowance, is_whole=is_whole)
-        self.rounds += 1
+        self.programs_solved += 1
 
     def _integrate_whole(self, walker: Walker) -> None:
         """The same with large values in one piece, after some walks."""
@@ -265,8 +265,10 @@ class _PlanSearch:
         if not self.is_over:
             self._integrate(is_whole=True)
 
-    def _round(self, walker: Walker) -> None:
-        """PLAN: its relaxation, rounded, and also for less memory; on small steps PLAN with its integrality."""
+    def _start_from_plan_model(self, walker: Walker) -> None:
+        """Starting points by PLAN: its relaxation for a budget smaller by the largest buffer, rounded; on small steps
+        also PLAN with its integrality, for the whole budget.
+        """
         largest = max((int(self.problem.rounded_bytes[value]) for value in self.values), default=0)
         within_bytes = self.incumbents.within_bytes
         request = Request(within_bytes, self.values, host_bytes=self.effort.host_bytes)
@@ -277,11 +279,9 @@ class _PlanSearch:
             self._solve(walker, replace(request, whole=whole), is_relaxed=False)
 
     def _solve(self, walker: Walker, request: Request, *, is_relaxed: bool) -> None:
-        limits = self.allowance.part(ROUND_SHARE).limits(
-            gap=SOLVER_GAP, absolute_gap=ABSOLUTE_GAP * self.problem.step_s
-        )
+        limits = self.allowance.part(PLAN_SHARE).limits(gap=SOLVER_GAP, absolute_gap=ABSOLUTE_GAP * self.problem.step_s)
         solution = solve_fluid(self.problem, request, self.solver, limits, relaxed=is_relaxed, cancel=self.cancel)
-        self.rounds += 1
+        self.programs_solved += 1
         if self.objective_s is None or solution.decisions is not None:
             self.objective_s = solution.objective_s
         if solution.decisions is None:
@@ -311,7 +311,7 @@ class _PlanSearch:
 
     def _try_all(self, walker: Walker, every_way: Sequence[tuple[Decision, ...]]) -> None:
         """Tries every way, and again if packing has reduced the live bytes meanwhile."""
-        for _ in range(ROUNDS):
+        for _ in range(MOST_REPACKS):
             within_bytes = self.incumbents.within_bytes
             for wish in every_way:
                 walker.try_styles(codes_of(wish), "ilp", range(len(STYLE_OF)))
@@ -348,7 +348,7 @@ class _PlanSearch:
         if not self.incumbents.fits(candidate):
             return
         if self.incumbents.fitting is None:
-            self.polished.append(candidate)
+            self.offered.append(candidate)
         elif candidate.peak_bytes <= self.budget_bytes and candidate.simulation.step_s < self.incumbents.step_s:
             self.incumbents.fitting.pack(candidate)
 
@@ -360,7 +360,7 @@ class _PlanSearch:
             best = packed.candidate
         else:
             found = self.incumbents.simulated(self.incumbents.best(is_live=True))
-            best = min([found, *self.polished], key=lambda candidate: candidate.rank(self.budget_bytes))
+            best = min([found, *self.offered], key=lambda candidate: candidate.rank(self.budget_bytes))
         if best.peak_bytes > self.budget_bytes:
             raise InfeasibleError(
                 f"no plan was found within {format_bytes(self.budget_bytes)} that swaps at most "
@@ -384,7 +384,7 @@ class _PlanSearch:
             status=status,
             bound_s=bound_s,
             objective_s=self.objective_s,
-            rounds=self.rounds,
+            rounds=self.programs_solved,
             solver=self.solver,
             evaluations=self.effort.evaluations,
             seed=self.effort.seed,

@@ -67,7 +67,7 @@ class KnownPlans:
         self.pending = PlanQueue(self.pauses, measures_here=measures_here)
         self.refused: dict[Key, int] = {}
         """Kinds that no plan fits, with the smallest budget of each."""
-        self.promised: set[Key] = set()
+        self.had_plan: set[Key] = set()
         """Kinds that have had a plan. From then on their budget is kept."""
         self.doubted: set[Key] = set()
         """Kinds whose active plan predicts wrongly: the next plan replaces it, whatever that one predicts."""
@@ -204,7 +204,7 @@ class KnownPlans:
 
     def withdraw(self, key: Key) -> None:
         if self.active.pop(key, None) is not None:
-            self.promised.add(key)
+            self.had_plan.add(key)
 
     def leave(self, key: Key) -> None:
         """Like :meth:`withdraw`. The stored plan stays, because it may fit another run; another one is looked up."""

@@ -83,7 +83,7 @@ class StudiedPlans(LoopObserver):
             link=link,
             fits=lambda one: self._before.has_room(one.in_core_peak_bytes, known.budget_of(one)),
             room=lambda one: self._before.room_of(known.budget_of(one)),
-            has_arena=lambda: not known.promised,
+            has_arena=lambda: not known.had_plan,
             with_costs=lambda one, kept: with_costs(one, where, kept),
         )
         super().__init__(model, optimizers, where, study_options, spill_dir)
@@ -94,8 +94,8 @@ class StudiedPlans(LoopObserver):
         )
         self._is_one_region = is_compiled(model)
         self._ranks: Ranks | None = None
-        self._kinds: Counter[Key] | None = Counter()
-        """Segments by kind, until the ranks have compared them."""
+        self._kinds_to_compare: Counter[Key] | None = Counter()
+        """Segments by kind; None once the ranks have compared them."""
         self._has_shared = False
         """Whether the ranks have had a plan."""
         self._following: ActivePlan | None = None
@@ -104,8 +104,9 @@ class StudiedPlans(LoopObserver):
         """When the open segment began, and how long it took up to the optimizer's step; 0 without one."""
         self._promises: dict[Key, Promise] = {}
         self._beside = defaultdict[Key, Growth](Growth)
-        self._missed, self._studies, self._times = Counter[Key](), Counter[Key](), Counter[Key]()
-        self._replanned = Counter[Key]()
+        self._missed, self._studies = Counter[Key](), Counter[Key]()
+        self._grown, self._improved = Counter[Key](), Counter[Key]()
+        """How often a kind was planned anew: because it took more memory, and to be faster."""
 
     @property
     def latest(self) -> ActivePlan | None:  # type: ignore[override]
@@ -153,9 +154,12 @@ class StudiedPlans(LoopObserver):
         return self._following
 
     def known(self, key: Key, segment: Segment) -> StepPolicy | SegmentObserver | None:
+        """None if the segment is to be studied. Between two segments it also takes over plans that are done, and
+        pauses for work in the background.
+        """
         self._following = None
-        if self._ranks is not None and self._kinds is not None and self._key is not None:
-            self._kinds[self._key] += 1
+        if self._ranks is not None and self._kinds_to_compare is not None and self._key is not None:
+            self._kinds_to_compare[self._key] += 1
         if self._is_one_region:
             return self._before.policy()
         if not self._build.is_ready:
@@ -195,7 +199,7 @@ class StudiedPlans(LoopObserver):
         """Keeps all values if that is known to fit the budget, and swaps if the budget was guaranteed."""
         if profile is not None and profile.in_core_peak_bytes <= self._known.budget_of(profile):
             return KeepAll()
-        if not is_refused and key in self._known.promised:
+        if not is_refused and key in self._known.had_plan:
             return SwapEach(at_once=True)
         return self._before.policy(is_refused=is_refused)
 
@@ -214,9 +218,9 @@ class StudiedPlans(LoopObserver):
             self.forget(key)
             self._messages.say(auto_messages.LEFT)
         elif self._took_s and not segment.diverged:
-            self._keeps_promise(key, plan, segment)
+            self._report_if_slower(key, plan, segment)
 
-    def _keeps_promise(self, key: Key, plan: ActivePlan, segment: Segment) -> None:
+    def _report_if_slower(self, key: Key, plan: ActivePlan, segment: Segment) -> None:
         """Reports, once, steps that are slower than predicted. If copies are the reason, a new plan swaps less."""
         promise = self._promises.get(key)
         if promise is None or promise.plan is not plan.plan:
@@ -224,7 +228,7 @@ class StudiedPlans(LoopObserver):
         why, profile = promise.took(self._took_s, segment.report), self._known.profiles.get(key)
         if not why:
             return
-        again = why == COPIES and profile is not None and not self._replanned[key]
+        again = why == COPIES and profile is not None and not self._improved[key]
         promised_s = plan.plan.prediction.step_s
         self._messages.say(auto_messages.dearer(promise.step_s, promised_s, why, is_planned_again=again))
         if again and profile is not None:
@@ -234,14 +238,14 @@ class StudiedPlans(LoopObserver):
         """Once, plans with room for the arena: a stored plan may be of a loop that held outputs for another time."""
         key = self._key_of(plan)
         profile = self._known.profiles.get(key)
-        if profile is None or self._replanned[key] or self._ranks is not None or key in self._known.pending:
+        if profile is None or self._improved[key] or self._ranks is not None or key in self._known.pending:
             return
         self._messages.say(auto_messages.lacks_arena(more_bytes))
         self._want_meanwhile(key, profile, arena_room_bytes=rounded_up(more_bytes))
 
     def _want_meanwhile(self, key: Key, profile: Profile, *, arena_room_bytes: int = 0) -> None:
         """Another plan, once; until it is there, steps follow the present one."""
-        self._replanned[key] += 1
+        self._improved[key] += 1
         self._known.doubted.add(key)
         ahead_bytes = self._beside[key].ahead_bytes(self._number, self._foreseen_bytes)
         self._known.want(key, profile, ahead_bytes, arena_room_bytes=arena_room_bytes)
@@ -273,11 +277,11 @@ class StudiedPlans(LoopObserver):
         profile = self._known.profiles.get(key)
         if profile is None or self._ranks is not None:
             return REMEDY
-        if self._times[key] == MOST_PLANS:
+        if self._grown[key] == MOST_PLANS:
             return (
                 f"it has been planned again {MOST_PLANS} times and still grows: release the tensors that the loop keeps"
             )
-        self._times[key] += 1
+        self._grown[key] += 1
         self._want_another(key, profile, more_bytes)
         return f"another plan is made that has room for {format_bytes(more_bytes)} more"
 
@@ -360,8 +364,8 @@ class StudiedPlans(LoopObserver):
         shared = self._ranks.share(message)
         self._known.ready = []
         self._has_shared |= shared is not None and bool(shared.plans)
-        if self._has_shared and self._kinds is not None and self._ranks.steps >= ALIKE_STEPS:
-            kinds, self._kinds = self._kinds, None
+        if self._has_shared and self._kinds_to_compare is not None and self._ranks.steps >= ALIKE_STEPS:
+            kinds, self._kinds_to_compare = self._kinds_to_compare, None
             self._ranks.check_alike(kinds)
         if shared is None:
             return False
