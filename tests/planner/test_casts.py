@@ -21,6 +21,7 @@ from poochplan.planner.simulator.evaluator import STYLE_OF, Evaluator
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import simulate, swap_all, try_style
 from poochplan.planner.writing import with_decisions
+from poochplan.report.differences import differences
 from tests.depth import seeds, tries
 from tests.planner.cast_profiles import cast_profile, tiny_cast_profile
 from tests.planner.checker import Violation, check
@@ -170,6 +171,19 @@ def test_decisions_about_sources_can_be_changed_by_hand() -> None:
     assert made.decided()[RECOMPUTE] == [8192]
     assert has_sources(made)
     assert as_planned(profile, made) == with_sources(profile)
+
+
+def test_plans_of_one_step_compare_whether_they_hold_sources_or_not() -> None:
+    profile, made = norm(), held(norm())
+    kept = plan(profile, profile.in_core_peak_bytes)
+    found = differences(kept, made).data
+    assert found["same_step"]
+    assert {value["name"]: (value["first"], value["second"]) for value in found["values"]} == {
+        made.values[0].name: ("-", "keep"),
+        made.values[1].name: ("keep", "recompute"),
+    }
+    swapped = with_decisions(profile, made, {made.values[0].name: "swap"})
+    assert differences(made, swapped).data["same_step"]
 
 
 def test_a_checked_plan_holds_only_what_is_a_source() -> None:

@@ -84,9 +84,10 @@ def differences(first: Inspected, second: Inspected) -> Differences:
 
 
 def _of_plans(first: Plan, second: Plan) -> Differences:
-    ours, theirs = (([value.name for value in plan.values], plan.handles, plan.uses) for plan in (first, second))
+    is_same_step = _saved_and_used(first) == _saved_and_used(second)
+    is_comparable = is_same_step and len(first.values) == len(second.values)
     figures, values = _figures(_plan_facts(first), _plan_facts(second)), _changed_values(first, second)
-    points = _changed_points(first, second) if ours == theirs else []
+    points = _changed_points(first, second) if is_comparable else []
     parts: list[Section] = []
     if values:
         frame = pd.DataFrame(values)
@@ -100,10 +101,20 @@ def _of_plans(first: Plan, second: Plan) -> Differences:
         parts.append(partial(first_rows, "The largest of these values", frame.set_index("name"), headings))
     if points:
         parts.append(partial(_points_text, points))
-    if ours != theirs:
+    if not is_same_step:
         parts.append("The plans are for steps that save or use other values: their points do not compare.")
-    data = {"same_step": ours == theirs, "values": values, "points": points}
+    elif not is_comparable:
+        parts.append("Only one of the plans decides about sources of larger copies: their points do not compare.")
+    data = {"same_step": is_same_step, "values": values, "points": points}
     return Differences(bool(figures or parts), "Plans", figures, parts, data)
+
+
+def _saved_and_used(plan: Plan) -> tuple[list[str], list[str], list[int]]:
+    """The names of the values that the step saves, that of each handle, and the handles used, all without sources."""
+    handles = [number for number, value in enumerate(plan.handles) if not plan.values[value].source]
+    place = {number: index for index, number in enumerate(handles)}
+    packed = [plan.values[plan.handles[number]].name for number in handles]
+    return [value.name for value in plan.saved], packed, [place[number] for number in plan.uses]
 
 
 def _plan_facts(plan: Plan) -> list[Fact]:
@@ -146,8 +157,9 @@ def _common_facts(found: Plan | Profile) -> list[Fact]:
 
 def _changed_values(first: Plan, second: Plan) -> list[dict[str, Any]]:
     """The values that the plans decide about differently, the largest first."""
-    ours = {value.name: value for value in first.values}
-    theirs = {value.name: value for value in second.values}
+    ours, theirs = (
+        {value.name: value for value in plan.values if not value.source or value.until >= 0} for plan in (first, second)
+    )
     changed = [_change(ours.get(name), theirs.get(name)) for name in {**ours, **theirs}]
     found = [value for value in changed if value["first"] != value["second"]]
     return sorted(found, key=lambda value: value["size_bytes"], reverse=True)
