@@ -18,7 +18,7 @@ from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.host_tier import HostTier, Intervals
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.replays import replay, tape
-from poochplan.runtime.step_policies.follow import IndexedPlan
+from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
 from poochplan.tensors import operators, storages
 from tests.runtime import test_backward_without_modes, test_divergence, test_replay_limits, test_safety, test_sources
 from tests.runtime.detours import profile_of
@@ -129,6 +129,10 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
     "no mode looks on while autograd computes": (
         (Engine, "backward", "self.recorder.switch_off()", "None"),
         test_backward_without_modes.test_a_backward_amid_forward_sees_no_mode_and_recording_goes_on_behind_it,
+    ),
+    "a source is held until the last recipe that starts from it is made": (
+        (Follow, "at_save", "until >= index", "until > index"),
+        lambda: test_sources.test_a_source_is_held_swapped_or_replayed_in_place_of_its_copy("bfloat16", Decision.SWAP),
     ),
     "a source is held from the save point of its copy on": (
         (Engine, "_held_source", "planned.until >= 0", "False"),
