@@ -57,9 +57,9 @@ class Early:
 
     slot: int
     replayed: int | None
-    """Column "recomputed by then"; None if the value cannot be recomputed."""
+    """Column ``R``, "recomputed by then"; None if the value cannot be recomputed."""
     fetched: int | None
-    """Column "swapped in by then"; None if no replay would start from it there."""
+    """Column ``G``, "swapped in by then"; None if no replay would start from it there."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,11 @@ class Request:
 
 
 class FluidModel:
-    """The model under construction: columns by their meaning. ``unit`` bytes and ``time_unit_s`` are 1 in it."""
+    """The model under construction: columns by their meaning. ``unit`` bytes and ``time_unit_s`` are 1 in it.
+
+    Letters are those of the table in the planner's page (The models). Other modules fill the columns: ``decide.py``
+    those of decisions, early returns and the link, ``time_constraints.py`` those of time.
+    """
 
     def __init__(self, problem: Problem, request: Request) -> None:
         self.problem, self.request, self.is_bound = problem, request, request.is_bound
@@ -92,13 +96,17 @@ class FluidModel:
         self.consumers: dict[int, list[int]] = {}
         """Per value: the recomputable values whose replay starts from it."""
         self.replayed_ahead: dict[int, list[tuple[int, float]]] = {}
-        """Per backward slot, in BOUND: columns of seconds of replays not back by then, and bytes per second."""
+        """``A``: per backward slot, in BOUND, columns of the seconds already spent on replays whose values are not back
+        yet, and the bytes per second of each.
+        """
         self.extra, self.not_out = list[int](), list[int]()
-        """Per slot: time the step takes beyond its compute (stalls and replays); bytes to be swapped that have not
-        left."""
+        """``x`` and ``n``, per slot: time the step takes beyond its compute (stalls and replays); bytes to be swapped
+        that have not left.
+        """
         self.ahead, self.arriving = dict[int, int](), dict[int, int]()
-        """Per backward slot: bytes that are back before they are needed, after its points; bytes that arrive during its
-        compute."""
+        """``a`` and ``v``, per backward slot: bytes that are back before they are needed, after its points; bytes that
+        arrive during its compute.
+        """
         self._measure(candidates)
 
     def _measure(self, candidates: list[int]) -> None:
