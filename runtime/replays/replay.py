@@ -21,7 +21,7 @@ import torch
 from poochplan.runtime.metering.allocated import aside
 from poochplan.tensors.operators import ArgumentTree, Flat, outputs_of, unflatten
 from poochplan.tensors.storages import Geometry, version_probe
-from poochplan.torch_private.tensor_internals import outside_transforms, version_of
+from poochplan.torch_private.tensor_internals import WIDENING, outside_transforms, version_of
 
 OFF = 0
 """Stands for the number of a window when nothing is recorded."""
@@ -203,10 +203,6 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
     def _overwritten(self, generation: int) -> bool:
         first = self.writes[0] if generation >= 1 else None
         return first is not None and first.overwrites is self
-
-
-WIDENING = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
-"""A cast or a clone may make a larger tensor of one that it reads (``formats/sources.py``)."""
 
 
 def source_of(record: StorageRecord) -> View | None:

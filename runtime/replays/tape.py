@@ -20,9 +20,9 @@ from poochplan.tensors.operators import (
     writes_of,
 )
 from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, plain_storage, version_probe
-from poochplan.torch_private.tensor_internals import called_below_autograd, storage_identity, version_of
+from poochplan.torch_private.tensor_internals import WIDENING, called_below_autograd, storage_identity, version_of
 
-from .replay import OFF, WIDENING, Birth, Content, CounterBefore, RecordedOp, Scratch, StorageRecord, View, state_of
+from .replay import OFF, Birth, Content, CounterBefore, RecordedOp, Scratch, StorageRecord, View, state_of
 
 
 class Recorder(ToggledMode):
