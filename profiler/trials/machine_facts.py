@@ -47,7 +47,7 @@ UNMEASURED = Link(name="unmeasured", outward=_ANY, inward=_ANY)
 """Stands for a link that is still to be measured."""
 _OWN = "call_s"
 """In ``unmeasured``, if only the costs of the step's own handles are known."""
-VERSION = 2
+VERSION = 3
 """Version of how costs are measured; files of other versions are measured anew."""
 COLUMNS, LAYERS_OF_ONE_ROW, LAYERS, ROWS = 1024, 100, 20, 64
 """Swapping is timed on a few values of 256 KiB. They are large enough that their pages return to the system, as those
@@ -245,23 +245,13 @@ def with_handles(profile: Profile, measured: Measured | None, steps: Sequence[Ho
 # -- on the small network --------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _on_one_thread() -> Iterator[None]:
-    """A block whose ops run on the calling thread alone. They are small, and threads that wait for each other would
-    take several times as long, most of all while other programs run.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def measure_runtime(where: torch.device) -> Measured:
-    """The measurement; raises ``SpillError``."""
+    """The measurement; raises ``SpillError``.
+
+    It keeps torch's number of threads. ``torch.set_num_threads`` also changes how MKL divides products, also those of
+    the training that goes on afterwards, and so their bits.
+    """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_on_one_thread())
         small, large = _Network(LAYERS_OF_ONE_ROW, 1, where), _Network(LAYERS, ROWS, where)
         keep, keep_recorded = (stack.enter_context(_planned(small, small.keep, record)) for record in (False, True))
         recompute = stack.enter_context(_planned(small, small.every_other, True))

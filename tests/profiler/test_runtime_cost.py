@@ -214,3 +214,13 @@ def test_nothing_of_the_measured_networks_lives_on(monkeypatch: pytest.MonkeyPat
         assert not len(networks)
     finally:
         gc.enable()
+
+
+def test_measuring_leaves_the_number_of_threads_alone_which_decides_the_bits_of_later_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def set_to(threads: int) -> None:
+        raise AssertionError(f"threads were set to {threads}")
+
+    monkeypatch.setattr(torch, "set_num_threads", set_to)
+    assert machine_facts.measure_runtime(torch.device("cpu")).cost.handle_s > 0
