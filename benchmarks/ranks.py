@@ -16,7 +16,7 @@ import json
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -84,17 +84,20 @@ def convolutions() -> Training:
     return Training(model, list(units), loss)
 
 
-def gpt2() -> Training:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=512, n_positions=128, n_embd=128, n_layer=4, n_head=4))
-
+def language(model: nn.Module, blocks: Iterable[nn.Module]) -> Training:
     def loss(wrapped: nn.Module) -> torch.Tensor:
         tokens = torch.randint(512, (8, 128))
         found: torch.Tensor = wrapped(input_ids=tokens, labels=tokens).loss
         return found
 
-    return Training(model, list(model.transformer.h), loss)
+    return Training(model, list(blocks), loss)
+
+
+def gpt2() -> Training:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=512, n_positions=128, n_embd=128, n_layer=4, n_head=4))
+    return language(model, model.transformer.h)
 
 
 def bert() -> Training:
@@ -115,13 +118,7 @@ def llama() -> Training:
 
     sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=512, max_position_embeddings=128, **sizes))
-
-    def loss(wrapped: nn.Module) -> torch.Tensor:
-        tokens = torch.randint(512, (8, 128))
-        found: torch.Tensor = wrapped(input_ids=tokens, labels=tokens).loss
-        return found
-
-    return Training(model, list(model.model.layers), loss)
+    return language(model, model.model.layers)
 
 
 def vit() -> Training:

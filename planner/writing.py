@@ -191,7 +191,7 @@ def _planned_values(
     profile: Profile, problem: Problem, decisions: tuple[Decision, ...], tiny: frozenset[int]
 ) -> tuple[tuple[PlannedValue, ...], int]:
     """The plan's values in save order, and the bytes of the host slab."""
-    offset, until = 0, held_until(problem, decisions)
+    offset, until = 0, last_recipes(problem, decisions)
     planned = []
     for value, decision in enumerate(decisions):
         handle = profile.handles[profile.points[problem.save_points[value]].handle]
@@ -218,7 +218,7 @@ def _planned_values(
     return tuple(planned), offset
 
 
-def held_until(problem: Problem, decisions: tuple[Decision, ...]) -> dict[int, int]:
+def last_recipes(problem: Problem, decisions: tuple[Decision, ...]) -> dict[int, int]:
     """By source from which a replay starts: the last save point of a value with such a replay."""
     until: dict[int, int] = {}
     for value, decision in enumerate(decisions):

@@ -148,7 +148,7 @@ def build_values(capture: Capture, kinds: dict[int, Kind], last_tick: int) -> tu
     first_use = _first_uses(capture)
     names = value_names(capture, kinds)
     writers = _writers(capture)
-    left_over = capture.left_over if capture.left_over is not None else set(range(len(capture.values)))
+    left_over = capture.left_over
     values = []
     for number, captured in enumerate(capture.values):
         was_there = captured.born < 0 and captured.born_tick is None
@@ -168,7 +168,10 @@ def build_values(capture: Capture, kinds: dict[int, Kind], last_tick: int) -> tu
                 born_tick=captured.born_tick,
                 forward_death=died,
                 freed=freed,
-                gone_by_next=captured.born >= 0 and freed == last_tick and number not in left_over,
+                gone_by_next=left_over is not None
+                and captured.born >= 0
+                and freed == last_tick
+                and number not in left_over,
                 stretch_of=captured.stretch_of,
                 pinned=_pinned(captured, number in saved, died, first_use.get(number)),
                 unreplayable=_unreplayable(capture, number, writers.get(number, [])) if number in saved else "",

@@ -116,8 +116,6 @@ def _lacks_costs(profile: Profile) -> bool:
 
 def _with_costs(profile: Profile, where: torch.device) -> Profile:
     """Handles as measured on the model itself, all other costs as on the small network."""
-    if profile.device.threads not in (None, torch.get_num_threads()):
-        torch.set_num_threads(profile.device.threads)
     measured, own = cached_cost(where), profile.runtime
     cost = None if measured is None else measured.cost
     if measured is not None and cost is not None and own is not None and own.handle_s:

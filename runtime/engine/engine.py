@@ -289,7 +289,7 @@ class Engine:
         record = self.tape.met(tensor, storage, self.recorder.window)
         known = record.value() if record.value is not None else None
         is_new = not isinstance(known, SavedValue) or not known.stands_for(tensor)  # Rule 1
-        if is_new and not record.packed:
+        if is_new and self._policy.sources and not record.packed:
             self._pass_source(record)
         ordinal = segment.packs
         segment.packs += 1
@@ -309,7 +309,7 @@ class Engine:
         assert self._policy is not None
         segment = self.cursor.segment
         index = segment.saves
-        planned = self._policy.source(index)
+        planned = self._policy.sources.get(index)
         if planned is None:
             return
         value = self._held_source(record, planned)

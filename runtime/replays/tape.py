@@ -93,9 +93,10 @@ class Recorder(ToggledMode):
         usable = facts.trusted and not is_chosen_by_timing(facts, self._device_type)
         arguments: list[Any] = []
         reads: list[View] = []
+        may_be_held = func in WIDENING
         for leaf in flat:
             if isinstance(leaf, torch.Tensor):
-                leaf = self._reference(leaf, may_be_held=func in WIDENING)
+                leaf = self._reference(leaf, may_be_held=may_be_held)
                 if type(leaf) is View:
                     reads.append(leaf)
                 elif leaf is _UNUSABLE:

@@ -61,7 +61,7 @@ class Follow(StepPolicy):
     ) -> None:
         self.instructions = plan.instructions
         self._plan = plan
-        self._planned = plan.instructions.values
+        self._planned, self.sources = plan.instructions.values, plan.sources
         self._handles, self._uses = plan.instructions.handles, plan.instructions.uses
         self._last = len(self._planned) - 1
         self._safe = safe
@@ -132,9 +132,6 @@ class Follow(StepPolicy):
         value.index = index
         value.name = self._planned[index].name
         self._values[index] = weakref.ref(value)
-
-    def source(self, index: int) -> PlannedValue | None:
-        return self._planned[index] if index <= self._last and self._planned[index].source else None
 
     def at_source(self, value: SavedValue | None, index: int) -> Actions:
         if value is not None:
@@ -207,6 +204,8 @@ class IndexedPlan:
     """The dtypes of the values."""
     last_handles: tuple[int, ...]
     """For each value the handle that is made last, or -1 if it has only one."""
+    sources: dict[int, PlannedValue]
+    """By save point."""
     exact: bool = True
 
     @classmethod
@@ -220,6 +219,7 @@ class IndexedPlan:
             tuple(map(at_use.get, range(len(instructions.uses)))),
             tuple(_dtype(number, value) for number, value in enumerate(instructions.values)),
             _last_handles(instructions),
+            {number: value for number, value in enumerate(instructions.values) if value.source},
             exact,
         )
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -69,6 +70,8 @@ class StepPolicy:
 
     instructions: Instructions | None = None
     """The instructions whose planned places in the host tier its values take; None if they have no planned places."""
+    sources: Mapping[int, PlannedValue] = MappingProxyType({})
+    """The sources of the plan, by save point; these are passed by the engine."""
 
     def begin(self, segment: Segment) -> Actions:
         return NOTHING
@@ -80,10 +83,6 @@ class StepPolicy:
         ``index``: its save point; None if its storage has had one, and was written since or is no longer held.
         """
         return Decision.KEEP
-
-    def source(self, index: int) -> PlannedValue | None:
-        """The source whose save point is ``index``, which is then passed; None if the point is a saved value's."""
-        return None
 
     def at_source(self, value: SavedValue | None, index: int) -> Actions:
         """Actions at the save point of a source; ``value`` is None if it is not held."""

@@ -13,7 +13,7 @@ from poochplan.planner.policies import PolicyInput
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import Schedule, Tuning
 from poochplan.planner.simulator.simulate import swap_all_on_demand
-from poochplan.planner.writing import held_until
+from poochplan.planner.writing import last_recipes
 
 
 def input_at(profile: Profile, share: float) -> PolicyInput:
@@ -25,7 +25,7 @@ def input_at(profile: Profile, share: float) -> PolicyInput:
 def plan_with(profile: Profile, schedule: Schedule) -> Plan:
     """A plan that carries out ``schedule``, whatever its peak is."""
     kept = plan(profile, profile.in_core_peak_bytes)
-    values, offset, until_of = [], 0, held_until(build_problem(profile), schedule.decisions)
+    values, offset, until_of = [], 0, last_recipes(build_problem(profile), schedule.decisions)
     for value, decision in zip(kept.values, schedule.decisions, strict=True):
         swapped = decision is Decision.SWAP
         until = until_of.get(len(values), -1)

@@ -15,7 +15,9 @@ import msgspec
 from poochplan.units import format_bytes, format_copies, format_seconds, share_of_peak
 
 from .files import Document, beyond, numbered
-from .plan_prediction import Prediction, Solve, SolveStatus
+from .plan_prediction import Prediction as Prediction
+from .plan_prediction import Solve as Solve
+from .plan_prediction import SolveStatus as SolveStatus
 from .profile_parts import (
     HOST_ALIGNMENT_BYTES,
     Bytes,
@@ -32,21 +34,6 @@ from .profile_parts import (
     Text,
     host_aligned,
 )
-
-__all__ = [
-    "OUTSIDE",
-    "Decision",
-    "Departure",
-    "Instructions",
-    "Layout",
-    "Place",
-    "Plan",
-    "PlannedValue",
-    "PointActions",
-    "Prediction",
-    "Solve",
-    "SolveStatus",
-]
 
 SCHEMA_VERSION = 7
 """Version 2 has what ended the search (``evaluations``, ``seed``); 3 has the runtime's own seconds in the step; 4 has

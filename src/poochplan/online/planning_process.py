@@ -103,8 +103,11 @@ def plan_in(folder: Path) -> None:
     request = msgspec.json.decode((folder / "request.json").read_bytes(), type=PlanRequest)
     profile = Profile.load(folder / "profile.json")
     if not request.is_complete:
+        import torch
+
         from poochplan.profiler.trials.machine_facts import completed
 
+        torch.set_num_threads(profile.device.threads or torch.get_num_threads())
         profile = completed(profile, request.spill_dir)
         profile.save(folder / "profile.json", force=True)
     watch = ends_when_it_gains_less_than_it_takes(request.loop_s)
