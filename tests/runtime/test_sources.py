@@ -14,12 +14,13 @@ from torch import nn
 import poochplan
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import LinkDirection
-from poochplan.formats.sources import sources_of, with_sources
+from poochplan.formats.sources import WIDENING, sources_of, with_sources
 from poochplan.planner.policies import PolicyInput
 from poochplan.planner.search.optimise import Optimum
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.simulate import STYLES, Candidate, try_style
 from poochplan.planner.writing import write_plan
+from poochplan.torch_private import tensor_internals
 from tests.depth import seeds
 from tests.live_bytes import LiveBytes
 from tests.planner.plans import random_decisions
@@ -202,3 +203,7 @@ def _refused(loss: torch.Tensor) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def test_profile_and_runtime_know_the_same_ops_that_widen() -> None:
+    assert {str(op) for op in tensor_internals.WIDENING} == WIDENING
