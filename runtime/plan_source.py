@@ -42,6 +42,9 @@ class Peers(Protocol):
     def gathered(self, what: str, /) -> list[str]:
         """What each of them gives."""
 
+    def close(self) -> None:
+        """Ends what connects this process with the others."""
+
 
 RanksOf = Callable[[Iterable[torch.nn.Module]], Peers | None]
 """The ranks of models; None if this process trains them alone."""
@@ -124,6 +127,7 @@ class GivenPlans(PlanSource):
         unsaid = self._fallbacks.unsaid
         mine = next((kind for kind in (FallbackKind.DIVERGED, FallbackKind.NO_PLAN) if kind in unsaid), None)
         found = ranks.gathered(unsaid.pop(mine) if mine is not None else "")
+        ranks.close()
         line = next((f"rank {rank}: {why}" for rank, why in enumerate(found) if why), "")
         if line and self._policy is DivergencePolicy.ERROR:
             raise DivergenceError(f"{line}; give all ranks the step that was profiled, or profile it anew")
@@ -136,6 +140,7 @@ class GivenPlans(PlanSource):
     def close(self) -> None:
         if self._ranks is not None:  # without a step of an optimizer
             self._fallbacks.say()
+            self._ranks.close()
 
     def choose(self, segment: Segment) -> StepPolicy | None:
         if "" in self._of:

@@ -158,6 +158,15 @@ class Ranks:
         while self._order(0):
             steps.one_step()
 
+    def close(self) -> None:
+        """Ends the group's threads, which may otherwise still free a tensor while the interpreter exits: that aborts the
+        process (pytorch#179291). May be called again.
+        """
+        self._ordering = None
+        with contextlib.suppress(ValueError):  # the user has destroyed all groups
+            dist.destroy_process_group(self._group)
+        self._group = dist.GroupMember.NON_GROUP_MEMBER
+
     def end_steps(self) -> None:
         """On rank 0: the other ranks run no more steps."""
         self._order(0)
@@ -194,9 +203,13 @@ def launched_ranks() -> Iterator[Ranks]:
     if has_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo")
+    ranks = None
     try:
-        yield Ranks()
+        ranks = Ranks()
+        yield ranks
     finally:
+        if ranks is not None:
+            ranks.close()
         dist.destroy_process_group()
 
 

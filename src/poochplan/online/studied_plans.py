@@ -141,6 +141,9 @@ class StudiedPlans(LoopObserver):
             self._messages.say(auto_messages.ENDED_UNPROFILED)
         self._known.pending.close()
         self._messages.end()
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
 
     def wait(self, timeout_s: float | None) -> bool:
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
