@@ -1,8 +1,8 @@
 """Study: the steps of one kind from the first to a profile, in a running loop or of a step function. It is a generator
 that asks for one step after another: CAPTURE (1), TIME (whole, then op by op), VERIFY.
 
-Steps of a step function may be repeated. So they are timed without hooks and from an arena, and the study finds out
-whether recording changes bits.
+Steps of a step function may be repeated. So they are timed without hooks and, if they fit in-core, from an arena, and
+the study finds out whether recording changes bits.
 """
 
 from __future__ import annotations
@@ -222,8 +222,8 @@ def _timed(
     """Times steps, those of a loop under hooks whose time is subtracted.
 
     They run as planned steps do: on the CPU from one arena, if it can be laid out and there is room for it beside an
-    ordinary step. Otherwise the seconds of ops would include fresh pages of memory. In a loop these are counted, and
-    their seconds subtracted.
+    ordinary step. Otherwise the seconds of ops include fresh pages of memory: these are counted, and their seconds
+    subtracted.
     """
     is_repeated, count = steps.context.is_repeated, options.timed
     options.say(f"timing {count} steps")
@@ -232,7 +232,7 @@ def _timed(
     is_allocated = steps.context.where.type == "cpu" and capture.memory is Memory.ALLOCATED
     from_arena: list[PhaseSeconds] = []
     with contextlib.closing(steps):
-        if is_allocated and options.has_arena() and (is_repeated or has_room()):
+        if is_allocated and options.has_arena() and has_room():
             ordinary += yield from steps.several(0 if is_repeated else count - 2)
             ordinary += yield from steps.recorded()
         if steps.arena is not None:
@@ -249,7 +249,7 @@ def _timed(
             timed, notes = steady(timed, (yield from steps.several(count)), ops.steps)
     whole_s = [sum(step.values()) for step in ordinary]
     plain_s, unserved_s = median(whole_s) if has_kept else None, min(whole_s) if from_arena else None
-    if is_allocated and not is_repeated:
+    if is_allocated and not (is_repeated and from_arena):
         timed, unserved_s = from_arena or steps.without_faults(timed), median(whole_s)
     return Timed(timed, ops.seconds, notes, unserved_s, plain_s)
 

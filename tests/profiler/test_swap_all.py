@@ -20,6 +20,7 @@ from poochplan.profiler.trials.compare import DIFFERS, parts_of
 from poochplan.workload import load_workload
 from tests.processes import python
 from tests.runtime.nets import CASES, followed, taken
+from tests.runtime.served import arenas_mapped, needs_compiler
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -106,6 +107,22 @@ def test_a_plan_made_while_swapping_runs_with_the_gradients_of_in_core_training(
     plan = poochplan.plan(CASES["attention"].profile(mode="swap-all"), budget="80%", evaluations=100)
     assert not plan.estimate
     followed(CASES["attention"], plan)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("mode", "has_arena"), [("run", True), ("swap-all", False)])
+def test_a_step_that_does_not_fit_is_timed_without_an_arena_which_would_take_as_much_again(
+    mode: str, has_arena: bool
+) -> None:
+    before, mapped = arenas_mapped(), set[int]()
+    model, step, optimizer = CASES["attention"].fresh()
+
+    def watched() -> torch.Tensor:
+        mapped.add(arenas_mapped() - before)
+        return step()
+
+    taken(watched, model, optimizer, mode)
+    assert (max(mapped) > 0) == has_arena
 
 
 @pytest.mark.parametrize(("free_bytes", "mode"), [(1 << 40, "run"), (1 << 10, "swap-all")])
