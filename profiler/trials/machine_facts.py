@@ -47,11 +47,12 @@ UNMEASURED = Link(name="unmeasured", outward=_ANY, inward=_ANY)
 """Stands for a link that is still to be measured."""
 _OWN = "call_s"
 """In ``unmeasured``, if only the costs of the step's own handles are known."""
-VERSION = 3
+VERSION = 4
 """Version of how costs are measured; files of other versions are measured anew."""
-COLUMNS, LAYERS_OF_ONE_ROW, LAYERS, ROWS = 1024, 100, 20, 64
-"""Swapping is timed on a few values of 256 KiB. They are large enough that their pages return to the system, as those
-of saved values do. Everything else is timed on many values of one row, which cost almost nothing themselves."""
+COLUMNS, LAYERS_OF_ONE_ROW, LAYERS, ROWS, DTYPE = 512, 100, 20, 63, torch.float64
+"""Swapping is timed on a few values of 252 KiB. They are large enough that their pages return to the system, as those
+of saved values do. Everything else is timed on many values of one row, which cost almost nothing themselves. No value
+has as many elements as torch divides among threads: beside other work one thread waits for another."""
 OPS_OF_A_LAYER = 2
 _PAIRS = 4
 """Steps without the engine are short; the shortest of each kind counts."""
@@ -199,11 +200,12 @@ class Chain(nn.Module):
 
     def __init__(self, layers: int) -> None:
         super().__init__()
-        self.scales = nn.ParameterList(nn.Parameter(torch.ones(COLUMNS, device="cpu")) for _ in range(layers))
+        scales = [torch.ones(COLUMNS, dtype=DTYPE, device="cpu") for _ in range(layers)]
+        self.scales = nn.ParameterList(map(nn.Parameter, scales))
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         for scale in self.scales:
-            batch = torch.tanh(batch * scale)
+            batch = torch.sigmoid(batch * scale)  # not tanh: MKL divides that, too
         return batch
 
 
@@ -314,7 +316,7 @@ class _Network:
 
     def __init__(self, layers: int, rows: int, where: torch.device) -> None:
         self.where, self.model = where, Chain(layers).to(where)
-        self._batch = torch.full((rows, COLUMNS), 0.5, device=where)
+        self._batch = torch.full((rows, COLUMNS), 0.5, dtype=DTYPE, device=where)
         self._clock = step_clock(where.type)
         with StepFunction(self.forward, self.model, None, where) as steps:
             self.profile = steps.run(Capturing(steps.context)).untimed("run")

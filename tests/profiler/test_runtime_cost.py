@@ -31,6 +31,7 @@ from poochplan.profiler.trials.machine_facts import (
     measured_on,
     step_clock,
 )
+from tests.processes import python
 from tests.runtime.nets import CASES, LINK
 
 CPU = torch.device("cpu")
@@ -88,6 +89,26 @@ def test_a_step_of_a_device_that_is_not_there_has_none() -> None:
 def test_without_a_disk_to_swap_to_nothing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("POOCH_SPILL_DIR", str(tmp_path / "missing"))
     assert measured_on.__wrapped__(CPU, torch.get_num_threads()) is None
+
+
+def test_the_small_networks_run_on_one_thread_for_a_second_one_may_have_to_wait() -> None:
+    code = """
+    import os, torch
+    from pathlib import Path
+    from poochplan.profiler.trials.machine_facts import LAYERS, ROWS, _Network
+
+    def by_others() -> int:
+        threads = [one for one in Path("/proc/self/task").iterdir() if int(one.name) != os.getpid()]
+        fields = [(one / "stat").read_text().rsplit(")", 1)[1].split() for one in threads]
+        return sum(int(one[11]) + int(one[12]) for one in fields)
+
+    network = _Network(LAYERS, ROWS, torch.device("cpu"))
+    before = by_others()
+    for _ in range(100):
+        network.step(None)
+    print(by_others() - before)
+    """
+    assert int(python(code, OMP_NUM_THREADS="2")) <= 3  # hundredths of a second
 
 
 # -- differences of noisy steps --------------------------------------------------------------------
