@@ -1,4 +1,4 @@
-"""Several processes of this machine, started as torchrun does."""
+"""Several processes of this machine, started by torchrun or another launcher."""
 
 from __future__ import annotations
 
@@ -6,25 +6,37 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
 
-def torchrun(module: str, folder: Path, *arguments: str, ranks: int = 2) -> list[dict[str, Any]]:
-    """What the processes that torchrun started have written."""
-    done = started(module, str(folder), *arguments, ranks=ranks)
+TORCHRUN = ("torch.distributed.run", "--standalone")
+
+
+def torchrun(
+    module: str, folder: Path, *arguments: str, ranks: int = 2, launcher: Sequence[str] = TORCHRUN
+) -> list[dict[str, Any]]:
+    """What the processes that torchrun, or another launcher, started have written."""
+    done = started(module, str(folder), *arguments, ranks=ranks, launcher=launcher)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def started(
-    module: str, *arguments: str, ranks: int = 2, cwd: Path = ROOT, **variables: str
+    module: str,
+    *arguments: str,
+    ranks: int = 2,
+    launcher: Sequence[str] = TORCHRUN,
+    cwd: Path = ROOT,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """How torchrun ended, with what its processes have printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return run([*command, "-m", module, *arguments], cwd=cwd, **variables)
+    """How the launcher ended, with what its processes have printed."""
+    count = ["--nproc-per-node", str(ranks)] if launcher is TORCHRUN else []
+    command = [sys.executable, "-m", *launcher, *count, "-m", module, *arguments]
+    return run(command, cwd=cwd, **variables)
 
 
 def run(command: list[str], *, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ from poochplan.workload import load_workload
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STACKS = (
     *("auto_loop", "accelerate_loop", "hf_trainer", "lightning_module"),
-    *("ddp_torchrun", "fsdp_torchrun", "lightning_fsdp"),
+    *("ddp_torchrun", "fsdp_torchrun", "lightning_fsdp", "accelerate_fsdp", "trainer_fsdp"),
 )
 """Tried in ``test_stacks.py``."""
 

@@ -20,7 +20,7 @@ from tests.examples.test_examples import EXAMPLES
 from tests.online.caches import empty_cache
 from tests.online.census import outside_meter
 from tests.runtime.nets import LINK
-from tests.torchrun import torchrun
+from tests.torchrun import TORCHRUN, torchrun
 
 QUICK: dict[str, Any] = {"before_plan": "swap", "time_limit_s": 1, "quiet": True, "link": LINK}
 
@@ -267,3 +267,24 @@ def test_lightning_with_fsdp2_on_two_processes_is_the_same_under_one_plan(tmp_pa
     assert first["plan"] == second["plan"] is not None
     assert first["followed"] == second["followed"] > 0
     assert first["plain"]["losses"] != second["plain"]["losses"], "each rank has its own batches"
+
+
+ACCELERATE = ("accelerate.commands.launch", "--config_file", str(EXAMPLES / "accelerate_fsdp.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher"),
+    [("accelerate_fsdp", (*ACCELERATE, "--main_process_port", "0")), ("trainer_fsdp", TORCHRUN)],
+)
+def test_the_fsdp_plugin_of_accelerate_on_two_processes_is_the_same_under_one_plan(
+    name: str, launcher: tuple[str, ...], tmp_path: Path
+) -> None:
+    first, second = torchrun("tests.examples.accelerate_ranks", tmp_path, name, launcher=launcher)
+    for facts in (first, second):
+        assert facts["planned"] == facts["plain"]
+        assert facts["plain"]["units"] > 1, "accelerate has sharded each block"
+        assert facts["fallbacks"] == 0
+        assert facts["moved"] > 0
+    assert first["plan"] == second["plan"] is not None
+    assert first["followed"] == second["followed"] > 0
+    assert first["plain"]["parameters"] != second["plain"]["parameters"], "each rank has its own shards"

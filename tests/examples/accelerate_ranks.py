@@ -1,0 +1,91 @@
+"""One process of several: an example of accelerate's FSDP plugin without poochplan, then with it; results go to FOLDER.
+
+accelerate uses its plugin only on GPUs. Here it is told that the processes of the CPU are some: all else, such as the
+units that it shards and the parameters that it gives the optimizer, is its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import runpy
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.utils import DistributedType
+
+import poochplan
+from poochplan.integrations.hf import PlanCallback
+from poochplan.torch_private.sharding import sharded_units
+from tests.examples.ranks import EXAMPLES, no_session, waiting
+from tests.examples.trainer_ranks import Waits
+from tests.runtime.nets import LINK
+
+OPTIONS: dict[str, Any] = {"budget": "80%", "time_limit_s": 1, "quiet": True, "link": LINK}
+
+
+def takes_processes_for_gpus() -> None:
+    """accelerate does so from now on."""
+    made = accelerate.PartialState.__init__
+
+    def make(state: accelerate.PartialState, *args: Any, **options: Any) -> None:
+        made(state, True, **{name: one for name, one in options.items() if name not in ("cpu", "timeout")})
+        if state.distributed_type == DistributedType.MULTI_CPU:
+            state.distributed_type = DistributedType.MULTI_GPU
+
+    accelerate.PartialState.__init__ = make
+
+
+def loop(folder: Path, *, is_planned: bool) -> tuple[dict[str, Any], Any]:
+    auto, options = poochplan.auto, {**OPTIONS, "cache": folder / "cache"}
+    poochplan.auto = waiting(auto) if is_planned else no_session
+    losses, model, session = main_of("accelerate_fsdp")(**options)
+    poochplan.auto = auto
+    return facts_of(losses, model), session
+
+
+def trainer(folder: Path, *, is_planned: bool) -> tuple[dict[str, Any], Any]:
+    callbacks: list[Any] = []
+    if is_planned:
+        plans = PlanCallback(**OPTIONS, cache=folder / "cache")
+        callbacks = [plans, Waits(plans)]
+    done = main_of("trainer_fsdp")(*callbacks, folder=str(folder / ("planned" if is_planned else "plain")))
+    losses = [row["loss"] for row in done.state.log_history if "loss" in row]
+    return facts_of(losses, done.model), plans.session if is_planned else None
+
+
+def main_of(name: str) -> Any:
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
+
+
+def facts_of(losses: list[float], model: torch.nn.Module) -> dict[str, Any]:
+    shards = [one.detach().to_local().numpy().tobytes() for one in model.parameters()]
+    digest = hashlib.sha256(b"".join(shards)).hexdigest()
+    return {"losses": losses, "parameters": digest, "units": len(list(sharded_units(model)))}
+
+
+def main(folder: Path, name: str) -> None:
+    torch.set_num_threads(1)
+    takes_processes_for_gpus()
+    run = {"accelerate_fsdp": loop, "trainer_fsdp": trainer}[name]
+    plain, _ = run(folder, is_planned=False)
+    planned, session = run(folder, is_planned=True)
+    facts = {
+        "plain": plain,
+        "planned": planned,
+        "plan": session.plan and hashlib.sha256(repr(session.plan).encode()).hexdigest(),
+        "moved": session.total.out_bytes + session.total.replayed_values,
+        "followed": session.report().steps_followed,
+        "fallbacks": session.total.fallbacks,
+    }
+    (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(facts))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(Path(sys.argv[1]), sys.argv[2])
