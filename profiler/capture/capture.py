@@ -38,7 +38,7 @@ from poochplan.tensors.storages import (
     static_keys,
     storage_key,
 )
-from poochplan.torch_private.sharding import told_of_resizes
+from poochplan.torch_private.sharding import local_tensor, told_of_resizes
 from poochplan.torch_private.tensor_internals import in_backward, pytree, tensors_in, version_of
 
 from .captured import CapturedOp, CapturedValue, Lifetimes, shapes_of
@@ -296,7 +296,7 @@ class Capture(ToggledMode):
         if value is None:
             self.kept_as_it_is(tensor)
             return
-        number = self.saved(tensor)
+        number = self.saved(local_tensor(tensor))
         key = id(value)
         if key not in self._ends:
             self._numbers[key] = number

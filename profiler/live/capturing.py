@@ -26,7 +26,7 @@ from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.tensors.modes import around_calls
 from poochplan.tensors.signatures import input_signature
 from poochplan.tensors.storages import bytes_of, has_storage, parts_of
-from poochplan.torch_private.sharding import is_sharded
+from poochplan.torch_private.sharding import is_sharded, local_tensor
 from poochplan.torch_private.tensor_internals import pytree
 
 from .segment_observer import PackHook, SegmentObserver, StudyContext, UnpackHook
@@ -182,7 +182,7 @@ class Capturing(SegmentObserver):
             self.capture.passes(PointKind.USE, handle.ordinal)
         with self.capture.set_aside():
             tensor = unpack(handle)
-        self.capture.is_back(value, tensor.untyped_storage())
+        self.capture.is_back(value, local_tensor(tensor).untyped_storage())
         return tensor
 
 

@@ -6,8 +6,8 @@ segments begin and end, the *tape* records ops. States of a saved value: ``saved
 Rules, cited in the code:
 
 1. A value is looked up by its storage; all views of one storage are one value, moved once.
-2. Parameters (whole ones that FSDP2 gathers, too), buffers, subclasses, sparse tensors and tensors of other devices
-   are never touched.
+2. Parameters (whole ones that FSDP2 gathers, too), buffers, subclasses (but rule 13), sparse tensors and tensors of
+   other devices are never touched.
 3. No device storage is released, and no storage that a copy fills is used, before the compute stream has waited for the
    copy's end: see ``devices/transfers.py``.
 4. A packed tensor is stored detached: a graph must not hold itself alive through us.
@@ -22,6 +22,7 @@ Rules, cited in the code:
 11. While autograd computes a backward no dispatch mode of ours is on the stack, not even a muted one: ATen has other
     formulas for some backwards under a mode.
 12. A source is held only as its copy's op has read it: if it was written since, the plan's replays do without it.
+13. A DTensor is saved as its local tensor, and returned as a DTensor around that. One written in place is not touched.
 """
 
 from __future__ import annotations
@@ -47,7 +48,16 @@ from poochplan.runtime.replays.tape import Recorder, Tape
 from poochplan.runtime.run_report import FallbackKind, Fallbacks
 from poochplan.runtime.step_policies.step_policy import NOTHING, Actions, Chooser, Diverged, StepPolicy
 from poochplan.tensors.modes import Unseen
-from poochplan.tensors.storages import Geometry, has_storage, keys_of, own_tensors, plain_storage, storage_key
+from poochplan.tensors.storages import (
+    Geometry,
+    Shell,
+    has_storage,
+    keys_of,
+    own_tensors,
+    plain_storage,
+    saved_part,
+    storage_key,
+)
 from poochplan.torch_private.sharding import gathered_weights, has_storages
 from poochplan.torch_private.tensor_internals import in_backward, mode_count, storage_identity, version_of
 
@@ -267,42 +277,46 @@ class Engine:
             finally:
                 self.segment.report.hooks_s += time.perf_counter() - start_s
 
-    def _pack(self, tensor: torch.Tensor) -> SavedHandle:
+    def _pack(self, whole: torch.Tensor) -> SavedHandle:
         if held_back:
             raise_held_back()
         if in_backward():  # create_graph, or a checkpoint that runs forward again: no part of a forward
-            return SavedHandle.untouched(tensor)
+            return SavedHandle.untouched(whole)
         cursor = self.cursor
         if cursor.save_begins_one():
             self.begin()
-        segment, storage = cursor.segment, plain_storage(tensor, self.device.kind)  # Rule 2
+        segment, tensor, storage = cursor.segment, whole, plain_storage(whole, self.device.kind)  # Rule 2
+        if storage is None:
+            tensor = saved_part(whole)  # Rule 13
+            storage = None if tensor is whole else plain_storage(tensor, self.device.kind)
         if self._ungathered and any(map(has_storages, self._ungathered)):  # in the first forward of their unit
             self._look_at_model(segment)
         if storage is None or storage_identity(storage) in self.tape.static or tensor.get_device() != self._index:
-            return SavedHandle.untouched(tensor)
+            return SavedHandle.untouched(whole)
         if self._policy is None:
             segment.saves_next = True
             self._choose(segment)
             if not cursor.is_open:  # a session that nobody holds ends where the chooser collects garbage
-                return SavedHandle.untouched(tensor)
+                return SavedHandle.untouched(whole)
         assert self._policy is not None, "a chooser has to say at the first save"
         record = self.tape.met(tensor, storage, self.recorder.window)
         known = record.value() if record.value is not None else None
         is_new = not isinstance(known, SavedValue) or not known.stands_for(tensor)  # Rule 1
         if is_new and self._policy.sources and not record.packed:
             self._pass_source(record)
-        ordinal = segment.packs
+        ordinal, shell = segment.packs, None if tensor is whole else Shell.of(whole)
         segment.packs += 1
         if is_new:
             value = self._save(record, tensor, ordinal)  # its first handle shares its fields
             number = segment.number  # no local has the lease: the traceback of an error would keep it
-            return SavedHandle(value.probe, value.version, value.geometry, value, cursor.lease(), number, ordinal)
+            first = value.probe, value.version, value.geometry, value
+            return SavedHandle(*first, cursor.lease(), number, ordinal, shell=shell)
         assert isinstance(known, SavedValue)
         try:
             self._policy.handle(ordinal, record.save_point, tensor)
         except Diverged as reason:
             self._diverge(reason)
-        return SavedHandle.another(tensor, known, cursor.lease(), segment.number, ordinal)
+        return SavedHandle.another(tensor, known, cursor.lease(), segment.number, ordinal, shell)
 
     def _pass_source(self, record: StorageRecord) -> None:
         """Passes the save point of the source of a tensor that is about to be saved, if the plan has one there."""
@@ -400,7 +414,7 @@ class Engine:
 
     def may_wait(self, handle: SavedHandle) -> Geometry | None:
         """The geometry of the tensor that :meth:`unpack` returns, if compiled code may ask for it later; else None."""
-        if handle.value is None:
+        if handle.value is None or handle.shell is not None:
             return None
         with self._lock:
             self.recorder.switch_off()
@@ -420,8 +434,9 @@ class Engine:
             return handle.tensor
         if version_of(handle.tensor) != handle.version:  # Rule 5
             handle.check_version()
-        geometry = handle.geometry
-        return handle.tensor if geometry is None else geometry.on(self.mechanism.resident(value))  # Rule 6
+        geometry, shell = handle.geometry, handle.shell
+        found = handle.tensor if geometry is None else geometry.on(self.mechanism.resident(value))  # Rule 6
+        return found if shell is None else shell.around(found)  # Rule 13
 
     def _use_point(self, handle: SavedHandle) -> None:
         segment = self.segment

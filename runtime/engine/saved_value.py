@@ -12,7 +12,7 @@ from poochplan.formats.plan import Decision
 from poochplan.runtime.devices.device import Stream
 from poochplan.runtime.devices.transfers import Copy
 from poochplan.runtime.replays.replay import Recipe, StorageRecord
-from poochplan.tensors.storages import Geometry, check_unwritten, version_probe
+from poochplan.tensors.storages import Geometry, Shell, check_unwritten, version_probe
 from poochplan.torch_private.tensor_internals import detached_alias, version_of
 
 
@@ -179,6 +179,8 @@ class SavedHandle(msgspec.Struct, gc=False, eq=False):
     segment: int = 0
     ordinal: int = -1
     used: bool = False
+    shell: Shell | None = None
+    """Of a DTensor, whose local tensor is the ``tensor`` (engine rule 13)."""
 
     @classmethod
     def untouched(cls, tensor: torch.Tensor) -> SavedHandle:
@@ -186,12 +188,14 @@ class SavedHandle(msgspec.Struct, gc=False, eq=False):
         return cls(tensor.detach(), 0 if tensor.is_inference() else version_of(tensor))  # engine rule 4
 
     @classmethod
-    def another(cls, tensor: torch.Tensor, value: SavedValue, lease: Lease, segment: int, ordinal: int) -> SavedHandle:
+    def another(
+        cls, tensor: torch.Tensor, value: SavedValue, lease: Lease, segment: int, ordinal: int, shell: Shell | None
+    ) -> SavedHandle:
         """A handle of another view of a value."""
         version = version_of(tensor)
         if value.decision is Decision.KEEP:
-            return cls(detached_alias(tensor), version, None, value, lease, segment, ordinal)
-        return cls(version_probe(tensor), version, Geometry.of(tensor), value, lease, segment, ordinal)
+            return cls(detached_alias(tensor), version, None, value, lease, segment, ordinal, shell=shell)
+        return cls(version_probe(tensor), version, Geometry.of(tensor), value, lease, segment, ordinal, shell=shell)
 
     def check_version(self) -> None:
         """Raises autograd's error if a saved tensor was written in place since it was saved (engine rule 5)."""

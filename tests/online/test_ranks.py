@@ -111,11 +111,14 @@ def test_tensor_parallel_ranks_are_bitwise_the_same_within_the_budget(tmp_path: 
     ranks = torchrun("tests.online.tensor_parallel", tmp_path)
     for rank in ranks:
         plain, planned, applied = (rank[name] for name in ("plain", "planned", "applied"))
-        for found in (planned, applied):
+        for found in (planned, applied, rank["all swap"], rank["all recompute"]):
             assert (found["losses"], found["parameters"]) == (plain["losses"], plain["parameters"])
+        for found in (planned, applied):
             assert found["peak_bytes"] <= rank["budget_bytes"] + ALL_REDUCED_BYTES < plain["peak_bytes"]
+            assert found["dtensors"].get("swap", 0) + found["dtensors"].get("recompute", 0) > 0
+        assert rank["all swap"]["dtensors"]["swap"] >= rank["followed"][2], "some in each step"
+        assert rank["all recompute"]["dtensors"]["recompute"] > 0
         assert min(rank["followed"]) > 0
-        assert rank["moved"] > 0
         assert rank["fallbacks"] == 0
     assert ranks[0]["plain"]["losses"] == ranks[1]["plain"]["losses"]
 

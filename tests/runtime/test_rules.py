@@ -20,7 +20,14 @@ from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.replays import replay, tape
 from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
 from poochplan.tensors import operators, storages
-from tests.runtime import test_backward_without_modes, test_divergence, test_replay_limits, test_safety, test_sources
+from tests.runtime import (
+    test_backward_without_modes,
+    test_divergence,
+    test_dtensors,
+    test_replay_limits,
+    test_safety,
+    test_sources,
+)
 from tests.runtime.detours import profile_of
 from tests.runtime.mutants import assert_needed, rewritten
 from tests.runtime.nets import CASES, Case, Residual, followed, in_core
@@ -58,6 +65,11 @@ class Exact:
         live_blocks = [behind - before for before, behind in zip(blocks["step"], blocks["forward"], strict=True)]
         self.live_blocks = self.live_blocks or live_blocks
         assert live_blocks == self.live_blocks
+
+
+def _with_patch(test: Callable[..., None], *given: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test(*given, patch)
 
 
 RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
@@ -137,6 +149,14 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
     "a source is held from the save point of its copy on": (
         (Engine, "_held_source", "planned.until >= 0", "False"),
         lambda: test_sources.test_a_source_is_held_swapped_or_replayed_in_place_of_its_copy("bfloat16", Decision.SWAP),
+    ),
+    "a dtensor is saved as its local tensor": (
+        (Engine, "_pack", "saved_part(whole)", "whole"),
+        lambda: _with_patch(test_dtensors.test_what_is_saved_as_a_dtensor_is_moved_or_replayed, "swap"),
+    ),
+    "a saved dtensor that was written is an error": (
+        (storages.Shell, "around", 'check_unwritten(self.probe, 0, "a saved tensor")', "None"),
+        test_dtensors.test_a_saved_dtensor_that_is_written_in_place_raises_what_autograd_raises,
     ),
     "what was written where recording was off is another content": (
         (tape.StorageRecord, "meet", "version > self.version or (", "False and ("),

@@ -159,8 +159,8 @@ class Ranks:
             steps.one_step()
 
     def close(self) -> None:
-        """Ends the group's threads. One that still frees a tensor while the interpreter exits aborts the process
-        (pytorch#179291). May be called again.
+        """Ends the group's threads, which may otherwise still free a tensor while the interpreter exits: this aborts
+        the process (pytorch#179291). May be called again.
         """
         self._ordering = None
         with contextlib.suppress(ValueError):  # the user has destroyed all groups

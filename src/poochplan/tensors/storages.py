@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
+from poochplan.torch_private.sharding import around_local_tensor, local_tensor, without_local_tensor
 from poochplan.torch_private.tensor_internals import (
     COO_PARTS,
     FakeTensor,
@@ -252,3 +253,28 @@ def version_probe(tensor: torch.Tensor) -> torch.Tensor:
     probe = detached_alias(tensor)
     probe.data = empty
     return probe
+
+
+def saved_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor, which is saved in its place; any other tensor itself. So is a DTensor that was
+    written in place, because its local tensor does not show such writes.
+    """
+    local = local_tensor(tensor)
+    return tensor if local is tensor or tensor.is_inference() or version_of(tensor) else local
+
+
+class Shell(msgspec.Struct, frozen=True, eq=False):
+    """A DTensor without the local tensor that is saved in its place."""
+
+    probe: torch.Tensor
+    """A DTensor without memory, which shares the version counter."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Shell:
+        """Of a DTensor of which there is a :func:`saved_part`."""
+        return cls(without_local_tensor(tensor))
+
+    def around(self, local: torch.Tensor) -> torch.Tensor:
+        """The DTensor, around a local tensor. Raises ``RuntimeError``, as autograd would, if it was written since."""
+        check_unwritten(self.probe, 0, "a saved tensor")
+        return around_local_tensor(self.probe, local)

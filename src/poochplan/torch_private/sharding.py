@@ -1,5 +1,5 @@
-"""Private names of data-parallel training: of FSDP2 (``torch.distributed.fsdp.fully_shard``), of storages that release
-their memory and take it again, and of DDP's buckets.
+"""Private names of training on several ranks: of FSDP2 (``torch.distributed.fsdp.fully_shard``), of storages that
+release their memory and take it again, of DDP's buckets, and of the DTensors of tensor parallelism.
 
 FSDP2 has one permanent storage for each gathered weight. The storage has memory in a unit's forward and backward, and
 releases it after each (``resize_``). In between, it has no memory.
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .tensor_internals import modules_of
+from .tensor_internals import detached_alias, modules_of, unseen_by_modes
 
 Resized = Callable[[torch.UntypedStorage, int], None]
 """Called with a storage whose size has changed, and its former bytes."""
@@ -64,6 +64,28 @@ def rebuilds_buckets(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool
     """Whether a later forward, usually the second, makes new buckets in the order of the gradients."""
     is_to_come = wrapper.static_graph or not wrapper.find_unused_parameters
     return is_to_come and not getattr(wrapper, "_has_rebuilt_buckets", True)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with this rank's part of a DTensor; any other tensor itself. It looks at the type alone."""
+    module = sys.modules.get("torch.distributed.tensor")  # whose import takes a second
+    is_distributed = module is not None and type(tensor) is module.DTensor
+    return tensor._local_tensor if is_distributed else tensor  # type: ignore[attr-defined]
+
+
+def without_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor of the same placements, mesh, shape and version counter, which holds no memory."""
+    with unseen_by_modes():  # inside a mode the alias would be no DTensor
+        alias = detached_alias(tensor)
+    local = alias._local_tensor  # type: ignore[attr-defined]
+    alias._local_tensor = torch.empty(0, dtype=local.dtype, device=local.device)  # type: ignore[attr-defined]
+    return alias
+
+
+def around_local_tensor(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A DTensor of the same placements, mesh and shape around another local tensor, detached from any graph."""
+    kind: Any = type(like)
+    return kind(local, like._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
 def _weights(model: torch.nn.Module) -> Iterator[Any]:
