@@ -1,8 +1,10 @@
 """Data-parallel training and FSDP2 on several ranks: bits, peaks by an outside meter, and plans in force on every rank.
 
-Each network is wrapped on two gloo ranks, or more, and trained without a session, then under ``poochplan.auto`` with
-each budget. Losses and parameters are compared with those of the same wrapper without a plan. The outside hook of the
-tests meters each rank's steps: it counts every thread, gloo's too. Peaks are those of the steps that follow the plan.
+Each network is wrapped on two gloo ranks, or more, and trained without a session. Then, with each budget, it trains
+under ``poochplan.auto``, and anew under ``poochplan.apply`` with the plan that rank 0 has saved. Losses and gradients
+of each step, and parameters and buffers of the last one, are compared with those of the same wrapper without a plan.
+The outside hook of the tests meters each rank's steps: it counts every thread, gloo's too. Peaks are those of the last
+steps.
 
     python -m benchmarks.ranks [--wrappers ddp,fsdp] [--networks blocks,gpt2,...] [--ranks 4] [-o FILE.json]
 """
@@ -155,18 +157,20 @@ def wrapped(training: Training, wrapper: str) -> nn.Module:
     return training.model
 
 
-def trained(name: str, wrapper: str, meter: AllocatedBytes, budget: str, folder: Path) -> dict[str, Any]:
-    """What came of one training on this rank; without a session where no budget is given."""
+def no_session(*_: object) -> Any:
+    return nullcontext()
+
+
+def trained(name: str, wrapper: str, meter: AllocatedBytes, session_of: Callable[..., Any] = no_session) -> Any:
+    """What came of one training on this rank, and its session."""
     gc.collect()
     torch.manual_seed(0)
     training = NETWORKS[name]()
     model = wrapped(training, wrapper)
     optimizer = torch.optim.AdamW(model.parameters())
-    options: dict[str, Any] = {"quiet": True, "link": LINK, "time_limit_s": 2, "arena": "off", "cache": folder / budget}
     torch.manual_seed(1 + torch.distributed.get_rank())
-    losses, peak_bytes = [], 0
-    entered: Any = poochplan.auto(model, optimizer, budget=budget, **options) if budget else nullcontext()
-    with entered as session, warnings.catch_warnings():
+    losses, gradients, peak_bytes = [], [], 0
+    with session_of(model, optimizer) as session, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for number in range(STEPS):
             if session is not None and number == PLANNED_AT:
@@ -174,14 +178,36 @@ def trained(name: str, wrapper: str, meter: AllocatedBytes, budget: str, folder:
             meter.restart()
             loss = training.loss(model)
             loss.backward()
+            gradients.append(digest(one.grad for one in model.parameters() if one.grad is not None))
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
             peak_bytes = max(peak_bytes, meter.peak if number > PLANNED_AT else 0)
-    parts = [getattr(one, "_local_tensor", one).detach() for one in (*model.parameters(), *model.buffers())]
-    bits = hashlib.sha256(b"".join(one.contiguous().numpy().tobytes() for one in parts)).hexdigest()
-    found = {"losses": losses, "bits": bits, "peak_bytes": peak_bytes}
-    return found if session is None else {**found, **facts_of(session)}
+    found = {"losses": losses, "gradients": gradients, "peak_bytes": peak_bytes}
+    found["bits"] = digest((*model.parameters(), *model.buffers()))
+    return (found if session is None else {**found, **facts_of(session)}), session
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Of the bits of this rank's parts. It allocates nothing that the meter counts."""
+    parts = (getattr(one, "_local_tensor", one).detach().numpy().tobytes() for one in tensors)
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def planned(name: str, wrapper: str, meter: AllocatedBytes, budget: str, folder: Path) -> dict[str, Any]:
+    """What came of the training under ``auto``, and in ``applied`` of that under ``apply``."""
+    options: dict[str, Any] = {"quiet": True, "link": LINK, "time_limit_s": 2, "arena": "off", "cache": folder / budget}
+    found, session = trained(name, wrapper, meter, lambda *both: poochplan.auto(*both, budget=budget, **options))
+    if session.plan is None:
+        return found  # type: ignore[no-any-return]
+    file = folder / f"plan-{budget}.json"
+    if torch.distributed.get_rank() == 0:
+        session.plan.save(file)
+    del session
+    torch.distributed.barrier()
+    plan = poochplan.Plan.load(file)
+    found["applied"], _ = trained(name, wrapper, meter, lambda model, _: poochplan.apply(plan, model, arena="off"))
+    return found  # type: ignore[no-any-return]
 
 
 def facts_of(session: Any) -> dict[str, Any]:
@@ -205,7 +231,8 @@ def on_this_rank(folder: Path, name: str, wrapper: str) -> None:
     meter = allocated_bytes()
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
-    found = {budget: trained(name, wrapper, meter, budget, folder) for budget in ("", *BUDGETS)}
+    found = {"": trained(name, wrapper, meter)[0]}
+    found |= {budget: planned(name, wrapper, meter, budget, folder) for budget in BUDGETS}
     (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
@@ -216,23 +243,36 @@ def rows_of(name: str, wrapper: str, count: int) -> list[dict[str, Any]]:
         ranks = torchrun("benchmarks.ranks", Path(folder), name, wrapper, ranks=count)
     rows = []
     for budget in BUDGETS:
-        plain, planned = [rank[""] for rank in ranks], [rank[budget] for rank in ranks]
+        plain, found = [rank[""] for rank in ranks], [rank[budget] for rank in ranks]
         row: dict[str, Any] = {"wrapper": wrapper, "network": name, "budget": budget}
-        row["equal"] = all(
-            (a["losses"], a["bits"]) == (b["losses"], b["bits"]) for a, b in zip(plain, planned, strict=True)
-        )
         row["in_core_bytes"] = [one["peak_bytes"] for one in plain]
-        if planned[0]["plan"]:
-            row |= {
-                key: planned[0][key]
-                for key in ("decisions", "budget_bytes", "predicted_bytes", "in_core_predicted_bytes")
-            }
-            row["peak_bytes"] = [one["peak_bytes"] for one in planned]
-            row["followed"] = [one["followed"] for one in planned]
-            row["fallbacks"] = sum(one["fallbacks"] for one in planned)
-            row["one_plan"] = len({one["plan"] for one in planned}) == 1
+        row["equal"] = are_equal(plain, found)
+        if found[0]["plan"]:
+            facts = ("decisions", "budget_bytes", "predicted_bytes", "in_core_predicted_bytes")
+            row |= {key: found[0][key] for key in facts} | in_force(found)
+            applied = [one["applied"] for one in found]
+            row["applied"] = in_force(applied) | {"equal": are_equal(plain, applied)}
         rows.append(row)
     return rows
+
+
+def are_equal(plain: list[dict[str, Any]], found: list[dict[str, Any]]) -> bool:
+    """Whether all bits of all ranks are."""
+    return all(a[key] == b[key] for a, b in zip(plain, found, strict=True) for key in ("losses", "gradients", "bits"))
+
+
+def in_force(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the ranks did under the plan."""
+    return {
+        "peak_bytes": [one["peak_bytes"] for one in found],
+        "followed": [one["followed"] for one in found],
+        "fallbacks": sum(one["fallbacks"] for one in found),
+        "one_plan": len({one["plan"] for one in found}) == 1,
+    }
+
+
+def is_in_force(row: dict[str, Any]) -> bool:
+    return bool(row["one_plan"] and min(row["followed"]) > 0 and not row["fallbacks"])
 
 
 def line(row: dict[str, Any]) -> str:
@@ -241,8 +281,8 @@ def line(row: dict[str, Any]) -> str:
     in_core = " ".join(f"{one / _MIB:.1f}" for one in row["in_core_bytes"])
     equal = "yes" if row["equal"] else "NO"
     if "peak_bytes" not in row:
-        return "| " + " | ".join([*start, "no plan fits", in_core, "-", "-", "-", "-", equal]) + " |"
-    worst, predicted = max(row["peak_bytes"]), row["predicted_bytes"]
+        return "| " + " | ".join([*start, "no plan fits", in_core, "-", "-", "-", "-", equal, "-"]) + " |"
+    worst, predicted, applied = max(row["peak_bytes"]), row["predicted_bytes"], row["applied"]
     off = max((one / predicted - 1 for one in row["peak_bytes"]), key=abs)
     cells = [
         row["decisions"],
@@ -250,10 +290,20 @@ def line(row: dict[str, Any]) -> str:
         f"{row['budget_bytes'] / _MIB:.1f}",
         " ".join(f"{one / _MIB:.1f}" for one in row["peak_bytes"]) + f" / {predicted / _MIB:.1f} ({off:+.1%})",
         "yes" if worst <= row["budget_bytes"] else f"NO, by {worst - row['budget_bytes']} bytes",
-        "yes" if row["one_plan"] and min(row["followed"]) > 0 and not row["fallbacks"] else "NO",
+        "yes" if is_in_force(row) else "NO",
         equal,
+        told_of_applied(applied, row["budget_bytes"]),
     ]
     return "| " + " | ".join([*start, *cells]) + " |"
+
+
+def told_of_applied(applied: dict[str, Any], budget_bytes: int) -> str:
+    """Whether the plan was in force in every step under ``apply``, within the budget and bitwise; and the peaks."""
+    is_followed = is_in_force(applied) and min(applied["followed"]) == STEPS
+    is_within = max(applied["peak_bytes"]) <= budget_bytes
+    failed = {"plan": is_followed, "budget": is_within, "bits": applied["equal"]}
+    wrong = " ".join(name for name, holds in failed.items() if not holds)
+    return (f"NO ({wrong}): " if wrong else "yes: ") + " ".join(f"{one / _MIB:.1f}" for one in applied["peak_bytes"])
 
 
 def main() -> None:
