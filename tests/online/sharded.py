@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import save
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -104,6 +105,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str, number: 
     optimizer.zero_grad()
     if kind == "loading" and number % 4 == 3:
         set_model_state_dict(model, {name: one.clone() for name, one in get_model_state_dict(model).items()})
+        save(get_model_state_dict(model), checkpoint_id=Path(sys.argv[1]) / "checkpoint")  # by all ranks
     return loss.item()
 
 

@@ -33,6 +33,21 @@ def test_a_number_to_reshard_to_is_kept_on_four_ranks(tmp_path: Path) -> None:
     check_ranks(torchrun("tests.online.sharded", tmp_path, "resharded_to_2", ranks=4), ["resharded_to_2"])
 
 
+@pytest.mark.parametrize("kinds", [["views", "accumulating", "static"], ["unused"]])
+def test_ddp_is_bitwise_the_same_within_the_budget_whatever_its_options(kinds: list[str], tmp_path: Path) -> None:
+    ranks = torchrun("tests.online.replicated", tmp_path, *kinds)
+    for kind in kinds:
+        first, second = (rank[kind]["planned"] for rank in ranks)
+        assert first["plans"] == second["plans"] != [], kind
+        assert first["followed"] == second["followed"] > 0, kind
+        for plain, planned in ((rank[kind]["plain"], rank[kind]["planned"]) for rank in ranks):
+            assert (planned["losses"], planned["parameters"]) == (plain["losses"], plain["parameters"]), kind
+            assert planned["fallbacks"] == [], kind
+            assert planned["peak_bytes"] <= planned["budget_bytes"] < plain["peak_bytes"], kind
+            assert planned["peak_bytes"] == pytest.approx(planned["predicted_bytes"], rel=0.03), kind
+            assert plain["peak_bytes"] == pytest.approx(planned["in_core_bytes"], rel=0.03), kind
+
+
 def check_ranks(ranks: list[dict[str, Any]], kinds: list[str]) -> None:
     for kind in kinds:
         for rank in ranks:
