@@ -109,13 +109,14 @@ class NodeOps(NodeListener):
         capture = self._capture
         leaf = getattr(node, "variable", None)
         accumulated = leaf.grad if isinstance(leaf, torch.Tensor) else None
-        capture.bear(op, [*gradients, accumulated], len(capture.ops))
+        born = len(capture.ops)
+        capture.ops.append(op)  # first, because what it leaves may die at once, as the buffer of a collective does
+        capture.bear(op, [*gradients, accumulated], born)
         if self._ran_another or last_sequence_number() != self._nodes_before:
-            capture.bear(op, self._left_behind(), len(capture.ops))
+            capture.bear(op, self._left_behind(), born)
         op.shapes = shapes_of(gradients)
         if taken_bytes is not None:
             op.workspace_bytes = max(0, taken_bytes - sum(map(capture.rounded_bytes, op.outputs)) + self._freed_bytes)
-        capture.ops.append(op)
         capture.took(op, self._clock.stretches)
         self._clock.goes_on()
 
