@@ -21,7 +21,10 @@ room for that.
 
 
 ALL_REDUCED_BYTES = 131_072
-"""What tensor parallelism reduces at once. Gloo's threads may hold it a moment longer, and no room is left for it."""
+GATHERED_BYTES = 262_144
+"""What tensor parallelism reduces or gathers at once. Gloo's threads may hold it a moment longer, and no room is left
+for it.
+"""
 
 
 def test_two_ranks_are_bitwise_the_same_within_what_was_predicted(tmp_path: Path) -> None:
@@ -122,20 +125,24 @@ def test_ranks_that_differ_under_a_given_plan_all_tell_the_same_line(applied: An
     assert line.startswith("UsageError: plan: expected the same one on all ranks")
 
 
-def test_tensor_parallel_ranks_are_bitwise_the_same_within_the_budget(tmp_path: Path) -> None:
-    ranks = torchrun("tests.online.tensor_parallel", tmp_path)
+@pytest.mark.parametrize(("layout", "spare_bytes"), [("whole", ALL_REDUCED_BYTES), ("sequence", GATHERED_BYTES)])
+def test_tensor_parallel_ranks_are_bitwise_the_same_within_the_budget(
+    layout: str, spare_bytes: int, tmp_path: Path
+) -> None:
+    ranks = torchrun("tests.online.tensor_parallel", tmp_path, layout)
     for rank in ranks:
         plain, planned, applied = (rank[name] for name in ("plain", "planned", "applied"))
         for found in (planned, applied, rank["all swap"], rank["all recompute"]):
             assert (found["losses"], found["parameters"]) == (plain["losses"], plain["parameters"])
         for found in (planned, applied):
-            assert found["peak_bytes"] <= rank["budget_bytes"] + ALL_REDUCED_BYTES < plain["peak_bytes"]
+            assert found["peak_bytes"] <= rank["budget_bytes"] + spare_bytes < plain["peak_bytes"]
             assert found["dtensors"].get("swap", 0) + found["dtensors"].get("recompute", 0) > 0
         assert rank["all swap"]["dtensors"]["swap"] >= rank["followed"][2], "some in each step"
         assert rank["all recompute"]["dtensors"]["recompute"] > 0
         assert min(rank["followed"]) > 0
         assert rank["fallbacks"] == 0
-    assert ranks[0]["plain"]["losses"] == ranks[1]["plain"]["losses"]
+    if layout == "whole":
+        assert ranks[0]["plain"]["losses"] == ranks[1]["plain"]["losses"]
 
 
 def test_a_rank_that_is_killed_ends_the_others_and_leaves_nothing_behind(tmp_path: Path) -> None:
