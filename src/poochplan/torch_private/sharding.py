@@ -76,9 +76,8 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def without_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A DTensor of the same placements, mesh, shape and version counter, which holds no memory."""
     with unseen_by_modes():  # inside a mode the alias would be no DTensor
-        alias = detached_alias(tensor)
-    local = alias._local_tensor  # type: ignore[attr-defined]
-    alias._local_tensor = torch.empty(0, dtype=local.dtype, device=local.device)  # type: ignore[attr-defined]
+        alias: Any = detached_alias(tensor)
+        alias._local_tensor = torch.empty(0, dtype=tensor.dtype, device=alias._local_tensor.device)
     return alias
 
 
