@@ -39,7 +39,7 @@ def held_bits(
     mask: StorageRecord, dtype: torch.dtype, planned: PlannedValue, home: Stream | None, order: int
 ) -> SavedValue | None:
     """The bits of a mask, made now; None if it is no mask. ``order``: of the op that widens them."""
-    made = bits_of(mask, dtype, order, planned.size_bytes)  # Rule 13
+    made = bits_of(mask, dtype, order, planned.size_bytes)  # Rule 14
     if made is None:
         return None
     record, bits = made
