@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 from poochplan.errors import InfeasibleError, UsageError
+from poochplan.formats.narrow import SMALLER, with_smaller
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Link, Memory, Profile
 from poochplan.formats.queries import limits
-from poochplan.formats.sources import with_sources
 from poochplan.planner.arena.step_layout import NO_ARENA, Fitting, layout_of, smallest_arena
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.search.allowance import SearchCallback, SearchLimits
@@ -50,6 +50,7 @@ def plan(
     watch: SearchCallback | None = None,
     keep_interrupted: bool = False,
     arena: Literal["auto", "on", "off"] = "auto",
+    without: Collection[str] = (),
 ) -> Plan:
     """The plan with the least simulated step time that was found within ``budget``.
 
@@ -76,6 +77,8 @@ def plan(
     arena: whether the budget covers one arena for the step and everything outside it
         (``Plan.prediction.arena_peak_bytes``), instead of the peak alone. ``"auto"``: for a CPU profile of allocated
         bytes, and if such a plan is found; the plan's notes say if there is none.
+    without: what the plan may not hold in place of saved values: ``"sources"`` of larger copies, or ``"narrow"``, the
+        bits of masks.
 
     Raises
     ------
@@ -86,12 +89,14 @@ def plan(
         than one thread or a solver other than HiGHS.
     """
     started_s = time.perf_counter()
+    if unknown := set(without).difference(SMALLER):
+        raise UsageError(f"without: expected {' or '.join(SMALLER)}, found {min(unknown)!r}; name one of these")
     begin_build()
     budget_bytes = parse_budget(budget, profile.in_core_peak_bytes)
     has_arena, measured = in_arena(profile, arena), profile.link
     profile = shared(without_arena(profile) if arena == "off" else profile, ranks_per_host)
     if policy == ILP and profile.in_core_peak_bytes > budget_bytes:
-        profile = with_sources(profile)
+        profile = with_smaller(profile, without)
     problem = build_problem(profile)
     given = PolicyInput(profile, problem, budget_bytes)
     if policy != ILP and arena == "on":

@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from poochplan.formats.narrow import NARROW, narrowed, replayed_ops
 from poochplan.formats.occupancy import born_ticks, ints, occupancy
 from poochplan.formats.profile import Kind, Op, Phase, Profile
 from poochplan.formats.sources import is_source
@@ -72,8 +73,10 @@ class ReplayGraph:
     """Per value: the forward ops that create or write it, in order."""
     earliest_tick: tuple[int, ...] = ()
     """Per saved value: no replay of it may run before this tick; empty if no replay reads a gathered weight."""
-    makers: dict[int, int] = field(default_factory=dict)
-    """By source: the op that makes its larger copy. The runtime finds the source by its recording."""
+    makers: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """By source: the ops that make its larger copy. The runtime finds the source, or makes the bits, by these."""
+    unrecorded: frozenset[int] = frozenset()
+    """The ops that stand for the runtime's own work on bits."""
     _merged: dict[tuple[int, ...], MergedReplay] = field(default_factory=dict, repr=False)
 
     def of(self, value: int) -> Replay:
@@ -100,7 +103,8 @@ class ReplayGraph:
     def recorded_by(self, value: int) -> set[int]:
         """What must be recorded so that the replay of a saved value, which has one, can run."""
         replay = self.of(value)
-        return self.to_record((*replay.ops, *(self.makers[one] for one in replay.inputs if one in self.makers)))
+        makers = (op for source in replay.inputs for op in self.makers.get(source, ()))
+        return self.to_record((*replay.ops, *makers)) - self.unrecorded
 
     def recorded_for(self, values: Sequence[int]) -> NDArray[np.int64]:
         """What must be recorded so that replays of these saved values, which have one, can run; ascending."""
@@ -206,22 +210,42 @@ def build_replay_graph(
     versions = _Versions(profile, writers, saved_of, saved_version)
     found = [_replay_of(versions, saved, value_of, save_tick, first_use_tick) for saved in range(len(value_of))]
     if copies:
-        _from_sources(versions, found, value_of, save_tick, first_use_tick, copies)
+        of_bits = {saved_of[bits] for bits in narrowed(profile)}
+        plain = {source: copy for source, copy in copies.items() if source not in of_bits}
+        _from_sources(versions, found, value_of, save_tick, first_use_tick, plain)
+        _from_bits(versions, found, sorted(of_bits), value_of)
     replays, reasons = [replay for replay, _ in found], [reason for _, reason in found]
     earliest_tick = _within_stretches(profile, replays, reasons, first_use_tick)
+    ops = replayed_ops(profile)
     return ReplayGraph(
         replays=tuple(replays),
         reasons=tuple(reasons),
         value_of=tuple(value_of),
-        op_seconds=tuple(op.duration_s for op in profile.ops),
+        op_seconds=tuple(op.duration_s for op in ops),
         op_workspace_bytes=tuple(_workspace_bytes(profile, op) for op in profile.ops),
-        op_outputs=tuple(op.outputs for op in profile.ops),
+        op_outputs=tuple(op.outputs for op in ops),
         op_temporaries=tuple(_temporaries(versions, index) for index in range(len(profile.ops))),
         value_bytes=tuple(profile.rounded_bytes(value.size_bytes) for value in profile.values),
         value_writers=tuple(map(tuple, writers)),
         earliest_tick=earliest_tick,
-        makers={source: writers[value_of[copy]][0] for source, copy in copies.items()},
+        makers={source: tuple(writers[value_of[copy]]) for source, copy in copies.items()},
+        unrecorded=frozenset(number for number, op in enumerate(ops) if op.name == NARROW),
     )
+
+
+def _from_bits(
+    versions: _Versions, found: list[tuple[Replay | None, str]], of_bits: Sequence[int], value_of: Sequence[int]
+) -> None:
+    """A mask is widened from its bits, the value before it. Its own writers bring the bits back, if they can."""
+    ops = replayed_ops(versions.profile) if of_bits else ()
+    for saved in of_bits:
+        drawn, reason = found[saved + 1]
+        if drawn is not None:
+            again = drawn.ops[1:]  # without taking memory: the mask takes it where the bits are widened
+            drawn = Replay(again, drawn.inputs, in_order(ops[op].duration_s for op in again))
+        found[saved] = drawn, reason
+        op = versions.profile.values[value_of[saved]].born
+        found[saved + 1] = Replay((op,), (saved,), ops[op].duration_s), ""
 
 
 def _from_sources(

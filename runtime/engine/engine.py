@@ -22,6 +22,7 @@ Rules, cited in the code:
 11. While autograd computes a backward no dispatch mode of ours is on the stack, not even a muted one: ATen has other
     formulas for some backwards under a mode.
 12. A source is held only as its copy's op has read it: if it was written since, the plan's replays do without it.
+13. Bits are held only of what the recorded ops of a mask have made; anything else is swapped.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ import msgspec
 import torch
 
 from poochplan.errors import DivergenceError
-from poochplan.formats.plan import Decision, Instructions, PlannedValue
+from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.plan_set import Signature
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.transfers import held_back, raise_held_back
 from poochplan.runtime.metering.census import one_moment
-from poochplan.runtime.replays.replay import NotReplayable, Recipe, StorageRecord, source_of
+from poochplan.runtime.replays.bits import NO_MASK
+from poochplan.runtime.replays.replay import NotReplayable, Recipe, StorageRecord
 from poochplan.runtime.replays.tape import Recorder, Tape
 from poochplan.runtime.run_report import FallbackKind, Fallbacks
 from poochplan.runtime.step_policies.step_policy import NOTHING, Actions, Chooser, Diverged, StepPolicy
@@ -52,6 +54,7 @@ from poochplan.torch_private.sharding import gathered_weights, has_storages
 from poochplan.torch_private.tensor_internals import in_backward, mode_count, storage_identity, version_of
 
 from .cursor import NO_EVENTS, Cursor, Segment, StepEvents
+from .held_sources import held_bits, held_source, wants_bits
 from .host_tier import HostTier
 from .mechanism import Mechanism, Rebuild, rebuild_together
 from .saved_value import SavedHandle, SavedValue
@@ -104,6 +107,8 @@ class Engine:
         self._parts = parts
         self._events = events
         self.fallbacks = Fallbacks()
+        self._no_mask: StorageRecord | None = None
+        """The last storage that was to be narrowed, and could not be."""
         self._ungathered: list[Any] = []
         """FSDP2's weights that have no storages yet."""
         self._lock = threading.RLock()
@@ -290,7 +295,7 @@ class Engine:
         known = record.value() if record.value is not None else None
         is_new = not isinstance(known, SavedValue) or not known.stands_for(tensor)  # Rule 1
         if is_new and self._policy.sources and not record.packed:
-            self._pass_source(record)
+            self._pass_source(record, tensor.dtype)
         ordinal = segment.packs
         segment.packs += 1
         if is_new:
@@ -304,7 +309,7 @@ class Engine:
             self._diverge(reason)
         return SavedHandle.another(tensor, known, cursor.lease(), segment.number, ordinal)
 
-    def _pass_source(self, record: StorageRecord) -> None:
+    def _pass_source(self, record: StorageRecord, dtype: torch.dtype) -> None:
         """Passes the save point of the source of a tensor that is about to be saved, if the plan has one there."""
         assert self._policy is not None
         segment = self.cursor.segment
@@ -312,7 +317,13 @@ class Engine:
         planned = self._policy.sources.get(index)
         if planned is None:
             return
-        value = self._held_source(record, planned)
+        value, home = None, self.device.compute
+        if not planned.bits:
+            value = held_source(record, planned, home)
+        elif wants_bits(planned):
+            self.tape.count += 1
+            value = held_bits(record, dtype, planned, home, self.tape.count)
+            self._no_mask = record if value is None else None
         segment.saves += 1
         segment.packs += 1
         if self._events.point is not None:
@@ -322,29 +333,6 @@ class Engine:
             self._forget(value)
         if actions is not NOTHING:
             self._carry_out(actions)
-
-    def _held_source(self, record: StorageRecord, planned: PlannedValue) -> SavedValue | None:
-        """The source of a storage as a value that replays start from; None if none does, or it is not as planned."""
-        read = source_of(record) if planned.until >= 0 else None  # Rule 12
-        storage = read.record.storage() if read is not None else None
-        if read is None or read.source is None or storage is None or storage.nbytes() > planned.size_bytes:
-            return None
-        if read.record.value is not None and read.record.value() is not None:
-            return None
-        (probe, version), home = read.source, self.device.compute
-        value = SavedValue(
-            planned.decision,
-            read.record,
-            read.generation,
-            probe,
-            version,
-            read.geometry,
-            storage.nbytes(),
-            storage,
-            home,
-        )
-        read.record.attach(value)
-        return value
 
     def _save(self, record: StorageRecord, tensor: torch.Tensor, ordinal: int) -> SavedValue:
         assert self._policy is not None
@@ -375,6 +363,8 @@ class Engine:
     def _forget(self, value: SavedValue) -> None:
         assert self._policy is not None
         try:
+            if value.record is self._no_mask:
+                raise NotReplayable(NO_MASK)
             recipe = Recipe(value.record, value.generation)
         except NotReplayable as reason:  # Rule 10
             self._fell_back(FallbackKind.NOT_REPLAYABLE, f"{value.name} is swapped, not recomputed: {reason}")

@@ -133,6 +133,8 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
     """Whether it has had its save point."""
     save_point: int | None = None
     """Its planned save point; None before it, and outside the plan."""
+    widened: tuple[int, RecordedOp] | None = None
+    """The generation of which there are bits, and the op that widens them (``bits.py``)."""
     waiting: tuple[weakref.ref[Recipe], ...] = ()
     """Recipes that read this storage before it was packed: they claim its value once it is."""
 
@@ -180,8 +182,12 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
         """The ops that make this content from nothing; None if one of them was not recorded or cannot be run again.
 
         A storage that was created uninitialised counts only if the first write was seen and covers it. Earlier writes
-        past the dispatcher are then overwritten.
+        past the dispatcher are then overwritten. If a plan holds the bits of a mask, they are widened instead.
         """
+        if self.widened is not None and self.widened[0] == generation:
+            op = self.widened[1]
+            if op.reads[0].record.value_at(0) is not None:
+                return [op]
         if self.birth is None or (self.birth.uninitialised and not self._overwritten(generation)):
             return None
         if not self.broken and self.birth.usable:

@@ -287,5 +287,5 @@ class Tape:
 
 def _break_circles(records: list[StorageRecord]) -> None:
     for record in records:
-        record.birth = None
+        record.birth = record.widened = None
         record.writes = ()

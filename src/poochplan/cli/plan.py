@@ -58,6 +58,8 @@ Exit code 4: the plan was written, but its gap is above --max-gap, or Ctrl-C end
 --policy NAME =ilp: ilp: integer program and local search (default). all: compares every policy and writes the plan of
   ilp. Or one baseline alone: checkpoint-greedy, earliest-first, greedy, keep-all, latest-first, pooch (of the PoocH
   paper), recompute-all, seq2seq, sqrt-n, superneurons, swap-all, swap-all-on-demand, tflms, vdnn
+--without NAMES: what the plan may not hold in place of saved values, with commas: sources (of larger copies), narrow
+  (masks as bits) (default: it may hold all of them)
 --timeline >FILE.png: draw the planned step: streams and memory over time
 --picture >FILE.png: draw the decisions: a strip of layers
 <arena>
@@ -70,6 +72,7 @@ pooch plan profile.json --budget 60% --max-gap 1%
 pooch plan profile.json --budget 60% --arena off
 pooch plan profile.json --device-memory 16GiB --link pcie3 --compute-scale 0.1
 pooch plan profile.json --budget 60% --ranks-per-host 8 --host-budget 1TiB
+pooch plan profile.json --budget 60% --without sources,narrow
 pooch plan profile.json --budget 60% --policy all
 pooch plan profile.json --budget 60% --evaluations 100000 --seed 1
 pooch plan profile.json --budget 0.45 --solver PULP_CBC_CMD --time-limit 300 --json | jq .overhead
@@ -131,6 +134,7 @@ pooch plan profile.json --budget 0.45 --solver PULP_CBC_CMD --time-limit 300 --j
                 keep_interrupted=True,
                 **self.given("solver", "gap", "threads", "host_budget", "ranks_per_host", "evaluations", "seed"),
                 **self.given("arena"),
+                without=options.without or (),
             )
 
     def _show(self, made: Plan, kept: Laid | None) -> None:

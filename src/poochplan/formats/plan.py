@@ -35,10 +35,10 @@ from .profile_parts import (
     host_aligned,
 )
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """Version 2 has what ended the search (``evaluations``, ``seed``); 3 has the runtime's own seconds in the step; 4 has
 what the peaks count, and the layout of an arena; 5 has what is recomputed inside compiled graphs; 6 has overheads
-relative to PyTorch alone; 7 has sources (``PlannedValue.source``)."""
+relative to PyTorch alone; 7 has sources (``PlannedValue.source``); 8 has bits (``PlannedValue.bits``)."""
 RUNTIME_IN_STEP = 3
 """The first version whose ``Prediction.step_s`` holds ``runtime_s``."""
 MOST_OF_COPIES = 10
@@ -72,6 +72,8 @@ class PlannedValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     directly before that of the copy, and its handle is never unpacked."""
     until: IndexOrNone = -1
     """Of a source: the last save point of a value whose replay starts from it; -1 if none does, and nothing is held."""
+    bits: bool = False
+    """Of a source: whether it is the next value, a mask, with one bit for each element, which the runtime makes."""
 
 
 class PointActions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -271,16 +273,22 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         """The values that autograd saves: those that are no sources."""
         return tuple(value for value in self.values if not value.source)
 
-    def sources(self) -> dict[Decision, list[int]]:
-        """The sizes of the sources with each decision; those from which no replay starts are left out."""
-        held = [value for value in self.values if value.source and value.until >= 0]
-        return {one: [value.size_bytes for value in held if value.decision == one] for one in Decision}
+    def sources(self, *, bits: bool = False) -> dict[Decision, list[int]]:
+        """The sizes of the sources with each decision, or of the bits of masks. Those from which no replay starts are
+        left out, and bits that are recomputed, because none are made: their masks are drawn again.
+        """
+        held = [value for value in self.values if value.source and value.until >= 0 and value.bits is bits]
+        made = [value for value in held if not bits or value.decision != Decision.RECOMPUTE]
+        return {one: [value.size_bytes for value in made if value.decision == one] for one in Decision}
 
     def _source_rows(self) -> dict[str, str]:
-        """A row about the sources that stand for larger copies; empty without them."""
-        held = {decision: sizes for decision, sizes in self.sources().items() if sizes}
-        text = ", ".join(f"{decision} {len(sizes)} ({format_bytes(sum(sizes))})" for decision, sizes in held.items())
-        return {"sources of larger copies": text} if held else {}
+        """Rows about what stands for larger copies, and for masks; without them none."""
+        rows = {}
+        for name, bits in (("sources of larger copies", False), ("bits of masks", True)):
+            held = {decision: sizes for decision, sizes in self.sources(bits=bits).items() if sizes}
+            parts = (f"{decision} {len(sizes)} ({format_bytes(sum(sizes))})" for decision, sizes in held.items())
+            rows |= {name: ", ".join(parts)} if held else {}
+        return rows
 
     def arena_rows(self) -> dict[str, str]:
         """Rows on the arena of the step. If the compiled allocator was missing, a row that says so. Otherwise empty."""
@@ -336,6 +344,8 @@ def _source_faults(plan: Plan) -> Iterator[str]:
             yield f"{where}.source: expected false, because no saved value follows, found true"
         elif value.source and (number in used or plan.handles.count(number) != 1):
             yield f"{where}.source: expected one handle that has no use, found another one, or a use"
+        elif not value.source and value.bits:
+            yield f"{where}.bits: expected false for a value that is no source, found true"
         elif not value.source and value.until != -1:
             yield f"{where}.until: expected -1 for a value that is no source, found {value.until}"
         elif value.until != -1 and not number < value.until < len(values):

@@ -11,7 +11,6 @@ from bisect import bisect_right
 
 from msgspec.structs import replace
 
-from .plan import Plan
 from .profile import Handle, Kind, Op, Phase, Point, PointKind, Profile, Value
 from .queries import writers_by_value
 
@@ -20,18 +19,8 @@ WIDENING = frozenset({"aten._to_copy.default", "aten.clone.default"})
 
 
 def is_source(value: Value) -> bool:
-    """Whether a saved value of a profile is a source: autograd does not save it."""
+    """Whether a saved value of a profile is a source: autograd does not save it. Bits are (:mod:`~.narrow`)."""
     return value.kind is Kind.TEMPORARY
-
-
-def has_sources(plan: Plan) -> bool:
-    """Whether the plan decides about sources too."""
-    return any(value.source for value in plan.values)
-
-
-def as_planned(profile: Profile, plan: Plan) -> Profile:
-    """The profile with the values, handles and points that the plan, which was made from it, is about."""
-    return with_sources(profile) if has_sources(plan) else profile
 
 
 def sources_of(profile: Profile) -> dict[int, int]:

@@ -1,0 +1,164 @@
+"""Bits: a mask is narrowed to one bit for each element, and widened again with the bits that it had.
+
+What made a mask decides, and never its contents: recorded ops fill its whole storage by ``bernoulli_``, and scale it by
+numbers. So each element is one of two patterns, which the same ops give for 0 and 1. The whole storage is narrowed, in
+the order of its memory. Numpy does both, in parts that stay in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from poochplan.runtime.metering.allocated import aside
+from poochplan.tensors.operators import Flat
+from poochplan.tensors.storages import Geometry, new_storage
+from poochplan.torch_private.tensor_internals import version_of
+
+from .replay import Birth, RecordedOp, StorageRecord, View
+
+Integers = npt.NDArray[Any]
+
+DRAWING: Any = torch.ops.aten.bernoulli_.float
+SCALING: tuple[Any, ...] = (torch.ops.aten.div_.Scalar, torch.ops.aten.mul_.Scalar)
+"""The ops of ``formats/narrow.py``."""
+_INTEGERS = {
+    torch.float32: (torch.int32, np.uint32),
+    torch.bfloat16: (torch.int16, np.uint16),
+    torch.float16: (torch.int16, np.uint16),
+}
+"""Integers of the same size, for the dtypes of masks."""
+NO_MASK = "other ops than the planned ones have made it"
+PART = 1 << 16
+"""Elements that are narrowed or widened at a time; a multiple of 8."""
+
+
+class Patterns(NamedTuple):
+    """The two contents of a mask's elements, as integers."""
+
+    zero: int
+    one: int
+
+
+def patterns_of(record: StorageRecord, dtype: torch.dtype) -> Patterns | None:
+    """The two contents of the elements of a storage; None if its recorded writers are not those of a mask."""
+    storage, birth, writes = record.storage(), record.birth, record.writes
+    if storage is None or birth is None or not birth.uninitialised or not writes or dtype not in _INTEGERS:
+        return None
+    scales = []
+    for number, op in enumerate(writes):
+        if op is None or len(op.reads) != 1 or not _covers(op.reads[0], record, storage, dtype):
+            return None
+        if number == 0 and op.func is not DRAWING:
+            return None
+        if number:
+            factor = op.arguments[1]
+            if op.func not in SCALING or len(op.arguments) != 2 or type(factor) not in (int, float):
+                return None
+            scales.append((op.func, factor))
+    return _patterns(dtype, tuple(scales))
+
+
+def _covers(view: View, record: StorageRecord, storage: torch.UntypedStorage, dtype: torch.dtype) -> bool:
+    """Whether an op that writes the view in place writes every element of the storage."""
+    geometry, count = view.geometry, 1
+    for extent, stride in sorted(zip(geometry.shape, geometry.stride, strict=True), key=lambda axis: axis[1]):
+        if extent != 1 and stride != count:
+            return False
+        count *= extent
+    is_whole = geometry.offset == 0 and count * dtype.itemsize == storage.nbytes()
+    return is_whole and view.record is record and geometry.dtype is dtype
+
+
+@functools.cache
+def _patterns(dtype: torch.dtype, scales: tuple[tuple[Any, int | float], ...]) -> Patterns | None:
+    """The contents that the ops make of 0 and 1, wherever in a tensor these are."""
+    with aside():
+        found = torch.tensor([0.0, 1.0], dtype=dtype).repeat(65)[:129]
+        for func, factor in scales:
+            func(found, factor)
+        if not bool(torch.isfinite(found).all()):
+            return None
+        integers = _array(found.untyped_storage(), dtype)[:129]
+    zeros, ones = set(integers[::2].tolist()), set(integers[1::2].tolist())
+    return Patterns(zeros.pop(), ones.pop()) if len(zeros) == len(ones) == 1 else None
+
+
+def _array(storage: torch.UntypedStorage, dtype: torch.dtype) -> Integers:
+    """The whole storage as integers, without a copy."""
+    integer, unsigned = _INTEGERS.get(dtype, (torch.uint8, np.uint8))
+    count = storage.nbytes() // integer.itemsize
+    found = torch.empty(0, dtype=integer).set_(storage, 0, (count,), (1,))
+    return found.numpy().view(unsigned)
+
+
+def narrow(storage: torch.UntypedStorage, dtype: torch.dtype, patterns: Patterns) -> torch.UntypedStorage | None:
+    """One bit for each element of the storage, the first one the lowest of a byte. None if there is a third content."""
+    whole = _array(storage, dtype)
+    made = new_storage(-(-len(whole) // 8), storage.device)
+    bits = _array(made, torch.uint8)
+    for start in range(0, len(whole), PART):
+        part = whole[start : start + PART]
+        ones = part == patterns.one
+        others = 0 if patterns.one == patterns.zero else np.count_nonzero(part == patterns.zero)
+        if np.count_nonzero(ones) + others != len(part):
+            return None
+        bits[start // 8 : -(-(start + len(part)) // 8)] = np.packbits(ones, bitorder="little")
+    return made
+
+
+def widen(bits: torch.Tensor, count: int, dtype: torch.dtype, patterns: Patterns) -> torch.Tensor:
+    """A new storage of ``count`` elements, as :func:`narrow` has found them."""
+    made = torch.empty(count, dtype=dtype)
+    whole, table = _array(made.untyped_storage(), dtype), _table(_INTEGERS[dtype][1], patterns)
+    packed, full = bits.numpy(), count - count % 8
+    bytewise = whole[:full].reshape(-1, 8)
+    for start in range(0, full // 8, PART // 8):
+        part = packed[start : min(start + PART // 8, full // 8)]
+        np.take(table, part, axis=0, out=bytewise[start : start + len(part)], mode="clip")
+    if full < count:
+        whole[full:] = table[packed[-1]][: count - full]
+    return made
+
+
+@functools.cache
+def _table(integer: Any, patterns: Patterns) -> Integers:
+    """The eight elements for each byte of bits."""
+    each = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return np.array(patterns, dtype=integer)[each]
+
+
+class MadeBits(NamedTuple):
+    """The bits of a mask, for a saved value; ``tensor`` has the whole storage."""
+
+    record: StorageRecord
+    tensor: torch.Tensor
+
+
+def bits_of(mask: StorageRecord, dtype: torch.dtype, order: int, most_bytes: int) -> MadeBits | None:
+    """Narrows a mask, to at most so many bytes. From then on an op of that ``order`` recomputes it from the bits.
+
+    None, without effect, if other ops than those of a mask have made it, or it is too large.
+    """
+    storage, patterns = mask.storage(), patterns_of(mask, dtype)
+    if storage is None or patterns is None or storage.device.type != "cpu":
+        return None
+    if storage.nbytes() // dtype.itemsize > 8 * most_bytes:
+        return None
+    with torch.no_grad():
+        made = narrow(storage, dtype, patterns)
+        if made is None:
+            return None
+        tensor = torch.empty(0, dtype=torch.uint8).set_(made, 0, (made.nbytes(),), (1,))
+    record = StorageRecord(weakref.ref(made), version_of(tensor))
+    view = View(record, 0, Geometry.of(tensor), None)
+    arguments = (view, storage.nbytes() // dtype.itemsize, dtype, patterns)
+    op = RecordedOp(order, widen, arguments, (view,), Flat(len(arguments), ()), False)
+    op.births = (Birth(0, mask),)
+    mask.widened = len(mask.writes), op
+    return MadeBits(record, tensor)

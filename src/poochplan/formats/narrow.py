@@ -1,0 +1,235 @@
+"""Bits: what a plan may hold in place of a saved mask, one bit for each element.
+
+A mask qualifies by what made it, never by its contents: ``bernoulli_`` fills a fresh tensor, which constants may scale.
+Its bits are a source (:mod:`~.sources`) that the runtime makes at the mask's save point. :func:`with_bits` adds them to
+a profile, with an op without duration that stands for narrowing in the step and for widening in replays.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection
+
+from msgspec.structs import replace
+
+from .plan import Plan
+from .profile import Handle, Kind, Op, Phase, Point, PointKind, Profile, Value
+from .queries import writers_by_value
+from .sources import with_sources
+
+NARROW = "poochplan.narrow"
+"""The name of the op that reads a mask where its bits would be made."""
+FRESH = frozenset({"aten.empty_like.default", "aten.empty.memory_format", "aten.new_empty.default"})
+"""Ops that take the memory of a mask."""
+DRAWING = "aten.bernoulli_.float"
+"""The op that fills a mask with zeros and ones."""
+SCALING = frozenset({"aten.div_.Scalar", "aten.mul_.Scalar"})
+"""Ops that write a mask in place, with a number of Python."""
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+LEAST_MASK_BYTES = 16384
+"""Smaller masks are left as they are: narrowing one takes microseconds of Python, whatever its size."""
+BITS_DTYPE = "uint8"
+
+
+def bits_bytes(profile: Profile, mask: int) -> int:
+    """The bytes of a mask's bits."""
+    value = profile.values[mask]
+    return -(-(value.size_bytes // ELEMENT_BYTES[value.dtype]) // 8)
+
+
+def masks_of(profile: Profile) -> dict[int, int]:
+    """By save point (its position among all points): the mask that is saved there, if bits can stand for it.
+
+    Only on the CPU, whose runtime narrows masks. Drawing a mask again must take longer than narrowing and widening it.
+    """
+    found = dict[int, int]()
+    if profile.device.kind != "cpu" or not any(op.name == DRAWING for op in profile.ops):
+        return found
+    if any(value.nodes for value in profile.values):  # saved by compiled graphs, which hold what they please
+        return found
+    taken = set(narrowed(profile).values())
+    writers, last_write, readers = writers_by_value(profile), _last_writes(profile), _first_readers(profile)
+    for number, point in enumerate(profile.points):
+        mask = profile.handles[point.handle].value
+        if point.kind is not PointKind.SAVE or mask in taken or not _is_mask(profile, mask, writers[mask]):
+            continue
+        if max(last_write[mask], writers[mask][-1]) >= point.op or readers.get(mask, point.op) < point.op:
+            continue
+        draw_s = sum(profile.ops[op].duration_s for op in writers[mask])
+        seconds = widening_seconds(profile, mask, point.op)
+        if seconds is not None and (seconds < draw_s or profile.values[mask].unreplayable):
+            found[number] = mask
+    return found
+
+
+def _is_mask(profile: Profile, mask: int, made_by: list[int]) -> bool:
+    """Whether the writers of a saved value fill a fresh tensor with two values, which constants give."""
+    value = profile.values[mask]
+    if value.dtype not in ELEMENT_BYTES or value.size_bytes < LEAST_MASK_BYTES or value.pinned or len(made_by) < 2:
+        return False
+    if value.kind is not Kind.ACTIVATION or value.stretch_of >= 0 or value.size_bytes % ELEMENT_BYTES[value.dtype]:
+        return False
+    fresh, draw, *scales = (profile.ops[op] for op in made_by)
+    return (
+        fresh.name in FRESH
+        and mask in fresh.outputs
+        and draw.name == DRAWING
+        and all(op.name in SCALING for op in scales)
+        and all(op.writes == (mask,) and op.inputs == (mask,) for op in (draw, *scales))
+    )
+
+
+def _last_writes(profile: Profile) -> list[int]:
+    """By value: the last op of the whole step that writes it in place; -1 if none does."""
+    last = [-1] * len(profile.values)
+    for index, op in enumerate(profile.ops):
+        for value in op.writes:
+            last[value] = index
+    return last
+
+
+def _first_readers(profile: Profile) -> dict[int, int]:
+    """By value: the first op that reads it without writing it."""
+    first = dict[int, int]()
+    for index, op in enumerate(profile.ops):
+        for value in set(op.inputs).difference(op.writes):
+            first.setdefault(value, index)
+    return first
+
+
+def widening_seconds(profile: Profile, mask: int, reader: int) -> float | None:
+    """Seconds of narrowing a mask and widening its bits, together: as long as the op that saves the mask, ``reader``,
+    takes for as many bytes. None if that op tells nothing.
+    """
+    if reader >= len(profile.ops) or profile.ops[reader].phase is not Phase.FORWARD:
+        return None
+    op = profile.ops[reader]
+    moved_bytes = sum(profile.values[value].size_bytes for value in {*op.inputs, *op.outputs})
+    if not moved_bytes:
+        return None
+    return 2 * (profile.values[mask].size_bytes + bits_bytes(profile, mask)) * op.duration_s / moved_bytes
+
+
+def narrowed(profile: Profile) -> dict[int, int]:
+    """By bits, which :func:`with_bits` has added: their mask."""
+    if not any(op.name == NARROW for op in profile.ops):
+        return {}
+    found = dict[int, int]()
+    for number, value in enumerate(profile.values):
+        if value.born >= 0 and profile.ops[value.born].name == NARROW and value.born_tick is not None:
+            found[number] = profile.ops[value.born].inputs[0]
+    return found
+
+
+def with_bits(profile: Profile) -> Profile:
+    """The profile with a save point, a handle and an op for the bits of each mask; the same one if it has none."""
+    masks = masks_of(profile)
+    if not masks:
+        return profile
+    numbers = sorted(masks)
+    ticks, before_op = [profile.point_ticks[number] for number in numbers], [profile.points[n].op for n in numbers]
+    handle_at = [profile.points[number].handle for number in numbers]
+
+    def tick(before: int) -> int:
+        return before + 2 * bisect_right(ticks, before)
+
+    def moved_op(op: int) -> int:
+        return op + bisect_right(before_op, op)
+
+    values, ops, bits_of = list[Value](), list[Op](), dict[int, int]()
+    for value in profile.values:
+        born_tick = None if value.born_tick is None else tick(value.born_tick)
+        values.append(
+            replace(
+                value,
+                born=moved_op(value.born) if value.born >= 0 else -1,
+                born_tick=born_tick,
+                forward_death=tick(value.forward_death),
+                freed=tick(value.freed),
+            )
+        )
+    place = 0
+    for index, op in enumerate(profile.ops):
+        while place < len(numbers) and before_op[place] == index:
+            mask = masks[numbers[place]]
+            bits_of[mask], at = len(values), ticks[place] + 2 * place + 1
+            values.append(_bits(profile, mask, born=len(ops), tick=at))
+            ops.append(Op(name=NARROW, layer=values[mask].layer, phase=Phase.FORWARD, duration_s=0.0, inputs=(mask,)))
+            place += 1
+        ops.append(op)
+    handles = list[Handle]()
+    new = {profile.points[number].handle: mask for number, mask in masks.items()}
+    for number, handle in enumerate(profile.handles):
+        if number in new:
+            bits = values[bits_of[new[number]]]
+            handles.append(Handle(value=bits_of[new[number]], layer=bits.layer, dtype=bits.dtype, shape=bits.shape))
+        handles.append(handle)
+    moved, points = [number + bisect_right(sorted(handle_at), number) for number in range(len(profile.handles))], []
+    for number, point in enumerate(profile.points):
+        op, handle = point.op + bisect_right(numbers, number), moved[point.handle]
+        if number in masks:
+            points.append(Point(kind=PointKind.SAVE, handle=handle - 1, op=op))
+        points.append(replace(point, handle=handle, op=op))
+    return replace(profile, ops=tuple(ops), values=tuple(values), handles=tuple(handles), points=tuple(points))
+
+
+def _bits(profile: Profile, mask: int, *, born: int, tick: int) -> Value:
+    """The bits of a mask, which are there at their save point only, unless a plan holds them."""
+    value, size_bytes = profile.values[mask], bits_bytes(profile, mask)
+    return Value(
+        name=f"{value.name} as bits",
+        layer=value.layer,
+        kind=Kind.TEMPORARY,
+        size_bytes=size_bytes,
+        dtype=BITS_DTYPE,
+        shape=(size_bytes,),
+        born=born,
+        born_tick=tick,
+        forward_death=tick,
+        freed=tick,
+    )
+
+
+def replayed_ops(profile: Profile) -> tuple[Op, ...]:
+    """The ops as replays run them. Those for bits make the mask of its bits, and take the seconds for narrowing too.
+
+    If the bits are recomputed, nothing is narrowed or widened: the mask is drawn again. So its own writers take these
+    seconds less, and both together take those of the writers.
+    """
+    found, ops, writers = narrowed(profile), list(profile.ops), writers_by_value(profile)
+    for bits, mask in found.items():
+        index, (fresh, *drawing) = profile.values[bits].born, writers[mask]
+        reader = next(at for at in range(index, len(ops)) if profile.ops[at].name != NARROW)
+        seconds = widening_seconds(profile, mask, reader) or 0.0
+        ops[index] = replace(ops[index], duration_s=seconds, inputs=(bits,), outputs=(mask,))
+        drawing_s = sum(ops[op].duration_s for op in drawing)
+        rest_s = max(0.0, ops[fresh].duration_s + drawing_s - seconds)
+        for op in drawing:
+            ops[op] = replace(ops[op], duration_s=rest_s * (ops[op].duration_s / drawing_s) if drawing_s > 0 else 0.0)
+    return tuple(ops)
+
+
+SOURCES, BITS = "sources", "narrow"
+SMALLER = SOURCES, BITS
+"""What a plan may hold in place of saved values, by the name that leaves it out."""
+
+
+def with_smaller(profile: Profile, without: Collection[str] = ()) -> Profile:
+    """The profile with all smaller forms of saved values that a plan may hold, except for those of ``without``."""
+    if SOURCES not in without:
+        profile = with_sources(profile)
+    return profile if BITS in without else with_bits(profile)
+
+
+def has_sources(plan: Plan) -> bool:
+    """Whether the plan decides about sources or bits too."""
+    return any(value.source for value in plan.values)
+
+
+def as_planned(profile: Profile, plan: Plan) -> Profile:
+    """The profile with the values, handles and points that the plan, which was made from it, is about."""
+    without = set(SMALLER)
+    for value in plan.values:
+        if value.source:
+            without.discard(BITS if value.bits else SOURCES)
+    return with_smaller(profile, without)
