@@ -222,7 +222,7 @@ def build_replay_graph(
         reasons=tuple(reasons),
         value_of=tuple(value_of),
         op_seconds=tuple(op.duration_s for op in ops),
-        op_workspace_bytes=tuple(_workspace_bytes(profile, op) for op in profile.ops),
+        op_workspace_bytes=tuple(_workspace_bytes(profile, op) for op in ops),
         op_outputs=tuple(op.outputs for op in ops),
         op_temporaries=tuple(_temporaries(versions, index) for index in range(len(profile.ops))),
         value_bytes=tuple(profile.rounded_bytes(value.size_bytes) for value in profile.values),

@@ -6,11 +6,16 @@ versions of contents, and fails on the first thing that the runtime could not do
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from poochplan.formats.plan import Plan, PointActions
-from poochplan.formats.profile import Profile
+from poochplan.formats.profile import Op, Phase, Profile
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Violation(AssertionError):
@@ -54,9 +59,11 @@ def _ensure(condition: bool, message: str) -> None:
 class _Judge:
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self.profile, self.plan = profile, plan
+        self.values = list(profile.values)
+        self.masks: dict[int, int] = {}
         self.timeline = self._merge()
         self.tick_of_op = {item: tick for tick, (what, item) in enumerate(self.timeline) if what == "op"}
-        self.writers: dict[int, list[int]] = {v: [] for v in range(len(profile.values))}
+        self.writers: dict[int, list[int]] = {v: [] for v in range(len(profile.values) + len(plan.values))}
         for number, op in enumerate(profile.ops):
             if op.phase.value == "forward":
                 for value in [*op.outputs, *op.writes]:
@@ -72,7 +79,7 @@ class _Judge:
         self.verdict = Verdict()
         self.entries: dict[int, _Entry] = {}
         self.recorded = self._recorded_ops()
-        self.needs: dict[int, tuple[set[int], set[int]]] = {}
+        self.needs: dict[int, tuple[set[float], set[int]]] = {}
 
     def _saves(self) -> tuple[list[int], list[int]]:
         """Per value of the plan: the profile's value, and the ops completed before its save point. A source has the
@@ -81,10 +88,15 @@ class _Judge:
         points = [p for p in self.profile.points if p.kind.value == "save"]
         own = iter([self.profile.handles[p.handle].value for p in points])
         ops = iter([p.op for p in points])
-        by_name = {record.name: value for value, record in enumerate(self.profile.values)}
+        by_name = {record.name: value for value, record in enumerate(self.values)}
         saved, save_ops = list[int](), list[int]()
         _ensure(not self.plan.values or not self.plan.values[-1].source, "a saved value after each source")
-        for planned in self.plan.values:
+        for number, planned in enumerate(self.plan.values):
+            if planned.bits:
+                mask = by_name.get(self.plan.values[number + 1].name, -1)
+                _ensure(mask >= 0, f"no mask behind {planned.name}")
+                saved.append(self._bits(mask, planned.name))
+                continue
             if planned.source:
                 _ensure(planned.name in by_name, f"no value {planned.name}")
                 saved.append(by_name[planned.name])
@@ -94,6 +106,24 @@ class _Judge:
             saved.append(next(own, -1))
         _ensure(next(own, None) is None and -1 not in saved, "a plan for the saved values")
         return saved, save_ops
+
+    def _bits(self, mask: int, name: str) -> int:
+        """A value for the bits of a mask, which are there at its save point."""
+        record, tick, number = self.values[mask], -1, len(self.values)
+        for at, (what, item) in enumerate(self.timeline):
+            point = self.profile.points[item] if what == "point" else None
+            if point and point.kind.value == "save" and self.profile.handles[point.handle].value == mask:
+                tick = at
+        _ensure(record.dtype in ITEM_BYTES, f"{name}: bits of {record.dtype}")
+        size_bytes = math.ceil(record.size_bytes / ITEM_BYTES[record.dtype] / 8)
+        self.values.append(
+            msgspec.structs.replace(
+                record, name=name, size_bytes=size_bytes, dtype="uint8", shape=(size_bytes,),
+                born=self.writers[mask][-1], born_tick=tick, forward_death=tick, freed=tick,
+            )
+        )  # fmt: skip
+        self.masks[number] = mask
+        return number
 
     def _handles(self) -> tuple[list[int], list[int]]:
         """The plan's value of each handle, and the handles used, as the plan numbers them: a source has one."""
@@ -144,7 +174,8 @@ class _Judge:
                 point = self.profile.points[item]
                 if point.kind.value == "save":
                     while self.plan.values[self.done_saves].source:
-                        self._check_source(tick, self.done_saves)
+                        has_bits = self.plan.values[self.done_saves].bits
+                        (self._check_bits if has_bits else self._check_source)(tick, self.done_saves)
                         self._pass_save(tick, actions)
                         self._note(tick)
                     self._pass_save(tick, actions)
@@ -166,7 +197,7 @@ class _Judge:
     def _check_source(self, tick: int, index: int) -> None:
         """It is there, is not written later, and one recorded op makes the next value of it alone."""
         source, copy = self.saved[index], self.saved[index + 1]
-        record, made_by = self.profile.values[source], self.writers[copy]
+        record, made_by = self.values[source], self.writers[copy]
         _ensure(all(handle.value != source for handle in self.profile.handles), f"{record.name} is saved itself")
         _ensure(len(made_by) == 1 and made_by[0] < self.save_ops[index + 1], f"{record.name} is no source")
         op = self.profile.ops[made_by[0]]
@@ -178,17 +209,32 @@ class _Judge:
         if self.plan.values[index].until >= 0:
             _ensure(made_by[0] in self.recorded, f"the copy of {record.name} is not recorded")
 
+    def _check_bits(self, tick: int, index: int) -> None:
+        """Recorded ops fill the next value by chance, and scale it by numbers; nothing else writes it."""
+        planned, mask = self.plan.values[index], self.saved[index + 1]
+        ops = [self.profile.ops[number] for number in self.writers[mask]]
+        _ensure(ops[0].name in ("aten.empty_like.default", "aten.empty.memory_format", "aten.new_empty.default"), "new")
+        _ensure(ops[1].name == "aten.bernoulli_.float", f"{ops[1].name} draws no mask")
+        _ensure(all(op.name in ("aten.div_.Scalar", "aten.mul_.Scalar") for op in ops[2:]), "a mask is scaled alone")
+        _ensure(all(op.inputs == op.writes == (mask,) for op in ops[1:]), "a mask depends on nothing")
+        writes = [number for number, op in enumerate(self.profile.ops) if mask in op.writes]
+        _ensure(writes == self.writers[mask][1:] and writes[-1] < self.save_ops[index + 1], f"{planned.name}: a write")
+        _ensure(planned.name == f"{self.plan.values[index + 1].name} as bits", planned.name)
+        if planned.until >= 0:
+            _ensure(self.recorded.issuperset(self.writers[mask]), f"the writers of {planned.name} are not recorded")
+
     def _check_header(self) -> None:
-        plan, profile = self.plan, self.profile
-        _ensure([v.name for v in plan.values] == [profile.values[v].name for v in self.saved], "values in save order")
+        plan = self.plan
+        _ensure([v.name for v in plan.values] == [self.values[v].name for v in self.saved], "values in save order")
         _ensure(plan.handles == tuple(self.handles), "handles in pack order")
         _ensure(plan.uses == tuple(self.uses), "uses in order")
         for index, planned in enumerate(plan.values):
-            record = profile.values[self.saved[index]]
+            record = self.values[self.saved[index]]
             if record.pinned:
                 _ensure(planned.decision.value == "keep", f"{planned.name} is pinned but {planned.decision}")
             if planned.decision.value == "recompute":
-                _ensure(not record.unreplayable, f"{planned.name} cannot be replayed")
+                has_bits = index > 0 and plan.values[index - 1].bits and plan.values[index - 1].decision != "recompute"
+                _ensure(has_bits or not record.unreplayable, f"{planned.name} cannot be replayed")
 
     def _bind(self, index: int) -> None:
         decision = self.plan.values[index].decision.value
@@ -204,7 +250,7 @@ class _Judge:
             entry = self._entry(index)
             _ensure(entry.decision == "swap" and not entry.copy_started, f"swap_out of {index} at tick {tick}")
             entry.copy_started = True
-            self.verdict.out_bytes += self.profile.values[self.saved[index]].size_bytes
+            self.verdict.out_bytes += self.values[self.saved[index]].size_bytes
         for index in action.release:
             entry = self._entry(index)
             _ensure(entry.copy_started and entry.in_forward_storage, f"release of {index} at tick {tick}")
@@ -213,7 +259,7 @@ class _Judge:
             entry = self._entry(index)
             _ensure(entry.on_host and not entry.in_new_storage, f"prefetch of {index} at tick {tick}")
             entry.in_new_storage = entry.has_been_back = True
-            self.verdict.in_bytes += self.profile.values[self.saved[index]].size_bytes
+            self.verdict.in_bytes += self.values[self.saved[index]].size_bytes
         for index in action.replay:
             self._replay(tick, index)
 
@@ -238,11 +284,11 @@ class _Judge:
         return (size_bytes + unit - 1) // unit * unit
 
     def _bytes(self, value: int) -> int:
-        return self._rounded(self.profile.values[value].size_bytes)
+        return self._rounded(self.values[value].size_bytes)
 
     def _live_bytes(self, tick: int) -> int:
         total = 0
-        for value, record in enumerate(self.profile.values):
+        for value, record in enumerate(self.values):
             born = self.tick_of_op[record.born] if record.born >= 0 else 0
             born = born if record.born_tick is None else record.born_tick
             if tick < born:
@@ -263,14 +309,12 @@ class _Judge:
         first_optimizer = [self.tick_of_op[n] for n, op in enumerate(self.profile.ops) if op.phase.value == "optimizer"]
         if first_optimizer and tick < first_optimizer[0]:
             live -= sum(
-                self._bytes(n)
-                for n, v in enumerate(self.profile.values)
-                if v.kind.value == "optimizer_state" and v.born < 0
+                self._bytes(n) for n, v in enumerate(self.values) if v.kind.value == "optimizer_state" and v.born < 0
             )
         self.verdict.first_step_peak_bytes = max(self.verdict.first_step_peak_bytes, live)
 
     def _end_of_tick(self, tick: int) -> None:
-        held = {number for number, value in enumerate(self.saved) if tick < self.profile.values[value].freed}
+        held = {number for number, value in enumerate(self.saved) if tick < self.values[value].freed}
         held |= {number for number, value in enumerate(self.plan.values) if value.until >= self.done_saves}
         pending = [number for number in held if number in self.entries]
         while pending:
@@ -281,21 +325,26 @@ class _Judge:
         for entry in self.entries.values():
             planned = self.plan.values[entry.value]
             is_idle = planned.source and planned.until < 0  # the runtime does not look for it
-            if entry.value not in held or (is_idle and tick >= self.profile.values[self.saved[entry.value]].freed):
+            if entry.value not in held or (is_idle and tick >= self.values[self.saved[entry.value]].freed):
                 entry.in_forward_storage = entry.in_new_storage = False
 
     # -- replays ----------------------------------------------------------------------------------------------
 
-    def _version_read(self, value: int, op: int) -> int:
+    def _version_read(self, value: int, op: float) -> int:
         return sum(writer < op for writer in self.writers[value])
 
     def _is_entry(self, value: int, version: int) -> bool:
         return value in self.entry_of and self.version_saved[self.entry_of[value]] == version
 
-    def _needs(self, index: int) -> tuple[set[int], set[int]]:
-        """(ops, saved values) that a replay of this value alone comes to."""
+    def _needs(self, index: int) -> tuple[set[float], set[int]]:
+        """(ops, saved values) that a replay of this value alone comes to. Behind the last writer of a mask, half an op
+        widens its bits; where the bits are to be recomputed, its writers draw it.
+        """
+        if index not in self.needs and index and self.plan.values[index - 1].bits:
+            self.needs[index] = {self.writers[self.saved[index]][-1] + 0.5}, {index - 1}
         if index not in self.needs:
-            ops: set[int] = set()
+            root = index + 1 if self.plan.values[index].bits else index
+            ops: set[float] = set()
             entries: set[int] = set()
 
             def need(value: int, version: int, is_root: bool = False) -> None:
@@ -310,7 +359,7 @@ class _Judge:
                         for read in {*self.profile.ops[writer].inputs, *self.profile.ops[writer].writes}:
                             need(read, self._version_read(read, writer))
 
-            need(self.saved[index], self.version_saved[index], is_root=True)
+            need(self.saved[root], self.version_saved[root], is_root=True)
             self.needs[index] = ops, entries
         return self.needs[index]
 
@@ -319,7 +368,7 @@ class _Judge:
         if root.has_been_back:
             return
         _ensure(root.decision == "recompute", f"replay of {index}, which is {root.decision}")
-        targets, ops, pending = {index}, set(), [index]
+        targets, ops, pending = {index}, set[float](), [index]
         while pending:
             more_ops, inputs = self._needs(pending.pop())
             ops |= more_ops
@@ -328,63 +377,77 @@ class _Judge:
                 if source.decision == "recompute" and not source.has_been_back:
                     targets.add(number)
                     pending.append(number)
-        self._run(tick, sorted(ops), targets)
+        drawn = {self.writers[self.masks[self.saved[one]]][-1] + 0.5 for one in targets if self._is_bits(one)}
+        self._run(tick, sorted(ops - drawn), {one for one in targets if not self._is_bits(one)})
         for target in targets:
             self.entries[target].in_new_storage = self.entries[target].has_been_back = True
 
-    def _run(self, tick: int, ops: list[int], targets: set[int]) -> None:
+    def _is_bits(self, index: int) -> bool:
+        return self.saved[index] in self.masks
+
+    def _op(self, op: float) -> Op:
+        """The op of that number, or the half op that widens the bits of a mask."""
+        if op == int(op):
+            return self.profile.ops[int(op)]
+        mask = next(mask for mask in self.masks.values() if self.writers[mask][-1] + 0.5 == op)
+        bits = next(number for number, one in self.masks.items() if one == mask)
+        return Op(name="widen", layer="", phase=Phase.FORWARD, duration_s=0.0, inputs=(bits,), outputs=(mask,))
+
+    def _run(self, tick: int, ops: list[float], targets: set[int]) -> None:
         rebuilt: dict[int, int] = {}  # value -> version it is at
         wanted = {self.saved[target] for target in targets}
-        last: dict[int, int] = {}
+        last: dict[int, float] = {}
         for op in ops:
-            for value in {*self.profile.ops[op].inputs, *self.profile.ops[op].writes}:
+            for value in {*self._op(op).inputs, *self._op(op).writes}:
                 if not self._found_elsewhere(value, op, wanted):
                     last[value] = op
         for op in ops:
-            record = self.profile.ops[op]
-            _ensure(op in self.recorded, f"op {op} is replayed but was not recorded")
+            record = self._op(op)
+            _ensure(op in self.recorded or op != int(op), f"op {op} is replayed but was not recorded")
             _ensure(not record.opaque, f"op {op} is opaque")
             for value in {*record.inputs, *record.writes}:
                 self._check_input(tick, value, op, rebuilt, wanted)
             rebuilt.update(dict.fromkeys(record.outputs, 1))
+            if record.name == "widen":
+                rebuilt[record.outputs[0]] = len(self.writers[record.outputs[0]])
             for value in record.writes:
                 if value in rebuilt:
                     rebuilt[value] += 1
             inside = sum(self._bytes(value) for value in rebuilt) + self._rounded(record.workspace_bytes)
             if "batch_norm" in record.name:
                 touched = {*record.inputs, *record.writes}
-                inside += sum(self._bytes(v) for v in touched if self.profile.values[v].kind.value == "buffer")
+                inside += sum(self._bytes(v) for v in touched if self.values[v].kind.value == "buffer")
             self._note(tick, inside)
             for value in list(rebuilt):
                 if value not in wanted and last.get(value, -1) <= op:
                     del rebuilt[value]
         for target in targets:
             _ensure(rebuilt.get(self.saved[target]) == self.version_saved[target], f"{target} not rebuilt")
-        self.verdict.replayed_ops += ops
+        self.verdict.replayed_ops += [int(op) for op in ops if op == int(op)]
 
-    def _found_elsewhere(self, value: int, op: int, wanted: set[int]) -> bool:
+    def _found_elsewhere(self, value: int, op: float, wanted: set[int]) -> bool:
         is_entry = value not in wanted and self._is_entry(value, self._version_read(value, op))
         return is_entry or self._is_from_before(value)
 
     def _is_from_before(self, value: int) -> bool:
         """Or a gathered weight, which is as little the replay's to make."""
-        return self.profile.values[value].born < 0 or self.profile.values[value].stretch_of >= 0
+        return self.values[value].born < 0 or self.values[value].stretch_of >= 0
 
     def _is_gathered(self, storage: int, tick: int) -> bool:
-        for record in self.profile.values:
+        for record in self.values:
             born = self.tick_of_op.get(record.born, 0) if record.born_tick is None else record.born_tick
             if record.stretch_of == storage and born <= tick <= record.freed:
                 return True
         return False
 
-    def _check_input(self, tick: int, value: int, op: int, rebuilt: dict[int, int], wanted: set[int]) -> None:
-        record = self.profile.values[value]
+    def _check_input(self, tick: int, value: int, op: float, rebuilt: dict[int, int], wanted: set[int]) -> None:
+        record = self.values[value]
         version = self._version_read(value, op)
         if record.stretch_of >= 0:
             _ensure(self._is_gathered(record.stretch_of, tick), f"op {op} reads {record.name}, which is not gathered")
         elif record.born < 0:
             _ensure(tick <= record.freed, f"op {op} reads {record.name}, which is gone")
-            if value in self.profile.ops[op].writes:
+            if value in self._op(op).writes:
                 _ensure(record.kind.value == "buffer", f"op {op} would write {record.name} again")
             else:
                 _ensure(version == len(self.writers[value]), f"op {op} reads {record.name}, written since")

@@ -205,8 +205,14 @@ def replayed_ops(profile: Profile) -> tuple[Op, ...]:
         drawing_s = sum(ops[op].duration_s for op in drawing)
         rest_s = max(0.0, ops[fresh].duration_s + drawing_s - seconds)
         for op in drawing:
-            ops[op] = replace(ops[op], duration_s=rest_s * (ops[op].duration_s / drawing_s) if drawing_s > 0 else 0.0)
+            own_s = rest_s * (ops[op].duration_s / drawing_s) if drawing_s > 0 else 0.0
+            ops[op] = replace(ops[op], duration_s=own_s, workspace_bytes=_inside(profile, mask, ops[op]), blocks=())
     return tuple(ops)
+
+
+def _inside(profile: Profile, mask: int, op: Op) -> int:
+    """Bytes inside an op that draws a mask again: also the mask, which counts as a result where it is widened."""
+    return profile.rounded_bytes(op.workspace_bytes) + profile.rounded_bytes(profile.values[mask].size_bytes)
 
 
 SOURCES, BITS = "sources", "narrow"

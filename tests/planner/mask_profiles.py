@@ -1,0 +1,87 @@
+"""Random steps with dropout: masks that chance fills, of which a plan may hold the bits."""
+
+from __future__ import annotations
+
+import random
+
+from poochplan.formats.narrow import LEAST_MASK_BYTES, masks_of, with_bits
+from poochplan.formats.profile import Kind, Profile
+from poochplan.planner.planning import smallest_budget
+from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.simulate import movable
+from tests.planner.random_profiles import Recorder, link
+from tests.planner.tiny_profiles import ATTEMPTS
+
+UNIT = LEAST_MASK_BYTES
+FRESH, DRAW, SCALE = "aten.empty_like.default", "aten.bernoulli_.float", "aten.div_.Scalar"
+
+
+def mask_profile(seed: int | str, blocks: int = 5) -> Profile:
+    """Layers with dropout. Some masks are used twice, written later, drawn quickly, or cannot be drawn again."""
+    rng = random.Random(f"masks {seed}")
+    r = Recorder()
+    (x,) = r.op("stem", [r.before(UNIT, Kind.INPUT)], [_size(rng)], seconds=_seconds(rng))
+    for _ in range(blocks):
+        x = _block(r, rng, x)
+    r.op("loss", [x], [512], saves=[x], seconds=_seconds(rng))
+    saved_bytes = sum(r.values[value].size_bytes for value in r.saved)
+    fair = saved_bytes / (1e-3 * len(r.ops)) / 1e9
+    slow = rng.random() < 0.4
+    line = link(
+        fair * 10 ** rng.uniform(-1.5, 1.5),
+        rng.choice([0.0, 0.0, 5e-5]),
+        duplex=rng.choice([1.0, 0.6]) if slow else 1.0,
+        interference_out=rng.choice([0.0, 0.4]) if slow else 0.0,
+        interference_in=rng.choice([0.0, 0.4]) if slow else 0.0,
+    )
+    return r.finish(line, optimizer_s=rng.choice([0.0, 1e-3]))
+
+
+def mask(r: Recorder, size_bytes: int, *, seconds: float = 1e-3, workspace_bytes: int = 0, scales: int = 1) -> int:
+    """The ops that make a mask."""
+    (made,) = r.op(FRESH, [], [size_bytes], seconds=1e-5, in_graph=False)
+    of_drawing = {"seconds": seconds, "random": True, "workspace_bytes": workspace_bytes}
+    r.op(DRAW, [made], writes=[made], in_graph=False, **of_drawing)  # type: ignore[arg-type]
+    for _ in range(scales):
+        r.op(SCALE, [made], writes=[made], seconds=1e-4, in_graph=False)
+    return made
+
+
+def _block(r: Recorder, rng: random.Random, x: int) -> int:
+    kind = rng.choice(["dropout", "dropout", "dropout", "twice", "plain", "written", "quick", "lost"])
+    size = r.values[x].size_bytes
+    if kind == "plain":
+        return r.op("linear", [x], [_size(rng)], saves=[x] if rng.random() < 0.5 else [], seconds=_seconds(rng))[0]
+    (h,) = r.op("linear", [x], [size], saves=[x] if rng.random() < 0.5 else [], seconds=_seconds(rng))
+    drawn_s = 1e-7 if kind == "quick" else _seconds(rng)
+    made = mask(r, size, seconds=drawn_s, workspace_bytes=rng.choice([0, size]), scales=rng.choice([0, 1, 1, 2]))
+    if kind == "lost":
+        r.values[made].unreplayable = "it gave other bits"
+    (h,) = r.op("mul", [h, made], [size], saves=[made], seconds=_cheap(rng))
+    if kind == "twice":
+        (h,) = r.op("mul", [h, made], [size], saves=[h, made], seconds=_cheap(rng))
+    if kind == "written":
+        r.op("add_", [made], writes=[made], seconds=_cheap(rng), in_graph=False)
+    return r.op("linear", [x, h], [_size(rng)], saves=[h], seconds=_seconds(rng))[0]
+
+
+def tiny_mask_profile(seed: int, highest: int = 5) -> Profile:
+    """One with at least one mask, at most ``highest`` movable values, and a plan below its in-core peak."""
+    for attempt in range(ATTEMPTS):
+        profile = mask_profile(f"{seed}/{attempt}", 1 + attempt % 2)
+        count = len(movable(build_problem(with_bits(profile))))
+        if masks_of(profile) and count <= highest and smallest_budget(profile) < profile.in_core_peak_bytes:
+            return profile
+    raise AssertionError(f"seed {seed} gives no profile with a mask and at most {highest} movable values")
+
+
+def _size(rng: random.Random) -> int:
+    return rng.choice([1, 2, 3, 4, 6]) * UNIT + rng.choice([0, 0, 4, 100])
+
+
+def _seconds(rng: random.Random) -> float:
+    return float(1e-3 * 10 ** rng.uniform(-1.3, 0.6))
+
+
+def _cheap(rng: random.Random) -> float:
+    return float(1e-4 * 10 ** rng.uniform(-1, 0.5))

@@ -1,0 +1,218 @@
+"""Bits: what a plan may hold in place of masks, in planner, simulators, bound and plan files."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from poochplan.errors import InputFileError, UsageError
+from poochplan.formats.narrow import as_planned, bits_bytes, masks_of, widening_seconds, with_bits, with_smaller
+from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.profile import Profile
+from poochplan.planner.arena.packing import live_peak
+from poochplan.planner.arena.step_layout import blocks_of
+from poochplan.planner.planning import plan, smallest_budget
+from poochplan.planner.search.bound import integral_bound, lower_bound
+from poochplan.planner.search.solvers import SolverLimits
+from poochplan.planner.simulator.evaluator import STYLE_OF, Evaluator
+from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.simulate import simulate, try_style
+from poochplan.planner.writing import with_decisions
+from poochplan.report.differences import differences
+from tests.depth import seeds, tries
+from tests.planner.checker import Violation, check
+from tests.planner.mask_profiles import mask, mask_profile, tiny_mask_profile
+from tests.planner.oracle import best_schedule
+from tests.planner.plans import plan_with, random_decisions
+from tests.planner.random_profiles import Recorder, link, with_random_thread
+from tests.planner.random_schedules import random_schedule
+from tests.planner.tiny_profiles import tiny_budget
+
+KEEP, SWAP, RECOMPUTE = Decision
+SAME = 1 + 1e-9
+FAR = 1e-3
+SIZE = 65536
+
+
+def dropout(written: bool = False, drawn_s: float = 1.0, size: int = SIZE, lost: bool = False) -> Profile:
+    """A layer, its dropout, and a layer behind it."""
+    r = Recorder()
+    (stem,) = r.op("linear", [r.before(4096)], [size], seconds=1.0)
+    made = mask(r, size, seconds=drawn_s)
+    if lost:
+        r.values[made].unreplayable = "it gave other bits"
+    (out,) = r.op("mul", [stem, made], [size], saves=[made], seconds=0.3)
+    if written:
+        r.op("add_", [made], writes=[made], seconds=0.1, in_graph=False)
+    r.op("linear", [out], [512], saves=[out], seconds=1.0)
+    return r.finish(link(1e-3))
+
+
+def test_a_mask_is_what_chance_fills_and_numbers_scale() -> None:
+    profile = dropout()
+    ((_, value),) = masks_of(profile).items()
+    assert bits_bytes(profile, value) == SIZE // 32
+    ops = tuple(msgspec.structs.replace(op, name=op.name.replace("bernoulli", "uniform")) for op in profile.ops)
+    assert masks_of(msgspec.structs.replace(profile, ops=ops)) == {}
+    integers = tuple(msgspec.structs.replace(one, dtype="int32") for one in profile.values)
+    assert masks_of(msgspec.structs.replace(profile, values=integers)) == {}
+
+
+def test_a_mask_that_is_written_later_or_small_or_quickly_drawn_has_no_bits() -> None:
+    assert masks_of(dropout(written=True)) == {}
+    assert masks_of(dropout(size=8192)) == {}
+    assert masks_of(dropout(drawn_s=1e-3)) == {}
+    assert len(masks_of(dropout(drawn_s=1e-3, lost=True))) == 1
+
+
+def test_a_profile_without_masks_stays_itself_and_one_with_them_gets_no_more() -> None:
+    assert with_bits(dropout(written=True)) == dropout(written=True)
+    once = with_bits(dropout())
+    assert len(once.points) == len(dropout().points) + 1
+    assert with_bits(once) is once
+
+
+def test_a_mask_is_widened_or_drawn_again_at_the_seconds_of_each() -> None:
+    profile = dropout()
+    graph = build_problem(with_bits(profile)).replay
+    drawing_s = sum(op.duration_s for op in profile.ops[1:4])
+    own_s = widening_seconds(profile, masks_of(profile)[0], 4)
+    assert own_s == pytest.approx(2 * (SIZE + SIZE // 32) * 0.3 / (3 * SIZE))
+    assert graph.of(1).inputs == (0,)
+    assert graph.of(1).seconds == own_s
+    assert graph.merged((0, 1)).seconds == pytest.approx(drawing_s)
+    assert graph.recorded_by(1) == {1, 2, 3}
+    assert build_problem(with_bits(dropout(lost=True))).replay.replays[0] is None
+
+
+def test_held_bits_take_their_own_bytes_in_place_of_the_masks() -> None:
+    problem = build_problem(with_bits(dropout()))
+    held = simulate(problem, try_style(problem, "", (KEEP, RECOMPUTE, KEEP), 1 << 40, STYLE_OF[0]).schedule)
+    kept = simulate(problem, try_style(problem, "", (KEEP, KEEP, KEEP), 1 << 40, STYLE_OF[0]).schedule)
+    gone = simulate(problem, try_style(problem, "", (RECOMPUTE, RECOMPUTE, KEEP), 1 << 40, STYLE_OF[0]).schedule)
+    tick = int(problem.point_ticks[problem.use_points[0]])  # behind the last op of forward
+    assert kept.memory_bytes[tick] - held.memory_bytes[tick] == SIZE - SIZE // 32
+    assert held.memory_bytes[tick] - gone.memory_bytes[tick] == SIZE // 32
+    assert held.step_s == pytest.approx(kept.step_s + problem.replay.of(1).seconds)
+    assert gone.step_s == pytest.approx(kept.step_s + 1.0 + 1e-4 + 1e-5)
+
+
+@pytest.mark.parametrize("seed", seeds(12, 400))
+def test_both_simulators_and_the_checker_agree_about_bits(seed: int) -> None:
+    profile = mask_profile(seed, 2 + seed % 6)
+    thread = with_random_thread(profile, seed) if seed % 2 else profile
+    planned = with_bits(thread)
+    problem, evaluator = build_problem(planned), Evaluator(build_problem(planned))
+    for turn, style in enumerate(STYLE_OF):
+        wish = random_decisions(problem, 10 * seed + turn)
+        budget_bytes = int(profile.in_core_peak_bytes * (0.3 + 0.2 * turn))
+        found = try_style(problem, "random", wish, budget_bytes, style)
+        compiled = evaluator.evaluate(wish, budget_bytes, style)
+        assert (compiled.step_s, compiled.peak_bytes) == (found.simulation.step_s, found.peak_bytes)
+        assert evaluator.decisions == found.schedule.decisions
+        verdict = check(thread, plan_with(planned, found.schedule))
+        assert verdict.peak_bytes == found.simulation.peak_bytes
+        assert verdict.first_step_peak_bytes == found.simulation.first_step_peak_bytes
+
+
+@pytest.mark.parametrize("seed", seeds(25, 2000))
+def test_no_plan_that_holds_bits_is_faster_than_the_bound_for_its_own_peak(seed: int) -> None:
+    problem = build_problem(with_bits(mask_profile(seed, 1 + seed % 7)))
+    wish = random_decisions(problem, seed)
+    for schedule in (
+        random_schedule(problem, seed),
+        try_style(problem, "", wish, int(random.Random(seed).random() * 400_000), STYLE_OF[0]).schedule,
+    ):
+        found = simulate(problem, schedule)
+        peak_bytes = max(found.peak_bytes, found.first_step_peak_bytes)
+        assert lower_bound(problem, peak_bytes, "highs", SolverLimits(60)) <= found.step_s * SAME
+
+
+@pytest.mark.parametrize("seed", seeds(4, 200))
+def test_the_planner_finds_the_best_plan_of_a_tiny_step_with_bits(seed: int) -> None:
+    profile = tiny_mask_profile(seed)
+    problem, budget_bytes = build_problem(with_bits(profile)), tiny_budget(profile, seed)
+    best = best_schedule(problem, budget_bytes)
+    assert best is not None
+    made = plan(profile, budget_bytes, time_limit_s=5, gap=0.0)
+    assert check(profile, made).peak_bytes == made.prediction.peak_bytes <= budget_bytes
+    assert best.step_s / SAME <= made.prediction.step_s <= best.step_s * (1 + FAR)
+    assert made.solve.bound_s is not None
+    assert made.solve.bound_s <= best.step_s * SAME
+    for is_whole in (False, True):
+        found_s = integral_bound(problem, budget_bytes, "highs", SolverLimits(tries(5, 60)), is_whole=is_whole)
+        assert found_s <= best.step_s * SAME
+
+
+@pytest.mark.parametrize("seed", seeds(6, 200))
+def test_the_blocks_of_steps_with_bits_are_live_as_the_simulator_says(seed: int) -> None:
+    profile = with_bits(mask_profile(seed, 2 + seed % 6))
+    problem = build_problem(profile)
+    schedule = try_style(problem, "", random_decisions(problem, seed), 0, STYLE_OF[seed % 4]).schedule
+    blocks = blocks_of(profile, problem, schedule)
+    assert live_peak(blocks.before + blocks.of_step) <= simulate(problem, schedule).peak_bytes
+
+
+def held(profile: Profile) -> Plan:
+    """The bits are held and the mask recomputed."""
+    made = plan(with_bits(profile), profile.in_core_peak_bytes)
+    return with_decisions(profile, made, {made.values[1].name: RECOMPUTE})
+
+
+def test_decisions_about_bits_can_be_changed_by_hand() -> None:
+    profile = dropout()
+    made = held(profile)
+    assert [(value.bits, value.until) for value in made.values] == [(True, 1), (False, -1), (False, -1)]
+    swapped = with_decisions(profile, made, {made.values[0].name: "swap"})
+    assert check(profile, swapped).peak_bytes == swapped.prediction.peak_bytes
+    drawn = with_decisions(profile, made, {made.values[0].name: "recompute"})
+    assert check(profile, drawn).peak_bytes == drawn.prediction.peak_bytes
+    assert made.sources(bits=True)[KEEP] == [SIZE // 32]
+    assert not any(drawn.sources(bits=True).values())
+    assert not any(made.sources().values())
+    assert as_planned(profile, made) == with_bits(profile) == with_smaller(profile)
+    assert made.rows()["bits of masks"] == "keep 1 (2.00 KiB)"
+
+
+def test_plans_compare_whether_they_hold_bits_or_not() -> None:
+    profile, made = dropout(), held(dropout())
+    kept = plan(profile, profile.in_core_peak_bytes)
+    found = differences(kept, made).data
+    assert found["same_step"]
+    assert {value["name"]: (value["first"], value["second"]) for value in found["values"]} == {
+        made.values[0].name: ("-", "keep"),
+        made.values[1].name: ("keep", "recompute"),
+    }
+
+
+def test_without_narrow_a_plan_holds_no_bits() -> None:
+    profile = mask_profile(0)
+    smallest = smallest_budget(profile)
+    budget_bytes = (smallest + profile.in_core_peak_bytes) // 2
+    assert any(value.bits for value in plan(profile, budget_bytes, evaluations=50).values)
+    assert not any(value.bits for value in plan(profile, budget_bytes, evaluations=50, without=["narrow"]).values)
+    with pytest.raises(UsageError, match="expected sources or narrow, found 'bits'"):
+        plan(profile, budget_bytes, without=["bits"])
+
+
+def test_a_checked_plan_holds_only_the_bits_of_masks() -> None:
+    profile, made = dropout(), held(dropout())
+    check(profile, made)
+    with pytest.raises(Violation, match="scaled alone"):
+        check(dropout(written=True), made)
+    values = (msgspec.structs.replace(made.values[0], until=-1), *made.values[1:])
+    with pytest.raises(Violation, match="away"):
+        check(profile, msgspec.structs.replace(made, values=values))
+
+
+def test_a_plan_file_whose_bits_are_no_source_is_refused(tmp_path: Any) -> None:
+    made = held(dropout())
+    made.save(tmp_path / "right.json")
+    assert Plan.load(tmp_path / "right.json") == made
+    values = (made.values[0], msgspec.structs.replace(made.values[1], bits=True), *made.values[2:])
+    msgspec.structs.replace(made, values=values).save(tmp_path / "plan.json")
+    with pytest.raises(InputFileError, match=r"values\[1\].bits: expected false for a value that is no source"):
+        Plan.load(tmp_path / "plan.json")
