@@ -127,50 +127,37 @@ def with_bits(profile: Profile) -> Profile:
     if not masks:
         return profile
     numbers = sorted(masks)
-    ticks, before_op = [profile.point_ticks[number] for number in numbers], [profile.points[n].op for n in numbers]
-    handle_at = [profile.points[number].handle for number in numbers]
+    before_op, ticks = [profile.points[one].op for one in numbers], [profile.point_ticks[one] for one in numbers]
 
-    def tick(before: int) -> int:
-        return before + 2 * bisect_right(ticks, before)
+    def moved(value: Value) -> Value:
+        born, born_tick = value.born + bisect_right(before_op, value.born), value.born_tick
+        ends = {name: _tick(ticks, getattr(value, name)) for name in ("forward_death", "freed")}
+        return replace(value, born=born, born_tick=None if born_tick is None else _tick(ticks, born_tick), **ends)
 
-    def moved_op(op: int) -> int:
-        return op + bisect_right(before_op, op)
-
-    values, ops, bits_of = list[Value](), list[Op](), dict[int, int]()
-    for value in profile.values:
-        born_tick = None if value.born_tick is None else tick(value.born_tick)
-        values.append(
-            replace(
-                value,
-                born=moved_op(value.born) if value.born >= 0 else -1,
-                born_tick=born_tick,
-                forward_death=tick(value.forward_death),
-                freed=tick(value.freed),
-            )
-        )
-    place = 0
-    for index, op in enumerate(profile.ops):
-        while place < len(numbers) and before_op[place] == index:
-            mask = masks[numbers[place]]
-            bits_of[mask], at = len(values), ticks[place] + 2 * place + 1
-            values.append(_bits(profile, mask, born=len(ops), tick=at))
-            ops.append(Op(name=NARROW, layer=values[mask].layer, phase=Phase.FORWARD, duration_s=0.0, inputs=(mask,)))
-            place += 1
-        ops.append(op)
-    handles = list[Handle]()
-    new = {profile.points[number].handle: mask for number, mask in masks.items()}
-    for number, handle in enumerate(profile.handles):
-        if number in new:
-            bits = values[bits_of[new[number]]]
-            handles.append(Handle(value=bits_of[new[number]], layer=bits.layer, dtype=bits.dtype, shape=bits.shape))
+    ops, values = list(profile.ops), [moved(value) for value in profile.values]
+    bits_of = dict[int, int]()
+    for place, number in enumerate(numbers):
+        mask, at = masks[number], before_op[place] + place
+        ops.insert(at, Op(name=NARROW, layer=values[mask].layer, phase=Phase.FORWARD, duration_s=0.0, inputs=(mask,)))
+        bits_of[profile.points[number].handle] = len(values)
+        values.append(_bits(profile, mask, born=at, tick=ticks[place] + 2 * place + 1))
+    handles, points = list[Handle](), list[Point]()
+    new_place = dict[int, int]()
+    for ordinal, handle in enumerate(profile.handles):
+        if ordinal in bits_of:
+            bits = values[bits_of[ordinal]]
+            handles.append(Handle(value=bits_of[ordinal], layer=bits.layer, dtype=bits.dtype, shape=bits.shape))
+        new_place[ordinal] = len(handles)
         handles.append(handle)
-    moved, points = [number + bisect_right(sorted(handle_at), number) for number in range(len(profile.handles))], []
     for number, point in enumerate(profile.points):
-        op, handle = point.op + bisect_right(numbers, number), moved[point.handle]
-        if number in masks:
-            points.append(Point(kind=PointKind.SAVE, handle=handle - 1, op=op))
-        points.append(replace(point, handle=handle, op=op))
+        here = replace(point, handle=new_place[point.handle], op=point.op + bisect_right(numbers, number))
+        points += [replace(here, handle=here.handle - 1), here] if number in masks else [here]
     return replace(profile, ops=tuple(ops), values=tuple(values), handles=tuple(handles), points=tuple(points))
+
+
+def _tick(ticks: list[int], before: int) -> int:
+    """The tick that ``before`` becomes, if two are added before each of ``ticks``."""
+    return before + 2 * bisect_right(ticks, before)
 
 
 def _bits(profile: Profile, mask: int, *, born: int, tick: int) -> Value:

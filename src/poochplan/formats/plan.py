@@ -283,7 +283,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
 
     def _source_rows(self) -> dict[str, str]:
         """Rows about what stands for larger copies, and for masks; without them none."""
-        rows = {}
+        rows: dict[str, str] = {}
         for name, bits in (("sources of larger copies", False), ("bits of masks", True)):
             held = {decision: sizes for decision, sizes in self.sources(bits=bits).items() if sizes}
             parts = (f"{decision} {len(sizes)} ({format_bytes(sum(sizes))})" for decision, sizes in held.items())
