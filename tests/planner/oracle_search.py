@@ -403,12 +403,14 @@ class Search:
         return False
 
     def _without_dead(self, places: list[int], tick: int) -> list[int]:
-        """One name for the place of every value whose life is over, so that states meet."""
+        """One name for the place of every value whose life is over, so that states meet. That of bits is not, before
+        their mask's save point.
+        """
         return [
             BACK
             if place not in (FUTURE, DROPPED)
             and tick > self.held[v]
-            and all(places[c] != DROPPED for c in self.claimers[v])
+            and all(places[c] not in (FUTURE, DROPPED) for c in self.claimers[v])
             else place
             for v, place in enumerate(places)
         ]
