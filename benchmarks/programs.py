@@ -13,7 +13,8 @@ With ``--windows`` they run twice over as well, unmetered, with an arena and wit
 short windows (``tests/programs/windowed_trial.py``).
 
 With ``--casts`` they have casts and clones, and run under random plans that hold what these read in place of their
-larger results (``tests/programs/cast_trial.py``).
+larger results (``tests/programs/cast_trial.py``). With ``--masks`` they have dropout too, and the plans hold bits
+(``tests/programs/mask_trial.py``).
 
 With ``--mutants`` the runtime is broken on purpose, in one place at a time (those of ``tests/runtime/test_mutants.py``
 and of the rules in ``test_rules.py``), and it is told which program notices first.
@@ -25,6 +26,7 @@ and of the rules in ``test_rules.py``), and it is told which program notices fir
     python -m benchmarks.programs --windows --seeds 0:500 -o benchmarks/results/programs-windows.json \
         --always "exception in forward" views "several forwards a step"
     python -m benchmarks.programs --casts --seeds 0:500 -o benchmarks/results/programs-casts.json
+    python -m benchmarks.programs --masks --seeds 0:500 -o benchmarks/results/programs-masks.json
     python -m benchmarks.programs --mutants --seeds 0:40 -o benchmarks/results/programs-mutants.json
 """
 
@@ -47,6 +49,7 @@ import torch
 from benchmarks.facts import facts_of_run, write_results
 from tests.programs.cast_trial import cast_trial
 from tests.programs.drawing import Feature, Program, draw
+from tests.programs.mask_trial import mask_trial
 from tests.programs.mutated import all_mutants, caught_by, ready
 from tests.programs.served_trial import served_trial
 from tests.programs.trial import KINDS, Outcome, trial, warm_up
@@ -130,6 +133,7 @@ def main() -> int:
     parser.add_argument("--arena", action="store_true", help="steps are served from an arena")
     parser.add_argument("--windows", action="store_true", help="steps are unmetered, and recorded in short windows")
     parser.add_argument("--casts", action="store_true", help="plans hold what casts and clones read")
+    parser.add_argument("--masks", action="store_true", help="plans hold the bits of masks, too")
     parser.add_argument("--always", type=Feature, nargs="+", default=(), help="features that every program has")
     parser.add_argument("-o", "--output", help="the results as JSON; a run that was stopped goes on from it")
     arguments = parser.parse_args()
@@ -140,7 +144,12 @@ def main() -> int:
     if arguments.mutants:
         write_results(arguments.output, facts | run_mutants(range(first, end)))
         return 0
-    others = ((arguments.windows, windowed_trial), (arguments.arena, served_trial), (arguments.casts, cast_trial))
+    others = (
+        (arguments.windows, windowed_trial),
+        (arguments.arena, served_trial),
+        (arguments.casts, cast_trial),
+        (arguments.masks, mask_trial),
+    )
     tried = next((one for is_asked, one in others if is_asked), trial)
     found = run_programs(range(first, end), arguments.output, facts, tried, arguments.always)
     print(json.dumps({"wrong": found["wrong"], "counts": found["counts"], "seconds": found["seconds"]}))

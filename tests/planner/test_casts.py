@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from poochplan.errors import InputFileError
+from poochplan.formats.narrow import as_planned, has_sources
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Kind, Profile
-from poochplan.formats.sources import as_planned, has_sources, sources_of, with_sources
+from poochplan.formats.sources import sources_of, with_sources
 from poochplan.planner.arena.packing import live_peak
 from poochplan.planner.arena.step_layout import blocks_of
 from poochplan.planner.planning import plan

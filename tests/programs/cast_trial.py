@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
+from poochplan.formats.profile import Profile
 from poochplan.formats.sources import with_sources
 from poochplan.planner.policies import PolicyInput
 from poochplan.planner.search.optimise import Optimum
@@ -25,7 +28,7 @@ SHARES = (0.0, 0.6, 0.9)
 
 def cast_trial(program: Program) -> Outcome:
     """Random decisions about its values and sources, each in a session of its own, on both devices."""
-    return trial_of(with_casts(program), _held)
+    return trial_of(with_casts(program), partial(held, completed=with_sources))
 
 
 def with_casts(program: Program) -> Program:
@@ -36,8 +39,9 @@ def with_casts(program: Program) -> Program:
     return replace(program, blocks=tuple(blocks))
 
 
-def _held(program: Program) -> tuple[list[Run], list[Snapshot]]:
-    profile, runs = with_sources(profile_of(program)), list[Run]()
+def held(program: Program, completed: Callable[[Profile], Profile]) -> tuple[list[Run], list[Snapshot]]:
+    """Runs of random plans for the profile that ``completed`` returns, and the steps in-core."""
+    profile, runs = completed(profile_of(program)), list[Run]()
     given = PolicyInput.of(profile, 1 << 40)
     problem = build_problem(profile)
     for turn in range(3):

@@ -16,6 +16,7 @@ from tests.runtime.served import needs_compiler
 
 from .cast_trial import cast_trial
 from .drawing import EVENTS, PLAIN, Feature, draw
+from .mask_trial import mask_trial
 from .mutated import all_mutants, caught_by, ready
 from .served_trial import served_trial
 from .trial import trial
@@ -77,6 +78,13 @@ def test_recorded_in_short_windows_it_trains_bitwise_as_in_core(seed: int) -> No
 @pytest.mark.parametrize("seed", seeds(day=4, deep=500))
 def test_with_sources_held_in_place_of_their_copies_it_trains_bitwise_as_in_core(seed: int) -> None:
     outcome = cast_trial(draw(seed))
+    assert outcome.problems == []
+    assert outcome.counts["steps that followed"] > 0
+
+
+@pytest.mark.parametrize("seed", seeds(day=4, deep=500))
+def test_with_bits_held_in_place_of_masks_it_trains_bitwise_as_in_core(seed: int) -> None:
+    outcome = mask_trial(draw(seed))
     assert outcome.problems == []
     assert outcome.counts["steps that followed"] > 0
 

@@ -147,6 +147,8 @@ class Masked(nn.Module):
         mask = torch.empty_like(hidden)
         if self.how == "uniform":
             mask.uniform_()
+        elif self.how == "filled":
+            mask.fill_(1.0)
         else:
             mask.bernoulli_(0.7)
         torch.ops.aten.div_.Scalar(mask, 0.7)
@@ -166,7 +168,7 @@ def masked(how: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
     return model, lambda model: model(batch).square().mean()
 
 
-OTHERWISE = ("uniform", "one more write", "unseen write")
+OTHERWISE = ("filled", "uniform", "one more write", "unseen write")
 
 
 @pytest.mark.parametrize("how", OTHERWISE)

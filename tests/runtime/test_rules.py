@@ -17,10 +17,17 @@ from poochplan.runtime.attachment import Attachment
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.host_tier import HostTier, Intervals
 from poochplan.runtime.engine.saved_value import SavedValue
-from poochplan.runtime.replays import replay, tape
+from poochplan.runtime.replays import bits, replay, tape
 from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
 from poochplan.tensors import operators, storages
-from tests.runtime import test_backward_without_modes, test_divergence, test_replay_limits, test_safety, test_sources
+from tests.runtime import (
+    test_backward_without_modes,
+    test_bits,
+    test_divergence,
+    test_replay_limits,
+    test_safety,
+    test_sources,
+)
 from tests.runtime.detours import profile_of
 from tests.runtime.mutants import assert_needed, rewritten
 from tests.runtime.nets import CASES, Case, Residual, followed, in_core
@@ -105,6 +112,14 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         lambda: test_divergence.test_another_step_falls_back_with_one_warning_and_the_next_follows_the_plan_again(
             _divergence_plans(), "a larger batch", 0
         ),
+    ),
+    "bits are held only of what the ops of a mask have made": (
+        (bits, "patterns_of", "op.func is not DRAWING", "False"),
+        lambda: test_bits.test_what_other_ops_have_made_is_swapped_and_not_narrowed("filled", Decision.KEEP),
+    ),
+    "what cannot be narrowed is swapped": (
+        (Engine, "_forget", "value.record is self._no_mask", "False"),
+        lambda: test_bits.test_what_other_ops_have_made_is_swapped_and_not_narrowed("filled", Decision.KEEP),
     ),
     "running statistics are not updated twice": (
         (operators, "writes_of", "scratch = _statistics(facts, args)", "scratch = dict[int, torch.Tensor]()"),
