@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from poochplan.formats.narrow import LEAST_MASK_BYTES, masks_of, with_bits
+from poochplan.formats.narrow import LEAST_MASK_BYTES, faster_masks, with_bits
 from poochplan.formats.profile import Kind, Profile
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.simulator.problem import build_problem
@@ -70,7 +70,7 @@ def tiny_mask_profile(seed: int, highest: int = 5) -> Profile:
     for attempt in range(ATTEMPTS):
         profile = mask_profile(f"{seed}/{attempt}", 1 + attempt % 2)
         count = len(movable(build_problem(with_bits(profile))))
-        if masks_of(profile) and count <= highest and smallest_budget(profile) < profile.in_core_peak_bytes:
+        if faster_masks(profile) and count <= highest and smallest_budget(profile) < profile.in_core_peak_bytes:
             return profile
     raise AssertionError(f"seed {seed} gives no profile with a mask and at most {highest} movable values")
 

@@ -9,7 +9,15 @@ import msgspec
 import pytest
 
 from poochplan.errors import InputFileError, UsageError
-from poochplan.formats.narrow import as_planned, bits_bytes, masks_of, widening_seconds, with_bits, with_smaller
+from poochplan.formats.narrow import (
+    as_planned,
+    bits_bytes,
+    faster_masks,
+    masks_of,
+    widening_seconds,
+    with_bits,
+    with_smaller,
+)
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.arena.packing import live_peak
@@ -64,8 +72,8 @@ def test_a_mask_is_what_chance_fills_and_numbers_scale() -> None:
 def test_a_mask_that_is_written_later_or_small_or_quickly_drawn_has_no_bits() -> None:
     assert masks_of(dropout(written=True)) == {}
     assert masks_of(dropout(size=8192)) == {}
-    assert masks_of(dropout(drawn_s=1e-3)) == {}
-    assert len(masks_of(dropout(drawn_s=1e-3, lost=True))) == 1
+    assert faster_masks(dropout(drawn_s=1e-3)) == {}
+    assert len(faster_masks(dropout(drawn_s=1e-3, lost=True))) == 1
 
 
 def test_a_profile_without_masks_stays_itself_and_one_with_them_gets_no_more() -> None:
@@ -174,6 +182,11 @@ def test_decisions_about_bits_can_be_changed_by_hand() -> None:
     assert not any(drawn.sources(bits=True).values())
     assert not any(made.sources().values())
     assert as_planned(profile, made) == with_bits(profile) == with_smaller(profile)
+    slow = msgspec.structs.replace(
+        profile, ops=tuple(msgspec.structs.replace(op, duration_s=1.0) for op in profile.ops)
+    )
+    fast = dropout(drawn_s=1e-3)
+    assert len(as_planned(fast, made).points) == len(as_planned(slow, made).points) == len(fast.points) + 1
     assert made.rows()["bits of masks"] == "keep 1 (2.00 KiB)"
 
 

@@ -32,7 +32,6 @@ from tests.runtime.mask_nets import MASKS
 from tests.runtime.nets import Case, equal, followed, in_core, metered_peaks
 from tests.runtime.served import SETTLED, Loop, needs_compiler
 
-pytestmark = pytest.mark.cpu_device
 KEEP, SWAP, RECOMPUTE = Decision
 EVALUATIONS = 300
 INTEGERS = {2: torch.int16, 4: torch.int32}
@@ -121,6 +120,7 @@ def test_plans_of_the_planner_hold_bits_within_a_budget_that_an_outside_meter_se
     assert max(peaks) <= budget_bytes + outside
 
 
+@pytest.mark.cpu_device
 @needs_compiler
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("decision", [KEEP, SWAP])

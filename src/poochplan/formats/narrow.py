@@ -40,7 +40,7 @@ def bits_bytes(profile: Profile, mask: int) -> int:
 def masks_of(profile: Profile) -> dict[int, int]:
     """By save point (its position among all points): the mask that is saved there, if bits can stand for it.
 
-    Only on the CPU, whose runtime narrows masks. Drawing a mask again must take longer than narrowing and widening it.
+    Only on the CPU, whose runtime narrows masks.
     """
     found = dict[int, int]()
     if profile.device.kind != "cpu" or not any(op.name == DRAWING for op in profile.ops):
@@ -55,11 +55,22 @@ def masks_of(profile: Profile) -> dict[int, int]:
             continue
         if max(last_write[mask], writers[mask][-1]) >= point.op or readers.get(mask, point.op) < point.op:
             continue
-        draw_s = sum(profile.ops[op].duration_s for op in writers[mask])
-        seconds = widening_seconds(profile, mask, point.op)
-        if seconds is not None and (seconds < draw_s or profile.values[mask].unreplayable):
+        if widening_seconds(profile, mask, point.op) is not None:
             found[number] = mask
     return found
+
+
+def faster_masks(profile: Profile) -> dict[int, int]:
+    """Those of :func:`masks_of` that take longer to be drawn again than to be narrowed and widened, or cannot be."""
+    masks = masks_of(profile)
+    writers = writers_by_value(profile) if masks else []
+
+    def is_faster(number: int, mask: int) -> bool:
+        seconds = widening_seconds(profile, mask, profile.points[number].op)
+        drawn_s = sum(profile.ops[op].duration_s for op in writers[mask])
+        return bool(profile.values[mask].unreplayable) or (seconds is not None and seconds < drawn_s)
+
+    return {number: mask for number, mask in masks.items() if is_faster(number, mask)}
 
 
 def _is_mask(profile: Profile, mask: int, made_by: list[int]) -> bool:
@@ -121,9 +132,14 @@ def narrowed(profile: Profile) -> dict[int, int]:
     return found
 
 
-def with_bits(profile: Profile) -> Profile:
-    """The profile with a save point, a handle and an op for the bits of each mask; the same one if it has none."""
-    masks = masks_of(profile)
+def with_bits(profile: Profile, named: Collection[str] | None = None) -> Profile:
+    """The profile with a save point, a handle and an op for the bits of each mask; the same one if it has none.
+
+    With ``named``, bits of these names are added, and by default those that are faster than drawing.
+    """
+    masks = faster_masks(profile) if named is None else masks_of(profile)
+    if named is not None:
+        masks = {number: mask for number, mask in masks.items() if _name(profile, mask) in named}
     if not masks:
         return profile
     numbers = sorted(masks)
@@ -160,11 +176,15 @@ def _tick(ticks: list[int], before: int) -> int:
     return before + 2 * bisect_right(ticks, before)
 
 
+def _name(profile: Profile, mask: int) -> str:
+    return f"{profile.values[mask].name} as bits"
+
+
 def _bits(profile: Profile, mask: int, *, born: int, tick: int) -> Value:
     """The bits of a mask, which are there at their save point only, unless a plan holds them."""
     value, size_bytes = profile.values[mask], bits_bytes(profile, mask)
     return Value(
-        name=f"{value.name} as bits",
+        name=_name(profile, mask),
         layer=value.layer,
         kind=Kind.TEMPORARY,
         size_bytes=size_bytes,
@@ -221,8 +241,6 @@ def has_sources(plan: Plan) -> bool:
 
 def as_planned(profile: Profile, plan: Plan) -> Profile:
     """The profile with the values, handles and points that the plan, which was made from it, is about."""
-    without = set(SMALLER)
-    for value in plan.values:
-        if value.source:
-            without.discard(BITS if value.bits else SOURCES)
-    return with_smaller(profile, without)
+    if any(value.source and not value.bits for value in plan.values):
+        profile = with_sources(profile)
+    return with_bits(profile, {value.name for value in plan.values if value.bits})
