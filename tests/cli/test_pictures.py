@@ -117,7 +117,7 @@ def test_the_strip_is_as_wide_as_what_is_saved_and_coloured_by_decision(plan: po
     values = [msgspec.structs.replace(value, decision="swap") for value in plan.values]
     swapped = msgspec.structs.replace(plan, values=tuple(values))
     (axes,) = draw_decisions(swapped).axes
-    total_bytes = sum(value.size_bytes for value in plan.values)
+    total_bytes = sum(value.size_bytes for value in plan.saved)
     labels = axes.get_legend_handles_labels()[1]
     assert labels[0] == "keep 0 B"
     assert labels[1] == f"swap {poochplan.units.format_bytes(total_bytes)}"
