@@ -53,7 +53,7 @@ def test_a_plan_says_what_it_is_for_where_it_was_made_and_what_it_decides(pooch:
     plan = poochplan.Plan.load(plan_path)
     assert (data["kind"], data["budget_bytes"], data["fingerprint"]) == ("plan", plan.budget_bytes, plan.fingerprint)
     assert sum(layer[name] for layer in data["layers"] for name in ("keep", "swap", "recompute")) == sum(
-        value.size_bytes for value in plan.values
+        value.size_bytes for value in plan.saved
     )
 
 
