@@ -241,7 +241,8 @@ def _from_bits(
     for saved in of_bits:
         drawn, reason = found[saved + 1]
         if drawn is not None:
-            again = drawn.ops[1:]  # without taking memory: the mask takes it where the bits are widened
+            fresh = versions.writers[value_of[saved + 1]][0]  # its memory counts where the bits are widened
+            again = tuple(op for op in drawn.ops if op != fresh)
             drawn = Replay(again, drawn.inputs, in_order(ops[op].duration_s for op in again))
         found[saved] = drawn, reason
         op = versions.profile.values[value_of[saved]].born

@@ -79,7 +79,7 @@ def _covers(view: View, record: StorageRecord, storage: torch.UntypedStorage, dt
 def _patterns(dtype: torch.dtype, scales: tuple[tuple[Any, int | float], ...]) -> Patterns | None:
     """The contents that the ops make of 0 and 1, wherever in a tensor these are."""
     with aside():
-        found = torch.tensor([0.0, 1.0], dtype=dtype).repeat(65)[:129]
+        found = torch.tensor([0.0, 1.0], dtype=dtype, device="cpu").repeat(65)[:129]
         for func, factor in scales:
             func(found, factor)
         if not bool(torch.isfinite(found).all()):
@@ -93,7 +93,7 @@ def _array(storage: torch.UntypedStorage, dtype: torch.dtype) -> Integers:
     """The whole storage as integers, without a copy."""
     integer, unsigned = _INTEGERS.get(dtype, (torch.uint8, np.uint8))
     count = storage.nbytes() // integer.itemsize
-    found = torch.empty(0, dtype=integer).set_(storage, 0, (count,), (1,))
+    found = torch.empty(0, dtype=integer, device=storage.device).set_(storage, 0, (count,), (1,))
     return found.numpy().view(unsigned)
 
 
@@ -114,8 +114,8 @@ def narrow(storage: torch.UntypedStorage, dtype: torch.dtype, patterns: Patterns
 
 def widen(bits: torch.Tensor, count: int, dtype: torch.dtype, patterns: Patterns) -> torch.Tensor:
     """A new storage of ``count`` elements, as :func:`narrow` has found them."""
-    made = torch.empty(count, dtype=dtype)
-    whole, table = _array(made.untyped_storage(), dtype), _table(_INTEGERS[dtype][1], patterns)
+    storage = new_storage(count * dtype.itemsize, bits.device)
+    whole, table = _array(storage, dtype), _table(_INTEGERS[dtype][1], patterns)
     packed, full = bits.numpy(), count - count % 8
     bytewise = whole[:full].reshape(-1, 8)
     for start in range(0, full // 8, PART // 8):
@@ -123,7 +123,7 @@ def widen(bits: torch.Tensor, count: int, dtype: torch.dtype, patterns: Patterns
         np.take(table, part, axis=0, out=bytewise[start : start + len(part)], mode="clip")
     if full < count:
         whole[full:] = table[packed[-1]][: count - full]
-    return made
+    return torch.empty(0, dtype=dtype, device=bits.device).set_(storage, 0, (count,), (1,))
 
 
 @functools.cache
@@ -154,7 +154,7 @@ def bits_of(mask: StorageRecord, dtype: torch.dtype, order: int, most_bytes: int
         made = narrow(storage, dtype, patterns)
         if made is None:
             return None
-        tensor = torch.empty(0, dtype=torch.uint8).set_(made, 0, (made.nbytes(),), (1,))
+        tensor = torch.empty(0, dtype=torch.uint8, device=made.device).set_(made, 0, (made.nbytes(),), (1,))
     record = StorageRecord(weakref.ref(made), version_of(tensor))
     view = View(record, 0, Geometry.of(tensor), None)
     arguments = (view, storage.nbytes() // dtype.itemsize, dtype, patterns)

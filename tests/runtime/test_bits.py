@@ -238,3 +238,21 @@ def test_bits_are_added_once_and_only_on_the_cpu() -> None:
     gpu = msgspec.structs.replace(profile, device=msgspec.structs.replace(profile.device, kind="cuda"))
     assert with_bits(gpu) is gpu
     assert json.loads(msgspec.json.encode(profile)) == json.loads(msgspec.json.encode(MASKS["float32"].profile()))
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("decision", [KEEP, SWAP])
+def test_gradients_are_those_of_in_core_training_as_integers(name: str, decision: Decision) -> None:
+    plan, _ = planned(MASKS[name], held(problem_of(MASKS[name]), decision))
+    found = []
+    for given in (None, plan):
+        model, step, _ = MASKS[name].fresh()
+        if given is None:
+            step().backward()
+        else:
+            with poochplan.apply(plan, model) as session:
+                step().backward()
+            assert session.report().total.fallbacks == 0
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        found.append([gradient.view(INTEGERS[gradient.element_size()]) for gradient in gradients])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
