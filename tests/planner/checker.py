@@ -261,6 +261,7 @@ class _Judge:
             entry.in_new_storage = entry.has_been_back = True
             self.verdict.in_bytes += self.values[self.saved[index]].size_bytes
         for index in action.replay:
+            _ensure(not self._is_bits(index), f"{index}: bits are replayed alone")
             self._replay(tick, index)
 
     def _entry(self, index: int) -> _Entry:

@@ -229,3 +229,8 @@ def test_a_plan_file_whose_bits_are_no_source_is_refused(tmp_path: Any) -> None:
     msgspec.structs.replace(made, values=values).save(tmp_path / "plan.json")
     with pytest.raises(InputFileError, match=r"values\[1\].bits: expected false for a value that is no source"):
         Plan.load(tmp_path / "plan.json")
+    drawn = with_decisions(dropout(), made, {made.values[0].name: "recompute"})
+    actions = [msgspec.structs.replace(one, replay=(0, 1)) if one.replay else one for one in drawn.schedule]
+    msgspec.structs.replace(drawn, schedule=tuple(actions)).save(tmp_path / "alone.json")
+    with pytest.raises(InputFileError, match="expected no bits, which are never replayed but for their mask"):
+        Plan.load(tmp_path / "alone.json")

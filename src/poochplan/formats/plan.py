@@ -414,6 +414,8 @@ def _action_fault(
     decision = Decision.RECOMPUTE if name == "replay" else Decision.SWAP
     if plan.values[value].decision is not decision:
         yield f"{where}: expected a value whose decision is {decision}, found {plan.values[value].decision}"
+    elif name == "replay" and plan.values[value].bits:
+        yield f"{where}: expected no bits, which are never replayed but for their mask, found value {value}"
     elif last.get(value, "") != needed:
         wanted = f"after its {needed}" if needed else "first"
         found = last.get(value) or "nothing"
