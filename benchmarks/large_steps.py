@@ -9,7 +9,7 @@ r"""Steps that do not fit: profiled, planned and run under a memory limit; and w
   timed by itself (nothing remembered) and by a roofline, and a model of GPT-3's size (96 layers of 12,288).
 
     python -m benchmarks.large_steps unfit -o benchmarks/results/unfit.json
-    python -m benchmarks.large_steps unfit --workload unet3d --set side=192 --steps 7 --iterations 2 --plan-s 60 \
+    python -m benchmarks.large_steps unfit --workload unet3d --set side=192 --steps 6 --iterations 2 --plan-s 60 \
         --budget 60% --limit-share 0.95 --modes auto --cgroup -o benchmarks/results/unfit-192.json   # a volume of 192^3
     python -m benchmarks.large_steps cost -o benchmarks/results/profile_cost.json
 """

@@ -18,7 +18,7 @@ PAGES = {
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/instances/README.md": "instances.md",
     "LICENSE": "license.txt",
-    **{f"examples/{path.name}": f"examples/{path.name}" for path in sorted((ROOT / "examples").glob("*.py"))},
+    **{f"examples/{path.name}": f"examples/{path.name}" for path in sorted((ROOT / "examples").glob("*.*"))},
 }
 """Path in the repository -> page or file of the site. Everything else comes from ``docs/``."""
 IN_REPOSITORY = {page: path for path, page in PAGES.items()}
