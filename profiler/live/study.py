@@ -1,8 +1,8 @@
 """Study: the steps of one kind from the first to a profile, in a running loop or of a step function. It is a generator
 that asks for one step after another: CAPTURE (1), TIME (whole, then op by op), VERIFY.
 
-Steps of a step function may be repeated. So they are timed without hooks and, if they fit in-core, from an arena, and
-the study finds out whether recording changes bits.
+Steps of a step function may be repeated. So they are timed without hooks and from an arena, and the study finds out
+whether recording changes bits.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def _timed(
     is_allocated = steps.context.where.type == "cpu" and capture.memory is Memory.ALLOCATED
     from_arena: list[PhaseSeconds] = []
     with contextlib.closing(steps):
-        if is_allocated and options.has_arena() and has_room():
+        if is_allocated and options.has_arena() and (is_repeated or has_room()):
             ordinary += yield from steps.several(0 if is_repeated else count - 2)
             ordinary += yield from steps.recorded()
         if steps.arena is not None:
@@ -240,11 +240,14 @@ def _timed(
         else:
             ordinary += yield from steps.several(count - len(ordinary))
         timed, has_kept = from_arena or ordinary, steps.have_kept
+        if not has_room():
+            steps.close()  # ops that are timed one by one may take blocks beside an arena
         options.say(f"timing {len(capture.ops)} ops over {count} steps")
         ops = OpRuns(capture.ops)
         yield from steps.by_op(count, ops)
         notes = ops.notes
-        if is_repeated and not notes and is_doubted(timed, ops.steps):  # steps that differ may take other times
+        is_alike = is_repeated and not notes and (steps.arena is not None or not from_arena)
+        if is_alike and is_doubted(timed, ops.steps):  # steps that differ may take other times
             options.say(f"timed steps spread too much; timing {count} more")
             timed, notes = steady(timed, (yield from steps.several(count)), ops.steps)
     whole_s = [sum(step.values()) for step in ordinary]

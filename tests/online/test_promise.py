@@ -12,7 +12,7 @@ from poochplan.formats.profile import preset_link
 from tests.online.runs import run_plain
 from tests.online.trainings import dropout_and_batch_norm
 
-SLOW = "5MB/s"
+SLOW = "2MB/s"
 
 
 def test_copies_slower_than_measured_are_told_and_planned_for_once(
@@ -22,7 +22,7 @@ def test_copies_slower_than_measured_are_told_and_planned_for_once(
     training = dropout_and_batch_norm()
     options = {"link": preset_link("nvlink2"), "throttle": SLOW, "cache": tmp_path, "time_limit_s": 0.5}
     losses = []
-    with poochplan.auto(training.models, training.optimizers, budget="60%", arena="off", **options) as session:
+    with poochplan.auto(training.models, training.optimizers, budget="45%", arena="off", **options) as session:
         for number in range(30):
             losses.append(list(training.turn(number)))
             if number >= 9:

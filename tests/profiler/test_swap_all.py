@@ -17,6 +17,7 @@ from poochplan.planner.simulator.problem import build_problem
 from poochplan.profiler import profiling
 from poochplan.profiler.assembly.assemble import SWAPPED
 from poochplan.profiler.trials.compare import DIFFERS, parts_of
+from poochplan.torch_private.tensor_internals import mode_count
 from poochplan.workload import load_workload
 from tests.processes import python
 from tests.runtime.nets import CASES, followed, taken
@@ -110,19 +111,19 @@ def test_a_plan_made_while_swapping_runs_with_the_gradients_of_in_core_training(
 
 
 @needs_compiler
-@pytest.mark.parametrize(("mode", "has_arena"), [("run", True), ("swap-all", False)])
-def test_a_step_that_does_not_fit_is_timed_without_an_arena_which_would_take_as_much_again(
-    mode: str, has_arena: bool
-) -> None:
-    before, mapped = arenas_mapped(), set[int]()
+@pytest.mark.parametrize("mode", ["run", "swap-all"])
+def test_a_step_that_does_not_fit_is_not_timed_op_by_op_beside_an_arena(mode: str) -> None:
+    before, seen = arenas_mapped(), set[tuple[bool, bool]]()
     model, step, optimizer = CASES["attention"].fresh()
 
     def watched() -> torch.Tensor:
-        mapped.add(arenas_mapped() - before)
+        seen.add((mode_count() > 0, arenas_mapped() > before))
         return step()
 
     taken(watched, model, optimizer, mode)
-    assert (max(mapped) > 0) == has_arena
+    under_no_mode, op_by_op = (False, True), (True, True)
+    assert under_no_mode in seen
+    assert (op_by_op in seen) == (mode == "run")
 
 
 @pytest.mark.parametrize(("free_bytes", "mode"), [(1 << 40, "run"), (1 << 10, "swap-all")])

@@ -28,7 +28,7 @@ from tests.depth import seeds
 from tests.live_bytes import LiveBytes
 from tests.planner.checker import check
 from tests.planner.plans import random_decisions
-from tests.runtime.mask_nets import MASKS
+from tests.runtime.mask_nets import MASKS, Drawn
 from tests.runtime.nets import Case, equal, followed, in_core, metered_peaks
 from tests.runtime.served import SETTLED, Loop, needs_compiler
 
@@ -174,7 +174,7 @@ OTHERWISE = ("filled", "uniform", "one more write", "unseen write")
 @pytest.mark.parametrize("how", OTHERWISE)
 @pytest.mark.parametrize("decision", [KEEP, SWAP])
 def test_what_other_ops_have_made_is_swapped_and_not_narrowed(how: str, decision: Decision) -> None:
-    case = Case(lambda: masked("drawn"))
+    case = Drawn(lambda: masked("drawn"))
     plan, _ = planned(case, held(problem_of(case), decision))
     assert sum(value.bits and value.until >= 0 for value in plan.values) == 1
     assert followed(case, plan).total.fallbacks == 0
@@ -195,8 +195,8 @@ def test_what_other_ops_have_made_is_swapped_and_not_narrowed(how: str, decision
 
 
 def test_a_mask_that_is_written_after_its_save_raises_what_autograd_raises() -> None:
-    assert masks_of(Case(lambda: masked("drawn")).profile())
-    case = Case(lambda: masked("drawn"))
+    assert masks_of(Drawn(lambda: masked("drawn")).profile())
+    case = Drawn(lambda: masked("drawn"))
     plan, _ = planned(case, held(problem_of(case), KEEP))
     model, loss_of = masked("written after the save")
     with poochplan.apply(plan, model), pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -14,6 +14,7 @@ from torch import nn
 from poochplan.formats.plan import Decision, Plan
 from poochplan.runtime.arena.library import library
 from poochplan.runtime.attachment import Attachment
+from poochplan.runtime.engine import held_sources
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.host_tier import HostTier, Intervals
 from poochplan.runtime.engine.saved_value import SavedValue
@@ -156,7 +157,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         lambda: test_sources.test_a_source_is_held_swapped_or_replayed_in_place_of_its_copy("bfloat16", Decision.SWAP),
     ),
     "a source is held from the save point of its copy on": (
-        (Engine, "_held_source", "planned.until >= 0", "False"),
+        (held_sources, "held_source", "planned.until >= 0", "False"),
         lambda: test_sources.test_a_source_is_held_swapped_or_replayed_in_place_of_its_copy("bfloat16", Decision.SWAP),
     ),
     "a dtensor is saved as its local tensor": (
