@@ -20,10 +20,10 @@ room for that.
 """
 
 
-ALL_REDUCED_BYTES = 131_072
-GATHERED_BYTES = 262_144
-"""What tensor parallelism reduces or gathers at once. Gloo's threads may hold it a moment longer, and no room is left
-for it.
+ALL_REDUCED_BYTES = 2 * 131_072
+GATHERED_BYTES = 4 * 131_072
+"""What tensor parallelism reduces or gathers, by each of gloo's two threads. They may hold it a moment longer, and no
+room is left for it.
 """
 
 
