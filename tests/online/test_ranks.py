@@ -20,13 +20,6 @@ room for that.
 """
 
 
-ALL_REDUCED_BYTES = 2 * 131_072
-GATHERED_BYTES = 4 * 131_072
-"""What tensor parallelism reduces or gathers, by each of gloo's two threads. They may hold it a moment longer, and no
-room is left for it.
-"""
-
-
 def test_two_ranks_are_bitwise_the_same_within_what_was_predicted(tmp_path: Path) -> None:
     kinds = [kind for kind in KINDS if kind != "resharded_to_2"]
     check_ranks(torchrun("tests.online.sharded", tmp_path, *kinds), kinds)
@@ -125,17 +118,15 @@ def test_ranks_that_differ_under_a_given_plan_all_tell_the_same_line(applied: An
     assert line.startswith("UsageError: plan: expected the same one on all ranks")
 
 
-@pytest.mark.parametrize(("layout", "spare_bytes"), [("whole", ALL_REDUCED_BYTES), ("sequence", GATHERED_BYTES)])
-def test_tensor_parallel_ranks_are_bitwise_the_same_within_the_budget(
-    layout: str, spare_bytes: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("layout", ["whole", "sequence"])
+def test_tensor_parallel_ranks_are_bitwise_the_same_within_the_budget(layout: str, tmp_path: Path) -> None:
     ranks = torchrun("tests.online.tensor_parallel", tmp_path, layout)
     for rank in ranks:
         plain, planned, applied = (rank[name] for name in ("plain", "planned", "applied"))
         for found in (planned, applied, rank["all swap"], rank["all recompute"]):
             assert (found["losses"], found["parameters"]) == (plain["losses"], plain["parameters"])
         for found in (planned, applied):
-            assert found["peak_bytes"] <= rank["budget_bytes"] + spare_bytes < plain["peak_bytes"]
+            assert found["peak_bytes"] <= rank["budget_bytes"] < plain["peak_bytes"]
             assert found["dtensors"].get("swap", 0) + found["dtensors"].get("recompute", 0) > 0
         assert rank["all swap"]["dtensors"]["swap"] >= rank["followed"][2], "some in each step"
         assert rank["all recompute"]["dtensors"]["recompute"] > 0

@@ -46,16 +46,27 @@ def writers_by_value(profile: ProfileData) -> list[list[int]]:
     return writers
 
 
+COLLECTIVES = "_c10d_functional."
+"""The beginning of the names of the ops by which ranks exchange DTensors."""
+GLOO_THREADS = 2
+
+
 def in_flight_bytes(profile: ProfileData) -> int:
-    """On the CPU, bytes that a step under FSDP2 may take beyond its lifetimes: gloo's threads keep the last
-    collective's buffer until they run again, and it is as large as the weights that are gathered at once.
+    """On the CPU, bytes that a step on several ranks may take beyond its lifetimes: gloo's threads keep a collective's
+    buffer until they run again.
+
+    Under FSDP2 it is as large as the weights that are gathered at once. Under tensor parallelism each thread may keep
+    a result.
     """
+    if profile.device.kind != "cpu":
+        return 0
     at_once = Counter[int | None]()
-    if profile.device.kind == "cpu":
-        for value in profile.values:
-            if value.stretch_of >= 0:
-                at_once[value.born_tick] += profile.rounded_bytes(value.size_bytes)
-    return max(at_once.values(), default=0)
+    for value in profile.values:
+        if value.stretch_of >= 0:
+            at_once[value.born_tick] += profile.rounded_bytes(value.size_bytes)
+    results = (one for op in profile.ops if op.name.startswith(COLLECTIVES) for one in op.outputs)
+    largest = max((profile.rounded_bytes(profile.values[one].size_bytes) for one in results), default=0)
+    return max(at_once.values(), default=0) + GLOO_THREADS * largest
 
 
 def swap_seconds(profile: ProfileData, size_bytes: int) -> float:
