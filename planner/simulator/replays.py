@@ -209,14 +209,14 @@ def build_replay_graph(
     saved_version = [bisect_left(writers[value], save_op[i]) for i, value in enumerate(value_of)]
     versions = _Versions(profile, writers, saved_of, saved_version)
     found = [_replay_of(versions, saved, value_of, save_tick, first_use_tick) for saved in range(len(value_of))]
+    ops = replayed_ops(profile)
     if copies:
         of_bits = {saved_of[bits] for bits in narrowed(profile)}
         plain = {source: copy for source, copy in copies.items() if source not in of_bits}
         _from_sources(versions, found, value_of, save_tick, first_use_tick, plain)
-        _from_bits(versions, found, sorted(of_bits), value_of)
+        _from_bits(versions, found, sorted(of_bits), value_of, ops)
     replays, reasons = [replay for replay, _ in found], [reason for _, reason in found]
     earliest_tick = _within_stretches(profile, replays, reasons, first_use_tick)
-    ops = replayed_ops(profile)
     return ReplayGraph(
         replays=tuple(replays),
         reasons=tuple(reasons),
@@ -234,10 +234,15 @@ def build_replay_graph(
 
 
 def _from_bits(
-    versions: _Versions, found: list[tuple[Replay | None, str]], of_bits: Sequence[int], value_of: Sequence[int]
+    versions: _Versions,
+    found: list[tuple[Replay | None, str]],
+    of_bits: Sequence[int],
+    value_of: Sequence[int],
+    ops: Sequence[Op],
 ) -> None:
-    """A mask is widened from its bits, the value before it. Its own writers bring the bits back, if they can."""
-    ops = replayed_ops(versions.profile) if of_bits else ()
+    """A mask is widened from its bits, the value before it. Its own writers bring the bits back, if they can. ``ops``
+    are those of replays.
+    """
     for saved in of_bits:
         drawn, reason = found[saved + 1]
         if drawn is not None:

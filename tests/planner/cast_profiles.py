@@ -9,7 +9,7 @@ from poochplan.formats.sources import sources_of, with_sources
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import movable
-from tests.planner.random_profiles import Recorder, link
+from tests.planner.random_profiles import Recorder, finished_with_a_random_link
 from tests.planner.tiny_profiles import ATTEMPTS
 
 UNIT = 1024
@@ -24,17 +24,7 @@ def cast_profile(seed: int | str, blocks: int = 6) -> Profile:
     for _ in range(blocks):
         x = _block(r, rng, x)
     r.op("loss", [x], [512], saves=[x], seconds=_seconds(rng))
-    saved_bytes = sum(r.values[value].size_bytes for value in r.saved)
-    fair = saved_bytes / (1e-3 * len(r.ops)) / 1e9
-    slow = rng.random() < 0.4
-    line = link(
-        fair * 10 ** rng.uniform(-1.5, 1.5),
-        rng.choice([0.0, 0.0, 5e-5]),
-        duplex=rng.choice([1.0, 0.6]) if slow else 1.0,
-        interference_out=rng.choice([0.0, 0.4]) if slow else 0.0,
-        interference_in=rng.choice([0.0, 0.4]) if slow else 0.0,
-    )
-    return r.finish(line, optimizer_s=rng.choice([0.0, 1e-3]))
+    return finished_with_a_random_link(r, rng)
 
 
 def _block(r: Recorder, rng: random.Random, x: int) -> int:

@@ -9,7 +9,7 @@ from poochplan.formats.profile import Kind, Profile
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import movable
-from tests.planner.random_profiles import Recorder, link
+from tests.planner.random_profiles import Recorder, finished_with_a_random_link
 from tests.planner.tiny_profiles import ATTEMPTS
 
 UNIT = LEAST_MASK_BYTES
@@ -24,17 +24,7 @@ def mask_profile(seed: int | str, blocks: int = 5) -> Profile:
     for _ in range(blocks):
         x = _block(r, rng, x)
     r.op("loss", [x], [512], saves=[x], seconds=_seconds(rng))
-    saved_bytes = sum(r.values[value].size_bytes for value in r.saved)
-    fair = saved_bytes / (1e-3 * len(r.ops)) / 1e9
-    slow = rng.random() < 0.4
-    line = link(
-        fair * 10 ** rng.uniform(-1.5, 1.5),
-        rng.choice([0.0, 0.0, 5e-5]),
-        duplex=rng.choice([1.0, 0.6]) if slow else 1.0,
-        interference_out=rng.choice([0.0, 0.4]) if slow else 0.0,
-        interference_in=rng.choice([0.0, 0.4]) if slow else 0.0,
-    )
-    return r.finish(line, optimizer_s=rng.choice([0.0, 1e-3]))
+    return finished_with_a_random_link(r, rng)
 
 
 def mask(r: Recorder, size_bytes: int, *, seconds: float = 1e-3, workspace_bytes: int = 0, scales: int = 1) -> int:

@@ -413,6 +413,21 @@ def _random_op(r: Recorder, rng: random.Random, alive: list[int], buffer: int) -
     alive.extend(value for value in outputs if value != buffer)
 
 
+def finished_with_a_random_link(r: Recorder, rng: random.Random) -> Profile:
+    """The recorded step, over a link that needs about as long as the ops, or very unlike that."""
+    saved_bytes = sum(r.values[value].size_bytes for value in r.saved)
+    fair = saved_bytes / (1e-3 * len(r.ops)) / 1e9
+    slow = rng.random() < 0.4
+    line = link(
+        fair * 10 ** rng.uniform(-1.5, 1.5),
+        rng.choice([0.0, 0.0, 5e-5]),
+        duplex=rng.choice([1.0, 0.6]) if slow else 1.0,
+        interference_out=rng.choice([0.0, 0.4]) if slow else 0.0,
+        interference_in=rng.choice([0.0, 0.4]) if slow else 0.0,
+    )
+    return r.finish(line, optimizer_s=rng.choice([0.0, 1e-3]))
+
+
 def with_random_thread(profile: Profile, seed: int) -> Profile:
     """The profile with a launching thread whose every cost is random and often 0, on the CPU or ahead of a device."""
     rng = random.Random(f"thread {seed}")

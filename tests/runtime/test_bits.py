@@ -15,48 +15,22 @@ from torch import nn
 
 import poochplan
 from poochplan.formats import narrow as formats
-from poochplan.formats.narrow import masks_of, narrowed, with_bits, with_smaller
-from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.narrow import masks_of, narrowed, with_bits
+from poochplan.formats.plan import Decision
 from poochplan.formats.profile import LinkDirection, Profile
-from poochplan.planner.policies import PolicyInput
-from poochplan.planner.search.optimise import Optimum
-from poochplan.planner.simulator.problem import Problem, build_problem
-from poochplan.planner.simulator.simulate import STYLES, Candidate, try_style
-from poochplan.planner.writing import write_plan
 from poochplan.runtime.replays import bits
 from tests.depth import seeds
 from tests.live_bytes import LiveBytes
 from tests.planner.checker import check
 from tests.planner.plans import random_decisions
+from tests.runtime.by_hand import held, planned, problem_of
 from tests.runtime.mask_nets import MASKS, Drawn
-from tests.runtime.nets import Case, equal, followed, in_core, metered_peaks
+from tests.runtime.nets import equal, followed, in_core, metered_peaks
 from tests.runtime.served import SETTLED, Loop, needs_compiler
 
 KEEP, SWAP, RECOMPUTE = Decision
 EVALUATIONS = 300
 INTEGERS = {2: torch.int16, 4: torch.int32}
-
-
-def planned(
-    case: Case, wish: list[Decision], budget_share: float = 0.0, style: int = 0, *, is_laid_out: bool = False
-) -> tuple[Plan, Candidate]:
-    profile = with_smaller(case.profile())
-    budget_bytes = int(budget_share * profile.in_core_peak_bytes)
-    found = try_style(build_problem(profile), "by hand", wish, budget_bytes, STYLES[style])
-    given = PolicyInput.of(profile, 1 << 40)
-    return write_plan(given, Optimum(found, "by hand"), 0.0, is_laid_out=is_laid_out), found
-
-
-def problem_of(case: Case) -> Problem:
-    return build_problem(with_smaller(case.profile()))
-
-
-def held(problem: Problem, of_bits: Decision, others: Decision = KEEP) -> list[Decision]:
-    """Every mask is recomputed, and its bits are decided so."""
-    wish = [KEEP if reason else others for reason in problem.must_keep]
-    for source, copy in problem.copies.items():
-        wish[copy], wish[source] = RECOMPUTE, of_bits
-    return wish
 
 
 @pytest.mark.parametrize("name", MASKS)

@@ -12,18 +12,14 @@ import torch
 from torch import nn
 
 import poochplan
-from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.plan import Decision
 from poochplan.formats.profile import LinkDirection
-from poochplan.formats.sources import WIDENING, sources_of, with_sources
-from poochplan.planner.policies import PolicyInput
-from poochplan.planner.search.optimise import Optimum
-from poochplan.planner.simulator.problem import Problem, build_problem
-from poochplan.planner.simulator.simulate import STYLES, Candidate, try_style
-from poochplan.planner.writing import write_plan
+from poochplan.formats.sources import WIDENING, sources_of
 from poochplan.torch_private import tensor_internals
 from tests.depth import seeds
 from tests.live_bytes import LiveBytes
 from tests.planner.plans import random_decisions
+from tests.runtime.by_hand import held, planned, problem_of
 from tests.runtime.cast_nets import CASTS
 from tests.runtime.nets import Case, equal, followed, in_core, metered_peaks
 from tests.runtime.served import SETTLED, Loop, needs_compiler
@@ -31,30 +27,6 @@ from tests.runtime.served import SETTLED, Loop, needs_compiler
 KEEP, SWAP, RECOMPUTE = Decision
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 EVALUATIONS = 300
-
-
-def planned(
-    case: Case, wish: list[Decision], budget_share: float = 0.0, style: int = 0, *, is_laid_out: bool = False
-) -> tuple[Plan, Candidate]:
-    profile = with_sources(case.profile())
-    budget_bytes = int(budget_share * profile.in_core_peak_bytes)
-    found = try_style(build_problem(profile), "by hand", wish, budget_bytes, STYLES[style])
-    given = PolicyInput.of(profile, 1 << 40)
-    return write_plan(given, Optimum(found, "by hand"), 0.0, is_laid_out=is_laid_out), found
-
-
-def problem_of(case: Case) -> Problem:
-    return build_problem(with_sources(case.profile()))
-
-
-def held(problem: Problem, of_sources: Decision, others: Decision = KEEP) -> list[Decision]:
-    """Every copy that can be is recomputed, and its source is decided so."""
-    wish = [KEEP if reason else others for reason in problem.must_keep]
-    for source, copy in problem.copies.items():
-        if problem.replay.replays[copy] is not None:
-            possible = of_sources is not RECOMPUTE or problem.replay.replays[source] is not None
-            wish[copy], wish[source] = RECOMPUTE, of_sources if possible else KEEP
-    return wish
 
 
 @pytest.mark.parametrize("name", CASTS)

@@ -13,9 +13,9 @@ from collections.abc import Collection
 from msgspec.structs import replace
 
 from .plan import Plan
-from .profile import Handle, Kind, Op, Phase, Point, PointKind, Profile, Value
+from .profile import Kind, Op, Phase, PointKind, Profile, Value
 from .queries import writers_by_value
-from .sources import with_sources
+from .sources import moved, with_save_points, with_sources
 
 NARROW = "poochplan.narrow"
 """The name of the op that reads a mask where its bits would be made."""
@@ -145,35 +145,19 @@ def with_bits(profile: Profile, named: Collection[str] | None = None) -> Profile
     numbers = sorted(masks)
     before_op, ticks = [profile.points[one].op for one in numbers], [profile.point_ticks[one] for one in numbers]
 
-    def moved(value: Value) -> Value:
-        born, born_tick = value.born + bisect_right(before_op, value.born), value.born_tick
-        ends = {name: _tick(ticks, getattr(value, name)) for name in ("forward_death", "freed")}
-        return replace(value, born=born, born_tick=None if born_tick is None else _tick(ticks, born_tick), **ends)
+    def tick(before: int) -> int:
+        return before + 2 * bisect_right(ticks, before)
 
-    ops, values = list(profile.ops), [moved(value) for value in profile.values]
-    bits_of = dict[int, int]()
+    values = [moved(replace(one, born=one.born + bisect_right(before_op, one.born)), tick) for one in profile.values]
+    ops, bits_of = list(profile.ops), dict[int, int]()
     for place, number in enumerate(numbers):
         mask, at = masks[number], before_op[place] + place
         ops.insert(at, Op(name=NARROW, layer=values[mask].layer, phase=Phase.FORWARD, duration_s=0.0, inputs=(mask,)))
-        bits_of[profile.points[number].handle] = len(values)
+        bits_of[number] = len(values)
         values.append(_bits(profile, mask, born=at, tick=ticks[place] + 2 * place + 1))
-    handles, points = list[Handle](), list[Point]()
-    new_place = dict[int, int]()
-    for ordinal, handle in enumerate(profile.handles):
-        if ordinal in bits_of:
-            bits = values[bits_of[ordinal]]
-            handles.append(Handle(value=bits_of[ordinal], layer=bits.layer, dtype=bits.dtype, shape=bits.shape))
-        new_place[ordinal] = len(handles)
-        handles.append(handle)
-    for number, point in enumerate(profile.points):
-        here = replace(point, handle=new_place[point.handle], op=point.op + bisect_right(numbers, number))
-        points += [replace(here, handle=here.handle - 1), here] if number in masks else [here]
-    return replace(profile, ops=tuple(ops), values=tuple(values), handles=tuple(handles), points=tuple(points))
-
-
-def _tick(ticks: list[int], before: int) -> int:
-    """The tick that ``before`` becomes, if two are added before each of ``ticks``."""
-    return before + 2 * bisect_right(ticks, before)
+    late = (replace(point, op=point.op + bisect_right(numbers, at)) for at, point in enumerate(profile.points))
+    handles, points = with_save_points(replace(profile, points=tuple(late)), values, bits_of)
+    return replace(profile, ops=tuple(ops), values=tuple(values), handles=handles, points=points)
 
 
 def _name(profile: Profile, mask: int) -> str:

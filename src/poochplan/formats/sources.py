@@ -8,6 +8,7 @@ unpacked. :func:`with_sources` adds both to a profile.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -68,30 +69,34 @@ def with_sources(profile: Profile) -> Profile:
     if not sources:
         return profile
     added_at = [profile.point_ticks[number] for number in sources]
-    handle_at = sorted(profile.points[number].handle for number in sources)
 
     def tick(before: int) -> int:
         return before + bisect_right(added_at, before)
 
-    handles, points = list[Handle](), list[Point]()
-    moved = [number + bisect_right(handle_at, number) for number in range(len(profile.handles))]
-    new = {profile.points[number].handle: value for number, value in sources.items()}
-    for number, handle in enumerate(profile.handles):
-        if number in new:
-            value = profile.values[new[number]]
-            handles.append(Handle(value=new[number], layer=value.layer, dtype=value.dtype, shape=value.shape))
+    handles, points = with_save_points(profile, profile.values, sources)
+    values = tuple(moved(value, tick) for value in profile.values)
+    return replace(profile, values=values, handles=handles, points=points)
+
+
+def with_save_points(
+    profile: Profile, values: Sequence[Value], new: Mapping[int, int]
+) -> tuple[tuple[Handle, ...], tuple[Point, ...]]:
+    """The handles and points, with those of another of the ``values`` directly before each of these save points."""
+    of_handle = {profile.points[number].handle: value for number, value in new.items()}
+    handles, places, points = list[Handle](), list[int](), list[Point]()
+    for ordinal, handle in enumerate(profile.handles):
+        if ordinal in of_handle:
+            value = values[of_handle[ordinal]]
+            handles.append(Handle(value=of_handle[ordinal], layer=value.layer, dtype=value.dtype, shape=value.shape))
+        places.append(len(handles))
         handles.append(handle)
     for number, point in enumerate(profile.points):
-        if number in sources:
-            points.append(Point(kind=PointKind.SAVE, handle=moved[point.handle] - 1, op=point.op))
-        points.append(replace(point, handle=moved[point.handle]))
-    values = tuple(
-        replace(
-            value,
-            born_tick=None if value.born_tick is None else tick(value.born_tick),
-            forward_death=tick(value.forward_death),
-            freed=tick(value.freed),
-        )
-        for value in profile.values
-    )
-    return replace(profile, values=values, handles=tuple(handles), points=tuple(points))
+        here = replace(point, handle=places[point.handle])
+        points += [replace(here, handle=here.handle - 1), here] if number in new else [here]
+    return tuple(handles), tuple(points)
+
+
+def moved(value: Value, tick: Callable[[int], int]) -> Value:
+    """The value in a step in which each tick has become another."""
+    born_tick = None if value.born_tick is None else tick(value.born_tick)
+    return replace(value, born_tick=born_tick, forward_death=tick(value.forward_death), freed=tick(value.freed))
