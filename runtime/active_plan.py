@@ -15,7 +15,7 @@ from .metering.holders import HeldMemory
 FIRST_STEPS = 2
 """The first step runs without the optimizer's state, the second with it. Later steps are like the second."""
 MOST_PLANS = 4
-"""A kind of step whose steps took more memory is planned anew at most this often. More growth is only reported."""
+"""A kind of step whose steps took more memory, or get no arena, is planned anew at most this often."""
 _MOST_NAMED = 4
 
 

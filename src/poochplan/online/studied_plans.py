@@ -105,8 +105,10 @@ class StudiedPlans(LoopObserver):
         self._promises: dict[Key, Promise] = {}
         self._beside = defaultdict[Key, Growth](Growth)
         self._missed, self._studies = Counter[Key](), Counter[Key]()
-        self._grown, self._improved = Counter[Key](), Counter[Key]()
-        """How often a kind was planned anew: because it took more memory, and to be faster."""
+        self._grown, self._improved, self._without_arena = Counter[Key](), Counter[Key](), Counter[Key]()
+        """How often a kind was planned anew: because it took more memory, to wait less for copies, to have an arena."""
+        self._arena_room_bytes = Counter[Key]()
+        """Bytes by which the arenas of real steps have been larger than planned, all plans of a kind together."""
 
     @property
     def latest(self) -> ActivePlan | None:  # type: ignore[override]
@@ -235,23 +237,30 @@ class StudiedPlans(LoopObserver):
         promised_s = plan.plan.prediction.step_s
         self._messages.say(auto_messages.dearer(promise.step_s, promised_s, why, is_planned_again=again))
         if again and profile is not None:
+            self._improved[key] += 1
             self._want_meanwhile(key, msgspec.structs.replace(profile, link=promise.link_found(plan.plan.link)))
 
     def lacks_arena(self, plan: ActivePlan, more_bytes: int) -> None:
-        """Once, plans with room for the arena: a stored plan may be of a loop that held outputs for another time."""
+        """Plans with room for the arena: a stored plan may be of a loop that held outputs for another time. The other
+        plan's decisions need another arena, which may lack bytes again.
+        """
         key = self._key_of(plan)
-        profile = self._known.profiles.get(key)
-        if profile is None or self._improved[key] or self._ranks is not None or key in self._known.pending:
+        profile, is_pending = self._known.profiles.get(key), key in self._known.pending
+        if profile is None or self._without_arena[key] == MOST_PLANS or self._ranks is not None or is_pending:
             return
+        self._without_arena[key] += 1
+        self._arena_room_bytes[key] += rounded_up(more_bytes)
         self._messages.say(auto_messages.lacks_arena(more_bytes))
-        self._want_meanwhile(key, profile, arena_room_bytes=rounded_up(more_bytes))
+        self._want_meanwhile(key, profile)
 
-    def _want_meanwhile(self, key: Key, profile: Profile, *, arena_room_bytes: int = 0) -> None:
-        """Another plan, once; until it is there, steps follow the present one."""
-        self._improved[key] += 1
+    def _want_meanwhile(self, key: Key, profile: Profile) -> None:
+        """Another plan; until it is there, steps follow the present one."""
         self._known.doubted.add(key)
+        self._want(key, profile)
+
+    def _want(self, key: Key, profile: Profile) -> None:
         ahead_bytes = self._beside[key].ahead_bytes(self._number, self._foreseen_bytes)
-        self._known.want(key, profile, ahead_bytes, arena_room_bytes=arena_room_bytes)
+        self._known.want(key, profile, ahead_bytes, arena_room_bytes=self._arena_room_bytes[key])
 
     # -- making plans ---------------------------------------------------------------------------------------------
 
@@ -290,8 +299,7 @@ class StudiedPlans(LoopObserver):
 
     def _want_another(self, key: Key, profile: Profile, more_bytes: int) -> None:
         self._known.withdraw(key)
-        ahead_bytes = self._beside[key].ahead_bytes(self._number, self._foreseen_bytes)
-        self._known.want(key, with_bytes_beside(profile, more_bytes), ahead_bytes)
+        self._want(key, with_bytes_beside(profile, more_bytes))
 
     def _is_outgrown(self, plan: ActivePlan, number: int) -> bool:
         """Whether the memory outside the step now makes the plan exceed its budget. If so, another plan is made."""
