@@ -69,6 +69,7 @@ def measure_link(
     sizes: tuple[int, ...] = (),
     ranks: int = 1,
     least: Least = int,
+    beside: Callable[[], None] | None = None,
 ) -> Link:
     """The link of the device ``where``: on the CPU process memory to a spill file in ``directory`` and back, on CUDA
     device memory to pinned host memory and back.
@@ -79,7 +80,8 @@ def measure_link(
     first write of a smaller size took seconds; or it, or a smaller size, cannot be pinned.
 
     Several ``ranks`` of one host measure it together: each calls this function, and every copy begins on all of them at
-    once. ``least`` returns the least of every rank's number, once all have called it.
+    once. ``least`` returns the least of every rank's number, once all have called it. ``beside`` begins what runs
+    beside each copy on all ranks: an all-reduce, because gradients are reduced while values are copied back.
 
     Raises ``SpillError`` if the directory cannot be used, has no room, or is too slow for the smallest size; on CUDA,
     if not even that much memory can be pinned.
@@ -98,6 +100,8 @@ def measure_link(
         def begin() -> None:
             device.synchronize()
             least(0)
+            if beside is not None:
+                beside()
 
         out = _curve(copy_out, device, sizes, begin)
         back = _curve(copy_in, device, sizes, begin)

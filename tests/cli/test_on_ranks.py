@@ -115,6 +115,8 @@ def test_ranks_share_what_they_must_and_reduce_gradients(tmp_path: Path) -> None
     first, second = torchrun("tests.online.launched", tmp_path)
     for facts in (first, second):
         assert (facts["least"], facts["on_any"], facts["gathered"]) == (5, [True, False], [0, 1])
+        assert facts["link"][0] == 2
+        assert facts["link"][1] >= 3 * 5  # beside five copies out, five back, and five of both
         assert facts["same"] == ""
         assert facts["differs"].startswith("plan: expected the same one on all ranks, found that they differ")
         assert (facts["calls"], facts["class"], facts["again"]) == (1, "Sequential", True)

@@ -7,12 +7,15 @@ import json
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from poochplan.errors import UsageError
-from poochplan.online.ranks import Ranks, data_parallel, launched_ranks
+from poochplan.online.ranks import BUCKET_BYTES, Ranks, data_parallel, launched_ranks
+from poochplan.profiler.link import measure_link
 from poochplan.workload import Workload
 
 
@@ -25,6 +28,7 @@ def main(folder: Path) -> None:
             "gathered": ranks.gathered(rank),
             "same": refusal(ranks, b"plan"),
             "differs": refusal(ranks, b"plan %d" % rank),
+            "link": link(ranks),
             **gradients(rank, ranks),
         }
         (folder / f"rank{rank}.json").write_text(json.dumps(facts))
@@ -36,6 +40,14 @@ def refusal(ranks: Ranks, content: bytes) -> str:
     except UsageError as error:
         return str(error)
     return ""
+
+
+def link(ranks: Ranks) -> list[int]:
+    """Ranks of a link that all measure, and the buckets that are reduced meanwhile."""
+    cpu, rate, sizes = torch.device("cpu"), 200e6, (64 << 10,)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced, ranks.reducing(cpu) as beside:
+        found = measure_link(cpu, None, rate, sizes, ranks=2, least=ranks.least, beside=beside)
+    return [found.ranks, sum(call.args[0].nbytes == BUCKET_BYTES for call in reduced.call_args_list)]
 
 
 def gradients(rank: int, ranks: Ranks) -> dict[str, object]:

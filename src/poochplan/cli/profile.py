@@ -61,7 +61,7 @@ can be planned. Each distinct op is then timed by itself on this machine, or --r
 --cached-link: use the link that `pooch link` has measured; measure it if there is none
 --accumulate: your loop has no zero_grad between these steps, so gradients exist already in forward
 --nproc N >=2: measure on N ranks at once, as torchrun starts them: each wraps the model for data-parallel training, and
-  all copy at the same time; the profile is that of rank 0
+  all copy at the same time, beside an all-reduce; the profile is that of rank 0
 --top N >=0 =0: show the N layers that save the most bytes, and the cost of swapping or recomputing them
 
 pooch profile unet3d -o profile.json
@@ -171,7 +171,9 @@ pooch profile my_package.models:build --throttle 400MB/s --spill-dir /scratch --
 
                 workload = data_parallel(workload)
                 count, least = self.rank_count, ranks.least
-                link = measure_link(where, options.spill_dir, options.throttle, ranks=count, least=least)
+                with ranks.reducing(where) as beside:
+                    rates = options.spill_dir, options.throttle
+                    link = measure_link(where, *rates, ranks=count, least=least, beside=beside)
                 if self.rank > 0:
                     ranks.follow(workload, accumulate=options.accumulate)
                     return None

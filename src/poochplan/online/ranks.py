@@ -32,6 +32,8 @@ from poochplan.workload import Workload
 T = TypeVar("T")
 ALIKE_STEPS = 8
 """Ranks compare their kinds of segments after this many steps or more. By then inputs that vary have varied."""
+BUCKET_BYTES = 25 << 20
+"""Bytes that data-parallel training reduces at a time, by torch's default."""
 
 
 class RankMessage(msgspec.Struct, frozen=True):
@@ -140,6 +142,29 @@ class Ranks:
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, what, self._group)
         return found
+
+    @staticmethod
+    @contextlib.contextmanager
+    def reducing(where: torch.device) -> Iterator[Callable[[], None]]:
+        """A block with a function that begins to reduce a bucket of the device's, once the last one is reduced. Every
+        rank calls it equally often; none is under way behind the block.
+        """
+        bucket, under_way = torch.zeros(BUCKET_BYTES, dtype=torch.uint8, device=where), list[dist.Work]()
+
+        def ended() -> None:
+            while under_way:
+                under_way.pop().wait()
+
+        def begin() -> None:
+            ended()
+            work = dist.all_reduce(bucket, async_op=True)
+            assert work is not None
+            under_way.append(work)
+
+        try:
+            yield begin
+        finally:
+            ended()
 
     def led(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """On rank 0: the step, which the other ranks begin at the same time (:meth:`follow`)."""
