@@ -32,6 +32,7 @@ from typing import Any
 
 from benchmarks.facts import facts_of_run, write_results
 
+IN_CORE = "in-core, no limit", "in-core"
 HERE = Path(__file__).parent
 DEFAULTS = ("gpt2", ["batch_size=8"])
 """Workload and settings of ``unfit``."""
@@ -178,9 +179,15 @@ def this(*words: str) -> list[str]:
 
 
 def unfit(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The whole way under the limit."""
+    """The whole way under the limit; with ``--in-core`` behind the in-core steps of an earlier run."""
     config = str(HERE.parent / "configs" / f"{arguments.workload}.toml")
     settings = [word for pair in arguments.set for word in ("--set", pair)]
+    if arguments.in_core:
+        found = json.loads(Path(arguments.in_core).read_text())["found"]
+        in_core = {name: found["rows"][name] for name in IN_CORE}
+        with tempfile.TemporaryDirectory() as folder:
+            rows, judged = under_limit(arguments, [config, *settings], found["limit_bytes"], folder, in_core)
+        return found | {"judged": judged, "rows": _shortened(rows)}
     before = run(this("before", "--workload", config, *settings))["printed"]
     with tempfile.TemporaryDirectory() as folder:
         whole = str(Path(folder) / "whole.json")
@@ -189,7 +196,7 @@ def unfit(arguments: argparse.Namespace) -> dict[str, Any]:
         needed_bytes = in_core_peak_bytes - before["parameter_bytes"]
         taken_bytes = before["anonymous_bytes" if arguments.cgroup else "address_space_bytes"]
         limit_bytes = taken_bytes + int(arguments.limit_share * needed_bytes)
-        rows, judged = under_limit(arguments, [config, *settings], limit_bytes, folder)
+        rows, judged = under_limit(arguments, [config, *settings], limit_bytes, folder, {})
     return {
         "before": before,
         "in_core_peak_bytes": in_core_peak_bytes,
@@ -198,17 +205,19 @@ def unfit(arguments: argparse.Namespace) -> dict[str, Any]:
         "page_cache_counted": arguments.cgroup,
         "in_core_dies": rows["in-core"]["exit_code"] != 0,
         "judged": judged,
-        "rows": {name: row | {"printed": _short(row["printed"])} for name, row in rows.items()},
+        "rows": _shortened(rows),
     }
 
 
 def under_limit(
-    arguments: argparse.Namespace, workload: list[str], limit_bytes: int, folder: str
+    arguments: argparse.Namespace, workload: list[str], limit_bytes: int, folder: str, rows: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What each process told, the first without a limit; and what became of the planned steps, by mode of profile."""
+    """What each process told, the first without a limit; and what became of the planned steps, by mode of profile.
+
+    ``rows``: of in-core processes that have told before; empty if they are to run.
+    """
     train = this("train", "--steps", str(arguments.steps), "--workload", *workload)
-    rows: dict[str, Any] = {}
-    judged = {}
+    rows, judged = dict(rows), {}
 
     def take(name: str, words: list[str], limit_bytes: int | None = limit_bytes) -> dict[str, Any]:
         rows[name] = run(words, limit_bytes, in_cgroup=arguments.cgroup)
@@ -217,8 +226,10 @@ def under_limit(
         printed: dict[str, Any] = rows[name]["printed"]
         return printed
 
-    in_core = take("in-core, no limit", train, None)
-    take("in-core", train)
+    if not rows:
+        take(IN_CORE[0], train, None)
+        take(IN_CORE[1], train)
+    in_core = rows[IN_CORE[0]]["printed"]
     for mode in arguments.modes:
         profile, plan = (str(Path(folder) / f"{what}-{mode}.json") for what in ("profile", "plan"))
         timed = ["--iterations", str(arguments.iterations)] if mode != "fake" else []
@@ -247,12 +258,17 @@ def judged_steps(plan_path: str, planned: dict[str, Any], in_core: dict[str, Any
         "peak_bytes": planned["peak_bytes"],
         "in_core_peak_bytes": in_core["peak_bytes"],
         "within_budget": planned["peak_bytes"] <= plan.budget_bytes,
+        "predicted_step_s": promised.step_s,
     }
     if len(planned["seconds"]) <= SETTLED:
         return found
     step_s, in_core_s = (median(one["seconds"][SETTLED:]) for one in (planned, in_core))
-    times = {"predicted_step_s": promised.step_s, "step_s": step_s, "in_core_step_s": in_core_s}
+    times = {"step_s": step_s, "in_core_step_s": in_core_s}
     return found | times | {"over_predicted": step_s / promised.step_s, "over_in_core": step_s / in_core_s}
+
+
+def _shortened(rows: dict[str, Any]) -> dict[str, Any]:
+    return {name: row | {"printed": _short(row["printed"])} for name, row in rows.items()}
 
 
 def _short(printed: dict[str, Any]) -> dict[str, Any]:
@@ -289,6 +305,7 @@ def arguments_of() -> argparse.Namespace:
     add("--steps", type=int, default=2, help="unfit: in-core and planned ones; times are of the fifth and later ones")
     add("--iterations", type=int, default=5, help="unfit: timed steps of a profile (default: 5)")
     add("--plan-s", type=float, default=8.0, help="unfit: seconds for a plan (default: 8)")
+    add("--in-core", metavar="JSON", help="unfit: take in-core steps and the limit from an earlier run's output")
     add("--cgroup", action="store_true", help="unfit: limit resident memory and page cache by a cgroup, as root")
     add("--plan", help=argparse.SUPPRESS)
     add("-o", "--output")
