@@ -18,6 +18,7 @@ PAGES = {
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/instances/README.md": "instances.md",
     "LICENSE": "license.txt",
+    "runtime/arena/native/arena.h": "runtime/arena/native/arena.h",
     **{f"examples/{path.name}": f"examples/{path.name}" for path in sorted((ROOT / "examples").glob("*.*"))},
 }
 """Path in the repository -> page or file of the site. Everything else comes from ``docs/``."""
