@@ -157,11 +157,6 @@ def test_a_link_without_bandwidth_is_named() -> None:
         plan(msgspec.structs.replace(profile, link=broken), "80%")
 
 
-def test_a_budget_that_cannot_be_read_is_a_usage_error() -> None:
-    with pytest.raises(UsageError, match="budget"):
-        plan(unet_like(2), "plenty")
-
-
 def test_the_fluid_model_finds_free_what_a_fast_link_hides() -> None:
     problem = build_problem(resnet_like(4, link_gb_per_s=100))
     keep_all_peak = int(problem.base_bytes.max() + problem.rounded_bytes.sum())

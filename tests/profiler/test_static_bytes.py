@@ -10,7 +10,7 @@ from torch import nn
 
 from poochplan.formats.profile import Profile
 from tests.live_bytes import peak_of_a_step
-from tests.runtime.nets import taken
+from tests.runtime.nets import CASES, taken
 
 Step = Callable[[], torch.Tensor]
 UNIT = 512
@@ -56,6 +56,8 @@ STATE = {
 
 
 def fresh(name: str) -> tuple[nn.Module, Step, torch.optim.Optimizer | None]:
+    if name in CASES:
+        return CASES[name].fresh()
     torch.manual_seed(0)
     model = Words()
     tokens, targets = torch.randint(0, VOCABULARY, (BATCH, LENGTH)), torch.randint(0, VOCABULARY, (BATCH,))
@@ -80,7 +82,7 @@ def test_static_bytes_of_each_kind_are_those_worked_out_by_hand(name: str) -> No
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["zeroed", "accumulated"])
-@pytest.mark.parametrize("name", Optimizers)
+@pytest.mark.parametrize("name", [*Optimizers, *CASES])
 def test_the_in_core_peak_is_what_an_outside_meter_sees(name: str, accumulate: bool) -> None:
     profile = profiled(name, accumulate)
     model, step, optimizer = fresh(name)

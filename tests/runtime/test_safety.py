@@ -24,7 +24,7 @@ from poochplan.runtime.run_report import SessionStatus
 from poochplan.runtime.session import Session
 from tests.runtime.autograd_steps import together
 from tests.runtime.data_parallel import Shared
-from tests.runtime.nets import CASES, Case, Use, either_way, equal, followed, gradients, of, snapshot, taken
+from tests.runtime.nets import CASES, Case, Use, either_way, equal, followed, gradients, of, taken
 from tests.runtime.random_plans import random_plan
 
 CASE = CASES["residual"]
@@ -175,14 +175,6 @@ def test_a_second_session_for_a_model_is_refused_on_another_thread_too(plan: Pla
         "apply(): expected no open session for this Residual, found one on another thread; "
         "wait until its with block has ended"
     ]
-
-
-def test_a_snapshot_holds_loss_gradients_buffers_parameters_and_the_generators_state() -> None:
-    model, step, _ = CASE.fresh()
-    loss = step()
-    loss.backward()
-    parameters = list(model.parameters())
-    assert len(snapshot(model, loss)) == 1 + 2 * len(parameters) + len(list(model.buffers())) + 1
 
 
 def test_steps_taken_away_from_the_session_are_plain_ones_and_the_next_follows_the_plan(plan: Plan) -> None:
