@@ -67,15 +67,6 @@ def no_scalar() -> poochplan.Workload:
     return poochplan.Workload(model, lambda: model(torch.ones(4, 8)))
 
 
-def no_tensor() -> poochplan.Workload:
-    model = torch.nn.Linear(8, 8)
-    return poochplan.Workload(model, lambda: model(torch.ones(4, 8)).sum().item())
-
-
-def no_gradient() -> poochplan.Workload:
-    return poochplan.Workload(torch.nn.Linear(8, 8), lambda: torch.ones(()))
-
-
 def _linear(step) -> poochplan.Workload:
     model = torch.nn.Linear(8, 8)
     images = torch.randn(4, 8)
@@ -86,39 +77,10 @@ def calls_backward() -> poochplan.Workload:
     return _linear(lambda model, images, loss: loss.backward() or loss)
 
 
-def takes_gradients() -> poochplan.Workload:
-    return _linear(lambda model, images, loss: loss + torch.autograd.grad(loss, model.bias, create_graph=True)[0].sum())
-
-
-def steps_optimizer() -> poochplan.Workload:
-    return _linear(lambda model, images, loss: torch.optim.SGD(model.parameters(), lr=0.1).step() or loss)
-
-
-def trains_another() -> poochplan.Workload:
-    return _linear(lambda model, images, loss: images.clone().requires_grad_().square().mean())
-
-
-def buffer_elsewhere() -> poochplan.Workload:
-    workload = small()
-    workload.model.register_buffer("place", torch.ones(8, device="meta"))
-    return workload
-
-
-def input_elsewhere() -> poochplan.Workload:
-    model = torch.nn.Linear(8, 8)
-    return poochplan.Workload(model, lambda: model(torch.ones(4, 8, device="meta")).mean())
-
-
 def resting() -> poochplan.Workload:
     workload = small()
     workload.model.eval()
     return workload
-
-
-def ragged() -> poochplan.Workload:
-    model = torch.nn.Linear(8, 8)
-    rows = iter(range(2, 1000))
-    return poochplan.Workload(model, lambda: model(torch.randn(next(rows), 8)).square().mean())
 
 
 def too_large() -> poochplan.Workload:

@@ -11,10 +11,14 @@ import poochplan
 Pooch = Any
 
 
-def test_a_model_in_eval_mode_is_advised_about(pooch: Pooch, workloads: Path) -> None:
-    result = pooch("profile", f"{workloads}:resting", "-o", "resting.json", "--iterations", "1", "--warmup", "1")
+def test_a_model_in_eval_mode_is_warned_about_noted_and_advised_about(pooch: Pooch, workloads: Path) -> None:
+    once = ("--iterations", "1", "--warmup", "1")
+    result = pooch("profile", f"{workloads}:resting", "-o", "resting.json", *once, "--json")
     assert result.code == 0
-    assert "advice 1" in result.out
+    assert result.err.count("pooch: warning: ") == 1
+    assert "pooch: warning: poochplan: the model was in eval mode: no dropout, no batch statistics" in result.err
+    assert "the model was in eval mode: no dropout, no batch statistics" in json.loads(result.out)["notes"]
+    assert "advice 1" in pooch("show", "resting.json").out
     (line,) = poochplan.Profile.load("resting.json").advice()
     result = pooch("plan", "resting.json", "--budget", "100%", "--json")
     assert result.code == 0

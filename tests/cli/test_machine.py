@@ -18,7 +18,6 @@ Pooch = Any
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (["--budget", "60%", "--link", "pcie9"], 2, "link: expected pcie3, pcie4,"),
         (["--budget", "60%", "--link", "0GB/s"], 2, "a rate above 0 such as 12GB/s"),
         (["--budget", "60%", "--link=-1GB/s"], 2, "found '-1GB/s'"),
         (["--budget", "60%", "--compute-scale", "0"], 2, "--compute-scale: expected a number above 0, found '0'"),

@@ -49,10 +49,3 @@ def test_a_policy_whose_plan_does_not_fit_ends_with_code_3_and_writes_nothing(po
     assert "the plan of policy 'keep-all' does not fit" in result.error
     assert "raise the budget, or take policy 'ilp'" in result.error
     assert not Path("plan.json").exists()
-
-
-def test_an_unknown_policy_ends_with_code_2_and_the_known_ones(pooch: Pooch, profile_path: Path) -> None:
-    result = pooch("plan", profile_path, "--budget", "85%", "--policy", "best", "-o", "plan.json")
-    assert result.code == 2
-    assert "policy 'best' is unknown: expected ilp or one of" in result.error
-    assert "superneurons" in result.error
