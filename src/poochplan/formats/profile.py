@@ -22,59 +22,32 @@ from poochplan.units import format_bytes, format_rate, format_seconds, format_wi
 
 from .files import beyond, numbered
 from .occupancy import static_bytes
-from .profile_parts import (
-    ALLOCATION_UNIT_BYTES,
-    ROOFLINE,
-    SCHEMA_VERSION,
-    Device,
-    Handle,
-    Host,
-    Kind,
-    LayerTimes,
-    Link,
-    LinkDirection,
-    Memory,
-    ModelSignature,
-    Op,
-    OpBlock,
-    Phase,
-    Point,
-    PointKind,
-    ProfileData,
-    RuntimeCost,
-    StepFacts,
-    StepTimes,
-    Value,
-)
+from .profile_parts import ALLOCATION_UNIT_BYTES as ALLOCATION_UNIT_BYTES
+from .profile_parts import ROOFLINE as ROOFLINE
+from .profile_parts import SCHEMA_VERSION as SCHEMA_VERSION
+from .profile_parts import Device as Device
+from .profile_parts import Handle as Handle
+from .profile_parts import Host as Host
+from .profile_parts import Kind as Kind
+from .profile_parts import LayerTimes as LayerTimes
+from .profile_parts import Link as Link
+from .profile_parts import LinkDirection as LinkDirection
+from .profile_parts import Memory as Memory
+from .profile_parts import ModelSignature as ModelSignature
+from .profile_parts import Op as Op
+from .profile_parts import OpBlock as OpBlock
+from .profile_parts import Phase as Phase
+from .profile_parts import Point as Point
+from .profile_parts import PointKind as PointKind
+from .profile_parts import ProfileData
+from .profile_parts import RuntimeCost as RuntimeCost
+from .profile_parts import StepFacts as StepFacts
+from .profile_parts import StepTimes as StepTimes
+from .profile_parts import Value as Value
 from .queries import FRAMES, OUTSIDE, advice, reconciliation
 
 if TYPE_CHECKING:
     import pandas as pd
-
-__all__ = [
-    "ALLOCATION_UNIT_BYTES",
-    "ROOFLINE",
-    "SCHEMA_VERSION",
-    "Device",
-    "Handle",
-    "Host",
-    "Kind",
-    "LayerTimes",
-    "Link",
-    "LinkDirection",
-    "Memory",
-    "ModelSignature",
-    "Op",
-    "OpBlock",
-    "Phase",
-    "Point",
-    "PointKind",
-    "Profile",
-    "RuntimeCost",
-    "StepFacts",
-    "StepTimes",
-    "Value",
-]
 
 _OF_OPS = ("inputs", "outputs", "writes")
 LEAST_SHOWN = 0.02
