@@ -297,13 +297,11 @@ def _probes(device: ComputeDevice) -> list[Callable[[], object]]:
     return [lambda: torch.mm(left, right, out=product), lambda: torch.clamp(field, 0, out=positive)]
 
 
-def _per_call_s(
-    device: ComputeDevice, op: Callable[[], object], between: Callable[[], object], duration_s: float = 0.02
-) -> float:
+def _per_call_s(device: ComputeDevice, op: Callable[[], object], between: Callable[[], object]) -> float:
     device.synchronize()
     start_s = time.perf_counter()
     calls = 0
-    while time.perf_counter() - start_s < duration_s:
+    while time.perf_counter() - start_s < 0.02:
         op()
         between()
         ended = device.compute.record()

@@ -111,8 +111,8 @@ class CachingAllocator:
         return first
 
 
-def peak_reserved(before: Sequence[Block], step: Sequence[Block], end: int, steps: int = 3) -> Reserved:
-    """Peaks when a step is repeated. Blocks from ``before`` it are allocated first, then those of the ``step``.
+def peak_reserved(before: Sequence[Block], step: Sequence[Block], end: int) -> Reserved:
+    """Peaks when a step is run three times. Blocks from ``before`` it are allocated first, then those of the ``step``.
 
     Blocks from before that do not live to ``end`` are allocated anew before each further step. Blocks that the step
     takes and does not free are freed when it ends.
@@ -126,7 +126,7 @@ def peak_reserved(before: Sequence[Block], step: Sequence[Block], end: int, step
     events = [(block.start, True, number) for number, block in enumerate(blocks)]
     events += [(block.end, False, number) for number, block in enumerate(blocks)]
     events.sort()  # at one time, ends come before starts
-    for _ in range(steps):
+    for _ in range(3):
         held: dict[int, _Piece] = {}
         for _, is_start, number in events:
             if is_start:

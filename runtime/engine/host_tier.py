@@ -163,8 +163,8 @@ class Intervals:
     assignment: an interrupt (Ctrl-C) may lose an interval, and never hands one out twice.
     """
 
-    def __init__(self, start_bytes: int = 0) -> None:
-        self._holes = [(host_aligned(start_bytes), _NO_END)]
+    def __init__(self) -> None:
+        self._holes = [(0, _NO_END)]
 
     def take(self, size_bytes: int) -> int:
         """The first byte of an interval of that size, which is rounded up to the alignment of host memory."""

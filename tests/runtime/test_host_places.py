@@ -296,13 +296,12 @@ STEPS = st.lists(
 class ByHand:
     """The same, by looking at everything that is taken."""
 
-    def __init__(self, start: int) -> None:
-        self.start = start
+    def __init__(self) -> None:
         self.taken: dict[int, int] = {}
         """First byte -> byte behind."""
 
     def lowest(self, size: int) -> int:
-        at = self.start
+        at = 0
         for first, behind in sorted(self.taken.items()):
             if first - at >= size:
                 break
@@ -311,14 +310,14 @@ class ByHand:
 
     @property
     def end(self) -> int:
-        return max(self.taken.values(), default=self.start)
+        return max(self.taken.values(), default=0)
 
 
 @pytest.mark.cpu_device
 @settings(deadline=None)
-@given(start=st.integers(0, 3 * HOST_ALIGNMENT_BYTES), steps=STEPS)
-def test_it_takes_the_lowest_place_that_is_free_and_large_enough(start: int, steps: list[tuple[str, int]]) -> None:
-    intervals, by_hand = Intervals(start), ByHand(host_aligned(start))
+@given(steps=STEPS)
+def test_it_takes_the_lowest_place_that_is_free_and_large_enough(steps: list[tuple[str, int]]) -> None:
+    intervals, by_hand = Intervals(), ByHand()
     sizes: dict[int, int] = {}
     for what, number in steps:
         if what == "take":
@@ -338,14 +337,14 @@ def test_it_takes_the_lowest_place_that_is_free_and_large_enough(start: int, ste
 @settings(deadline=None)
 @given(sizes=st.lists(SIZES, min_size=1), chance=st.randoms(use_true_random=False))
 def test_what_is_given_back_in_any_order_comes_back_as_one(sizes: list[int], chance: object) -> None:
-    intervals = Intervals(HOST_ALIGNMENT_BYTES)
+    intervals = Intervals()
     taken = [(intervals.take(size), size) for size in sizes]
     end = intervals._holes[-1][0]
     chance.shuffle(taken)  # type: ignore[attr-defined]
     for at, size in taken:
         intervals.give_back(at, size)
-    assert intervals._holes[-1][0] == HOST_ALIGNMENT_BYTES
-    assert intervals.take(end) == HOST_ALIGNMENT_BYTES
+    assert intervals._holes[-1][0] == 0
+    assert intervals.take(end) == 0
     assert len(intervals._holes) == 1
 
 

@@ -110,7 +110,7 @@ pooch plan profile.json --budget 0.45 --solver PULP_CBC_CMD --time-limit 300 --j
         if options.policy == "all":
             with self.progress("comparing policies"):
                 rows = compare_policies(profile, made)
-            self.show(policy_table("Policies, those that fit first", rows))
+            self.show(policy_table(rows))
             data["policies"] = [asdict(row) for row in rows]
         self.problem = gap_problem(options, [made.solve.gap], f"the plan was written to {path}")
         if made.solve.status is SolveStatus.INTERRUPTED:

@@ -52,11 +52,6 @@ class Found:
     answers: Mapping[int, bool | None]
     """All answers."""
 
-    @property
-    def refused(self) -> tuple[int, ...]:
-        """The tried values that do not exist."""
-        return tuple(sorted(value for value, answer in self.answers.items() if answer is None))
-
 
 def largest(
     fits: Answer, start: int, low: int, high: int, gait: Gait = Gait.DOUBLE, neighbours: int = NEIGHBOURS

@@ -38,7 +38,7 @@ _LINEAR_SHARE = 0.5
 """Length of the axis below the first tick that is not 0, in decades."""
 
 
-def policy_table(heading: str, rows: Iterable[ComparisonRow]) -> Table:
+def policy_table(rows: Iterable[ComparisonRow]) -> Table:
     """One row per policy. "ilp gains" is the overhead that the ILP's plan saves, in points."""
     headings = ("policy", "peak", "fits", "overhead", "stall", "replay", "moved", "ilp gains", "decided in")
     cells = [
@@ -55,7 +55,7 @@ def policy_table(heading: str, rows: Iterable[ComparisonRow]) -> Table:
         ]
         for row in rows
     ]
-    return table(heading, headings, cells)
+    return table("Policies, those that fit first", headings, cells)
 
 
 @dataclass(frozen=True)
