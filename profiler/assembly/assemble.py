@@ -35,7 +35,7 @@ from poochplan.formats.profile import (
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.captured import CapturedOp, CapturedValue
-from poochplan.profiler.capture.op_blocks import stray_values, temporary
+from poochplan.profiler.capture.op_blocks import stray_values
 from poochplan.runtime.applying import model_signature
 from poochplan.runtime.compiled.inductor import why_none_deferred, written_replays
 from poochplan.tensors.host_memory import available_bytes
@@ -197,8 +197,8 @@ def with_carried(
         numbers = tuple(range(first + len(values), first + len(values) + len(op.carried)))
         found[number] = msgspec.structs.replace(ops[number], outputs=(*ops[number].outputs, *numbers))
         values += [
-            temporary(
-                f"{op.layer or 'step'}/within {op.phase}#{number}.{index + 1}", size_bytes, number, last, layer=op.layer
+            held_until(
+                f"{op.layer or 'step'}/within {op.phase}#{number}.{index + 1}", size_bytes, last, number, layer=op.layer
             )
             for index, (size_bytes, until) in enumerate(op.carried)
             for last in (op_ticks[place[id(until)]] - (op.phase is Phase.BACKWARD),)

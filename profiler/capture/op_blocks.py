@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from poochplan.formats.profile import Kind, OpBlock, Value
-from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, LEAST_COUNTED_BYTES, LEAST_PLACED_BYTES, rounded_up
+from poochplan.formats.occupancy import held_until
+from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, OpBlock, Value
+from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, LEAST_PLACED_BYTES, counted_bytes
 from poochplan.runtime.arena.library import BIRTH, DEATH, MARK, Table
 
 BEGINS, ENDS, POINT = 1, 0, 2
@@ -72,10 +73,6 @@ def taken_in(
     sizes = _small_sizes(min(workspace_bytes, _small_bytes(own, outputs)))
     small = [OpBlock(size_bytes, -1, len(blocks) + len(sizes)) for size_bytes in sizes]
     return Taken((*blocks, *small), workspace_bytes)
-
-
-def counted_bytes(size_bytes: int) -> int:
-    return rounded_up(size_bytes) if size_bytes >= LEAST_COUNTED_BYTES else 0
 
 
 def events_by_op(events: Table) -> Iterator[list[LogEvent]]:
@@ -325,13 +322,7 @@ def stray_values(strays: Iterable[Stray], op_ticks: Sequence[int], tick_count: i
     for (done, first, last), size_bytes in small.items():
         found[done].append((first, last, size_bytes))
     return tuple(
-        temporary(
-            f"{STEM}#{done}" if not number else f"{STEM}#{done}.{number + 1}",
-            size_bytes,
-            done - 1,
-            last,
-            born_tick=first,
-        )
+        held_until(f"{STEM}#{done}" if not number else f"{STEM}#{done}.{number + 1}", size_bytes, last, done - 1, first)
         for done, several in sorted(found.items())
         for number, (first, last, size_bytes) in enumerate(several)
         if size_bytes
@@ -349,21 +340,3 @@ def _last_tick(moment: Moment | None, op_ticks: Sequence[int], tick_count: int) 
     if moment.inside and moment.ops < len(op_ticks):
         return op_ticks[moment.ops]
     return _tick(moment) - 1
-
-
-def temporary(
-    name: str, size_bytes: int, born: int, last_tick: int, *, layer: str = "", born_tick: int | None = None
-) -> Value:
-    """A block that no tensor of the capture shows, as a value."""
-    return Value(
-        name=name,
-        layer=layer,
-        kind=Kind.TEMPORARY,
-        size_bytes=size_bytes,
-        dtype="uint8",
-        shape=(size_bytes,),
-        born=born,
-        born_tick=born_tick,
-        forward_death=last_tick,
-        freed=last_tick,
-    )

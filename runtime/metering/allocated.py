@@ -16,7 +16,7 @@ import torch
 
 from poochplan.errors import AllocatorError
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
-from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, rounded_up
+from poochplan.formats.profile_parts import counted_bytes
 from poochplan.runtime.arena.library import ThreadScope, too_many
 
 
@@ -117,14 +117,14 @@ class AllocatedPeak(StepPeak):
 
     def looked_around(self, storages: Mapping[int, torch.UntypedStorage], unseen_bytes: int = 0) -> None:
         library = self._count.library
-        self._beside_bytes = unseen_bytes + sum(map(_rounded_bytes, storages.values())) - self._count.live_bytes
-        outside = [one for one in storages.values() if not library.is_served(one.data_ptr())]
-        outside_bytes = unseen_bytes + sum(map(_rounded_bytes, outside))
-        self._beside_arena_bytes = outside_bytes - self._count.outside_live_bytes
+        there_bytes = sum(counted_bytes(one.nbytes()) for one in storages.values())
+        self._beside_bytes = unseen_bytes + there_bytes - self._count.live_bytes
+        outside = (one.nbytes() for one in storages.values() if not library.is_served(one.data_ptr()))
+        self._beside_arena_bytes = unseen_bytes + sum(map(counted_bytes, outside)) - self._count.outside_live_bytes
         self._unknown.clear()
         for key, storage in storages.items():
             if library.block_at(storage.data_ptr()) < 0:
-                died = functools.partial(self._died, key, _rounded_bytes(storage))
+                died = functools.partial(self._died, key, counted_bytes(storage.nbytes()))
                 self._unknown[key] = weakref.ref(storage, died)
 
     def now(self) -> PeakBytes | None:
@@ -167,10 +167,6 @@ class AllocatedPeak(StepPeak):
             self._begin_anew()
             self._beside_bytes -= size_bytes
             self._beside_arena_bytes -= size_bytes
-
-
-def _rounded_bytes(storage: torch.UntypedStorage) -> int:
-    return rounded_up(storage.nbytes()) if storage.nbytes() >= LEAST_COUNTED_BYTES else 0
 
 
 class ByteCount:

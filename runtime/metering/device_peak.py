@@ -9,12 +9,11 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
 
 import torch
 
 from poochplan.formats.profile import Memory
-from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, rounded_up
+from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, counted_bytes
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.torch_private.tensor_internals import (
     allocation_events,
@@ -75,8 +74,8 @@ class LoggedPeak(StepPeak):
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def looked_around(self, storages: Mapping[int, torch.UntypedStorage], unseen_bytes: int = 0) -> None:
-        sizes = [one.nbytes() for one in storages.values() if one.nbytes() >= self._least_bytes]
-        self._began_bytes = unseen_bytes + sum(map(rounded_up, sizes))
+        counted = (counted_bytes(one.nbytes(), self._least_bytes) for one in storages.values())
+        self._began_bytes = unseen_bytes + sum(counted)
         self._watched = {key: self._watch(storage) for key, storage in storages.items()}
         self._meter.begin()
 
@@ -102,8 +101,10 @@ class LoggedPeak(StepPeak):
         return weakref.ref(storage, died)
 
 
-def most_behind(events: list[RecordedEvent], *, of_live: bool, least_bytes: int) -> tuple[int, int]:
-    """The most of the running sum of a log, at least 0, and the number of the last mark before it, else 0."""
+def most_behind(events: list[RecordedEvent], *, of_live: bool = False, least_bytes: int = 0) -> tuple[int, int]:
+    """The most of the running sum of a log, at least 0, without blocks that were set aside, and the number of the last
+    mark before it, else 0.
+    """
     live = most = mark = found = 0
     for change, name, is_inside in _steps(events, least_bytes):
         live += change
@@ -158,7 +159,7 @@ class CpuMeter:
         None if that is unknown.
         """
         events = self.events()
-        return None if events is None else most_bytes(events)
+        return None if events is None else most_behind(events)[0]
 
     def mark(self, name: str) -> None:
         if self._is_open:
@@ -172,11 +173,6 @@ class CpuMeter:
     def set_aside(self) -> contextlib.AbstractContextManager[object]:
         """A block whose allocations do not count."""
         return allocation_mark(_SET_ASIDE) if self._is_open else contextlib.nullcontext()
-
-
-def most_bytes(events: list[RecordedEvent]) -> int:
-    """Most bytes of the running sum of (kind, name, bytes) events, without those in blocks that were set aside."""
-    return max(accumulate(changes(events), initial=0))
 
 
 def changes(events: list[RecordedEvent], least_bytes: int = 0) -> Iterator[int]:
@@ -200,7 +196,7 @@ def changes(events: list[RecordedEvent], least_bytes: int = 0) -> Iterator[int]:
             if name.startswith(_FREED) and not aside:
                 freed_bytes = int(name.removeprefix(_FREED))
                 if told != -freed_bytes:
-                    change = -_counted(freed_bytes, least_bytes)
+                    change = -counted_bytes(freed_bytes, least_bytes)
                     marked = freed_bytes
                 told = 0
         elif kind == "pop":
@@ -209,13 +205,9 @@ def changes(events: list[RecordedEvent], least_bytes: int = 0) -> Iterator[int]:
         elif kind == "memory_alloc" and not aside:
             is_counted = size_bytes < 0 and bool(marked) and (is_right_after or marked == -size_bytes)
             if size_bytes > 0:
-                change = _counted(size_bytes, least_bytes)
+                change = counted_bytes(size_bytes, least_bytes)
             elif not is_counted:
-                change = -_counted(-size_bytes, least_bytes)
+                change = -counted_bytes(-size_bytes, least_bytes)
             told = size_bytes if size_bytes < 0 and not is_counted else 0
             marked = 0
         yield change
-
-
-def _counted(size_bytes: int, least_bytes: int) -> int:
-    return rounded_up(size_bytes) if size_bytes >= least_bytes else 0

@@ -11,7 +11,7 @@ import torch
 
 from poochplan.formats.plan import Instructions, Plan
 from poochplan.formats.profile import Memory
-from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, rounded_up
+from poochplan.formats.profile_parts import counted_bytes
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.metering.allocated import PeakBytes, StepPeak
@@ -156,7 +156,7 @@ class StepMeter:
             storage = reference()
             if storage is not None and engine is not None and (id(storage) in given or engine.tape.known(storage)):
                 self._met[key] = reference
-                size_bytes = rounded_up(storage.nbytes()) if storage.nbytes() >= LEAST_COUNTED_BYTES else 0
+                size_bytes = counted_bytes(storage.nbytes())
                 if self._told is not None:
                     self._told = PeakBytes(self._told.peak_bytes + size_bytes, self._told.blocks_bytes + size_bytes)
 

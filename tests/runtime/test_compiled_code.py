@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from poochplan.runtime.compiled.deferred_unpack import deferred_arguments
-from poochplan.runtime.metering.device_peak import CpuMeter, most_bytes
+from poochplan.runtime.metering.device_peak import CpuMeter, most_behind
 
 
 def test_compiled_code_tells_the_most_that_was_live_at_once_above_its_begin() -> None:
@@ -47,18 +47,18 @@ def test_a_storage_whose_death_is_told_twice_makes_room_once() -> None:
     alloc, free = ("memory_alloc", "", 4096), ("memory_alloc", "", -4096)
     mark = [("push", "poochplan.freed:4096", 0), ("pop", "", 0)]
     large = ("memory_alloc", "", 8192)
-    assert most_bytes([alloc, alloc, *mark, free, large]) == 4096 + 8192
-    assert most_bytes([alloc, alloc, free, *mark, large]) == 4096 + 8192
-    assert most_bytes([alloc, alloc, free, free, large]) == 8192
-    assert most_bytes([alloc, alloc, *mark, *mark, large]) == 8192
+    assert most_behind([alloc, alloc, *mark, free, large])[0] == 4096 + 8192
+    assert most_behind([alloc, alloc, free, *mark, large])[0] == 4096 + 8192
+    assert most_behind([alloc, alloc, free, free, large])[0] == 8192
+    assert most_behind([alloc, alloc, *mark, *mark, large])[0] == 8192
 
 
 def test_a_marked_storage_makes_room_for_its_own_bytes_where_torch_reports_those_of_an_earlier_one() -> None:
     op = [("push", "aten::sin", 0), ("pop", "", 0)]
     mark, stale = [("push", "poochplan.freed:4096", 0), ("pop", "", 0)], ("memory_alloc", "", -8192)
     new = ("memory_alloc", "", 16384)
-    assert most_bytes([*mark, stale, new]) == 16384 - 4096
-    assert most_bytes([*mark, *op, stale, new]) == 16384 - 4096 - 8192  # another one, behind an op
+    assert most_behind([*mark, stale, new])[0] == 16384 - 4096
+    assert most_behind([*mark, *op, stale, new])[0] == 16384 - 4096 - 8192  # another one, behind an op
 
 
 def test_a_meter_that_was_never_ended_is_forgotten() -> None:

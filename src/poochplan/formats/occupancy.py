@@ -79,16 +79,21 @@ def static_bytes(profile: ProfileData) -> dict[str, int]:
     }
 
 
-def held_until(name: str, size_bytes: int, last_tick: int, kind: Kind = Kind.INPUT) -> Value:
-    """A value that exists from before the step to that tick. No decision changes it."""
+def held_until(
+    name: str, size_bytes: int, last_tick: int, born: int | None = None, born_tick: int | None = None, layer: str = ""
+) -> Value:
+    """A block that no tensor shows, as a value up to that tick: from before the step if ``born`` names no op. No
+    decision changes it.
+    """
     return Value(
         name=name,
-        layer="",
-        kind=kind,
+        layer=layer,
+        kind=Kind.INPUT if born is None else Kind.TEMPORARY,
         size_bytes=size_bytes,
         dtype="uint8",
         shape=(size_bytes,),
-        born=-1,
+        born=-1 if born is None else born,
+        born_tick=born_tick,
         forward_death=last_tick,
         freed=last_tick,
     )

@@ -81,6 +81,11 @@ def rounded_up(size_bytes: int, unit_bytes: int = ALLOCATION_UNIT_BYTES) -> int:
     return -(-size_bytes // unit_bytes) * unit_bytes
 
 
+def counted_bytes(size_bytes: int, least_bytes: int = LEAST_COUNTED_BYTES) -> int:
+    """The bytes of a block on the CPU as a meter counts them: smaller ones than ``least_bytes`` count nothing."""
+    return rounded_up(size_bytes) if size_bytes >= least_bytes else 0
+
+
 class Phase(StrEnum):
     """The part of a step an op belongs to."""
 
