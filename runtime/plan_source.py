@@ -18,7 +18,7 @@ from poochplan.runtime.step_policies.follow import DivergencePolicy, Follow
 from poochplan.runtime.step_policies.step_policy import Actions, Diverged, KeepAll, StepPolicy, SwapEach
 from poochplan.units import format_bytes
 
-from .active_plan import MOST_PLANS, REMEDY, ActivePlan
+from .active_plan import MOST_PLANS, REMEDY, STILL_GROWS, ActivePlan
 from .attachment import Attachment, Hooks, PlanSource
 from .run_report import FallbackKind, Fallbacks
 
@@ -162,10 +162,7 @@ class GivenPlans(PlanSource):
         if self._replan is None:
             return REMEDY
         if self._times[name] == MOST_PLANS:
-            return (
-                f"it has been planned again {self._times[name]} times and still grows: release the tensors that "
-                "the loop keeps"
-            )
+            return STILL_GROWS
         beside_bytes = self._beside_bytes[name] + more_bytes
         try:
             changed = self._replan(self._profiles[name], plan.plan, beside_bytes)

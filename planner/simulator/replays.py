@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from poochplan.formats.narrow import NARROW, narrowed, replayed_ops
 from poochplan.formats.occupancy import born_ticks, ints, occupancy
 from poochplan.formats.profile import Kind, Op, Phase, Profile
+from poochplan.formats.queries import writers_by_value
 from poochplan.formats.sources import is_source
 
 
@@ -201,11 +202,7 @@ def build_replay_graph(
     ``saved_of`` maps a value to its position among the saved values or -1; ``value_of`` is its inverse; ``save_op``
     holds the ops completed before each save point. ``copies`` has the larger copy of each source.
     """
-    writers: list[list[int]] = [[] for _ in profile.values]
-    for index, op in enumerate(profile.ops):
-        if op.phase is Phase.FORWARD:
-            for value in (*op.outputs, *op.writes):
-                writers[value].append(index)
+    writers = writers_by_value(profile)
     saved_version = [bisect_left(writers[value], save_op[i]) for i, value in enumerate(value_of)]
     versions = _Versions(profile, writers, saved_of, saved_version)
     found = [_replay_of(versions, saved, value_of, save_tick, first_use_tick) for saved in range(len(value_of))]

@@ -22,7 +22,7 @@ from poochplan.profiler.live.segment_observer import SegmentObserver
 from poochplan.profiler.live.step_kinds import UNUSED, Key, StepKind
 from poochplan.profiler.live.study import StudyOptions
 from poochplan.profiler.trials.machine_facts import with_cached_cost, with_known_cost
-from poochplan.runtime.active_plan import MOST_PLANS, REMEDY, ActivePlan, OverBudget
+from poochplan.runtime.active_plan import MOST_PLANS, REMEDY, STILL_GROWS, ActivePlan, OverBudget
 from poochplan.runtime.applying import check_model
 from poochplan.runtime.attachment import Attachment, Hooks
 from poochplan.runtime.engine.cursor import Outcome, Segment
@@ -290,9 +290,7 @@ class StudiedPlans(LoopObserver):
         if profile is None or self._ranks is not None:
             return REMEDY
         if self._grown[key] == MOST_PLANS:
-            return (
-                f"it has been planned again {MOST_PLANS} times and still grows: release the tensors that the loop keeps"
-            )
+            return STILL_GROWS
         self._grown[key] += 1
         self._want_another(key, profile, more_bytes)
         return f"another plan is made that has room for {format_bytes(more_bytes)} more"
