@@ -7,6 +7,7 @@ import json
 import runpy
 import sys
 import warnings
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,15 @@ from tests.runtime.nets import LINK
 
 
 class Watches(Callback):
-    """Notes each loss, and waits for the plan at a step that all ranks come to."""
+    """Notes each loss, and waits for the plan at these steps, to which all ranks come."""
 
-    def __init__(self, plans: PlanCallback | None = None) -> None:
-        self.plans = plans
+    def __init__(self, plans: PlanCallback | None = None, steps: Container[int] = (14,)) -> None:
+        self.plans, self.steps = plans, steps
         self.losses: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
         self.losses.append(outputs["loss"].item())
-        if trainer.global_step == 14 and self.plans is not None and self.plans.session is not None:
+        if trainer.global_step in self.steps and self.plans is not None and self.plans.session is not None:
             self.plans.session.wait_until_planned(120)
 
 

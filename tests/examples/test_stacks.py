@@ -16,6 +16,7 @@ from poochplan.errors import UsageError
 from poochplan.integrations import hf
 from poochplan.integrations import lightning as for_lightning
 from poochplan.integrations.trainers import called_by
+from tests.examples.lightning_ranks import Watches
 from tests.examples.test_examples import EXAMPLES
 from tests.online.caches import empty_cache
 from tests.online.census import outside_meter
@@ -116,25 +117,14 @@ def test_a_training_that_is_resumed_with_poochplan_is_what_it_is_without(
     assert plans.session.profile is not None
 
 
-class Waits(lightning.Callback):
-    def __init__(self, plans: for_lightning.PlanCallback | None = None) -> None:
-        self.plans = plans
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
-        self.losses.append(outputs["loss"].item())
-        if self.plans is not None and self.plans.session is not None and trainer.global_step >= 13:
-            self.plans.session.wait_until_planned(120)
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_is_the_same_in_less_memory_and_resumes_in_the_middle(tmp_path: Path) -> None:
-    main, plain = main_of("lightning_module"), Waits()
+    main, plain = main_of("lightning_module"), Watches()
     saves = lightning.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=10, save_top_k=-1)
     expected, plain_bytes = metered(lambda: main(plain, saves, folder=str(tmp_path)))
     budget_bytes = int(plain_bytes * 0.75)  # the data set is a third of it
     plans = for_lightning.PlanCallback(budget=budget_bytes, cache=tmp_path / "cache", **QUICK)
-    waits = Waits(plans)
+    waits = Watches(plans, range(13, 1000))
     found, peak_bytes = metered(lambda: main(plans, waits, folder=str(tmp_path)))
     assert waits.losses == plain.losses
     assert same(parameters_of(found), parameters_of(expected))
@@ -143,7 +133,7 @@ def test_lightning_is_the_same_in_less_memory_and_resumes_in_the_middle(tmp_path
     assert peak_bytes <= budget_bytes
     checkpoint = next(tmp_path.glob("*step=10*.ckpt"))
     alone = main(folder=str(tmp_path), resume=str(checkpoint))
-    resumed = main(plans, Waits(plans), folder=str(tmp_path), resume=str(checkpoint))
+    resumed = main(plans, Watches(plans, range(13, 1000)), folder=str(tmp_path), resume=str(checkpoint))
     assert same(parameters_of(resumed), parameters_of(alone))
 
 
