@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint import save
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import poochplan
@@ -92,8 +93,8 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str, number: int) -> float:
-    """One step on this rank's own batch."""
+def step(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> list[float]:
+    """One step on this rank's own batch: its losses."""
     count = 2 if kind == "accumulating" else 1
     for micro in range(count):
         if count > 1:
@@ -106,24 +107,31 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str, number: 
     if kind == "loading" and number % 4 == 3:
         set_model_state_dict(model, {name: one.clone() for name, one in get_model_state_dict(model).items()})
         save(get_model_state_dict(model), checkpoint_id=Path(sys.argv[1]) / "checkpoint")  # by all ranks
-    return loss.item()
+    return [loss.item()]
 
 
-def train(kind: str, meter: AllocatedBytes, session_of: Callable[..., Any], file: Path | None = None) -> dict[str, Any]:
+def train(
+    build: Callable[[], nn.Module],
+    step_of: Callable[[nn.Module, torch.optim.Optimizer, int], list[float]],
+    meter: AllocatedBytes,
+    session_of: Callable[..., Any],
+    file: Path | None = None,
+) -> dict[str, Any]:
     """What came of it. The peak is that of the last steps, which follow the plan. Another plan goes to the file."""
     gc.collect()
-    model = KINDS[kind]()
+    model = build()
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3)
-    losses, peak_bytes = [], 0
+    losses, peak_bytes = list[float](), 0
     torch.manual_seed(1 + torch.distributed.get_rank())
     with session_of(model, optimizer) as session:
         for number in range(STEPS):
             if session is not None and number == PLANNED_AT:
                 session.wait_until_planned()
             meter.restart()
-            losses.append(step(model, optimizer, kind, number))
+            losses += step_of(model, optimizer, number)
             peak_bytes = max(peak_bytes, meter.peak if number > PLANNED_AT + 1 else 0)
-    bits = b"".join(one.detach().to_local().numpy().tobytes() for one in model.parameters())  # type: ignore[attr-defined]
+    local = (one.to_local() if isinstance(one, DTensor) else one for one in model.parameters())
+    bits = b"".join(one.detach().numpy().tobytes() for one in local)
     found = {"losses": losses, "parameters": hashlib.sha256(bits).hexdigest(), "peak_bytes": peak_bytes}
     if file is not None and torch.distributed.get_rank() == 0:
         write_all_recomputed(session, file)
@@ -174,13 +182,11 @@ def main(folder: Path, kinds: list[str]) -> None:
     found = {}
     for kind in kinds:
         file = None if kind == "accumulating" else folder / f"{kind}.json"  # which has two plans
-        found[kind] = {
-            "plain": train(kind, meter, plain),
-            "planned": train(kind, meter, with_auto(folder / kind), file),
-        }
+        trained = functools.partial(train, KINDS[kind], functools.partial(step, kind), meter)
+        found[kind] = {"plain": trained(plain), "planned": trained(with_auto(folder / kind), file)}
         torch.distributed.barrier()
         if file is not None:
-            found[kind]["recomputed"] = train(kind, meter, with_plan(file))
+            found[kind]["recomputed"] = trained(with_plan(file))
         (folder / f"rank{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
