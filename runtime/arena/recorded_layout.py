@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from poochplan.tensors.host_memory import give_back_freed
 _lock = threading.Lock()
 _writers: dict[int, weakref.ref[ArenaRuns]] = {}
 """The writer of each scope's log, by the scope's handle: one at a time in a process."""
+PackBlocks: TypeAlias = Callable[[Sequence[tuple[int, int, int]], int], tuple[Sequence[int], int]]
+"""Finds places, because the runtime itself cannot pack: offsets of blocks (born, died, bytes) in one arena, and its
+bytes, at most so many if possible."""
 _NOWHERE = Places(*(np.empty(0, np.int64) for _ in range(3)))
 RUN_END = -1
 """The mark at the end of a run; all other marks are points of its clock."""
@@ -187,13 +190,6 @@ class ArenaRuns:
         self.end()
         self.events()
         self.close_arena()
-
-
-class PackBlocks(Protocol):
-    """A function that finds places; the runtime itself cannot pack."""
-
-    def __call__(self, blocks: Sequence[tuple[int, int, int]], room_bytes: int) -> tuple[Sequence[int], int]:
-        """Offsets of blocks (born, died, bytes) in one arena, and its bytes: at most ``room_bytes``, if possible."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from poochplan.errors import AllocatorError, UsageError
+from poochplan.errors import UsageError
 from poochplan.formats.plan import OUTSIDE, Plan
 from poochplan.formats.plan_set import Signature
 from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
@@ -432,10 +432,7 @@ def why_no_arena(device: str) -> str:
     """One line that says why the device takes no arena; empty if it does."""
     if device != "cpu":
         return f"a plan for {device}, whose allocator takes no arena; leave it to that"
-    try:
-        return why_unavailable()
-    except AllocatorError as error:
-        return str(error)
+    return why_unavailable()
 
 
 def _layer(plan: Plan, point: int) -> str:
