@@ -1,10 +1,12 @@
 """What the bits of dropout masks are worth: plans with and without them, at the same budget.
 
     python -m benchmarks.masks --networks bert-large-a100 --kept 0.1 -o benchmarks/results/masks.json
+    python -m benchmarks.masks --one-byte --on-cuda
 
 The masks of the instances are floating-point numbers, as on the CPU, and may be drawn again. With ``--one-byte`` they
 are as those of a GPU: one byte per element, made by an op that needs its input, so none is drawn again. Narrowing and
-widening a mask then move 2.25 bytes per element. The budget is that of the instance as it is.
+widening a mask then move 2.25 bytes per element, as one kernel each would. With ``--on-cuda`` too they move the 5.25
+bytes of the ops of torch that do it there, and take these ops' memory. The budget is that of the instance as it is.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import argparse
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from msgspec.structs import replace
 
@@ -36,7 +37,8 @@ def one_byte(profile: Profile) -> Profile:
     for mask in set(narrow.masks_of(profile).values()):
         share = 1 / narrow.ELEMENT_BYTES[values[mask].dtype]
         size_bytes = int(values[mask].size_bytes * share)
-        values[mask] = replace(values[mask], size_bytes=size_bytes, unreplayable="its op needs an input")
+        facts = {"size_bytes": size_bytes, "dtype": narrow.BOOL, "unreplayable": "its op needs an input"}
+        values[mask] = replace(values[mask], **facts)
         for op in writers[mask]:
             ops[op] = replace(ops[op], duration_s=ops[op].duration_s * share)
     made = replace(profile, values=tuple(values), ops=tuple(ops))
@@ -44,18 +46,20 @@ def one_byte(profile: Profile) -> Profile:
     return replace(made, in_core_peak_bytes=simulated(problem, "keep all", keep_all(problem)).peak_bytes)
 
 
-def row_of(name: str, link: str, kept: float, time_limit_s: float, *, is_one_byte: bool) -> dict[str, Any]:
+def row_of(
+    name: str, link: str, kept: float, time_limit_s: float, *, is_one_byte: bool, is_on_cuda: bool
+) -> dict[str, Any]:
     """Overheads and gaps of both plans of an instance, and the bytes of the bits that one of them holds."""
     profile = for_machine(Profile.load(INSTANCES / f"{name}.json.gz"), link=link)
     budget_bytes = budget_of(profile, kept)
-    row: dict[str, Any] = {"instance": name, "link": link, "kept": kept, "one_byte": is_one_byte}
-    elements = dict.fromkeys(narrow.ELEMENT_BYTES, 1) if is_one_byte else narrow.ELEMENT_BYTES
+    row: dict[str, Any] = {"instance": name, "link": link, "kept": kept, "one_byte": is_one_byte, "cuda": is_on_cuda}
     profile = one_byte(profile) if is_one_byte else profile
-    with mock.patch.object(narrow, "ELEMENT_BYTES", elements):
-        for what, without in (("without", ("narrow",)), ("with", ())):
-            found = plan(profile, budget_bytes, time_limit_s=time_limit_s, gap=0.001, without=without)
-            held = {decision: sum(sizes) for decision, sizes in found.sources(bits=True).items() if sizes}
-            row[what] = {"overhead": found.prediction.overhead, "gap": found.solve.gap, "bits": held}
+    if is_on_cuda:
+        profile = replace(profile, device=replace(profile.device, kind="cuda"))
+    for what, without in (("without", ("narrow",)), ("with", ())):
+        found = plan(profile, budget_bytes, time_limit_s=time_limit_s, gap=0.001, without=without)
+        held = {decision: sum(sizes) for decision, sizes in found.sources(bits=True).items() if sizes}
+        row[what] = {"overhead": found.prediction.overhead, "gap": found.solve.gap, "bits": held}
     return row
 
 
@@ -68,12 +72,13 @@ def main() -> int:
     parser.add_argument("--kept", type=float, default=0.1, help="share of the movable bytes that the budget keeps")
     parser.add_argument("--time-limit", type=float, default=20.0)
     parser.add_argument("--one-byte", action="store_true")
+    parser.add_argument("--on-cuda", action="store_true", help="seconds and memory of narrowing are those on CUDA")
     parser.add_argument("-o", "--output")
     arguments = parser.parse_args()
     rows = []
     for name in arguments.networks:
         given = name, arguments.link, arguments.kept, arguments.time_limit
-        rows.append(row_of(*given, is_one_byte=arguments.one_byte))
+        rows.append(row_of(*given, is_one_byte=arguments.one_byte, is_on_cuda=arguments.on_cuda))
         print(rows[-1], flush=True)
     if arguments.output:
         write_results(arguments.output, facts_of_run(arguments) | {"rows": rows})

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Literal
 
 from poochplan.errors import InfeasibleError, UsageError
-from poochplan.formats.narrow import SMALLER, with_smaller
+from poochplan.formats.narrow import BITS, SMALLER, narrowed, with_smaller
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Link, Memory, Profile
@@ -95,9 +95,13 @@ def plan(
     budget_bytes = parse_budget(budget, profile.in_core_peak_bytes)
     has_arena, measured = in_arena(profile, arena), profile.link
     profile = shared(without_arena(profile) if arena == "off" else profile, ranks_per_host)
+    plain = profile
     if policy == ILP and profile.in_core_peak_bytes > budget_bytes:
-        profile = with_smaller(profile, without)
+        profile = with_smaller(plain, without)
     problem = build_problem(profile)
+    if narrowed(profile) and swap_all_on_demand(problem).peak_bytes > budget_bytes:  # narrowing takes memory itself
+        profile = with_smaller(plain, (*without, BITS))
+        problem = build_problem(profile)
     given = PolicyInput(profile, problem, budget_bytes)
     if policy != ILP and arena == "on":
         raise UsageError(f'arena: expected "auto" or "off" with policy {policy!r}, which decides alone, found "on"')

@@ -105,7 +105,7 @@ class ReplayGraph:
         """What must be recorded so that the replay of a saved value, which has one, can run."""
         replay = self.of(value)
         makers = (op for source in replay.inputs for op in self.makers.get(source, ()))
-        return self.to_record((*replay.ops, *makers)) - self.unrecorded
+        return self.to_record(replay.ops).union(makers) - self.unrecorded
 
     def recorded_for(self, values: Sequence[int]) -> NDArray[np.int64]:
         """What must be recorded so that replays of these saved values, which have one, can run; ascending."""
@@ -237,11 +237,11 @@ def _from_bits(
     value_of: Sequence[int],
     ops: Sequence[Op],
 ) -> None:
-    """A mask is widened from its bits, the value before it. Its own writers bring the bits back, if they can. ``ops``
-    are those of replays.
+    """A mask is widened from its bits, the value before it. Its own writers bring the bits back, unless these cannot be
+    recomputed. ``ops`` are those of replays.
     """
     for saved in of_bits:
-        drawn, reason = found[saved + 1]
+        drawn, reason = found[saved if versions.profile.values[value_of[saved]].unreplayable else saved + 1]
         if drawn is not None:
             fresh = versions.writers[value_of[saved + 1]][0]  # its memory counts where the bits are widened
             again = tuple(op for op in drawn.ops if op != fresh)

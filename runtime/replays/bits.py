@@ -1,8 +1,9 @@
 """Bits: a mask is narrowed to one bit for each element, and widened again with the bits that it had.
 
 What made a mask decides, and never its contents: recorded ops fill its whole storage by ``bernoulli_``, and scale it by
-numbers. So each element is one of two patterns, which the same ops give for 0 and 1. The whole storage is narrowed, in
-the order of its memory. Numpy does both, in parts that stay in the processor's cache.
+numbers, or one op makes bools. So each element is one of two patterns, which the same ops give for 0 and 1. The whole
+storage is narrowed, in the order of its memory. On the CPU numpy does both, in parts that stay in the processor's
+cache. On CUDA ops of torch do, and nothing waits for them: contents are not compared with both patterns there.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from poochplan.formats.narrow import DEVICE_PART, TABLE_ROWS
 from poochplan.runtime.metering.allocated import aside
 from poochplan.tensors.operators import Flat
 from poochplan.tensors.storages import Geometry, new_storage
@@ -26,8 +28,10 @@ Integers = npt.NDArray[Any]
 
 DRAWING: Any = torch.ops.aten.bernoulli_.float
 SCALING: tuple[Any, ...] = (torch.ops.aten.div_.Scalar, torch.ops.aten.mul_.Scalar)
+MAKING: tuple[Any, ...] = (torch.ops.aten.native_dropout.default, torch.ops.aten.bernoulli.p)
 """The ops of ``formats/narrow.py``."""
 _INTEGERS = {
+    torch.bool: (torch.uint8, np.uint8),
     torch.float32: (torch.int32, np.uint32),
     torch.bfloat16: (torch.int16, np.uint16),
     torch.float16: (torch.int16, np.uint16),
@@ -35,7 +39,11 @@ _INTEGERS = {
 """Integers of the same size, for the dtypes of masks."""
 NO_MASK = "other ops than the planned ones have made it"
 PART = 1 << 16
-"""Elements that are narrowed or widened at a time; a multiple of 8."""
+"""Elements that are narrowed or widened at a time on the CPU; a multiple of 8."""
+GATHERING = 0x0102040810204080
+"""By this product of eight bytes of 0 or 1, the highest byte has all of them as bits, the first one as the lowest."""
+Scales = tuple[tuple[Any, int | float], ...]
+"""Ops that scale a mask, and their numbers."""
 
 
 class Patterns(NamedTuple):
@@ -45,10 +53,24 @@ class Patterns(NamedTuple):
     one: int
 
 
-def patterns_of(record: StorageRecord, dtype: torch.dtype) -> Patterns | None:
-    """The two contents of the elements of a storage; None if its recorded writers are not those of a mask."""
+def patterns_of(record: StorageRecord, dtype: torch.dtype) -> Patterns | torch.Tensor | None:
+    """The two contents of the elements of a storage; on CUDA :func:`_device_table`. None if its recorded writers are
+    not those of a mask.
+    """
+    storage, scales = record.storage(), _scales_of(record, dtype)
+    patterns = _patterns(dtype, scales) if scales is not None else None
+    if storage is None or scales is None or patterns is None or storage.device.type == "cpu":
+        return patterns
+    return _device_table(storage.device, dtype, scales)
+
+
+def _scales_of(record: StorageRecord, dtype: torch.dtype) -> Scales | None:
     storage, birth, writes = record.storage(), record.birth, record.writes
-    if storage is None or birth is None or not birth.uninitialised or not writes or dtype not in _INTEGERS:
+    if storage is None or birth is None or dtype not in _INTEGERS:
+        return None
+    if birth.func in MAKING and not writes and dtype is torch.bool:
+        return ()
+    if not birth.uninitialised or not writes:
         return None
     scales = []
     for number, op in enumerate(writes):
@@ -61,7 +83,7 @@ def patterns_of(record: StorageRecord, dtype: torch.dtype) -> Patterns | None:
             if op.func not in SCALING or len(op.arguments) != 2 or type(factor) not in (int, float):
                 return None
             scales.append((op.func, factor))
-    return _patterns(dtype, tuple(scales))
+    return tuple(scales)
 
 
 def _covers(view: View, record: StorageRecord, storage: torch.UntypedStorage, dtype: torch.dtype) -> bool:
@@ -76,7 +98,7 @@ def _covers(view: View, record: StorageRecord, storage: torch.UntypedStorage, dt
 
 
 @functools.cache
-def _patterns(dtype: torch.dtype, scales: tuple[tuple[Any, int | float], ...]) -> Patterns | None:
+def _patterns(dtype: torch.dtype, scales: Scales) -> Patterns | None:
     """The contents that the ops make of 0 and 1, wherever in a tensor these are."""
     with aside():
         found = torch.tensor([0.0, 1.0], dtype=dtype, device="cpu").repeat(65)[:129]
@@ -89,16 +111,40 @@ def _patterns(dtype: torch.dtype, scales: tuple[tuple[Any, int | float], ...]) -
     return Patterns(zeros.pop(), ones.pop()) if len(zeros) == len(ones) == 1 else None
 
 
+@functools.cache
+def _device_table(where: torch.device, dtype: torch.dtype, scales: Scales) -> torch.Tensor:
+    """The eight elements for each byte of bits, as the ops make them of 0 and 1; in words of eight bytes.
+
+    It waits for the device, once: from then on every stream may read the table.
+    """
+    numbers = torch.arange(TABLE_ROWS, dtype=torch.uint8, device=where)
+    found = (numbers[:, None] >> numbers[:8]).bitwise_and_(1).to(dtype)
+    for func, factor in scales:
+        func(found, factor)
+    torch.cuda.current_stream(where).synchronize()
+    return found.view(torch.int64)
+
+
+def _on(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
+    """The whole storage as one row, without a copy."""
+    count = storage.nbytes() // dtype.itemsize
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (count,), (1,))
+
+
 def _array(storage: torch.UntypedStorage, dtype: torch.dtype) -> Integers:
     """The whole storage as integers, without a copy."""
     integer, unsigned = _INTEGERS.get(dtype, (torch.uint8, np.uint8))
-    count = storage.nbytes() // integer.itemsize
-    found = torch.empty(0, dtype=integer, device=storage.device).set_(storage, 0, (count,), (1,))
-    return found.numpy().view(unsigned)
+    return _on(storage, integer).numpy().view(unsigned)
 
 
-def narrow(storage: torch.UntypedStorage, dtype: torch.dtype, patterns: Patterns) -> torch.UntypedStorage | None:
-    """One bit for each element of the storage, the first one the lowest of a byte. None if there is a third content."""
+def narrow(
+    storage: torch.UntypedStorage, dtype: torch.dtype, patterns: Patterns | torch.Tensor
+) -> torch.UntypedStorage | None:
+    """One bit for each element of the storage, the first one the lowest of a byte. None if there is a third content,
+    which is looked for on the CPU.
+    """
+    if isinstance(patterns, torch.Tensor):
+        return _narrow_on_device(_on(storage, _INTEGERS[dtype][0]), patterns)
     whole = _array(storage, dtype)
     made = new_storage(-(-len(whole) // 8), storage.device)
     bits = _array(made, torch.uint8)
@@ -112,9 +158,32 @@ def narrow(storage: torch.UntypedStorage, dtype: torch.dtype, patterns: Patterns
     return made
 
 
-def widen(bits: torch.Tensor, count: int, dtype: torch.dtype, patterns: Patterns) -> torch.Tensor:
+def _narrow_on_device(whole: torch.Tensor, table: torch.Tensor) -> torch.UntypedStorage:
+    """By words of eight elements. Other elements than bools are compared with the pattern for 1."""
+    made = new_storage(-(-len(whole) // 8), whole.device)
+    bits, one = _on(made, torch.uint8), table.view(whole.dtype)[-1, -1]
+    room = _on(new_storage(8 * min(len(bits), DEVICE_PART // 8), whole.device), torch.int64)
+    for start in range(0, len(whole), DEVICE_PART):
+        part, read = whole[start : start + DEVICE_PART], 0
+        words = room[: -(-len(part) // 8)]
+        if whole.dtype is torch.uint8:
+            read = len(part) // 8
+            torch.mul(part[: 8 * read].view(torch.int64), GATHERING, out=words[:read])
+        if read < len(words):
+            ones = words.view(torch.bool)
+            ones[len(part) :] = False
+            torch.eq(part[8 * read :], one, out=ones[8 * read : len(part)])
+            words[read:].mul_(GATHERING)
+        bits[start // 8 : start // 8 + len(words)] = words.view(torch.uint8)[7::8]
+    return made
+
+
+def widen(bits: torch.Tensor, count: int, dtype: torch.dtype, patterns: Patterns | torch.Tensor) -> torch.Tensor:
     """A new storage of ``count`` elements, as :func:`narrow` has found them."""
     storage = new_storage(count * dtype.itemsize, bits.device)
+    if isinstance(patterns, torch.Tensor):
+        _widen_on_device(bits, patterns, _on(storage, dtype))
+        return _on(storage, dtype)
     whole, table = _array(storage, dtype), _table(_INTEGERS[dtype][1], patterns)
     packed, full = bits.numpy(), count - count % 8
     bytewise = whole[:full].reshape(-1, 8)
@@ -123,7 +192,20 @@ def widen(bits: torch.Tensor, count: int, dtype: torch.dtype, patterns: Patterns
         np.take(table, part, axis=0, out=bytewise[start : start + len(part)], mode="clip")
     if full < count:
         whole[full:] = table[packed[-1]][: count - full]
-    return torch.empty(0, dtype=dtype, device=bits.device).set_(storage, 0, (count,), (1,))
+    return _on(storage, dtype)
+
+
+def _widen_on_device(bits: torch.Tensor, table: torch.Tensor, whole: torch.Tensor) -> None:
+    room = _on(new_storage(4 * min(len(bits), DEVICE_PART // 8), bits.device), torch.int32)
+    for start in range(0, len(whole), DEVICE_PART):
+        part = whole[start : start + DEVICE_PART]
+        full, rows = len(part) // 8, room[: -(-len(part) // 8)]
+        rows.copy_(bits[start // 8 : start // 8 + len(rows)])
+        into = part[: 8 * full].view(torch.int64).view(full, table.shape[1])
+        torch.index_select(table, 0, rows[:full], out=into)
+        if full < len(rows):
+            last = torch.index_select(table, 0, rows[full:]).view(whole.dtype)[0]
+            part[8 * full :] = last[: len(part) - 8 * full]
 
 
 @functools.cache
@@ -145,16 +227,15 @@ def bits_of(mask: StorageRecord, dtype: torch.dtype, order: int, most_bytes: int
 
     None, without effect, if other ops than those of a mask have made it, or it is too large.
     """
-    storage, patterns = mask.storage(), patterns_of(mask, dtype)
-    if storage is None or patterns is None or storage.device.type != "cpu":
-        return None
-    if storage.nbytes() // dtype.itemsize > 8 * most_bytes:
+    storage = mask.storage()
+    if storage is None or storage.nbytes() // dtype.itemsize > 8 * most_bytes:
         return None
     with torch.no_grad():
-        made = narrow(storage, dtype, patterns)
-        if made is None:
+        patterns = patterns_of(mask, dtype)
+        made = narrow(storage, dtype, patterns) if patterns is not None else None
+        if patterns is None or made is None:
             return None
-        tensor = torch.empty(0, dtype=torch.uint8, device=made.device).set_(made, 0, (made.nbytes(),), (1,))
+        tensor = _on(made, torch.uint8)
     record = StorageRecord(weakref.ref(made), version_of(tensor))
     view = View(record, 0, Geometry.of(tensor), None)
     arguments = (view, storage.nbytes() // dtype.itemsize, dtype, patterns)

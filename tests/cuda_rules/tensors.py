@@ -33,6 +33,7 @@ def patch(patch: pytest.MonkeyPatch, machine: Machine) -> None:
     before = {name: getattr(torch.Tensor, name) for name in ("device", "is_cuda", "to", "tolist", "numpy")}
     storage_clone = torch.UntypedStorage.clone
     storage_device = torch.UntypedStorage.device
+    unfused_dropout = torch.nn.functional.dropout
     autocast = torch.amp.autocast_mode.autocast.__init__
 
     def device(tensor: torch.Tensor) -> torch.device:
@@ -81,6 +82,12 @@ def patch(patch: pytest.MonkeyPatch, machine: Machine) -> None:
     def enter_autocast(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         autocast(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
+    def dropout(tensor: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        """A GPU's: one op makes the result, and a mask of bools."""
+        if inplace or not (on_device(tensor) and training and 0 < p < 1 and tensor.numel()):
+            return unfused_dropout(tensor, p, training, inplace)
+        return torch.native_dropout(tensor, p, True)[0]
+
     found = {
         "device": property(device),
         "is_cuda": property(on_device),
@@ -100,6 +107,7 @@ def patch(patch: pytest.MonkeyPatch, machine: Machine) -> None:
     patch.setattr(torch.UntypedStorage, "__repr__", lambda storage: f"<{storage.nbytes()} bytes on {storage.device}>")
     patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
     patch.setattr(torch.nn.functional, "one_hot", one_hot)
+    patch.setattr(torch.nn.functional, "dropout", dropout)
     patch.setattr(torch.UntypedStorage, "clone", clone)
     keys = storages.dispatch_keys
     patch.setattr(storages, "dispatch_keys", lambda tensor: _Keys(keys(tensor).raw_repr(), on_device(tensor)))

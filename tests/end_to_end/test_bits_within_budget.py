@@ -16,6 +16,8 @@ SCRIPT = """
     from benchmarks.hooked import train
     from poochplan.workload import load_workload
     torch.set_num_threads(1)
+    if sys.argv[2] == "bools":
+        torch.nn.functional.dropout = lambda x, p, training, inplace: torch.native_dropout(x, p, training)[0]
     small = {"batch_size": "4", "sequence_length": "96", "layers": "3", "width": "64"}
     small |= {"heads": "4", "vocabulary": "512"}
     def fresh():
@@ -47,8 +49,9 @@ SCRIPT = """
 @needs_compiler
 @pytest.mark.cpu_device
 @pytest.mark.parametrize("arena", ["on", "off"])
-def test_in_no_step_torch_has_more_than_the_budget_while_bits_stand_for_masks(arena: str) -> None:
-    found = json.loads(python(SCRIPT, arena).splitlines()[-1])
+@pytest.mark.parametrize("masks", ["numbers", "bools"])
+def test_in_no_step_torch_has_more_than_the_budget_while_bits_stand_for_masks(arena: str, masks: str) -> None:
+    found = json.loads(python(SCRIPT, arena, masks).splitlines()[-1])
     assert found["held"]["keep"] > 0
     assert found["bitwise"]
     assert all(peak <= found["budget"] for peak in found["peaks"]), found

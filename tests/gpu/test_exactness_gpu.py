@@ -9,11 +9,14 @@ import pytest
 import torch
 
 import poochplan
+from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
 from tests.depth import seeds, tries
 from tests.gpu.cases import BY_DAY, CASES, WHERE, case_of, each, reference
-from tests.runtime.nets import equal, metered_peaks, train
+from tests.runtime.by_hand import held, planned, problem_of
+from tests.runtime.mask_nets import masks_on
+from tests.runtime.nets import equal, followed, metered_peaks, train
 from tests.runtime.random_plans import random_plan
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +49,14 @@ def test_a_forward_with_dropout_in_a_kernel_is_replayed_with_its_generator_state
     plan = random_plan(profile, 0, WEIGHTS["replay"])
     (in_core, *_), (planned, *_) = train(case, 1)[0], train(case, 1, plan)[0]
     assert torch.equal(in_core[0], planned[0])
+
+
+def test_bits_stand_for_the_masks_of_dropout_at_the_bytes_simulated() -> None:
+    case = masks_on(WHERE)["bools, float32"]
+    plan, found = planned(case, held(problem_of(case), Decision.KEEP))
+    assert sum(value.bits and value.until >= 0 for value in plan.values) == 9
+    followed(case, plan, 2, wanted=reference(case, 2))
+    assert metered_peaks(case, plan)[1] <= found.simulation.peak_bytes
 
 
 @pytest.mark.parametrize("name", each(("residual", "recurrent", "sdpa_math"), ("residual",)))

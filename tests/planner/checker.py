@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 
 from poochplan.formats.plan import Plan, PointActions
-from poochplan.formats.profile import Op, Phase, Profile
+from poochplan.formats.profile import Kind, Op, Phase, Profile, Value
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "bool": 1}
+AT_ONCE = 1 << 24  # elements that CUDA narrows or widens at a time
 
 
 class Violation(AssertionError):
@@ -69,6 +70,9 @@ class _Judge:
                 for value in [*op.outputs, *op.writes]:
                     self.writers[value].append(number)
         self.saved, self.save_ops = self._saves()
+        self._made_whole = {mask for mask in self.masks.values() if len(self.writers[mask]) == 1}
+        if self.masks and profile.device.kind != "cpu":
+            self.values.append(self._tables())
         self.entry_of = {value: index for index, value in enumerate(self.saved)}
         self.handles, self.uses = self._handles()
         self.version_saved = {
@@ -125,6 +129,23 @@ class _Judge:
         self.masks[number] = mask
         return number
 
+    def _tables(self) -> Value:
+        """On CUDA they lie there for the whole step: eight elements for each byte, for bools and each other mask."""
+        of = [self.values[mask].dtype for mask in self.masks.values()]
+        sizes = [2048] * ("bool" in of) + [2048 * ITEM_BYTES[dtype] for dtype in of if dtype != "bool"]
+        values = {"name": "tables", "layer": "", "kind": Kind.INPUT, "dtype": "", "shape": (), "born": -1}
+        last = len(self.timeline) - 1
+        return Value(size_bytes=sum(map(self._rounded, sizes)), forward_death=last, freed=last, **values)
+
+    def _inside(self, mask: int) -> tuple[int, int]:
+        """On CUDA, bytes inside narrowing a mask (a byte for each element), and inside widening it (half of one)."""
+        if self.profile.device.kind == "cpu":
+            return 0, 0
+        item_bytes = ITEM_BYTES[self.values[mask].dtype]
+        count = self.values[mask].size_bytes // item_bytes
+        words = math.ceil(min(count, AT_ONCE) / 8)
+        return self._rounded(8 * words), self._rounded(4 * words) + (self._rounded(8 * item_bytes) if count % 8 else 0)
+
     def _handles(self) -> tuple[list[int], list[int]]:
         """The plan's value of each handle, and the handles used, as the plan numbers them: a source has one."""
         handles, number = list[int](), dict[int, int]()
@@ -176,6 +197,7 @@ class _Judge:
                     while self.plan.values[self.done_saves].source:
                         has_bits = self.plan.values[self.done_saves].bits
                         (self._check_bits if has_bits else self._check_source)(tick, self.done_saves)
+                        self._note(tick, self._inside(self.saved[self.done_saves + 1])[0] if has_bits else 0)
                         self._pass_save(tick, actions)
                         self._note(tick)
                     self._pass_save(tick, actions)
@@ -210,16 +232,21 @@ class _Judge:
             _ensure(made_by[0] in self.recorded, f"the copy of {record.name} is not recorded")
 
     def _check_bits(self, tick: int, index: int) -> None:
-        """Recorded ops fill the next value by chance, and scale it by numbers; nothing else writes it."""
+        """Recorded ops fill the next value by chance and scale it, or one makes bools; nothing else writes it."""
         planned, mask = self.plan.values[index], self.saved[index + 1]
         ops = [self.profile.ops[number] for number in self.writers[mask]]
-        _ensure(ops[0].name in ("aten.empty_like.default", "aten.empty.memory_format", "aten.new_empty.default"), "new")
-        _ensure(ops[1].name == "aten.bernoulli_.float", f"{ops[1].name} draws no mask")
-        _ensure(all(op.name in ("aten.div_.Scalar", "aten.mul_.Scalar") for op in ops[2:]), "a mask is scaled alone")
-        _ensure(all(op.inputs == op.writes == (mask,) for op in ops[1:]), "a mask depends on nothing")
-        writes = [number for number, op in enumerate(self.profile.ops) if mask in op.writes]
-        _ensure(writes == self.writers[mask][1:] and writes[-1] < self.save_ops[index + 1], f"{planned.name}: a write")
         _ensure(planned.name == f"{self.plan.values[index + 1].name} as bits", planned.name)
+        if mask in self._made_whole:
+            _ensure(ops[0].name in ("aten.native_dropout.default", "aten.bernoulli.p"), f"{ops[0].name} makes no mask")
+            _ensure(self.values[mask].dtype == "bool" and planned.decision.value != "recompute", planned.name)
+        else:
+            fresh = ("aten.empty_like.default", "aten.empty.memory_format", "aten.new_empty.default")
+            _ensure(ops[0].name in fresh and ops[1].name == "aten.bernoulli_.float", f"{ops[1].name} draws no mask")
+            _ensure(all(op.name in ("aten.div_.Scalar", "aten.mul_.Scalar") for op in ops[2:]), "it is scaled alone")
+            _ensure(all(op.inputs == op.writes == (mask,) for op in ops[1:]), "a mask depends on nothing")
+        writes = [number for number, op in enumerate(self.profile.ops) if mask in op.writes]
+        is_over = self.writers[mask][-1] < self.save_ops[index + 1]
+        _ensure(writes == self.writers[mask][1:] and is_over, f"{planned.name}: a write")
         if planned.until >= 0:
             _ensure(self.recorded.issuperset(self.writers[mask]), f"the writers of {planned.name} are not recorded")
 
@@ -392,7 +419,8 @@ class _Judge:
             return self.profile.ops[int(op)]
         mask = next(mask for mask in self.masks.values() if self.writers[mask][-1] + 0.5 == op)
         bits = next(number for number, one in self.masks.items() if one == mask)
-        return Op(name="widen", layer="", phase=Phase.FORWARD, duration_s=0.0, inputs=(bits,), outputs=(mask,))
+        facts = {"name": "widen", "layer": "", "phase": Phase.FORWARD, "duration_s": 0.0}
+        return Op(inputs=(bits,), outputs=(mask,), workspace_bytes=self._inside(mask)[1], **facts)
 
     def _run(self, tick: int, ops: list[float], targets: set[int]) -> None:
         rebuilt: dict[int, int] = {}  # value -> version it is at
@@ -420,7 +448,8 @@ class _Judge:
                 inside += sum(self._bytes(v) for v in touched if self.values[v].kind.value == "buffer")
             self._note(tick, inside)
             for value in list(rebuilt):
-                if value not in wanted and last.get(value, -1) <= op:
+                is_idle = value not in wanted and last.get(value, -1) <= op
+                if is_idle or (op == int(op) and value in record.outputs and value in self._made_whole):
                     del rebuilt[value]
         for target in targets:
             _ensure(rebuilt.get(self.saved[target]) == self.version_saved[target], f"{target} not rebuilt")

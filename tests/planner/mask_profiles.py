@@ -1,11 +1,15 @@
-"""Random steps with dropout: masks that chance fills, of which a plan may hold the bits."""
+"""Random steps with dropout: masks that chance fills, of which a plan may hold the bits; numbers, or bools on CUDA."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 
-from poochplan.formats.narrow import LEAST_MASK_BYTES, faster_masks, with_bits
-from poochplan.formats.profile import Kind, Profile
+from msgspec.structs import replace
+
+from poochplan.formats.narrow import BOOL, DROPOUT, LEAST_MASK_BYTES, faster_masks, with_bits
+from poochplan.formats.profile import Kind, PointKind, Profile
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import movable
@@ -37,6 +41,46 @@ def mask(r: Recorder, size_bytes: int, *, seconds: float = 1e-3, workspace_bytes
     return made
 
 
+def bool_profile(seed: int | str, blocks: int = 5) -> Profile:
+    """Layers with dropout on a GPU, of what is saved or is not. Some masks are read in forward."""
+    rng = random.Random(f"bools {seed}")
+    r = Recorder()
+    (x,) = r.op("stem", [r.before(UNIT, Kind.INPUT)], [4 * _size(rng)], seconds=_seconds(rng))
+    for _ in range(blocks):
+        size = 4 * _size(rng)
+        (h,) = r.op("linear", [x], [size], saves=[x] if rng.random() < 0.5 else [], seconds=_seconds(rng))
+        saves = [h] if rng.random() < 0.3 else []
+        out, made = fused(r, h, size // 4, seconds=_seconds(rng), saves=saves)
+        if rng.random() < 0.3:  # the mask is read in forward
+            (out,) = r.op("mul", [out, made], [size], saves=[out, made], seconds=_cheap(rng))
+        (x,) = r.op("linear", [out], [4 * _size(rng)], saves=[out], seconds=_seconds(rng))
+    r.op("loss", [x], [512], saves=[x], seconds=_seconds(rng))
+    return of_bools(on_cuda(finished_with_a_random_link(r, rng)))
+
+
+def fused(r: Recorder, h: int, count: int, *, seconds: float, saves: list[int], element_bytes: int = 4) -> list[int]:
+    """Dropout that makes a result and a mask of bools, of so many elements."""
+    sizes = [element_bytes * count, count]
+    made = r.op(DROPOUT, [h], sizes, saves=saves, seconds=seconds, random=True)
+    r.nodes[-1].handles.append(r._pack(made[1], len(r.ops)))
+    return made
+
+
+def of_bools(profile: Profile) -> Profile:
+    """The profile with masks of bools, which dropout holds while they are saved."""
+    values, ticks = list(profile.values), profile.point_ticks
+    for number, point in enumerate(profile.points):
+        mask = values[profile.handles[point.handle].value]
+        if point.kind is PointKind.SAVE and profile.ops[mask.born].name == DROPOUT and mask.name.endswith("out2"):
+            death = max(mask.forward_death, ticks[number])
+            values[profile.handles[point.handle].value] = replace(mask, dtype=BOOL, forward_death=death)
+    return replace(profile, values=tuple(values))
+
+
+def on_cuda(profile: Profile) -> Profile:
+    return replace(profile, device=replace(profile.device, kind="cuda"))
+
+
 def _block(r: Recorder, rng: random.Random, x: int) -> int:
     kind = rng.choice(["dropout", "dropout", "dropout", "twice", "plain", "written", "quick", "lost"])
     size = r.values[x].size_bytes
@@ -55,14 +99,17 @@ def _block(r: Recorder, rng: random.Random, x: int) -> int:
     return r.op("linear", [x, h], [_size(rng)], saves=[h], seconds=_seconds(rng))[0]
 
 
-def tiny_mask_profile(seed: int, highest: int = 5) -> Profile:
+def tiny_mask_profile(seed: int, highest: int = 5, made: Callable[[str, int], Profile] = mask_profile) -> Profile:
     """One with at least one mask, at most ``highest`` movable values, and a plan below its in-core peak."""
     for attempt in range(ATTEMPTS):
-        profile = mask_profile(f"{seed}/{attempt}", 1 + attempt % 2)
+        profile = made(f"{seed}/{attempt}", 1 + attempt % 2)
         count = len(movable(build_problem(with_bits(profile))))
         if faster_masks(profile) and count <= highest and smallest_budget(profile) < profile.in_core_peak_bytes:
             return profile
     raise AssertionError(f"seed {seed} gives no profile with a mask and at most {highest} movable values")
+
+
+tiny_bool_profile = partial(tiny_mask_profile, made=bool_profile)
 
 
 def _size(rng: random.Random) -> int:

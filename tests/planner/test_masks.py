@@ -9,6 +9,7 @@ import pytest
 
 from poochplan.errors import InputFileError, UsageError
 from poochplan.formats.narrow import (
+    NARROW,
     as_planned,
     bits_bytes,
     faster_masks,
@@ -24,12 +25,13 @@ from poochplan.planner.arena.step_layout import blocks_of
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.simulator.evaluator import STYLE_OF
 from poochplan.planner.simulator.problem import build_problem
-from poochplan.planner.simulator.simulate import simulate, try_style
+from poochplan.planner.simulator.schedule import keep_all
+from poochplan.planner.simulator.simulate import simulate, swap_all_on_demand, try_style
 from poochplan.planner.writing import with_decisions
 from poochplan.report.differences import differences
 from tests.depth import seeds
 from tests.planner.checker import Violation, check
-from tests.planner.mask_profiles import mask, mask_profile
+from tests.planner.mask_profiles import fused, mask, mask_profile, of_bools, on_cuda
 from tests.planner.plans import random_decisions
 from tests.planner.random_profiles import Recorder, link
 
@@ -51,6 +53,72 @@ def dropout(written: bool = False, drawn_s: float = 1.0, size: int = SIZE, lost:
         r.op("add_", [made], writes=[made], seconds=0.1, in_graph=False)
     r.op("linear", [out], [512], saves=[out], seconds=1.0)
     return r.finish(link(1e-3))
+
+
+def fused_dropout(element_bytes: int = 4, saved: bool = False, size: int = SIZE) -> Profile:
+    """A quick layer, dropout of it that makes a mask of bools, and a layer behind it."""
+    r = Recorder()
+    (stem,) = r.op("linear", [r.before(4096)], [element_bytes * size], seconds=0.1)
+    out, _ = fused(r, stem, size, seconds=1.0, saves=[stem] if saved else [], element_bytes=element_bytes)
+    r.op("linear", [out], [512], saves=[out], seconds=1.0)
+    return of_bools(r.finish(link(1e-3)))
+
+
+def test_a_mask_of_bools_is_what_one_op_makes_and_its_bits_are_its_only_recipe() -> None:
+    for profile, moved in ((fused_dropout(), 2.25), (on_cuda(fused_dropout()), 5.25)):
+        graph = build_problem(with_bits(profile)).replay
+        assert graph.replays[0] is None
+        assert graph.of(1).inputs == (0,)
+        assert graph.of(1).seconds == pytest.approx(moved / 9)
+        assert graph.recorded_by(1) == {1}
+        assert graph.of(2).inputs == ()
+        assert graph.of(2).seconds == pytest.approx(1.1)
+        lives = graph.lives((0, 1, 2), {graph.value_of[1], graph.value_of[2]})
+        assert [value for value, _, _ in lives].count(graph.value_of[1]) == 1  # dropout's own is freed at once
+        renamed = tuple(msgspec.structs.replace(op, name=op.name.replace("native", "other")) for op in profile.ops)
+        assert masks_of(msgspec.structs.replace(profile, ops=renamed)) == {}
+
+
+def test_a_mask_that_dropout_makes_again_in_less_time_has_no_bits() -> None:
+    """On CUDA dropout of 16 bits moves 5 bytes for each element, fewer than bits do; its input may add to that."""
+    assert len(faster_masks(fused_dropout(2, saved=True))) == 1
+    assert len(faster_masks(on_cuda(fused_dropout(4, saved=True)))) == 1
+    assert faster_masks(on_cuda(fused_dropout(2, saved=True))) == {}
+    assert len(faster_masks(on_cuda(fused_dropout(2)))) == 1
+
+
+def test_on_cuda_narrowing_takes_memory_where_a_mask_is_saved_and_a_table_lies_there() -> None:
+    profile = on_cuda(fused_dropout())
+    planned = with_bits(profile)
+    (narrowing,) = (op for op in planned.ops if op.name == NARROW)
+    assert narrowing.workspace_bytes == SIZE + SIZE // 8
+    assert planned.values[-1].size_bytes == 2048
+    assert [op.workspace_bytes for op in with_bits(fused_dropout()).ops] == [0, 0, 0, 0, 0, 0, 0][: len(planned.ops)]
+    plain, held = build_problem(profile), build_problem(planned)
+    tick = int(held.point_ticks[0]) - 1
+    both = [simulate(one, keep_all(one)).memory_bytes for one in (plain, held)]
+    assert both[1][tick] - both[0][tick] == 2048 + SIZE + SIZE // 8
+    numbers = with_bits(on_cuda(dropout()))
+    assert numbers.values[-1].size_bytes == 4 * 2048
+
+
+def test_a_budget_that_narrowing_would_break_is_planned_for_without_bits() -> None:
+    profile = on_cuda(last_in_forward())
+    smallest = smallest_budget(profile)
+    assert swap_all_on_demand(build_problem(with_bits(profile))).peak_bytes > smallest
+    made = plan(profile, smallest, evaluations=50)
+    assert made.prediction.peak_bytes <= smallest
+    assert not any(value.bits for value in made.values)
+
+
+def last_in_forward() -> Profile:
+    """A step whose least memory is that of the moment where a mask is saved."""
+    r = Recorder()
+    (stem,) = r.op("linear", [r.before(4096)], [4 * SIZE], saves=[], seconds=1.0)
+    (wide,) = r.op("linear", [stem], [4 * SIZE], seconds=1.0)
+    out, _ = fused(r, wide, SIZE, seconds=1.0, saves=[])
+    r.op("sum", [out, stem], [512], saves=[], seconds=1.0, in_graph=False)
+    return of_bools(r.finish(link(1e-3)))
 
 
 def test_a_mask_is_what_chance_fills_and_numbers_scale() -> None:

@@ -14,7 +14,7 @@ from .cast_trial import held, with_casts
 from .drawing import Block, Program
 from .trial import Outcome, trial_of
 
-DROPPING = ("dropout", "dropout", "dropout in place", "noise")
+DROPPING = ("dropout", "dropout in place", "native dropout", "native dropout", "bool noise", "noise")
 SMALLEST_BYTES = 64
 """The masks of these programs are small."""
 

@@ -24,24 +24,24 @@ from tests.live_bytes import LiveBytes
 from tests.planner.checker import check
 from tests.planner.plans import random_decisions
 from tests.runtime.by_hand import held, planned, problem_of
-from tests.runtime.mask_nets import MASKS, Drawn
+from tests.runtime.mask_nets import COUNTS, MASKS, Drawn
 from tests.runtime.nets import equal, followed, in_core, metered_peaks
 from tests.runtime.served import SETTLED, Loop, needs_compiler
 
 KEEP, SWAP, RECOMPUTE = Decision
 EVALUATIONS = 300
-INTEGERS = {2: torch.int16, 4: torch.int32}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("decision", Decision)
 def test_bits_are_held_or_swapped_in_place_of_a_mask_or_it_is_drawn_again(name: str, decision: Decision) -> None:
     case = MASKS[name]
-    assert len(masks_of(case.profile())) == 12
+    assert len(masks_of(case.profile())) == COUNTS[name]
     plan, found = planned(case, held(problem_of(case), decision))
-    assert sum(value.bits for value in plan.values) == 12
+    assert sum(value.bits for value in plan.values) == COUNTS[name]
     report = followed(case, plan, 3)
-    assert report.last_step.replayed_values >= 12
+    assert report.last_step.replayed_values >= COUNTS[name]
     assert metered_peaks(case, plan)[1] == found.simulation.peak_bytes
     assert check(case.profile(), plan).peak_bytes == found.simulation.peak_bytes
 
@@ -118,6 +118,8 @@ class Masked(nn.Module):
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         hidden = self.linear(batch)
+        if self.how.endswith("bools"):
+            return hidden * self._bools(hidden.detach())
         mask = torch.empty_like(hidden)
         if self.how == "uniform":
             mask.uniform_()
@@ -135,20 +137,30 @@ class Masked(nn.Module):
             mask.mul_(2)
         return out
 
+    def _bools(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.how == "compared bools":
+            return hidden > 0
+        mask = torch.native_dropout(hidden, 0.3, True)[1]
+        if self.how == "written bools":
+            mask.logical_not_()
+        if self.how == "unseen bools":
+            mask.data[0] = False
+        return mask
+
 
 def masked(how: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    batch, model = torch.randn(128, 64), Masked()
+    batch, model = torch.randn(256, 64), Masked()
     model.how = how
     return model, lambda model: model(batch).square().mean()
 
 
-OTHERWISE = ("filled", "uniform", "one more write", "unseen write")
+OTHERWISE = ("filled", "uniform", "one more write", "unseen write", "compared bools", "written bools", "unseen bools")
 
 
 @pytest.mark.parametrize("how", OTHERWISE)
 @pytest.mark.parametrize("decision", [KEEP, SWAP])
 def test_what_other_ops_have_made_is_swapped_and_not_narrowed(how: str, decision: Decision) -> None:
-    case = Drawn(lambda: masked("drawn"))
+    case = Drawn(lambda: masked("drawn bools" if how.endswith("bools") else "drawn"))
     plan, _ = planned(case, held(problem_of(case), decision))
     assert sum(value.bits and value.until >= 0 for value in plan.values) == 1
     assert followed(case, plan).total.fallbacks == 0
@@ -182,35 +194,35 @@ def test_a_mask_that_is_written_after_its_save_raises_what_autograd_raises() -> 
 def test_narrowing_gives_numpys_bits_and_widening_the_very_patterns(dtype: torch.dtype, count: int) -> None:
     drawn = torch.rand(count) < 0.6
     patterns = bits.Patterns(0x8000, 0x7FC1)  # minus zero, and a number that is none, in 16 bits
+    if dtype is torch.bool:
+        patterns = bits.Patterns(0, 1)
     integers = torch.where(drawn, patterns.one, patterns.zero).to(bits._INTEGERS[dtype][0])
     storage = integers.view(dtype).untyped_storage()
-    if dtype.itemsize == 2:
-        patterns = bits.Patterns(0x8000, 0x7FC1)
     made = bits.narrow(storage, dtype, patterns)
     assert made is not None
     packed = torch.empty(0, dtype=torch.uint8).set_(made, 0, (made.nbytes(),), (1,))
     assert packed.numpy().tolist() == np.packbits(drawn.numpy(), bitorder="little").tolist()
     back = bits.widen(packed, count, dtype, patterns)
     assert torch.equal(back.view(integers.dtype), integers)
-    integers[count // 2] = 1
+    integers[count // 2] = 2
     assert bits.narrow(storage, dtype, patterns) is None
 
 
 def test_profile_and_runtime_know_the_same_ops_that_make_masks() -> None:
     assert str(bits.DRAWING) == formats.DRAWING
+    assert {str(op) for op in bits.MAKING} == formats.MAKING
     assert {str(op) for op in bits.SCALING} == formats.SCALING
     assert {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in bits._INTEGERS} == formats.ELEMENT_BYTES
 
 
-def test_bits_are_added_once_and_only_on_the_cpu() -> None:
+def test_bits_are_added_once() -> None:
     profile = MASKS["float32"].profile()
     once = with_bits(profile)
     assert with_bits(once) is once
     assert len(narrowed(once)) == 12
     assert len(once.points) == len(profile.points) + 12
     assert len(once.ops) == len(profile.ops) + 12
-    gpu = msgspec.structs.replace(profile, device=msgspec.structs.replace(profile.device, kind="cuda"))
-    assert with_bits(gpu) is gpu
+    assert len(once.values) == len(profile.values) + 12
     assert json.loads(msgspec.json.encode(profile)) == json.loads(msgspec.json.encode(MASKS["float32"].profile()))
 
 

@@ -121,8 +121,12 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         ),
     ),
     "bits are held only of what the ops of a mask have made": (
-        (bits, "patterns_of", "op.func is not DRAWING", "False"),
+        (bits, "_scales_of", "op.func is not DRAWING", "False"),
         lambda: test_bits.test_what_other_ops_have_made_is_swapped_and_not_narrowed("filled", Decision.KEEP),
+    ),
+    "bits of bools are held only of what one op has made": (
+        (bits, "_scales_of", "birth.func in MAKING and not writes", "True"),
+        lambda: test_bits.test_what_other_ops_have_made_is_swapped_and_not_narrowed("written bools", Decision.KEEP),
     ),
     "what cannot be narrowed is swapped": (
         (Engine, "_forget", "value.record is self._no_mask", "False"),

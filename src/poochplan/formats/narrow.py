@@ -1,8 +1,9 @@
 """Bits: what a plan may hold in place of a saved mask, one bit for each element.
 
-A mask qualifies by what made it, never by its contents: ``bernoulli_`` fills a fresh tensor, which constants may scale.
-Its bits are a source (:mod:`~.sources`) that the runtime makes at the mask's save point. :func:`with_bits` adds them to
-a profile, with an op without duration that stands for narrowing in the step and for widening in replays.
+A mask qualifies by what made it, never by its contents: ``bernoulli_`` fills a fresh tensor, which constants may scale,
+or one op makes a mask of bools. Its bits are a source (:mod:`~.sources`) that the runtime makes at the mask's save
+point. :func:`with_bits` adds them to a profile, with an op without duration that stands for narrowing in the step and
+for widening in replays.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
+from .occupancy import held_until
 from .plan import Plan
 from .profile import Kind, Op, Phase, PointKind, Profile, Value
 from .queries import writers_by_value
@@ -25,25 +27,35 @@ DRAWING = "aten.bernoulli_.float"
 """The op that fills a mask with zeros and ones."""
 SCALING = frozenset({"aten.div_.Scalar", "aten.mul_.Scalar"})
 """Ops that write a mask in place, with a number of Python."""
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DROPOUT = "aten.native_dropout.default"
+"""The op that makes a result and a mask of bools, which dropout is on CUDA."""
+MAKING = frozenset({DROPOUT, "aten.bernoulli.p"})
+"""Ops that each make a whole mask of bools."""
+BOOL = "bool"
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, BOOL: 1}
 LEAST_MASK_BYTES = 16384
 """Smaller masks are left as they are: narrowing one takes microseconds of Python, whatever its size."""
 BITS_DTYPE = "uint8"
+DEVICE_PART = 1 << 24
+"""On CUDA, elements that are narrowed or widened at a time; a multiple of 8."""
+TABLE_ROWS = 256
+"""On CUDA bits are widened by a table: eight elements for each content of a byte."""
+NEEDS_INPUT = "the op that drew its mask would need its input again"
 
 
 def bits_bytes(profile: Profile, mask: int) -> int:
     """The bytes of a mask's bits."""
-    value = profile.values[mask]
-    return -(-(value.size_bytes // ELEMENT_BYTES[value.dtype]) // 8)
+    return -(-_elements(profile, mask) // 8)
+
+
+def _elements(profile: Profile, mask: int) -> int:
+    return profile.values[mask].size_bytes // ELEMENT_BYTES[profile.values[mask].dtype]
 
 
 def masks_of(profile: Profile) -> dict[int, int]:
-    """By save point (its position among all points): the mask that is saved there, if bits can stand for it.
-
-    Only on the CPU, whose runtime narrows masks.
-    """
+    """By save point (its position among all points): the mask that is saved there, if bits can stand for it."""
     found = dict[int, int]()
-    if profile.device.kind != "cpu" or not any(op.name == DRAWING for op in profile.ops):
+    if not any(op.name == DRAWING or op.name in MAKING for op in profile.ops):
         return found
     if any(value.nodes for value in profile.values):  # saved by compiled graphs, which hold what they please
         return found
@@ -64,10 +76,15 @@ def faster_masks(profile: Profile) -> dict[int, int]:
     """Those of :func:`masks_of` that take longer to be drawn again than to be narrowed and widened, or cannot be."""
     masks = masks_of(profile)
     writers = writers_by_value(profile) if masks else []
+    saved = {handle.value for handle in profile.handles}
 
     def is_faster(number: int, mask: int) -> bool:
         seconds = widening_seconds(profile, mask, profile.points[number].op)
-        drawn_s = sum(profile.ops[op].duration_s for op in writers[mask])
+        again = list(writers[mask])
+        if _is_made_whole(profile, mask):  # so are, at least, the inputs of its op that autograd does not save
+            maker, inputs = again[0], set(profile.ops[again[0]].inputs) - saved
+            again += {op for value in inputs for op in writers[value] if op < maker}
+        drawn_s = sum(profile.ops[op].duration_s for op in again)
         return bool(profile.values[mask].unreplayable) or (seconds is not None and seconds < drawn_s)
 
     return {number: mask for number, mask in masks.items() if is_faster(number, mask)}
@@ -76,10 +93,12 @@ def faster_masks(profile: Profile) -> dict[int, int]:
 def _is_mask(profile: Profile, mask: int, made_by: list[int]) -> bool:
     """Whether the writers of a saved value fill a fresh tensor with two values, which constants give."""
     value = profile.values[mask]
-    if value.dtype not in ELEMENT_BYTES or value.size_bytes < LEAST_MASK_BYTES or value.pinned or len(made_by) < 2:
+    if value.dtype not in ELEMENT_BYTES or value.size_bytes < LEAST_MASK_BYTES or value.pinned or not made_by:
         return False
     if value.kind is not Kind.ACTIVATION or value.stretch_of >= 0 or value.size_bytes % ELEMENT_BYTES[value.dtype]:
         return False
+    if len(made_by) == 1:
+        return value.dtype == BOOL and _is_made_whole(profile, mask)
     fresh, draw, *scales = (profile.ops[op] for op in made_by)
     return (
         fresh.name in FRESH
@@ -88,6 +107,12 @@ def _is_mask(profile: Profile, mask: int, made_by: list[int]) -> bool:
         and all(op.name in SCALING for op in scales)
         and all(op.writes == (mask,) and op.inputs == (mask,) for op in (draw, *scales))
     )
+
+
+def _is_made_whole(profile: Profile, mask: int) -> bool:
+    """Whether one op makes the mask. Then its bits are never recomputed: the mask would be, of the op's inputs."""
+    born = profile.values[mask].born
+    return born >= 0 and profile.ops[born].name in MAKING and mask in profile.ops[born].outputs
 
 
 def _last_writes(profile: Profile) -> list[int]:
@@ -109,16 +134,51 @@ def _first_readers(profile: Profile) -> dict[int, int]:
 
 
 def widening_seconds(profile: Profile, mask: int, reader: int) -> float | None:
-    """Seconds of narrowing a mask and widening its bits, together: as long as the op that saves the mask, ``reader``,
-    takes for as many bytes. None if that op tells nothing.
+    """Seconds of narrowing a mask and widening its bits, together: as long as the op that saves the mask, ``reader`` or
+    dropout itself, takes for as many bytes. None if that op tells nothing.
     """
+    if profile.ops[profile.values[mask].born].name == DROPOUT:
+        reader = profile.values[mask].born
     if reader >= len(profile.ops) or profile.ops[reader].phase is not Phase.FORWARD:
         return None
     op = profile.ops[reader]
     moved_bytes = sum(profile.values[value].size_bytes for value in {*op.inputs, *op.outputs})
     if not moved_bytes:
         return None
-    return 2 * (profile.values[mask].size_bytes + bits_bytes(profile, mask)) * op.duration_s / moved_bytes
+    return moved_by_both(profile, mask) * op.duration_s / moved_bytes
+
+
+def moved_by_both(profile: Profile, mask: int) -> float:
+    """Bytes that narrowing a mask and widening its bits read and write. On the CPU: the mask and the bits, twice.
+
+    On CUDA each op of ``runtime/replays/bits.py`` passes over memory. For each element a product of bools moves 2
+    bytes, its highest bytes 1 + 1/8, the bits as 32-bit indices 1/8 + 1/2, and the look-up 1/2 + 1: 5.25 in all. An
+    element of ``n`` bytes is compared first: n + 1 bytes, then 2 for the product in place; and ``n`` are looked up.
+    """
+    size_bytes = profile.values[mask].size_bytes
+    if profile.device.kind == "cpu":
+        return 2 * (size_bytes + bits_bytes(profile, mask))
+    others = 3.25 if profile.values[mask].dtype == BOOL else 5.25
+    return 2 * size_bytes + others * _elements(profile, mask)
+
+
+def _workspace_bytes(profile: Profile, mask: int) -> tuple[int, int]:
+    """Bytes inside narrowing a mask, with its bits, and inside widening them. On the CPU torch allocates the bits
+    alone, and these count at their save point.
+    """
+    if profile.device.kind == "cpu":
+        return 0, 0
+    count, rounded = _elements(profile, mask), profile.rounded_bytes
+    part_bytes = min(bits_bytes(profile, mask), DEVICE_PART // 8)
+    rest_bytes = 8 * ELEMENT_BYTES[profile.values[mask].dtype] if count % 8 else 0
+    return rounded(8 * part_bytes) + rounded(bits_bytes(profile, mask)), rounded(4 * part_bytes) + rounded(rest_bytes)
+
+
+def _tables_bytes(profile: Profile, masks: Collection[int]) -> int:
+    """Bytes of the tables by which bits are widened on CUDA: one for bools, and at most one for each other mask."""
+    dtypes = {mask: profile.values[mask].dtype for mask in masks}
+    tables = {(BOOL if dtype == BOOL else mask): ELEMENT_BYTES[dtype] for mask, dtype in dtypes.items()}
+    return sum(profile.rounded_bytes(8 * TABLE_ROWS * size_bytes) for size_bytes in tables.values())
 
 
 def narrowed(profile: Profile) -> dict[int, int]:
@@ -152,9 +212,13 @@ def with_bits(profile: Profile, named: Collection[str] | None = None) -> Profile
     ops, bits_of = list(profile.ops), dict[int, int]()
     for place, number in enumerate(numbers):
         mask, at = masks[number], before_op[place] + place
-        ops.insert(at, Op(name=NARROW, layer=values[mask].layer, phase=Phase.FORWARD, duration_s=0.0, inputs=(mask,)))
+        op = Op(name=NARROW, layer=values[mask].layer, phase=Phase.FORWARD, duration_s=0.0, inputs=(mask,))
+        ops.insert(at, replace(op, workspace_bytes=_workspace_bytes(profile, mask)[0]))
         bits_of[number] = len(values)
         values.append(_bits(profile, mask, born=at, tick=ticks[place] + 2 * place + 1))
+    if profile.device.kind != "cpu":
+        last_tick = profile.tick_count + 2 * len(masks) - 1
+        values.append(held_until("tables that widen bits", _tables_bytes(profile, masks.values()), last_tick))
     late = (replace(point, op=point.op + bisect_right(numbers, at)) for at, point in enumerate(profile.points))
     handles, points = with_save_points(replace(profile, points=tuple(late)), values, bits_of)
     return replace(profile, ops=tuple(ops), values=tuple(values), handles=handles, points=points)
@@ -178,6 +242,7 @@ def _bits(profile: Profile, mask: int, *, born: int, tick: int) -> Value:
         born_tick=tick,
         forward_death=tick,
         freed=tick,
+        unreplayable=NEEDS_INPUT if _is_made_whole(profile, mask) else "",
     )
 
 
@@ -185,14 +250,20 @@ def replayed_ops(profile: Profile) -> tuple[Op, ...]:
     """The ops as replays run them. Those for bits make the mask of its bits, and take the seconds for narrowing too.
 
     If the bits are recomputed, nothing is narrowed or widened: the mask is drawn again. So its own writers take these
-    seconds less, and both together take those of the writers.
+    seconds less, and both together take those of the writers. An op that makes another result too runs for that alone:
+    its mask is freed at once.
     """
     found, ops, writers = narrowed(profile), list(profile.ops), writers_by_value(profile)
     for bits, mask in found.items():
         index, (fresh, *drawing) = profile.values[bits].born, writers[mask]
-        reader = next(at for at in range(index, len(ops)) if profile.ops[at].name != NARROW)
-        seconds = widening_seconds(profile, mask, reader) or 0.0
-        ops[index] = replace(ops[index], duration_s=seconds, inputs=(bits,), outputs=(mask,))
+        reader = next((at for at in range(index, len(ops)) if profile.ops[at].name != NARROW), len(ops))
+        seconds, inside = widening_seconds(profile, mask, reader) or 0.0, _workspace_bytes(profile, mask)[1]
+        ops[index] = replace(ops[index], duration_s=seconds, inputs=(bits,), outputs=(mask,), workspace_bytes=inside)
+        if _is_made_whole(profile, mask):
+            others = tuple(value for value in ops[fresh].outputs if value != mask)
+            within = _inside(profile, mask, ops[fresh])
+            ops[fresh] = replace(ops[fresh], outputs=others, workspace_bytes=within, blocks=())
+            continue
         drawing_s = sum(ops[op].duration_s for op in drawing)
         rest_s = max(0.0, ops[fresh].duration_s + drawing_s - seconds)
         for op in drawing:
@@ -202,7 +273,7 @@ def replayed_ops(profile: Profile) -> tuple[Op, ...]:
 
 
 def _inside(profile: Profile, mask: int, op: Op) -> int:
-    """Bytes inside an op that draws a mask again: also the mask, which counts as a result where it is widened."""
+    """Bytes inside an op that draws a mask again: also the mask, which counts as a result only where it is widened."""
     return profile.rounded_bytes(op.workspace_bytes) + profile.rounded_bytes(profile.values[mask].size_bytes)
 
 
