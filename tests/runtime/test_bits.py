@@ -5,6 +5,7 @@ simulated.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 
 import msgspec
@@ -19,6 +20,8 @@ from poochplan.formats.narrow import masks_of, narrowed, with_bits
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import LinkDirection, Profile
 from poochplan.runtime.replays import bits
+from poochplan.runtime.replays.replay import Birth, RecordedOp, StorageRecord, run_ops
+from poochplan.tensors.operators import Flat
 from tests.depth import seeds
 from tests.live_bytes import LiveBytes
 from tests.planner.checker import check
@@ -206,6 +209,26 @@ def test_narrowing_gives_numpys_bits_and_widening_the_very_patterns(dtype: torch
     assert torch.equal(back.view(integers.dtype), integers)
     integers[count // 2] = 2
     assert bits.narrow(storage, dtype, patterns) is None
+
+
+def test_a_mask_that_dropout_makes_again_is_gone_before_it_is_widened() -> None:
+    tensor = torch.zeros(64, dtype=torch.bool)
+    record, made = StorageRecord(weakref.ref(tensor.untyped_storage()), 0), list[weakref.ref[torch.UntypedStorage]]()
+
+    def drawn() -> torch.Tensor:
+        mask = torch.zeros(64, dtype=torch.bool)
+        made.append(weakref.ref(mask.untyped_storage()))
+        return mask
+
+    def widened() -> torch.Tensor:
+        assert [one() for one in made] == [None]
+        return torch.ones(64, dtype=torch.bool)
+
+    ops = [RecordedOp(order, func, (), (), Flat(0, ()), False) for order, func in enumerate((drawn, widened))]
+    for op in ops:
+        op.births = (Birth(0, record),)
+    built = run_ops(ops, {}, {record}, "cpu")
+    assert torch.equal(torch.empty(0, dtype=torch.bool).set_(built[record]), torch.ones(64, dtype=torch.bool))
 
 
 def test_profile_and_runtime_know_the_same_ops_that_make_masks() -> None:
