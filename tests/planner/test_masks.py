@@ -93,11 +93,11 @@ def test_on_cuda_narrowing_takes_memory_where_a_mask_is_saved_and_a_table_lies_t
     (narrowing,) = (op for op in planned.ops if op.name == NARROW)
     assert narrowing.workspace_bytes == SIZE + SIZE // 8
     assert planned.values[-1].size_bytes == 2048
-    assert [op.workspace_bytes for op in with_bits(fused_dropout()).ops] == [0, 0, 0, 0, 0, 0, 0][: len(planned.ops)]
-    plain, held = build_problem(profile), build_problem(planned)
-    tick = int(held.point_ticks[0]) - 1
-    both = [simulate(one, keep_all(one)).memory_bytes for one in (plain, held)]
-    assert both[1][tick] - both[0][tick] == 2048 + SIZE + SIZE // 8
+    assert not any(op.workspace_bytes for op in with_bits(fused_dropout()).ops)
+    problems = build_problem(profile), build_problem(planned)
+    without, memory_bytes = (simulate(one, keep_all(one)).memory_bytes for one in problems)
+    tick = int(problems[1].point_ticks[0]) - 1
+    assert memory_bytes[tick] - without[tick] == 2048 + SIZE + SIZE // 8
     numbers = with_bits(on_cuda(dropout()))
     assert numbers.values[-1].size_bytes == 4 * 2048
 
@@ -181,7 +181,7 @@ def test_the_blocks_of_steps_with_bits_are_live_as_the_simulator_says(seed: int)
 
 def held(profile: Profile) -> Plan:
     """The bits are held and the mask recomputed."""
-    made = plan(with_bits(profile), profile.in_core_peak_bytes)
+    made = plan(with_bits(profile), 2 * profile.in_core_peak_bytes)
     return with_decisions(profile, made, {made.values[1].name: RECOMPUTE})
 
 
@@ -233,6 +233,18 @@ def test_a_checked_plan_holds_only_the_bits_of_masks() -> None:
         check(dropout(written=True), made)
     values = (msgspec.structs.replace(made.values[0], until=-1), *made.values[1:])
     with pytest.raises(Violation, match="away"):
+        check(profile, msgspec.structs.replace(made, values=values))
+
+
+@pytest.mark.parametrize("profile", [fused_dropout(), on_cuda(fused_dropout())])
+def test_a_checked_plan_holds_only_the_bits_of_bools_that_one_op_makes(profile: Profile) -> None:
+    made = held(profile)
+    assert check(profile, made).peak_bytes == made.prediction.peak_bytes
+    ops = tuple(msgspec.structs.replace(op, name=op.name.replace("native", "other")) for op in profile.ops)
+    with pytest.raises(Violation, match=r"other_dropout\.default makes no mask"):
+        check(msgspec.structs.replace(profile, ops=ops), made)
+    values = (msgspec.structs.replace(made.values[0], decision=RECOMPUTE), *made.values[1:])
+    with pytest.raises(Violation, match="as bits"):
         check(profile, msgspec.structs.replace(made, values=values))
 
 
