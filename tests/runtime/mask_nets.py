@@ -94,15 +94,18 @@ def _trained(
 
 
 class Drawn(Case):
-    """A case whose masks have bits in every profile: it takes long to draw them again, however busy the machine is. So
-    it does to make what dropout reads.
+    """A case whose masks have bits in every profile: it takes long to draw them again, or to make what dropout reads,
+    however busy the machine is.
     """
 
     def new_profile(self, **options: Any) -> Profile:
         profile = super().new_profile(**options)
-        slow = {number for number, op in enumerate(profile.ops) if op.name == DRAWING or op.name in MAKING}
-        slow |= {profile.values[one].born for number in slow for one in profile.ops[number].inputs}
-        ops = (msgspec.structs.replace(op, duration_s=1.0) if at in slow else op for at, op in enumerate(profile.ops))
+        making = {number for number, op in enumerate(profile.ops) if op.name in MAKING}
+        slow = {profile.values[one].born for number in making for one in profile.ops[number].inputs}
+        slow |= {number for number, op in enumerate(profile.ops) if op.name == DRAWING}
+        seconds = dict.fromkeys(slow, 1.0) | dict.fromkeys(making, 1e-2)
+        timed = ((op, seconds.get(number, op.duration_s)) for number, op in enumerate(profile.ops))
+        ops = (msgspec.structs.replace(op, duration_s=duration_s) for op, duration_s in timed)
         return msgspec.structs.replace(profile, ops=tuple(ops))
 
 
