@@ -44,13 +44,14 @@ def test_bits_are_held_or_swapped_in_place_of_a_mask_or_it_is_drawn_again(
 def test_plans_hold_the_bits_of_dropouts_masks_within_the_budget(gpu: Machine, name: str) -> None:
     case, found = CASES[name], []
     profile = with_slow_copies(case.profile())
-    budget_bytes = (poochplan.smallest_budget(profile) + profile.in_core_peak_bytes) // 2
+    smallest = poochplan.smallest_budget(profile)
+    budget_bytes = smallest + (profile.in_core_peak_bytes - smallest) // 8
     plan = poochplan.plan(profile, budget_bytes, evaluations=300, gap=0.0)
     assert any(value.bits and value.until >= 0 for value in plan.values)
     assert not any(value.bits for value in poochplan.plan(profile, budget_bytes, without=["narrow"]).values)
     assert max(metered_peaks(case, plan)) <= plan.prediction.peak_bytes <= budget_bytes
     for given in (None, plan):
-        seen = train(case, 2, given)[0]
+        seen = train(case, 2, given, meter="never")[0]  # the meter would see what is kept of each step
         tensors = [one.contiguous().cpu() for step in seen for one in step if one.ndim]
         found.append([one.view(INTEGERS[one.element_size()]) for one in tensors])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

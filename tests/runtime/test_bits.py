@@ -72,7 +72,7 @@ def test_plans_of_the_planner_hold_bits_within_a_budget_that_an_outside_meter_se
     case = MASKS[name]
     profile = with_slow_copies(case.profile())
     smallest = poochplan.smallest_budget(profile, arena="off")
-    budget_bytes = smallest + (profile.in_core_peak_bytes - smallest) // 2
+    budget_bytes = smallest + (profile.in_core_peak_bytes - smallest) // 4
     plan = poochplan.plan(profile, budget_bytes, evaluations=EVALUATIONS, arena="off", gap=0.0)
     assert any(value.bits and value.until >= 0 and value.decision is not RECOMPUTE for value in plan.values)
     assert check(profile, plan).peak_bytes == plan.prediction.peak_bytes <= budget_bytes
