@@ -44,7 +44,7 @@ from poochplan.formats.plan_set import Signature
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.transfers import held_back, raise_held_back
 from poochplan.runtime.metering.census import one_moment
-from poochplan.runtime.replays.bits import NO_MASK
+from poochplan.runtime.replays.bits import NO_MASK, Tables
 from poochplan.runtime.replays.replay import NotReplayable, Recipe, StorageRecord
 from poochplan.runtime.replays.tape import Recorder, Tape
 from poochplan.runtime.run_report import FallbackKind, Fallbacks
@@ -119,6 +119,7 @@ class Engine:
         self.fallbacks = Fallbacks()
         self._no_mask: StorageRecord | None = None
         """The last storage that was to be narrowed, and could not be."""
+        self._tables: Tables = {}
         self._ungathered: list[Any] = []
         """FSDP2's weights that have no storages yet."""
         self._lock = threading.RLock()
@@ -236,6 +237,8 @@ class Engine:
                 if policy is None:
                     return
                 self._policy = policy
+                if not policy.sources:
+                    self._tables.clear()
                 self._events.chosen(segment)
             if policy.instructions is not None:
                 self.host.follow(policy.instructions)
@@ -336,7 +339,7 @@ class Engine:
             value = held_source(record, planned, home)
         elif wants_bits(planned):
             self.tape.count += 1
-            value = held_bits(record, dtype, planned, home, self.tape.count)
+            value = held_bits(record, dtype, planned, home, self.tape.count, self._tables)
             self._no_mask = record if value is None else None
         segment.saves += 1
         segment.packs += 1

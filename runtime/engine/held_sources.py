@@ -6,7 +6,7 @@ import torch
 
 from poochplan.formats.plan import Decision, PlannedValue
 from poochplan.runtime.devices.device import Stream
-from poochplan.runtime.replays.bits import bits_of
+from poochplan.runtime.replays.bits import Tables, bits_of
 from poochplan.runtime.replays.replay import StorageRecord, source_of
 from poochplan.tensors.storages import Geometry, version_probe
 from poochplan.torch_private.tensor_internals import version_of
@@ -36,10 +36,10 @@ def wants_bits(planned: PlannedValue) -> bool:
 
 
 def held_bits(
-    mask: StorageRecord, dtype: torch.dtype, planned: PlannedValue, home: Stream | None, order: int
+    mask: StorageRecord, dtype: torch.dtype, planned: PlannedValue, home: Stream | None, order: int, tables: Tables
 ) -> SavedValue | None:
     """The bits of a mask, made now; None if it is no mask. ``order``: of the op that widens them."""
-    made = bits_of(mask, dtype, order, planned.size_bytes)  # Rule 14
+    made = bits_of(mask, dtype, order, planned.size_bytes, tables)  # Rule 14
     if made is None:
         return None
     record, bits = made

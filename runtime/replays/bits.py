@@ -44,6 +44,8 @@ GATHERING = 0x0102040810204080
 """By this product of eight bytes of 0 or 1, the highest byte has all of them as bits, the first one as the lowest."""
 Scales = tuple[tuple[Any, int | float], ...]
 """Ops that scale a mask, and their numbers."""
+Tables = dict[tuple[torch.device, torch.dtype, Scales], torch.Tensor]
+"""What widens bits on CUDA, by the device and by what has made a mask."""
 
 
 class Patterns(NamedTuple):
@@ -53,15 +55,18 @@ class Patterns(NamedTuple):
     one: int
 
 
-def patterns_of(record: StorageRecord, dtype: torch.dtype) -> Patterns | torch.Tensor | None:
-    """The two contents of the elements of a storage; on CUDA :func:`_device_table`. None if its recorded writers are
-    not those of a mask.
+def patterns_of(record: StorageRecord, dtype: torch.dtype, tables: Tables) -> Patterns | torch.Tensor | None:
+    """The two contents of the elements of a storage; on CUDA one of the ``tables``, to which it is added. None if the
+    storage's recorded writers are not those of a mask.
     """
     storage, scales = record.storage(), _scales_of(record, dtype)
     patterns = _patterns(dtype, scales) if scales is not None else None
     if storage is None or scales is None or patterns is None or storage.device.type == "cpu":
         return patterns
-    return _device_table(storage.device, dtype, scales)
+    key = storage.device, dtype, scales
+    if key not in tables:
+        tables[key] = _device_table(*key)
+    return tables[key]
 
 
 def _scales_of(record: StorageRecord, dtype: torch.dtype) -> Scales | None:
@@ -111,11 +116,10 @@ def _patterns(dtype: torch.dtype, scales: Scales) -> Patterns | None:
     return Patterns(zeros.pop(), ones.pop()) if len(zeros) == len(ones) == 1 else None
 
 
-@functools.cache
 def _device_table(where: torch.device, dtype: torch.dtype, scales: Scales) -> torch.Tensor:
     """The eight elements for each byte of bits, as the ops make them of 0 and 1; in words of eight bytes.
 
-    It waits for the device, once: from then on every stream may read the table.
+    It waits for the device: from then on every stream may read the table.
     """
     numbers = torch.arange(TABLE_ROWS, dtype=torch.uint8, device=where)
     found = (numbers[:, None] >> numbers[:8]).bitwise_and_(1).to(dtype)
@@ -222,7 +226,7 @@ class MadeBits(NamedTuple):
     tensor: torch.Tensor
 
 
-def bits_of(mask: StorageRecord, dtype: torch.dtype, order: int, most_bytes: int) -> MadeBits | None:
+def bits_of(mask: StorageRecord, dtype: torch.dtype, order: int, most_bytes: int, tables: Tables) -> MadeBits | None:
     """Narrows a mask, to at most so many bytes. From then on an op of that ``order`` recomputes it from the bits.
 
     None, without effect, if other ops than those of a mask have made it, or it is too large.
@@ -231,7 +235,7 @@ def bits_of(mask: StorageRecord, dtype: torch.dtype, order: int, most_bytes: int
     if storage is None or storage.nbytes() // dtype.itemsize > 8 * most_bytes:
         return None
     with torch.no_grad():
-        patterns = patterns_of(mask, dtype)
+        patterns = patterns_of(mask, dtype, tables)
         made = narrow(storage, dtype, patterns) if patterns is not None else None
         if patterns is None or made is None:
             return None

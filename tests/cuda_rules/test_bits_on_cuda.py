@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import msgspec
 import numpy as np
 import pytest
@@ -49,7 +51,11 @@ def test_plans_hold_the_bits_of_dropouts_masks_within_the_budget(gpu: Machine, n
     plan = poochplan.plan(profile, budget_bytes, evaluations=300, gap=0.0)
     assert any(value.bits and value.until >= 0 for value in plan.values)
     assert not any(value.bits for value in poochplan.plan(profile, budget_bytes, without=["narrow"]).values)
+    gc.collect()
+    before_bytes = gpu.memory.now["requested_bytes"]
     assert max(metered_peaks(case, plan)) <= plan.prediction.peak_bytes <= budget_bytes
+    gc.collect()
+    assert gpu.memory.now["requested_bytes"] == before_bytes  # no table is left
     for given in (None, plan):
         seen = train(case, 2, given, meter="never")[0]  # the meter would see what is kept of each step
         tensors = [one.contiguous().cpu() for step in seen for one in step if one.ndim]
