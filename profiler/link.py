@@ -44,6 +44,8 @@ LARGEST_PAGEABLE_BYTES = 256 << 20
 CPU_PROBE, CUDA_PROBE = (512, 4 << 20), (4096, 64 << 20)
 """The work computed beside copies: the side of two square matrices, and how many numbers are clamped."""
 _REPEATS = 5
+_PROBED_S = 0.02
+"""For so long an op is called, again and again, to time it."""
 _LONGEST_FIRST_WRITE_S = 5.0
 Curve = list[tuple[int, float]]
 Least = Callable[[int], int]
@@ -301,7 +303,7 @@ def _per_call_s(device: ComputeDevice, op: Callable[[], object], between: Callab
     device.synchronize()
     start_s = time.perf_counter()
     calls = 0
-    while time.perf_counter() - start_s < 0.02:
+    while time.perf_counter() - start_s < _PROBED_S:
         op()
         between()
         ended = device.compute.record()

@@ -120,6 +120,7 @@ class Engine:
         self._no_mask: StorageRecord | None = None
         """The last storage that was to be narrowed, and could not be."""
         self._tables: Tables = {}
+        """By these bits are widened on CUDA, as long as plans have sources."""
         self._ungathered: list[Any] = []
         """FSDP2's weights that have no storages yet."""
         self._lock = threading.RLock()
