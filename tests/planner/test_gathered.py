@@ -80,13 +80,17 @@ def test_on_the_cpu_the_weights_of_a_unit_may_be_in_flight_beside_them(profile: 
     assert in_flight_bytes(on_cuda) == 0
 
 
-def test_so_may_a_result_of_tensor_parallelism_for_each_thread_of_gloo() -> None:
+def test_so_may_both_buffers_of_a_collective_of_tensor_parallelism_for_each_thread_of_gloo() -> None:
     profile = whole()
-    index = next(number for number, op in enumerate(profile.ops) if op.outputs)
+    index = next(number for number, op in enumerate(profile.ops) if op.outputs and op.inputs)
     exchange = msgspec.structs.replace(profile.ops[index], name="_c10d_functional.all_gather_into_tensor.default")
     found = msgspec.structs.replace(profile, ops=(*profile.ops[:index], exchange, *profile.ops[index + 1 :]))
-    largest = max(profile.rounded_bytes(profile.values[one].size_bytes) for one in exchange.outputs)
-    assert in_flight_bytes(found) == 2 * largest > 0
+    read, made = (
+        sum(profile.rounded_bytes(profile.values[one].size_bytes) for one in values)
+        for values in (exchange.inputs, exchange.outputs)
+    )
+    assert in_flight_bytes(found) == 2 * (read + made)
+    assert min(read, made) > 0
 
 
 def test_a_value_is_recomputed_only_where_its_first_use_finds_the_weights(profile: Profile) -> None:

@@ -53,10 +53,10 @@ GLOO_THREADS = 2
 
 def in_flight_bytes(profile: ProfileData) -> int:
     """On the CPU, bytes that a step on several ranks may take beyond its lifetimes: gloo's threads keep a collective's
-    buffer until they run again.
+    buffers until they run again.
 
-    Under FSDP2 it is as large as the weights that are gathered at once. Under tensor parallelism each thread may keep
-    a result.
+    Under FSDP2 they are as large as the weights that are gathered at once. Under tensor parallelism each thread may
+    keep what one collective reads and what it gives.
     """
     if profile.device.kind != "cpu":
         return 0
@@ -64,9 +64,11 @@ def in_flight_bytes(profile: ProfileData) -> int:
     for value in profile.values:
         if value.stretch_of >= 0:
             at_once[value.born_tick] += profile.rounded_bytes(value.size_bytes)
-    results = (one for op in profile.ops if op.name.startswith(COLLECTIVES) for one in op.outputs)
-    largest = max((profile.rounded_bytes(profile.values[one].size_bytes) for one in results), default=0)
-    return max(at_once.values(), default=0) + GLOO_THREADS * largest
+    collectives = ({*op.inputs, *op.outputs} for op in profile.ops if op.name.startswith(COLLECTIVES))
+    largest_bytes = max(
+        (sum(profile.rounded_bytes(profile.values[one].size_bytes) for one in both) for both in collectives), default=0
+    )
+    return max(at_once.values(), default=0) + GLOO_THREADS * largest_bytes
 
 
 def swap_seconds(profile: ProfileData, size_bytes: int) -> float:
