@@ -38,6 +38,7 @@ from poochplan.tensors.host_memory import is_freed_memory_given_back, new_memory
 
 from .after_capture import HookSeconds, OpTiming, PhaseTiming, Summing, Verifying
 from .capturing import Capturing
+from .own_costs import own_costs, with_own_costs
 from .segment_observer import NewObserver, Studied, StudyContext
 
 TIMED = 3
@@ -106,7 +107,7 @@ def study(context: StudyContext, options: StudyOptions) -> Studied:
     has_room = partial(options.fits, twice)
     keep_all = _keep_all(seen, in_core, options.fits, has_room)
     mode: Literal["run", "swap-all"] = "swap-all" if keep_all() is None else "run"
-    steps = _Steps(context, keep_all)
+    steps, own = _Steps(context, keep_all), dict[str, float]()
     try:
         is_plain = not is_freed_memory_given_back()  # no setting of a session is in force yet
         timed = yield from _timed(options, seen.capture, steps, has_room)
@@ -120,10 +121,11 @@ def study(context: StudyContext, options: StudyOptions) -> Studied:
         profile = yield from _verified(context, profile, options.room(profile) - max(0, seen.grown_bytes()))
         if context.is_repeated and mode == "run":
             profile = yield from _kept(context, profile, timed.steps, steps.in_hooks)
+            own = yield from own_costs(context, profile, has_arena=timed.unserved_s is not None)
     except NoMoreSegments:
         once = {phase: sum(op.duration_s for op in seen.capture.ops if op.phase is phase) for phase in Phase}
         profile = without_replays(draft("swap-all", captured_s, [once], [*options.notes, HURRIED]))
-    return options.with_costs(profile, steps.in_hooks if mode == "run" else [])
+    return with_own_costs(options.with_costs(profile, steps.in_hooks if mode == "run" else []), own)
 
 
 def _keep_all(

@@ -24,8 +24,11 @@ from poochplan.tensors.storages import new_storage
 from poochplan.units import format_bytes
 
 from .device import Event, Interval, Stream
+from .transfers import held_back
 
 CHUNK_BYTES = 1 << 20
+SMALL_BYTES = 1 << 15
+"""Up to this size the calling thread copies at once: waking another one takes longer than such a copy."""
 _LOOK_AGAIN_S = 1.0
 """Seconds after which a waiting thread checks again whether the copying thread still lives."""
 
@@ -95,6 +98,8 @@ class SpillCopy:
                         time.sleep(ahead_s)
             error = None
         except BaseException as raised:  # after any error, the value must not count as copied
+            if not isinstance(raised, Exception) and not isinstance(threading.current_thread(), _SpillThread):
+                held_back.append(raised.with_traceback(None))
             error = raised if isinstance(raised, OSError) else OSError(errno.EIO, str(raised) or repr(raised))
             error = error.with_traceback(None)  # which would hold the buffer
         finally:
@@ -144,7 +149,8 @@ Stop: TypeAlias = "weakref.ref[SpillStream]"
 
 
 class SpillStream:
-    """One direction: a queue, and the thread that processes it. Copies wait only for those before them.
+    """One direction: a queue, and the thread that processes it. Copies wait only for those before them. If there are
+    none, a small copy without a throttle needs no thread.
 
     The thread refers to the queue and not to the stream, so that it ends even if the stream is never closed: an
     interrupt may come between any two steps of making and storing a stream. The code that ends the thread then runs no
@@ -153,12 +159,14 @@ class SpillStream:
 
     def __init__(self, name: str, move: Transfer, throttle_bytes_per_s: float | None) -> None:
         self._jobs: queue.SimpleQueue[SpillCopy | Stop] = queue.SimpleQueue()
+        self._at_once_bytes = 0 if throttle_bytes_per_s else SMALL_BYTES
         self._last: Event = DONE
         self._closing = threading.Event()
+        self._move = _unless(self._closing, move)
         self._stop = weakref.ref(self, self._jobs.put)
         self.thread = _SpillThread(
             target=_serve,
-            args=(self._jobs, self._stop, _unless(self._closing, move), throttle_bytes_per_s),
+            args=(self._jobs, self._stop, self._move, throttle_bytes_per_s),
             name=f"poochplan-{name}",
             daemon=True,
         )
@@ -177,9 +185,11 @@ class SpillStream:
         return 0.0
 
     def copy(self, storage: torch.UntypedStorage, host_offset: int) -> SpillCopy:
-        job = SpillCopy(self, storage, host_offset)
+        job, is_idle = SpillCopy(self, storage, host_offset), self._last.done()
         self._last = job
-        if self.is_alive():
+        if is_idle and job.size_bytes <= self._at_once_bytes:
+            job.run(self._move, None)
+        elif self.is_alive():
             self._jobs.put(job)
         else:
             job.fail("the thread that copies has ended")

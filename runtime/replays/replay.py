@@ -135,7 +135,7 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
     """Its planned save point; None before it, and outside the plan."""
     widened: tuple[int, RecordedOp] | None = None
     """The generation of which there are bits, and the op that widens them (``bits.py``)."""
-    waiting: tuple[weakref.ref[Recipe], ...] = ()
+    waiting: dict[int, weakref.ref[Recipe]] | None = None
     """Recipes that read this storage before it was packed: they claim its value once it is."""
 
     def meet(self, version: int, window: int) -> None:
@@ -162,16 +162,17 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
     def attach(self, value: Content) -> None:
         """The storage has become a saved value: recipes that read it now claim the value instead of what they held."""
         self.value = weakref.ref(value)
-        waiting, self.waiting = self.waiting, ()
-        for reference in waiting:
+        waiting, self.waiting = self.waiting, None
+        for reference in waiting.values() if waiting is not None else ():
             recipe = reference()
             if recipe is not None:
                 recipe.refresh_if_possible()
 
     def wait_for_value(self, recipe: Recipe) -> None:
         """Has the recipe refreshed when this storage is packed."""
-        if all(reference() is not recipe for reference in self.waiting):
-            self.waiting = (*self.waiting, weakref.ref(recipe))
+        if self.waiting is None:
+            self.waiting = {}
+        self.waiting[id(recipe)] = weakref.ref(recipe)
 
     def value_at(self, generation: int) -> Content | None:
         """The saved value of this storage, if it still exists and has exactly this content."""

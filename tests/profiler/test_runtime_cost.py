@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import random
 import time
 import weakref
@@ -19,6 +20,7 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import RuntimeCost
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.profiler.assembly.assemble import runtime_notes
+from poochplan.profiler.live import own_costs
 from poochplan.profiler.trials import machine_facts
 from poochplan.profiler.trials.machine_facts import (
     LEAST_ROUNDS,
@@ -66,6 +68,39 @@ def test_without_steps_that_fit_handles_cost_what_they_do_on_a_small_network() -
     assert found.unpack_s != measured_apart.unpack_s
     same = msgspec.structs.replace(found, handle_s=measured_apart.handle_s, unpack_s=measured_apart.unpack_s)
     assert same == measured_apart
+
+
+def test_a_step_of_many_short_ops_has_costs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_costs, "LEAST_OPS", 50)
+    monkeypatch.setattr(own_costs, "SHORT_OP_S", math.inf)
+    layers = [layer for _ in range(12) for layer in (torch.nn.Linear(16, 16), torch.nn.Tanh())]
+    model, batch = torch.nn.Sequential(*layers), torch.randn(8, 16)
+    found, apart = poochplan.profile(lambda: model(batch).sum(), model=model, link=LINK).runtime, _cost()
+    assert found is not None
+    own = [name for name in (*COSTS, "narrow_s") if getattr(found, name) != getattr(apart, name)]
+    assert {"record_s", "swap_s", "fetch_s"} <= {*own}
+    assert "narrow_s" not in own
+    assert found.fetch_s <= found.swap_s
+    assert not {*own} & {*found.unmeasured}
+
+
+def test_these_are_left_out_where_a_step_diverges_from_its_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_costs, "LEAST_OPS", 1)
+    monkeypatch.setattr(own_costs, "SHORT_OP_S", math.inf)
+    linear = torch.nn.Linear(4, 4)
+    steps = itertools.count()
+
+    def step() -> torch.Tensor:
+        batch = torch.ones(2, 4)
+        for _ in range(1 + next(steps)):
+            batch = torch.tanh(linear(batch))
+        return batch.sum()
+
+    assert poochplan.profile(step, model=linear, iterations=2, link=LINK).runtime is _cost()
+
+
+def test_a_mask_takes_seconds_however_small_it_is() -> None:
+    assert _cost().narrow_s > 0 or "narrow_s" in _cost().unmeasured
 
 
 def test_where_steps_differ_in_what_they_save_handles_are_not_timed_on_them() -> None:
@@ -164,12 +199,14 @@ def test_a_profile_notes_what_could_not_be_measured(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_unmeasured_is_in_the_cost_and_what_unpacking_takes_is_no_more_than_the_handle() -> None:
-    names = ("launch_s", "call_s", *COSTS)
+    names = ("launch_s", "call_s", "narrow_s", *COSTS)
     found = dict.fromkeys(names, 2.0) | {"unpack_s": 3.0, "call_s": 0.0, "swap_s": 0.0}
     measured = measured_from(found, ("call_s", "swap_s"), "cpu")
     assert measured.cost.unmeasured == ("swap_s",)
     assert (measured.cost.unpack_s, measured.cost.fetch_s, measured.cost.launch_s) == (2.0, 0.0, 0.0)
-    assert measured_from(found, (), "cuda").cost.launch_s == 2.0
+    assert measured.cost.narrow_s == 2.0
+    on_cuda = measured_from(found, (), "cuda").cost
+    assert (on_cuda.launch_s, on_cuda.narrow_s) == (2.0, 0.0)
 
 
 def test_hooks_are_timed_also_where_they_raise() -> None:

@@ -71,3 +71,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def copied_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU device makes no copy in the calling thread, however small."""
+    monkeypatch.setattr("poochplan.runtime.devices.cpu.SMALL_BYTES", 0)

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 import poochplan
 from poochplan.errors import SpillError
 from poochplan.formats.plan import Plan
-from poochplan.runtime.devices.cpu import CpuDevice, SpillFile, choose_spill_dir, file_system_type
-from poochplan.runtime.devices.transfers import copy_in, copy_out
+from poochplan.runtime.devices.cpu import SMALL_BYTES, CpuDevice, SpillFile, choose_spill_dir, file_system_type
+from poochplan.runtime.devices.transfers import copy_in, copy_out, raise_held_back
 from poochplan.runtime.run_report import FallbackKind
 from tests.runtime.faults import CASE, _ctrl_c_is_heard, leaves_nothing, plan, swaps
 from tests.runtime.nets import CASES, equal, followed, in_core, snapshot, train
@@ -145,7 +145,7 @@ def kill(thread: threading.Thread) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
 
 
-@pytest.mark.usefixtures("leaves_nothing")
+@pytest.mark.usefixtures("leaves_nothing", "copied_by_threads")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("direction", ["outward", "inward"])
 def test_a_copying_thread_that_is_killed_between_steps_gives_an_error_or_keeps_values(
@@ -169,7 +169,7 @@ def test_a_copying_thread_that_is_killed_between_steps_gives_an_error_or_keeps_v
                 one_step(model, step)
 
 
-@pytest.mark.usefixtures("leaves_nothing")
+@pytest.mark.usefixtures("leaves_nothing", "copied_by_threads")
 @pytest.mark.parametrize("name", ["pwrite", "preadv"])
 def test_a_copying_thread_that_is_killed_in_a_copy_gives_an_error_or_keeps_the_value(
     swaps: Plan, monkeypatch: pytest.MonkeyPatch, name: str
@@ -257,7 +257,7 @@ def test_a_forked_process_can_give_up_a_copy_under_way(tmp_path: Path, monkeypat
 
     device = CpuDevice(tmp_path)
     monkeypatch.setattr(os, "pwrite", slow)
-    copy = copy_out(device, device.allocate(1000), 0)
+    copy = copy_out(device, device.allocate(2 * SMALL_BYTES), 0)
     child = os.fork()
     if child == 0:
         del copy
@@ -346,6 +346,42 @@ def test_bytes_survive_the_way_out_and_back(tmp_path: Path) -> None:
         back.append(torch.empty(0).set_(storage, 0, value.shape))
     device.close()
     assert all(torch.equal(left, right) for left, right in zip(values, back, strict=True))
+
+
+def test_a_small_copy_has_ended_when_the_call_returns_unless_others_are_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, device = threading.Event(), CpuDevice(tmp_path)
+
+    def slow(descriptor: int, data: bytes, at: int) -> int:
+        assert threading.current_thread() is threading.main_thread() or go.wait(60)
+        return PWRITE(descriptor, data, at)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    small, large = device.allocate(SMALL_BYTES), device.allocate(SMALL_BYTES + 1)
+    assert copy_out(device, small, 0).done()
+    copies = [copy_out(device, one, index << 20) for index, one in enumerate((large, small))]
+    assert not any(copy.done() for copy in copies)
+    go.set()
+    device.synchronize()
+    assert all(copy.done() and copy.error is None for copy in copies)
+    assert copy_out(device, small, 0).done()
+    device.close()
+
+
+def test_a_small_copy_that_is_interrupted_has_failed_and_the_interrupt_is_raised_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(descriptor: int, data: bytes, at: int) -> int:
+        raise KeyboardInterrupt
+
+    device = CpuDevice(tmp_path)
+    monkeypatch.setattr(os, "pwrite", interrupted)
+    copy = copy_out(device, device.allocate(SMALL_BYTES), 0)
+    assert copy.error is not None
+    with pytest.raises(KeyboardInterrupt):
+        raise_held_back()
+    device.close()
 
 
 def test_a_throttle_holds_copies_to_its_rate(tmp_path: Path) -> None:

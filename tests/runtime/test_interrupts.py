@@ -24,7 +24,7 @@ from poochplan.runtime.devices.cpu import CpuDevice
 from tests.runtime.faults import CASE, _ctrl_c_is_heard, leaves_nothing, open_files, plan, swaps
 from tests.runtime.nets import followed, train
 
-pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread", "copied_by_threads")]
 
 
 def interrupt() -> None:

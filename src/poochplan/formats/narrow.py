@@ -34,7 +34,7 @@ MAKING = frozenset({DROPOUT, "aten.bernoulli.p"})
 BOOL = "bool"
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, BOOL: 1}
 LEAST_MASK_BYTES = 16384
-"""Smaller masks are left as they are: narrowing one takes microseconds of Python, whatever its size."""
+"""Smaller masks are left as they are: the bits of one would be worth little."""
 BITS_DTYPE = "uint8"
 DEVICE_PART = 1 << 24
 """On CUDA, elements that are narrowed or widened at a time; a multiple of 8."""
@@ -134,8 +134,8 @@ def _first_readers(profile: Profile) -> dict[int, int]:
 
 
 def widening_seconds(profile: Profile, mask: int, reader: int) -> float | None:
-    """Seconds of narrowing a mask and widening its bits, together: as long as the op that saves the mask, ``reader`` or
-    dropout itself, takes for as many bytes. None if that op tells nothing.
+    """Seconds of narrowing a mask and widening its bits, together: the runtime's for any mask, and as long as the op
+    that saves it, ``reader`` or dropout itself, takes for as many bytes. None if that op tells nothing.
     """
     if profile.ops[profile.values[mask].born].name == DROPOUT:
         reader = profile.values[mask].born
@@ -145,7 +145,8 @@ def widening_seconds(profile: Profile, mask: int, reader: int) -> float | None:
     moved_bytes = sum(profile.values[value].size_bytes for value in {*op.inputs, *op.outputs})
     if not moved_bytes:
         return None
-    return moved_by_both(profile, mask) * op.duration_s / moved_bytes
+    any_s = profile.runtime.narrow_s if profile.runtime is not None else 0.0
+    return any_s + moved_by_both(profile, mask) * op.duration_s / moved_bytes
 
 
 def moved_by_both(profile: Profile, mask: int) -> float:

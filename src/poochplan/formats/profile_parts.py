@@ -339,7 +339,8 @@ class RuntimeCost(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of the launching thread: for a plain op, and for the runtime's work between the step's ops.
 
     They are measured on a separate small network. In a profile of mode ``run``, the time of handles is measured on the
-    model itself. ``docs/semantics.md`` says where in a step they are spent. All are at least 0.
+    model itself, and so are the costs of recording, replays and swaps in that of a step function with short ops.
+    ``docs/semantics.md`` says where in a step they are spent. All are at least 0.
     """
 
     handle_s: Seconds
@@ -356,6 +357,8 @@ class RuntimeCost(msgspec.Struct, frozen=True, kw_only=True):
     """The unpack's part of ``handle_s``."""
     fetch_s: Seconds = 0.0
     """The part of ``swap_s`` for the way back."""
+    narrow_s: Seconds = 0.0
+    """For each mask that is narrowed and widened, whatever its size. 0 on CUDA, where the device does both."""
     unmeasured: tuple[Text, ...] = ()
     """Those of the above that could not be distinguished from 0 and count as 0."""
 
