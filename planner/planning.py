@@ -9,7 +9,7 @@ from functools import partial
 from typing import Literal
 
 from poochplan.errors import InfeasibleError, UsageError
-from poochplan.formats.narrow import BITS, SMALLER, narrowed, with_smaller
+from poochplan.formats.narrow import NARROWED, SMALLER, narrowed, with_smaller
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Link, Memory, Profile
@@ -100,7 +100,7 @@ def plan(
         profile = with_smaller(plain, without)
     problem = build_problem(profile)
     if narrowed(profile) and swap_all_on_demand(problem).peak_bytes > budget_bytes:  # narrowing takes memory itself
-        profile = with_smaller(plain, (*without, BITS))
+        profile = with_smaller(plain, (*without, NARROWED))
         problem = build_problem(profile)
     given = PolicyInput(profile, problem, budget_bytes)
     if policy != ILP and arena == "on":

@@ -13,6 +13,7 @@ import poochplan
 from poochplan.formats import narrow
 from poochplan.formats.plan import Decision
 from poochplan.runtime.replays import bits
+from poochplan.tensors.storages import on_whole
 from tests.cuda_rules.machine import WHERE, Machine
 from tests.cuda_rules.streams import Stream
 from tests.planner.checker import check
@@ -86,7 +87,7 @@ def test_narrowing_gives_numpys_bits_and_widening_the_very_patterns_at_the_bytes
         made = bits.narrow(mask.untyped_storage(), dtype, table)
         narrowing_bytes = gpu.memory.peaks["requested_bytes"] - before_bytes
         assert made is not None
-        packed = bits._on(made, torch.uint8)
+        packed = on_whole(made, torch.uint8)
         before_bytes = gpu.memory.now["requested_bytes"]
         gpu.memory.begin_peaks()
         back = bits.widen(packed, count, dtype, table)
