@@ -250,9 +250,7 @@ Narrowed = tuple[torch.UntypedStorage, Any, tuple[Any, ...]]
 """A narrow storage, and the function that widens it, with its further arguments."""
 
 
-def _as_bits(
-    mask: StorageRecord, dtype: torch.dtype, _form: str, most_bytes: int, tables: Tables
-) -> Narrowed | None:
+def _as_bits(mask: StorageRecord, dtype: torch.dtype, _form: str, most_bytes: int, tables: Tables) -> Narrowed | None:
     storage = mask.storage()
     if storage is None or storage.nbytes() // dtype.itemsize > 8 * most_bytes:
         return None

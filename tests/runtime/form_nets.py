@@ -117,7 +117,13 @@ class Formed(Case):
 
 
 def forms_on(where: torch.device) -> dict[str, Case]:
-    shapes = {Pools: (3, 1, 264, 265), Branches: (4, 4, 64, 64), Volumes: (3, 1, 50, 41, 36), Choices: (2048, 64), Casts: (96, 64)}
+    shapes = {
+        Pools: (3, 1, 264, 265),
+        Branches: (4, 4, 64, 64),
+        Volumes: (3, 1, 50, 41, 36),
+        Choices: (2048, 64),
+        Casts: (96, 64),
+    }
     return {build.__name__: Formed(partial(_net, build, shape, where)) for build, shape in shapes.items()}
 
 

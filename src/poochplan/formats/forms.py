@@ -79,7 +79,7 @@ def _integer(profile: ProfileData, value: int) -> str:
     whole, shape = profile.values[op.inputs[0]].shape, profile.values[value].shape
     if op.name in POOLING:
         leading = len(whole) - POOLING[op.name]
-        extents = [prod(whole[leading:])] if 0 < leading and whole[:leading] == shape[:leading] else []
+        extents = [prod(whole[leading:])] if leading > 0 and whole[:leading] == shape[:leading] else []
     else:
         extents = [extent for at, extent in enumerate(whole) if _is_along(whole, at, shape)]
     bound = max(extents, default=prod(whole))
