@@ -78,7 +78,7 @@ def plan(
         (``Plan.prediction.arena_peak_bytes``), instead of the peak alone. ``"auto"``: for a CPU profile of allocated
         bytes, and if such a plan is found; the plan's notes say if there is none.
     without: what the plan may not hold in place of saved values: ``"sources"`` of larger copies, or ``"narrow"``, the
-        bits of masks.
+        bits of masks and other narrow forms.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Random steps with pools and casts: indices, of which a plan may hold smaller integers, and upper halves of float32."""
+"""Random steps with pools and casts: indices, which fit into smaller integers, and float32 with upper halves."""
 
 from __future__ import annotations
 

@@ -41,10 +41,8 @@ def fault(profile: Profile, value: int, writers: Sequence[Op], form: str) -> str
     if whole.dtype != "int64" or not (is_second or (op.name == "aten.argmax.default" and op.outputs == (value,))):
         return f"{op.name} makes no indices"
     shape = profile.values[op.inputs[0]].shape
-    if pool in POOLS:
-        least = math.prod(shape[-POOLS[pool] :])
-    else:
-        least = min(shape, default=1)  # the judge does not know the dimension
+    extent = min(shape, default=1)  # the judge does not know the dimension
+    least = math.prod(shape[-POOLS[pool] :]) if pool in POOLS else extent
     return "" if least <= {"uint8": 256, "uint16": 65536, "int32": 1 << 31}[form] else f"{form} is too small"
 
 

@@ -76,7 +76,7 @@ class Choices(nn.Module):
 
 
 class Casts(nn.Module):
-    """Squares of float32 that is made of bfloat16. Its source is written later, or is gone; the last one a plan can hold."""
+    """Squares of float32 that is made of bfloat16. Its source is written later, or gone; the last one can be held."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -119,7 +119,8 @@ for name, case in FORMS.items():
                 loss = step()
                 loss.backward()
                 optimizer.step()
-        found.append((name, decision, meter.peak - before, plan.prediction.peak_bytes, session.report().total.fallbacks))
+        peaks = meter.peak - before, plan.prediction.peak_bytes
+        found.append((name, decision, *peaks, session.report().total.fallbacks))
         del model, step, optimizer, loss, session
 print(json.dumps(found))
 """

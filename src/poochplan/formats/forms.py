@@ -1,7 +1,7 @@
 """Narrow forms: how few bytes hold a saved value exactly, by what has made it and never by its contents.
 
 * *Bits*: a mask, with one bit for each element.
-* *Integers* of 1, 2 or 4 bytes: indices that a size bounds, of 8 bytes each. Pooling makes them, or a choice of elements
+* *Integers* of 1, 2 or 4 bytes: indices of 8 bytes that a size bounds. Pooling makes them, or a choice of elements
   along one dimension.
 * *Upper halves*: float32 that one cast has made of bfloat16. The lower halves are zeros.
 """
@@ -44,8 +44,9 @@ CHOOSING = {
 
 
 def form_of(profile: ProfileData, value: int) -> str:
-    """The form in which a plan may hold a saved value that was made in the step; "" if the op that has made it says that
-    there is none. A value of another op has bits, if any: ``narrow.py`` tells which are masks.
+    """The form in which a plan may hold a saved value; "" if the op that has made it says that there is none.
+
+    A value of another op has bits, if any: ``narrow.py`` tells which are masks.
     """
     born = profile.values[value].born
     if born < 0:

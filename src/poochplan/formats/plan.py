@@ -75,9 +75,9 @@ class PlannedValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     until: IndexOrNone = -1
     """Of a source: the last save point of a value whose replay starts from it; -1 if none does, and nothing is held."""
     bits: bool = False
-    """Of a source: whether it is the next value in a narrow form, which the runtime makes. The two dtypes tell the form.
-    A value of int64 is narrowed to integers of the source's dtype. A source of bfloat16 has the upper halves of float32.
-    Any other is a mask with one bit for each element; the source's dtype is uint8."""
+    """Of a source: whether it is the next value in a narrow form, which the runtime makes. Both dtypes tell the form.
+    Indices of int64 are held as integers of this dtype. A cast to float32 has its upper halves, as bfloat16. Anything
+    else has a bit for each element, as uint8."""
 
 
 class PointActions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
