@@ -225,8 +225,8 @@ class MadeBits(NamedTuple):
 def bits_of(
     whole: StorageRecord, dtype: torch.dtype, form: str, order: int, most_bytes: int, tables: Tables
 ) -> MadeBits | None:
-    """Narrows a mask, or what has another ``form``, to at most so many bytes. The form is that of its elements' type.
-    From then on an op of that ``order`` recomputes it.
+    """Narrows a mask, or a value with another form, to at most so many bytes. From then on an op of that ``order``
+    recomputes it. ``form``: the type of the narrow elements, as plans name it.
 
     None, without effect, if other ops than those of such a value have made it, or it is too large.
     """

@@ -38,7 +38,9 @@ OTHERS = frozenset({CASTING, *POOLING, *CHOOSING})
 """Ops that each make a whole value which has another form than bits."""
 BOOL = "bool"
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, BOOL: 1}
+"""Of the types of masks."""
 WHOLE_BYTES = ELEMENT_BYTES | {INDEX: INDEX_BYTES}
+"""Of all types that have narrow forms; casts are of a type of masks."""
 LEAST_MASK_BYTES = 16384
 """Smaller masks are left as they are: narrowing one takes microseconds of Python, whatever its size."""
 DEVICE_PART = 1 << 24
@@ -49,7 +51,7 @@ NEEDS_INPUT = "the op that made the whole would need its input again"
 
 
 def bits_bytes(profile: Profile, mask: int) -> int:
-    """The bytes of a mask's bits."""
+    """The bytes of a mask's bits, or of a value's other form."""
     form = form_of(profile, mask)
     return -(-_elements(profile, mask) // 8) if form == BITS else FORM_BYTES[form] * _elements(profile, mask)
 
@@ -82,9 +84,8 @@ def masks_of(profile: Profile) -> dict[int, int]:
 
 def _held_sources(profile: Profile) -> set[int]:
     """The sources that a plan may hold, whether the profile has their save points or not."""
-    return {handle.value for handle in profile.handles if is_source(profile.values[handle.value])}.union(
-        sources_of(profile).values()
-    )
+    added = {handle.value for handle in profile.handles if is_source(profile.values[handle.value])}
+    return added.union(sources_of(profile).values())
 
 
 def faster_masks(profile: Profile) -> dict[int, int]:
@@ -106,7 +107,9 @@ def faster_masks(profile: Profile) -> dict[int, int]:
 
 
 def _is_mask(profile: Profile, mask: int, made_by: list[int]) -> bool:
-    """Whether the writers of a saved value fill a fresh tensor with two values, which constants give."""
+    """Whether the writers of a saved value fill a fresh tensor with two values, which constants give, or one op makes
+    all of it, and has a narrow form for that.
+    """
     value = profile.values[mask]
     if value.dtype not in WHOLE_BYTES or value.size_bytes < LEAST_MASK_BYTES or value.pinned or not made_by:
         return False
