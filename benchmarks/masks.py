@@ -22,6 +22,7 @@ from benchmarks.facts import facts_of_run, write_results
 from benchmarks.planning import budget_of
 from poochplan import Profile, plan
 from poochplan.formats import narrow
+from poochplan.formats.forms import BITS, form_of
 from poochplan.formats.queries import writers_by_value
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import keep_all
@@ -34,7 +35,8 @@ INSTANCES = Path(__file__).resolve().parent / "instances"
 def one_byte(profile: Profile) -> Profile:
     """The step with one byte for each element of a mask."""
     values, ops, writers = list(profile.values), list(profile.ops), writers_by_value(profile)
-    for mask in set(narrow.masks_of(profile).values()):
+    masks = {mask for mask in narrow.masks_of(profile).values() if form_of(profile, mask) == BITS}
+    for mask in masks:
         share = 1 / narrow.ELEMENT_BYTES[values[mask].dtype]
         size_bytes = int(values[mask].size_bytes * share)
         facts = {"size_bytes": size_bytes, "dtype": narrow.BOOL, "unreplayable": "its op needs an input"}

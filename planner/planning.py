@@ -9,7 +9,7 @@ from functools import partial
 from typing import Literal
 
 from poochplan.errors import InfeasibleError, UsageError
-from poochplan.formats.narrow import BITS, SMALLER, narrowed, with_smaller
+from poochplan.formats.narrow import NARROWED, SMALLER, narrowed, with_smaller
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Link, Memory, Profile
@@ -78,7 +78,7 @@ def plan(
         (``Plan.prediction.arena_peak_bytes``), instead of the peak alone. ``"auto"``: for a CPU profile of allocated
         bytes, and if such a plan is found; the plan's notes say if there is none.
     without: what the plan may not hold in place of saved values: ``"sources"`` of larger copies, or ``"narrow"``, the
-        bits of masks.
+        bits of masks and other narrow forms.
 
     Raises
     ------
@@ -100,7 +100,7 @@ def plan(
         profile = with_smaller(plain, without)
     problem = build_problem(profile)
     if narrowed(profile) and swap_all_on_demand(problem).peak_bytes > budget_bytes:  # narrowing takes memory itself
-        profile = with_smaller(plain, (*without, BITS))
+        profile = with_smaller(plain, (*without, NARROWED))
         problem = build_problem(profile)
     given = PolicyInput(profile, problem, budget_bytes)
     if policy != ILP and arena == "on":

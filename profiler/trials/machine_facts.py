@@ -25,6 +25,7 @@ from torch import nn
 
 from poochplan.errors import SpillError
 from poochplan.formats.files import cache_folder, encode_readable, read_cache, write_cache
+from poochplan.formats.forms import BITS_DTYPE
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Link, LinkDirection, Phase, PointKind, Profile, RuntimeCost
 from poochplan.formats.profile_parts import Seconds
@@ -319,7 +320,7 @@ def narrowing(where: torch.device) -> Callable[[], float]:
         start_s = clock()
         for mask in drawn:
             record = tape.record_of(mask)
-            made = bits_of(record, mask.dtype, 0, FEW_ELEMENTS, tables)
+            made = bits_of(record, mask.dtype, BITS_DTYPE, 0, FEW_ELEMENTS, tables)
             assert made is not None
             assert record.widened is not None
             widening = record.widened[1]

@@ -23,7 +23,8 @@ Rules, cited in the code:
     formulas for some backwards under a mode.
 12. A source is held only as its copy's op has read it: if it was written since, the plan's replays do without it.
 13. A DTensor is saved as its local tensor, and returned as a DTensor around that. One written in place is not touched.
-14. Bits are held only of what the recorded ops of a mask have made; anything else is swapped.
+14. Bits are held only of what the recorded ops of a mask have made, and so is each other narrow form; anything else is
+    swapped.
 """
 
 from __future__ import annotations

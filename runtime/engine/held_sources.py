@@ -38,8 +38,8 @@ def wants_bits(planned: PlannedValue) -> bool:
 def held_bits(
     mask: StorageRecord, dtype: torch.dtype, planned: PlannedValue, home: Stream | None, order: int, tables: Tables
 ) -> SavedValue | None:
-    """The bits of a mask, made now; None if it is no mask. ``order``: of the op that widens them."""
-    made = bits_of(mask, dtype, order, planned.size_bytes, tables)  # Rule 14
+    """The bits of a mask, or its other form, made now; None if it has none. ``order``: of the op that widens them."""
+    made = bits_of(mask, dtype, planned.dtype, order, planned.size_bytes, tables)  # Rule 14
     if made is None:
         return None
     record, bits = made

@@ -16,12 +16,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from poochplan.formats.forms import HALF
 from poochplan.formats.narrow import DEVICE_PART, TABLE_ROWS
 from poochplan.runtime.metering.allocated import aside
 from poochplan.tensors.operators import Flat
-from poochplan.tensors.storages import Geometry, new_storage
+from poochplan.tensors.storages import Geometry, new_storage, on_whole
 from poochplan.torch_private.tensor_internals import version_of
 
+from . import fewer_bytes
 from .replay import Birth, RecordedOp, StorageRecord, View
 
 Integers = npt.NDArray[Any]
@@ -129,16 +131,10 @@ def _device_table(where: torch.device, dtype: torch.dtype, scales: Scales) -> to
     return found.view(torch.int64)
 
 
-def _on(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
-    """The whole storage as one row, without a copy."""
-    count = storage.nbytes() // dtype.itemsize
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (count,), (1,))
-
-
 def _array(storage: torch.UntypedStorage, dtype: torch.dtype) -> Integers:
     """The whole storage as integers, without a copy."""
     integer, unsigned = _INTEGERS.get(dtype, (torch.uint8, np.uint8))
-    return _on(storage, integer).numpy().view(unsigned)
+    return on_whole(storage, integer).numpy().view(unsigned)
 
 
 def narrow(
@@ -148,7 +144,7 @@ def narrow(
     which is looked for on the CPU.
     """
     if isinstance(patterns, torch.Tensor):
-        return _narrow_on_device(_on(storage, _INTEGERS[dtype][0]), patterns)
+        return _narrow_on_device(on_whole(storage, _INTEGERS[dtype][0]), patterns)
     whole = _array(storage, dtype)
     made = new_storage(-(-len(whole) // 8), storage.device)
     bits = _array(made, torch.uint8)
@@ -165,8 +161,8 @@ def narrow(
 def _narrow_on_device(whole: torch.Tensor, table: torch.Tensor) -> torch.UntypedStorage:
     """By words of eight elements. Other elements than bools are compared with the pattern for 1."""
     made = new_storage(-(-len(whole) // 8), whole.device)
-    bits, one = _on(made, torch.uint8), table.view(whole.dtype)[-1, -1]
-    room = _on(new_storage(8 * min(len(bits), DEVICE_PART // 8), whole.device), torch.int64)
+    bits, one = on_whole(made, torch.uint8), table.view(whole.dtype)[-1, -1]
+    room = on_whole(new_storage(8 * min(len(bits), DEVICE_PART // 8), whole.device), torch.int64)
     for start in range(0, len(whole), DEVICE_PART):
         part, read = whole[start : start + DEVICE_PART], 0
         words = room[: -(-len(part) // 8)]
@@ -186,8 +182,8 @@ def widen(bits: torch.Tensor, count: int, dtype: torch.dtype, patterns: Patterns
     """A new storage of ``count`` elements, as :func:`narrow` has found them."""
     storage = new_storage(count * dtype.itemsize, bits.device)
     if isinstance(patterns, torch.Tensor):
-        _widen_on_device(bits, patterns, _on(storage, dtype))
-        return _on(storage, dtype)
+        _widen_on_device(bits, patterns, on_whole(storage, dtype))
+        return on_whole(storage, dtype)
     whole, table = _array(storage, dtype), _table(_INTEGERS[dtype][1], patterns)
     packed, full = bits.numpy(), count - count % 8
     bytewise = whole[:full].reshape(-1, 8)
@@ -196,11 +192,11 @@ def widen(bits: torch.Tensor, count: int, dtype: torch.dtype, patterns: Patterns
         np.take(table, part, axis=0, out=bytewise[start : start + len(part)], mode="clip")
     if full < count:
         whole[full:] = table[packed[-1]][: count - full]
-    return _on(storage, dtype)
+    return on_whole(storage, dtype)
 
 
 def _widen_on_device(bits: torch.Tensor, table: torch.Tensor, whole: torch.Tensor) -> None:
-    room = _on(new_storage(4 * min(len(bits), DEVICE_PART // 8), bits.device), torch.int32)
+    room = on_whole(new_storage(4 * min(len(bits), DEVICE_PART // 8), bits.device), torch.int32)
     for start in range(0, len(whole), DEVICE_PART):
         part = whole[start : start + DEVICE_PART]
         full, rows = len(part) // 8, room[: -(-len(part) // 8)]
@@ -220,30 +216,55 @@ def _table(integer: Any, patterns: Patterns) -> Integers:
 
 
 class MadeBits(NamedTuple):
-    """The bits of a mask, for a saved value; ``tensor`` has the whole storage."""
+    """The bits of a mask, or another narrow form, for a saved value; ``tensor`` has the whole storage."""
 
     record: StorageRecord
     tensor: torch.Tensor
 
 
-def bits_of(mask: StorageRecord, dtype: torch.dtype, order: int, most_bytes: int, tables: Tables) -> MadeBits | None:
-    """Narrows a mask, to at most so many bytes. From then on an op of that ``order`` recomputes it from the bits.
+def bits_of(
+    whole: StorageRecord, dtype: torch.dtype, form: str, order: int, most_bytes: int, tables: Tables
+) -> MadeBits | None:
+    """Narrows a mask, or a value with another form, to at most so many bytes. From then on an op of that ``order``
+    recomputes it. ``form``: the type of the narrow elements, as plans name it.
 
-    None, without effect, if other ops than those of a mask have made it, or it is too large.
+    None, without effect, if other ops than those of such a value have made it, or it is too large.
     """
+    with torch.no_grad():
+        has_bits = dtype is not torch.int64 and form not in (HALF, "")
+        found = (_as_bits if has_bits else _as_fewer_bytes)(whole, dtype, form, most_bytes, tables)
+        if found is None:
+            return None
+        made, widening, given = found
+        tensor = on_whole(made, torch.uint8)
+    record = StorageRecord(weakref.ref(made), version_of(tensor))
+    view = View(record, 0, Geometry.of(tensor), None)
+    arguments = (view, *given)
+    op = RecordedOp(order, widening, arguments, (view,), Flat(len(arguments), ()), False)
+    op.births = (Birth(0, whole),)
+    whole.widened = len(whole.writes), op
+    return MadeBits(record, tensor)
+
+
+Narrowed = tuple[torch.UntypedStorage, Any, tuple[Any, ...]]
+"""A narrow storage, and the function that widens it, with its further arguments."""
+
+
+def _as_bits(mask: StorageRecord, dtype: torch.dtype, _form: str, most_bytes: int, tables: Tables) -> Narrowed | None:
     storage = mask.storage()
     if storage is None or storage.nbytes() // dtype.itemsize > 8 * most_bytes:
         return None
-    with torch.no_grad():
-        patterns = patterns_of(mask, dtype, tables)
-        made = narrow(storage, dtype, patterns) if patterns is not None else None
-        if patterns is None or made is None:
-            return None
-        tensor = _on(made, torch.uint8)
-    record = StorageRecord(weakref.ref(made), version_of(tensor))
-    view = View(record, 0, Geometry.of(tensor), None)
-    arguments = (view, storage.nbytes() // dtype.itemsize, dtype, patterns)
-    op = RecordedOp(order, widen, arguments, (view,), Flat(len(arguments), ()), False)
-    op.births = (Birth(0, mask),)
-    mask.widened = len(mask.writes), op
-    return MadeBits(record, tensor)
+    patterns = patterns_of(mask, dtype, tables)
+    made = narrow(storage, dtype, patterns) if patterns is not None else None
+    return None if made is None else (made, widen, (storage.nbytes() // dtype.itemsize, dtype, patterns))
+
+
+def _as_fewer_bytes(
+    whole: StorageRecord, dtype: torch.dtype, form: str, most_bytes: int, _tables: Tables
+) -> Narrowed | None:
+    storage, kept = whole.storage(), fewer_bytes.DTYPES.get(form)
+    if storage is None or kept is None or not fewer_bytes.has_form(whole, dtype, form):
+        return None
+    count = storage.nbytes() // dtype.itemsize
+    made = fewer_bytes.narrow(storage, form) if count * kept.itemsize <= most_bytes else None
+    return None if made is None else (made, fewer_bytes.widen, (count, form))

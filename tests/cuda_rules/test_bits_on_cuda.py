@@ -13,6 +13,7 @@ import poochplan
 from poochplan.formats import narrow
 from poochplan.formats.plan import Decision
 from poochplan.runtime.replays import bits
+from poochplan.tensors.storages import on_whole
 from tests.cuda_rules.machine import WHERE, Machine
 from tests.cuda_rules.streams import Stream
 from tests.planner.checker import check
@@ -36,7 +37,7 @@ def test_bits_are_held_or_swapped_in_place_of_a_mask_or_it_is_drawn_again(
 ) -> None:
     case = CASES[name]
     plan, found = planned(case, held(problem_of(case), decision))
-    assert sum(value.bits for value in plan.values) == COUNTS[name]
+    assert sum(value.name.endswith(" as bits") for value in plan.values) == COUNTS[name]
     assert followed(case, plan, 3, wanted=train(case, 3)[0]).last_step.replayed_values >= COUNTS[name]
     assert metered_peaks(case, plan)[1] <= found.simulation.peak_bytes
     assert check(case.profile(), plan).peak_bytes == found.simulation.peak_bytes
@@ -76,8 +77,9 @@ def test_narrowing_gives_numpys_bits_and_widening_the_very_patterns_at_the_bytes
         scale(mask, factor)
     table, waits, name = bits._device_table(WHERE, dtype, scales), list[Stream](), str(dtype).removeprefix("torch.")
     profile = on_cuda(dropout())
+    (masked,) = narrow.masks_of(profile).values()
     values = [msgspec.structs.replace(one, dtype=name, size_bytes=mask.nbytes) for one in profile.values]
-    foreseen = narrow._workspace_bytes(msgspec.structs.replace(profile, values=tuple(values)), 0)
+    foreseen = narrow._workspace_bytes(msgspec.structs.replace(profile, values=tuple(values)), masked)
 
     with monkeypatch.context() as patch:
         patch.setattr(Stream, "synchronise", waits.append)
@@ -86,7 +88,7 @@ def test_narrowing_gives_numpys_bits_and_widening_the_very_patterns_at_the_bytes
         made = bits.narrow(mask.untyped_storage(), dtype, table)
         narrowing_bytes = gpu.memory.peaks["requested_bytes"] - before_bytes
         assert made is not None
-        packed = bits._on(made, torch.uint8)
+        packed = on_whole(made, torch.uint8)
         before_bytes = gpu.memory.now["requested_bytes"]
         gpu.memory.begin_peaks()
         back = bits.widen(packed, count, dtype, table)

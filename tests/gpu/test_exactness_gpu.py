@@ -12,9 +12,12 @@ import poochplan
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
+from poochplan.runtime.replays.fewer_bytes import narrow, widen
+from poochplan.tensors.storages import on_whole
 from tests.depth import seeds, tries
 from tests.gpu.cases import BY_DAY, CASES, WHERE, case_of, each, reference
 from tests.runtime.by_hand import held, planned, problem_of
+from tests.runtime.form_nets import NAMES, forms_on
 from tests.runtime.mask_nets import masks_on
 from tests.runtime.nets import equal, followed, metered_peaks, train
 from tests.runtime.random_plans import random_plan
@@ -57,6 +60,24 @@ def test_bits_stand_for_the_masks_of_dropout_at_the_bytes_simulated() -> None:
     assert sum(value.bits and value.until >= 0 for value in plan.values) == 9
     followed(case, plan, 2, wanted=reference(case, 2))
     assert metered_peaks(case, plan)[1] <= found.simulation.peak_bytes
+
+
+@pytest.mark.parametrize("name", ["Pools", "Casts"])
+def test_fewer_bytes_hold_indices_and_casts_at_the_bytes_simulated(name: str) -> None:
+    case = forms_on(WHERE)[name]
+    plan, found = planned(case, held(problem_of(case), Decision.KEEP))
+    assert [value.dtype for value in plan.values if value.bits] == NAMES[name]
+    followed(case, plan, 2, wanted=reference(case, 2))
+    assert metered_peaks(case, plan)[1] <= found.simulation.peak_bytes
+
+
+def test_fewer_bytes_hold_every_pattern_that_a_cast_makes() -> None:
+    patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16, device=WHERE)
+    wide = patterns.view(torch.bfloat16).float()
+    made = narrow(wide.untyped_storage(), "bfloat16")
+    assert made is not None
+    back = widen(on_whole(made, torch.uint8), len(patterns), "bfloat16")
+    assert torch.equal(back.view(torch.int32), wide.view(torch.int32))
 
 
 @pytest.mark.parametrize("name", each(("residual", "recurrent", "sdpa_math"), ("residual",)))

@@ -15,8 +15,7 @@ import msgspec
 from poochplan.formats.plan import Plan, PointActions
 from poochplan.formats.profile import Kind, Op, Phase, Profile, Value
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "bool": 1}
-AT_ONCE = 1 << 24  # elements that CUDA narrows or widens at a time
+from .narrow_rules import AT_ONCE, ITEM_BYTES, bytes_as, elements_as, fault
 
 
 class Violation(AssertionError):
@@ -112,18 +111,19 @@ class _Judge:
         return saved, save_ops
 
     def _bits(self, mask: int, name: str) -> int:
-        """A value for the bits of a mask, which are there at its save point."""
+        """A value for the bits of a mask, or another form, which are there at its save point."""
         record, tick, number = self.values[mask], -1, len(self.values)
         for at, (what, item) in enumerate(self.timeline):
             point = self.profile.points[item] if what == "point" else None
             if point and point.kind.value == "save" and self.profile.handles[point.handle].value == mask:
                 tick = at
-        _ensure(record.dtype in ITEM_BYTES, f"{name}: bits of {record.dtype}")
-        size_bytes = math.ceil(record.size_bytes / ITEM_BYTES[record.dtype] / 8)
+        form = name.rpartition(" as ")[2]
+        _ensure(record.dtype in ITEM_BYTES, f"{name}: a form of {record.dtype}")
         self.values.append(
             msgspec.structs.replace(
-                record, name=name, size_bytes=size_bytes, dtype="uint8", shape=(size_bytes,),
-                born=self.writers[mask][-1], born_tick=tick, forward_death=tick, freed=tick,
+                record, name=name, size_bytes=bytes_as(form, record), dtype="uint8" if form == "bits" else form,
+                shape=(elements_as(form, record),), born=self.writers[mask][-1], born_tick=tick, forward_death=tick,
+                freed=tick,
             )
         )  # fmt: skip
         self.masks[number] = mask
@@ -131,7 +131,9 @@ class _Judge:
 
     def _tables(self) -> Value:
         """On CUDA they lie there for the whole step: eight elements for each byte, for bools and each other mask."""
-        of = [self.values[mask].dtype for mask in self.masks.values()]
+        of = [
+            self.values[mask].dtype for bits, mask in self.masks.items() if self.values[bits].name.endswith(" as bits")
+        ]
         sizes = [2048] * ("bool" in of) + [2048 * ITEM_BYTES[dtype] for dtype in of if dtype != "bool"]
         values = {"name": "tables", "layer": "", "kind": Kind.INPUT, "dtype": "", "shape": (), "born": -1}
         last = len(self.timeline) - 1
@@ -139,7 +141,8 @@ class _Judge:
 
     def _inside(self, mask: int) -> tuple[int, int]:
         """On CUDA, bytes inside narrowing a mask (a byte for each element), and inside widening it (half of one)."""
-        if self.profile.device.kind == "cpu":
+        bits = next(number for number, one in self.masks.items() if one == mask)
+        if self.profile.device.kind == "cpu" or not self.values[bits].name.endswith(" as bits"):
             return 0, 0
         item_bytes = ITEM_BYTES[self.values[mask].dtype]
         count = self.values[mask].size_bytes // item_bytes
@@ -232,18 +235,16 @@ class _Judge:
             _ensure(made_by[0] in self.recorded, f"the copy of {record.name} is not recorded")
 
     def _check_bits(self, tick: int, index: int) -> None:
-        """Recorded ops fill the next value by chance and scale it, or one makes bools; nothing else writes it."""
+        """Recorded ops fill the next value by chance and scale it, or one makes it whole; nothing else writes it."""
         planned, mask = self.plan.values[index], self.saved[index + 1]
         ops = [self.profile.ops[number] for number in self.writers[mask]]
-        _ensure(planned.name == f"{self.plan.values[index + 1].name} as bits", planned.name)
+        name, _, form = planned.name.rpartition(" as ")
+        _ensure(name == self.plan.values[index + 1].name, planned.name)
+        found = fault(self.profile, mask, ops, form)
+        _ensure(not found, found)
         if mask in self._made_whole:
-            _ensure(ops[0].name in ("aten.native_dropout.default", "aten.bernoulli.p"), f"{ops[0].name} makes no mask")
-            _ensure(self.values[mask].dtype == "bool" and planned.decision.value != "recompute", planned.name)
-        else:
-            fresh = ("aten.empty_like.default", "aten.empty.memory_format", "aten.new_empty.default")
-            _ensure(ops[0].name in fresh and ops[1].name == "aten.bernoulli_.float", f"{ops[1].name} draws no mask")
-            _ensure(all(op.name in ("aten.div_.Scalar", "aten.mul_.Scalar") for op in ops[2:]), "it is scaled alone")
-            _ensure(all(op.inputs == op.writes == (mask,) for op in ops[1:]), "a mask depends on nothing")
+            is_right = form != "bits" or self.values[mask].dtype == "bool"
+            _ensure(is_right and planned.decision.value != "recompute", planned.name)
         writes = [number for number, op in enumerate(self.profile.ops) if mask in op.writes]
         is_over = self.writers[mask][-1] < self.save_ops[index + 1]
         _ensure(writes == self.writers[mask][1:] and is_over, f"{planned.name}: a write")

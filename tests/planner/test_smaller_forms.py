@@ -20,6 +20,7 @@ from poochplan.planner.simulator.simulate import simulate, swap_all_on_demand, t
 from tests.depth import seeds, tries
 from tests.planner.cast_profiles import cast_profile, tiny_cast_profile
 from tests.planner.checker import check
+from tests.planner.form_profiles import form_profile, tiny_form_profile
 from tests.planner.mask_profiles import bool_profile, mask_profile, tiny_bool_profile, tiny_mask_profile
 from tests.planner.oracle import best_schedule
 from tests.planner.plans import plan_with, random_decisions
@@ -45,6 +46,7 @@ FORMS = {
     "sources": Form(cast_profile, tiny_cast_profile, with_sources, 40_000),
     "bits": Form(mask_profile, tiny_mask_profile, with_bits, 400_000),
     "bits of bools on CUDA": Form(bool_profile, tiny_bool_profile, with_bits, 1_600_000),
+    "integers and upper halves": Form(form_profile, tiny_form_profile, with_bits, 1_600_000),
 }
 of_each = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 

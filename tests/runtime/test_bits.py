@@ -16,6 +16,7 @@ from torch import nn
 
 import poochplan
 from poochplan.formats import narrow as formats
+from poochplan.formats.forms import BITS, form_of
 from poochplan.formats.narrow import masks_of, narrowed, with_bits
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import LinkDirection, Profile
@@ -40,9 +41,10 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 @pytest.mark.parametrize("decision", Decision)
 def test_bits_are_held_or_swapped_in_place_of_a_mask_or_it_is_drawn_again(name: str, decision: Decision) -> None:
     case = MASKS[name]
-    assert len(masks_of(case.profile())) == COUNTS[name]
+    profile = case.profile()
+    assert sum(form_of(profile, value) == BITS for value in masks_of(profile).values()) == COUNTS[name]
     plan, found = planned(case, held(problem_of(case), decision))
-    assert sum(value.bits for value in plan.values) == COUNTS[name]
+    assert sum(value.name.endswith(" as bits") for value in plan.values) == COUNTS[name]
     report = followed(case, plan, 3)
     assert report.last_step.replayed_values >= COUNTS[name]
     assert metered_peaks(case, plan)[1] == found.simulation.peak_bytes

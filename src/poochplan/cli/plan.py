@@ -59,7 +59,7 @@ Exit code 4: the plan was written, but its gap is above --max-gap, or Ctrl-C end
   ilp. Or one baseline alone: checkpoint-greedy, earliest-first, greedy, keep-all, latest-first, pooch (of the PoocH
   paper), recompute-all, seq2seq, sqrt-n, superneurons, swap-all, swap-all-on-demand, tflms, vdnn
 --without NAMES: what the plan may not hold in place of saved values, with commas: sources (of larger copies), narrow
-  (masks as bits) (default: it may hold all of them)
+  (masks as bits, indices and casts in fewer bytes) (default: it may hold all of them)
 --timeline >FILE.png: draw the planned step: streams and memory over time
 --picture >FILE.png: draw the decisions: a strip of layers
 <arena>

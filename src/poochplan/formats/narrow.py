@@ -1,9 +1,11 @@
-"""Bits: what a plan may hold in place of a saved mask, one bit for each element.
+"""Narrow copies: what a plan may hold in place of a saved value, in a form that takes fewer bytes (:mod:`~.forms`).
 
-A mask qualifies by what made it, never by its contents: ``bernoulli_`` fills a fresh tensor, which constants may scale,
-or one op makes a mask of bools. Its bits are a source (:mod:`~.sources`) that the runtime makes at the mask's save
-point. :func:`with_bits` adds them to a profile, with an op without duration that stands for narrowing in the step and
-for widening in replays.
+A value qualifies by what made it, never by its contents. A *mask* has bits: ``bernoulli_`` fills a fresh tensor, which
+constants may scale, or one op makes a mask of bools. *Indices* have integers of fewer bytes, and *casts* of bfloat16
+upper halves. What is said of masks and bits here holds for indices and casts too, and for their forms, as for masks
+that one op makes whole. Bits are a source (:mod:`~.sources`) that the runtime makes at the mask's save point.
+:func:`with_bits` adds them to a profile, with an op without duration that stands for narrowing in the step and for
+widening in replays.
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
+from .forms import BITS, BITS_DTYPE, CASTING, CHOOSING, FORM_BYTES, HALF, INDEX, INDEX_BYTES, POOLING, form_of
 from .occupancy import held_until
 from .plan import Plan
 from .profile import Kind, Op, Phase, PointKind, Profile, Value
 from .queries import writers_by_value
-from .sources import moved, with_save_points, with_sources
+from .sources import is_source, moved, sources_of, with_save_points, with_sources
 
 NARROW = "poochplan.narrow"
 """The name of the op that reads a mask where its bits would be made."""
@@ -31,45 +34,58 @@ DROPOUT = "aten.native_dropout.default"
 """The op that makes a result and a mask of bools, which dropout is on CUDA."""
 MAKING = frozenset({DROPOUT, "aten.bernoulli.p"})
 """Ops that each make a whole mask of bools."""
+OTHERS = frozenset({CASTING, *POOLING, *CHOOSING})
+"""Ops that each make a whole value which has another form than bits."""
 BOOL = "bool"
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, BOOL: 1}
+"""Of the types of masks."""
+WHOLE_BYTES = ELEMENT_BYTES | {INDEX: INDEX_BYTES}
+"""Of all types that have narrow forms; casts are of a type of masks."""
 LEAST_MASK_BYTES = 16384
 """Smaller masks are left as they are: the bits of one would be worth little."""
-BITS_DTYPE = "uint8"
 DEVICE_PART = 1 << 24
 """On CUDA, elements that are narrowed or widened at a time; a multiple of 8."""
 TABLE_ROWS = 256
 """On CUDA bits are widened by a table: eight elements for each content of a byte."""
-NEEDS_INPUT = "the op that drew its mask would need its input again"
+NEEDS_INPUT = "the op that made the whole would need its input again"
 
 
 def bits_bytes(profile: Profile, mask: int) -> int:
-    """The bytes of a mask's bits."""
-    return -(-_elements(profile, mask) // 8)
+    """The bytes of a mask's bits, or of a value's other form."""
+    form = form_of(profile, mask)
+    return -(-_elements(profile, mask) // 8) if form == BITS else FORM_BYTES[form] * _elements(profile, mask)
 
 
 def _elements(profile: Profile, mask: int) -> int:
-    return profile.values[mask].size_bytes // ELEMENT_BYTES[profile.values[mask].dtype]
+    return profile.values[mask].size_bytes // WHOLE_BYTES[profile.values[mask].dtype]
 
 
 def masks_of(profile: Profile) -> dict[int, int]:
     """By save point (its position among all points): the mask that is saved there, if bits can stand for it."""
     found = dict[int, int]()
-    if not any(op.name == DRAWING or op.name in MAKING for op in profile.ops):
+    if not any(op.name == DRAWING or op.name in MAKING or op.name in OTHERS for op in profile.ops):
         return found
     if any(value.nodes for value in profile.values):  # saved by compiled graphs, which hold what they please
         return found
-    taken = set(narrowed(profile).values())
+    taken, held = set(narrowed(profile).values()), _held_sources(profile)
     writers, last_write, readers = writers_by_value(profile), _last_writes(profile), _first_readers(profile)
     for number, point in enumerate(profile.points):
         mask = profile.handles[point.handle].value
         if point.kind is not PointKind.SAVE or mask in taken or not _is_mask(profile, mask, writers[mask]):
+            continue
+        if form_of(profile, mask) == HALF and not held.isdisjoint(profile.ops[writers[mask][0]].inputs):
             continue
         if max(last_write[mask], writers[mask][-1]) >= point.op or readers.get(mask, point.op) < point.op:
             continue
         if widening_seconds(profile, mask, point.op) is not None:
             found[number] = mask
     return found
+
+
+def _held_sources(profile: Profile) -> set[int]:
+    """The sources that a plan may hold, whether the profile has their save points or not."""
+    added = {handle.value for handle in profile.handles if is_source(profile.values[handle.value])}
+    return added.union(sources_of(profile).values())
 
 
 def faster_masks(profile: Profile) -> dict[int, int]:
@@ -91,14 +107,19 @@ def faster_masks(profile: Profile) -> dict[int, int]:
 
 
 def _is_mask(profile: Profile, mask: int, made_by: list[int]) -> bool:
-    """Whether the writers of a saved value fill a fresh tensor with two values, which constants give."""
+    """Whether the writers of a saved value fill a fresh tensor with two values, which constants give, or one op makes
+    all of it, and has a narrow form for that.
+    """
     value = profile.values[mask]
-    if value.dtype not in ELEMENT_BYTES or value.size_bytes < LEAST_MASK_BYTES or value.pinned or not made_by:
+    if value.dtype not in WHOLE_BYTES or value.size_bytes < LEAST_MASK_BYTES or value.pinned or not made_by:
         return False
-    if value.kind is not Kind.ACTIVATION or value.stretch_of >= 0 or value.size_bytes % ELEMENT_BYTES[value.dtype]:
+    if value.kind is not Kind.ACTIVATION or value.stretch_of >= 0 or value.size_bytes % WHOLE_BYTES[value.dtype]:
         return False
     if len(made_by) == 1:
-        return value.dtype == BOOL and _is_made_whole(profile, mask)
+        form = form_of(profile, mask)
+        return form != "" and (form != BITS or value.dtype == BOOL) and _is_made_whole(profile, mask)
+    if value.dtype == INDEX:
+        return False
     fresh, draw, *scales = (profile.ops[op] for op in made_by)
     return (
         fresh.name in FRESH
@@ -112,7 +133,8 @@ def _is_mask(profile: Profile, mask: int, made_by: list[int]) -> bool:
 def _is_made_whole(profile: Profile, mask: int) -> bool:
     """Whether one op makes the mask. Then its bits are never recomputed: the mask would be, of the op's inputs."""
     born = profile.values[mask].born
-    return born >= 0 and profile.ops[born].name in MAKING and mask in profile.ops[born].outputs
+    is_maker = born >= 0 and (profile.ops[born].name in MAKING or profile.ops[born].name in OTHERS)
+    return is_maker and mask in profile.ops[born].outputs
 
 
 def _last_writes(profile: Profile) -> list[int]:
@@ -135,9 +157,10 @@ def _first_readers(profile: Profile) -> dict[int, int]:
 
 def widening_seconds(profile: Profile, mask: int, reader: int) -> float | None:
     """Seconds of narrowing a mask and widening its bits, together: the runtime's for any mask, and as long as the op
-    that saves it, ``reader`` or dropout itself, takes for as many bytes. None if that op tells nothing.
+    that saves it, ``reader`` or dropout itself (or what makes another form), takes for as many bytes. None if that op
+    tells nothing.
     """
-    if profile.ops[profile.values[mask].born].name == DROPOUT:
+    if profile.ops[profile.values[mask].born].name in OTHERS | {DROPOUT}:
         reader = profile.values[mask].born
     if reader >= len(profile.ops) or profile.ops[reader].phase is not Phase.FORWARD:
         return None
@@ -150,14 +173,15 @@ def widening_seconds(profile: Profile, mask: int, reader: int) -> float | None:
 
 
 def moved_by_both(profile: Profile, mask: int) -> float:
-    """Bytes that narrowing a mask and widening its bits read and write. On the CPU: the mask and the bits, twice.
+    """Bytes that narrowing a mask and widening its bits read and write. On the CPU: the mask and the bits, twice. Other
+    forms take that on CUDA too.
 
     On CUDA each op of ``runtime/replays/bits.py`` passes over memory. For each element a product of bools moves 2
     bytes, its highest bytes 1 + 1/8, the bits as 32-bit indices 1/8 + 1/2, and the look-up 1/2 + 1: 5.25 in all. An
     element of ``n`` bytes is compared first: n + 1 bytes, then 2 for the product in place; and ``n`` are looked up.
     """
     size_bytes = profile.values[mask].size_bytes
-    if profile.device.kind == "cpu":
+    if profile.device.kind == "cpu" or form_of(profile, mask) != BITS:
         return 2 * (size_bytes + bits_bytes(profile, mask))
     others = 3.25 if profile.values[mask].dtype == BOOL else 5.25
     return 2 * size_bytes + others * _elements(profile, mask)
@@ -165,9 +189,10 @@ def moved_by_both(profile: Profile, mask: int) -> float:
 
 def _workspace_bytes(profile: Profile, mask: int) -> tuple[int, int]:
     """Bytes inside narrowing a mask, with its bits, and inside widening them. On the CPU torch allocates the bits
-    alone, and these count at their save point.
+    alone, and these count at their save point: numpy does the rest, in parts. On CUDA one op makes each other form, or
+    widens it, without memory besides.
     """
-    if profile.device.kind == "cpu":
+    if profile.device.kind == "cpu" or form_of(profile, mask) != BITS:
         return 0, 0
     count, rounded = _elements(profile, mask), profile.rounded_bytes
     part_bytes = min(bits_bytes(profile, mask), DEVICE_PART // 8)
@@ -177,7 +202,7 @@ def _workspace_bytes(profile: Profile, mask: int) -> tuple[int, int]:
 
 def _tables_bytes(profile: Profile, masks: Collection[int]) -> int:
     """Bytes of the tables by which bits are widened on CUDA: one for bools, and at most one for each other mask."""
-    dtypes = {mask: profile.values[mask].dtype for mask in masks}
+    dtypes = {mask: profile.values[mask].dtype for mask in masks if form_of(profile, mask) == BITS}
     tables = {(BOOL if dtype == BOOL else mask): ELEMENT_BYTES[dtype] for mask, dtype in dtypes.items()}
     return sum(profile.rounded_bytes(8 * TABLE_ROWS * size_bytes) for size_bytes in tables.values())
 
@@ -217,28 +242,29 @@ def with_bits(profile: Profile, named: Collection[str] | None = None) -> Profile
         ops.insert(at, replace(op, workspace_bytes=_workspace_bytes(profile, mask)[0]))
         bits_of[number] = len(values)
         values.append(_bits(profile, mask, born=at, tick=ticks[place] + 2 * place + 1))
-    if profile.device.kind != "cpu":
+    tables_bytes = _tables_bytes(profile, masks.values())
+    if profile.device.kind != "cpu" and tables_bytes:
         last_tick = profile.tick_count + 2 * len(masks) - 1
-        values.append(held_until("tables that widen bits", _tables_bytes(profile, masks.values()), last_tick))
+        values.append(held_until("tables that widen bits", tables_bytes, last_tick))
     late = (replace(point, op=point.op + bisect_right(numbers, at)) for at, point in enumerate(profile.points))
     handles, points = with_save_points(replace(profile, points=tuple(late)), values, bits_of)
     return replace(profile, ops=tuple(ops), values=tuple(values), handles=handles, points=points)
 
 
 def _name(profile: Profile, mask: int) -> str:
-    return f"{profile.values[mask].name} as bits"
+    return f"{profile.values[mask].name} as {form_of(profile, mask)}"
 
 
 def _bits(profile: Profile, mask: int, *, born: int, tick: int) -> Value:
     """The bits of a mask, which are there at their save point only, unless a plan holds them."""
-    value, size_bytes = profile.values[mask], bits_bytes(profile, mask)
+    value, size_bytes, form = profile.values[mask], bits_bytes(profile, mask), form_of(profile, mask)
     return Value(
         name=_name(profile, mask),
         layer=value.layer,
         kind=Kind.TEMPORARY,
         size_bytes=size_bytes,
-        dtype=BITS_DTYPE,
-        shape=(size_bytes,),
+        dtype=BITS_DTYPE if form == BITS else form,
+        shape=(size_bytes if form == BITS else _elements(profile, mask),),
         born=born,
         born_tick=tick,
         forward_death=tick,
@@ -278,8 +304,8 @@ def _inside(profile: Profile, mask: int, op: Op) -> int:
     return profile.rounded_bytes(op.workspace_bytes) + profile.rounded_bytes(profile.values[mask].size_bytes)
 
 
-SOURCES, BITS = "sources", "narrow"
-SMALLER = SOURCES, BITS
+SOURCES, NARROWED = "sources", "narrow"
+SMALLER = SOURCES, NARROWED
 """What a plan may hold in place of saved values, by the name that leaves it out."""
 
 
@@ -287,7 +313,7 @@ def with_smaller(profile: Profile, without: Collection[str] = ()) -> Profile:
     """The profile with all smaller forms of saved values that a plan may hold, except for those of ``without``."""
     if SOURCES not in without:
         profile = with_sources(profile)
-    return profile if BITS in without else with_bits(profile)
+    return profile if NARROWED in without else with_bits(profile)
 
 
 def has_sources(plan: Plan) -> bool:

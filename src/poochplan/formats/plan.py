@@ -15,6 +15,7 @@ import msgspec
 from poochplan.units import format_bytes, format_copies, format_seconds, share_of_peak
 
 from .files import Document, beyond, numbered
+from .forms import HALF, INDEX
 from .plan_prediction import Prediction as Prediction
 from .plan_prediction import Solve as Solve
 from .plan_prediction import SolveStatus as SolveStatus
@@ -35,10 +36,11 @@ from .profile_parts import (
     host_aligned,
 )
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 """Version 2 has what ended the search (``evaluations``, ``seed``); 3 has the runtime's own seconds in the step; 4 has
 what the peaks count, and the layout of an arena; 5 has what is recomputed inside compiled graphs; 6 has overheads
-relative to PyTorch alone; 7 has sources (``PlannedValue.source``); 8 has bits (``PlannedValue.bits``)."""
+relative to PyTorch alone; 7 has sources (``PlannedValue.source``); 8 has bits (``PlannedValue.bits``);
+9 has such values that are no masks."""
 RUNTIME_IN_STEP = 3
 """The first version whose ``Prediction.step_s`` holds ``runtime_s``."""
 MOST_OF_COPIES = 10
@@ -73,7 +75,9 @@ class PlannedValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     until: IndexOrNone = -1
     """Of a source: the last save point of a value whose replay starts from it; -1 if none does, and nothing is held."""
     bits: bool = False
-    """Of a source: whether it is the next value, a mask, with one bit for each element, which the runtime makes."""
+    """Of a source: whether it is the next value in a narrow form, which the runtime makes. Both dtypes tell the form.
+    Indices of int64 are held as integers of this dtype. A cast to float32 has its upper halves, as bfloat16. Anything
+    else has a bit for each element, as uint8."""
 
 
 class PointActions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -274,18 +278,26 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         return tuple(value for value in self.values if not value.source)
 
     def sources(self, *, bits: bool = False) -> dict[Decision, list[int]]:
-        """The sizes of the sources with each decision, or of the bits of masks. Those from which no replay starts are
-        left out, and bits that are recomputed, because none are made: their masks are drawn again.
+        """The sizes of the sources with each decision, or of the values in a narrow form. Those from which no replay
+        starts are left out, and bits that are recomputed, because none are made: their masks are drawn again.
         """
-        held = [value for value in self.values if value.source and value.until >= 0 and value.bits is bits]
+        return self._sizes(self.values, bits=bits)
+
+    @staticmethod
+    def _sizes(values: Sequence[PlannedValue], *, bits: bool) -> dict[Decision, list[int]]:
+        held = [value for value in values if value.source and value.until >= 0 and value.bits is bits]
         made = [value for value in held if not bits or value.decision != Decision.RECOMPUTE]
         return {one: [value.size_bytes for value in made if value.decision == one] for one in Decision}
 
     def _source_rows(self) -> dict[str, str]:
-        """Rows about what stands for larger copies, and for masks; without them none."""
+        """Rows about what stands for larger copies, for masks, indices and casts; without them none."""
         rows: dict[str, str] = {}
-        for name, bits in (("sources of larger copies", False), ("bits of masks", True)):
-            held = {decision: sizes for decision, sizes in self.sources(bits=bits).items() if sizes}
+        of_name: dict[str, list[PlannedValue]] = {name: [] for name in _SMALLER_ROWS}
+        for value, whole in pairwise(self.values):
+            if value.source:
+                of_name[_smaller_row(value, whole)].append(value)
+        for name, values in of_name.items():
+            held = {one: sizes for one, sizes in self._sizes(values, bits=name != _SMALLER_ROWS[0]).items() if sizes}
             parts = (f"{decision} {len(sizes)} ({format_bytes(sum(sizes))})" for decision, sizes in held.items())
             rows |= {name: ", ".join(parts)} if held else {}
         return rows
@@ -333,6 +345,18 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         step_s = old.step_s + old.runtime_s
         overhead = step_s / old.in_core_step_s - 1 if old.in_core_step_s > 0 else 0.0
         return msgspec.structs.replace(found, prediction=msgspec.structs.replace(old, step_s=step_s, overhead=overhead))
+
+
+_SMALLER_ROWS = "sources of larger copies", "bits of masks", "integers of indices", "upper halves of casts"
+
+
+def _smaller_row(value: PlannedValue, whole: PlannedValue) -> str:
+    """The name of the row about a source: what it is of the value ``whole``, which comes next."""
+    if not value.bits:
+        return _SMALLER_ROWS[0]
+    if whole.dtype == INDEX:
+        return _SMALLER_ROWS[2]
+    return _SMALLER_ROWS[3] if value.dtype == HALF else _SMALLER_ROWS[1]
 
 
 def _source_faults(plan: Plan) -> Iterator[str]:
