@@ -17,12 +17,12 @@ import torch
 from poochplan.formats.forms import HALF, INTEGERS
 from poochplan.tensors.operators import unflatten
 from poochplan.tensors.storages import new_storage, on_whole
+from poochplan.torch_private.tensor_internals import CASTING
 
 from .replay import RecordedOp, StorageRecord, View
 
 PART = 1 << 16
 """Elements that are narrowed or widened at a time on the CPU."""
-CASTING: Any = torch.ops.aten._to_copy.default
 POOLING: dict[Any, int] = {
     torch.ops.aten.max_pool2d_with_indices.default: 2,
     torch.ops.aten.max_pool3d_with_indices.default: 3,
