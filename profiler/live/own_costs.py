@@ -81,6 +81,7 @@ def with_own_costs(profile: Profile, own: Own) -> Profile:
         return profile
     unmeasured = tuple(name for name in cost.unmeasured if name not in own)
     cost = RuntimeCost(**{**msgspec.structs.asdict(cost), **own, "unmeasured": unmeasured})
+    cost = msgspec.structs.replace(cost, fetch_s=min(cost.fetch_s, cost.swap_s))
     return msgspec.structs.replace(profile, runtime=cost)
 
 
@@ -130,5 +131,4 @@ def _costs(
         "swap_s": (swap.pack_s + swap.unpack_s - keep.pack_s - keep.unpack_s) / max(1, swapped),
         "fetch_s": (swap.unpack_s - keep.unpack_s) / max(1, swapped),
     }
-    found["fetch_s"] = min(found["fetch_s"], found["swap_s"])
     return {name: cost_s for name, cost_s in found.items() if cost_s > 0}
