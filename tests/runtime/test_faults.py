@@ -252,7 +252,7 @@ def test_a_forked_process_can_give_up_a_copy_under_way(tmp_path: Path, monkeypat
     go = threading.Event()
 
     def slow(descriptor: int, data: bytes, at: int) -> int:
-        go.wait()
+        assert go.wait(60)
         return PWRITE(descriptor, data, at)
 
     device = CpuDevice(tmp_path)

@@ -249,13 +249,14 @@ def test_the_next_value_in_a_place_is_not_overwritten_by_copies_of_the_dead_one(
 
 
 @pytest.mark.cpu_device
+@pytest.mark.usefixtures("copied_by_threads")
 def test_a_value_that_the_garbage_collector_ends_on_the_copying_thread_leaves_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go, collected, pwrite = threading.Event(), threading.Event(), os.pwrite
 
     def collecting(descriptor: int, data: bytes, at: int) -> int:
-        go.wait()
+        assert go.wait(60)
         if not collected.is_set():
             gc.collect()
             collected.set()
