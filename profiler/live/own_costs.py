@@ -2,7 +2,7 @@
 value, or that swap every other one, beside steps that keep all.
 
 Among a real step's ops the cache has less of the runtime's data than on a small network, and ops that write in place
-take longer to record. So these costs may be twice as high there.
+take longer to record. So these costs may be two to three times as high there.
 """
 
 from __future__ import annotations
