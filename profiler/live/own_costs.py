@@ -30,7 +30,7 @@ from .segment_observer import NewObserver, StudyContext
 SHORT_OP_S = 2e-4
 """If the mean op takes longer, recording and replays add a few percent at most, and a small network's costs do."""
 LEAST_OPS = 2000
-"""For a step of fewer short ops the small network's costs do: at 1,300 ops plans were within 8% of what they promise."""
+"""For a step of fewer short ops the small network's costs do: at 1,300 ops plans were within 8% of their promise."""
 LAYING_OUT, ROUNDS = 3, 3
 """Steps of each kind: those that lay an arena out and touch its pages, and those of which the shortest counts."""
 Own = dict[str, float]
