@@ -59,8 +59,8 @@ def own_costs(context: StudyContext, profile: Profile, *, has_arena: bool) -> Ge
     wishes = {
         "keep": kept,
         "record": kept,
-        "recompute": every_other(Decision.RECOMPUTE, problem),
-        "swap": every_other(Decision.SWAP, problem),
+        "recompute": _every_other(Decision.RECOMPUTE, problem),
+        "swap": _every_other(Decision.SWAP, problem),
     }
     shortest = dict[str, _Seconds]()
     for name, wish in wishes.items():
@@ -107,7 +107,7 @@ def _several(
     return steps
 
 
-def every_other(decision: Decision, problem: Problem) -> list[Decision]:
+def _every_other(decision: Decision, problem: Problem) -> list[Decision]:
     """Every other value of which it may be decided so. Then most replays start from a value that is there."""
     replays, is_replay = problem.replay.replays, decision is Decision.RECOMPUTE
     may = [at for at, kept in enumerate(problem.must_keep) if not kept and not (is_replay and replays[at] is None)]

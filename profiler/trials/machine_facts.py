@@ -58,6 +58,7 @@ of saved values do. Everything else is timed on many values of one row, which co
 has as many elements as torch divides among threads: beside other work one thread waits for another."""
 OPS_OF_A_LAYER = 2
 MASKS, FEW_ELEMENTS = 50, 64
+"""Masks that are narrowed in a round, so small that only the time that each takes is counted."""
 _PAIRS = 4
 """Steps without the engine are short; the shortest of each kind counts."""
 LEAST_ROUNDS, MOST_ROUNDS = 7, 21

@@ -131,9 +131,7 @@ class _Judge:
 
     def _tables(self) -> Value:
         """On CUDA they lie there for the whole step: eight elements for each byte, for bools and each other mask."""
-        of = [
-            self.values[mask].dtype for bits, mask in self.masks.items() if self.values[bits].name.endswith(" as bits")
-        ]
+        of = [self.values[mask].dtype for bits, mask in self.masks.items() if self.values[bits].name[-8:] == " as bits"]
         sizes = [2048] * ("bool" in of) + [2048 * ITEM_BYTES[dtype] for dtype in of if dtype != "bool"]
         values = {"name": "tables", "layer": "", "kind": Kind.INPUT, "dtype": "", "shape": (), "born": -1}
         last = len(self.timeline) - 1

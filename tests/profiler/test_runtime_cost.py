@@ -17,7 +17,7 @@ import torch
 
 import poochplan
 from poochplan.formats.plan import Decision
-from poochplan.formats.profile import RuntimeCost
+from poochplan.formats.profile import Profile, RuntimeCost
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.profiler.assembly.assemble import runtime_notes
 from poochplan.profiler.live import own_costs
@@ -44,6 +44,20 @@ def _cost() -> RuntimeCost:
     measured = measured_on(CPU, torch.get_num_threads())
     assert measured is not None
     return measured.cost
+
+
+def _profile_of_growing_steps() -> Profile:
+    """Each step saves more than the one before."""
+    linear = torch.nn.Linear(4, 4)
+    steps = itertools.count()
+
+    def step() -> torch.Tensor:
+        batch = torch.ones(2, 4)
+        for _ in range(1 + next(steps)):
+            batch = torch.tanh(linear(batch))
+        return batch.sum()
+
+    return poochplan.profile(step, model=linear, iterations=2, link=LINK)
 
 
 def test_a_profile_says_what_handles_swaps_recording_and_replays_cost() -> None:
@@ -97,16 +111,7 @@ def test_fetching_takes_no_more_than_swapping_whichever_of_them_could_be_measure
 def test_these_are_left_out_where_a_step_diverges_from_its_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_costs, "LEAST_OPS", 1)
     monkeypatch.setattr(own_costs, "SHORT_OP_S", math.inf)
-    linear = torch.nn.Linear(4, 4)
-    steps = itertools.count()
-
-    def step() -> torch.Tensor:
-        batch = torch.ones(2, 4)
-        for _ in range(1 + next(steps)):
-            batch = torch.tanh(linear(batch))
-        return batch.sum()
-
-    assert poochplan.profile(step, model=linear, iterations=2, link=LINK).runtime is _cost()
+    assert _profile_of_growing_steps().runtime is _cost()
 
 
 def test_a_mask_takes_seconds_however_small_it_is() -> None:
@@ -114,17 +119,7 @@ def test_a_mask_takes_seconds_however_small_it_is() -> None:
 
 
 def test_where_steps_differ_in_what_they_save_handles_are_not_timed_on_them() -> None:
-    linear = torch.nn.Linear(4, 4)
-    steps = itertools.count()
-
-    def step() -> torch.Tensor:
-        batch = torch.ones(2, 4)
-        for _ in range(1 + next(steps)):
-            batch = torch.tanh(linear(batch))
-        return batch.sum()
-
-    profile = poochplan.profile(step, model=linear, iterations=2, link=LINK)
-    assert profile.runtime is _cost()
+    assert _profile_of_growing_steps().runtime is _cost()
 
 
 def test_a_step_of_a_device_that_is_not_there_has_none() -> None:
