@@ -1,10 +1,8 @@
 """The link: seconds per copy at several sizes, in both directions and together, and how much copies slow compute.
 
-A direction is planned with a line, ``latency + bytes / bandwidth``, fitted to its curve. A curve is often no line:
-small copies to a file go to the page cache at several times the rate of large ones. A least-squares fit of all sizes
-would use the rate of the many small copies for the large ones, which carry the bytes. So the line is the one with the
-smallest largest relative error over the sizes of real values (the ordinary Chebyshev fit). If no line follows the
-curve, it may not be much too fast for large copies.
+A direction is planned with a line, ``latency + bytes / bandwidth``, fitted to its curve: the one with the smallest
+largest relative error over the sizes of real values (the ordinary Chebyshev fit). If no line follows the curve, it may
+not be much too fast for large copies, which carry the bytes (docs/planner.md).
 
 Measurements are stored per machine in the user's cache folder; a wrong entry there is no error.
 """

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from poochplan.errors import StepError, UsageError
-from poochplan.formats.occupancy import occupancy
 from poochplan.formats.pass_profile import PassBlock, PassProfile
 from poochplan.formats.plan import OUTSIDE
 from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, LEAST_PLACED_BYTES, Kind, rounded_up
@@ -70,49 +69,34 @@ def profile_pass(
         live_bytes = live_tensors_peak(step, model)
     progress("laying it out")
     offsets, figures = _laid_out(blocks, events)
-    note = f"a step calls the model {seen.calls} times; this is the first of them"
+    note = f"a step calls the model {seen['calls']} times; this is the first of them"
     return PassProfile(
         workload=workload,
         device=this_machine(torch.device("cpu")),
         versions=versions_here("cpu"),
         host=this_host(),
         model=model_signature(model),
-        inputs=seen.inputs,
-        calls=seen.calls,
-        pass_s=statistics.median(seen.seconds),
-        spread_s=float(np.subtract(*np.quantile(seen.seconds, (0.75, 0.25)))),
-        iterations=iterations,
-        static_bytes=seen.static_bytes,
-        live_peak_bytes=min(live_bytes, allocated_peak(blocks, events)),
-        allocated_peak_bytes=allocated_peak(blocks, events),
+        live_peak_bytes=min(live_bytes, figures["allocated_peak_bytes"]),
         total_bytes=sum(rounded_up(block.size_bytes) for block in blocks),
-        notes=() if seen.calls == 1 else (note,),
+        notes=() if seen["calls"] == 1 else (note,),
         blocks=tuple(PassBlock(*block[:3], offset, block.layer) for block, offset in zip(blocks, offsets, strict=True)),
+        **seen,
         **figures,
     )
 
 
-class _Seen:
-    """State: the results of the timed passes."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.inputs: tuple[str, ...] = ()
-        self.static_bytes: dict[str, int] = {}
-        self.calls = 0
-
-
-def _timed(step: Callable[[], object], model: torch.nn.Module, iterations: int, warmup: int) -> _Seen:
-    seen = _Seen()
+def _timed(step: Callable[[], object], model: torch.nn.Module, iterations: int, warmup: int) -> dict[str, Any]:
+    """What the timed passes show, by the names in ``PassProfile``."""
+    seen: dict[str, Any] = {}
+    seconds: list[float] = []
     began_s = 0.0
 
     def begins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal began_s
-        seen.inputs = input_signature(args, kwargs)
-        seen.static_bytes = _static_bytes(model, args, kwargs)
+        seen.update(inputs=input_signature(args, kwargs), static_bytes=_static_bytes(model, args, kwargs))
         began_s = time.perf_counter()
 
-    first = _FirstCall(begins, lambda: seen.seconds.append(time.perf_counter() - began_s))
+    first = _FirstCall(begins, lambda: seconds.append(time.perf_counter() - began_s))
     with first.of(model):
         for _ in range(warmup + iterations):
             first.calls = 0
@@ -122,9 +106,9 @@ def _timed(step: Callable[[], object], model: torch.nn.Module, iterations: int, 
                     "step(): expected a call of the model, found none; compute it with the model that is given, called "
                     "as model(x)"
                 )
-    seen.calls = first.calls
-    del seen.seconds[:warmup]
-    return seen
+    low_s, high_s = np.quantile(seconds[warmup:], (0.25, 0.75))
+    pass_s = statistics.median(seconds[warmup:])
+    return seen | {"pass_s": pass_s, "spread_s": float(high_s - low_s), "iterations": iterations, "calls": first.calls}
 
 
 def _static_bytes(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
@@ -148,6 +132,7 @@ def _laid_out(blocks: list[PassBlock], events: int) -> tuple[list[int], dict[str
     packed = pack([spans[i] for i in inside], LOOKS_PER_BLOCK * len(inside))
     places = dict(zip(inside, packed.offsets, strict=True))
     return [places.get(i, OUTSIDE) for i in range(len(blocks))], {
+        "allocated_peak_bytes": live_peak(spans),
         "arena_bytes": packed.arena_bytes,
         "arena_live_bytes": packed.lower_bound_bytes,
         "separate_bytes": sum(rounded_up(blocks[i].size_bytes) for i in inside),
@@ -192,11 +177,12 @@ def logged_pass(step: Callable[[], object], model: torch.nn.Module) -> tuple[lis
     with first.of(model), around_parts(model, called):
         step()
     found = lifetimes(log.events, LEAST_COUNTED_BYTES)
-    ends = np.where(found["death"] < 0, len(log.events), found["death"])
-    rows = zip(
-        found["size_bytes"].tolist(), found["birth"].tolist(), ends.tolist(), found["point"].tolist(), strict=True
+    events = len(log.events)
+    rows = (
+        PassBlock(size, birth, death if death >= 0 else events, OUTSIDE, layers[point])
+        for size, point, birth, death in found.tolist()
     )
-    return [PassBlock(size, start, end, OUTSIDE, layers[point]) for size, start, end, point in rows], len(log.events)
+    return list(rows), events
 
 
 def live_tensors_peak(step: Callable[[], object], model: torch.nn.Module) -> int:
@@ -215,17 +201,8 @@ def live_tensors_peak(step: Callable[[], object], model: torch.nn.Module) -> int
     closing = marks[log.events["value"][marks] == _ENDS]
     following = np.append(closing, len(log.events))[np.searchsorted(closing, found["birth"])]
     is_inside = (found["point"] == _BEGINS) & (found["death"] >= 0) & (found["death"] < following)
-    blocks = [
-        PassBlock(size, birth, death if death >= 0 else len(log.events), OUTSIDE, "")
-        for size, _, birth, death in found[~is_inside].tolist()
-    ]
-    return allocated_peak(blocks, len(log.events))
-
-
-def allocated_peak(blocks: list[PassBlock], events: int) -> int:
-    """Most live bytes of blocks, each rounded up."""
-    table = np.array([(start, end - 1, rounded_up(size)) for size, start, end, *_ in blocks], np.int64).reshape(-1, 3)
-    return int(occupancy(events, (table[:, 0], table[:, 1], table[:, 2])).max(initial=0))
+    rows = found[~is_inside].tolist()
+    return live_peak([Block(birth, death if death >= 0 else len(log.events), size) for size, _, birth, death in rows])
 
 
 @functools.cache

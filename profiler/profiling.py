@@ -156,8 +156,9 @@ def profile(
     if backward == "inside":
         return _profile_inside(step, model, optimizer, where, mode, options)
 
-    a_step = partial(StepFunction, step, model, optimizer, where, accumulate=accumulate, beside=beside)
-    steps: NewSteps = partial(a_step, spill_dir=spill_dir)
+    steps: NewSteps = partial(
+        StepFunction, step, model, optimizer, where, accumulate=accumulate, beside=beside, spill_dir=spill_dir
+    )
     if mode == "fake" or roofline is not None:
         rates = None if roofline is None else parse_roofline(roofline)
         if rates is None:

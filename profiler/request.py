@@ -63,15 +63,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None) -> None:
     if optimizer is None:
         return
     parameters = list(inspect.signature(optimizer.step).parameters.values())
-    if parameters and parameters[0].default is inspect.Parameter.empty and parameters[0].kind not in _ANY_NUMBER:
+    any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if parameters and parameters[0].default is inspect.Parameter.empty and parameters[0].kind not in any_number:
         raise UsageError(
             f"optimizer: expected one whose step() needs no closure, found {type(optimizer).__name__}, which runs "
             "forward and backward itself, several times a step; profile without optimizer=, and count its state with "
             "also=[optimizer] once it has taken a step"
         )
-
-
-_ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_mode(

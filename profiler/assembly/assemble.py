@@ -8,7 +8,6 @@ import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 import msgspec
@@ -68,7 +67,7 @@ def assemble(
     device: Device,
     notes: list[str],
     accumulate: bool,
-    held_bytes: Mapping[str, int] = MappingProxyType({}),
+    held_bytes: Mapping[str, int],
 ) -> Profile:
     """The profile: seconds of its ops, (steps, ops), reconciled with the ``measured`` steps, and the in-core peak of
     its lifetimes. ``held_bytes``: other memory that exists all step long, by name.
@@ -290,21 +289,17 @@ def _with_peak(draft: Profile) -> Profile:
     curve, live = live_bytes(draft), msgspec.structs.replace(draft, memory=Memory.LIVE)
     peak_tick = int(np.argmax(curve))
     peak_op = min(int(np.searchsorted(draft.op_ticks, peak_tick)), len(draft.ops) - 1)
+    static_bytes = {
+        str(kind): sum(rounded_up(value.size_bytes) for value in draft.values if value.kind is kind)
+        for kind in (Kind.PARAMETER, Kind.BUFFER, Kind.GRADIENT, Kind.OPTIMIZER_STATE, Kind.INPUT)
+    }
     return msgspec.structs.replace(
         draft,
-        static_bytes=_static_bytes(draft),
+        static_bytes=static_bytes,  # of small values too, whichever memory the peaks count
         in_core_peak_bytes=int(curve[peak_tick]),
         in_core_live_peak_bytes=int(live_bytes(live, workspace=False).max()),
         in_core_peak_layer=draft.ops[peak_op].layer,
     )
-
-
-def _static_bytes(draft: Profile) -> dict[str, int]:
-    """Bytes by kind, each value rounded up, even small ones, whichever memory the peaks count."""
-    kinds = (Kind.PARAMETER, Kind.BUFFER, Kind.GRADIENT, Kind.OPTIMIZER_STATE, Kind.INPUT)
-    return {
-        str(kind): sum(rounded_up(value.size_bytes) for value in draft.values if value.kind is kind) for kind in kinds
-    }
 
 
 def this_machine(where: torch.device) -> Device:
@@ -322,10 +317,26 @@ def this_machine(where: torch.device) -> Device:
 
 
 def step_notes(capture: Capture, kinds: dict[int, Kind], *, is_fake: bool) -> list[str]:
-    """Notes on the captured step that do not depend on times."""
+    """Notes on the captured step that do not depend on times: on saved tensors about which no plan decides, on values
+    that only Python's garbage collector has freed, and on compiled backwards.
+    """
+    notes, outside = [], "the step, outside the model"
+    if capture.kept:
+        kind, layer, _ = capture.kept[0]
+        notes.append(
+            "saved tensors that are sparse, nested or of a subclass are always kept: "
+            f"{format_bytes(_kept_bytes(capture))} in {len(capture.kept)}, first {kind} in {layer or outside}"
+        )
+    if capture.garbage:
+        first, held = min(capture.garbage), format_bytes(_garbage_bytes(capture))
+        notes.append(
+            f"values that only Python's garbage collector frees: {len(capture.garbage)} ({held}), first "
+            f"{value_names(capture, kinds)[first]} in {capture.values[first].layer or outside}; a training loop holds "
+            "up to that much more than a plan's budget for each step since the last collection; break the reference "
+            "cycle (a closure or an attribute that refers to itself), or call gc.collect() after each step"
+        )
     why = "" if is_fake else why_none_deferred(capture.model, capture.device_type)
-    deferred = [f"compiled backwards get all their saved tensors back at once: {why}"] if why else []
-    return [*_kept_notes(capture), *_garbage_notes(capture, kinds), *deferred]
+    return [*notes, f"compiled backwards get all their saved tensors back at once: {why}"] if why else notes
 
 
 def model_notes(model: torch.nn.Module) -> list[str]:
@@ -347,7 +358,7 @@ def step_facts(model: torch.nn.Module, capture: Capture) -> StepFacts:
         modules=len(modules),
         eval_modules=sum(not module.training for module in modules),
         checkpointed=tuple(capture.checkpointed),
-        garbage_bytes=sum(capture.values[number].size_bytes for number in capture.garbage),
+        garbage_bytes=_garbage_bytes(capture),
         kept_bytes=_kept_bytes(capture),
         unmeasured_regions=capture.compiled_calls.unmeasured,
         graph_mode=written_replays(model) is not None,
@@ -355,34 +366,12 @@ def step_facts(model: torch.nn.Module, capture: Capture) -> StepFacts:
     )
 
 
-def _kept_notes(capture: Capture) -> list[str]:
-    """Notes on saved tensors about which no plan decides."""
-    if not capture.kept:
-        return []
-    kind, layer, _ = capture.kept[0]
-    return [
-        f"saved tensors that are sparse, nested or of a subclass are always kept: {format_bytes(_kept_bytes(capture))} "
-        f"in {len(capture.kept)}, first {kind} in {layer or 'the step, outside the model'}"
-    ]
-
-
 def _kept_bytes(capture: Capture) -> int:
     return sum({key: size for _, _, parts in capture.kept for key, size in parts.items()}.values())
 
 
-def _garbage_notes(capture: Capture, kinds: dict[int, Kind]) -> list[str]:
-    """Notes on values of the step that only Python's garbage collector has freed."""
-    if not capture.garbage:
-        return []
-    first = min(capture.garbage)
-    size_bytes = sum(capture.values[number].size_bytes for number in capture.garbage)
-    layer = capture.values[first].layer
-    return [
-        f"values that only Python's garbage collector frees: {len(capture.garbage)} ({format_bytes(size_bytes)}), "
-        f"first {value_names(capture, kinds)[first]} in {layer or 'the step, outside the model'}; a training loop "
-        "holds up to that much more than a plan's budget for each step since the last collection; break the "
-        "reference cycle (a closure or an attribute that refers to itself), or call gc.collect() after each step"
-    ]
+def _garbage_bytes(capture: Capture) -> int:
+    return sum(capture.values[number].size_bytes for number in capture.garbage)
 
 
 def runtime_notes(cost: RuntimeCost | None) -> list[str]:

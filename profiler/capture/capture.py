@@ -52,10 +52,10 @@ class Capture(ToggledMode):
     by storage, live handles, and the profile's value for each of the engine's values.
     """
 
-    def __init__(self, model: torch.nn.Module, where: torch.device) -> None:
+    def __init__(self, model: torch.nn.Module, where: torch.device, workspace: Workspace | None = None) -> None:
+        """``workspace``: instead of the device's own."""
         super().__init__()
-        self.model, self._where = model, where
-        self.device_type = where.type
+        self.model, self.device_type = model, where.type
         self.tracker = LayerTracker()
         self.phase = Phase.FORWARD
         self.ops: list[CapturedOp] = []
@@ -77,7 +77,7 @@ class Capture(ToggledMode):
         self._paused = False
         self.saved_values: set[int] = set()
         self.clock = clock_of(where)
-        self.workspace = self._new_workspace()
+        self.workspace = workspace or workspace_of(where)
         self._marks: list[tuple[CapturedOp, Stretches]] = []
         self.compiled_calls = CompiledCalls(self)
         self.nodes = NodeOps(self)
@@ -85,9 +85,6 @@ class Capture(ToggledMode):
         """Layers whose forward ran again in backward, in order."""
         self._numbers: dict[int, int] = {}
         self._ends: dict[int, weakref.ref[SavedValue]] = {}
-
-    def _new_workspace(self) -> Workspace:
-        return workspace_of(self._where)
 
     @property
     def memory(self) -> Memory:

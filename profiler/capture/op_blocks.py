@@ -70,7 +70,9 @@ def taken_in(
     blocks, workspace_bytes = _blocks(own, outputs, taker), _workspace_bytes(own, taker)
     if [one.output for one in blocks] == list(range(output_count)):
         return Taken((), workspace_bytes)
-    sizes = _small_sizes(min(workspace_bytes, _small_bytes(own, outputs)))
+    most_bytes = LEAST_PLACED_BYTES - ALLOCATION_UNIT_BYTES  # as few as possible, each too small for a place
+    small_bytes = min(workspace_bytes, _small_bytes(own, outputs))
+    sizes = [min(most_bytes, small_bytes - first) for first in range(0, small_bytes, most_bytes)]
     small = [OpBlock(size_bytes, -1, len(blocks) + len(sizes)) for size_bytes in sizes]
     return Taken((*blocks, *small), workspace_bytes)
 
@@ -135,12 +137,6 @@ def _blocks(events: Iterable[LogEvent], outputs: Mapping[int, int], taker: Taker
         elif kind == MARK and is_backward and -value >= LEAST_PLACED_BYTES:
             _ends(blocks, next(held))
     return blocks
-
-
-def _small_sizes(size_bytes: int) -> list[int]:
-    """Sizes of blocks that together have these bytes: as few as possible, each too small for a place."""
-    most_bytes = LEAST_PLACED_BYTES - ALLOCATION_UNIT_BYTES
-    return [min(most_bytes, size_bytes - first) for first in range(0, size_bytes, most_bytes)]
 
 
 def _small_bytes(events: Iterable[LogEvent], outputs: Mapping[int, int]) -> int:

@@ -180,8 +180,14 @@ class OpRuns:
     @property
     def notes(self) -> list[str]:
         """Where and how steps differ, and what the durations then are; empty if they do not differ."""
-        note = _note(self._differences, len(self._runs), len(self.steps))
-        return [note] if note else []
+        if "ops" in self._differences:
+            used, first = len(self._runs), self._differences["ops"]
+            of = f"of {used} of {len(self.steps)} timed steps" if used else "of the captured step alone"
+            return [f"steps differ in the ops they dispatch, first at {first}; op durations are {of}"]
+        if "shapes" in self._differences:
+            first = self._differences["shapes"]
+            return [f"steps differ in shapes, first at {first}; op durations are medians over such steps"]
+        return []
 
 
 def difference_note(captured: list[CapturedOp], timer: OpTimer) -> list[str]:
@@ -206,12 +212,3 @@ def _first_difference(wanted: list[DispatchedOp], found: list[DispatchedOp]) -> 
         if one != other:
             return "shapes", f"op {index}: {one}, then {other}"
     return "", ""
-
-
-def _note(differences: dict[str, str], used: int, iterations: int) -> str:
-    if "ops" in differences:
-        of = f"of {used} of {iterations} timed steps" if used else "of the captured step alone"
-        return f"steps differ in the ops they dispatch, first at {differences['ops']}; op durations are {of}"
-    if "shapes" in differences:
-        return f"steps differ in shapes, first at {differences['shapes']}; op durations are medians over such steps"
-    return ""

@@ -144,7 +144,7 @@ class FakeCapture(Capture):
     """
 
     def __init__(self, model: torch.nn.Module, mode: StepMode, roofline: Roofline | None) -> None:
-        super().__init__(model, torch.device("cpu"))
+        super().__init__(model, torch.device("cpu"), Workspace())
         self._mode = mode
         self.roofline = roofline
         self.specs: list[OpSpec] = []
@@ -154,9 +154,6 @@ class FakeCapture(Capture):
         """Names of the distinct ops with unknown memory inside; None if that is so of all, as before they have run."""
         self._uncounted = ""
         """The first op with a sparse tensor. The number of its elements depends on data."""
-
-    def _new_workspace(self) -> Workspace:
-        return Workspace()
 
     @property
     def memory(self) -> Memory:

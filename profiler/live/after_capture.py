@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Generator, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.profile import Phase
-from poochplan.profiler.capture.timing import OpTimer
+from poochplan.planner.arena.packing import packed
+from poochplan.profiler.assembly.reconcile import PhaseSeconds, typical_phases
+from poochplan.profiler.capture.timing import OpRuns, OpTimer
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.trials.verify_replays import PIECE_BYTES, HostStore, Verify
 from poochplan.runtime.arena.step_arena import RepeatedStep
@@ -20,11 +23,11 @@ from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.saved_value import SavedHandle
 from poochplan.runtime.step_policies.follow import Follow
 from poochplan.runtime.step_policies.step_policy import StepPolicy, SwapEach
-from poochplan.tensors.host_memory import page_faults
+from poochplan.tensors.host_memory import page_fault_s, page_faults
 from poochplan.tensors.storages import bytes_of, has_storage
 from poochplan.torch_private.tensor_internals import in_backward, without_modes
 
-from .segment_observer import PackHook, SegmentObserver, StudyContext, UnpackHook
+from .segment_observer import NewObserver, PackHook, SegmentObserver, StudyContext, UnpackHook
 
 Hook = Callable[[Any], Any]
 
@@ -145,6 +148,69 @@ class OpTiming(PhaseTiming):
     def aside(self, hook: Hook, argument: Any) -> Any:
         with self.timer.paused():
             return super().aside(hook, argument)
+
+
+@dataclass
+class TimedSteps:
+    """State: the steps timed so far."""
+
+    context: StudyContext
+    policy: Callable[[], StepPolicy | None]
+    """Returns the policy of a step that is about to begin."""
+    arena: RepeatedStep | None = None
+    """The steps from here on use it."""
+    in_hooks: list[HookSeconds] = field(default_factory=list)
+    """The time in the hooks of steps that followed instructions under the engine."""
+    faults: list[PhaseSeconds] = field(default_factory=list)
+    """Page faults of every step."""
+
+    def several(self, count: int) -> Generator[NewObserver, Any, list[PhaseSeconds]]:
+        """The seconds of that many steps, timed whole."""
+        seconds = []
+        for _ in range(count):
+            observer: PhaseTiming = yield lambda: PhaseTiming(self.context, self.policy(), self.arena)
+            seconds.append(observer.seconds)
+            self.faults.append({phase: float(count) for phase, count in observer.faults.items()})
+            if isinstance(observer.policy, Follow) and not observer.why_not:
+                self.in_hooks.append(observer.in_hooks)
+        return seconds
+
+    def by_op(self, count: int, runs: OpRuns) -> Generator[NewObserver, Any, None]:
+        """Adds that many steps, timed op by op."""
+        for _ in range(count):
+            observer: OpTiming = yield lambda: OpTiming(self.context, self.policy(), self.arena)
+            runs.add(observer.timer, observer.seconds)
+
+    def recorded(self) -> Generator[NewObserver, Any, list[PhaseSeconds]]:
+        """One ordinary step, by which an arena is laid out. One or two more follow that touch its pages. If these
+        differ from the first there is no arena.
+        """
+        self.arena = RepeatedStep(packed)
+        seconds = yield from self.several(1)
+        for _ in range(2):
+            yield from self.several(0 if self.arena.is_from_arena else 1)
+        if not self.arena.is_from_arena:
+            self.close()
+        return seconds
+
+    def close(self) -> None:
+        """Steps are ordinary again. Idempotent."""
+        if self.arena is not None:
+            self.arena.rests()  # so that blocks that stay in it do not hold all of it
+            self.arena.close()
+        self.arena = None
+
+    @property
+    def have_followed(self) -> bool:
+        """Whether all of them followed instructions under the engine."""
+        return len(self.in_hooks) == len(self.faults)
+
+    def without_faults(self, steps: list[PhaseSeconds]) -> list[PhaseSeconds]:
+        """The steps without the seconds that fresh pages take: an arena keeps its pages. If they seem to be more than
+        half of a phase, the machine was busy when a page fault was timed.
+        """
+        fresh_s = {phase: count * page_fault_s() for phase, count in typical_phases(self.faults).items()}
+        return [{phase: max(one / 2, one - fresh_s[phase]) for phase, one in step.items()} for step in steps]
 
 
 class Summing(SegmentObserver):

@@ -8,7 +8,7 @@ take longer to record. So these costs may be two to three times as high there.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from functools import partial
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,7 +24,7 @@ from poochplan.runtime.arena.step_arena import RepeatedStep
 from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
 from poochplan.runtime.step_policies.step_policy import SwapEach
 
-from .after_capture import PhaseTiming
+from .after_capture import TimedSteps
 from .segment_observer import NewObserver, StudyContext
 
 SHORT_OP_S = 2e-4
@@ -89,22 +89,14 @@ def _several(
     context: StudyContext, instructions: Instructions, *, has_arena: bool
 ) -> Generator[NewObserver, Any, list[_Seconds]]:
     """Steps with these decisions, from an arena if there may be one, as planned steps run; none if one diverged."""
-    arena, steps = RepeatedStep(packed) if has_arena else None, list[_Seconds]()
     policy = Follow(IndexedPlan.of(instructions), SwapEach(at_once=True))
-    try:
-        for number in range(LAYING_OUT + ROUNDS):
-            observer: PhaseTiming = yield partial(PhaseTiming, context, policy, arena)
-            if observer.why_not:
-                return []
-            hooks = observer.in_hooks
-            if number >= LAYING_OUT:
-                whole_s = sum(observer.seconds.values()) + hooks.total_s
-                steps.append(_Seconds(whole_s, hooks.pack_s, hooks.unpack_s))
-    finally:
-        if arena is not None:
-            arena.rests()  # so that blocks that stay in it do not hold all of it
-            arena.close()
-    return steps
+    with closing(TimedSteps(context, lambda: policy, RepeatedStep(packed) if has_arena else None)) as steps:
+        yield from steps.several(LAYING_OUT)
+        seconds = yield from steps.several(ROUNDS)
+    if not steps.have_followed:
+        return []
+    in_hooks = zip(seconds, steps.in_hooks[LAYING_OUT:], strict=True)
+    return [_Seconds(sum(step.values()) + hooks.total_s, hooks.pack_s, hooks.unpack_s) for step, hooks in in_hooks]
 
 
 def _every_other(decision: Decision, problem: Problem) -> list[Decision]:

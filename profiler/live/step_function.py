@@ -33,7 +33,7 @@ from .segment_observer import SegmentObserver, Studied, StudyContext
 W = TypeVar("W", bound=SegmentObserver)
 
 
-class StepFunction:
+class StepFunction(contextlib.AbstractContextManager["StepFunction"]):
     """A context manager: the host tier exists from the first move of a value to the end. State: the active observer.
 
     Parameters
@@ -70,9 +70,6 @@ class StepFunction:
         self._checked = False
         self._observer: SegmentObserver | None = None
         self._stack = ExitStack()
-
-    def __enter__(self) -> StepFunction:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()

@@ -11,7 +11,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from statistics import median
@@ -23,20 +23,18 @@ from poochplan.formats.occupancy import Floats
 from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.profile import Link, Memory, Phase, Profile
 from poochplan.formats.queries import saved_values
-from poochplan.planner.arena.packing import packed
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.assembly.assemble import SWAPPED, UNWRITTEN
-from poochplan.profiler.assembly.reconcile import PhaseSeconds, contradicted, is_doubted, steady, typical_phases
+from poochplan.profiler.assembly.reconcile import PhaseSeconds, contradicted, is_doubted, steady
 from poochplan.profiler.capture.capture import Capture, collected_after
 from poochplan.profiler.capture.timing import OpRuns
 from poochplan.profiler.step.preserve import preserved
 from poochplan.profiler.trials.compare import RECORDED, instructions_for, keeping, verification, without_replays
-from poochplan.runtime.arena.step_arena import RepeatedStep
 from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
 from poochplan.runtime.step_policies.step_policy import StepPolicy, SwapEach
-from poochplan.tensors.host_memory import is_freed_memory_given_back, new_memory_holds, page_fault_s
+from poochplan.tensors.host_memory import is_freed_memory_given_back, new_memory_holds
 
-from .after_capture import HookSeconds, OpTiming, PhaseTiming, Summing, Verifying
+from .after_capture import HookSeconds, Summing, TimedSteps, Verifying
 from .capturing import Capturing
 from .own_costs import own_costs, with_own_costs
 from .segment_observer import NewObserver, Studied, StudyContext
@@ -52,8 +50,7 @@ HURRIED = "its inputs did not come again: times are of one captured step, and no
 NO_ROOM = "the budget leaves no room to compare values with their replays: no replay was tried, so none is planned"
 
 
-KeepAllInstructions = Callable[[], Instructions | None]
-"""Returns the instructions of a step that is about to begin; None if it must swap."""
+NewPolicy = Callable[[], StepPolicy | None]
 
 
 class NoMoreSegments(Exception):  # noqa: N818 - a word to the study
@@ -105,9 +102,9 @@ def study(context: StudyContext, options: StudyOptions) -> Studied:
     in_core = draft("run", captured_s, [dict.fromkeys(Phase, 0.0)], [])
     twice = with_bytes_beside(in_core, in_core.in_core_peak_bytes)
     has_room = partial(options.fits, twice)
-    keep_all = _keep_all(seen, in_core, options.fits, has_room)
-    mode: Literal["run", "swap-all"] = "swap-all" if keep_all() is None else "run"
-    steps, own = _Steps(context, keep_all), dict[str, float]()
+    policy = _policies(seen, in_core, options.fits, has_room)
+    mode: Literal["run", "swap-all"] = "swap-all" if isinstance(policy(), SwapEach) else "run"
+    steps, own = TimedSteps(context, policy), dict[str, float]()
     try:
         is_plain = not is_freed_memory_given_back()  # no setting of a session is in force yet
         timed = yield from _timed(options, seen.capture, steps, has_room)
@@ -128,98 +125,33 @@ def study(context: StudyContext, options: StudyOptions) -> Studied:
     return with_own_costs(options.with_costs(profile, steps.in_hooks if mode == "run" else []), own)
 
 
-def _keep_all(
+def _policies(
     seen: Capturing, in_core: Profile, fits: Callable[[Profile], bool], has_room: Callable[[], bool]
-) -> KeepAllInstructions:
-    """A function: the instructions to keep all values in a step that is about to begin; None if it must swap."""
+) -> NewPolicy:
+    """A function: the policy of a step that is about to begin. It keeps all values, or must swap."""
     keeps = keeping(in_core)
 
-    def keep_all() -> Instructions | None:
-        if has_room():  # it fits after any likely growth: a census takes as long as some steps
-            return keeps
-        more_bytes = seen.grown_bytes()
-        return keeps if fits(with_bytes_beside(in_core, more_bytes) if more_bytes > 0 else in_core) else None
-
-    return keep_all
-
-
-# -- TIME ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Steps:
-    """State: the steps timed so far."""
-
-    context: StudyContext
-    keep_all: KeepAllInstructions
-    arena: RepeatedStep | None = None
-    """The steps from here on use it."""
-    in_hooks: list[HookSeconds] = field(default_factory=list)
-    """The time in the hooks of steps that kept all values under the engine."""
-    faults: list[PhaseSeconds] = field(default_factory=list)
-    """Page faults of every step."""
-
-    def policy(self) -> StepPolicy | None:
-        """The policy of a step that is about to begin."""
-        keeps = self.keep_all()
-        if keeps is None:
+    def policy() -> StepPolicy | None:
+        is_kept = has_room()  # it fits after any likely growth: a census takes as long as some steps
+        if not is_kept:
+            more_bytes = seen.grown_bytes()
+            is_kept = fits(with_bytes_beside(in_core, more_bytes) if more_bytes > 0 else in_core)
+        if not is_kept:
             return SwapEach(at_once=True)
-        return None if self.context.is_repeated else _keeping_policy(keeps)
+        return None if seen.context.is_repeated else _keeping_policy(keeps)
 
-    def several(self, count: int) -> Generator[NewObserver, Any, list[PhaseSeconds]]:
-        """The seconds of that many steps, timed whole."""
-        seconds = []
-        for _ in range(count):
-            observer: PhaseTiming = yield lambda: PhaseTiming(self.context, self.policy(), self.arena)
-            seconds.append(observer.seconds)
-            self.faults.append({phase: float(count) for phase, count in observer.faults.items()})
-            self.in_hooks.extend([observer.in_hooks] if isinstance(observer.policy, Follow) else [])
-        return seconds
-
-    def by_op(self, count: int, runs: OpRuns) -> Generator[NewObserver, Any, None]:
-        """Adds that many steps, timed op by op."""
-        for _ in range(count):
-            observer: OpTiming = yield lambda: OpTiming(self.context, self.policy(), self.arena)
-            runs.add(observer.timer, observer.seconds)
-
-    def recorded(self) -> Generator[NewObserver, Any, list[PhaseSeconds]]:
-        """One ordinary step, by which an arena is laid out. One or two more follow that touch its pages. If these
-        differ from the first there is no arena.
-        """
-        self.arena = RepeatedStep(packed)
-        seconds = yield from self.several(1)
-        for _ in range(2):
-            yield from self.several(0 if self.arena.is_from_arena else 1)
-        if not self.arena.is_from_arena:
-            self.close()
-        return seconds
-
-    def close(self) -> None:
-        """Steps are ordinary again. Idempotent."""
-        if self.arena is not None:
-            self.arena.rests()  # so that blocks that stay in it do not hold all of it
-            self.arena.close()
-        self.arena = None
-
-    @property
-    def have_kept(self) -> bool:
-        """Whether all of them kept every value under the engine."""
-        return len(self.in_hooks) == len(self.faults)
-
-    def without_faults(self, steps: list[PhaseSeconds]) -> list[PhaseSeconds]:
-        """The steps without the seconds that fresh pages take: an arena keeps its pages. If they seem to be more than
-        half of a phase, the machine was busy when a page fault was timed.
-        """
-        fresh_s = {phase: count * page_fault_s() for phase, count in typical_phases(self.faults).items()}
-        return [{phase: max(one / 2, one - fresh_s[phase]) for phase, one in step.items()} for step in steps]
+    return policy
 
 
 def _keeping_policy(keeps: Instructions) -> Follow:
     return Follow(IndexedPlan.of(keeps), SwapEach(at_once=True))
 
 
+# -- TIME ------------------------------------------------------------------------------------------------------------
+
+
 def _timed(
-    options: StudyOptions, capture: Capture, steps: _Steps, has_room: Callable[[], bool]
+    options: StudyOptions, capture: Capture, steps: TimedSteps, has_room: Callable[[], bool]
 ) -> Generator[NewObserver, Any, Timed]:
     """Times steps, those of a loop under hooks whose time is subtracted.
 
@@ -241,7 +173,7 @@ def _timed(
             from_arena = yield from steps.several(count if is_repeated else LOOP_FROM_ARENA)
         else:
             ordinary += yield from steps.several(count - len(ordinary))
-        timed, has_kept = from_arena or ordinary, steps.have_kept
+        timed, has_kept = from_arena or ordinary, steps.have_followed
         if not has_room():
             steps.close()  # ops that are timed one by one may take blocks beside an arena
         options.say(f"timing {len(capture.ops)} ops over {count} steps")
@@ -263,11 +195,9 @@ def _kept(context: StudyContext, profile: Profile, timed: list[PhaseSeconds], in
     """Steps that keep every value under the engine; ``in_hooks`` gets the time of their hooks. If they contradict the
     ``timed`` ones, the profile gets a note and a warning is given.
     """
-    seconds = []
-    for _ in range(KEPT_STEPS):
-        observer: PhaseTiming = yield lambda: PhaseTiming(context, _keeping_policy(keeping(profile)))
-        seconds.append(observer.seconds)
-        in_hooks.extend([] if observer.why_not else [observer.in_hooks])
+    steps = TimedSteps(context, lambda: _keeping_policy(keeping(profile)))
+    seconds = yield from steps.several(KEPT_STEPS)
+    in_hooks += steps.in_hooks
     note = contradicted(timed, seconds)
     if not note:
         return profile
@@ -294,7 +224,8 @@ def _verified(context: StudyContext, profile: Profile, room_bytes: float) -> Stu
             return without_replays(msgspec.structs.replace(profile, notes=(*profile.notes, NO_ROOM)))
     unwritten, first, other = None, list[int](), list[int]()
     if context.is_repeated:
-        unwritten = _unwritten(profile)
+        saved = enumerate(saved_values(profile))  # the save points of values that a kernel leaves partly unwritten
+        unwritten = frozenset(at for at, one in saved if profile.values[one].unreplayable.endswith(UNWRITTEN))
         first, other = yield from _sums(context, profile, unwritten)
     trials = verification(profile, is_tight=is_tight)
     trial = next(trials)
@@ -307,12 +238,6 @@ def _verified(context: StudyContext, profile: Profile, room_bytes: float) -> Stu
             trial = trials.send(observer.verify)
         except StopIteration as verified:
             return verified.value
-
-
-def _unwritten(profile: Profile) -> frozenset[int]:
-    """Save points of the values that a kernel leaves partly unwritten."""
-    saved = saved_values(profile)
-    return frozenset(at for at, one in enumerate(saved) if profile.values[one].unreplayable.endswith(UNWRITTEN))
 
 
 def _sums(

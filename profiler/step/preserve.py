@@ -99,13 +99,6 @@ def restored(parts: Sequence[Kept]) -> Iterator[None]:
 
     Every part is attempted, even if others fail. An interrupt meanwhile is delayed.
     """
-    try:
-        yield
-    finally:
-        _restore(parts)
-
-
-def _restore(parts: Sequence[Kept]) -> None:
     failed: dict[str, str] = {}
     interrupt: KeyboardInterrupt | None = None
 
@@ -113,15 +106,18 @@ def _restore(parts: Sequence[Kept]) -> None:
         if not part.is_back():
             failed.setdefault(part.name, "")
 
-    with torch.no_grad():
-        for part in parts:
-            interrupt = _attempt(part.name, part.put_back, failed) or interrupt
-        for part in parts:
-            interrupt = _attempt(part.name, partial(check, part), failed) or interrupt
-    if failed:
-        raise StepError(_message(failed)) from interrupt
-    if interrupt is not None:
-        raise interrupt
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for part in parts:
+                interrupt = _attempt(part.name, part.put_back, failed) or interrupt
+            for part in parts:
+                interrupt = _attempt(part.name, partial(check, part), failed) or interrupt
+        if failed:
+            raise StepError(_message(failed)) from interrupt
+        if interrupt is not None:
+            raise interrupt
 
 
 def _attempt(name: str, run: Callable[[], object], failed: dict[str, str]) -> KeyboardInterrupt | None:

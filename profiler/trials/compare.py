@@ -3,8 +3,6 @@
 Only this finds effects that the dispatcher does not see: a kernel that writes through numpy, or an operator that draws
 random numbers without declaring it. A value is marked in the profile with the reason, and no plan recomputes it, if its
 replay differs, changes memory from before the step, or raises, or if the runtime cannot replay it.
-
-If the step itself does not fit, not all values can be replayed in one step; they are then tried in parts.
 """
 
 from __future__ import annotations
@@ -40,8 +38,8 @@ def verification(profile: Profile, *, is_tight: bool = False) -> Generator[Instr
     value whose replay was tried and failed.
 
     If a replay in a step gives other bits, the earliest such value is marked and another step is run, because later
-    values may differ only because their replays start from it. Memory is about that of the in-core step, as in the
-    capture. For mode ``swap-all``, or if it ``is_tight``, two steps each try a part of the values, as when swapping.
+    values may differ only because their replays start from it. For mode ``swap-all``, or if memory ``is_tight``, two
+    steps each try a part of the values.
 
     A step that diverges from its own profile is tried again, because steps may alternate. If no step follows it, values
     that no step has verified are not recomputed. Notes say where steps diverge, and why values were marked.

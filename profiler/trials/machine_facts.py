@@ -45,9 +45,8 @@ from poochplan.tensors.modes import uncompiled_hooks
 
 from .compare import instructions_for, under
 
-_ANY = LinkDirection(latency_s=0.0, bandwidth_bytes_per_s=1e9)
-UNMEASURED = Link(name="unmeasured", outward=_ANY, inward=_ANY)
-"""Stands for a link that is still to be measured."""
+UNMEASURED = "unmeasured"
+"""The name of a link that is still to be measured."""
 _OWN = "call_s"
 """In ``unmeasured``, if only the costs of the step's own handles are known."""
 VERSION = 5
@@ -94,26 +93,25 @@ def with_known_cost(profile: Profile, where: torch.device, steps: Sequence[HookS
 
 def unmeasured(throttle_bytes_per_s: float | None) -> Link:
     """Stands for a link that is limited to that rate."""
-    return msgspec.structs.replace(UNMEASURED, throttle_bytes_per_s=throttle_bytes_per_s)
+    anything = LinkDirection(latency_s=0.0, bandwidth_bytes_per_s=1e9)
+    return Link(name=UNMEASURED, outward=anything, inward=anything, throttle_bytes_per_s=throttle_bytes_per_s)
+
+
+_measured_link = functools.cache(measure_link)
+"""Measured once in a process, for all profiles."""
 
 
 def is_complete(profile: Profile) -> bool:
-    return profile.link.name != UNMEASURED.name and not _lacks_costs(profile)
+    return profile.link.name != UNMEASURED and not _lacks_costs(profile)
 
 
 def completed(profile: Profile, spill_dir: str | Path | None) -> Profile:
     """The profile with the link and the costs of this machine. Raises ``SpillError``."""
     where, throttle = torch.device(profile.device.kind), profile.link.throttle_bytes_per_s
-    if profile.link.name == UNMEASURED.name:
+    if profile.link.name == UNMEASURED:
         link = known_link(where, spill_dir, throttle) or _measured_link(where, spill_dir, throttle)
         profile = msgspec.structs.replace(profile, link=link)
     return _with_costs(profile, where) if _lacks_costs(profile) else profile
-
-
-@functools.cache
-def _measured_link(where: torch.device, spill_dir: str | Path | None, throttle_bytes_per_s: float | None) -> Link:
-    """Measured once in a process, for all profiles."""
-    return measure_link(where, spill_dir, throttle_bytes_per_s)
 
 
 def _lacks_costs(profile: Profile) -> bool:

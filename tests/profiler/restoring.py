@@ -20,9 +20,10 @@ BATCH = torch.arange(32.0).reshape(4, 8).sin()
 class Net(nn.Module):
     """Two layers and running statistics; ``changes`` is called in each forward, as a user's own code."""
 
-    def __init__(self, changes: Callable[[Net], object] = lambda net: None) -> None:
+    def __init__(self, changes: Callable[[Net], object] = lambda net: None, first: nn.Module | None = None) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.first = nn.Linear(8, 8) if first is None else first
+        self.norm, self.last = nn.BatchNorm1d(8), nn.Linear(8, 8)
         self.changes = changes
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
@@ -37,9 +38,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def content_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    dense = tensor.detach().to_dense() if tensor.layout is torch.sparse_coo else tensor.detach()
+    is_strided = tensor.layout is torch.strided
+    dense = tensor.detach() if is_strided else tensor.detach().to_dense()
     dense = dense.dequantize() if dense.is_quantized else dense
-    return id(tensor), tensor.dtype, tuple(tensor.shape), tensor.requires_grad, dense.clone().numpy().tobytes()
+    place = (tensor.stride(), tensor.untyped_storage().nbytes()) if is_strided else (tensor.layout,)
+    return id(tensor), tensor.dtype, tensor.shape, *place, tensor.requires_grad, dense.clone().numpy().tobytes()
 
 
 def _nested(value: Any) -> Any:

@@ -71,23 +71,6 @@ def _backward(loss: torch.Tensor, model: nn.Module) -> torch.Tensor:
     return loss
 
 
-def _backward_then_number(loss: torch.Tensor, model: nn.Module) -> Any:
-    loss.backward()
-    return loss.item()
-
-
-def _gradients(loss: torch.Tensor, model: nn.Module) -> torch.Tensor:
-    return loss + grad(loss, list(model.parameters()), retain_graph=True)[0].sum()
-
-
-def _penalty(loss: torch.Tensor, model: nn.Module) -> torch.Tensor:
-    return loss + grad(loss, list(model.parameters()), create_graph=True)[0].square().sum()
-
-
-def _func(loss: torch.Tensor, model: nn.Module) -> torch.Tensor:
-    return loss + torch.func.grad(lambda weight: weight.square().sum())(torch.ones(3)).sum()
-
-
 def _optimizer(loss: torch.Tensor, model: nn.Module) -> torch.Tensor:
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     return loss
@@ -99,12 +82,21 @@ def _optimizer(loss: torch.Tensor, model: nn.Module) -> torch.Tensor:
     ("what", "message"),
     [
         (_backward, "found that it calls backward; return the loss instead"),
-        (_backward_then_number, "found that it calls backward; return the loss instead"),
-        (_gradients, "found that it calls torch.autograd.grad or torch.func; return the loss instead"),
-        (_func, "found that it calls torch.autograd.grad or torch.func; return the loss instead"),
-        (_penalty, "as in a gradient penalty) out of the profiled step"),
+        (
+            lambda loss, model: loss + grad(loss, list(model.parameters()), retain_graph=True)[0].sum(),
+            "found that it calls torch.autograd.grad or torch.func; return the loss instead",
+        ),
+        (
+            lambda loss, _: loss + torch.func.grad(lambda weight: weight.square().sum())(torch.ones(3)).sum(),
+            "found that it calls torch.autograd.grad or torch.func; return the loss instead",
+        ),
+        (
+            lambda loss, model: loss + grad(loss, list(model.parameters()), create_graph=True)[0].square().sum(),
+            "as in a gradient penalty) out of the profiled step",
+        ),
         (_optimizer, "found that it steps the optimizer; return the loss, and pass the optimizer"),
     ],
+    ids=["backward", "gradients", "torch.func", "gradient penalty", "optimizer"],
 )
 def test_a_step_that_does_more_than_forward_is_told_so(
     make: Callable[[], nn.Module], what: Callable[[torch.Tensor, nn.Module], torch.Tensor], message: str, mode: str
@@ -164,16 +156,10 @@ def test_a_loss_that_is_nan_is_profiled_like_any_other(mode: str) -> None:
 # -- shapes that data decides --------------------------------------------------------------------------------------
 
 
-def masked() -> tuple[nn.Module, Step]:
-    model, batch = network(), torch.randn(8, 16)
-    hidden = model[:2]
-    return model, lambda: model[2](hidden(batch)[batch[:, 0] > 0]).square().mean()
-
-
 @pytest.mark.parametrize("mode", MODES[:3])
 def test_a_boolean_mask_is_profiled_where_there_is_data(mode: str) -> None:
-    model, step = masked()
-    profile = taken(step, model, mode)
+    model, batch = network(), torch.randn(8, 16)
+    profile = taken(lambda: model[2](model[:2](batch)[batch[:, 0] > 0]).square().mean(), model, mode)
     assert any(op.name.startswith("aten.index") for op in profile.ops)
     assert not any("differ" in note for note in profile.notes)
 
@@ -188,7 +174,7 @@ def test_a_boolean_mask_in_mode_fake_is_one_clear_line() -> None:
     assert "aten.nonzero.default, which needs a tensor's content" in refusal(step, model, "fake")
 
 
-@in_every_mode
+@pytest.mark.parametrize("mode", ["swap-all", "fake"])
 def test_shapes_that_differ_from_step_to_step_are_noted(mode: str) -> None:
     model, rows = network(), iter(range(2, 100))
     profile = taken(lambda: model(torch.randn(next(rows), 16)).mean(), model, mode)
@@ -198,21 +184,16 @@ def test_shapes_that_differ_from_step_to_step_are_noted(mode: str) -> None:
 # -- two devices ---------------------------------------------------------------------------------------------------
 
 
-def _layer(index: int) -> Callable[[nn.Sequential], object]:
-    return lambda model: model[index].to("meta")
-
-
-def _buffer(model: nn.Module) -> None:
-    model.register_buffer("scale", torch.ones(4, device="meta"))
-
-
 @in_every_mode
 @pytest.mark.parametrize(
     ("move", "said"),
     [
-        (_layer(0), "expected every parameter on cpu, found 0.weight on meta; "),
-        (_layer(2), "expected every parameter on cpu, found 2.weight on meta; "),
-        (_buffer, "expected every buffer on cpu, found scale on meta; "),
+        (lambda model: model[0].to("meta"), "expected every parameter on cpu, found 0.weight on meta; "),
+        (lambda model: model[2].to("meta"), "expected every parameter on cpu, found 2.weight on meta; "),
+        (
+            lambda model: model.register_buffer("scale", torch.ones(4, device="meta")),
+            "expected every buffer on cpu, found scale on meta; ",
+        ),
     ],
     ids=["first layer", "last layer", "buffer"],
 )

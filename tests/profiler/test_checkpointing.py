@@ -37,7 +37,6 @@ def _facts(model: nn.Module, mode: Any = "run") -> poochplan.Profile:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_layers_are_in_the_profile_and_its_advice(reentrant: bool, mode: str) -> None:
     profile = _facts(Net(lambda block, batch: checkpoint(block, batch, use_reentrant=reentrant)), mode)
-    assert profile.facts is not None
     assert profile.facts.checkpointed == ("blocks.1", "blocks.0")
     assert any("activation checkpointing is on (blocks.1 and 1 more" in line for line in profile.advice())
     assert poochplan.plan(profile, "100%").budget_bytes > 0
@@ -45,13 +44,11 @@ def test_checkpointed_layers_are_in_the_profile_and_its_advice(reentrant: bool, 
 
 def test_a_checkpointed_function_outside_all_modules_is_seen() -> None:
     profile = _facts(Net(lambda block, batch: checkpoint(lambda x: x.sin().exp(), block(batch), use_reentrant=False)))
-    assert profile.facts is not None
     assert len(profile.facts.checkpointed) > 0
 
 
 def test_a_checkpointed_sequence_is_seen() -> None:
     profile = _facts(Net(lambda block, batch: checkpoint_sequential(list(block), 3, batch, use_reentrant=False)))
-    assert profile.facts is not None
     assert profile.facts.checkpointed[-1].startswith("blocks.0.")
 
 
@@ -65,7 +62,6 @@ def test_compiled_blocks_within_checkpoints_are_seen() -> None:
 
     model.blocks[0] = torch.compile(Block(nn.Linear(16, 16), nn.Tanh()), backend="aot_eager")  # type: ignore[assignment]
     profile = _facts(model)
-    assert profile.facts is not None
     assert profile.facts.checkpointed == ("blocks.1", "blocks.0")
     torch._dynamo.reset()
 
@@ -83,6 +79,5 @@ def test_plain_steps_and_backwards_written_by_hand_are_not_checkpointed() -> Non
             return gradient * 3 * batch**2
 
     profile = _facts(Net(lambda block, batch: Cube.apply(block(batch))))
-    assert profile.facts is not None
     assert profile.facts.checkpointed == ()
     assert (profile.facts.modules, profile.facts.eval_modules) == (14, 0)

@@ -15,7 +15,7 @@ import poochplan
 from poochplan.errors import StepError, UsageError
 from poochplan.formats.profile import PointKind, Profile
 from poochplan.profiler.fake.fake import building, workspace_bytes
-from tests.runtime.nets import CASES, LINK, followed, of, train
+from tests.runtime.nets import CASES, LINK, of, train
 
 
 def _conv() -> nn.Module:
@@ -83,15 +83,7 @@ def test_points_sizes_and_lifetimes_are_those_of_the_real_step(name: str) -> Non
     assert lives(fake) == lives(real)
     assert fake.static_bytes == real.static_bytes
     assert fake.model == real.model
-    assert real.in_core_live_peak_bytes is not None
     assert abs(fake.in_core_peak_bytes / real.in_core_live_peak_bytes - 1) <= 0.02
-
-
-def test_a_plan_made_without_memory_runs_with_the_gradients_of_in_core_training() -> None:
-    plan = poochplan.plan(fake_profile("residual"), budget="70%", evaluations=100)
-    assert plan.estimate
-    total = followed(NETS["residual"], plan, force=True).total
-    assert total.out_bytes + total.replayed_values > 0
 
 
 def test_a_plan_with_a_roofline_s_times_is_refused_unless_forced() -> None:
@@ -100,6 +92,7 @@ def test_a_plan_with_a_roofline_s_times_is_refused_unless_forced() -> None:
     with pytest.raises(UsageError, match=r"found one whose times are a roofline's \(v100\); profile here") as raised:
         train(NETS["residual"], 1, plan)
     assert "\n" not in str(raised.value)
+    train(NETS["residual"], 1, plan, force=True)
     here = poochplan.plan(NETS["residual"].profile(mode="fake"), budget="100%", evaluations=100)
     assert (here.roofline, here.estimate) == ("", True)
     train(NETS["residual"], 1, here)
@@ -108,13 +101,13 @@ def test_a_plan_with_a_roofline_s_times_is_refused_unless_forced() -> None:
 def test_a_step_that_no_machine_holds_is_profiled_without_memory() -> None:
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with building():
-        model = nn.Sequential(*[nn.Linear(20_000, 20_000) for _ in range(100)])
-        batch = torch.randn(100_000, 20_000)
+        model = nn.Sequential(*[nn.Linear(20_000, 20_000) for _ in range(25)])
+        batch = torch.randn(600_000, 20_000)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     profile = poochplan.profile(
         lambda: model(batch).square().mean(), model=model, optimizer=optimizer, mode="fake", roofline="h200"
     )
-    assert profile.static_bytes["parameter"] >= 100 * 20_000 * 20_000 * 4
+    assert profile.static_bytes["parameter"] >= 25 * 20_000 * 20_000 * 4
     assert profile.in_core_peak_bytes > 10**12
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
     assert grown_kib < 500_000, f"{grown_kib} KiB for a step of {profile.in_core_peak_bytes} bytes"
@@ -136,13 +129,10 @@ def test_the_profile_says_that_nothing_was_run() -> None:
     assert profile.device.name == "v100 (roofline)"
     assert profile.device.memory_bytes == 16 << 30
     assert profile.link.name == "pcie3"
+    assert fake_profile("conv", link=LINK).link == LINK, "another may be named"
     assert profile.times.iterations == 0
     assert profile.times.step_s == pytest.approx(sum(op.duration_s for op in profile.ops))
     assert any("no replay was verified" in note for note in profile.notes)
-
-
-def test_another_link_may_be_named() -> None:
-    assert fake_profile("conv", link=LINK).link == LINK
 
 
 @pytest.mark.parametrize("shape", [(16, 4, 32, 32), (7, 3, 5, 9), (5, 2, 64, 16), (10, 16, 512, 512), (3, 5, 130, 256)])

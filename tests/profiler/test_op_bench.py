@@ -27,13 +27,13 @@ HERE = Device(kind="cpu", name="a test's", memory_bytes=0, threads=torch.get_num
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(op_bench, "REPEATS", 1)  # no test asserts a time
 
 
 def counts(profile: Profile) -> list[int]:
     """Distinct ops measured, from the cache, and estimated, by the profile's note."""
     note = next(note for note in profile.notes if "run by themselves" in note)
     found = re.search(r"(\d+) measured, (\d+) cached, (\d+) estimated", note)
-    assert found is not None
     return [int(number) for number in found.groups()]
 
 
@@ -64,12 +64,14 @@ def test_an_op_with_more_work_takes_longer() -> None:
     assert short.seconds < long.seconds
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"a": "b"}', b"\xff\xfe", b'{"x": 1e999}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[1]", b'{"a": "b"}', b"\xff\xfe", b'{"x": 1e999}', b'{"KEY": [1, ["many"]]}']
+)
 def test_a_broken_cache_is_as_good_as_none(content: bytes) -> None:
+    add = spec(aten.add.Tensor, torch.empty(8), torch.empty(8))
     path = cache_path(HERE)
     path.parent.mkdir(parents=True)
-    path.write_bytes(content)
-    add = spec(aten.add.Tensor, torch.empty(8), torch.empty(8))
+    path.write_bytes(content.replace(b"KEY", add.key.encode()))
     bench = OpBench(HERE)
     bench.costs([add])
     assert bench.counts["measured"] == 1
@@ -188,16 +190,8 @@ def test_the_peak_is_that_of_the_real_step_and_so_is_what_each_op_takes(name: st
     assert _taken(fake.ops) == _taken(real.ops)
     assert fake.in_core_peak_bytes == real.in_core_peak_bytes
     assert fake.in_core_live_peak_bytes == real.in_core_live_peak_bytes
-    assert fake.facts is not None
     assert fake.facts.unmeasured_ops == 0
     assert poochplan.plan(fake, "100%").prediction.memory is Memory.ALLOCATED
-
-
-@needs_compiler
-def test_the_convolutions_take_more_inside_than_all_that_lives() -> None:
-    fake = NETS["volume"].new_profile(mode="fake")
-    assert fake.in_core_live_peak_bytes is not None
-    assert fake.in_core_peak_bytes > 2 * fake.in_core_live_peak_bytes
 
 
 @needs_compiler
@@ -216,7 +210,6 @@ def test_what_ops_take_is_remembered_and_measured_anew_where_it_was_not_known(mo
         found += bench.costs([convolution])
         assert bench.counts[source] == 1
     assert found[0] == found[1]
-    assert found[0].memory is not None
     assert found[0].memory.workspace_bytes > 0
 
 
@@ -249,7 +242,6 @@ def test_without_the_allocator_peaks_count_live_tensors_and_the_profile_says_so(
     profile = _partly_known()
     assert profile.memory is Memory.LIVE
     assert "peaks count live tensors alone" in _said(profile)
-    assert profile.facts is not None
     assert profile.facts.unmeasured_ops == 0
     assert not any(op.workspace_bytes for op in profile.ops)
 
@@ -258,13 +250,3 @@ def test_with_a_roofline_peaks_count_live_tensors_and_the_profile_says_so() -> N
     profile = CASES["attention"].profile(mode="fake", roofline="v100")
     assert profile.memory is Memory.LIVE
     assert any("nothing was run, and peaks count live tensors alone" in note for note in profile.notes)
-
-
-def test_a_cost_that_was_remembered_wrongly_is_measured_anew() -> None:
-    add = spec(aten.add.Tensor, torch.empty(8), torch.empty(8))
-    path = cache_path(HERE)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.encode({add.key: [1.0, ["many"]]}))
-    bench = OpBench(HERE)
-    bench.costs([add])
-    assert bench.counts["measured"] == 1

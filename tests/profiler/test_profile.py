@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,10 +12,11 @@ import torch
 from torch import nn
 
 import poochplan
-from poochplan.errors import StepError, UsageError
+from poochplan.errors import StepError
 from poochplan.formats.occupancy import live_bytes
 from poochplan.formats.profile import Kind, Phase, PointKind, Profile
-from tests.runtime.nets import CASES, LINK, taken
+from poochplan.profiler.link import measure_link
+from tests.runtime.nets import taken
 
 
 class Chain(nn.Module):
@@ -61,46 +63,18 @@ def test_layers_are_module_paths_also_in_backward(chain: Profile) -> None:
     assert {layer for phase, layer in products if phase is Phase.BACKWARD} == {"first", "second"}
 
 
-def test_durations_add_up_to_the_uninstrumented_step(chain: Profile) -> None:
-    for phase, expected_s in ((Phase.FORWARD, chain.times.forward_s), (Phase.BACKWARD, chain.times.backward_s)):
-        assert sum(op.duration_s for op in chain.ops if op.phase is phase) == pytest.approx(expected_s)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_two_profiles_of_one_model_have_the_same_fingerprints(name: str) -> None:
-    first, second = CASES[name].profile(), CASES[name].new_profile()
-    assert first.model == second.model
-    assert first.ops_fingerprint == second.ops_fingerprint
-
-
-def test_a_value_the_user_holds_until_backward_is_pinned_with_the_reason() -> None:
-    held: list[torch.Tensor] = []
-
-    class Holds(Chain):
-        def forward(self, batch: torch.Tensor) -> torch.Tensor:
-            hidden = torch.relu(self.first(batch))
-            held[:] = [hidden]
-            return self.second(hidden)
-
-    model, batch = Holds(), torch.randn(32, 64)
-    profile = taken(lambda: model(batch).sum(), model)
-    relu = next(v for v in profile.values if v.name == "step/relu")
-    assert relu.pinned == "held by something other than autograd until backward uses it"
-
-
 def test_an_opaque_writer_makes_a_value_unreplayable() -> None:
     class Outside(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: torch.autograd.function.FunctionCtx, batch: torch.Tensor) -> torch.Tensor:
+        def forward(ctx: Any, batch: torch.Tensor) -> torch.Tensor:
             out = torch.empty_like(batch)
             out.numpy()[:] = batch.detach().numpy() * 2  # written past the dispatcher
             ctx.save_for_backward(out)
             return out
 
         @staticmethod
-        def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            (out,) = ctx.saved_tensors  # type: ignore[attr-defined]
-            return gradient * 2 + 0 * out
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * 2 + 0 * ctx.saved_tensors[0]
 
     class Model(Chain):
         def forward(self, batch: torch.Tensor) -> torch.Tensor:
@@ -126,20 +100,7 @@ def test_a_step_that_returns_no_loss_is_told_so(returned: Callable[..., torch.Te
         taken(lambda: returned(model, batch), model)
 
 
-def test_other_devices_are_refused() -> None:
-    with pytest.raises(UsageError, match="expected a CUDA device, found none"):
-        poochplan.profile(lambda: torch.zeros(()), model=Chain(), device="cuda")
-
-
-@pytest.mark.parametrize("name", ["profile.json", "profile.json.gz"])
-def test_a_profile_comes_back_from_its_file_as_it_was(chain: Profile, tmp_path: Path, name: str) -> None:
-    chain.save(tmp_path / name)
-    assert Profile.load(tmp_path / name) == chain
-
-
 def test_the_measured_link_carries_both_directions_and_its_throttle(tmp_path: Path) -> None:
-    from poochplan.profiler.link import measure_link
-
     link = measure_link(torch.device("cpu"), tmp_path, 50e6)  # slow enough that a busy machine keeps up with it
     for direction in (link.outward, link.inward):
         assert 0.5 * 50e6 < direction.bandwidth_bytes_per_s < 1.5 * 50e6
@@ -152,7 +113,7 @@ def test_the_measured_link_carries_both_directions_and_its_throttle(tmp_path: Pa
 def test_the_generator_is_afterwards_as_it_was_also_when_the_link_is_measured(tmp_path: Path) -> None:
     model, batch = Chain(), torch.randn(32, 64)
     state = torch.get_rng_state()
-    poochplan.profile(lambda: model(batch).sum(), model=model, iterations=1, spill_dir=tmp_path, throttle="50MB/s")
+    poochplan.profile(lambda: model(batch).sum(), model=model, iterations=1, spill_dir=tmp_path, throttle="400MB/s")
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -165,28 +126,20 @@ def test_what_an_op_takes_beside_its_outputs_is_part_of_the_peak(chain: Profile)
     assert chain.in_core_peak_bytes == curve.max()
 
 
-def test_the_device_is_by_default_where_the_model_is() -> None:
-    model, batch = Chain(), torch.randn(32, 64)
-    assert taken(lambda: model(batch).sum(), model).device.kind == "cpu"
-    with pytest.raises(UsageError, match=r"found first\.weight on meta"):
-        taken(lambda: torch.zeros(()), Chain().to("meta"))
+def test_the_device_is_by_default_where_the_model_is(chain: Profile) -> None:
+    assert chain.device.kind == "cpu"
 
 
 def test_a_gradient_that_the_loss_of_the_step_before_holds_is_live_through_forward() -> None:
     """wav2vec2 makes a leaf of its input; the gradient of such a leaf lives as long as the graph does."""
 
-    class InputIsALeaf(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(256, 256)
-
+    class InputIsALeaf(nn.Linear):
         def forward(self, batch: torch.Tensor) -> torch.Tensor:
             leaf = batch.view(-1, 256)
             leaf.requires_grad = True
-            return self.linear(leaf).sin()
+            return super().forward(leaf).sin()
 
-    torch.manual_seed(0)
-    model, batch = InputIsALeaf(), torch.randn(64, 256)
+    model, batch = InputIsALeaf(256, 256), torch.randn(64, 256)
     profile = taken(lambda: model(batch).square().mean(), model)
     held = [value for value in profile.values if value.kind is Kind.INPUT and value.size_bytes == 64 * 256 * 4]
     assert len(held) == 2  # the input, and the gradient from the step before
@@ -196,16 +149,12 @@ def test_a_gradient_that_the_loss_of_the_step_before_holds_is_live_through_forwa
 def test_what_is_made_before_the_model_is_called_is_not_recomputed() -> None:
     """A session records from the call on. The same op within the model is run again."""
 
-    class Noisy(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(64, 64)
-
+    class Doubles(nn.Linear):
         def forward(self, batch: torch.Tensor) -> torch.Tensor:
-            return self.layer(self.layer(batch).cos().mul(2))
+            return super().forward(super().forward(batch).cos().mul(2))
 
-    model, data = Noisy(), torch.randn(64, 64)
-    profile = poochplan.profile(lambda: model(data.mul(2)).mean(), model=model, link=LINK)
+    model, data = Doubles(64, 64), torch.randn(64, 64)
+    profile = taken(lambda: model(data.mul(2)).mean(), model)
     reasons = {value.name: value.unreplayable for value in profile.values}
     assert reasons["step/mul"] == "aten.mul.Tensor runs before the model is called"
     assert reasons["step/mul#2"] == ""

@@ -75,129 +75,104 @@ def _tallying(batch: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     return batch.sin()
 
 
-def _quietly(name: str, *arguments: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return getattr(torch.ops.aten, "poochplan_" + name)(*arguments)  # type: ignore[no-any-return]
+Gate = Callable[["Net", torch.Tensor], torch.Tensor]
 
 
 class Net(nn.Module):
     """Two layers of which the second's input is scaled by what ``gate`` makes of the first's output."""
 
-    def __init__(self, **buffers: torch.Tensor) -> None:
+    def __init__(self, gate: Gate | None = None, **buffers: torch.Tensor) -> None:
         super().__init__()
         self.first, self.second, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.gate = gate or (lambda _, hidden: hidden.sigmoid())
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
 
-    def gate(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden.sigmoid()
-
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         hidden = self.first(batch).tanh()
-        return self.last((self.second(hidden * self.gate(hidden)) * hidden).sin()).square().mean()
+        return self.last((self.second(hidden * self.gate(self, hidden)) * hidden).sin()).square().mean()
 
 
-class UpdatesStatistics(Net):
-    """What SyncBatchNorm does with its statistics, called directly."""
-
-    def __init__(self) -> None:
-        super().__init__(mean=torch.zeros(8), var=torch.ones(8))
-
-    def gate(self, hidden: torch.Tensor) -> torch.Tensor:
-        mean, invstd = torch.batch_norm_update_stats(hidden.detach(), self.mean, self.var, 0.1)
-        return (hidden.detach() - mean) * invstd
+def _quietly(name: str, *arguments: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return getattr(torch.ops.aten, "poochplan_" + name)(*arguments)  # type: ignore[no-any-return]
 
 
-class GathersStatistics(UpdatesStatistics):
-    """What it does where several processes take part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("counts", torch.tensor([16.0, 16.0]))
-
-    def gate(self, hidden: torch.Tensor) -> torch.Tensor:
-        batch = hidden.detach()
-        mean, invstd = batch.mean(0), batch.var(0).rsqrt()
-        both = torch.stack([mean, mean * 0.5]), torch.stack([invstd, invstd])
-        mean, invstd = torch.batch_norm_gather_stats(batch, *both, self.mean, self.var, 0.1, 1e-5, 16)
-        more, _ = torch.batch_norm_gather_stats_with_counts(batch, *both, self.mean, self.var, 0.1, 1e-5, self.counts)
-        return (batch - mean) * invstd + more
-
-
-class Tallies(Net):
+def _tallies(net: Net, hidden: torch.Tensor) -> torch.Tensor:
     """Counts in a buffer through an operator of another namespace, which is not taken at its word."""
-
-    def __init__(self) -> None:
-        super().__init__(count=torch.zeros(2))
-
-    def gate(self, hidden: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            return _tallying(hidden, self.count)
+    with torch.no_grad():
+        return _tallying(hidden, net.count)
 
 
-class Counts(Net):
+def _counts(net: Net, hidden: torch.Tensor) -> torch.Tensor:
     """Counts in a buffer how often an operator ran, which the operator does not declare."""
-
-    def __init__(self) -> None:
-        super().__init__(count=torch.zeros(3))
-
-    def gate(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _quietly("counting", hidden, self.count)
+    return _quietly("counting", hidden, net.count)
 
 
-class CountsInASlice(Net):
+def _counts_in_a_slice(net: Net, hidden: torch.Tensor) -> torch.Tensor:
     """The same in the middle of a buffer that other layers read parts of."""
-
-    def __init__(self) -> None:
-        super().__init__(count=torch.ones(64))
-
-    def gate(self, hidden: torch.Tensor) -> torch.Tensor:
-        counted = _quietly("counting", hidden, self.count[16:20])
-        return (counted * self.count[40:48].clone()).sigmoid()
+    counted = _quietly("counting", hidden, net.count[16:20])
+    return (counted * net.count[40:48].clone()).sigmoid()
 
 
-class CountsInAParameter(Net):
-    """The same in a parameter that takes no gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = nn.Parameter(torch.zeros(2), requires_grad=False)
-
-    def gate(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _quietly("counting", hidden, self.count)
-
-
-class CountsInAnInput(Net):
-    """The same in a tensor that the step is given, of which the model knows nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.given = torch.zeros(5)
-
-    def gate(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _quietly("counting", hidden, self.given[1:])
-
-
-class ChangesItsInput(Net):
+def _changes_its_input(net: Net, hidden: torch.Tensor) -> torch.Tensor:
     """Writes into a buffer that it then reads, through an operator that declares neither."""
+    return hidden.detach() * _quietly("passing", net.drifting)
 
-    def __init__(self) -> None:
-        super().__init__(drifting=torch.ones(16, 8))
 
-    def gate(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden.detach() * _quietly("passing", self.drifting)
+def _updates_statistics(net: Net, hidden: torch.Tensor) -> torch.Tensor:
+    """What SyncBatchNorm does with its statistics, called directly."""
+    mean, invstd = torch.batch_norm_update_stats(hidden.detach(), net.mean, net.var, 0.1)
+    return (hidden.detach() - mean) * invstd
+
+
+def _gathers_statistics(net: Net, hidden: torch.Tensor) -> torch.Tensor:
+    """What it does where several processes take part."""
+    batch = hidden.detach()
+    mean, invstd = batch.mean(0), batch.var(0).rsqrt()
+    both = torch.stack([mean, mean * 0.5]), torch.stack([invstd, invstd])
+    mean, invstd = torch.batch_norm_gather_stats(batch, *both, net.mean, net.var, 0.1, 1e-5, 16)
+    more, _ = torch.batch_norm_gather_stats_with_counts(batch, *both, net.mean, net.var, 0.1, 1e-5, net.counts)
+    return (batch - mean) * invstd + more
+
+
+def _counting() -> Net:
+    return Net(_counts, count=torch.zeros(3))
+
+
+def _counting_in_a_parameter() -> Net:
+    net = Net(_counts)
+    net.count = nn.Parameter(torch.zeros(2), requires_grad=False)  # takes no gradients
+    return net
+
+
+def _counting_in_an_input() -> Net:
+    given = torch.zeros(5)  # of which the model knows nothing
+    return Net(lambda _, hidden: _quietly("counting", hidden, given[1:]))
+
+
+def _with_statistics(gate: Gate) -> Net:
+    return Net(gate, mean=torch.zeros(8), var=torch.ones(8), counts=torch.tensor([16.0, 16.0]))
+
+
+def _normalised(by: Callable[[nn.Module], nn.Module]) -> Net:
+    """Spectral normalisation: its vectors are moved on in every forward, and read."""
+    net = Net()
+    net.second = by(net.second)
+    return net
+
+
+def _asks_the_teacher(net: Net, hidden: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return net.teacher(hidden).tanh()
 
 
 class Teacher(Net):
     """A student whose teacher, the mean of its weights over time, is updated within the step after it was asked."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(_asks_the_teacher)
         self.teacher = nn.Linear(8, 8).requires_grad_(requires_grad=False)
-
-    def gate(self, hidden: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            return self.teacher(hidden).tanh()  # type: ignore[no-any-return]
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         loss = super().forward(batch)
@@ -223,90 +198,78 @@ class Queue(Net):
         return loss
 
 
-class Spectral(Net):
-    """Spectral normalisation: its vectors are moved on in every forward, and read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.second = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
-
-
-class OldSpectral(Net):
-    """The same by torch's older way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.second = nn.utils.spectral_norm(nn.Linear(8, 8))
-
-
-NETS = [
-    Tallies, GathersStatistics, CountsInAnInput, UpdatesStatistics, Counts, CountsInASlice, CountsInAParameter,
-    ChangesItsInput, Teacher, Queue, Spectral, OldSpectral,
-]  # fmt: skip
+NETS: dict[str, Callable[[], Net]] = {
+    "an operator of another namespace": lambda: Net(_tallies, count=torch.zeros(2)),
+    "a buffer": _counting,
+    "a slice": lambda: Net(_counts_in_a_slice, count=torch.ones(64)),
+    "a parameter": _counting_in_a_parameter,
+    "an input": _counting_in_an_input,
+    "what it reads": lambda: Net(_changes_its_input, drifting=torch.ones(16, 8)),
+    "statistics": lambda: _with_statistics(_updates_statistics),
+    "gathered statistics": lambda: _with_statistics(_gathers_statistics),
+    "teacher": Teacher,
+    "queue": Queue,
+    "spectral norm": lambda: _normalised(nn.utils.parametrizations.spectral_norm),
+    "spectral norm, torch's older way": lambda: _normalised(nn.utils.spectral_norm),
+}
 
 
 @functools.cache
-def _case(make: Callable[[], nn.Module]) -> Case:
-    return Case(lambda: (make(), lambda model: model(BATCH)))
+def _case(name: str) -> Case:
+    return Case(lambda: (NETS[name](), lambda model: model(BATCH)))
 
 
 @pytest.mark.parametrize("mode", ["run", "swap-all"])
-@pytest.mark.parametrize("make", NETS)
-def test_whatever_is_recomputed_losses_gradients_and_buffers_are_those_of_in_core(
-    make: Callable[[], nn.Module], mode: str
-) -> None:
-    profile = _case(make).profile(mode)
-    followed(_case(make), poochplan.plan(profile, budget=10**9, policy="recompute-all"), 3)
-    followed(_case(make), poochplan.plan(profile, budget=smallest_budget(profile), evaluations=100), 3)
+@pytest.mark.parametrize("name", NETS)
+def test_whatever_is_recomputed_losses_gradients_and_buffers_are_those_of_in_core(name: str, mode: str) -> None:
+    profile = _case(name).profile(mode)
+    plan = poochplan.plan(profile, budget=10**9, policy="recompute-all")
+    assert "recompute" in {value.decision for value in plan.values}, "other values of the step"
+    followed(_case(name), plan, 3)
+    followed(_case(name), poochplan.plan(profile, budget=smallest_budget(profile), evaluations=100), 3)
 
 
 @pytest.mark.parametrize("mode", ["run", "swap-all"])
 @pytest.mark.parametrize(
-    ("make", "what"),
+    ("name", "what"),
     [
-        (Counts, "would write count once more, which no operator declares"),
-        (CountsInASlice, "would write count once more, which no operator declares"),
-        (CountsInAParameter, "would write count once more, which no operator declares"),
-        (CountsInAnInput, "would write an input of the step once more, which no operator declares"),
-        (ChangesItsInput, "would write drifting once more, which no operator declares"),
-        (Teacher, "needs teacher.bias as it was, and the step writes that after it was read"),
-        (Queue, "needs queue as it was, and the step writes that after it was read"),
+        ("a buffer", "would write count once more, which no operator declares"),
+        ("a slice", "would write count once more, which no operator declares"),
+        ("a parameter", "would write count once more, which no operator declares"),
+        ("an input", "would write an input of the step once more, which no operator declares"),
+        ("what it reads", "would write drifting once more, which no operator declares"),
+        ("teacher", "needs teacher.bias as it was, and the step writes that after it was read"),
+        ("queue", "needs queue as it was, and the step writes that after it was read"),
     ],
 )
-def test_the_reason_names_the_buffer_in_a_note(make: Callable[[], nn.Module], what: str, mode: str) -> None:
-    profile = _case(make).profile(mode)
+def test_the_reason_names_the_buffer_in_a_note(name: str, what: str, mode: str) -> None:
+    profile = _case(name).profile(mode)
     (reason,) = {value.unreplayable for value in profile.values if what in value.unreplayable}
     (note,) = [note for note in profile.notes if note.endswith(reason)]
     assert "kept or swapped, never recomputed" in note
 
 
-@pytest.mark.parametrize("make", NETS)
-def test_other_values_of_the_same_step_are_still_recomputed(make: Callable[[], nn.Module]) -> None:
-    plan = poochplan.plan(_case(make).profile(), budget=10**9, policy="recompute-all")
-    assert "recompute" in {str(value.decision) for value in plan.values}
-
-
-@pytest.mark.parametrize("make", [UpdatesStatistics, GathersStatistics])
-def test_statistics_of_a_batch_norm_in_parts_need_no_refusal(make: Callable[[], nn.Module]) -> None:
-    profile = _case(make).profile()
+@pytest.mark.parametrize("name", ["statistics", "gathered statistics"])
+def test_statistics_of_a_batch_norm_in_parts_need_no_refusal(name: str) -> None:
+    profile = _case(name).profile()
     assert profile.notes == ()
     assert any("batch_norm" in op.name for op in profile.ops)
 
 
 def test_a_value_replayed_from_one_that_cannot_be_is_not_blamed() -> None:
-    class Chain(Counts):
+    class Chain(Net):
         def forward(self, batch: torch.Tensor) -> torch.Tensor:
-            hidden = self.first(batch) * self.gate(batch)  # saves what the operator gave
+            hidden = self.first(batch) * self.gate(self, batch)  # saves what the operator gave
             return self.last(hidden.sin().sin().sin()).square().mean()
 
-    marked = [value.name for value in _case(Chain).profile().values if "once more" in value.unreplayable]
+    model = Chain(_counts, count=torch.zeros(3))
+    profile = taken(lambda: model(BATCH), model)
+    marked = [value.name for value in profile.values if "once more" in value.unreplayable]
     assert len(marked) == 1
 
 
 def test_the_verified_step_itself_is_not_changed_by_its_replays() -> None:
-    torch.manual_seed(0)
-    model = Counts()
-    seen = []
+    model, seen = _counting(), []
 
     def step() -> torch.Tensor:
         seen.append(model.count.clone())
@@ -319,15 +282,7 @@ def test_the_verified_step_itself_is_not_changed_by_its_replays() -> None:
 
 
 def test_a_replay_that_raises_is_a_refusal_and_the_step_goes_on_with_the_right_bits() -> None:
-    class Fickle(Net):
-        def __init__(self) -> None:
-            super().__init__(turn=torch.zeros((), dtype=torch.long))
-
-        def gate(self, hidden: torch.Tensor) -> torch.Tensor:
-            return _quietly("fickle", hidden, self.turn)
-
-    torch.manual_seed(0)
-    model = Fickle()
+    model = Net(lambda net, hidden: _quietly("fickle", hidden, net.turn), turn=torch.zeros((), dtype=torch.long))
     turns = iter(range(1000))
 
     def step() -> torch.Tensor:

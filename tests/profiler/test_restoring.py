@@ -20,22 +20,6 @@ from tests.profiler.restoring import BATCH, Net, everything, profile_of, train, 
 from tests.runtime.nets import taken
 
 
-def _replaces_a_parameter(net: Net) -> None:
-    net.first.weight = nn.Parameter(net.first.weight.detach() * 2)
-
-
-def _replaces_data(net: Net) -> None:
-    net.first.weight.data = net.first.weight.detach() * 2
-
-
-def _transposes_data(net: Net) -> None:
-    net.first.weight.data = net.first.weight.data.t()
-
-
-def _replaces_a_buffer(net: Net) -> None:
-    net.norm.running_mean = torch.ones(8)
-
-
 def _registers_buffers(net: Net) -> None:
     net.register_buffer("kept", torch.ones(3))
     net.register_buffer("unkept", torch.ones(3), persistent=False)
@@ -46,54 +30,49 @@ def _registers_a_parameter_and_a_module(net: Net) -> None:
         net.extra, net.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
 
 
-def _removes_a_buffer(net: Net) -> None:
-    net.norm.register_buffer("num_batches_tracked", None)
-
-
-def _makes_a_buffer_transient(net: Net) -> None:
-    net.norm.register_buffer("running_var", net.norm.running_var, persistent=False)
-
-
 def _reparametrizes(net: Net) -> None:
     if not nn.utils.parametrize.is_parametrized(net.last):
         parametrizations.weight_norm(net.last)
 
 
-def _ends_training(net: Net) -> None:
-    net.norm.eval()
+def _sets_data(of: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Net], object]:
+    return lambda net: setattr(net.first.weight, "data", of(net.first.weight.detach()))
 
 
-def _freezes(net: Net) -> None:
-    net.first.bias.requires_grad_(False)
-
-
-def _draws(net: Net) -> None:
-    random.random(), np.random.rand(), torch.rand(3)
-
-
-CHANGES = [
-    _replaces_a_parameter, _replaces_data, _transposes_data, _replaces_a_buffer, _registers_buffers,
-    _registers_a_parameter_and_a_module, _removes_a_buffer, _makes_a_buffer_transient, _reparametrizes, _ends_training,
-    _freezes, _draws,
-]  # fmt: skip
+CHANGES: dict[str, Callable[[Net], object]] = {
+    "replaces a parameter": lambda net: setattr(net.first, "weight", nn.Parameter(net.first.weight.detach() * 2)),
+    "replaces data": _sets_data(lambda data: data * 2),
+    "transposes data": _sets_data(torch.t),
+    "replaces a buffer": lambda net: setattr(net.norm, "running_mean", torch.ones(8)),
+    "registers buffers": _registers_buffers,
+    "registers a parameter and a module": _registers_a_parameter_and_a_module,
+    "removes a buffer": lambda net: net.norm.register_buffer("num_batches_tracked", None),
+    "makes a buffer transient": lambda net: net.norm.register_buffer(
+        "running_var", net.norm.running_var, persistent=False
+    ),
+    "reparametrizes": _reparametrizes,
+    "ends training": lambda net: net.norm.eval(),
+    "freezes": lambda net: net.first.bias.requires_grad_(False),
+    "draws": lambda net: (random.random(), np.random.rand(), torch.rand(3)),
+}
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
-def test_what_forward_changes_is_back(change: Callable[[Net], object], momentum: float) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_forward_changes_is_back(change: str, momentum: float) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     train(model, optimizer)
-    model.changes = change
+    model.changes = CHANGES[change]
     with unchanged(model, optimizer) as before, preserved(model, optimizer):
         train(model, optimizer)
         assert everything(model, optimizer) != before
 
 
-@pytest.mark.parametrize("change", [_registers_buffers, _ends_training, _draws], ids=lambda change: change.__name__[1:])
+@pytest.mark.parametrize("change", ["registers buffers", "ends training", "draws"])
 @pytest.mark.parametrize("mode", ["run", "swap-all"])
-def test_a_whole_profile_leaves_everything_as_it_was(change: Callable[[Net], object], mode: str) -> None:
-    model = Net(change)
+def test_a_whole_profile_leaves_everything_as_it_was(change: str, mode: str) -> None:
+    model = Net(CHANGES[change])
     optimizer = torch.optim.Adam(model.parameters())
     for _ in range(2):  # without a state of the optimizer and gradients, and with them
         with unchanged(model, optimizer):
@@ -128,7 +107,7 @@ def test_a_compiled_model_is_back() -> None:
 
 
 def test_a_step_without_memory_leaves_everything_as_it_was() -> None:
-    model = Net(_draws)
+    model = Net(CHANGES["draws"])
     optimizer = torch.optim.Adam(model.parameters())
     train(model, optimizer)
     with unchanged(model, optimizer):
@@ -186,30 +165,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def test_tensors_of_every_kind_are_back(name: str) -> None:
     model = MODELS[name]()
     optimizer = torch.optim.Adam(model.parameters())
-    before = _content_of_kind(model), _everything_dense(model, optimizer)
-    with preserved(model, optimizer):
+    with unchanged(model, optimizer) as before, preserved(model, optimizer):
         train(model, optimizer)
-        assert (_content_of_kind(model), _everything_dense(model, optimizer)) != before
-    assert (_content_of_kind(model), _everything_dense(model, optimizer)) == before
-
-
-def _content_of_kind(model: nn.Module) -> object:
-    odd = getattr(model, "odd", None)
-    if odd is None:
-        return None
-    dense = odd.to_dense() if odd.layout is not torch.strided else odd
-    dense = dense.dequantize() if dense.is_quantized else dense
-    nbytes = odd.untyped_storage().nbytes() if odd.layout is torch.strided else odd.values().numel()
-    return id(odd), odd.layout, dense.tolist(), odd.stride() if odd.layout is torch.strided else (), nbytes
-
-
-def _everything_dense(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[object]:
-    odd = model._buffers.pop("odd", None)
-    try:
-        return everything(model, optimizer)
-    finally:
-        if odd is not None:
-            model._buffers["odd"] = odd
+        assert everything(model, optimizer) != before
 
 
 def test_jagged_buffers_are_back() -> None:
@@ -354,36 +312,21 @@ def test_an_interrupt_while_restoring_waits_until_all_is_back() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-class Counted(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.calls = inner, 0
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return self.inner(batch)
-
-
 @pytest.mark.parametrize("mode", ["run", "swap-all", "auto", "fake"])
 @pytest.mark.parametrize(
-    "make", [torch.jit.script, lambda module: torch.jit.trace(module, BATCH)], ids=["script", "trace"]
+    ("make", "where"),
+    [
+        (lambda: Net(lambda _: pytest.fail("a step ran"), torch.jit.script(nn.Linear(8, 8))), "first"),
+        (lambda: Net(lambda _: pytest.fail("a step ran"), torch.jit.trace(nn.Linear(8, 8), BATCH)), "first"),
+        (lambda: torch.jit.script(nn.Linear(8, 8)), "the model itself"),
+    ],
+    ids=["script", "trace", "itself"],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_torchscript_is_refused_before_the_first_step(make: Callable[[nn.Module], nn.Module], mode: str) -> None:
-    plain = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
-    model = Counted(make(plain))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = [tensor.clone() for tensor in (*model.parameters(), *model.buffers())]
-    with pytest.raises(UsageError, match=r"expected modules in Python, found TorchScript .* in inner"):
-        taken(lambda: model(BATCH).square().sum(), model, optimizer, mode)
-    assert model.calls == 0
-    assert all(torch.equal(x, y) for x, y in zip(before, (*model.parameters(), *model.buffers()), strict=True))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_model_that_is_torchscript_itself_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"found TorchScript .* in the model itself"):
-        profile_of(torch.jit.script(nn.Linear(8, 8)))
+def test_torchscript_is_refused_before_the_first_step(make: Callable[[], nn.Module], where: str, mode: str) -> None:
+    model = make()
+    with pytest.raises(UsageError, match=f"expected modules in Python, found TorchScript .* in {where}"):
+        taken(lambda: model(BATCH).square().sum(), model, mode=mode)
 
 
 def test_a_lazy_module_is_refused_and_stays_lazy() -> None:
@@ -395,28 +338,23 @@ def test_a_lazy_module_is_refused_and_stays_lazy() -> None:
     profile_of(model)
 
 
-def _of_another_mode(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+def _of_another_mode(model: nn.Module, state: dict[str, object]) -> None:
     with FakeTensorMode():
         model.register_buffer("odd", torch.zeros(3))
-    return "odd"
 
 
-def _on_meta(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    optimizer.state[model.first.weight]["odd"] = torch.zeros(3, device="meta")
-    return "optimizer state of first.weight odd"
-
-
-def _uncopyable(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    optimizer.state[model.first.weight]["odd"] = (number for number in range(3))
-    return "optimizer"
-
-
-@pytest.mark.parametrize("put", [_of_another_mode, _on_meta, _uncopyable])
-def test_what_has_no_content_that_can_be_kept_is_refused_by_name(put: Callable[..., str]) -> None:
-    calls: list[object] = []
-    model = Net(calls.append)
+@pytest.mark.parametrize(
+    ("put", "name"),
+    [
+        (_of_another_mode, "odd"),
+        (lambda _, state: state.update(odd=torch.zeros(3, device="meta")), "optimizer state of first.weight odd"),
+        (lambda _, state: state.update(odd=(number for number in range(3))), "optimizer"),
+    ],
+    ids=["of another mode", "on meta", "uncopyable"],
+)
+def test_what_has_no_content_that_can_be_kept_is_refused_by_name(put: Callable[..., object], name: str) -> None:
+    model = Net(lambda _: pytest.fail("a step ran"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    name = put(model, optimizer)
+    put(model, optimizer.state[model.first.weight])
     with pytest.raises(UsageError, match=f"^{name}: expected "):
         profile_of(model, optimizer)
-    assert calls == []

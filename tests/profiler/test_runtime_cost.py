@@ -17,7 +17,7 @@ import torch
 
 import poochplan
 from poochplan.formats.plan import Decision
-from poochplan.formats.profile import Profile, RuntimeCost
+from poochplan.formats.profile import RuntimeCost
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.profiler.assembly.assemble import runtime_notes
 from poochplan.profiler.live import own_costs
@@ -42,28 +42,12 @@ COSTS = ("handle_s", "swap_s", "record_s", "replay_s", "unpack_s", "fetch_s")
 
 def _cost() -> RuntimeCost:
     measured = measured_on(CPU, torch.get_num_threads())
-    assert measured is not None
     return measured.cost
-
-
-def _profile_of_growing_steps() -> Profile:
-    """Each step saves more than the one before."""
-    linear = torch.nn.Linear(4, 4)
-    steps = itertools.count()
-
-    def step() -> torch.Tensor:
-        batch = torch.ones(2, 4)
-        for _ in range(1 + next(steps)):
-            batch = torch.tanh(linear(batch))
-        return batch.sum()
-
-    return poochplan.profile(step, model=linear, iterations=2, link=LINK)
 
 
 def test_a_profile_says_what_handles_swaps_recording_and_replays_cost() -> None:
     cost = CASES["residual"].profile().runtime
-    assert cost is not None
-    for name in COSTS:
+    for name in ("narrow_s", *COSTS):  # a mask takes seconds however small it is
         seconds = getattr(cost, name)
         assert 0 < seconds < 1 or (seconds == 0 and name in cost.unmeasured)
     assert cost.unpack_s <= cost.handle_s
@@ -74,10 +58,8 @@ def test_a_profile_says_what_handles_swaps_recording_and_replays_cost() -> None:
 def test_without_steps_that_fit_handles_cost_what_they_do_on_a_small_network() -> None:
     measured_apart = CASES["residual"].profile(mode="fake").runtime
     assert measured_apart is _cost()
-    assert measured_apart is not None
     assert CASES["attention"].profile(mode="swap-all").runtime is measured_apart
     found = CASES["residual"].profile().runtime
-    assert found is not None
     assert found.handle_s != measured_apart.handle_s
     assert found.unpack_s != measured_apart.unpack_s
     same = msgspec.structs.replace(found, handle_s=measured_apart.handle_s, unpack_s=measured_apart.unpack_s)
@@ -90,7 +72,6 @@ def test_a_step_of_many_short_ops_has_costs_of_its_own(monkeypatch: pytest.Monke
     layers = [layer for _ in range(12) for layer in (torch.nn.Linear(16, 16), torch.nn.Tanh())]
     model, batch = torch.nn.Sequential(*layers), torch.randn(8, 16)
     found, apart = poochplan.profile(lambda: model(batch).sum(), model=model, link=LINK).runtime, _cost()
-    assert found is not None
     timed = ("record_s", "replay_s", "swap_s", "fetch_s")
     own = {name for name in timed if getattr(found, name) != getattr(apart, name)}
     assert own, "a busy machine may hide some of them, and then they are the small network's"
@@ -103,23 +84,22 @@ def test_fetching_takes_no_more_than_swapping_whichever_of_them_could_be_measure
     profile = CASES["residual"].profile()
     for own in ({"swap_s": 1e-9}, {"fetch_s": 1.0}, {"swap_s": 2.0, "fetch_s": 1.0}):
         cost = own_costs.with_own_costs(profile, own).runtime
-        assert cost is not None
         assert cost.fetch_s <= cost.swap_s
     assert own_costs.with_own_costs(profile, {}) is profile
 
 
-def test_these_are_left_out_where_a_step_diverges_from_its_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_these_nor_handles_are_timed_on_steps_that_diverge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_costs, "LEAST_OPS", 1)
     monkeypatch.setattr(own_costs, "SHORT_OP_S", math.inf)
-    assert _profile_of_growing_steps().runtime is _cost()
+    linear, steps = torch.nn.Linear(4, 4), itertools.count()
 
+    def step() -> torch.Tensor:  # each saves more than the one before
+        batch = torch.ones(2, 4)
+        for _ in range(1 + next(steps)):
+            batch = torch.tanh(linear(batch))
+        return batch.sum()
 
-def test_a_mask_takes_seconds_however_small_it_is() -> None:
-    assert _cost().narrow_s > 0 or "narrow_s" in _cost().unmeasured
-
-
-def test_where_steps_differ_in_what_they_save_handles_are_not_timed_on_them() -> None:
-    assert _profile_of_growing_steps().runtime is _cost()
+    assert poochplan.profile(step, model=linear, iterations=2, link=LINK).runtime is _cost()
 
 
 def test_a_step_of_a_device_that_is_not_there_has_none() -> None:
@@ -262,7 +242,7 @@ def test_every_other_value_of_the_small_network_is_replayed_and_none_falls_back(
         assert recomputed().unpack_s > 0
 
 
-def test_nothing_of_the_measured_networks_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_leaves_no_network_behind_and_the_number_of_threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     networks = weakref.WeakSet[machine_facts.Chain]()
     make = machine_facts.Chain.__init__
 
@@ -270,20 +250,14 @@ def test_nothing_of_the_measured_networks_lives_on(monkeypatch: pytest.MonkeyPat
         make(self, layers)
         networks.add(self)
 
+    def set_to(threads: int) -> None:
+        raise AssertionError(f"threads were set to {threads}, which decides the bits of later products")
+
     monkeypatch.setattr(machine_facts.Chain, "__init__", seen)
+    monkeypatch.setattr(torch, "set_num_threads", set_to)
     gc.disable()  # a loop's steps come before Python would collect
     try:
         assert measured_on.__wrapped__(CPU, torch.get_num_threads()) is not None
         assert not len(networks)
     finally:
         gc.enable()
-
-
-def test_measuring_leaves_the_number_of_threads_alone_which_decides_the_bits_of_later_products(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def set_to(threads: int) -> None:
-        raise AssertionError(f"threads were set to {threads}")
-
-    monkeypatch.setattr(torch, "set_num_threads", set_to)
-    assert machine_facts.measure_runtime(torch.device("cpu")).cost.handle_s > 0

@@ -60,17 +60,17 @@ def test_a_doubted_round_is_replaced_by_a_steady_one(first: list[PhaseSeconds]) 
     assert "those of the second round count" in notes[0]
 
 
-def test_two_rounds_that_say_the_same_count_together_and_are_noted() -> None:
-    first, second = steps(60, 130, 61, 140, 100), steps(62, 150, 60, 120, 110)
-    assert is_doubted(first, QUIET)
-    timed, notes = steady(first, second, QUIET)
-    assert timed == [*first, *second]
-    assert "times are uncertain" in notes[0]
-
-
-def test_rounds_of_one_step_are_noted_and_never_refused() -> None:
-    timed, notes = steady(steps(979), steps(300), QUIET)
-    assert timed == steps(979, 300)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param((60, 130, 61, 140, 100), (62, 150, 60, 120, 110), id="they say the same"),
+        pytest.param((979,), (300,), id="of one step each, which are never refused"),
+    ],
+)
+def test_two_doubted_rounds_count_together_and_are_noted(first: tuple[float, ...], second: tuple[float, ...]) -> None:
+    assert is_doubted(steps(*first), QUIET)
+    timed, notes = steady(steps(*first), steps(*second), QUIET)
+    assert timed == steps(*first, *second)
     assert "times are uncertain" in notes[0]
 
 
@@ -124,36 +124,20 @@ def test_a_machine_that_was_busy_as_long_as_steps_were_timed_is_warned_about_and
     assert any("all times are uncertain" in note for note in profile.notes)
 
 
-def test_a_refused_profile_leaves_the_model_as_it_was() -> None:
-    rounds = {9: 0.2, 10: 0.2, 11: 0.2, 15: 0.6, 16: 0.6, 17: 0.6}  # those with instruments are between them
-    step = Disturbed(rounds)
-    step.model.weight.grad = torch.ones_like(step.model.weight)
-    before = step.model.weight.clone()
-    with pytest.raises(StepError, match="expected steps of about one length"):
-        taken(step, step.model, iterations=3)
-    assert torch.equal(step.model.weight, before)
-    assert torch.equal(step.model.weight.grad, torch.ones_like(before))
-
-
 PHASES, LAYERS = [F, F, B, OPT], ["one", "two", "one", ""]
 RUNS = np.array([[1.0, 4.0, 10.0, 1.0], [2.0, 4.0, 20.0, 1.0], [3.0, 4.0, 30.0, 1.0]])
 """Three steps of four ops; interquartile ranges 1, 0, 10 and 0."""
 
 
-def with_phases(forward_s: float, backward_s: float, optimizer_s: float, runs: np.ndarray = RUNS) -> Reconciled:
-    return reconcile(PHASES, LAYERS, runs, [{F: forward_s, B: backward_s, OPT: optimizer_s}] * 3)
+def with_phases(forward_s: float, backward_s: float, runs: np.ndarray = RUNS) -> Reconciled:
+    return reconcile(PHASES, LAYERS, runs, [{F: forward_s, B: backward_s, OPT: 1.0}] * 3)
 
 
-def test_spreads_are_interquartile_ranges_and_a_gap_adds_none() -> None:
-    seconds = with_phases(7.0, 25.0, 1.0)
-    assert seconds.durations_s == [2.5, 4.5, 25.0, 1.0]
-    assert seconds.spreads_s == [1.0, 0.0, 10.0, 0.0]
-
-
-def test_spreads_are_scaled_down_with_the_durations() -> None:
-    seconds = with_phases(3.0, 20.0, 1.0)
-    assert seconds.durations_s == [1.0, 2.0, 20.0, 1.0]
-    assert seconds.spreads_s == [0.5, 0.0, 10.0, 0.0]
+def test_spreads_are_interquartile_ranges_to_which_a_gap_adds_nothing_and_what_is_scaled_down_scales() -> None:
+    with_gap, scaled, once = with_phases(7.0, 25.0), with_phases(3.0, 20.0), with_phases(7.0, 25.0, RUNS[:1])
+    assert (with_gap.durations_s, with_gap.spreads_s) == ([2.5, 4.5, 25.0, 1.0], [1.0, 0.0, 10.0, 0.0])
+    assert (scaled.durations_s, scaled.spreads_s) == ([1.0, 2.0, 20.0, 1.0], [0.5, 0.0, 10.0, 0.0])
+    assert (once.layer_times, once.spreads_s) == ((), [0.0] * 4)
 
 
 def test_a_layer_s_spread_is_that_of_its_ops_together() -> None:
@@ -174,12 +158,6 @@ def test_phases_have_spreads_of_their_own() -> None:
     assert times.spread_s == 5.0
 
 
-def test_what_was_timed_once_has_no_spread() -> None:
-    seconds = with_phases(7.0, 25.0, 1.0, RUNS[:1])
-    assert seconds.spreads_s == [0.0] * 4
-    assert seconds.layer_times == ()
-
-
 @pytest.fixture(scope="module")
 def profile() -> Profile:
     torch.manual_seed(0)
@@ -193,12 +171,6 @@ def test_every_layer_with_ops_in_forward_or_backward_has_its_times(profile: Prof
     frame = profile.to_frame("layers")
     assert frame[["forward_median_s", "forward_spread_s", "backward_median_s"]].notna().all(axis=None)
     assert (frame["forward_median_s"] > 0).sum() == (frame["forward_s"] > 0).sum()
-
-
-def test_the_peak_is_at_an_op_and_in_its_layer(profile: Profile) -> None:
-    ops, layers = profile.to_frame("ops"), profile.to_frame("layers")
-    assert ops["live_bytes"].max() == profile.in_core_peak_bytes
-    assert layers["live_bytes"].max() == ops.loc[ops["phase"] != "optimizer", "live_bytes"].max()
 
 
 def test_a_faster_device_has_smaller_spreads(profile: Profile) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-import poochplan
 from poochplan.formats.profile import Kind, Profile
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.profiler import profiling
@@ -20,7 +19,7 @@ from poochplan.profiler.trials.compare import DIFFERS, parts_of
 from poochplan.torch_private.tensor_internals import mode_count
 from poochplan.workload import load_workload
 from tests.processes import python
-from tests.runtime.nets import CASES, followed, taken
+from tests.runtime.nets import CASES, taken
 from tests.runtime.served import arenas_mapped, needs_compiler
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -43,20 +42,11 @@ def test_ops_lifetimes_and_verdicts_are_those_of_the_in_core_step(name: str) -> 
     assert SWAPPED in swapping.notes
 
 
-SMALL = {
-    "gpt2": dict.fromkeys(("layers", "heads", "batch_size"), "2")
-    | {"width": "32", "sequence_length": "16", "vocabulary": "64"},
-    "unet3d": {"side": "32", "features": "[4, 4, 8, 8, 16, 4]"},
-    "seq2seq": {"batch_size": "4", "sequence_length": "12", "width": "16", "vocabulary": "20"},
-}
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_so_are_those_of_the_ready_workloads(name: str) -> None:
-    profiles = []
+def test_so_are_those_of_a_ready_workload() -> None:
+    small, profiles = {"batch_size": "4", "sequence_length": "12", "width": "16", "vocabulary": "20"}, []
     for mode in ("run", "swap-all"):
         torch.manual_seed(0)
-        found = load_workload(str(CONFIGS / f"{name}.toml"), SMALL[name]).workload
+        found = load_workload(str(CONFIGS / "seq2seq.toml"), small).workload
         profiles.append(taken(found.step, found.model, found.optimizer, mode))
     assert without_seconds(profiles[1]) == without_seconds(profiles[0])
 
@@ -104,12 +94,6 @@ def test_the_workspace_of_an_lstm_is_never_recomputed_and_what_else_the_layer_re
     assert reasons == {"uint8": "aten.mkldnn_rnn_layer.default leaves some of its bytes unwritten", "float32": ""}
 
 
-def test_a_plan_made_while_swapping_runs_with_the_gradients_of_in_core_training() -> None:
-    plan = poochplan.plan(CASES["attention"].profile(mode="swap-all"), budget="80%", evaluations=100)
-    assert not plan.estimate
-    followed(CASES["attention"], plan)
-
-
 @needs_compiler
 @pytest.mark.parametrize("mode", ["run", "swap-all"])
 def test_a_step_that_does_not_fit_is_not_timed_op_by_op_beside_an_arena(mode: str) -> None:
@@ -140,17 +124,6 @@ def test_auto_measures_in_core_where_that_fits_and_says_which_and_why(
     assert any("swapping" in line for line in said) == (mode == "swap-all")
     assert (SWAPPED in profile.notes) == (mode == "swap-all")
     assert without_seconds(profile) == without_seconds(CASES["residual"].profile())
-
-
-def test_a_limit_of_the_address_space_counts_as_memory() -> None:
-    script = """
-        import resource
-        from poochplan.tensors.host_memory import available_bytes
-        pages = int(open("/proc/self/statm").read().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (64 << 20), resource.RLIM_INFINITY))
-        print(available_bytes())
-    """
-    assert 0 < int(run(script)) <= 64 << 20
 
 
 def test_verification_in_parts_replays_no_chain_of_values() -> None:
@@ -219,15 +192,11 @@ OUT_OF_CORE = """
 
 
 def test_a_step_that_does_not_fit_is_profiled_planned_and_run_within_one_limit() -> None:
-    in_core, *_, planned = run(OUT_OF_CORE).splitlines()  # a solver may say its name in between
+    # Each thread's own malloc arena would take 64 MiB of addresses. A solver may say its name in between.
+    in_core, *_, planned = python(OUT_OF_CORE, MALLOC_ARENA_MAX="1").splitlines()
     assert "can't allocate memory" in in_core
     result = json.loads(planned)
     assert result["mode"] == "swap-all"
     assert result["in_core_peak_bytes"] > 240 << 20
     assert result["fallbacks"] == 0
     assert result["peak_bytes"] <= result["budget_bytes"]
-
-
-def run(script: str) -> str:
-    """Where a thread has no malloc arena of its own, which takes 64 MiB of addresses."""
-    return python(script, MALLOC_ARENA_MAX="1")

@@ -43,6 +43,9 @@ def test_the_layers_add_up_to_the_profile(profile: Profile) -> None:
     latency_s = LINK.outward.latency_s + LINK.inward.latency_s
     assert frame["swap_s"].sum() == pytest.approx(len(free) * latency_s + frame["free_bytes"].sum() * per_byte_s)
     assert frame["saved_bytes"].is_monotonic_decreasing
+    outside = [op.duration_s for op in profile.ops if not op.layer and op.phase is Phase.FORWARD]
+    assert frame.loc[OUTSIDE, "forward_s"] == pytest.approx(sum(outside))
+    assert outside
 
 
 def test_a_link_that_is_held_to_a_rate_swaps_at_that_rate(profile: Profile) -> None:
@@ -128,13 +131,6 @@ def test_another_kind_is_one_clear_error(profile: Profile) -> None:
 def test_the_typed_kinds_are_those_there_are() -> None:
     hints = get_type_hints(Profile.to_frame, localns={"pd": pd})
     assert get_args(hints["kind"]) == tuple(FRAMES)
-
-
-def test_ops_outside_the_model_have_a_row_of_their_own(profile: Profile) -> None:
-    frame = profile.to_frame("layers")
-    outside = [op for op in profile.ops if not op.layer and op.phase is Phase.FORWARD]
-    assert outside
-    assert frame.loc[OUTSIDE, "forward_s"] == pytest.approx(sum(op.duration_s for op in outside))
 
 
 def test_a_profile_is_read_without_pandas() -> None:

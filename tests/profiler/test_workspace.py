@@ -26,8 +26,6 @@ from poochplan.profiler.capture.op_blocks import (
     POINT,
     STEM,
     LogEvent,
-    Moment,
-    Stray,
     Taker,
     bytes_beside_ops,
     carried_in,
@@ -85,7 +83,6 @@ def test_an_op_has_the_blocks_that_it_takes_in_their_order() -> None:
         (64 * 256 * 4, 0, -1),
         (INSIDE_BYTES, -1, 3),
     ]
-    assert profile.in_core_live_peak_bytes is not None
     assert profile.in_core_peak_bytes > profile.in_core_live_peak_bytes
 
 
@@ -215,28 +212,32 @@ def events(*parts: tuple[LogEvent, ...] | tuple[int, int, int]) -> list[LogEvent
     return found
 
 
-def test_a_stray_is_born_and_dies_between_the_ops_and_points_that_the_log_has() -> None:
-    log = events(OP, (BIRTH, 7, 5000), POINTED, OP, OP, (DEATH, 7, 5000), OP)
-    (stray,) = strays_in(log, known=())
-    assert stray == Stray(5000, Moment(1, 0), Moment(3, 1), is_early=True)
-    (value,) = stray_values([stray], op_ticks=[0, 2, 3, 4], tick_count=5)
-    assert (value.born, value.born_tick, value.freed) == (0, 1, 3)
+@pytest.mark.parametrize(
+    ("log", "op_ticks", "life"),  # its op, its first tick and its last
+    [
+        pytest.param(
+            events(OP, (BIRTH, 7, 5000), POINTED, OP, OP, (DEATH, 7, 5000), OP),
+            [0, 2, 3, 4],
+            (0, 1, 3),
+            id="between the ops and points that the log has",
+        ),
+        pytest.param(
+            events((BIRTH, 1, 5000), OP, (mark(BEGINS), (DEATH, 1, 5000, 0), mark(ENDS)), OP),
+            [0, 1, 2],
+            (-1, 0, 1),
+            id="up to the op inside which it dies",
+        ),
+        pytest.param(events(OP, (BIRTH, 1, 5000), OP), [0, 1], (0, 1, 1), id="to the end if nobody gives it back"),
+    ],
+)
+def test_a_stray_lives(log: list[LogEvent], op_ticks: list[int], life: tuple[int, ...]) -> None:
+    (value,) = stray_values(strays_in(log, known=()), op_ticks, op_ticks[-1] + 1)
+    assert (value.born, value.born_tick, value.freed) == life
 
 
 def test_values_and_what_ops_take_themselves_are_no_strays() -> None:
     inside = (mark(BEGINS), (BIRTH, 1, 5000, 0), mark(ENDS))
     assert strays_in(events(inside, (BIRTH, 2, 5000), (BIRTH, 3, 8), OP), known={2}) == []
-
-
-def test_a_stray_that_dies_inside_an_op_lives_at_its_tick() -> None:
-    (stray,) = strays_in(events((BIRTH, 1, 5000), OP, (mark(BEGINS), (DEATH, 1, 5000, 0), mark(ENDS)), OP), known=())
-    (value,) = stray_values([stray], op_ticks=[0, 1, 2], tick_count=3)
-    assert (value.born_tick, value.freed) == (0, 1)
-
-
-def test_a_stray_that_nobody_gives_back_lives_to_the_end() -> None:
-    (value,) = stray_values(strays_in(events(OP, (BIRTH, 1, 5000), OP), known=()), op_ticks=[0, 1], tick_count=2)
-    assert (value.born_tick, value.freed) == (1, 1)
 
 
 def test_what_is_gone_before_the_next_op_counts_with_that_op_alone() -> None:
@@ -356,16 +357,8 @@ def test_a_state_that_is_taken_before_a_forward_in_backward_lets_go_of_its_casts
     assert metered_peaks(case, plan)[1] <= simulate(problem, schedule_of(plan, problem)).peak_bytes
 
 
-def _birth(block: int, size_bytes: int) -> LogEvent:
-    return BIRTH, block, size_bytes, 0
-
-
-def _death(block: int, size_bytes: int) -> LogEvent:
-    return DEATH, block, size_bytes, 0
-
-
-FIRST = [_birth(1, 8192), _birth(2, 4096), _death(2, 4096), _birth(3, 512)]
-LAST = [_birth(4, 4096), _death(1, 8192), _birth(5, 4096), _death(5, 4096)]
+FIRST = events((BIRTH, 1, 8192), (BIRTH, 2, 4096), (DEATH, 2, 4096), (BIRTH, 3, 512))
+LAST = events((BIRTH, 4, 4096), (DEATH, 1, 8192), (BIRTH, 5, 4096), (DEATH, 5, 4096))
 
 
 def test_a_block_that_a_later_part_lets_go_of_is_carried_there_and_an_output_is_not() -> None:
@@ -385,16 +378,11 @@ def test_the_peaks_of_both_parts_are_those_of_all_their_blocks() -> None:
     assert last + 4096 == 8192 + 4096, "the carried block is live as it begins, and at no later tick"
 
 
-def test_what_outlives_its_backward_is_not_carried() -> None:
-    parts = carried_in([[_birth(1, 8192)], []], [Taker.PART, Taker.BACKWARD_COMPILED], set())
+def test_what_outlives_its_backward_is_not_carried_and_the_next_one_has_no_part_in_it() -> None:
+    takers, born, died = [Taker.PART, Taker.BACKWARD_COMPILED] * 2, events((BIRTH, 1, 8192)), events((DEATH, 1, 8192))
+    parts = carried_in([born, [], died, []], takers, set())
     assert parts.carried == []
-
-
-def test_the_next_backward_has_no_part_in_it() -> None:
-    takers = [Taker.PART, Taker.BACKWARD_COMPILED, Taker.PART, Taker.BACKWARD_COMPILED]
-    parts = carried_in([[_birth(1, 8192)], [], [_death(1, 8192)], []], takers, set())
-    assert parts.carried == []
-    assert parts.events[2] == [_death(1, 8192)]
+    assert parts.events[2] == died
 
 
 def test_other_ops_are_left_as_they_are() -> None:
