@@ -178,7 +178,7 @@ def test_tensors_outlive_their_arena_and_its_memory_goes_with_the_last(way: str)
     kept, hook = largest_output(loop.model)
     loop.step()
     hook.remove()
-    own = kept.pop()
+    own = kept.pop().detach()
     if way == "leaving the block":
         session.__exit__(None, None, None)
     del session
