@@ -18,7 +18,6 @@ from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, LEAST_PLACED_
 from ..run_report import ArenaReport, Unserved
 from .library import library
 
-_FATES = "served", "outside", "unplanned", "taken", "unmet"
 _MOST_MISSES = 64
 MOST_UNSERVED = 8
 
@@ -57,6 +56,11 @@ class Fates(NamedTuple):
     """Served by the ordinary allocator, because bytes of their place were in use."""
     unmet: BlockCount
     """Expected, but not requested."""
+
+    @property
+    def missed_blocks(self) -> int:
+        """Number of blocks that lay outside contrary to the layout. Expected blocks that did not come do no harm."""
+        return self.taken.blocks + self.unplanned.blocks
 
 
 class Miss(NamedTuple):
@@ -143,7 +147,7 @@ class Arena:
 
     def fates(self) -> Fates:
         """Of the blocks of the running or last step."""
-        numbers = np.zeros((len(_FATES), 2), np.int64)
+        numbers = np.zeros((len(Fates._fields), 2), np.int64)
         self._library.arena_counts(self._handle, numbers.ctypes.data)
         return Fates(*(BlockCount(*row) for row in numbers.tolist()))
 
@@ -166,7 +170,7 @@ class Arena:
         """The first 64 blocks of the step that did not get their places, in order."""
         rows = np.zeros((_MOST_MISSES, 4), np.int64)
         count = self._library.arena_misses(self._handle, rows.ctypes.data, _MOST_MISSES)
-        return [Miss(_FATES[fate], *numbers) for fate, *numbers in rows[:count].tolist()]
+        return [Miss(Fates._fields[fate], *numbers) for fate, *numbers in rows[:count].tolist()]
 
     @property
     def live_blocks(self) -> int:

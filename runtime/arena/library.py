@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -256,10 +255,8 @@ class AllocationLog:
     def mark(self, value: int) -> None:
         self._library.record_mark(self._handle, value)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._joined.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._joined.__exit__(None, None, None)
         count = self._library.record_end(self._handle)
         if count < 0:
             raise AllocatorError("expected memory for the log of allocations, found too little; log a shorter stretch")

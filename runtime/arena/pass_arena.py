@@ -20,17 +20,9 @@ import torch
 
 from poochplan.errors import UsageError
 from poochplan.formats.files import html_table, text_table
-from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
 from poochplan.runtime.arena.arena import Fates
 from poochplan.runtime.arena.library import Table, ThreadScope
-from poochplan.runtime.arena.recorded_layout import (
-    ArenaRuns,
-    PackBlocks,
-    RecordedLayout,
-    recorded_blocks,
-    recorded_layout,
-)
-from poochplan.runtime.arena.step_arena import MOST_BLOCKS, misses
+from poochplan.runtime.arena.recorded_layout import ArenaRuns, PackBlocks, RecordedLayout, layout_of_run
 from poochplan.tensors.modes import Begins, Ends, around_calls, compiled_modules, inside, left_out_of_copies
 from poochplan.tensors.signatures import input_signature
 from poochplan.torch_private.compiler_internals import is_tracing
@@ -203,14 +195,14 @@ class PassArena:
     ) -> None:
         """Makes a layout. Blocks that outlive the pass lie outside: its results, and blocks that other code keeps."""
         if fates is not None:
-            known.is_settled = not misses(fates)
+            known.is_settled = not fates.missed_blocks
         if events is None or known.is_settled:
             return
         known.times += 1
-        blocks = recorded_blocks(events, LEAST_PLACED_BYTES)
-        if len(blocks) > MOST_BLOCKS:
+        blocks = layout_of_run(events, self._pack)
+        if blocks is None:
             return
-        known.layout = PassLayout(recorded_layout(blocks, LEAST_PLACED_BYTES, self._pack), dict(running.points))
+        known.layout = PassLayout(blocks, dict(running.points))
         self._kinds.is_laid_out(running.kind)
         arena = runs.arena
         if arena is not None and arena.live_blocks:

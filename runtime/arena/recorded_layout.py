@@ -13,7 +13,7 @@ import numpy as np
 from poochplan.errors import AllocatorError
 from poochplan.formats.occupancy import occupancy
 from poochplan.formats.plan import OUTSIDE
-from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES
+from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, LEAST_PLACED_BYTES
 from poochplan.runtime.arena.arena import Arena, Fates, Places
 from poochplan.runtime.arena.library import MARK, AllocationLog, Table, ThreadScope, lifetimes
 from poochplan.tensors.host_memory import give_back_freed
@@ -25,6 +25,8 @@ PackBlocks: TypeAlias = Callable[[Sequence[tuple[int, int, int]], int], tuple[Se
 """Finds places, because the runtime itself cannot pack: offsets of blocks (born, died, bytes) in one arena, and its
 bytes, at most so many if possible."""
 _NOWHERE = Places(*(np.empty(0, np.int64) for _ in range(3)))
+MOST_BLOCKS = 20_000
+"""A run with more blocks gets no layout."""
 RUN_END = -1
 """The mark at the end of a run; all other marks are points of its clock."""
 
@@ -218,6 +220,12 @@ def recorded_blocks(events: Table, least_bytes: int) -> Table:
     found = found[found["birth"] < over[0]]
     found["death"][found["death"] > over[0]] = len(events)
     return found
+
+
+def layout_of_run(events: Table, pack: PackBlocks) -> RecordedLayout | None:
+    """The layout of the blocks that a logged run took; None for more than :data:`MOST_BLOCKS`."""
+    blocks = recorded_blocks(events, LEAST_PLACED_BYTES)
+    return recorded_layout(blocks, LEAST_PLACED_BYTES, pack) if len(blocks) <= MOST_BLOCKS else None
 
 
 def recorded_layout(blocks: Table, least_bytes: int, pack: PackBlocks, room_bytes: int = 0) -> RecordedLayout:

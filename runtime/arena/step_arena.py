@@ -21,13 +21,13 @@ import torch
 from poochplan.errors import UsageError
 from poochplan.formats.plan import OUTSIDE, Plan
 from poochplan.formats.plan_set import Signature
-from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
 from poochplan.runtime.arena.arena import Fates
 from poochplan.runtime.arena.library import Table, why_unavailable
 from poochplan.runtime.arena.recorded_layout import (
     ArenaRuns,
     PackBlocks,
     RecordedLayout,
+    layout_of_run,
     recorded_blocks,
     recorded_layout,
 )
@@ -44,8 +44,6 @@ MOST_LOGGED = 50
 """At most this many steps of a variant are logged, some of which may have missed nothing."""
 MOST_KNOWN = 64
 """Variants beyond this number are forgotten, the longest unused first."""
-MOST_BLOCKS = 20_000
-"""A step with more blocks gets no layout."""
 
 
 class StepVariant(NamedTuple):
@@ -101,7 +99,7 @@ class KnownStep:
     def saw(self, events: Table, fates: Fates | None, pack: PackBlocks) -> bool:
         """A whole step was logged, with ``fates`` if it had an arena. Returns whether it has another layout now."""
         self.logged += 1
-        has_missed = fates is not None and misses(fates) > 0
+        has_missed = fates is not None and fates.missed_blocks > 0
         if fates is not None and not has_missed and self.layout is not None:
             self.is_settled = not self.has_missed
             return False
@@ -112,9 +110,9 @@ class KnownStep:
 
     def ran(self, fates: Fates) -> None:
         """A whole step with an arena was not logged. If most of it lay outside, the layout is dropped."""
-        if misses(fates) > fates.served.blocks:
+        if fates.missed_blocks > fates.served.blocks:
             self.layout, self.times = None, MOST_LAID_OUT
-        elif misses(fates):
+        elif fates.missed_blocks:
             self.has_missed, self.is_settled = True, False
 
     def _laid_out(self, events: Table, pack: PackBlocks) -> RecordedLayout | None:
@@ -129,11 +127,6 @@ class KnownStep:
         layout = recorded_layout(blocks, self.plan.layout.least_bytes, pack, max(0, room_bytes))
         self.larger_bytes = max(0, layout.arena_bytes - room_bytes)
         return None if self.larger_bytes else layout
-
-
-def misses(fates: Fates) -> int:
-    """Number of blocks that lay outside contrary to the layout. Expected blocks that did not come do no harm."""
-    return fates.taken.blocks + fates.unplanned.blocks
 
 
 class KnownSteps:
@@ -362,7 +355,7 @@ class RepeatedStep:
     def is_from_arena(self) -> bool:
         """Whether the last run has missed no place."""
         fates = self._runs.fates
-        return fates is not None and not misses(fates)
+        return fates is not None and not fates.missed_blocks
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
@@ -389,15 +382,13 @@ class RepeatedStep:
         fates, events = self._runs.fates, self._runs.events()
         if events is None:
             return
-        if fates is not None and not misses(fates):
+        if fates is not None and not fates.missed_blocks:
             self._times = MOST_LAID_OUT  # no further layout is made
             return
         self._times += 1
         if fates is not None and fates.taken.blocks:
             self._runs.leave()  # blocks with separate places may be there to stay
-        blocks = recorded_blocks(events, LEAST_PLACED_BYTES)
-        if len(blocks) <= MOST_BLOCKS:
-            self._layout = recorded_layout(blocks, LEAST_PLACED_BYTES, self._pack)
+        self._layout = layout_of_run(events, self._pack) or self._layout
 
 
 def step_arena_for(

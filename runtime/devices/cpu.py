@@ -232,7 +232,39 @@ def _unless(closing: threading.Event, move: Transfer) -> Transfer:
     return guarded
 
 
-class CpuDevice:
+class ComputesWhenCalled:
+    """The part of a device whose ops run when they are called, on one stream, in memory of the C library."""
+
+    kind = "cpu"
+    where = torch.device("cpu")
+    spans = False
+
+    def use(self, storage: torch.UntypedStorage, home: Stream) -> None:
+        """Nothing to do: there is one compute stream."""
+
+    def replaying(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def span(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def stopwatch(self) -> None:
+        return None
+
+    def start_peaks(self) -> None:
+        """Nothing to do: the C library keeps no peaks."""
+
+    def start_step_peak(self) -> None:
+        """Nothing to do."""
+
+    def step_peak_bytes(self) -> int | None:
+        return None
+
+    def peaks(self) -> None:
+        return None
+
+
+class CpuDevice(ComputesWhenCalled):
     """Keeps one open spill file and two threads from construction to :meth:`close`.
 
     Parameters
@@ -240,10 +272,6 @@ class CpuDevice:
     directory: where to spill; see :func:`choose_spill_dir` for the default and the errors.
     throttle_bytes_per_s: limit each direction to this rate, so that the link is a known constant.
     """
-
-    kind = "cpu"
-    where = torch.device("cpu")
-    spans = False
 
     def __init__(self, directory: str | Path | None = None, *, throttle_bytes_per_s: float | None = None) -> None:
         self.compute = CallingThread()
@@ -278,33 +306,9 @@ class CpuDevice:
     def copy_in(self, storage: torch.UntypedStorage, host_offset: int) -> SpillCopy:
         return self.inward.copy(storage, host_offset)
 
-    def use(self, storage: torch.UntypedStorage, home: Stream) -> None:
-        """Nothing to do: there is one compute stream."""
-
-    def replaying(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def span(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def stopwatch(self) -> None:
-        return None
-
     def synchronize(self) -> None:
         for stream in (self.outward, self.inward):
             self.compute.wait(stream.record())
-
-    def start_peaks(self) -> None:
-        """Nothing to do: the C library keeps no peaks."""
-
-    def start_step_peak(self) -> None:
-        """Nothing to do."""
-
-    def step_peak_bytes(self) -> None:
-        return None
-
-    def peaks(self) -> None:
-        return None
 
     def close(self) -> None:
         self._stack.close()

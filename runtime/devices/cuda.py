@@ -24,7 +24,6 @@ from poochplan.torch_private.compiler_internals import captures_graphs
 from poochplan.torch_private.tensor_internals import (
     MemoryStats,
     ResetPeaks,
-    accelerator_stats_call,
     memory_stats_calls,
     raw_stream,
     stand_before_memory_stats,
@@ -392,10 +391,8 @@ class HighWater:
     of_accelerator: that of ``torch.accelerator``, which reads the same marks.
     """
 
-    def __init__(self, stats: MemoryStats, reset: ResetPeaks, of_accelerator: MemoryStats | None = None) -> None:
-        self._stats = stats
-        self._reset = reset
-        self._of_accelerator = of_accelerator
+    def __init__(self, stats: MemoryStats, reset: ResetPeaks, of_accelerator: MemoryStats) -> None:
+        self._stats, self._reset, self._of_accelerator = stats, reset, of_accelerator
         self._kept: dict[int, Marks] = {}
         self._of_step: dict[int, Marks] = {}
         self._lock = threading.RLock()
@@ -407,7 +404,6 @@ class HighWater:
 
     def accelerator_stats(self, index: int) -> dict[str, Any]:
         """The same for ``torch.accelerator``."""
-        assert self._of_accelerator is not None
         with self._lock:
             return _raised(self._of_accelerator(index), self._kept.get(index, {}))
 
@@ -478,8 +474,6 @@ def high_water() -> HighWater:
     global _installed
     with _LOCK:
         if _installed is None or memory_stats_calls()[0] != _installed.stats:
-            own = accelerator_stats_call()
-            _installed = HighWater(*memory_stats_calls(), own)
-            of_accelerator = None if own is None else _installed.accelerator_stats
-            stand_before_memory_stats(_installed.stats, _installed.reset, of_accelerator)
+            _installed = HighWater(*memory_stats_calls())
+            stand_before_memory_stats(_installed.stats, _installed.reset, _installed.accelerator_stats)
         return _installed

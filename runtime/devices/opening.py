@@ -9,7 +9,7 @@ import torch
 
 from poochplan.errors import UsageError
 
-from .cpu import CpuDevice, choose_spill_dir
+from .cpu import CpuDevice
 from .device import ComputeDevice
 
 
@@ -87,7 +87,7 @@ def open_device(
     Raises ``SpillError`` if the spill directory cannot be used.
     """
     if where.type == "cpu":
-        return CpuDevice(choose_spill_dir(spill_dir), throttle_bytes_per_s=throttle_bytes_per_s)
+        return CpuDevice(spill_dir, throttle_bytes_per_s=throttle_bytes_per_s)
     from .cuda import CudaDevice
 
     return CudaDevice(where, host_limit_bytes=host_limit_bytes, spans=spans)

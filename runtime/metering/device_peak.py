@@ -116,14 +116,40 @@ def most_behind(events: list[RecordedEvent], *, of_live: bool = False, least_byt
 
 
 def _steps(events: list[RecordedEvent], least_bytes: int) -> Iterator[tuple[int, str, bool]]:
-    """For each event: the change of live bytes, its name, whether it is inside an op that modes see as one."""
-    inside: list[bool] = []
-    for (kind, name, _), change in zip(events, changes(events, least_bytes), strict=True):
+    """For each event: the change of live bytes, its name, whether it is inside an op that modes see as one.
+
+    Bytes are rounded, and less than ``least_bytes`` are left out. If mark and allocator both report a storage's death,
+    it counts once. What the allocator frees right after a mark is the marked storage, whatever size it reports: torch
+    knows sizes by address, and a block from before the log may lie where an earlier log had another one.
+    """
+    is_whole = is_aside = False
+    around: list[tuple[bool, bool]] = []
+    marked = told = 0
+    """Bytes of the previous event, if it was a mark, or the allocator's."""
+    is_right_after = False
+    for kind, name, size_bytes in events:
+        change = 0
         if kind == "push":
-            inside.append((inside[-1] if inside else False) or _is_whole(name))
-        elif kind == "pop" and inside:
-            inside.pop()
-        yield change, name, inside[-1] if inside else False
+            around.append((is_whole, is_aside))
+            is_whole, is_aside = is_whole or _is_whole(name), is_aside or name == _SET_ASIDE
+            is_right_after = name.startswith(_FREED)
+            if is_right_after and not is_aside:
+                freed_bytes = int(name.removeprefix(_FREED))
+                if told != -freed_bytes:
+                    change = -counted_bytes(freed_bytes, least_bytes)
+                    marked = freed_bytes
+                told = 0
+        elif kind == "pop" and around:
+            is_whole, is_aside = around.pop()
+        elif kind == "memory_alloc" and not is_aside:
+            is_counted = size_bytes < 0 and bool(marked) and (is_right_after or marked == -size_bytes)
+            if size_bytes > 0:
+                change = counted_bytes(size_bytes, least_bytes)
+            elif not is_counted:
+                change = -counted_bytes(-size_bytes, least_bytes)
+            told = size_bytes if size_bytes < 0 and not is_counted else 0
+            marked = 0
+        yield change, name, is_whole
 
 
 @functools.cache
@@ -173,41 +199,3 @@ class CpuMeter:
     def set_aside(self) -> contextlib.AbstractContextManager[object]:
         """A block whose allocations do not count."""
         return allocation_mark(_SET_ASIDE) if self._is_open else contextlib.nullcontext()
-
-
-def changes(events: list[RecordedEvent], least_bytes: int = 0) -> Iterator[int]:
-    """Changes of live bytes by event, rounded; those of less than ``least_bytes`` are left out. If mark and allocator
-    both report a storage's death, it counts once.
-
-    What the allocator frees right after a mark is the marked storage, whatever size it reports: torch knows sizes by
-    address, and a block from before the log may lie where an earlier log had another one.
-    """
-    depth, aside = 0, 0
-    marked = told = 0
-    """Bytes of the previous event, if it was a mark, or the allocator's."""
-    is_right_after = False
-    for kind, name, size_bytes in events:
-        change = 0
-        if kind == "push":
-            depth += 1
-            is_right_after = name.startswith(_FREED)
-            if name == _SET_ASIDE and not aside:
-                aside = depth
-            if name.startswith(_FREED) and not aside:
-                freed_bytes = int(name.removeprefix(_FREED))
-                if told != -freed_bytes:
-                    change = -counted_bytes(freed_bytes, least_bytes)
-                    marked = freed_bytes
-                told = 0
-        elif kind == "pop":
-            aside = 0 if aside == depth else aside
-            depth -= 1
-        elif kind == "memory_alloc" and not aside:
-            is_counted = size_bytes < 0 and bool(marked) and (is_right_after or marked == -size_bytes)
-            if size_bytes > 0:
-                change = counted_bytes(size_bytes, least_bytes)
-            elif not is_counted:
-                change = -counted_bytes(-size_bytes, least_bytes)
-            told = size_bytes if size_bytes < 0 and not is_counted else 0
-            marked = 0
-        yield change

@@ -13,9 +13,4 @@ product knows of it: ``tensor.device`` says ``cuda:0``, and the same modules run
 
 Ops run at once, as on a GPU that is never behind: what is late are copies. That copies may also come too early the
 clocks tell.
-
-Why not OpenReg, PyTorch's simulated accelerator (``torch_openreg`` in PyTorch's own test folder)? It is C++ that is
-built with CMake from a checkout of PyTorch, and users' machines need not have a compiler. Its device may not be named
-``cuda``, so other lines would run than on a GPU. Its streams are threads that run soon, so a missing wait would show by
-luck. What only it could show is torch's own device thread; ``backward`` stands for that.
 """

@@ -51,8 +51,6 @@ class Machine:
         self.memory = DeviceMemory(self.host)
         self.host_memory = HostMemory(self.violations)
         self.default_stream = Stream(self.host)
-        self.elsewhere = Stream(self.host) if index else None
-        """Current on the other GPUs."""
         self.generator = torch.Generator()
         self.filled_bytes = 0
         """What deterministic mode has filled of new buffers."""
@@ -60,9 +58,6 @@ class Machine:
         self.counts: Counter[str] = Counter()
         """Of calls of the driver's, by name: events made, recorded and waited for, and copies queued."""
         self.capturing = False
-        self.loads_lazily = False
-        """Whether the first launch of each kernel waits for all that is queued, as where modules are loaded lazily."""
-        self.loaded: set[Any] = set()
         self.ranges: list[str] = []
         self.switches: list[tuple[int, Stream]] = []
         """From which autograd node on which stream is current, in threads that run forward."""
@@ -117,11 +112,6 @@ class Machine:
         mark.stream.run_next()
         return False
 
-    def load(self, kernel: Any) -> None:
-        if self.loads_lazily and kernel not in self.loaded:
-            self.loaded.add(kernel)
-            self.synchronise()
-
     def synchronise(self) -> None:
         for stream in list(self.host.streams):
             stream.synchronise()
@@ -146,9 +136,7 @@ class Machine:
         what = f"a copy {'out' if out else 'in'} on stream {stream.number}"
         self.access(stream, stream.begins(), on_device, what, writes=not out)
         pending = self.host_memory.pending
-        key = id(object())
-        while key in pending:
-            key += 1
+        key = self.counts["copies"]
         pending[key] = (on_host, size_bytes)
 
         def run() -> None:

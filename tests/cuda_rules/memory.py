@@ -21,8 +21,6 @@ _POISONED_BYTES = 8 << 20
 _UNIT_BYTES = 512
 _LEAST_SPLIT_BYTES, _ROUND_LARGE_BYTES, _LEAST_ROUNDED_BYTES = 1 << 20, 2 << 20, 10 << 20
 """Of the native allocator: the least that is split off a large block, and to what large segments are rounded."""
-_MOST_LEFT_BYTES = 20 << 20
-"""What a block that is never split may have more than is asked of it."""
 _ADDRESSES_BYTES = 256 << 30
 _NO_RESERVE = 0x4000  # ``MAP_NORESERVE``, which Python names from 3.13 on
 _MAP = mmap.mmap(-1, _ADDRESSES_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
@@ -58,8 +56,7 @@ class Block:
 class DeviceMemory:
     """The caching allocator. Freed blocks go back to the stream they were allocated on, and wait for those recorded.
 
-    As ``PYTORCH_ALLOC_CONF`` has it: ``expandable`` segments, ``backend`` (``cudaMallocAsync`` counts no requests),
-    ``max_split_bytes``, ``power2_divisions`` (to how many parts of a power of two requests are rounded up).
+    As ``PYTORCH_ALLOC_CONF`` has it: ``expandable`` segments, ``backend`` (``cudaMallocAsync`` counts no requests).
     """
 
     def __init__(self, host: Host) -> None:
@@ -70,22 +67,21 @@ class DeviceMemory:
         self._deferred: list[tuple[Block, list[Mark]]] = []
         self.limit_bytes = TOTAL_BYTES
         """The allocator's own; the GPU does not know it."""
-        self.expandable, self.backend, self.max_split_bytes, self.power2_divisions = False, "native", TOTAL_BYTES, 0
+        self.expandable, self.backend = False, "native"
         self.now = {"allocated_bytes": 0, "requested_bytes": 0, "reserved_bytes": 0}
         self.peaks = dict(self.now)
         self.most_allocated_bytes = 0
         """Ever: whoever begins peaks anew does not change it."""
-        self.retries = self.emptied = 0
+        self.retries = 0
 
     def allocate(self, size_bytes: int, stream: Stream) -> torch.UntypedStorage:
         """A storage on ``stream``; poisoned by a write of that stream's."""
         if size_bytes == 0:
             return _without_bytes()
         asked_bytes = -(-size_bytes // _UNIT_BYTES) * _UNIT_BYTES
-        wanted_bytes = self._rounded(asked_bytes)
         self._take_back()
-        block = self._cached_block(wanted_bytes, stream) or self._new_block(wanted_bytes, stream)
-        block.size_bytes, block.counted_bytes = asked_bytes, self._counted(block.room_bytes, wanted_bytes)
+        block = self._cached_block(asked_bytes, stream) or self._new_block(asked_bytes, stream)
+        block.size_bytes, block.counted_bytes = asked_bytes, self._counted(block.room_bytes, asked_bytes)
         self._add(allocated_bytes=block.counted_bytes, requested_bytes=asked_bytes)
         stream.catch_up()
         ctypes.memset(block.address, POISON, min(size_bytes, _POISONED_BYTES))
@@ -119,19 +115,11 @@ class DeviceMemory:
             self.peaks[name] = max(self.peaks[name], self.now[name])
         self.most_allocated_bytes = max(self.most_allocated_bytes, self.allocated_bytes)
 
-    def _rounded(self, asked_bytes: int) -> int:
-        """Up to the next of the parts of a power of two."""
-        if self.power2_divisions == 0 or self.backend != "native":
-            return asked_bytes
-        part_bytes = max(_UNIT_BYTES, (1 << asked_bytes.bit_length() - 1) // self.power2_divisions)
-        return -(-asked_bytes // part_bytes) * part_bytes
-
     def _counted(self, room_bytes: int, wanted_bytes: int) -> int:
         """What a request takes of a block: the rest is split off where it is large enough."""
         if self.expandable or self.backend != "native" or wanted_bytes <= _LEAST_SPLIT_BYTES:
             return wanted_bytes
-        splits = wanted_bytes < self.max_split_bytes and room_bytes - wanted_bytes > _LEAST_SPLIT_BYTES
-        return wanted_bytes if splits else room_bytes
+        return wanted_bytes if room_bytes - wanted_bytes > _LEAST_SPLIT_BYTES else room_bytes
 
     def block_at(self, address: int) -> Block | None:
         """The block of this allocator's that the address is in; None for one of an earlier machine."""
@@ -144,7 +132,6 @@ class DeviceMemory:
         for stream in list(self._host.streams):
             stream.synchronise()
         self._take_back()
-        self.emptied += 1
         for block in self._cached:
             self._add(reserved_bytes=-block.room_bytes)
             self._addresses.remove(block.address)
@@ -158,15 +145,9 @@ class DeviceMemory:
     def _cached_block(self, wanted_bytes: int, stream: Stream) -> Block | None:
         for index in reversed(range(len(self._cached))):  # the one freed last
             block = self._cached[index]
-            if block.stream is stream and self._fits(block.room_bytes, wanted_bytes):
+            if block.stream is stream and wanted_bytes <= block.room_bytes <= 2 * wanted_bytes:
                 return self._cached.pop(index)
         return None
-
-    def _fits(self, room_bytes: int, wanted_bytes: int) -> bool:
-        """Blocks from ``max_split_bytes`` on are for requests from there on, and are not split."""
-        if room_bytes < self.max_split_bytes:
-            return wanted_bytes <= room_bytes <= 2 * wanted_bytes
-        return self.max_split_bytes <= wanted_bytes <= room_bytes < wanted_bytes + _MOST_LEFT_BYTES
 
     def _new_block(self, wanted_bytes: int, stream: Stream) -> Block:
         global _top

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -124,8 +125,6 @@ class Rules(TorchDispatchMode):
         is_view, written, random = self._facts_of(func)
         if is_view:
             return func(*args, **kwargs)
-        if packet not in _UNINITIALISED and packet is not aten._local_scalar_dense:  # neither is a kernel
-            self._machine.load(func)
         stream.catch_up()
         if self._machine.runs_backward and torch._C._current_autograd_node() is None:
             self._behind_all_before(stream, there)
@@ -251,8 +250,6 @@ class Rules(TorchDispatchMode):
         if storage.nbytes():
             address, memory = storage.data_ptr(), self._machine.host_memory
             memory.pinned[address] = storage.nbytes()
-            import weakref
-
             weakref.finalize(storage, memory.unpin, address).atexit = False
         return tensor
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from poochplan.runtime.devices import transfers
-from poochplan.runtime.devices.cuda import CudaDevice, hard_cap
+from poochplan.runtime.devices.cuda import CudaDevice
 from poochplan.runtime.devices.pinned import PAGE_BYTES, PinnedMemory, cupy_or_none
 from poochplan.runtime.devices.transfers import Copy
 from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
@@ -47,17 +47,26 @@ def wrong_if_not(number: int, storage: torch.UntypedStorage) -> list[str]:
     return [] if bool((on(storage) == number).all()) else [f"other bytes than {number} came back"]
 
 
+def wrong_back(device: CudaDevice, number: int, offset: int = 0) -> list[str]:
+    """What is wrong with what comes back from there."""
+    back = device.allocate(SIZE)
+    copy_in(device, back, offset).wait()
+    return wrong_if_not(number, back)
+
+
+def filled_aside(device: CudaDevice, number: int) -> tuple[torch.cuda.Stream, torch.UntypedStorage, object]:
+    """A storage that was made on another stream; what the device has for that keeps it known."""
+    side = torch.cuda.Stream(WHERE)
+    with torch.cuda.stream(side):
+        return side, filled(device, number), device.compute
+
+
 def swapped(gpu: Machine, device: CudaDevice) -> list[str]:
     """Out, let go, overwritten, and back."""
-    found = []
     for number in range(3):
         copy_out(device, filled(device, number), number * SIZE).wait()
         overwrite()
-    for number in range(3):
-        back = device.allocate(SIZE)
-        copy_in(device, back, number * SIZE).wait()
-        found += wrong_if_not(number, back)
-    return found
+    return [wrong for number in range(3) for wrong in wrong_back(device, number, number * SIZE)]
 
 
 def both_ways(gpu: Machine, device: CudaDevice) -> list[str]:
@@ -69,9 +78,7 @@ def both_ways(gpu: Machine, device: CudaDevice) -> list[str]:
     out.wait()
     overwrite()
     into.wait()
-    again = device.allocate(SIZE)
-    copy_in(device, again, 0).wait()
-    return [*wrong_if_not(3, back), *wrong_if_not(1, again)]
+    return [*wrong_if_not(3, back), *wrong_back(device, 1)]
 
 
 def waited_for(gpu: Machine, device: CudaDevice) -> list[str]:
@@ -97,16 +104,12 @@ def let_go_on_another_stream(gpu: Machine, device: CudaDevice) -> list[str]:
         copy.wait()
     del copy
     overwrite()
-    back = device.allocate(SIZE)
-    copy_in(device, back, 0).wait()
-    return wrong_if_not(7, back)
+    return wrong_back(device, 7)
 
 
 def saved_on_another_stream(gpu: Machine, device: CudaDevice) -> list[str]:
     """The copy is asked for on the main stream, which knows nothing of the one that wrote the value."""
-    side = torch.cuda.Stream(WHERE)
-    with torch.cuda.stream(side):
-        storage, home = filled(device, 9), device.compute
+    _, storage, home = filled_aside(device, 9)
     copy_out(device, storage, 0).wait()
     del home
     torch.cuda.synchronize()
@@ -130,12 +133,9 @@ def used_on_another_stream(gpu: Machine, device: CudaDevice) -> list[str]:
 
 def replayed_from_another_stream(gpu: Machine, device: CudaDevice) -> list[str]:
     """What a replay reads was written on another stream, and is written there again right behind it."""
-    side = torch.cuda.Stream(WHERE)
-    with torch.cuda.stream(side):
-        there, home = filled(device, 3), device.compute
+    side, there, _home = filled_aside(device, 3)
     with device.replaying():
         again = on(there).clone()
-    assert home.stream == side
     with torch.cuda.stream(side):
         on(there).fill_(4)
     torch.cuda.synchronize()
@@ -144,13 +144,10 @@ def replayed_from_another_stream(gpu: Machine, device: CudaDevice) -> list[str]:
 
 def replayed_in_vain(gpu: Machine, device: CudaDevice) -> list[str]:
     """A replay that raises has the streams wait for what it has queued all the same."""
-    side = torch.cuda.Stream(WHERE)
-    with torch.cuda.stream(side):
-        there, home = filled(device, 3), device.compute
+    side, there, _home = filled_aside(device, 3)
     with contextlib.suppress(KeyError), device.replaying():
         on(there).clone()
         raise KeyError
-    assert home.stream == side
     with torch.cuda.stream(side):
         on(there).fill_(4)
     return []
@@ -164,9 +161,7 @@ def trimmed(gpu: Machine, device: CudaDevice) -> list[str]:
     device.trim_host([(0, 4 * SIZE + PAGE_BYTES)])
     found = [] if device._host.behind_bytes == PAGE_BYTES else ["the last page was not given back"]
     kept.wait()
-    back = device.allocate(SIZE)
-    copy_in(device, back, 4 * SIZE).wait()
-    return [*found, *wrong_if_not(2, back)]
+    return [*found, *wrong_back(device, 2, 4 * SIZE)]
 
 
 def pinned_ahead(gpu: Machine, device: CudaDevice) -> list[str]:
@@ -208,9 +203,7 @@ def grown(gpu: Machine, device: CudaDevice) -> list[str]:
     found = [] if pinned < set(gpu.host_memory.pinned) else ["other memory than before is pinned"]
     copy_out(device, filled(device, 4), 8 * SIZE + PAGE_BYTES - SIZE).wait()
     for number, offset in ((1, 3 * SIZE), (2, 4 * SIZE), (4, 7 * SIZE + PAGE_BYTES)):
-        back = device.allocate(SIZE)
-        copy_in(device, back, offset).wait()
-        found += wrong_if_not(number, back)
+        found += wrong_back(device, number, offset)
     for copy in (*kept, dead):
         copy.wait()
     return found
@@ -226,9 +219,7 @@ def retired(gpu: Machine, device: CudaDevice) -> list[str]:
     found = [] if pinned_bytes(device._host) == 4 * SIZE else ["the slab before was not given back"]
     for copy in (left, kept):
         copy.wait()
-    back = device.allocate(SIZE)
-    copy_in(device, back, 4 * SIZE).wait()
-    return [*found, *wrong_if_not(2, back)]
+    return [*found, *wrong_back(device, 2, 4 * SIZE)]
 
 
 def left_open(gpu: Machine, device: CudaDevice) -> list[str]:
@@ -251,14 +242,6 @@ def given_back(gpu: Machine, device: CudaDevice) -> list[str]:
     return [] if len(gpu.host_memory.pinned) == before else ["it is still pinned"]
 
 
-def capped(gpu: Machine, device: CudaDevice) -> list[str]:
-    before = gpu.memory.limit_bytes
-    with contextlib.suppress(torch.OutOfMemoryError), hard_cap(torch.device("cuda"), 1 << 20):
-        torch.empty(2 << 20, device=WHERE)
-        return ["more than the cap was to be had"]
-    return [] if gpu.memory.limit_bytes == before else ["the cap is still there"]
-
-
 SCENARIOS: tuple[Scenario, ...] = (
     swapped,
     both_ways,
@@ -277,7 +260,6 @@ SCENARIOS: tuple[Scenario, ...] = (
     retired,
     left_open,
     given_back,
-    capped,
 )
 
 

@@ -19,7 +19,6 @@ from poochplan.runtime.devices.pinned import PinnedMemory, cupy_or_none, memcpy_
 from poochplan.runtime.devices.transfers import copy_in, copy_out
 from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
 from tests.gpu.cases import CASES
-from tests.gpu.test_cuda_device import test_compute_goes_on_beside_a_copy_that_nobody_waits_for as goes_on
 from tests.runtime.nets import equal, followed, train
 from tests.runtime.random_plans import random_plan
 
@@ -216,10 +215,3 @@ def test_every_page_is_touched_by_some_thread(monkeypatch: pytest.MonkeyPatch) -
     whole = torch.ones(size_bytes, dtype=torch.uint8)
     pinned._touch(whole.data_ptr(), size_bytes, frozenset(os.sched_getaffinity(0)))
     assert not whole.any()
-
-
-def test_the_gpu_tests_hold_where_kernels_are_loaded_lazily(gpu: Machine) -> None:
-    gpu.loads_lazily = True
-    device = CudaDevice(WHERE)
-    goes_on(device)
-    device.close()

@@ -9,7 +9,7 @@ import torch
 
 from poochplan.runtime.devices.cuda import CudaDevice, hard_cap
 from poochplan.runtime.devices.pinned import PAGE_BYTES, PinnedMemory, cupy_or_none
-from poochplan.runtime.devices.transfers import copy_in, copy_out
+from poochplan.runtime.devices.transfers import Copy, copy_in, copy_out
 from tests.gpu.cases import CASES, WHERE
 from tests.runtime.nets import equal, train
 from tests.runtime.random_plans import random_plan
@@ -122,57 +122,64 @@ def test_compute_goes_on_beside_a_copy_that_nobody_waits_for(device: CudaDevice)
     torch.cuda.synchronize()
 
 
+SIZE_BYTES, COUNT = 2 * MIB, 50
+
+
+def _late_copy_out(device: CudaDevice, number: int, offset: int = 0) -> Copy:
+    """Of a new storage, full of that number, which it alone holds."""
+    storage = device.allocate(SIZE_BYTES)
+    _tensor(storage).fill_(number)
+    with torch.cuda.stream(device.outward.stream):
+        torch.cuda._sleep(A_WHILE_CYCLES // 100)
+    return copy_out(device, storage, offset)
+
+
+def _full(number: int) -> torch.Tensor:
+    return torch.full((SIZE_BYTES,), number, dtype=torch.uint8, device=WHERE)
+
+
+def _assert_back(device: CudaDevice, number: int, offset: int = 0) -> None:
+    back = device.allocate(SIZE_BYTES)
+    copy_in(device, back, offset).wait()
+    assert bool((_tensor(back) == number).all()), number
+
+
 @pytest.mark.parametrize("waits", [True, False], ids=["waited for", "dropped"])
 def test_the_buffer_of_an_unfinished_copy_out_is_not_taken(device: CudaDevice, waits: bool) -> None:
-    size_bytes, count = 2 * MIB, 50
-    device.reserve_host(size_bytes * count)
-    for index in range(count):
-        storage = device.allocate(size_bytes)
-        _tensor(storage).fill_(index)
-        with torch.cuda.stream(device.outward.stream):
-            torch.cuda._sleep(A_WHILE_CYCLES // 100)
-        copy = copy_out(device, storage, index * size_bytes)
+    device.reserve_host(SIZE_BYTES * COUNT)
+    for number in range(COUNT):
+        copy = _late_copy_out(device, number, number * SIZE_BYTES)
         if waits:
             copy.wait()
-        del copy, storage
+        del copy
         for _ in range(3):  # whoever gets the block writes into it
-            torch.full((size_bytes,), 255, dtype=torch.uint8, device=WHERE)
-    for index in range(count):
-        back = device.allocate(size_bytes)
-        copy_in(device, back, index * size_bytes).wait()
-        assert bool((_tensor(back) == index).all()), index
+            _full(255)
+    for number in range(COUNT):
+        _assert_back(device, number, number * SIZE_BYTES)
 
 
 def test_the_buffer_of_an_unfinished_copy_in_is_not_taken(device: CudaDevice) -> None:
-    size_bytes = 2 * MIB
-    device.reserve_host(size_bytes)
-    copy_out(device, torch.zeros(size_bytes, dtype=torch.uint8, device=WHERE).untyped_storage(), 0).wait()
-    for index in range(1, 50):
+    device.reserve_host(SIZE_BYTES)
+    copy_out(device, _full(0).untyped_storage(), 0).wait()
+    for number in range(1, COUNT):
         with torch.cuda.stream(device.inward.stream):
             torch.cuda._sleep(A_WHILE_CYCLES // 100)
-        copy_in(device, device.allocate(size_bytes), 0)  # dropped at once
-        other = torch.full((size_bytes,), index, dtype=torch.uint8, device=WHERE)
+        copy_in(device, device.allocate(SIZE_BYTES), 0)  # dropped at once
+        other = _full(number)
         device.inward.stream.synchronize()
-        assert bool((other == index).all()), index
+        assert bool((other == number).all()), number
 
 
 def test_a_buffer_released_on_another_stream_is_not_taken_on_its_own(device: CudaDevice) -> None:
-    size_bytes = 2 * MIB
-    device.reserve_host(size_bytes)
+    device.reserve_host(SIZE_BYTES)
     side = torch.cuda.Stream(WHERE)
-    for index in range(50):
-        storage = device.allocate(size_bytes)
-        _tensor(storage).fill_(index)
-        with torch.cuda.stream(device.outward.stream):
-            torch.cuda._sleep(A_WHILE_CYCLES // 100)
-        copy = copy_out(device, storage, 0)
+    for number in range(COUNT):
+        copy = _late_copy_out(device, number)
         with torch.cuda.stream(side):
             copy.wait()
-        del copy, storage
-        torch.full((size_bytes,), 255, dtype=torch.uint8, device=WHERE)
-        back = device.allocate(size_bytes)
-        copy_in(device, back, 0).wait()
-        assert bool((_tensor(back) == index).all()), index
+        del copy
+        _full(255)
+        _assert_back(device, number)
 
 
 def test_more_than_the_cap_is_out_of_memory_and_afterwards_it_is_not() -> None:

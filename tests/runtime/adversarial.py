@@ -10,7 +10,6 @@ queued by then may have run before it.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import weakref
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from poochplan.runtime.devices.cpu import ComputesWhenCalled
 from poochplan.runtime.devices.device import Interval
 
 POISON = 0xFF
@@ -141,14 +141,10 @@ class AdversarialCompute:
         return 0.0
 
 
-class AdversarialDevice:
+class AdversarialDevice(ComputesWhenCalled):
     """Parameters: ``clock``, running while the model trains; ``failing_reads`` and ``failing_writes``, how many of the
     first copies in and out fail.
     """
-
-    kind = "cpu"
-    spans = False
-    where = torch.device("cpu")
 
     def __init__(self, clock: OpClock, *, failing_reads: int = 0, failing_writes: int = 0) -> None:
         self.compute = AdversarialCompute(clock)
@@ -202,33 +198,9 @@ class AdversarialDevice:
         self.inward.items.append(job)
         return job
 
-    def use(self, storage: torch.UntypedStorage, home: object) -> None:
-        pass
-
-    def replaying(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def span(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def stopwatch(self) -> None:
-        return None
-
     def synchronize(self) -> None:
         for stream in (self.outward, self.inward):
             stream.run_until(len(stream.items))
-
-    def start_peaks(self) -> None:
-        pass
-
-    def start_step_peak(self) -> None:
-        pass
-
-    def step_peak_bytes(self) -> None:
-        return None
-
-    def peaks(self) -> None:
-        return None
 
     def close(self) -> None:
         self.synchronize()

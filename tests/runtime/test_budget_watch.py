@@ -13,7 +13,7 @@ from poochplan.formats.plan import Plan
 from poochplan.planner.planning import smallest_budget
 from tests.runtime.besides import live
 from tests.runtime.cyclic import HELD_BYTES, Cyclic, State, fresh, in_an_attribute, no_collector
-from tests.runtime.nets import CASES, LINK, followed
+from tests.runtime.nets import LINK
 
 Keep = Callable[[Cyclic, State], object]
 BUDGET = "poochplan: a step that follows the plan took [0-9]+ bytes, more than its budget of [0-9]+ "
@@ -79,10 +79,3 @@ def test_a_last_step_above_the_budget_is_told_at_the_end_of_the_block(plan: Plan
     model, step, _ = fresh(Cyclic(nowhere))
     with pytest.warns(RuntimeWarning, match=BUDGET), poochplan.apply(tight, model):
         step().backward()
-
-
-@pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_steps_of_an_ordinary_network_are_told_nothing() -> None:
-    profile = CASES["residual"].profile()
-    plan = live(poochplan.plan(profile, smallest_budget(profile), evaluations=100))
-    assert followed(CASES["residual"], plan, 3).last_step.peak_bytes is None

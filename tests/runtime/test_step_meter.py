@@ -36,7 +36,7 @@ class Telling(CpuDevice):
     def start_step_peak(self) -> None:
         self.begun += 1
 
-    def step_peak_bytes(self) -> int:  # type: ignore[override]
+    def step_peak_bytes(self) -> int:
         return self.peaks_of_steps[min(self.begun, len(self.peaks_of_steps)) - 1]
 
 

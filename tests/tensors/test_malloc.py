@@ -95,24 +95,20 @@ def mapped() -> dict[str, bool]:
     return {moment: answer == "True" for moment, answer in zip(words[::2], words[1::2], strict=True)}
 
 
-def test_after_a_session_a_freed_tensors_memory_is_kept_for_the_next(mapped: dict[str, bool]) -> None:
-    assert mapped["in_the_session"]
-    assert not mapped["after_the_session"]
-
-
-def test_what_is_held_after_the_block_is_still_given_back(mapped: dict[str, bool]) -> None:
-    assert mapped["while_values_are_held"]
-
-
-def test_a_session_that_cannot_be_entered_leaves_nothing_behind(mapped: dict[str, bool]) -> None:
-    assert mapped["entering"]
-    assert not mapped["not_entered"]
-
-
-def test_a_profile_gives_back_while_it_runs_and_not_after(mapped: dict[str, bool]) -> None:
-    assert not mapped["by_pytorch_alone"]
-    assert mapped["in_the_profile"]
-    assert not mapped["after_the_profile"]
+@pytest.mark.parametrize(
+    ("within", "outside"),
+    [
+        ("in_the_session", "after_the_session"),
+        ("while_values_are_held", "after_the_session"),
+        ("entering", "not_entered"),
+        ("in_the_profile", "by_pytorch_alone"),
+        ("in_the_profile", "after_the_profile"),
+    ],
+)
+def test_freed_memory_is_given_back_while_a_session_or_a_profile_lasts_and_not_otherwise(
+    mapped: dict[str, bool], within: str, outside: str
+) -> None:
+    assert (mapped[within], mapped[outside]) == (True, False)
 
 
 def test_the_last_of_several_blocks_ends_it_in_any_order() -> None:
@@ -205,40 +201,23 @@ def test_it_is_also_a_decorator() -> None:
     assert two() == 2
 
 
-def test_what_was_freed_before_the_block_is_given_back_as_it_begins() -> None:
-    script = """
+@pytest.mark.parametrize("way", ["give_back_freed()", "block = freed_memory_given_back(); block.__enter__()"])
+def test_what_was_freed_before_is_given_back_at_once_and_as_a_block_begins(way: str) -> None:
+    script = f"""
 import pathlib
+from poochplan.tensors.host_memory import give_back_freed
 
 def resident_bytes():
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) << 12
 
-with freed_memory_given_back(): pass
-kept = bytearray(30 << 20)
-behind_it = bytearray(1 << 20)
-del kept
-before = resident_bytes()
-with freed_memory_given_back():
-    print(before - resident_bytes() > 20 << 20)
-"""
-    assert said(script) == ["True"]
-
-
-def test_what_has_been_freed_can_be_given_back_at_once() -> None:
-    script = """
-def resident():
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) * 1024
-
-from poochplan.tensors.host_memory import give_back_freed
 blocks = [bytearray(100_000) for _ in range(400)]
 last = bytearray(100_000)  # above them: the heap cannot shrink
 del blocks
-before = resident()
-give_back_freed()
-assert before - resident() > 20_000_000, before - resident()
+before = resident_bytes()
+{way}
+print(before - resident_bytes() > 20_000_000)
 """
-    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    assert said(script) == ["True"]
 
 
 @pytest.mark.parametrize("asked", [{}, {"MALLOC_PERTURB_": "252"}], ids=["alone", "asked for by the environment"])

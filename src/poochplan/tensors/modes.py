@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -205,17 +204,12 @@ def around_compiled(
 
     A compiled module gets no hook: hooks are part of the compiled code, and adding one compiles it again.
     """
-    undo: list[Callable[[], None]] = []
-    try:
+    with contextlib.ExitStack() as stack:
         for name, module in compiled_modules(model).items():
             attribute = call_attribute(module)
-            original = getattr(module, attribute)
-            undo.append(functools.partial(_restore, module, attribute, module.__dict__.get(attribute)))
-            object.__setattr__(module, attribute, wrap(name, _noticed(original)))
+            stack.callback(_restore, module, attribute, module.__dict__.get(attribute))
+            object.__setattr__(module, attribute, wrap(name, _noticed(getattr(module, attribute))))
         yield
-    finally:
-        for step in reversed(undo):
-            step()
 
 
 def in_compiled_call() -> bool:

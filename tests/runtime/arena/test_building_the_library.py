@@ -131,29 +131,24 @@ def test_a_compiler_that_fails_is_one_clear_line(
     assert [path.name for path in library_file().parent.iterdir()] == ["lock"]
 
 
-@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
-def test_a_folder_that_others_can_write_is_refused(built_home: Path, mode: int) -> None:
-    for folder in (library_file().parent, library_file().parent.parent):
-        folder.chmod(mode)
-        with pytest.raises(NativeError) as error:
-            build()
-        assert one_line(error).endswith(f"found mode {mode:o}; chmod go-w it")
-        assert not is_built()
-        folder.chmod(0o700)
-    assert is_built()
-
-
-def test_a_file_that_others_can_write_is_refused(built_home: Path) -> None:
-    library_file().chmod(0o722)
-    with pytest.raises(NativeError, match=r"allocator\.so: expected that nobody else can write there"):
+@pytest.mark.parametrize(
+    ("above", "mode", "message"),
+    [
+        (0, 0o722, r"allocator\.so: expected that nobody else can write there, found mode 722; chmod go-w it"),
+        (1, 0o770, "found mode 770; chmod go-w it"),
+        (1, 0o702, "found mode 702; chmod go-w it"),
+        (2, 0o777, "found mode 777; chmod go-w it"),
+        (4, 0o777, "found mode 777; chmod o-w it"),
+    ],
+    ids=["file", "folder, by a group", "folder", "its parent", "far above"],
+)
+def test_what_others_can_write_is_refused(built_home: Path, above: int, mode: int, message: str) -> None:
+    path = (library_file(), *library_file().parents)[above]
+    path.chmod(mode)
+    with pytest.raises(NativeError, match=message):
         build()
-
-
-def test_a_folder_above_that_everyone_can_write_is_refused(built_home: Path) -> None:
-    built_home.chmod(0o777)
-    with pytest.raises(NativeError, match="found mode 777; chmod o-w it"):
-        build()
-    built_home.chmod(0o1777)  # as /tmp: nobody can put another folder in the place of ours
+    assert not is_built()
+    path.chmod(0o1777 if path == built_home else 0o700)  # as /tmp: nobody can put another folder in the place of ours
     assert build() == library_file()
 
 
