@@ -85,8 +85,12 @@ bool note_birth(void* address, size_t size_bytes, Arena* arena) noexcept {
 // The deleter of every block. It removes the address's entry before the address can be reused.
 void release(void* address) {
   if (address == nullptr) return;
-  const Block block = state.blocks.remove(address);
-  if (block.address != nullptr) state.active.died(block, here.scope); // else from before this allocator
+  Block block;
+  if (!state.blocks.remove(address, block)) { // a block from before this allocator, by raw_deallocate
+    state.give_back(address);
+    return;
+  }
+  state.active.died(block, here.scope);
   if (block.arena == nullptr) {
     state.give_back(address);
     return;
