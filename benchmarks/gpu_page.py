@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.gpu_bits import table
 from poochplan.units import format_bytes, format_seconds
 
 Row = dict[str, Any]
@@ -55,6 +56,8 @@ def _verdicts(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _profiles(results: dict[str, Any]) -> Iterator[str]:
+    if results["bits"]:
+        yield from ("## Bits of masks", "", *table(results["bits"]), "")
     if not results["profiles"]:
         return
     yield "## Networks"

@@ -39,6 +39,7 @@ from torch.utils.checkpoint import checkpoint
 
 import poochplan
 from benchmarks.facts import facts_of_run
+from benchmarks.gpu_bits import rows as rows_of_bits
 from benchmarks.gpu_nets import NETS, Net
 from benchmarks.gpu_overlap import TimedCuda, overlap, total_s
 from benchmarks.gpu_page import page
@@ -86,6 +87,7 @@ class Suite:
             "tests": None,
             "profiles": [],
             "rows": [],
+            "bits": [],
             "failed": [],
             "skipped": [],
         }
@@ -441,6 +443,11 @@ def main(argv: list[str] | None = None) -> int:
         with suite.case("GPU tests") as there_is_time:
             if there_is_time:
                 run_tests(suite, arguments.tests)
+    if suite.where.type == "cuda":
+        with suite.case("bits of masks") as there_is_time:
+            if there_is_time:
+                suite.results["bits"] += rows_of_bits(suite.where, is_tiny=suite.tiny)
+        forget_peaks(suite.where)
     for name in arguments.nets:
         run_net(suite, name)
         forget_peaks(suite.where)

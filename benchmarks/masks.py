@@ -5,8 +5,9 @@
 
 The masks of the instances are floating-point numbers, as on the CPU, and may be drawn again. With ``--one-byte`` they
 are as those of a GPU: one byte per element, made by an op that needs its input, so none is drawn again. Narrowing and
-widening a mask then move 2.25 bytes per element, as one kernel each would. With ``--on-cuda`` too they move the 5.25
-bytes of the ops of torch that do it there, and take these ops' memory. The budget is that of the instance as it is.
+widening a mask then move 2.25 bytes per element, as the kernels do where CuPy is installed. With ``--on-cuda`` too
+they move the 5.25 bytes of the ops of torch that do it without CuPy. Both take these ops' memory, as plans for a GPU
+count it. The budget is that of the instance as it is.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def row_of(
     budget_bytes = budget_of(profile, kept)
     row: dict[str, Any] = {"instance": name, "link": link, "kept": kept, "one_byte": is_one_byte, "cuda": is_on_cuda}
     profile = one_byte(profile) if is_one_byte else profile
-    if is_on_cuda:
-        profile = replace(profile, device=replace(profile.device, kind="cuda"))
+    if is_one_byte or is_on_cuda:
+        profile = replace(profile, device=replace(profile.device, kind="cuda", bits_kernel=not is_on_cuda))
     for what, without in (("without", ("narrow",)), ("with", ())):
         found = plan(profile, budget_bytes, time_limit_s=time_limit_s, gap=0.001, without=without)
         held = {decision: sum(sizes) for decision, sizes in found.sources(bits=True).items() if sizes}
@@ -74,7 +75,7 @@ def main() -> int:
     parser.add_argument("--kept", type=float, default=0.1, help="share of the movable bytes that the budget keeps")
     parser.add_argument("--time-limit", type=float, default=20.0)
     parser.add_argument("--one-byte", action="store_true")
-    parser.add_argument("--on-cuda", action="store_true", help="seconds and memory of narrowing are those on CUDA")
+    parser.add_argument("--on-cuda", action="store_true", help="narrowing is that on CUDA without CuPy")
     parser.add_argument("-o", "--output")
     arguments = parser.parse_args()
     rows = []

@@ -3,7 +3,8 @@
 What made a mask decides, and never its contents: recorded ops fill its whole storage by ``bernoulli_``, and scale it by
 numbers, or one op makes bools. So each element is one of two patterns, which the same ops give for 0 and 1. The whole
 storage is narrowed, in the order of its memory. On the CPU numpy does both, in parts that stay in the processor's
-cache. On CUDA ops of torch do, and nothing waits for them: contents are not compared with both patterns there.
+cache. On CUDA a kernel each does (``bits_kernel.py``), or where there is none ops of torch. Nothing waits for them:
+contents are not compared with both patterns there.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from poochplan.tensors.storages import Geometry, new_storage, on_whole
 from poochplan.torch_private.tensor_internals import version_of
 
 from . import fewer_bytes
+from .bits_kernel import Kernels, kernels_on
 from .replay import Birth, RecordedOp, StorageRecord, View
 
 Integers = npt.NDArray[Any]
@@ -46,8 +48,17 @@ GATHERING = 0x0102040810204080
 """By this product of eight bytes of 0 or 1, the highest byte has all of them as bits, the first one as the lowest."""
 Scales = tuple[tuple[Any, int | float], ...]
 """Ops that scale a mask, and their numbers."""
-Tables = dict[tuple[torch.device, torch.dtype, Scales], torch.Tensor]
-"""What widens bits on CUDA, by the device and by what has made a mask."""
+
+
+class OnDevice(NamedTuple):
+    """The two contents on CUDA, in a table that widens bits, and what narrows and widens there."""
+
+    table: torch.Tensor
+    kernels: Kernels | None
+
+
+Tables = dict[tuple[torch.device, torch.dtype, Scales], OnDevice]
+"""By the device and by what has made a mask."""
 
 
 class Patterns(NamedTuple):
@@ -57,7 +68,7 @@ class Patterns(NamedTuple):
     one: int
 
 
-def patterns_of(record: StorageRecord, dtype: torch.dtype, tables: Tables) -> Patterns | torch.Tensor | None:
+def patterns_of(record: StorageRecord, dtype: torch.dtype, tables: Tables) -> Patterns | OnDevice | None:
     """The two contents of the elements of a storage; on CUDA one of the ``tables``, to which it is added. None if the
     storage's recorded writers are not those of a mask.
     """
@@ -67,7 +78,7 @@ def patterns_of(record: StorageRecord, dtype: torch.dtype, tables: Tables) -> Pa
         return patterns
     key = storage.device, dtype, scales
     if key not in tables:
-        tables[key] = _device_table(*key)
+        tables[key] = on_device(*key)
     return tables[key]
 
 
@@ -118,8 +129,8 @@ def _patterns(dtype: torch.dtype, scales: Scales) -> Patterns | None:
     return Patterns(zeros.pop(), ones.pop()) if len(zeros) == len(ones) == 1 else None
 
 
-def _device_table(where: torch.device, dtype: torch.dtype, scales: Scales) -> torch.Tensor:
-    """The eight elements for each byte of bits, as the ops make them of 0 and 1; in words of eight bytes.
+def on_device(where: torch.device, dtype: torch.dtype, scales: Scales) -> OnDevice:
+    """The table has the eight elements for each byte of bits, as the ops make them of 0 and 1, in words of eight bytes.
 
     It waits for the device: from then on every stream may read the table.
     """
@@ -128,7 +139,7 @@ def _device_table(where: torch.device, dtype: torch.dtype, scales: Scales) -> to
     for func, factor in scales:
         func(found, factor)
     torch.cuda.current_stream(where).synchronize()
-    return found.view(torch.int64)
+    return OnDevice(found.view(torch.int64), kernels_on(where))
 
 
 def _array(storage: torch.UntypedStorage, dtype: torch.dtype) -> Integers:
@@ -138,13 +149,13 @@ def _array(storage: torch.UntypedStorage, dtype: torch.dtype) -> Integers:
 
 
 def narrow(
-    storage: torch.UntypedStorage, dtype: torch.dtype, patterns: Patterns | torch.Tensor
+    storage: torch.UntypedStorage, dtype: torch.dtype, patterns: Patterns | OnDevice
 ) -> torch.UntypedStorage | None:
     """One bit for each element of the storage, the first one the lowest of a byte. None if there is a third content,
     which is looked for on the CPU.
     """
-    if isinstance(patterns, torch.Tensor):
-        return _narrow_on_device(on_whole(storage, _INTEGERS[dtype][0]), patterns)
+    if isinstance(patterns, OnDevice):
+        return _narrow_on_device(on_whole(storage, _INTEGERS[dtype][0]), *patterns)
     whole = _array(storage, dtype)
     made = new_storage(-(-len(whole) // 8), storage.device)
     bits = _array(made, torch.uint8)
@@ -158,10 +169,13 @@ def narrow(
     return made
 
 
-def _narrow_on_device(whole: torch.Tensor, table: torch.Tensor) -> torch.UntypedStorage:
-    """By words of eight elements. Other elements than bools are compared with the pattern for 1."""
+def _narrow_on_device(whole: torch.Tensor, table: torch.Tensor, kernels: Kernels | None) -> torch.UntypedStorage:
+    """Without a kernel by words of eight elements. Other elements than bools are compared with the pattern for 1."""
     made = new_storage(-(-len(whole) // 8), whole.device)
-    bits, one = on_whole(made, torch.uint8), table.view(whole.dtype)[-1, -1]
+    bits = on_whole(made, torch.uint8)
+    if kernels is not None and kernels.narrow(whole, bits, table):
+        return made
+    one = table.view(whole.dtype)[-1, -1]
     room = on_whole(new_storage(8 * min(len(bits), DEVICE_PART // 8), whole.device), torch.int64)
     for start in range(0, len(whole), DEVICE_PART):
         part, read = whole[start : start + DEVICE_PART], 0
@@ -178,11 +192,11 @@ def _narrow_on_device(whole: torch.Tensor, table: torch.Tensor) -> torch.Untyped
     return made
 
 
-def widen(bits: torch.Tensor, count: int, dtype: torch.dtype, patterns: Patterns | torch.Tensor) -> torch.Tensor:
+def widen(bits: torch.Tensor, count: int, dtype: torch.dtype, patterns: Patterns | OnDevice) -> torch.Tensor:
     """A new storage of ``count`` elements, as :func:`narrow` has found them."""
     storage = new_storage(count * dtype.itemsize, bits.device)
-    if isinstance(patterns, torch.Tensor):
-        _widen_on_device(bits, patterns, on_whole(storage, dtype))
+    if isinstance(patterns, OnDevice):
+        _widen_on_device(bits, on_whole(storage, dtype), *patterns)
         return on_whole(storage, dtype)
     whole, table = _array(storage, dtype), _table(_INTEGERS[dtype][1], patterns)
     packed, full = bits.numpy(), count - count % 8
@@ -195,7 +209,9 @@ def widen(bits: torch.Tensor, count: int, dtype: torch.dtype, patterns: Patterns
     return on_whole(storage, dtype)
 
 
-def _widen_on_device(bits: torch.Tensor, table: torch.Tensor, whole: torch.Tensor) -> None:
+def _widen_on_device(bits: torch.Tensor, whole: torch.Tensor, table: torch.Tensor, kernels: Kernels | None) -> None:
+    if kernels is not None and kernels.widen(bits, whole, table):
+        return
     room = on_whole(new_storage(4 * min(len(bits), DEVICE_PART // 8), bits.device), torch.int32)
     for start in range(0, len(whole), DEVICE_PART):
         part = whole[start : start + DEVICE_PART]

@@ -1,8 +1,15 @@
-"""On CUDA too bits stand for masks, which ops of torch narrow and widen: the bits and bytes are those of the plan."""
+"""On CUDA too bits stand for masks: the bits and bytes are those of the plan. Kernels narrow and widen them, or ops of
+torch.
+
+The kernels run as C++ on the processor here (``kernels.py``). So this is about when, where and with what they are
+launched; ``tests/runtime/test_bits_kernel.py`` is about what they compute.
+"""
 
 from __future__ import annotations
 
 import gc
+import sys
+import warnings
 
 import msgspec
 import numpy as np
@@ -12,9 +19,11 @@ import torch
 import poochplan
 from poochplan.formats import narrow
 from poochplan.formats.plan import Decision
+from poochplan.profiler.assembly.assemble import this_machine
 from poochplan.runtime.replays import bits
+from poochplan.runtime.replays.bits_kernel import kernels_on
 from poochplan.tensors.storages import on_whole
-from tests.cuda_rules.machine import WHERE, Machine
+from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
 from tests.cuda_rules.streams import Stream
 from tests.planner.checker import check
 from tests.planner.mask_profiles import on_cuda
@@ -22,14 +31,31 @@ from tests.planner.test_masks import dropout
 from tests.runtime.by_hand import held, planned, problem_of
 from tests.runtime.mask_nets import masks_on
 from tests.runtime.nets import followed, metered_peaks, train
+from tests.runtime.served import needs_compiler
 from tests.runtime.test_bits import INTEGERS, with_slow_copies
 
 COUNTS = {"float32": 6, "bfloat16": 3, "bools, float32": 9, "bools, bfloat16": 7}
 """Dropout of attention reads what is saved anyway: 16 bits of it are drawn again in less time than they are widened."""
 CASES = masks_on(WHERE)
 SCALES = (torch.ops.aten.div_.Scalar, 0.7), (torch.ops.aten.mul_.Scalar, -3)
+BY_OPS = "bfloat16", "bools, float32"
+"""The cases in which ops of torch narrow and widen, though the profile counts on the kernels."""
 
 
+@pytest.fixture
+def _by_ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.callspec.params["name"] in BY_OPS:
+        monkeypatch.setattr(bits, "kernels_on", lambda where: None)
+
+
+def is_as_wanted(gpu: Machine, name: str) -> bool:
+    """Whether kernels were launched where they are there, beside the two launches that try them."""
+    launched = sum(count for kernel, count in gpu.counts.items() if kernel.startswith(("narrow_", "widen_")))
+    return (launched > 2) is (name not in BY_OPS)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_by_ops")
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize("decision", Decision)
 def test_bits_are_held_or_swapped_in_place_of_a_mask_or_it_is_drawn_again(
@@ -41,12 +67,16 @@ def test_bits_are_held_or_swapped_in_place_of_a_mask_or_it_is_drawn_again(
     assert followed(case, plan, 3, wanted=train(case, 3)[0]).last_step.replayed_values >= COUNTS[name]
     assert metered_peaks(case, plan)[1] <= found.simulation.peak_bytes
     assert check(case.profile(), plan).peak_bytes == found.simulation.peak_bytes
+    assert decision is Decision.RECOMPUTE or is_as_wanted(gpu, name)
 
 
+@needs_compiler
+@pytest.mark.usefixtures("_by_ops")
 @pytest.mark.parametrize("name", ["bools, float32", "bools, bfloat16"])
 def test_plans_hold_the_bits_of_dropouts_masks_within_the_budget(gpu: Machine, name: str) -> None:
     case, found = CASES[name], []
     profile = with_slow_copies(case.profile())
+    assert profile.device.bits_kernel
     smallest = poochplan.smallest_budget(profile)
     budget_bytes = smallest + (profile.in_core_peak_bytes - smallest) // 8
     plan = poochplan.plan(profile, budget_bytes, evaluations=300, gap=0.0)
@@ -62,12 +92,15 @@ def test_plans_hold_the_bits_of_dropouts_masks_within_the_budget(gpu: Machine, n
         tensors = [one.contiguous().cpu() for step in seen for one in step if one.ndim]
         found.append([one.view(INTEGERS[one.element_size()]) for one in tensors])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert is_as_wanted(gpu, name)
 
 
+@needs_compiler
+@pytest.mark.parametrize("by_kernels", [True, False])
 @pytest.mark.parametrize("dtype", bits._INTEGERS)
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 1023, 1024, 1025, 5000])
 def test_narrowing_gives_numpys_bits_and_widening_the_very_patterns_at_the_bytes_planned(
-    gpu: Machine, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, count: int
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, count: int, by_kernels: bool
 ) -> None:
     for module in (bits, narrow):
         monkeypatch.setattr(module, "DEVICE_PART", 1024)
@@ -75,7 +108,10 @@ def test_narrowing_gives_numpys_bits_and_widening_the_very_patterns_at_the_bytes
     mask = drawn.to(WHERE).to(dtype)
     for scale, factor in scales:
         scale(mask, factor)
-    table, waits, name = bits._device_table(WHERE, dtype, scales), list[Stream](), str(dtype).removeprefix("torch.")
+    patterns, waits, name = bits.on_device(WHERE, dtype, scales), list[Stream](), str(dtype).removeprefix("torch.")
+    assert patterns.kernels is not None
+    if not by_kernels:
+        patterns = patterns._replace(kernels=None)
     profile = on_cuda(dropout())
     (masked,) = narrow.masks_of(profile).values()
     values = [msgspec.structs.replace(one, dtype=name, size_bytes=mask.nbytes) for one in profile.values]
@@ -85,17 +121,79 @@ def test_narrowing_gives_numpys_bits_and_widening_the_very_patterns_at_the_bytes
         patch.setattr(Stream, "synchronise", waits.append)
         before_bytes = gpu.memory.now["requested_bytes"]
         gpu.memory.begin_peaks()
-        made = bits.narrow(mask.untyped_storage(), dtype, table)
+        made = bits.narrow(mask.untyped_storage(), dtype, patterns)
         narrowing_bytes = gpu.memory.peaks["requested_bytes"] - before_bytes
         assert made is not None
         packed = on_whole(made, torch.uint8)
         before_bytes = gpu.memory.now["requested_bytes"]
         gpu.memory.begin_peaks()
-        back = bits.widen(packed, count, dtype, table)
+        back = bits.widen(packed, count, dtype, patterns)
         widening_bytes = gpu.memory.peaks["requested_bytes"] - before_bytes
     assert waits == []
     assert packed.tolist() == np.packbits(drawn.numpy(), bitorder="little").tolist()
     integer = bits._INTEGERS[dtype][0]
     assert torch.equal(back.view(integer), mask.view(integer))
-    assert narrowing_bytes == foreseen[0]
-    assert widening_bytes - profile.rounded_bytes(mask.nbytes) <= foreseen[1]
+    inside_bytes = widening_bytes - profile.rounded_bytes(mask.nbytes)
+    if by_kernels:
+        assert (narrowing_bytes, inside_bytes) == (profile.rounded_bytes(packed.nbytes), 0)
+    assert by_kernels or narrowing_bytes == foreseen[0]
+    assert narrowing_bytes <= foreseen[0]
+    assert inside_bytes <= foreseen[1]
+
+
+@needs_compiler
+def test_a_kernel_runs_on_the_current_stream_of_the_gpu_that_has_the_mask() -> None:
+    with on_stand_in(index=1) as gpu:
+        side, patterns = torch.cuda.Stream(gpu.where), bits.on_device(gpu.where, torch.bool, ())
+        mask = (torch.rand(5000) < 0.6).to(gpu.where)
+        side.wait_stream(torch.cuda.current_stream(gpu.where))
+        with torch.cuda.stream(side):
+            made = bits.narrow(mask.untyped_storage(), torch.bool, patterns)
+            assert made is not None
+            back = bits.widen(on_whole(made, torch.uint8), 5000, torch.bool, patterns)
+        for tensor, kernel in ((on_whole(made, torch.uint8), "narrow_1"), (back, "widen_1")):
+            block = gpu.memory.block_at(tensor.data_ptr())
+            assert block is not None
+            assert block.accesses.written is not None
+            assert block.accesses.written[1] == f"{kernel} on stream {side.cuda_stream}"
+        assert gpu.violations == []
+
+
+@needs_compiler
+def test_buffers_that_begin_elsewhere_are_left_to_ops_of_torch(gpu: Machine) -> None:
+    kernels, before = kernels_on(WHERE), dict(gpu.counts)
+    assert kernels is not None
+    assert {name: gpu.counts[name] for name in ("narrow_1", "widen_1")} == {"narrow_1": 1, "widen_1": 1}
+    mask, packed, table = (torch.zeros(2048, dtype=torch.uint8, device=WHERE) for _ in range(3))
+    assert not kernels.narrow(mask[1:], packed, table)
+    assert not kernels.narrow(mask, packed[8:], table)
+    assert not kernels.widen(packed[8:], mask, table)
+    assert dict(gpu.counts) == before | {"narrow_1": 1, "widen_1": 1}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("what", "reason"), [("fails", "RuntimeError: no NVRTC"), ("does nothing", "they gave other bits")]
+)
+def test_a_cupy_without_kernels_is_told_once_and_the_profile_knows(
+    what: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def __init__(self, *, code: str) -> None:
+            if what == "fails":
+                raise RuntimeError("no NVRTC\nand more")
+
+        def get_function(self, name: str) -> object:
+            return lambda *given, stream: None
+
+    with on_stand_in():
+        assert this_machine(torch.device("cuda")).bits_kernel
+    with on_stand_in(cupy=False):
+        assert not this_machine(WHERE).bits_kernel
+    with on_stand_in():
+        monkeypatch.setattr(sys.modules["cupy"], "RawModule", Broken)
+        with pytest.warns(RuntimeWarning, match=f"CuPy stand-in has no kernels for the bits of masks here .{reason}"):
+            assert not this_machine(WHERE).bits_kernel
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert bits.on_device(WHERE, torch.bool, ()).kernels is None

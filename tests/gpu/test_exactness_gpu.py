@@ -12,6 +12,8 @@ import poochplan
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
+from poochplan.runtime.replays import bits
+from poochplan.runtime.replays.bits_kernel import kernels_on
 from poochplan.runtime.replays.fewer_bytes import narrow, widen
 from poochplan.tensors.storages import on_whole
 from tests.depth import seeds, tries
@@ -60,6 +62,26 @@ def test_bits_stand_for_the_masks_of_dropout_at_the_bytes_simulated() -> None:
     assert sum(value.bits and value.until >= 0 for value in plan.values) == 9
     followed(case, plan, 2, wanted=reference(case, 2))
     assert metered_peaks(case, plan)[1] <= found.simulation.peak_bytes
+
+
+@pytest.mark.parametrize("dtype", bits._INTEGERS)
+def test_kernels_give_the_bits_of_the_ops_of_torch_and_the_very_patterns(dtype: torch.dtype) -> None:
+    kernels = kernels_on(WHERE) if WHERE.type == "cuda" else None
+    if kernels is None:
+        pytest.skip("there is no CuPy")
+    scales = () if dtype is torch.bool else ((torch.ops.aten.div_.Scalar, 0.7), (torch.ops.aten.mul_.Scalar, -3))
+    by_kernels = bits.on_device(torch.device("cuda", torch.cuda.current_device()), dtype, scales)
+    by_ops = by_kernels._replace(kernels=None)
+    for count in (*range(1, 70), 4095, 4096, 4097, tries((1 << 16) + 3, (1 << 26) + 3)):
+        mask = (torch.rand(count, device=WHERE) < 0.6).to(dtype)
+        for scale, factor in scales:
+            scale(mask, factor)
+        found = [bits.narrow(mask.untyped_storage(), dtype, patterns) for patterns in (by_kernels, by_ops)]
+        kept, wanted = (on_whole(one, torch.uint8) for one in found if one is not None)
+        assert torch.equal(kept, wanted), count
+        integer = bits._INTEGERS[dtype][0]
+        for patterns in (by_kernels, by_ops):
+            assert torch.equal(bits.widen(kept, count, dtype, patterns).view(integer), mask.view(integer)), count
 
 
 @pytest.mark.parametrize("name", ["Pools", "Casts"])

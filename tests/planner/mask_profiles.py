@@ -77,8 +77,8 @@ def of_bools(profile: Profile) -> Profile:
     return replace(profile, values=tuple(values))
 
 
-def on_cuda(profile: Profile) -> Profile:
-    return replace(profile, device=replace(profile.device, kind="cuda"))
+def on_cuda(profile: Profile, *, bits_kernel: bool = False) -> Profile:
+    return replace(profile, device=replace(profile.device, kind="cuda", bits_kernel=bits_kernel))
 
 
 def _block(r: Recorder, rng: random.Random, x: int) -> int:

@@ -65,7 +65,8 @@ def fused_dropout(element_bytes: int = 4, saved: bool = False, size: int = SIZE)
 
 
 def test_a_mask_of_bools_is_what_one_op_makes_and_its_bits_are_its_only_recipe() -> None:
-    for profile, moved in ((fused_dropout(), 2.25), (on_cuda(fused_dropout()), 5.25)):
+    with_kernel = on_cuda(fused_dropout(), bits_kernel=True)
+    for profile, moved in ((fused_dropout(), 2.25), (on_cuda(fused_dropout()), 5.25), (with_kernel, 2.25)):
         graph = build_problem(with_bits(profile)).replay
         assert graph.replays[0] is None
         assert graph.of(1).inputs == (0,)
@@ -84,11 +85,14 @@ def test_a_mask_that_dropout_makes_again_in_less_time_has_no_bits() -> None:
     assert len(faster_masks(fused_dropout(2, saved=True))) == 1
     assert len(faster_masks(on_cuda(fused_dropout(4, saved=True)))) == 1
     assert faster_masks(on_cuda(fused_dropout(2, saved=True))) == {}
+    assert len(faster_masks(on_cuda(fused_dropout(2, saved=True), bits_kernel=True))) == 1
     assert len(faster_masks(on_cuda(fused_dropout(2)))) == 1
 
 
-def test_on_cuda_narrowing_takes_memory_where_a_mask_is_saved_and_a_table_lies_there() -> None:
-    profile = on_cuda(fused_dropout())
+@pytest.mark.parametrize("bits_kernel", [True, False])
+def test_on_cuda_narrowing_takes_memory_where_a_mask_is_saved_and_a_table_lies_there(bits_kernel: bool) -> None:
+    """A plan may run where the kernel is missing."""
+    profile = on_cuda(fused_dropout(), bits_kernel=bits_kernel)
     planned = with_bits(profile)
     (narrowing,) = (op for op in planned.ops if op.name == NARROW)
     assert narrowing.workspace_bytes == SIZE + SIZE // 8

@@ -174,14 +174,14 @@ def widening_seconds(profile: Profile, mask: int, reader: int) -> float | None:
 
 def moved_by_both(profile: Profile, mask: int) -> float:
     """Bytes that narrowing a mask and widening its bits read and write. On the CPU: the mask and the bits, twice. Other
-    forms take that on CUDA too.
+    forms take that on CUDA too, and so do bits where a kernel makes them.
 
-    On CUDA each op of ``runtime/replays/bits.py`` passes over memory. For each element a product of bools moves 2
+    Without one each op of ``runtime/replays/bits.py`` passes over memory. For each element a product of bools moves 2
     bytes, its highest bytes 1 + 1/8, the bits as 32-bit indices 1/8 + 1/2, and the look-up 1/2 + 1: 5.25 in all. An
     element of ``n`` bytes is compared first: n + 1 bytes, then 2 for the product in place; and ``n`` are looked up.
     """
     size_bytes = profile.values[mask].size_bytes
-    if profile.device.kind == "cpu" or form_of(profile, mask) != BITS:
+    if profile.device.kind == "cpu" or profile.device.bits_kernel or form_of(profile, mask) != BITS:
         return 2 * (size_bytes + bits_bytes(profile, mask))
     others = 3.25 if profile.values[mask].dtype == BOOL else 5.25
     return 2 * size_bytes + others * _elements(profile, mask)

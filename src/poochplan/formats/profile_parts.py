@@ -281,6 +281,9 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     threads: Count = 0
     host_bytes: Bytes | None = None
     """On CUDA, bytes of the host's memory that a process could still take, within its cgroups; None if not known."""
+    bits_kernel: bool = False
+    """On CUDA, whether a kernel each narrows a mask to bits and widens them (by CuPy). If not, and in files that lack
+    it, ops of torch do, which move more bytes."""
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
