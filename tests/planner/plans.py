@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import msgspec
 
@@ -13,7 +14,7 @@ from poochplan.planner.policies import PolicyInput
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import Schedule, Tuning
 from poochplan.planner.simulator.simulate import swap_all_on_demand
-from poochplan.planner.writing import last_recipes
+from poochplan.planner.writing import last_recipes, with_decisions
 
 
 def input_at(profile: Profile, share: float) -> PolicyInput:
@@ -36,6 +37,13 @@ def plan_with(profile: Profile, schedule: Schedule) -> Plan:
     return msgspec.structs.replace(
         kept, values=tuple(values), schedule=schedule.actions, record_from_start=schedule.record_from_start
     )
+
+
+def held(profile: Profile, added: Callable[[Profile], Profile]) -> Plan:
+    """Of what ``added`` adds, the first is held, and what it stands for recomputed; all else is kept."""
+    made = plan(added(profile), 2 * profile.in_core_peak_bytes)
+    place = next(number for number, value in enumerate(made.values) if value.source)
+    return with_decisions(profile, made, {made.values[place + 1].name: Decision.RECOMPUTE})
 
 
 def random_decisions(problem: Problem, seed: int) -> list[Decision]:

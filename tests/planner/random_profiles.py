@@ -413,6 +413,16 @@ def _random_op(r: Recorder, rng: random.Random, alive: list[int], buffer: int) -
     alive.extend(value for value in outputs if value != buffer)
 
 
+def any_seconds(rng: random.Random) -> float:
+    """Of an op that takes time."""
+    return float(1e-3 * 10 ** rng.uniform(-1.3, 0.6))
+
+
+def few_seconds(rng: random.Random) -> float:
+    """Of an op that is cheap."""
+    return float(1e-4 * 10 ** rng.uniform(-1, 0.5))
+
+
 def finished_with_a_random_link(r: Recorder, rng: random.Random) -> Profile:
     """The recorded step, over a link that needs about as long as the ops, or very unlike that."""
     saved_bytes = sum(r.values[value].size_bytes for value in r.saved)
