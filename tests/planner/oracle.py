@@ -130,7 +130,7 @@ def best_decisions(problem: Problem, budget_bytes: int) -> Candidate:
         if best is not None and best.peak_bytes <= budget_bytes:
             if problem.step_s + _least_replay_s(problem, wish) >= best.simulation.step_s * (1 - SAME):
                 break
-            if _kept_floor_bytes(problem, wish) > budget_bytes:
+            if floor_bytes(problem, wish) > budget_bytes:
                 continue
         found = try_decisions(problem, "best decisions", wish, budget_bytes)
         if best is None or found.rank(budget_bytes) < best.rank(budget_bytes):
@@ -144,7 +144,7 @@ def _least_replay_s(problem: Problem, wish: Sequence[Decision]) -> float:
     return problem.replay.merged(used).seconds if used else 0.0
 
 
-def _kept_floor_bytes(problem: Problem, wish: Sequence[Decision]) -> int:
+def floor_bytes(problem: Problem, wish: Sequence[Decision]) -> int:
     """A peak that no schedule of these decisions is below: kept values throughout, others while they must be live."""
     floor = problem.base_bytes.copy()
     for value, decision in enumerate(wish):

@@ -9,18 +9,22 @@ import msgspec
 
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
-from poochplan.planner.planning import plan
+from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.policies import PolicyInput
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import Schedule, Tuning
-from poochplan.planner.simulator.simulate import swap_all_on_demand
 from poochplan.planner.writing import last_recipes, with_decisions
 
 
+def budget_at(profile: Profile, share: float) -> int:
+    """A budget with ``share`` of the room between the smallest budget and the in-core peak."""
+    smallest = smallest_budget(profile)
+    return int(smallest + share * (profile.in_core_peak_bytes - smallest))
+
+
 def input_at(profile: Profile, share: float) -> PolicyInput:
-    """A budget with ``share`` of the room between the smallest peak and the in-core peak."""
-    smallest = swap_all_on_demand(PolicyInput.of(profile, 1).problem).peak_bytes
-    return PolicyInput.of(profile, int(smallest + share * (profile.in_core_peak_bytes - smallest)))
+    """The same as the input of a policy."""
+    return PolicyInput.of(profile, budget_at(profile, share))
 
 
 def plan_with(profile: Profile, schedule: Schedule) -> Plan:

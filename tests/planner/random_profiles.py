@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 import msgspec
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from poochplan.formats.profile import (
@@ -187,16 +188,13 @@ class Recorder:
             born = []
             for read in node.reads:
                 record = self.values[read]
-                if record.kind in (Kind.TEMPORARY, Kind.ACTIVATION) and read not in gradient:
-                    gradient[read] = len(self.values)
-                    born.append(len(self.values))
-                    self.values.append(_Value(f"grad of {record.name}", Kind.TEMPORARY, record.size_bytes, born=index))
-                elif record.kind is Kind.PARAMETER and read not in gradient:
-                    gradient[read] = len(self.values)
-                    born.append(len(self.values))
-                    self.values.append(
-                        _Value(f"grad of {record.name}", Kind.GRADIENT, record.size_bytes, born=index, outlives=True)
-                    )
+                is_weight = record.kind is Kind.PARAMETER
+                if read in gradient or not (is_weight or record.kind in (Kind.TEMPORARY, Kind.ACTIVATION)):
+                    continue
+                gradient[read] = len(self.values)
+                born.append(len(self.values))
+                kind, name = Kind.GRADIENT if is_weight else Kind.TEMPORARY, f"grad of {record.name}"
+                self.values.append(_Value(name, kind, record.size_bytes, born=index, outlives=is_weight))
             used = [gradient[v] for v in node.outputs if v in gradient]
             for value in [*used, *born]:
                 self.values[value].death_op = self.values[value].freed_op = index
@@ -213,7 +211,7 @@ class Recorder:
             )
 
     def _profile(self, link: Link) -> Profile:
-        ops, last_op = tuple(self.ops), len(self.ops) - 1
+        ops = tuple(self.ops)
         points = tuple(Point(kind=kind, handle=handle, op=op) for kind, handle, op in self.points)
         ticks = _op_ticks(len(ops), points)
         last_tick = len(ops) + len(points) - 1
@@ -237,7 +235,6 @@ class Recorder:
                 )
             )
         seconds = {phase: sum(op.duration_s for op in ops if op.phase is phase) for phase in Phase}
-        assert last_op >= 0
         return Profile(
             workload="test",
             mode="run",
@@ -373,7 +370,7 @@ def random_profile(seed: int, op_count: int = 12) -> Profile:
     r.op("loss", alive[-1:], [256], saves=alive[-1:] if rng.random() < 0.7 else [])
     if rng.random() < 0.2:
         r.hold_until_end(rng.choice(alive))
-    profile = r.finish(
+    return r.finish(
         link(
             gb_per_s=10 ** rng.uniform(-3, 0),
             latency_s=rng.choice([0.0, 1e-5, 1e-3]),
@@ -384,7 +381,6 @@ def random_profile(seed: int, op_count: int = 12) -> Profile:
         optimizer_s=rng.choice([0.0, 1e-3]),
         state_bytes=rng.choice([0, 4096]),
     )
-    return profile
 
 
 def _random_op(r: Recorder, rng: random.Random, alive: list[int], buffer: int) -> None:
@@ -458,6 +454,9 @@ def with_random_thread(profile: Profile, seed: int) -> Profile:
     )
     device = msgspec.structs.replace(profile.device, kind=rng.choice(["cpu", "cuda"]))
     return msgspec.structs.replace(profile, runtime=runtime, device=device)
+
+
+QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def profiles(max_ops: int = 16) -> st.SearchStrategy[Profile]:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import networks
@@ -29,9 +29,7 @@ from poochplan.planner.simulator.simulate import simulate
 from tests.depth import tries
 from tests.planner.checker import check
 from tests.planner.plans import plan_with, random_decisions
-from tests.planner.random_profiles import profiles, resnet_like, transformer_like, unet_like
-
-QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+from tests.planner.random_profiles import QUICK, profiles, resnet_like, transformer_like, unet_like
 
 
 def live_at_each_time(blocks: tuple[Block, ...], end: int) -> np.ndarray:

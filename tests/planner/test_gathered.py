@@ -21,8 +21,8 @@ from poochplan.planner.writing import with_decisions
 from tests.depth import tries
 from tests.planner.checker import Violation, check
 from tests.planner.plans import plan_with, random_decisions
-from tests.planner.random_profiles import Recorder, link
-from tests.planner.test_checker_properties import QUICK, STYLES
+from tests.planner.random_profiles import QUICK, Recorder, link
+from tests.planner.test_checker_properties import STYLES
 
 WEIGHT_BYTES, OPS_OF_UNIT = 1 << 20, 4
 

@@ -27,7 +27,7 @@ from poochplan.planner.simulator.simulate import simulate, swap_all_on_demand
 from poochplan.planner.writing import with_decisions
 from tests.planner.checker import Violation, check
 from tests.planner.mask_profiles import fused, mask, mask_profile, of_bools, on_cuda
-from tests.planner.plans import held
+from tests.planner.plans import budget_at, held
 from tests.planner.random_profiles import Recorder, link
 
 KEEP, RECOMPUTE = Decision.KEEP, Decision.RECOMPUTE
@@ -166,8 +166,7 @@ def test_decisions_about_bits_can_be_changed_by_hand() -> None:
 
 def test_without_narrow_a_plan_holds_no_bits() -> None:
     profile = mask_profile(0)
-    smallest = smallest_budget(profile)
-    budget_bytes = (smallest + profile.in_core_peak_bytes) // 2
+    budget_bytes = budget_at(profile, 0.5)
     assert any(value.bits for value in plan(profile, budget_bytes, evaluations=50).values)
     assert not any(value.bits for value in plan(profile, budget_bytes, evaluations=50, without=["narrow"]).values)
     with pytest.raises(UsageError, match="expected sources or narrow, found 'bits'"):

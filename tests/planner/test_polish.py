@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poochplan.formats.plan import Decision
@@ -18,18 +18,17 @@ from poochplan.planner.simulator.simulate import Candidate, least_step_s, simula
 from tests.depth import tries
 from tests.planner.checker import check
 from tests.planner.oracle import best_schedule
-from tests.planner.plans import plan_with, random_decisions
-from tests.planner.random_profiles import profiles, random_profile, unet_like
+from tests.planner.plans import budget_at, plan_with, random_decisions
+from tests.planner.random_profiles import QUICK, profiles, unet_like
 from tests.planner.tiny_profiles import tiny_budget, tiny_profile
 from tests.planner.toys import MB, replay_beside_a_copy, small_from_large
 
-QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 KEEP, SWAP, RECOMPUTE = Decision.KEEP, Decision.SWAP, Decision.RECOMPUTE
 
 
-def polished(problem: Problem, wish: list[Decision], budget_bytes: int, evaluations: int = 2000) -> Candidate:
+def polished(problem: Problem, wish: list[Decision], budget_bytes: int) -> Candidate:
     start = try_decisions(problem, "test", wish, budget_bytes)
-    return polish(problem, start, budget_bytes, Allowance(evaluations=evaluations))
+    return polish(problem, start, budget_bytes, Allowance(evaluations=2000))
 
 
 def released_after_a_replay(problem: Problem, candidate: Candidate) -> list[int]:
@@ -106,8 +105,7 @@ def test_polishing_never_loses_and_the_checker_carries_the_schedule_out(
     profile: Profile, seed: int, share: float
 ) -> None:
     problem = build_problem(profile)
-    smallest = smallest_budget(profile)
-    budget = int(smallest + share * (profile.in_core_peak_bytes - smallest))
+    budget = budget_at(profile, share)
     start = try_decisions(problem, "test", random_decisions(problem, seed), budget)
     found = polish(problem, start, budget, Allowance(evaluations=120))
     assert found.rank(budget)[:2] <= start.rank(budget)[:2]
@@ -130,13 +128,6 @@ def test_without_evaluations_the_schedule_stays_and_gets_its_recording() -> None
     assert found.simulation is unrecorded.simulation
     assert found.schedule == fit(problem, start.wish, budget)
     assert any(action.record for action in found.schedule.actions) or found.schedule.record_from_start
-
-
-def test_the_same_start_gives_the_same_schedule() -> None:
-    profile = random_profile(7)
-    problem, budget = build_problem(profile), smallest_budget(profile)
-    wish = random_decisions(problem, 7)
-    assert polished(problem, wish, budget, 300).schedule == polished(problem, wish, budget, 300).schedule
 
 
 def test_the_waits_of_a_simulation_add_up_to_its_stall() -> None:
