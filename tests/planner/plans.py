@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
 from poochplan.formats.plan import Decision, Plan
-from poochplan.formats.profile import Profile
+from poochplan.formats.profile import PointKind, Profile
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.policies import PolicyInput
 from poochplan.planner.simulator.problem import Problem, build_problem
@@ -48,6 +48,17 @@ def held(profile: Profile, added: Callable[[Profile], Profile]) -> Plan:
     made = plan(added(profile), 2 * profile.in_core_peak_bytes)
     place = next(number for number, value in enumerate(made.values) if value.source)
     return with_decisions(profile, made, {made.values[place + 1].name: Decision.RECOMPUTE})
+
+
+def problems_of(make: Callable[[int], Profile], count: int) -> Iterator[tuple[int, Profile, Problem]]:
+    """The first ``count`` seeds, from 0, whose profiles save something; with these and their problems."""
+    seed = found = 0
+    while found < count:
+        profile = make(seed)
+        if any(point.kind is PointKind.USE for point in profile.points):
+            yield seed, profile, build_problem(profile)
+            found += 1
+        seed += 1
 
 
 def random_decisions(problem: Problem, seed: int) -> list[Decision]:

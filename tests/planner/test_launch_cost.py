@@ -22,7 +22,7 @@ from poochplan.planner.whatif import for_machine
 from tests.depth import seeds, tries
 from tests.planner.oracle import best_schedule
 from tests.planner.plans import random_decisions, random_tuning
-from tests.planner.random_profiles import Recorder, link, random_profile, resnet_like, transformer_like
+from tests.planner.random_profiles import Recorder, link, on_plain_link, random_profile, resnet_like, transformer_like
 from tests.planner.random_profiles import with_random_thread as with_thread
 from tests.planner.tiny_profiles import tiny_budget, tiny_profile
 
@@ -162,11 +162,8 @@ def test_waits_for_copies_do_not_hold_the_thread() -> None:
 
 def any_step(seed: int, *, plain: bool) -> tuple[Profile, Schedule]:
     profile = with_thread(tiny_profile(seed), seed)
-    if plain:
-        on = msgspec.structs.replace(profile.link, duplex=1.0, interference_out=0.0, interference_in=0.0)
-        profile = msgspec.structs.replace(profile, link=on)
-    problem = build_problem(profile)
-    budget = tiny_budget(profile, seed)
+    profile = on_plain_link(profile) if plain else profile
+    problem, budget = build_problem(profile), tiny_budget(profile, seed)
     return profile, fit(problem, random_decisions(problem, seed), budget, tuning=random_tuning(problem, seed))
 
 

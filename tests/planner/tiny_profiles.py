@@ -12,7 +12,7 @@ from typing import Any
 
 from poochplan.formats.profile import Kind, Link, Profile
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.simulate import movable
 from tests.planner.random_profiles import Recorder, any_seconds, link
 
@@ -55,6 +55,12 @@ def tiny_budget(profile: Profile, seed: int) -> int:
     if rng.random() < 0.15:
         return smallest
     return rng.randint(smallest, profile.in_core_peak_bytes - 1)
+
+
+def tiny_instance(seed: int, lowest: int = 2, highest: int = 5) -> tuple[Profile, Problem, int]:
+    """The step, its problem, and the budget."""
+    profile = tiny_profile(seed, lowest, highest)
+    return profile, build_problem(profile), tiny_budget(profile, seed)
 
 
 def _step(rng: random.Random, wanted: int, is_plain: bool) -> Profile:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 
 from benchmarks.planning import NETWORKS, budget_of, instance
-from poochplan.errors import PoochError
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Phase, Profile
 from poochplan.native import NativeBuild
@@ -34,7 +34,7 @@ from poochplan.planner.simulator.schedule import Style
 from poochplan.planner.simulator.simulate import ON_DEMAND, STYLES, swap_all, try_style
 from poochplan.planner.simulator.streams import Streams
 from tests.depth import DEEP, seeds, tries
-from tests.planner.plans import random_decisions
+from tests.planner.plans import problems_of, random_decisions
 from tests.planner.random_profiles import link, random_profile, transformer_like, with_random_thread
 
 KEY = 12
@@ -46,21 +46,14 @@ def _it_is_compiled() -> None:
     assert library(None) is not None
 
 
-def random_problems(count: int) -> Iterator[tuple[int, Profile, Problem]]:
-    """So many problems of up to 45 ops; two in three have a launching thread, on the CPU or ahead of a device."""
-    seed = found = 0
-    while found < count:
-        profile = random_profile(seed, 3 + seed % 43)
-        if seed % 3:
-            profile = with_random_thread(profile, seed)
-        if seed % 4:
-            profile = with_busy_backward(profile, seed)
-        try:
-            yield seed, profile, build_problem(profile)
-            found += 1
-        except PoochError:  # nothing is saved
-            pass
-        seed += 1
+def any_profile(seed: int) -> Profile:
+    """Of up to 45 ops; two in three have a launching thread, on the CPU or ahead of a device."""
+    profile = random_profile(seed, 3 + seed % 43)
+    profile = with_random_thread(profile, seed) if seed % 3 else profile
+    return with_busy_backward(profile, seed) if seed % 4 else profile
+
+
+random_problems = partial(problems_of, any_profile)
 
 
 def with_busy_backward(profile: Profile, seed: int) -> Profile:
