@@ -23,7 +23,7 @@ from poochplan.planner.search.bound import (
     Relaxed,
     values_to_branch_on,
 )
-from poochplan.planner.search.solvers import SolverLimits, SolverStatus
+from poochplan.planner.search.solvers import SolverLimits
 from poochplan.planner.search.walking import all_decisions
 from poochplan.planner.simulator.evaluator import DECISIONS, RECOMPUTE
 from poochplan.planner.simulator.problem import Problem, build_problem
@@ -199,12 +199,12 @@ class Scripted:
         self.asked.append(key)
         bound_s = self.bounds.get(key, 1.0)
         if bound_s == inf or (self.is_unsolved and fixed):
-            return Relaxed(bound_s, SolverStatus.TIME_LIMIT, None)
+            return Relaxed(bound_s, None)
         shares = np.full((3, self.problem.value_count), [[0.4], [0.3], [0.3]])
         for value, decision in fixed.items():
             for row, each in enumerate(DECISIONS):
                 shares[row, value] = float(each is decision)
-        return Relaxed(bound_s, SolverStatus.OPTIMAL, shares)
+        return Relaxed(bound_s, shares)
 
 
 def scripted(bounds: Mapping[tuple[Decision, ...], float], *, is_unsolved: bool = False) -> tuple[Branching, Scripted]:
