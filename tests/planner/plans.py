@@ -13,7 +13,9 @@ from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.policies import PolicyInput
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import Schedule, Tuning
+from poochplan.planner.simulator.simulate import Simulation
 from poochplan.planner.writing import last_recipes, with_decisions
+from tests.planner.checker import Verdict, check
 
 
 def budget_at(profile: Profile, share: float) -> int:
@@ -41,6 +43,15 @@ def plan_with(profile: Profile, schedule: Schedule) -> Plan:
     return msgspec.structs.replace(
         kept, values=tuple(values), schedule=schedule.actions, record_from_start=schedule.record_from_start
     )
+
+
+def assert_bytes(profile: Profile, schedule: Schedule, said: Simulation) -> Verdict:
+    """The independent checker carries the schedule out, and sees the bytes that were simulated."""
+    verdict = check(profile, plan_with(profile, schedule))
+    assert verdict.peak_bytes == said.peak_bytes
+    assert verdict.first_step_peak_bytes == said.first_step_peak_bytes
+    assert (verdict.out_bytes, verdict.in_bytes) == (said.out_bytes, said.in_bytes)
+    return verdict
 
 
 def held(profile: Profile, added: Callable[[Profile], Profile]) -> Plan:

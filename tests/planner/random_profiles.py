@@ -434,12 +434,6 @@ def finished_with_a_random_link(r: Recorder, rng: random.Random) -> Profile:
     return r.finish(line, optimizer_s=rng.choice([0.0, 1e-3]))
 
 
-def on_plain_link(profile: Profile) -> Profile:
-    """The profile with a link whose copies slow nothing."""
-    plain = msgspec.structs.replace(profile.link, duplex=1.0, interference_out=0.0, interference_in=0.0)
-    return msgspec.structs.replace(profile, link=plain)
-
-
 def with_random_thread(profile: Profile, seed: int) -> Profile:
     """The profile with a launching thread whose every cost is random and often 0, on the CPU or ahead of a device."""
     rng = random.Random(f"thread {seed}")

@@ -16,7 +16,7 @@ from poochplan.planner.simulator.schedule import AS_STYLED, Style, schedule_of
 from poochplan.planner.simulator.simulate import simulate
 from tests.depth import tries
 from tests.planner.checker import Violation, check
-from tests.planner.plans import budget_at, plan_with, random_decisions, random_tuning
+from tests.planner.plans import assert_bytes, budget_at, random_decisions, random_tuning
 from tests.planner.random_profiles import QUICK, profiles, resnet_like, transformer_like, unet_like
 
 STYLES = [Style(), Style(in_order=False), Style(release="early"), Style(release="early", prefetch="on_demand")]
@@ -51,10 +51,7 @@ def test_any_decisions_can_be_scheduled_and_their_simulated_bytes_are_exact(
     tuning = random_tuning(problem, seed) if is_tuned else AS_STYLED
     schedule = fit(problem, random_decisions(problem, seed), int(share * profile.in_core_peak_bytes), style, tuning)
     simulation = simulate(problem, schedule, trace=True)
-    verdict = check(profile, plan_with(profile, schedule))
-    assert verdict.peak_bytes == simulation.peak_bytes
-    assert verdict.first_step_peak_bytes == simulation.first_step_peak_bytes
-    assert (verdict.out_bytes, verdict.in_bytes) == (simulation.out_bytes, simulation.in_bytes)
+    assert_bytes(profile, schedule, simulation)
     assert simulation.step_s >= problem.step_s
 
 

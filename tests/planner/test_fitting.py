@@ -20,7 +20,7 @@ from poochplan.planner.simulator.schedule import Style
 from poochplan.planner.simulator.simulate import Candidate, swap_all_on_demand, try_style
 from poochplan.sessions import packed
 from tests.planner.random_profiles import random_profile, transformer_like, unet_like
-from tests.planner.test_packing_search import UNIT, cut_rectangle
+from tests.planner.test_packing import UNIT, cut_rectangle
 
 PROFILE = transformer_like(3)
 PROBLEM = build_problem(PROFILE)

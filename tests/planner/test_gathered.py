@@ -20,7 +20,7 @@ from poochplan.planner.simulator.simulate import simulate
 from poochplan.planner.writing import with_decisions
 from tests.depth import tries
 from tests.planner.checker import Violation, check
-from tests.planner.plans import plan_with, random_decisions
+from tests.planner.plans import assert_bytes, plan_with, random_decisions
 from tests.planner.random_profiles import QUICK, Recorder, link
 from tests.planner.test_checker_properties import STYLES
 
@@ -136,8 +136,7 @@ def test_whatever_is_decided_replays_find_their_weights_and_bytes_are_exact(
     profile = gathered(whole())
     problem = build_problem(profile)
     schedule = fit(problem, random_decisions(problem, seed), int(share * profile.in_core_peak_bytes), style)
-    verdict = check(profile, plan_with(profile, schedule))
-    assert verdict.peak_bytes == simulate(problem, schedule, trace=True).peak_bytes
+    assert_bytes(profile, schedule, simulate(problem, schedule))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7])

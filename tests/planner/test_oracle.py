@@ -11,11 +11,10 @@ from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.simulate import movable
 from tests.depth import seeds, tries
-from tests.planner.checker import check
 from tests.planner.oracle import Freedom, Optimum, best_decisions, best_schedule
 from tests.planner.oracle_clock import is_plain
-from tests.planner.plans import plan_with
-from tests.planner.random_profiles import on_plain_link, with_random_thread
+from tests.planner.plans import assert_bytes
+from tests.planner.random_profiles import with_random_thread
 from tests.planner.tiny_profiles import tiny_instance
 from tests.planner.toys import MB, one_value, small_from_large, two_values
 
@@ -33,7 +32,8 @@ def best(profile: Profile, budget_bytes: float, **options) -> Optimum:
 def plain_instance(seed: int, highest: int = 5) -> tuple[Profile, Problem, int]:
     """A tiny step on a link whose copies slow nothing."""
     profile, _, budget = tiny_instance(seed, 2, highest)
-    profile = on_plain_link(profile)
+    plain = msgspec.structs.replace(profile.link, duplex=1.0, interference_out=0.0, interference_in=0.0)
+    profile = msgspec.structs.replace(profile, link=plain)
     return profile, build_problem(profile), budget
 
 
@@ -98,8 +98,7 @@ def test_the_rules_of_the_plain_link_lose_nothing_against_every_choice(seed: int
 def test_the_independent_checker_carries_the_best_schedule_out_within_the_budget(seed: int) -> None:
     profile, _, budget = plain_instance(seed)
     found = best(profile, budget)
-    verdict = check(profile, plan_with(profile, found.schedule))
-    assert verdict.peak_bytes == found.simulation.peak_bytes <= budget
+    assert assert_bytes(profile, found.schedule, found.simulation).peak_bytes <= budget
 
 
 def test_less_freedom_is_never_faster() -> None:

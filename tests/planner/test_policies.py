@@ -20,7 +20,7 @@ from poochplan.planner.simulator.schedule import points_of
 from poochplan.planner.simulator.simulate import ON_DEMAND, Candidate, try_style
 from tests.depth import tries
 from tests.planner.checker import check
-from tests.planner.plans import input_at, plan_with
+from tests.planner.plans import assert_bytes, input_at
 from tests.planner.random_profiles import QUICK, Recorder, link, profiles, resnet_like, transformer_like, unet_like
 
 ALWAYS_FITTING = ("swap-all", "swap-all-on-demand", "earliest-first", "latest-first", "greedy", "pooch", "seq2seq")
@@ -58,10 +58,7 @@ def test_the_checker_carries_out_what_a_policy_plans_and_sees_the_predicted_byte
     step = input_at(as_matrices(profile), share)
     for name in policy_names():
         found = run_policy(name, step)
-        verdict = check(step.profile, plan_with(step.profile, found.schedule))
-        assert verdict.peak_bytes == found.simulation.peak_bytes, name
-        assert verdict.first_step_peak_bytes == found.simulation.first_step_peak_bytes, name
-        assert (verdict.out_bytes, verdict.in_bytes) == (found.simulation.out_bytes, found.simulation.in_bytes), name
+        assert_bytes(step.profile, found.schedule, found.simulation)
         if name in ALWAYS_FITTING:
             assert found.peak_bytes <= step.budget_bytes, name
 
