@@ -53,11 +53,10 @@ SAME = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class Optimum:
-    """The best plan, and how it was found."""
+    """The best plan."""
 
     schedule: Schedule
     simulation: Simulation
-    states: int
 
     @property
     def step_s(self) -> float:
@@ -76,23 +75,13 @@ def best_schedule(
 
     Steps slower than ``at_most_s`` are not looked for, which only saves time. ``every_choice`` does without the rules
     of the plain link: slower, and the same step if they lose nothing.
-
-    Raises
-    ------
-    ValueError
-        More movable values than :data:`MAX_VALUES`.
     """
     freedom = freedom or Freedom()
-    values = movable(problem)
-    if len(values) > MAX_VALUES:
-        raise ValueError(f"expected at most {MAX_VALUES} movable values, found {len(values)}")
-    is_ahead = problem.launch_cost is not None and not problem.launch_cost.is_compute
-    plain_rules = is_plain(problem.link) and not is_ahead and not every_choice
-    best_s, best, states = at_most_s * (1 + SAME), None, 0
+    assert len(movable(problem)) <= MAX_VALUES, "too many movable values to try every schedule"
+    plain_rules = is_plain(problem.link) and problem.launch_cost.is_compute and not every_choice
+    best_s, best = at_most_s * (1 + SAME), None
     for recomputed in _recomputed_sets(problem, freedom):
-        search = Search(problem, budget_bytes, recomputed, freedom, best_s, plain_rules)
-        found = search.best()
-        states += search.states
+        found = Search(problem, budget_bytes, recomputed, freedom, best_s, plain_rules).best()
         if found is not None and (best is None or found.clock.now_s < best_s):
             best_s, best = found.clock.now_s, (found, recomputed)
     if best is None:
@@ -103,20 +92,13 @@ def best_schedule(
         f"{simulation.step_s} s simulated, {best_s} s searched"
     )
     assert simulation.peak_bytes <= budget_bytes, f"{simulation.peak_bytes} bytes simulated, budget {budget_bytes}"
-    return Optimum(schedule, simulation, states)
+    return Optimum(schedule, simulation)
 
 
 def best_decisions(problem: Problem, budget_bytes: int) -> Candidate:
-    """The best of all decisions as the planner's own schedules carry them out; fewest bytes over budget if none fits.
-
-    Raises
-    ------
-    ValueError
-        More movable values than :data:`MAX_DECIDED_VALUES`.
-    """
+    """The best of all decisions as the planner's own schedules do them; fewest bytes over budget if none fits."""
     values = movable(problem)
-    if len(values) > MAX_DECIDED_VALUES:
-        raise ValueError(f"expected at most {MAX_DECIDED_VALUES} movable values, found {len(values)}")
+    assert len(values) <= MAX_DECIDED_VALUES, "too many movable values to try every decision"
     replays = problem.replay.replays
     choices = [
         [d for d in Decision if d is not Decision.RECOMPUTE or replays[value] is not None]

@@ -55,10 +55,8 @@ def run(link: Link, clock: Clock, work_s: float) -> Clock:
     return clock
 
 
-def take(link: Link, cost: LaunchCost | None, clock: Clock, seconds: float) -> Clock:
+def take(link: Link, cost: LaunchCost, clock: Clock, seconds: float) -> Clock:
     """The launching thread works: the compute stream itself does, or has nothing more to do before it is done."""
-    if cost is None:
-        return clock
     if cost.is_compute:
         return run(link, clock, seconds)
     clock = clock._replace(thread_s=clock.thread_s + seconds)
