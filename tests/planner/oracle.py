@@ -42,7 +42,7 @@ from poochplan.formats.plan import Decision
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Schedule, assemble
 from poochplan.planner.simulator.simulate import Candidate, Simulation, movable, simulate, try_decisions
-from tests.planner.oracle_clock import is_plain
+from tests.planner.clock import is_plain
 from tests.planner.oracle_search import Actions, Freedom, Search, State, subsets
 
 MAX_VALUES = 5

@@ -11,8 +11,8 @@ from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.simulate import movable
 from tests.depth import seeds, tries
+from tests.planner.clock import is_plain
 from tests.planner.oracle import Freedom, Optimum, best_decisions, best_schedule
-from tests.planner.oracle_clock import is_plain
 from tests.planner.plans import assert_bytes
 from tests.planner.random_profiles import with_random_thread
 from tests.planner.tiny_profiles import tiny_instance
