@@ -16,9 +16,9 @@ POOL = "aten.max_pool2d_with_indices.default"
 UNIT = LEAST_MASK_BYTES
 
 
-def pool(r: Recorder, h: int, count: int, *, seconds: float, saves: list[int], name: str = POOL) -> list[int]:
+def pool(r: Recorder, h: int, count: int, *, seconds: float, saves: list[int]) -> list[int]:
     """A pool that makes so many results, and saves their indices."""
-    made = r.op(name, [h], [4 * count, 8 * count], saves=saves, seconds=seconds)
+    made = r.op(POOL, [h], [4 * count, 8 * count], saves=saves, seconds=seconds)
     r.nodes[-1].handles.append(r._pack(made[1], len(r.ops)))
     return made
 

@@ -289,34 +289,33 @@ def _peak(ops: tuple[Op, ...], values: list[Value], ticks: list[int], last_tick:
     return peak
 
 
-def resnet_like(blocks: int = 8, *, mib: int = 4, link_gb_per_s: float = 1.0, compute_scale: float = 1.0) -> Profile:
+def resnet_like(blocks: int = 8, *, link_gb_per_s: float = 1.0) -> Profile:
     """Residual blocks of convolution, batch norm, in-place ReLU, and a functional add."""
     r = Recorder()
-    x = r.before(mib << 20, Kind.INPUT)
-    size = mib << 20
-    (x,) = r.op("stem", [x, r.before(4096)], [size], saves=[x], seconds=2e-3 * compute_scale)
+    size = 4 << 20
+    x = r.before(size, Kind.INPUT)
+    (x,) = r.op("stem", [x, r.before(4096)], [size], saves=[x], seconds=2e-3)
     for block in range(blocks):
         if block and block % 4 == 0:
             size //= 2
         y = x
         for _ in range(2):
             weight, gamma, mean = r.before(size // 16), r.before(1024), r.before(1024, Kind.BUFFER)
-            (y,) = r.op("conv", [y, weight], [size], saves=[y], seconds=4e-3 * compute_scale)
-            seconds = 4e-4 * compute_scale
-            y, *statistics, _ = r.op("bn", [y, gamma], [size, 1024, 1024], writes=[mean], saves=[y], seconds=seconds)
+            (y,) = r.op("conv", [y, weight], [size], saves=[y], seconds=4e-3)
+            y, *statistics, _ = r.op("bn", [y, gamma], [size, 1024, 1024], writes=[mean], saves=[y], seconds=4e-4)
             r.nodes[-1].handles.extend(r._pack(value, len(r.ops)) for value in statistics)
-            (y,) = r.op("relu_", [y], writes=[y], saves_outputs=True, seconds=2e-4 * compute_scale)
+            (y,) = r.op("relu_", [y], writes=[y], saves_outputs=True, seconds=2e-4)
         if size != r.values[x].size_bytes:
-            (x,) = r.op("down", [x, r.before(size // 16)], [size], saves=[x], seconds=1e-3 * compute_scale)
-        (x,) = r.op("add", [x, y], [size], seconds=2e-4 * compute_scale)
-    r.op("loss", [x], [1024], saves=[x], seconds=1e-3 * compute_scale)
+            (x,) = r.op("down", [x, r.before(size // 16)], [size], saves=[x], seconds=1e-3)
+        (x,) = r.op("add", [x, y], [size], seconds=2e-4)
+    r.op("loss", [x], [1024], saves=[x], seconds=1e-3)
     return r.finish(link(link_gb_per_s), optimizer_s=1e-3, state_bytes=size)
 
 
-def unet_like(depth: int = 4, *, mib: int = 32, link_gb_per_s: float = 1.0) -> Profile:
+def unet_like(depth: int = 4, *, link_gb_per_s: float = 1.0) -> Profile:
     """Encoder and decoder with skips that forward holds until they are concatenated."""
     r = Recorder()
-    size = mib << 20
+    size = 32 << 20
     x = r.before(size, Kind.INPUT)
     skips = []
     for _ in range(depth):

@@ -56,12 +56,12 @@ def started(problem: Problem, budget_bytes: int) -> Branching:
     return made
 
 
-def take_all(made: Branching, enough_s: float = inf, most: int = 3 ** (MOST_BRANCHED + 1)) -> list[float]:
+def take_all(made: Branching) -> list[float]:
     """Branches until there is nothing to do; the bound after each step."""
     bounds = [made.bound_s]
-    while made.step(plenty(), enough_s):
+    while made.step(plenty(), inf):
         bounds.append(made.bound_s)
-        assert len(bounds) < most
+        assert len(bounds) < 3 ** (MOST_BRANCHED + 1)
     return [*bounds, made.bound_s]
 
 

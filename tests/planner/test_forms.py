@@ -23,11 +23,11 @@ from tests.planner.random_profiles import Recorder, link
 COUNT = 16384
 
 
-def pooled(side: int = 16, count: int = COUNT, name: str = POOL, is_written: bool = False) -> Profile:
+def pooled(side: int = 16, count: int = COUNT, is_written: bool = False) -> Profile:
     """A layer, a pool of it, and a layer behind that."""
     r = Recorder()
     (stem,) = r.op("linear", [r.before(4096)], [16 * count], seconds=1.0)
-    out, indices = pool(r, stem, count, seconds=0.5, saves=[stem], name=name)
+    out, indices = pool(r, stem, count, seconds=0.5, saves=[stem])
     if is_written:
         r.op("add_", [indices], writes=[indices], seconds=0.1, in_graph=False)
     r.op("linear", [out], [512], saves=[out], seconds=1.0)

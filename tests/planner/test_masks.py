@@ -48,11 +48,11 @@ def dropout(written: bool = False, drawn_s: float = 1.0, size: int = SIZE, lost:
     return r.finish(link(1e-3))
 
 
-def fused_dropout(element_bytes: int = 4, saved: bool = False, size: int = SIZE) -> Profile:
+def fused_dropout(element_bytes: int = 4, saved: bool = False) -> Profile:
     """A quick layer, dropout of it that makes a mask of bools, and a layer behind it."""
     r = Recorder()
-    (stem,) = r.op("linear", [r.before(4096)], [element_bytes * size], seconds=0.1)
-    out, _ = fused(r, stem, size, seconds=1.0, saves=[stem] if saved else [], element_bytes=element_bytes)
+    (stem,) = r.op("linear", [r.before(4096)], [element_bytes * SIZE], seconds=0.1)
+    out, _ = fused(r, stem, SIZE, seconds=1.0, saves=[stem] if saved else [], element_bytes=element_bytes)
     r.op("linear", [out], [512], saves=[out], seconds=1.0)
     return of_bools(r.finish(link(1e-3)))
 

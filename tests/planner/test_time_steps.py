@@ -35,10 +35,10 @@ def profile_of(name: str, **overrides: str) -> Profile:
     )
 
 
-def attending(steps: int = 5, positions: int = 8, *, seconds: float = 1e-3, link_gb_per_s: float = 1.0) -> Profile:
+def attending(steps: int = 5, *, link_gb_per_s: float = 1.0) -> Profile:
     """An encoder that is one op, and a decoder that attends to all of its positions at each step."""
     r = Recorder()
-    state = 64 << 10
+    state, positions, seconds = 64 << 10, 8, 1e-3
     weights = [r.before(4096) for _ in range(3)]
     (memory,) = r.op("lstm", [r.before(state, Kind.INPUT), r.before(4096)], [positions * state])
     hidden = r.before(state, Kind.INPUT)

@@ -32,20 +32,18 @@ def tiny_profile(seed: int, lowest: int = 2, highest: int = 5) -> Profile:
     raise AssertionError(f"seed {seed} gives no profile with {lowest} to {highest} movable values")
 
 
-def tiny_with(
-    added: Callable[[Profile], Profile], made: Callable[[str, int], Profile], seed: int, highest: int = 5
-) -> Profile:
-    """A step to which ``added`` adds something, with at most ``highest`` movable values then, and a plan below its
+def tiny_with(added: Callable[[Profile], Profile], made: Callable[[str, int], Profile], seed: int) -> Profile:
+    """A step to which ``added`` adds something, with at most five movable values then, and a plan below its
     in-core peak.
     """
     for attempt in range(ATTEMPTS):
         profile = made(f"{seed}/{attempt}", 1 + attempt % 2)
         planned = added(profile)
-        if planned is profile or len(movable(build_problem(planned))) > highest:
+        if planned is profile or len(movable(build_problem(planned))) > 5:
             continue
         if smallest_budget(profile) < profile.in_core_peak_bytes:
             return profile
-    raise AssertionError(f"seed {seed} gives no profile with something added and at most {highest} movable values")
+    raise AssertionError(f"seed {seed} gives no profile with something added and at most five movable values")
 
 
 def tiny_budget(profile: Profile, seed: int) -> int:

@@ -53,13 +53,8 @@ def tight(problem: Problem, share: float = 0.3) -> int:
     return smallest + int(share * max(0, int(problem.base_bytes.max() + problem.rounded_bytes.sum()) - smallest))
 
 
-def walker_for(
-    problem: Problem,
-    budget_bytes: int | None = None,
-    host_bytes: int | None = None,
-    values: Sequence[int] | None = None,
-) -> Walker:
-    found = Incumbents(problem, tight(problem) if budget_bytes is None else budget_bytes, host_bytes)
+def walker_for(problem: Problem, host_bytes: int | None = None, values: Sequence[int] | None = None) -> Walker:
+    found = Incumbents(problem, tight(problem), host_bytes)
     return Walker(movable(problem) if values is None else values, found)
 
 
