@@ -9,6 +9,7 @@ import msgspec
 
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import PointKind, Profile
+from poochplan.formats.profile_parts import host_aligned
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.policies import PolicyInput
 from poochplan.planner.simulator.problem import Problem, build_problem
@@ -39,7 +40,7 @@ def plan_with(profile: Profile, schedule: Schedule) -> Plan:
         values.append(
             msgspec.structs.replace(value, decision=decision, host_offset=offset if swapped else -1, until=until)
         )
-        offset += (value.size_bytes + 4095) // 4096 * 4096 if swapped else 0
+        offset += host_aligned(value.size_bytes) if swapped else 0
     return msgspec.structs.replace(
         kept, values=tuple(values), schedule=schedule.actions, record_from_start=schedule.record_from_start
     )

@@ -25,8 +25,7 @@ from poochplan.formats.profile import (
     StepTimes,
     Value,
 )
-
-UNIT = 512
+from poochplan.formats.profile_parts import rounded_up
 
 
 def link(
@@ -272,17 +271,13 @@ def _op_ticks(op_count: int, points: tuple[Point, ...]) -> list[int]:
     return [index + sum(point.op <= index for point in points) for index in range(op_count)]
 
 
-def _rounded(size_bytes: int) -> int:
-    return -(-size_bytes // UNIT) * UNIT
-
-
 def _peak(ops: tuple[Op, ...], values: list[Value], ticks: list[int], last_tick: int) -> int:
     change = [0] * (last_tick + 2)
     for value in values:
-        change[ticks[value.born] if value.born >= 0 else 0] += _rounded(value.size_bytes)
-        change[value.freed + 1] -= _rounded(value.size_bytes)
+        change[ticks[value.born] if value.born >= 0 else 0] += rounded_up(value.size_bytes)
+        change[value.freed + 1] -= rounded_up(value.size_bytes)
     live, peak = 0, 0
-    workspace = {tick: _rounded(op.workspace_bytes) for tick, op in zip(ticks, ops, strict=True)}
+    workspace = {tick: rounded_up(op.workspace_bytes) for tick, op in zip(ticks, ops, strict=True)}
     for tick in range(last_tick + 1):
         live += change[tick]
         peak = max(peak, live + workspace.get(tick, 0))

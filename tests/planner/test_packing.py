@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from poochplan.formats.profile_parts import rounded_up
 from poochplan.planner.arena.packing import THOROUGH, WAITS, Block, first_fit, live_peak, pack, place_all, settled
 from tests.depth import tries
 from tests.planner.evaluator.plain import run_plain
@@ -30,13 +31,9 @@ BLOCKS = st.lists(
 )
 
 
-def rounded(size_bytes: int) -> int:
-    return (size_bytes + UNIT - 1) // UNIT * UNIT
-
-
 def bytes_at(blocks: list[Block], time: int) -> int:
     """Bytes live at a time, each block in whole units."""
-    return sum(rounded(b.size_bytes) for b in blocks if b.start <= time < b.end)
+    return sum(rounded_up(b.size_bytes) for b in blocks if b.start <= time < b.end)
 
 
 def many_blocks(count: int) -> list[Block]:
@@ -90,8 +87,10 @@ def overlaps(blocks: list[Block], offsets: tuple[int, ...]) -> list[tuple[int, i
         if not begins:
             live.remove(k)
             continue
-        high = offsets[k] + rounded(blocks[k].size_bytes)
-        found += [(j, k) for j in live if offsets[j] < high and offsets[k] < offsets[j] + rounded(blocks[j].size_bytes)]
+        high = offsets[k] + rounded_up(blocks[k].size_bytes)
+        found += [
+            (j, k) for j in live if offsets[j] < high and offsets[k] < offsets[j] + rounded_up(blocks[j].size_bytes)
+        ]
         live.add(k)
     return found
 
@@ -110,7 +109,7 @@ def test_live_blocks_share_no_byte_in_an_arena_that_ends_with_the_highest_above_
     assert packing.lower_bound_bytes == max((bytes_at(blocks, block.start) for block in blocks), default=0)
     assert packing.lower_bound_bytes == live_peak(blocks)
     ends = [offset + block.size_bytes for offset, block in zip(packing.offsets, blocks, strict=True)]
-    assert packing.arena_bytes == rounded(max(ends, default=0))
+    assert packing.arena_bytes == rounded_up(max(ends, default=0))
     assert packing.arena_bytes >= packing.lower_bound_bytes
     assert pack(list(blocks)) == packing, "the same blocks get the same places"
 
@@ -213,7 +212,8 @@ def test_what_is_settled_lies_no_higher_than_before() -> None:
 
 def test_without_a_compiler_first_fit_gives_the_same_places_and_no_search_follows() -> None:
     code = """
-        from poochplan.planner.arena.packing import THOROUGH, pack
+        from poochplan.formats.profile_parts import rounded_up
+from poochplan.planner.arena.packing import THOROUGH, pack
         from tests.planner.test_packing import cut_rectangle, step_like
         print(*(pack(blocks, {}) for blocks in (cut_rectangle(60, 80, 900, 2), step_like(80, 5))), sep="\\n")
     """

@@ -83,7 +83,7 @@ def test_less_memory_never_predicts_a_faster_step() -> None:
 
 
 def test_pinned_and_tiny_values_are_kept_and_say_why() -> None:
-    found = plan(resnet_like(4), "60%")
+    found = plan(resnet_like(4), "60%", evaluations=100)
     pinned = found.values[0]
     assert pinned.why == "it was there before the step"
     reasons = {value.why for value in found.values if value.size_bytes <= 1024}
@@ -100,7 +100,7 @@ def test_a_value_held_past_its_first_use_is_kept() -> None:
 
 
 def test_swapped_values_have_places_of_their_own_on_the_host() -> None:
-    found = plan(resnet_like(4, link_gb_per_s=10), "50%")
+    found = plan(resnet_like(4, link_gb_per_s=10), "50%", evaluations=100)
     places = [(v.host_offset, v.size_bytes) for v in found.values if v.decision is Decision.SWAP]
     assert places
     assert all(offset % 4096 == 0 for offset, _ in places)
@@ -111,7 +111,7 @@ def test_swapped_values_have_places_of_their_own_on_the_host() -> None:
 
 @pytest.mark.parametrize("share", ["80%", "65%"])
 def test_the_gap_is_that_of_the_simulated_step_to_the_proven_bound(share: str) -> None:
-    found = plan(unet_like(2, link_gb_per_s=3.0), share, time_limit_s=5)
+    found = plan(unet_like(2, link_gb_per_s=3.0), share, evaluations=300)
     assert found.solve.bound_s is not None
     assert found.prediction.in_core_step_s <= found.solve.bound_s <= found.prediction.step_s * (1 + 1e-9)
     assert found.solve.gap == pytest.approx(found.prediction.step_s / found.solve.bound_s - 1, abs=1e-9)

@@ -13,7 +13,6 @@ from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.search.polish import least_peak_bytes, polish
 from poochplan.planner.simulator.construct import fit
 from poochplan.planner.simulator.problem import Problem, build_problem
-from poochplan.planner.simulator.schedule import lists_of
 from poochplan.planner.simulator.simulate import Candidate, least_step_s, simulate, try_decisions
 from tests.depth import tries
 from tests.planner.oracle import best_schedule
@@ -28,17 +27,6 @@ KEEP, SWAP, RECOMPUTE = Decision.KEEP, Decision.SWAP, Decision.RECOMPUTE
 def polished(problem: Problem, wish: list[Decision], budget_bytes: int) -> Candidate:
     start = try_decisions(problem, "test", wish, budget_bytes)
     return polish(problem, start, budget_bytes, Allowance(evaluations=2000))
-
-
-def released_after_a_replay(problem: Problem, candidate: Candidate) -> list[int]:
-    """Values that leave in backward, after a replay that starts from them."""
-    lists = lists_of(problem, candidate.schedule)
-    found = []
-    for point, actions in lists.items():
-        earlier = [value for other in lists if other < point for value in lists[other]["replay"]]
-        sources = {s for v in earlier if (replay := problem.replay.replays[v]) is not None for s in replay.inputs}
-        found += [value for value in actions["release"] if value in sources]
-    return found
 
 
 # -- by hand ---------------------------------------------------------------------------------------
@@ -83,16 +71,6 @@ def test_where_only_the_schedule_was_missing_the_plan_is_the_best_there_is(seed:
     found = best_schedule(build_problem(profile), budget, at_most_s=plan_s)
     assert found is not None
     assert plan_s == pytest.approx(found.step_s, rel=1e-6)
-
-
-def test_a_value_is_away_only_after_the_replay_that_starts_from_it() -> None:
-    profile = tiny_profile(861)
-    problem, budget = build_problem(profile), tiny_budget(profile, 861)
-    best = best_schedule(problem, budget)
-    assert best is not None
-    found = polished(problem, list(best.schedule.decisions), budget)
-    assert found.simulation.step_s == pytest.approx(best.step_s)
-    assert released_after_a_replay(problem, found)
 
 
 # -- for any decisions -----------------------------------------------------------------------------

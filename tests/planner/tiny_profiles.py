@@ -69,7 +69,7 @@ def _step(rng: random.Random, wanted: int, is_plain: bool) -> Profile:
     alive.append(x)
     while len(r.saved) < wanted:
         _block(r, rng, alive, held)
-    times = {"seconds": any_seconds(rng), "backward_s": any_seconds(rng)}
+    times: dict[str, Any] = {"seconds": any_seconds(rng), "backward_s": any_seconds(rng)}
     r.op("join", [alive[-1], *held], [512], saves=alive[-1:], **times)
     return r.finish(_link(rng, r, is_plain), optimizer_s=rng.choice([0.0, UNIT_S]))
 
