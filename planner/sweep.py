@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal, TypeAlias
@@ -111,27 +111,32 @@ def solve_cell(profile: Profile, solving: Solving, cell: Cell) -> SweepPoint:
     """The cell's point; an error becomes part of it."""
     started_s = time.perf_counter()
     try:
-        found = _plan_of(profile, solving, cell)
+        facts = _facts_of(profile, solving, *cell)
     except InfeasibleError as error:
-        found = _without_plan(cell, CellStatus.INFEASIBLE, peak_bytes=error.smallest_budget_bytes)
+        facts = {"status": CellStatus.INFEASIBLE, "peak_bytes": error.smallest_budget_bytes}
     except Exception as error:
-        found = _without_plan(cell, failure=f"{type(error).__name__}: {' '.join(str(error).split())}")
-    return replace(found, wall_s=time.perf_counter() - started_s)
+        facts = {"status": CellStatus.FAILED, "failure": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+    return _point(cell, wall_s=time.perf_counter() - started_s, **facts)
 
 
-def _plan_of(profile: Profile, solving: Solving, cell: Cell) -> SweepPoint:
+def _point(cell: Cell, **facts: Any) -> SweepPoint:
     policy, budget_bytes = cell
+    return SweepPoint(policy=policy, budget_bytes=budget_bytes, feasible="step_s" in facts, **facts)
+
+
+def _facts_of(profile: Profile, solving: Solving, policy: str, budget_bytes: int) -> dict[str, Any]:
     if policy != ILP:
         given = PolicyInput.of(profile, budget_bytes)
         candidate = run_policy(policy, given)
         if candidate.peak_bytes > budget_bytes:
-            return _without_plan(cell, CellStatus.INFEASIBLE, peak_bytes=candidate.peak_bytes)
-        return _with_plan(cell, _written(given, candidate, solving.arena), CellStatus.FITS)
+            return {"status": CellStatus.INFEASIBLE, "peak_bytes": candidate.peak_bytes}
+        does = _written(given, candidate, solving.arena)
+        return {"status": CellStatus.FITS, **_figures(does, "out_bytes", "in_bytes")}
     made = plan(profile, budget_bytes, threads=1, **asdict(solving))
-    found = _with_plan(cell, made.prediction, made.solve.status)
     bound_s, in_core_s = made.solve.bound_s, made.prediction.in_core_step_s
     bound = bound_s / in_core_s - 1 if bound_s is not None and in_core_s > 0 else None
-    return replace(found, bound_overhead=bound, gap=made.solve.gap)
+    proven = {"status": made.solve.status, "bound_overhead": bound, "gap": made.solve.gap}
+    return proven | _figures(made.prediction, "out_bytes", "in_bytes")
 
 
 def _written(given: PolicyInput, candidate: Candidate, arena: Literal["auto", "on", "off"]) -> Prediction:
@@ -140,26 +145,11 @@ def _written(given: PolicyInput, candidate: Candidate, arena: Literal["auto", "o
     return write_plan(given, Optimum(candidate, candidate.policy), 0.0, is_laid_out=is_laid_out).prediction
 
 
-def _with_plan(cell: Cell, does: Prediction, status: SolveStatus | CellStatus) -> SweepPoint:
-    policy, budget_bytes = cell
-    figures = _figures(does) | {"out_bytes": does.out_bytes, "in_bytes": does.in_bytes}
-    return SweepPoint(policy=policy, budget_bytes=budget_bytes, feasible=True, status=status, **figures)
-
-
-def _figures(does: Prediction) -> dict[str, Any]:
-    """The figures that all tables have; the peak includes the first step."""
-    names = ("step_s", "overhead", "stall_s", "replay_s")
+def _figures(does: Prediction, *more: str) -> dict[str, Any]:
+    """The figures that all tables have, and ``more``; the peak includes the first step."""
+    names = ("step_s", "overhead", "stall_s", "replay_s", *more)
     peak_bytes = max(does.peak_bytes, does.first_step_peak_bytes)
     return {"peak_bytes": peak_bytes} | {name: getattr(does, name) for name in names}
-
-
-def _without_plan(
-    cell: Cell, status: CellStatus = CellStatus.FAILED, peak_bytes: int | None = None, failure: str = ""
-) -> SweepPoint:
-    policy, budget_bytes = cell
-    return SweepPoint(
-        policy=policy, budget_bytes=budget_bytes, feasible=False, peak_bytes=peak_bytes, status=status, failure=failure
-    )
 
 
 PointCallback: TypeAlias = Callable[[SweepPoint], None]
@@ -198,7 +188,8 @@ def solve_in_processes(
         if cell not in found:
             found |= _in_pool(profile, solving, [cell], 1, tell)
         if cell not in found:
-            found[cell] = _without_plan(cell, failure="its process died, perhaps of too little memory")
+            failure = "its process died, perhaps of too little memory"
+            found[cell] = _point(cell, status=CellStatus.FAILED, failure=failure)
             tell(found[cell])
     return found
 
@@ -352,13 +343,12 @@ def compare_policies(profile: Profile, made: Plan) -> tuple[ComparisonRow, ...]:
     arena: Literal["auto", "off"] = "auto" if made.layout is not None else "off"
 
     def row(policy: str, does: Prediction, wall_s: float) -> ComparisonRow:
-        figures = _figures(does)
+        figures = _figures(does, "interference_s")
         fits = figures["peak_bytes"] <= made.budget_bytes
         return ComparisonRow(
             **figures,
             policy=policy,
             fits=fits,
-            interference_s=does.interference_s,
             moved_bytes=does.out_bytes + does.in_bytes,
             ilp_margin=does.overhead - made.prediction.overhead if fits else None,
             wall_s=wall_s,

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from poochplan.formats.profile_parts import rounded_up
+
 from .packing import Block
 
 MIN_BLOCK_BYTES = 512
@@ -61,7 +63,7 @@ class CachingAllocator:
 
     def allocate(self, size_bytes: int) -> _Piece:
         """A block of at least ``size_bytes``; give it to :meth:`free` later."""
-        size = max(MIN_BLOCK_BYTES, _round_up(size_bytes, MIN_BLOCK_BYTES))
+        size = max(MIN_BLOCK_BYTES, rounded_up(size_bytes, MIN_BLOCK_BYTES))
         is_small = size <= SMALL_BYTES
         free = self._free[is_small]
         found = bisect_left(free, (size, 0), key=_Piece.key)
@@ -97,7 +99,7 @@ class CachingAllocator:
         elif size < MIN_LARGE_BYTES:
             segment_bytes = LARGE_SEGMENT_BYTES
         else:
-            segment_bytes = _round_up(size, ROUND_LARGE_BYTES)
+            segment_bytes = rounded_up(size, ROUND_LARGE_BYTES)
         piece = _Piece(self.reserved_bytes, segment_bytes, is_small)
         self.reserved_bytes += segment_bytes
         return piece
@@ -134,7 +136,3 @@ def peak_reserved(before: Sequence[Block], step: Sequence[Block], end: int) -> R
             else:
                 allocator.free(held.pop(number))
     return allocator.peak
-
-
-def _round_up(size: int, unit: int) -> int:
-    return -(-size // unit) * unit

@@ -46,7 +46,6 @@ class Relaxed:
     bound_s: float
     """No plan with these decisions within the budget has a shorter step. Infinite if there is none that takes less than
     all copies and all replays one after another."""
-    status: SolverStatus
     shares: Floats | None
     """(3, values): the shares kept, swapped and recomputed; None if no solution was found."""
 
@@ -78,10 +77,10 @@ class Relaxation:
         self._fix(fixed)
         status, values, duals = self._warm.solve(limits)
         if status is SolverStatus.INFEASIBLE and self._is_proven_empty():
-            return Relaxed(inf, status, None)
+            return Relaxed(inf, None)
         bound = None if duals is None else proven_bound(self._arrays, duals)
         shares = None if values is None else self._shares(values)
-        return Relaxed(bound_seconds(self._model, bound), status, shares)
+        return Relaxed(bound_seconds(self._model, bound), shares)
 
     def _fix(self, fixed: Mapping[int, Decision]) -> None:
         """Fixes the columns of these values, and frees all others again."""

@@ -8,10 +8,11 @@ makes its plans.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -211,7 +212,7 @@ def _solve_highs(model: Arrays, limits: SolverLimits, relaxed: bool, cancel: Can
     if is_integral and limits.most_columns is not None and len(model.cost) > limits.most_columns:
         return LinearSolution()
     if limits.most_checks is not None:
-        highs.cbMipInterrupt += _Checks(limits.most_checks)
+        highs.cbMipInterrupt += _checks(limits.most_checks)
     highs.passModel(_highs_model(model, is_integral))
     if not is_integral:
         highs.setOptionValue("solver", "ipm")
@@ -229,16 +230,10 @@ def _solve_highs(model: Arrays, limits: SolverLimits, relaxed: bool, cancel: Can
     return LinearSolution(np.array(solution.col_value), float(info.objective_function_value), bound)
 
 
-class _Checks:
-    """State: how often HiGHS may still ask whether to go on. When it asks depends on its work, not on the time."""
-
-    def __init__(self, most: int) -> None:
-        self._left = most
-
-    def __call__(self, event: Any) -> None:
-        self._left -= 1
-        if self._left <= 0:
-            event.interrupt()
+def _checks(most: int) -> Callable[[Any], None]:
+    """Lets HiGHS ask so often whether to go on. When it asks depends on its work, not on the time."""
+    left = itertools.count(most - 1, -1)
+    return lambda event: event.interrupt() if next(left) <= 0 else None
 
 
 class Warm:

@@ -167,12 +167,17 @@ class ReplayGraph:
 
 @dataclass(frozen=True)
 class _Versions:
-    """The version of a value that each forward op reads, and the version that is saved."""
+    """The version of a value that each forward op reads, and the version that is saved; and when saved values are."""
 
     profile: Profile
     writers: Sequence[Sequence[int]]
     saved_of: Sequence[int]
+    """Position of each value among the saved values, or -1."""
+    value_of: Sequence[int]
+    """Its inverse."""
     saved_version: Sequence[int]
+    save_tick: Sequence[int]
+    first_use_tick: Sequence[int]
 
     def read_by(self, value: int, op: int) -> int:
         return bisect_left(self.writers[value], op)
@@ -204,14 +209,14 @@ def build_replay_graph(
     """
     writers = writers_by_value(profile)
     saved_version = [bisect_left(writers[value], save_op[i]) for i, value in enumerate(value_of)]
-    versions = _Versions(profile, writers, saved_of, saved_version)
-    found = [_replay_of(versions, saved, value_of, save_tick, first_use_tick) for saved in range(len(value_of))]
+    versions = _Versions(profile, writers, saved_of, value_of, saved_version, save_tick, first_use_tick)
+    found = [_replay_of(versions, saved) for saved in range(len(value_of))]
     ops = replayed_ops(profile)
     if copies:
         of_bits = {saved_of[bits] for bits in narrowed(profile)}
         plain = {source: copy for source, copy in copies.items() if source not in of_bits}
-        _from_sources(versions, found, value_of, save_tick, first_use_tick, plain)
-        _from_bits(versions, found, sorted(of_bits), value_of, ops)
+        _from_sources(versions, found, plain)
+        _from_bits(versions, found, sorted(of_bits), ops)
     replays, reasons = [replay for replay, _ in found], [reason for _, reason in found]
     earliest_tick = _within_stretches(profile, replays, reasons, first_use_tick)
     return ReplayGraph(
@@ -231,34 +236,24 @@ def build_replay_graph(
 
 
 def _from_bits(
-    versions: _Versions,
-    found: list[tuple[Replay | None, str]],
-    of_bits: Sequence[int],
-    value_of: Sequence[int],
-    ops: Sequence[Op],
+    versions: _Versions, found: list[tuple[Replay | None, str]], of_bits: Sequence[int], ops: Sequence[Op]
 ) -> None:
     """A mask is widened from its bits, the value before it. Its own writers bring the bits back, unless these cannot be
     recomputed. ``ops`` are those of replays.
     """
     for saved in of_bits:
-        drawn, reason = found[saved if versions.profile.values[value_of[saved]].unreplayable else saved + 1]
+        bits, mask = (versions.value_of[one] for one in (saved, saved + 1))
+        drawn, reason = found[saved if versions.profile.values[bits].unreplayable else saved + 1]
         if drawn is not None:
-            fresh = versions.writers[value_of[saved + 1]][0]  # its memory counts where the bits are widened
+            fresh = versions.writers[mask][0]  # its memory counts where the bits are widened
             again = tuple(op for op in drawn.ops if op != fresh)
             drawn = Replay(again, drawn.inputs, in_order(ops[op].duration_s for op in again))
         found[saved] = drawn, reason
-        op = versions.profile.values[value_of[saved]].born
+        op = versions.profile.values[bits].born
         found[saved + 1] = Replay((op,), (saved,), ops[op].duration_s), ""
 
 
-def _from_sources(
-    versions: _Versions,
-    found: list[tuple[Replay | None, str]],
-    value_of: Sequence[int],
-    save_tick: Sequence[int],
-    first_use_tick: Sequence[int],
-    copies: Mapping[int, int],
-) -> None:
+def _from_sources(versions: _Versions, found: list[tuple[Replay | None, str]], copies: Mapping[int, int]) -> None:
     """Leaves out the replays that only sources make possible, except for the copies' own op.
 
     No profile has verified them: it has tried replays that start from values that autograd saves. Such a replay runs
@@ -266,7 +261,7 @@ def _from_sources(
     """
     saved_of = [-1 if place in copies else place for place in versions.saved_of]
     without = replace(versions, saved_of=saved_of)
-    tried = [_replay_of(without, saved, value_of, save_tick, first_use_tick) for saved in range(len(value_of))]
+    tried = [_replay_of(without, saved) for saved in range(len(found))]
     own = {copy: source for source, copy in copies.items()}
     for saved, (replay, _) in enumerate(found):
         is_widening = replay is not None and saved in own and replay.inputs == (own[saved],) and len(replay.ops) == 1
@@ -344,11 +339,9 @@ def _temporaries(versions: _Versions, op: int) -> tuple[int, ...]:
     )
 
 
-def _replay_of(
-    versions: _Versions, saved: int, value_of: Sequence[int], save_tick: Sequence[int], first_use_tick: Sequence[int]
-) -> tuple[Replay | None, str]:
+def _replay_of(versions: _Versions, saved: int) -> tuple[Replay | None, str]:
     profile, writers = versions.profile, versions.writers
-    target = value_of[saved]
+    target = versions.value_of[saved]
     version = versions.saved_version[saved]
     if profile.values[target].unreplayable:
         return None, profile.values[target].unreplayable
@@ -370,10 +363,10 @@ def _replay_of(
         for value in dict.fromkeys((*record.inputs, *record.writes)):
             read = versions.read_by(value, op)
             if versions.is_preexisting(value):
-                reason = _preexisting_reason(versions, value, op, read, first_use_tick[saved])
+                reason = _preexisting_reason(versions, value, op, read, versions.first_use_tick[saved])
             elif versions.is_entry(value, read):
                 inputs.add(versions.saved_of[value])
-                reason = _entry_reason(versions, value, save_tick[saved], save_tick[versions.saved_of[value]])
+                reason = _entry_reason(versions, value, versions.save_tick[saved])
             else:
                 reason = profile.values[value].unreplayable
                 pending.extend(writers[value][:read])
@@ -396,13 +389,13 @@ def _preexisting_reason(versions: _Versions, value: int, op: int, read: int, nee
     return ""
 
 
-def _entry_reason(versions: _Versions, value: int, save_tick: int, entry_save_tick: int) -> str:
+def _entry_reason(versions: _Versions, value: int, save_tick: int) -> str:
     """Why a replay of a value saved at ``save_tick`` cannot use the entry of a saved value; empty if it can."""
-    record = versions.profile.values[value]
+    record, entry = versions.profile.values[value], versions.saved_of[value]
     if is_source(record):  # no handle holds it: the plan does, from its save point on
         return ""
-    if versions.saved_version[versions.saved_of[value]] != len(versions.writers[value]):
+    if versions.saved_version[entry] != len(versions.writers[value]):
         return f"its input {record.name} is written in place after it was saved"
-    if entry_save_tick < save_tick and record.freed < save_tick:
+    if versions.save_tick[entry] < save_tick and record.freed < save_tick:
         return f"its input {record.name} is freed before the value is saved"
     return ""

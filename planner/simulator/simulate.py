@@ -261,7 +261,6 @@ def held_at(problem: Problem, schedule: Schedule, tick: int) -> Held:
     return Held(tuple(saved), there[at])
 
 
-SWAP_ALL_ON_DEMAND = "swap-all on demand"
 ON_DEMAND = Style(release="early", prefetch="on_demand")
 STYLES = (Style(), Style(in_order=False), Style(release="early"))
 
@@ -334,7 +333,7 @@ def swap_all_on_demand(problem: Problem) -> Candidate:
     Each saved value is live in its forward life and from its first use to its last, as it is in every plan: no plan of
     this planner has a smaller peak.
     """
-    return try_style(problem, SWAP_ALL_ON_DEMAND, swap_all(problem), 0, ON_DEMAND)
+    return try_style(problem, "swap-all on demand", swap_all(problem), 0, ON_DEMAND)
 
 
 def least_step_s(problem: Problem, wish: Sequence[Decision]) -> float:

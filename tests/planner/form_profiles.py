@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 
 from msgspec.structs import replace
 
 from poochplan.formats.forms import CASTING
 from poochplan.formats.narrow import LEAST_MASK_BYTES
 from poochplan.formats.profile import Kind, PointKind, Profile
-from tests.planner.mask_profiles import on_cuda, tiny_mask_profile
-from tests.planner.random_profiles import Recorder, finished_with_a_random_link
+from tests.planner.mask_profiles import on_cuda
+from tests.planner.random_profiles import Recorder, any_seconds, finished_with_a_random_link
 
 POOL = "aten.max_pool2d_with_indices.default"
 UNIT = LEAST_MASK_BYTES
 
 
-def pool(r: Recorder, h: int, count: int, *, seconds: float, saves: list[int], name: str = POOL) -> list[int]:
+def pool(r: Recorder, h: int, count: int, *, seconds: float, saves: list[int]) -> list[int]:
     """A pool that makes so many results, and saves their indices."""
-    made = r.op(name, [h], [4 * count, 8 * count], saves=saves, seconds=seconds)
+    made = r.op(POOL, [h], [4 * count, 8 * count], saves=saves, seconds=seconds)
     r.nodes[-1].handles.append(r._pack(made[1], len(r.ops)))
     return made
 
@@ -60,30 +59,23 @@ def form_profile(seed: int | str, blocks: int = 5) -> Profile:
     """Layers with pools of what is saved or is not, and casts of what is written later, or gone."""
     rng = random.Random(f"forms {seed}")
     r = Recorder()
-    (x,) = r.op("stem", [r.before(UNIT, Kind.INPUT)], [_size(rng)], seconds=_seconds(rng))
+    (x,) = r.op("stem", [r.before(UNIT, Kind.INPUT)], [_size(rng)], seconds=any_seconds(rng))
     for _ in range(blocks):
         count = _size(rng) // 4
-        (h,) = r.op("linear", [x], [16 * count], saves=[x] if rng.random() < 0.5 else [], seconds=_seconds(rng))
+        (h,) = r.op("linear", [x], [16 * count], saves=[x] if rng.random() < 0.5 else [], seconds=any_seconds(rng))
         if rng.random() < 0.6:
             saves = [h] if rng.random() < 0.5 else []
-            (h, indices) = pool(r, h, count, seconds=_seconds(rng), saves=saves)
+            (h, indices) = pool(r, h, count, seconds=any_seconds(rng), saves=saves)
             if rng.random() < 0.3:  # the indices are used twice
-                (h,) = r.op("gather", [h, indices], [4 * count], saves=[indices], seconds=_seconds(rng) / 10)
+                (h,) = r.op("gather", [h, indices], [4 * count], saves=[indices], seconds=any_seconds(rng) / 10)
         else:
-            seconds = {"seconds": _seconds(rng), "cast_s": _seconds(rng) / 10}
+            seconds = {"seconds": any_seconds(rng), "cast_s": any_seconds(rng) / 10}
             h = cast(r, h, count, **seconds, is_written=rng.random() < 0.5)
-        (x,) = r.op("linear", [h], [_size(rng)], saves=[h], seconds=_seconds(rng))
-    r.op("loss", [x], [512], saves=[x], seconds=_seconds(rng))
+        (x,) = r.op("linear", [h], [_size(rng)], saves=[h], seconds=any_seconds(rng))
+    r.op("loss", [x], [512], saves=[x], seconds=any_seconds(rng))
     profile = with_types(finished_with_a_random_link(r, rng), rng.choice([16, 64, 512]))
     return on_cuda(profile) if rng.random() < 0.5 else profile
 
 
-tiny_form_profile = partial(tiny_mask_profile, made=form_profile)
-
-
 def _size(rng: random.Random) -> int:
     return rng.choice([1, 2, 3, 4]) * UNIT + rng.choice([0, 0, 4, 100])
-
-
-def _seconds(rng: random.Random) -> float:
-    return float(1e-3 * 10 ** rng.uniform(-1.3, 0.6))

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from functools import partial
 
 from msgspec.structs import replace
 
-from poochplan.formats.narrow import BOOL, DROPOUT, LEAST_MASK_BYTES, faster_masks, with_bits
+from poochplan.formats.narrow import BOOL, DROPOUT, LEAST_MASK_BYTES
 from poochplan.formats.profile import Kind, PointKind, Profile
-from poochplan.planner.planning import smallest_budget
-from poochplan.planner.simulator.problem import build_problem
-from poochplan.planner.simulator.simulate import movable
-from tests.planner.random_profiles import Recorder, finished_with_a_random_link
-from tests.planner.tiny_profiles import ATTEMPTS
+from tests.planner.random_profiles import Recorder, any_seconds, few_seconds, finished_with_a_random_link
 
 UNIT = LEAST_MASK_BYTES
 FRESH, DRAW, SCALE = "aten.empty_like.default", "aten.bernoulli_.float", "aten.div_.Scalar"
@@ -24,10 +18,10 @@ def mask_profile(seed: int | str, blocks: int = 5) -> Profile:
     """Layers with dropout. Some masks are used twice, written later, drawn quickly, or cannot be drawn again."""
     rng = random.Random(f"masks {seed}")
     r = Recorder()
-    (x,) = r.op("stem", [r.before(UNIT, Kind.INPUT)], [_size(rng)], seconds=_seconds(rng))
+    (x,) = r.op("stem", [r.before(UNIT, Kind.INPUT)], [_size(rng)], seconds=any_seconds(rng))
     for _ in range(blocks):
         x = _block(r, rng, x)
-    r.op("loss", [x], [512], saves=[x], seconds=_seconds(rng))
+    r.op("loss", [x], [512], saves=[x], seconds=any_seconds(rng))
     return finished_with_a_random_link(r, rng)
 
 
@@ -45,16 +39,16 @@ def bool_profile(seed: int | str, blocks: int = 5) -> Profile:
     """Layers with dropout on a GPU, of what is saved or is not. Some masks are read in forward."""
     rng = random.Random(f"bools {seed}")
     r = Recorder()
-    (x,) = r.op("stem", [r.before(UNIT, Kind.INPUT)], [4 * _size(rng)], seconds=_seconds(rng))
+    (x,) = r.op("stem", [r.before(UNIT, Kind.INPUT)], [4 * _size(rng)], seconds=any_seconds(rng))
     for _ in range(blocks):
         size = 4 * _size(rng)
-        (h,) = r.op("linear", [x], [size], saves=[x] if rng.random() < 0.5 else [], seconds=_seconds(rng))
+        (h,) = r.op("linear", [x], [size], saves=[x] if rng.random() < 0.5 else [], seconds=any_seconds(rng))
         saves = [h] if rng.random() < 0.3 else []
-        out, made = fused(r, h, size // 4, seconds=_seconds(rng), saves=saves)
+        out, made = fused(r, h, size // 4, seconds=any_seconds(rng), saves=saves)
         if rng.random() < 0.3:  # the mask is read in forward
-            (out,) = r.op("mul", [out, made], [size], saves=[out, made], seconds=_cheap(rng))
-        (x,) = r.op("linear", [out], [4 * _size(rng)], saves=[out], seconds=_seconds(rng))
-    r.op("loss", [x], [512], saves=[x], seconds=_seconds(rng))
+            (out,) = r.op("mul", [out, made], [size], saves=[out, made], seconds=few_seconds(rng))
+        (x,) = r.op("linear", [out], [4 * _size(rng)], saves=[out], seconds=any_seconds(rng))
+    r.op("loss", [x], [512], saves=[x], seconds=any_seconds(rng))
     return of_bools(on_cuda(finished_with_a_random_link(r, rng)))
 
 
@@ -85,40 +79,19 @@ def _block(r: Recorder, rng: random.Random, x: int) -> int:
     kind = rng.choice(["dropout", "dropout", "dropout", "twice", "plain", "written", "quick", "lost"])
     size = r.values[x].size_bytes
     if kind == "plain":
-        return r.op("linear", [x], [_size(rng)], saves=[x] if rng.random() < 0.5 else [], seconds=_seconds(rng))[0]
-    (h,) = r.op("linear", [x], [size], saves=[x] if rng.random() < 0.5 else [], seconds=_seconds(rng))
-    drawn_s = 1e-7 if kind == "quick" else _seconds(rng)
+        return r.op("linear", [x], [_size(rng)], saves=[x] if rng.random() < 0.5 else [], seconds=any_seconds(rng))[0]
+    (h,) = r.op("linear", [x], [size], saves=[x] if rng.random() < 0.5 else [], seconds=any_seconds(rng))
+    drawn_s = 1e-7 if kind == "quick" else any_seconds(rng)
     made = mask(r, size, seconds=drawn_s, workspace_bytes=rng.choice([0, size]), scales=rng.choice([0, 1, 1, 2]))
     if kind == "lost":
         r.values[made].unreplayable = "it gave other bits"
-    (h,) = r.op("mul", [h, made], [size], saves=[made], seconds=_cheap(rng))
+    (h,) = r.op("mul", [h, made], [size], saves=[made], seconds=few_seconds(rng))
     if kind == "twice":
-        (h,) = r.op("mul", [h, made], [size], saves=[h, made], seconds=_cheap(rng))
+        (h,) = r.op("mul", [h, made], [size], saves=[h, made], seconds=few_seconds(rng))
     if kind == "written":
-        r.op("add_", [made], writes=[made], seconds=_cheap(rng), in_graph=False)
-    return r.op("linear", [x, h], [_size(rng)], saves=[h], seconds=_seconds(rng))[0]
-
-
-def tiny_mask_profile(seed: int, highest: int = 5, made: Callable[[str, int], Profile] = mask_profile) -> Profile:
-    """One with at least one mask, at most ``highest`` movable values, and a plan below its in-core peak."""
-    for attempt in range(ATTEMPTS):
-        profile = made(f"{seed}/{attempt}", 1 + attempt % 2)
-        count = len(movable(build_problem(with_bits(profile))))
-        if faster_masks(profile) and count <= highest and smallest_budget(profile) < profile.in_core_peak_bytes:
-            return profile
-    raise AssertionError(f"seed {seed} gives no profile with a mask and at most {highest} movable values")
-
-
-tiny_bool_profile = partial(tiny_mask_profile, made=bool_profile)
+        r.op("add_", [made], writes=[made], seconds=few_seconds(rng), in_graph=False)
+    return r.op("linear", [x, h], [_size(rng)], saves=[h], seconds=any_seconds(rng))[0]
 
 
 def _size(rng: random.Random) -> int:
     return rng.choice([1, 2, 3, 4, 6]) * UNIT + rng.choice([0, 0, 4, 100])
-
-
-def _seconds(rng: random.Random) -> float:
-    return float(1e-3 * 10 ** rng.uniform(-1.3, 0.6))
-
-
-def _cheap(rng: random.Random) -> float:
-    return float(1e-4 * 10 ** rng.uniform(-1, 0.5))

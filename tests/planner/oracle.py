@@ -42,7 +42,7 @@ from poochplan.formats.plan import Decision
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Schedule, assemble
 from poochplan.planner.simulator.simulate import Candidate, Simulation, movable, simulate, try_decisions
-from tests.planner.oracle_clock import is_plain
+from tests.planner.clock import is_plain
 from tests.planner.oracle_search import Actions, Freedom, Search, State, subsets
 
 MAX_VALUES = 5
@@ -53,11 +53,10 @@ SAME = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class Optimum:
-    """The best plan, and how it was found."""
+    """The best plan."""
 
     schedule: Schedule
     simulation: Simulation
-    states: int
 
     @property
     def step_s(self) -> float:
@@ -76,23 +75,13 @@ def best_schedule(
 
     Steps slower than ``at_most_s`` are not looked for, which only saves time. ``every_choice`` does without the rules
     of the plain link: slower, and the same step if they lose nothing.
-
-    Raises
-    ------
-    ValueError
-        More movable values than :data:`MAX_VALUES`.
     """
     freedom = freedom or Freedom()
-    values = movable(problem)
-    if len(values) > MAX_VALUES:
-        raise ValueError(f"expected at most {MAX_VALUES} movable values, found {len(values)}")
-    is_ahead = problem.launch_cost is not None and not problem.launch_cost.is_compute
-    plain_rules = is_plain(problem.link) and not is_ahead and not every_choice
-    best_s, best, states = at_most_s * (1 + SAME), None, 0
+    assert len(movable(problem)) <= MAX_VALUES, "too many movable values to try every schedule"
+    plain_rules = is_plain(problem.link) and problem.launch_cost.is_compute and not every_choice
+    best_s, best = at_most_s * (1 + SAME), None
     for recomputed in _recomputed_sets(problem, freedom):
-        search = Search(problem, budget_bytes, recomputed, freedom, best_s, plain_rules)
-        found = search.best()
-        states += search.states
+        found = Search(problem, budget_bytes, recomputed, freedom, best_s, plain_rules).best()
         if found is not None and (best is None or found.clock.now_s < best_s):
             best_s, best = found.clock.now_s, (found, recomputed)
     if best is None:
@@ -103,20 +92,13 @@ def best_schedule(
         f"{simulation.step_s} s simulated, {best_s} s searched"
     )
     assert simulation.peak_bytes <= budget_bytes, f"{simulation.peak_bytes} bytes simulated, budget {budget_bytes}"
-    return Optimum(schedule, simulation, states)
+    return Optimum(schedule, simulation)
 
 
 def best_decisions(problem: Problem, budget_bytes: int) -> Candidate:
-    """The best of all decisions as the planner's own schedules carry them out; fewest bytes over budget if none fits.
-
-    Raises
-    ------
-    ValueError
-        More movable values than :data:`MAX_DECIDED_VALUES`.
-    """
+    """The best of all decisions as the planner's own schedules do them; fewest bytes over budget if none fits."""
     values = movable(problem)
-    if len(values) > MAX_DECIDED_VALUES:
-        raise ValueError(f"expected at most {MAX_DECIDED_VALUES} movable values, found {len(values)}")
+    assert len(values) <= MAX_DECIDED_VALUES, "too many movable values to try every decision"
     replays = problem.replay.replays
     choices = [
         [d for d in Decision if d is not Decision.RECOMPUTE or replays[value] is not None]
@@ -130,7 +112,7 @@ def best_decisions(problem: Problem, budget_bytes: int) -> Candidate:
         if best is not None and best.peak_bytes <= budget_bytes:
             if problem.step_s + _least_replay_s(problem, wish) >= best.simulation.step_s * (1 - SAME):
                 break
-            if _kept_floor_bytes(problem, wish) > budget_bytes:
+            if floor_bytes(problem, wish) > budget_bytes:
                 continue
         found = try_decisions(problem, "best decisions", wish, budget_bytes)
         if best is None or found.rank(budget_bytes) < best.rank(budget_bytes):
@@ -144,7 +126,7 @@ def _least_replay_s(problem: Problem, wish: Sequence[Decision]) -> float:
     return problem.replay.merged(used).seconds if used else 0.0
 
 
-def _kept_floor_bytes(problem: Problem, wish: Sequence[Decision]) -> int:
+def floor_bytes(problem: Problem, wish: Sequence[Decision]) -> int:
     """A peak that no schedule of these decisions is below: kept values throughout, others while they must be live."""
     floor = problem.base_bytes.copy()
     for value, decision in enumerate(wish):

@@ -11,7 +11,7 @@ from poochplan.formats.plan import Decision
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import assemble
 from poochplan.planner.simulator.simulate import movable
-from tests.planner.oracle_clock import Clock, is_plain, launch, run, take, wait_in, wait_out
+from tests.planner.clock import Clock, is_plain, run, take, wait_in, wait_out
 
 FUTURE, HERE, LEAVING, AWAY, DROPPED, BACK = range(6)
 """Where a value is: not saved yet; in forward's storage (still to leave, or on its way); on the host; waiting for its
@@ -84,7 +84,6 @@ class Search:
         self.problem, self.budget_bytes, self.freedom, self.at_most_s = problem, budget_bytes, freedom, at_most_s
         self.recomputed = recomputed
         self.plain_rules = plain_rules
-        self.states = 0
         self.values = range(problem.value_count)
         able = {value for value in movable(problem) if value not in recomputed}
         if freedom.decisions is not None:
@@ -134,7 +133,7 @@ class Search:
     def _work(self) -> list[float]:
         """Seconds of the compute stream before each point, and in all."""
         problem, cost = self.problem, self.problem.launch_cost
-        record_s = cost.record_s if cost is not None and cost.is_compute else 0.0
+        record_s = cost.record_s if cost.is_compute else 0.0
         before = [*problem.point_work_s.tolist(), problem.step_s]
         return [work_s + record_s * sum(self.recorded[:op]) for work_s, op in zip(before, self.op_at, strict=True)]
 
@@ -158,24 +157,29 @@ class Search:
                 for after in self._after(state, point):
                     self._add(kept, after, point)
             frontier = [state for states in kept.values() for _, state in states]
-            self.states += len(frontier)
         ends = [state._replace(clock=self._advance(state.clock, len(self.ticks) - 2)) for state in frontier]
         ends = [state for state in ends if state.clock.now_s <= self.at_most_s]
         return min(ends, key=lambda state: state.clock.now_s, default=None)
 
     def _advance(self, clock: Clock, point: int) -> Clock:
         """To the next point after ``point``."""
-        problem, link, cost = self.problem, self.problem.link, self.problem.launch_cost
-        if cost is None or cost.is_compute:
+        link, cost = self.problem.link, self.problem.launch_cost
+        if cost.is_compute:
             before_s = self.work[point] if point >= 0 else 0.0
             return run(link, clock, self.work[point + 1] - before_s)
         if point < 0:
-            clock = take(link, cost, clock, float(cost.handles_s[0]))
+            clock = take(link, cost.is_compute, clock, float(cost.handles_s[0]))
         for op in range(self.op_at[point] if point >= 0 else 0, self.op_at[point + 1]):
             own_s = cost.record_s if self.recorded[op] else 0.0
-            clock = launch(link, cost, clock, op, problem.replay.op_seconds[op], own_s)
-            clock = take(link, cost, clock, float(cost.handles_s[op + 1]))
-        return take(link, cost, clock, 0.0)
+            clock = self._launch(clock, op, own_s)
+            clock = take(link, cost.is_compute, clock, float(cost.handles_s[op + 1]))
+        return take(link, cost.is_compute, clock, 0.0)
+
+    def _launch(self, clock: Clock, op: int, own_s: float) -> Clock:
+        """Computes one op, for which the runtime takes ``own_s`` besides."""
+        problem, link, cost = self.problem, self.problem.link, self.problem.launch_cost
+        clock = run(link, take(link, cost.is_compute, clock, own_s), problem.replay.op_seconds[op])
+        return clock._replace(thread_s=clock.thread_s + float(cost.launch_s[op]))
 
     def _add(self, kept: dict[object, list[tuple[tuple[float, ...], State]]], state: State, point: int) -> None:
         waiting = tuple(v for v in sorted(self.recomputed) if state.places[v] == DROPPED and self.is_replayed[v])
@@ -190,7 +194,7 @@ class Search:
             key = (state.places, state.clock.rounded())
             vector = (state.clock.now_s, state.clock.thread_s)
         else:  # later may be better, unless everything is later by the same
-            ahead_s = state.clock.now_s - state.clock.thread_s if self.problem.launch_cost is not None else 0.0
+            ahead_s = state.clock.now_s - state.clock.thread_s
             key = (state.places, state.clock.rounded(), round(ahead_s, 13))
             vector = (state.clock.now_s,)
         entries = kept.setdefault(key, [])
@@ -346,13 +350,13 @@ class Search:
         """The clock at the end of a point; ``away`` are the values fetched there on demand."""
         problem, link, cost = self.problem, self.problem.link, self.problem.launch_cost
         for value in actions.swap_out:
-            clock = take(link, cost, clock, cost.out_s if cost else 0.0)
+            clock = take(link, cost.is_compute, clock, cost.out_s)
             clock = clock._replace(out=(*clock.out, (value, problem.out_seconds(value))))
         for value in actions.release:
             clock = wait_out(link, clock, value)
 
         def fetch(clock: Clock, value: int) -> Clock:
-            clock = take(link, cost, clock, cost.fetch_s if cost else 0.0)
+            clock = take(link, cost.is_compute, clock, cost.fetch_s)
             return clock._replace(inward=(*clock.inward, (value, problem.in_seconds(value))))
 
         def needed(clock: Clock, value: int) -> Clock:
@@ -367,11 +371,7 @@ class Search:
             for source in one.sources:
                 clock = needed(clock, source)
             for op in one.ops:
-                seconds = problem.replay.op_seconds[op]
-                if cost is None:
-                    clock = run(link, clock, seconds)
-                else:
-                    clock = launch(link, cost, clock, op, seconds, cost.replay_s)
+                clock = self._launch(clock, op, cost.replay_s)
         return needed(clock, used)
 
     # -- bytes ----------------------------------------------------------------------------------------------------

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 
 import msgspec
 
 from poochplan.formats.plan import Decision, Plan
-from poochplan.formats.profile import Profile
-from poochplan.planner.planning import plan
+from poochplan.formats.profile import PointKind, Profile
+from poochplan.formats.profile_parts import host_aligned
+from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.policies import PolicyInput
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import Schedule, Tuning
-from poochplan.planner.simulator.simulate import swap_all_on_demand
-from poochplan.planner.writing import last_recipes
+from poochplan.planner.simulator.simulate import Simulation
+from poochplan.planner.writing import last_recipes, with_decisions
+from tests.planner.checker import Verdict, check
+
+
+def budget_at(profile: Profile, share: float) -> int:
+    """A budget with ``share`` of the room between the smallest budget and the in-core peak."""
+    smallest = smallest_budget(profile)
+    return int(smallest + share * (profile.in_core_peak_bytes - smallest))
 
 
 def input_at(profile: Profile, share: float) -> PolicyInput:
-    """A budget with ``share`` of the room between the smallest peak and the in-core peak."""
-    smallest = swap_all_on_demand(PolicyInput.of(profile, 1).problem).peak_bytes
-    return PolicyInput.of(profile, int(smallest + share * (profile.in_core_peak_bytes - smallest)))
+    """The same as the input of a policy."""
+    return PolicyInput.of(profile, budget_at(profile, share))
 
 
 def plan_with(profile: Profile, schedule: Schedule) -> Plan:
@@ -32,10 +40,39 @@ def plan_with(profile: Profile, schedule: Schedule) -> Plan:
         values.append(
             msgspec.structs.replace(value, decision=decision, host_offset=offset if swapped else -1, until=until)
         )
-        offset += (value.size_bytes + 4095) // 4096 * 4096 if swapped else 0
+        offset += host_aligned(value.size_bytes) if swapped else 0
     return msgspec.structs.replace(
         kept, values=tuple(values), schedule=schedule.actions, record_from_start=schedule.record_from_start
     )
+
+
+def assert_bytes(profile: Profile, schedule: Schedule, said: Simulation) -> Verdict:
+    """The independent checker carries the schedule out, and sees the bytes that were simulated."""
+    verdict = check(profile, plan_with(profile, schedule))
+    assert verdict.peak_bytes == said.peak_bytes
+    assert verdict.first_step_peak_bytes == said.first_step_peak_bytes
+    assert (verdict.out_bytes, verdict.in_bytes) == (said.out_bytes, said.in_bytes)
+    return verdict
+
+
+def held(profile: Profile, added: Callable[[Profile], Profile], peaks: int = 2) -> Plan:
+    """Of what ``added`` adds, the first is held, and what it stands for recomputed; all else is kept. The budget is
+    that many in-core peaks.
+    """
+    made = plan(added(profile), peaks * profile.in_core_peak_bytes)
+    place = next(number for number, value in enumerate(made.values) if value.source)
+    return with_decisions(profile, made, {made.values[place + 1].name: Decision.RECOMPUTE})
+
+
+def problems_of(make: Callable[[int], Profile], count: int) -> Iterator[tuple[int, Profile, Problem]]:
+    """The first ``count`` seeds, from 0, whose profiles save something; with these and their problems."""
+    seed = found = 0
+    while found < count:
+        profile = make(seed)
+        if any(point.kind is PointKind.USE for point in profile.points):
+            yield seed, profile, build_problem(profile)
+            found += 1
+        seed += 1
 
 
 def random_decisions(problem: Problem, seed: int) -> list[Decision]:

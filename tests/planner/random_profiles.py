@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 import msgspec
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from poochplan.formats.profile import (
@@ -24,8 +25,7 @@ from poochplan.formats.profile import (
     StepTimes,
     Value,
 )
-
-UNIT = 512
+from poochplan.formats.profile_parts import rounded_up
 
 
 def link(
@@ -187,16 +187,13 @@ class Recorder:
             born = []
             for read in node.reads:
                 record = self.values[read]
-                if record.kind in (Kind.TEMPORARY, Kind.ACTIVATION) and read not in gradient:
-                    gradient[read] = len(self.values)
-                    born.append(len(self.values))
-                    self.values.append(_Value(f"grad of {record.name}", Kind.TEMPORARY, record.size_bytes, born=index))
-                elif record.kind is Kind.PARAMETER and read not in gradient:
-                    gradient[read] = len(self.values)
-                    born.append(len(self.values))
-                    self.values.append(
-                        _Value(f"grad of {record.name}", Kind.GRADIENT, record.size_bytes, born=index, outlives=True)
-                    )
+                is_weight = record.kind is Kind.PARAMETER
+                if read in gradient or not (is_weight or record.kind in (Kind.TEMPORARY, Kind.ACTIVATION)):
+                    continue
+                gradient[read] = len(self.values)
+                born.append(len(self.values))
+                kind, name = Kind.GRADIENT if is_weight else Kind.TEMPORARY, f"grad of {record.name}"
+                self.values.append(_Value(name, kind, record.size_bytes, born=index, outlives=is_weight))
             used = [gradient[v] for v in node.outputs if v in gradient]
             for value in [*used, *born]:
                 self.values[value].death_op = self.values[value].freed_op = index
@@ -213,7 +210,7 @@ class Recorder:
             )
 
     def _profile(self, link: Link) -> Profile:
-        ops, last_op = tuple(self.ops), len(self.ops) - 1
+        ops = tuple(self.ops)
         points = tuple(Point(kind=kind, handle=handle, op=op) for kind, handle, op in self.points)
         ticks = _op_ticks(len(ops), points)
         last_tick = len(ops) + len(points) - 1
@@ -237,7 +234,6 @@ class Recorder:
                 )
             )
         seconds = {phase: sum(op.duration_s for op in ops if op.phase is phase) for phase in Phase}
-        assert last_op >= 0
         return Profile(
             workload="test",
             mode="run",
@@ -275,51 +271,46 @@ def _op_ticks(op_count: int, points: tuple[Point, ...]) -> list[int]:
     return [index + sum(point.op <= index for point in points) for index in range(op_count)]
 
 
-def _rounded(size_bytes: int) -> int:
-    return -(-size_bytes // UNIT) * UNIT
-
-
 def _peak(ops: tuple[Op, ...], values: list[Value], ticks: list[int], last_tick: int) -> int:
     change = [0] * (last_tick + 2)
     for value in values:
-        change[ticks[value.born] if value.born >= 0 else 0] += _rounded(value.size_bytes)
-        change[value.freed + 1] -= _rounded(value.size_bytes)
+        change[ticks[value.born] if value.born >= 0 else 0] += rounded_up(value.size_bytes)
+        change[value.freed + 1] -= rounded_up(value.size_bytes)
     live, peak = 0, 0
-    workspace = {tick: _rounded(op.workspace_bytes) for tick, op in zip(ticks, ops, strict=True)}
+    workspace = {tick: rounded_up(op.workspace_bytes) for tick, op in zip(ticks, ops, strict=True)}
     for tick in range(last_tick + 1):
         live += change[tick]
         peak = max(peak, live + workspace.get(tick, 0))
     return peak
 
 
-def resnet_like(blocks: int = 8, *, mib: int = 4, link_gb_per_s: float = 1.0, compute_scale: float = 1.0) -> Profile:
+def resnet_like(blocks: int = 8, *, link_gb_per_s: float = 1.0) -> Profile:
     """Residual blocks of convolution, batch norm, in-place ReLU, and a functional add."""
     r = Recorder()
-    x = r.before(mib << 20, Kind.INPUT)
-    size = mib << 20
-    (x,) = r.op("stem", [x, r.before(4096)], [size], saves=[x], seconds=2e-3 * compute_scale)
+    size = 4 << 20
+    x = r.before(size, Kind.INPUT)
+    (x,) = r.op("stem", [x, r.before(4096)], [size], saves=[x], seconds=2e-3)
     for block in range(blocks):
         if block and block % 4 == 0:
             size //= 2
         y = x
         for _ in range(2):
             weight, gamma, mean = r.before(size // 16), r.before(1024), r.before(1024, Kind.BUFFER)
-            (y,) = r.op("conv", [y, weight], [size], saves=[y], seconds=4e-3 * compute_scale)
-            seconds = 4e-4 * compute_scale
-            y, *statistics, _ = r.op("bn", [y, gamma], [size, 1024, 1024], writes=[mean], saves=[y], seconds=seconds)
+            (y,) = r.op("conv", [y, weight], [size], saves=[y], seconds=4e-3)
+            y, *statistics, _ = r.op("bn", [y, gamma], [size, 1024, 1024], writes=[mean], saves=[y], seconds=4e-4)
             r.nodes[-1].handles.extend(r._pack(value, len(r.ops)) for value in statistics)
-            (y,) = r.op("relu_", [y], writes=[y], saves_outputs=True, seconds=2e-4 * compute_scale)
+            (y,) = r.op("relu_", [y], writes=[y], saves_outputs=True, seconds=2e-4)
         if size != r.values[x].size_bytes:
-            (x,) = r.op("down", [x, r.before(size // 16)], [size], saves=[x], seconds=1e-3 * compute_scale)
-        (x,) = r.op("add", [x, y], [size], seconds=2e-4 * compute_scale)
-    r.op("loss", [x], [1024], saves=[x], seconds=1e-3 * compute_scale)
+            (x,) = r.op("down", [x, r.before(size // 16)], [size], saves=[x], seconds=1e-3)
+        (x,) = r.op("add", [x, y], [size], seconds=2e-4)
+    r.op("loss", [x], [1024], saves=[x], seconds=1e-3)
     return r.finish(link(link_gb_per_s), optimizer_s=1e-3, state_bytes=size)
 
 
-def unet_like(depth: int = 4, *, mib: int = 32, link_gb_per_s: float = 1.0) -> Profile:
+def unet_like(depth: int = 4, *, link_gb_per_s: float = 1.0) -> Profile:
     """Encoder and decoder with skips that forward holds until they are concatenated."""
     r = Recorder()
-    size = mib << 20
+    size = 32 << 20
     x = r.before(size, Kind.INPUT)
     skips = []
     for _ in range(depth):
@@ -373,7 +364,7 @@ def random_profile(seed: int, op_count: int = 12) -> Profile:
     r.op("loss", alive[-1:], [256], saves=alive[-1:] if rng.random() < 0.7 else [])
     if rng.random() < 0.2:
         r.hold_until_end(rng.choice(alive))
-    profile = r.finish(
+    return r.finish(
         link(
             gb_per_s=10 ** rng.uniform(-3, 0),
             latency_s=rng.choice([0.0, 1e-5, 1e-3]),
@@ -384,7 +375,6 @@ def random_profile(seed: int, op_count: int = 12) -> Profile:
         optimizer_s=rng.choice([0.0, 1e-3]),
         state_bytes=rng.choice([0, 4096]),
     )
-    return profile
 
 
 def _random_op(r: Recorder, rng: random.Random, alive: list[int], buffer: int) -> None:
@@ -411,6 +401,16 @@ def _random_op(r: Recorder, rng: random.Random, alive: list[int], buffer: int) -
         in_graph=rng.random() < 0.95,
     )
     alive.extend(value for value in outputs if value != buffer)
+
+
+def any_seconds(rng: random.Random) -> float:
+    """Of an op that takes time."""
+    return float(1e-3 * 10 ** rng.uniform(-1.3, 0.6))
+
+
+def few_seconds(rng: random.Random) -> float:
+    """Of an op that is cheap."""
+    return float(1e-4 * 10 ** rng.uniform(-1, 0.5))
 
 
 def finished_with_a_random_link(r: Recorder, rng: random.Random) -> Profile:
@@ -448,6 +448,9 @@ def with_random_thread(profile: Profile, seed: int) -> Profile:
     )
     device = msgspec.structs.replace(profile.device, kind=rng.choice(["cpu", "cuda"]))
     return msgspec.structs.replace(profile, runtime=runtime, device=device)
+
+
+QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def profiles(max_ops: int = 16) -> st.SearchStrategy[Profile]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import pytest
 
 from poochplan.formats.plan import SolveStatus
 from poochplan.planner.search.allowance import Allowance
 
-NEW: dict[str, Callable[[], Allowance]] = {
-    "time": lambda: Allowance(100.0),
-    "count": lambda: Allowance(evaluations=1000),
-}
+
+@pytest.fixture(params=[{"limit_s": 100.0}, {"evaluations": 1000}], ids=["time", "count"])
+def whole(request: pytest.FixtureRequest) -> Allowance:
+    return Allowance(**request.param)
 
 
 class Clock:
@@ -33,9 +32,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-@pytest.mark.parametrize("new", NEW.values(), ids=NEW)
-def test_stopping_the_whole_ends_its_parts_and_theirs(new: Callable[[], Allowance]) -> None:
-    whole = new()
+def test_stopping_the_whole_ends_its_parts_and_theirs(whole: Allowance) -> None:
     before = [whole.part(0.9), whole.part(0.9).part(0.5), whole.part(0.9).part(0.5).part(0.5, 7)]
     assert not any(each.is_spent for each in before)
     whole.stop()
@@ -47,9 +44,7 @@ def test_stopping_the_whole_ends_its_parts_and_theirs(new: Callable[[], Allowanc
     assert whole.status is SolveStatus.INTERRUPTED
 
 
-@pytest.mark.parametrize("new", NEW.values(), ids=NEW)
-def test_what_is_ended_is_spent_as_at_its_limit(new: Callable[[], Allowance]) -> None:
-    whole = new()
+def test_what_is_ended_is_spent_as_at_its_limit(whole: Allowance) -> None:
     ended = whole.part(0.9)
     part = ended.part(0.5)
     ended.end()
@@ -60,9 +55,7 @@ def test_what_is_ended_is_spent_as_at_its_limit(new: Callable[[], Allowance]) ->
     assert not whole.is_spent
 
 
-@pytest.mark.parametrize("new", NEW.values(), ids=NEW)
-def test_stopping_a_part_leaves_the_whole(new: Callable[[], Allowance]) -> None:
-    whole = new()
+def test_stopping_a_part_leaves_the_whole(whole: Allowance) -> None:
     part, other = whole.part(0.5), whole.part(0.5)
     part.stop()
     assert part.is_spent
@@ -71,9 +64,7 @@ def test_stopping_a_part_leaves_the_whole(new: Callable[[], Allowance]) -> None:
     assert whole.status is SolveStatus.SEARCHED
 
 
-@pytest.mark.parametrize("new", NEW.values(), ids=NEW)
-def test_of_what_is_stopped_nothing_is_left_however_deep(new: Callable[[], Allowance]) -> None:
-    whole = new()
+def test_of_what_is_stopped_nothing_is_left_however_deep(whole: Allowance) -> None:
     deep = whole.part(0.9).part(0.5).part(0.5)
     whole.stop()
     assert deep.left == 0

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import networks
@@ -18,6 +18,7 @@ from benchmarks.packing import forward_blocks, of_source, same_size_pool
 from poochplan.formats.occupancy import live_bytes
 from poochplan.formats.plan import OUTSIDE
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Op, OpBlock, Phase, Profile
+from poochplan.formats.profile_parts import rounded_up
 from poochplan.planner.arena import step_layout as arena
 from poochplan.planner.arena.packing import Block, live_peak
 from poochplan.planner.arena.step_layout import blocks_of, layout_of
@@ -29,20 +30,14 @@ from poochplan.planner.simulator.simulate import simulate
 from tests.depth import tries
 from tests.planner.checker import check
 from tests.planner.plans import plan_with, random_decisions
-from tests.planner.random_profiles import profiles, resnet_like, transformer_like, unet_like
-
-QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+from tests.planner.random_profiles import QUICK, profiles, resnet_like, transformer_like, unet_like
 
 
 def live_at_each_time(blocks: tuple[Block, ...], end: int) -> np.ndarray:
     live = np.zeros(end, dtype=np.int64)
     for block in blocks:
-        live[block.start : block.end] += rounded(block.size_bytes)
+        live[block.start : block.end] += rounded_up(block.size_bytes)
     return live
-
-
-def rounded(size_bytes: int) -> int:
-    return -(-size_bytes // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES
 
 
 def with_blocks(profile: Profile, seed: int) -> Profile:
@@ -67,8 +62,8 @@ def _with_blocks(profile: Profile, op: Op, rng: random.Random) -> Op:
     most = behind = 0
     for at in range(len(blocks)):
         alive = [one for one in blocks[: at + 1] if one.until < 0 or one.until > at]
-        most = max(most, sum(rounded(one.size_bytes) for one in alive))
-    behind = sum(rounded(one.size_bytes) for one in blocks if one.until < 0)
+        most = max(most, sum(rounded_up(one.size_bytes) for one in alive))
+    behind = sum(rounded_up(one.size_bytes) for one in blocks if one.until < 0)
     return msgspec.structs.replace(op, blocks=tuple(blocks), workspace_bytes=most - behind)
 
 
@@ -143,7 +138,7 @@ def test_a_forward_pass_alone_takes_what_forward_makes_and_lets_go_of_what_only_
     forward = [op for op in profile.ops if op.phase is Phase.FORWARD]
     made = [profile.values[value] for op in forward for value in op.outputs]
     assert Counter(block.size_bytes for block in blocks) == Counter(value.size_bytes for value in made)
-    saved = sum(rounded(value.size_bytes) for value in made if value.freed > profile.op_ticks[len(forward)])
+    saved = sum(rounded_up(value.size_bytes) for value in made if value.freed > profile.op_ticks[len(forward)])
     live = live_at_each_time(blocks, end)
     assert 0 < live[-1] < saved
     problem = build_problem(profile)

@@ -11,7 +11,6 @@ import pytest
 
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Profile
-from poochplan.planner.planning import smallest_budget
 from poochplan.planner.search.allowance import EVALUATIONS_PER_SOLVE, Allowance
 from poochplan.planner.search.bound import (
     LARGE_SHARE,
@@ -24,7 +23,7 @@ from poochplan.planner.search.bound import (
     Relaxed,
     values_to_branch_on,
 )
-from poochplan.planner.search.solvers import SolverLimits, SolverStatus
+from poochplan.planner.search.solvers import SolverLimits
 from poochplan.planner.search.walking import all_decisions
 from poochplan.planner.simulator.evaluator import DECISIONS, RECOMPUTE
 from poochplan.planner.simulator.problem import Problem, build_problem
@@ -32,19 +31,18 @@ from poochplan.planner.simulator.simulate import movable
 from tests.depth import tries
 from tests.planner.oracle import best_schedule
 from tests.planner.oracle_search import Freedom
+from tests.planner.plans import budget_at
 from tests.planner.random_profiles import random_profile, resnet_like, transformer_like, unet_like
-from tests.planner.tiny_profiles import tiny_budget, tiny_profile
+from tests.planner.tiny_profiles import tiny_instance
 from tests.planner.toys import one_value
 
 SEEDS = range(900, 900 + tries(12, 200))
 ABOVE = 1 + 1e-9
 """What rounding may put a bound above the optimum by."""
-PLENTY = 10_000
 
 
-def instance(seed: int) -> tuple[Profile, Problem, int]:
-    profile = tiny_profile(seed)
-    return profile, build_problem(profile), tiny_budget(profile, seed)
+def plenty() -> Allowance:
+    return Allowance(evaluations=10_000)
 
 
 def optimum_s(problem: Problem, budget_bytes: int, freedom: Freedom | None = None) -> float:
@@ -54,16 +52,16 @@ def optimum_s(problem: Problem, budget_bytes: int, freedom: Freedom | None = Non
 
 def started(problem: Problem, budget_bytes: int) -> Branching:
     made = Branching(Relaxation(problem, budget_bytes), values_to_branch_on(problem, movable(problem)))
-    made.begin(Allowance(evaluations=PLENTY))
+    made.begin(plenty())
     return made
 
 
-def take_all(made: Branching, enough_s: float = inf, most: int = 3 ** (MOST_BRANCHED + 1)) -> list[float]:
+def take_all(made: Branching) -> list[float]:
     """Branches until there is nothing to do; the bound after each step."""
     bounds = [made.bound_s]
-    while made.step(Allowance(evaluations=PLENTY), enough_s):
+    while made.step(plenty(), inf):
         bounds.append(made.bound_s)
-        assert len(bounds) < most
+        assert len(bounds) < 3 ** (MOST_BRANCHED + 1)
     return [*bounds, made.bound_s]
 
 
@@ -76,7 +74,7 @@ def open_nodes(made: Branching) -> list[BranchNode]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_bound_is_never_above_the_optimum_and_never_falls(seed: int) -> None:
-    _, problem, budget_bytes = instance(seed)
+    _, problem, budget_bytes = tiny_instance(seed)
     bounds = take_all(started(problem, budget_bytes))
     assert bounds == sorted(bounds)
     assert problem.keep_all_s <= bounds[0]
@@ -86,7 +84,7 @@ def test_the_bound_is_never_above_the_optimum_and_never_falls(seed: int) -> None
 def test_branching_proves_more_than_the_relaxation_alone() -> None:
     more = 0
     for seed in SEEDS:
-        _, problem, budget_bytes = instance(seed)
+        _, problem, budget_bytes = tiny_instance(seed)
         bounds = take_all(started(problem, budget_bytes))
         more += bounds[-1] > bounds[0] * ABOVE
     assert more > 0
@@ -95,7 +93,7 @@ def test_branching_proves_more_than_the_relaxation_alone() -> None:
 @pytest.mark.parametrize("seed", SEEDS[: tries(5, 60)])
 def test_a_node_is_below_the_best_plan_that_decides_as_it_does(seed: int) -> None:
     """For each way to decide all that branching decides, some node that is left stands for it."""
-    _, problem, budget_bytes = instance(seed)
+    _, problem, budget_bytes = tiny_instance(seed)
     made = started(problem, budget_bytes)
     take_all(made)
     best_s = {}
@@ -126,24 +124,24 @@ def is_inside(fixed: Mapping[int, Decision], decisions: tuple[Decision, ...]) ->
 @pytest.mark.parametrize("seed", SEEDS)
 def test_beside_a_plan_the_proof_is_never_above_the_optimum(seed: int) -> None:
     """Whatever plan was found so far, be it the best one or a bad one."""
-    _, problem, budget_bytes = instance(seed)
+    _, problem, budget_bytes = tiny_instance(seed)
     best_s = optimum_s(problem, budget_bytes)
     for found_s in (best_s, best_s * 1.001, best_s * 1.5, inf):
         proof = Proof(problem, budget_bytes, "highs")
-        proof.begin(Allowance(evaluations=PLENTY))
+        proof.begin(plenty())
         before_s = proof.bound_s
         for solves in (1, 2, 7, 100):
-            proof.branch(Allowance(evaluations=PLENTY), solves, found_s)
+            proof.branch(plenty(), solves, found_s)
             assert before_s <= proof.bound_s <= best_s * ABOVE
             before_s = proof.bound_s
 
 
 def test_a_node_that_is_no_better_than_the_plan_found_is_not_looked_into() -> None:
     made, said = scripted({(): 2.0, (K,): 3.0, (S,): 4.0, (R,): 5.0})
-    assert not made.step(Allowance(evaluations=PLENTY), 2.0)
+    assert not made.step(plenty(), 2.0)
     assert said.asked == [()]
-    assert made.step(Allowance(evaluations=PLENTY), 3.0)
-    assert not made.step(Allowance(evaluations=PLENTY), 3.0)
+    assert made.step(plenty(), 3.0)
+    assert not made.step(plenty(), 3.0)
     assert said.asked == [(), (K,), (S,), (R,)]
 
 
@@ -155,10 +153,9 @@ def test_a_node_that_is_no_better_than_the_plan_found_is_not_looked_into() -> No
 )
 def test_basins_decide_the_largest_values_each_in_another_way(profile: Profile) -> None:
     problem = build_problem(profile)
-    smallest = smallest_budget(profile)
-    proof = Proof(problem, smallest + (profile.in_core_peak_bytes - smallest) // 10, "highs")
-    proof.begin(Allowance(evaluations=PLENTY))
-    basins = proof.branch(Allowance(evaluations=PLENTY), 40, inf)
+    proof = Proof(problem, budget_at(profile, 0.1), "highs")
+    proof.begin(plenty())
+    basins = proof.branch(plenty(), 40, inf)
     pinned = values_to_branch_on(problem, movable(problem))[:PINNED]
     assert len(basins) > 1
     assert len({tuple(basin.values()) for basin in basins}) == len(basins)
@@ -202,12 +199,12 @@ class Scripted:
         self.asked.append(key)
         bound_s = self.bounds.get(key, 1.0)
         if bound_s == inf or (self.is_unsolved and fixed):
-            return Relaxed(bound_s, SolverStatus.TIME_LIMIT, None)
+            return Relaxed(bound_s, None)
         shares = np.full((3, self.problem.value_count), [[0.4], [0.3], [0.3]])
         for value, decision in fixed.items():
             for row, each in enumerate(DECISIONS):
                 shares[row, value] = float(each is decision)
-        return Relaxed(bound_s, SolverStatus.OPTIMAL, shares)
+        return Relaxed(bound_s, shares)
 
 
 def scripted(bounds: Mapping[tuple[Decision, ...], float], *, is_unsolved: bool = False) -> tuple[Branching, Scripted]:
@@ -215,7 +212,7 @@ def scripted(bounds: Mapping[tuple[Decision, ...], float], *, is_unsolved: bool 
     said = Scripted(problem, bounds, is_unsolved)
     replayable = [v for v in movable(problem) if problem.replay.replays[v] is not None]
     made = Branching(said, tuple(replayable[:2]))  # type: ignore[arg-type]
-    made.begin(Allowance(evaluations=PLENTY))
+    made.begin(plenty())
     return made, said
 
 
@@ -224,23 +221,23 @@ K, S, R = DECISIONS
 
 def test_children_without_a_plan_are_dropped() -> None:
     made, _ = scripted({(): 1.0, (K,): inf, (S,): 3.0, (R,): inf})
-    assert made.step(Allowance(evaluations=PLENTY), inf)
+    assert made.step(plenty(), inf)
     assert [dict(node.fixed) for node in open_nodes(made)] == [{made.large[0]: S}]
     assert made.bound_s == 3.0
 
 
 def test_the_least_node_is_branched_on_first_and_the_bound_is_that_of_all_that_is_left() -> None:
     made, said = scripted({(): 1.0, (K,): 5.0, (S,): 2.0, (R,): 4.0, (S, K): 6.0, (S, S): 7.0, (S, R): inf})
-    assert made.step(Allowance(evaluations=PLENTY), inf)
+    assert made.step(plenty(), inf)
     assert made.bound_s == 2.0
-    assert made.step(Allowance(evaluations=PLENTY), inf)
+    assert made.step(plenty(), inf)
     assert said.asked[-3:] == [(S, K), (S, S), (S, R)]
     assert made.bound_s == 4.0
 
 
 def test_a_child_is_never_below_its_parent() -> None:
     made, _ = scripted({(): 2.0, (K,): 1.0, (S,): 1.0, (R,): 1.0})
-    made.step(Allowance(evaluations=PLENTY), inf)
+    made.step(plenty(), inf)
     assert {node.bound_s for node in open_nodes(made)} == {2.0}
 
 
@@ -248,14 +245,14 @@ def test_a_value_without_a_replay_is_not_recomputed() -> None:
     problem = build_problem(one_value(1, opaque=True))
     said = Scripted(problem, {})
     made = Branching(said, (0,))  # type: ignore[arg-type]
-    made.begin(Allowance(evaluations=PLENTY))
-    made.step(Allowance(evaluations=PLENTY), inf)
+    made.begin(plenty())
+    made.step(plenty(), inf)
     assert said.asked == [(), (K,), (S,)]
 
 
 def test_where_no_child_has_a_plan_it_ends_and_proves_no_more_than_before() -> None:
     made, _ = scripted({(): 1.0, (K,): inf, (S,): inf, (R,): inf})
-    assert not made.step(Allowance(evaluations=PLENTY), inf)
+    assert not made.step(plenty(), inf)
     assert made.bound_s == 1.0
     assert made.basins() == []
 
@@ -270,16 +267,11 @@ def test_a_decided_node_stays_in_the_bound() -> None:
     assert len(made._leaves) == 9
 
 
-def test_a_child_whose_program_was_not_solved_in_time_is_as_good_as_its_parent() -> None:
+def test_a_child_whose_program_was_not_solved_in_time_is_as_good_as_its_parent_and_decides_as_it_is_fixed() -> None:
     made, _ = scripted({(): 1.0}, is_unsolved=True)
     take_all(made)
-    assert {node.bound_s for node in open_nodes(made)} == {1.0}
-
-
-def test_a_node_decides_as_its_values_are_fixed_even_where_its_program_was_not_solved_in_time() -> None:
-    made, _ = scripted({(): 1.0}, is_unsolved=True)
-    made.step(Allowance(evaluations=PLENTY), inf)
     for node in open_nodes(made):
+        assert node.bound_s == 1.0
         assert all(DECISIONS[node.code_of(value)] is decision for value, decision in node.fixed.items())
 
 
@@ -288,18 +280,18 @@ def test_a_node_decides_as_its_values_are_fixed_even_where_its_program_was_not_s
 
 @pytest.mark.parametrize("seed", SEEDS[: tries(4, 40)])
 def test_it_ends(seed: int) -> None:
-    _, problem, budget_bytes = instance(seed)
+    _, problem, budget_bytes = tiny_instance(seed)
     made = started(problem, budget_bytes)
     take_all(made)
     assert made.solved <= (3 ** (len(made.large) + 1) - 1) // 2
-    assert not made.step(Allowance(evaluations=PLENTY), inf) or not made._open
+    assert not made.step(plenty(), inf) or not made._open
 
 
 def begun(monkeypatch: pytest.MonkeyPatch) -> tuple[Proof, list[Mapping[int, Decision]]]:
     """A proof whose root is solved, and the decisions of each program that it solves from then on."""
     profile = transformer_like(2)
     proof = Proof(build_problem(profile), int(profile.in_core_peak_bytes * 0.6), "highs")
-    proof.begin(Allowance(evaluations=PLENTY))
+    proof.begin(plenty())
     solved: list[Mapping[int, Decision]] = []
     solve = Relaxation.solve
 
@@ -311,21 +303,15 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> tuple[Proof, list[Mapping[int, Dec
     return proof, solved
 
 
-def spent() -> list[Allowance]:
-    stopped, whole, grand = Allowance(evaluations=PLENTY), Allowance(evaluations=PLENTY), Allowance(evaluations=PLENTY)
-    part, part_of_part = whole.part(0.5), grand.part(0.5).part(0.5)
-    for each in (stopped, whole, grand):
-        each.stop()
-    return [Allowance(0.0), Allowance(evaluations=0), stopped, part, part_of_part]
-
-
-@pytest.mark.parametrize("which", range(5))
-def test_a_spent_allowance_ends_it(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
+def test_a_spent_allowance_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     proof, solved = begun(monkeypatch)
-    before_s = proof.bound_s
-    assert proof.branch(spent()[which], 60, inf)  # the root is a place
-    assert solved == []
-    assert proof.bound_s == before_s
+    before_s, stopped = proof.bound_s, plenty()
+    part = stopped.part(0.5)
+    stopped.stop()
+    for spent in (Allowance(0.0), Allowance(evaluations=0), stopped, part, part.part(0.5)):
+        assert proof.branch(spent, 60, inf)  # the root is a place
+        assert solved == []
+        assert proof.bound_s == before_s
 
 
 def test_programs_are_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +322,7 @@ def test_programs_are_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_solves_about_as_many_programs_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     proof, solved = begun(monkeypatch)
-    proof.branch(Allowance(evaluations=PLENTY), 10, inf)
+    proof.branch(plenty(), 10, inf)
     assert 0 < len(solved) < 10 + len(DECISIONS)
 
 
@@ -344,7 +330,7 @@ def test_a_proof_that_was_ended_solves_nothing_more(monkeypatch: pytest.MonkeyPa
     proof, solved = begun(monkeypatch)
     before_s = proof.bound_s
     proof.end()
-    proof.branch(Allowance(evaluations=PLENTY), 60, inf)
-    proof.integral(Allowance(evaluations=PLENTY), is_whole=False)
+    proof.branch(plenty(), 60, inf)
+    proof.integral(plenty(), is_whole=False)
     assert solved == []
     assert proof.bound_s == before_s

@@ -8,9 +8,10 @@ import pytest
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
-from poochplan.planner.planning import plan, smallest_budget
+from poochplan.planner.planning import plan
 from poochplan.planner.writing import with_decisions
 from poochplan.report.tables import simulate_plan
+from tests.planner.plans import budget_at
 from tests.planner.random_profiles import resnet_like
 
 
@@ -21,8 +22,7 @@ def profile() -> Profile:
 
 @pytest.fixture(scope="module")
 def made(profile: Profile) -> Plan:
-    budget = (smallest_budget(profile) + profile.in_core_peak_bytes) // 2
-    return plan(profile, budget, evaluations=50)
+    return plan(profile, budget_at(profile, 0.5), evaluations=50)
 
 
 def first(made: Plan, *decisions: Decision) -> str:

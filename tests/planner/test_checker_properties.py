@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
-from poochplan.planner.planning import plan, smallest_budget
+from poochplan.planner.planning import plan
 from poochplan.planner.simulator.construct import fit
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import AS_STYLED, Style, schedule_of
 from poochplan.planner.simulator.simulate import simulate
 from tests.depth import tries
 from tests.planner.checker import Violation, check
-from tests.planner.plans import plan_with, random_decisions, random_tuning
-from tests.planner.random_profiles import profiles, resnet_like, transformer_like, unet_like
+from tests.planner.plans import assert_bytes, budget_at, random_decisions, random_tuning
+from tests.planner.random_profiles import QUICK, profiles, resnet_like, transformer_like, unet_like
 
-QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 STYLES = [Style(), Style(in_order=False), Style(release="early"), Style(release="early", prefetch="on_demand")]
 
 
 @settings(QUICK, max_examples=tries(20, 500))
 @given(profile=profiles(), share=st.floats(0.0, 1.0))
 def test_a_plan_for_any_feasible_budget_fits_it_and_finds_every_input(profile: Profile, share: float) -> None:
-    smallest = smallest_budget(profile)
-    budget = int(smallest + share * (profile.in_core_peak_bytes - smallest))
+    budget = budget_at(profile, share)
     found = plan(profile, budget, evaluations=100)
     verdict = check(profile, found)
     assert max(verdict.peak_bytes, verdict.first_step_peak_bytes) <= budget
@@ -53,10 +51,7 @@ def test_any_decisions_can_be_scheduled_and_their_simulated_bytes_are_exact(
     tuning = random_tuning(problem, seed) if is_tuned else AS_STYLED
     schedule = fit(problem, random_decisions(problem, seed), int(share * profile.in_core_peak_bytes), style, tuning)
     simulation = simulate(problem, schedule, trace=True)
-    verdict = check(profile, plan_with(profile, schedule))
-    assert verdict.peak_bytes == simulation.peak_bytes
-    assert verdict.first_step_peak_bytes == simulation.first_step_peak_bytes
-    assert (verdict.out_bytes, verdict.in_bytes) == (simulation.out_bytes, simulation.in_bytes)
+    assert_bytes(profile, schedule, simulation)
     assert simulation.step_s >= problem.step_s
 
 

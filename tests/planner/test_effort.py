@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 import time
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import msgspec
@@ -15,9 +12,11 @@ import pytest
 
 from poochplan.errors import UsageError
 from poochplan.formats.profile import Profile
-from poochplan.planner import Plan, plan, smallest_budget
+from poochplan.planner import Plan, plan
 from poochplan.planner.search.allowance import SearchLimits
+from tests.planner.plans import budget_at
 from tests.planner.random_profiles import random_profile, resnet_like, transformer_like, unet_like
+from tests.processes import python
 
 EVALUATIONS = 2000
 PROFILES = {
@@ -28,10 +27,7 @@ PROFILES = {
 }
 
 
-def tight(profile: Profile) -> int:
-    """A tenth of the way from the smallest budget to the in-core peak."""
-    smallest = smallest_budget(profile)
-    return smallest + (profile.in_core_peak_bytes - smallest) // 10
+tight = partial(budget_at, share=0.1)
 
 
 def counted(profile: Profile, evaluations: int = EVALUATIONS, seed: int = 0) -> Plan:
@@ -50,16 +46,6 @@ def first() -> Plan:
     return counted(PROFILES["unet"])
 
 
-class WildClock:
-    """Hours pass between two looks at it, now forwards and now backwards."""
-
-    def __init__(self, seed: int) -> None:
-        self._rng = random.Random(seed)
-
-    def __call__(self) -> float:
-        return self._rng.uniform(-1e6, 1e6)
-
-
 @pytest.mark.parametrize("name", PROFILES)
 def test_the_same_call_makes_the_same_plan(name: str) -> None:
     again = content(counted(PROFILES[name]))
@@ -69,7 +55,8 @@ def test_the_same_call_makes_the_same_plan(name: str) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_no_clock_decides(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     calm = content(first())
-    monkeypatch.setattr(time, "perf_counter", WildClock(seed))
+    rng = random.Random(seed)  # hours pass between two looks at the clock, now forwards and now backwards
+    monkeypatch.setattr(time, "perf_counter", lambda: rng.uniform(-1e6, 1e6))
     assert content(counted(PROFILES["unet"])) == calm
 
 
@@ -90,18 +77,10 @@ plan(Profile.load(profile), int(budget), evaluations=int(evaluations), gap=1e-6)
 
 def test_two_processes_with_other_hash_seeds_make_the_same_plan(tmp_path: Path) -> None:
     profile = PROFILES["unet"]
-    given = [str(profile.save(tmp_path / "profile.json")), str(tight(profile)), str(EVALUATIONS)]
-    outputs = [tmp_path / f"{seed}.json" for seed in (1, 2)]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", PLAN_ELSEWHERE, *given, str(output)],
-            env={**os.environ, "PYTHONHASHSEED": output.stem},
-        )
-        for output in outputs
-    ]
-    assert [process.wait() for process in running] == [0, 0]
-    for output in outputs:
-        assert content(Plan.load(output)) == content(first())
+    given = profile.save(tmp_path / "profile.json"), tight(profile), EVALUATIONS
+    for seed in ("1", "2"):
+        python(PLAN_ELSEWHERE, *given, tmp_path / seed, PYTHONHASHSEED=seed)
+        assert content(Plan.load(tmp_path / seed)) == content(first())
 
 
 def test_the_seed_changes_the_walk() -> None:

@@ -8,17 +8,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from poochplan.formats.plan import Plan, SolveStatus
+from poochplan.errors import InfeasibleError
+from poochplan.formats.plan import Decision, Plan, SolveStatus
 from poochplan.formats.profile import Memory
 from poochplan.planner.arena import packing, step_layout
 from poochplan.planner.arena.step_layout import HOPELESS, NO_ARENA, NO_ROOM, ROOM, Fitting, layout_of, smallest_arena
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.simulator.problem import build_problem
-from poochplan.planner.simulator.simulate import Candidate, swap_all_on_demand
+from poochplan.planner.simulator.schedule import Style
+from poochplan.planner.simulator.simulate import Candidate, swap_all_on_demand, try_style
 from poochplan.sessions import packed
-from tests.planner.random_profiles import transformer_like, unet_like
-from tests.planner.test_packing_search import UNIT, cut_rectangle
+from tests.planner.random_profiles import random_profile, transformer_like, unet_like
+from tests.planner.test_packing import UNIT, cut_rectangle
 
 PROFILE = transformer_like(3)
 PROBLEM = build_problem(PROFILE)
@@ -162,3 +164,37 @@ def test_a_learned_step_is_searched_for_again_where_its_arena_is_above_the_room(
     _, bytes_in_room = packed(blocks, 1000 * UNIT)
     assert quick_bytes > bytes_in_room == 1000 * UNIT
     assert packed(blocks, 1000 * UNIT - 1)[1] == quick_bytes, "what no search can give is not searched for"
+
+
+# -- the smallest budget ------------------------------------------------------------
+
+NO_SMALLER = 11
+"""A step whose arena, everything swapped, is larger than all that it has in-core."""
+
+
+def test_a_step_whose_arena_is_larger_than_all_it_has_in_core_is_refused_with_what_it_has_in_core() -> None:
+    profile = random_profile(NO_SMALLER)
+    assert smallest_arena(profile, build_problem(profile)) > profile.in_core_peak_bytes
+    assert smallest_budget(profile, arena="on") == profile.in_core_peak_bytes
+
+
+@pytest.mark.parametrize("wish", [Decision.RECOMPUTE, Decision.SWAP])
+def test_a_plan_that_recomputes_has_room_for_a_generators_state_beside_its_arena_and_no_other_has(
+    wish: Decision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wishes = [Decision.KEEP if replay is None else wish for replay in PROBLEM.replay.replays]
+    candidate = try_style(PROBLEM, "", wishes, int(0.6 * PROFILE.in_core_peak_bytes), Style())
+    assert wish in candidate.schedule.decisions
+    with_room_bytes = taken_bytes(candidate)
+    monkeypatch.setattr(step_layout, "GENERATOR_STATE_BYTES", 0)
+    assert with_room_bytes - taken_bytes(candidate) == (5120 if wish is Decision.RECOMPUTE else 0)
+
+
+@pytest.mark.parametrize("seed", [NO_SMALLER, 0])
+def test_a_byte_less_than_the_smallest_budget_is_refused_by_its_name(seed: int) -> None:
+    profile = random_profile(seed)
+    smallest = smallest_budget(profile, arena="on")
+    with pytest.raises(InfeasibleError) as refused:
+        plan(profile, smallest - 1, arena="on", evaluations=1)
+    assert refused.value.smallest_budget_bytes == smallest
+    assert plan(profile, smallest, arena="on", evaluations=1).budget_bytes == smallest

@@ -12,23 +12,22 @@ from poochplan.formats.narrow import as_planned, bits_bytes, faster_masks, masks
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Kind, Profile
 from poochplan.formats.sources import with_sources
-from poochplan.planner.planning import plan
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.writing import with_decisions
 from tests.planner.checker import Violation, check
 from tests.planner.form_profiles import POOL, cast, pool, with_types
 from tests.planner.mask_profiles import on_cuda
+from tests.planner.plans import held
 from tests.planner.random_profiles import Recorder, link
 
-KEEP, SWAP, RECOMPUTE = Decision
 COUNT = 16384
 
 
-def pooled(side: int = 16, count: int = COUNT, name: str = POOL, is_written: bool = False) -> Profile:
+def pooled(side: int = 16, count: int = COUNT, is_written: bool = False) -> Profile:
     """A layer, a pool of it, and a layer behind that."""
     r = Recorder()
     (stem,) = r.op("linear", [r.before(4096)], [16 * count], seconds=1.0)
-    out, indices = pool(r, stem, count, seconds=0.5, saves=[stem], name=name)
+    out, indices = pool(r, stem, count, seconds=0.5, saves=[stem])
     if is_written:
         r.op("add_", [indices], writes=[indices], seconds=0.1, in_graph=False)
     r.op("linear", [out], [512], saves=[out], seconds=1.0)
@@ -156,21 +155,20 @@ def test_a_narrow_form_is_the_only_recipe_of_a_value_and_is_never_recomputed(pro
 
 @pytest.mark.parametrize("profile", [pooled(), pooled(64), pooled(512), casted(), on_cuda(pooled()), on_cuda(casted())])
 def test_a_checked_plan_holds_the_forms_of_what_the_right_ops_have_made(profile: Profile, tmp_path: Any) -> None:
-    made = plan(with_bits(profile), 2 * profile.in_core_peak_bytes)
+    made = held(profile, with_bits)
     place = next(number for number, value in enumerate(made.values) if value.bits)
-    held = with_decisions(profile, made, {made.values[place + 1].name: RECOMPUTE})
-    swapped = with_decisions(profile, held, {held.values[place].name: "swap"})
-    for one in (held, swapped):
+    swapped = with_decisions(profile, made, {made.values[place].name: "swap"})
+    for one in (made, swapped):
         assert check(profile, one).peak_bytes == one.prediction.peak_bytes
         assert Plan.load(one.save(tmp_path / "plan.json", force=True)) == one
-    assert as_planned(profile, held) == with_bits(profile)
-    (row,) = (row for row in held.rows() if row in ("upper halves of casts", "integers of indices"))
-    assert row == ("upper halves of casts" if held.values[place].dtype == "bfloat16" else "integers of indices")
+    assert as_planned(profile, made) == with_bits(profile)
+    (row,) = (row for row in made.rows() if row in ("upper halves of casts", "integers of indices"))
+    assert row == ("upper halves of casts" if made.values[place].dtype == "bfloat16" else "integers of indices")
     wrong = {POOL: "aten.other.default", "aten._to_copy.default": "aten.other.default"}
     ops = tuple(replace(op, name=wrong.get(op.name, op.name)) for op in profile.ops)
     with pytest.raises(Violation, match=r"other.default makes no"):
-        check(replace(profile, ops=ops), held)
-    values = list(held.values)
-    values[place] = replace(values[place], decision=RECOMPUTE)
+        check(replace(profile, ops=ops), made)
+    values = list(made.values)
+    values[place] = replace(values[place], decision=Decision.RECOMPUTE)
     with pytest.raises(Violation):
-        check(profile, replace(held, values=tuple(values)))
+        check(profile, replace(made, values=tuple(values)))

@@ -20,18 +20,18 @@ from poochplan.planner.simulator.simulate import simulate
 from poochplan.planner.writing import with_decisions
 from tests.depth import tries
 from tests.planner.checker import Violation, check
-from tests.planner.plans import plan_with, random_decisions
-from tests.planner.random_profiles import Recorder, link
-from tests.planner.test_checker_properties import QUICK, STYLES
+from tests.planner.plans import assert_bytes, plan_with, random_decisions
+from tests.planner.random_profiles import QUICK, Recorder, link
+from tests.planner.test_checker_properties import STYLES
 
-WEIGHT_BYTES, OPS_OF_UNIT = 1 << 20, 4
+WEIGHT_BYTES, UNITS, OPS_OF_UNIT = 1 << 20, 4, 4
 
 
-def whole(units: int = 4) -> Profile:
+def whole() -> Profile:
     """Units of norm, linear, activation and linear, whose weights have memory all step long."""
     r = Recorder()
     (x,) = r.op("stem", [r.before(4096, Kind.INPUT)], [2 << 20], saves_outputs=True)
-    for _ in range(units):
+    for _ in range(UNITS):
         up, down = r.before(WEIGHT_BYTES), r.before(WEIGHT_BYTES)
         (norm,) = r.op("norm", [x], [2 << 20], saves=[x], seconds=1e-4)
         (wide,) = r.op("up", [norm, up], [4 << 20], saves=[norm], seconds=2e-3)
@@ -40,7 +40,7 @@ def whole(units: int = 4) -> Profile:
     return r.finish(link(1.0), optimizer_s=1e-3)
 
 
-def gathered(profile: Profile, units: int = 4) -> Profile:
+def gathered(profile: Profile) -> Profile:
     """The same under FSDP2: a unit's weights have memory in its forward and in its backward."""
     weights = [number for number, value in enumerate(profile.values) if value.kind is Kind.PARAMETER]
     backward = [number for number, op in enumerate(profile.ops) if op.phase == "backward"]
@@ -48,7 +48,7 @@ def gathered(profile: Profile, units: int = 4) -> Profile:
     for place, weight in enumerate(weights):
         unit = place // 2
         first = 1 + unit * OPS_OF_UNIT
-        behind = backward[(units - unit - 1) * OPS_OF_UNIT]
+        behind = backward[(UNITS - unit - 1) * OPS_OF_UNIT]
         values[weight] = stretch(profile, weight, first, first + OPS_OF_UNIT - 1)
         more.append(stretch(profile, weight, behind, behind + OPS_OF_UNIT - 1))
     return msgspec.structs.replace(profile, values=(*values, *more))
@@ -136,8 +136,7 @@ def test_whatever_is_decided_replays_find_their_weights_and_bytes_are_exact(
     profile = gathered(whole())
     problem = build_problem(profile)
     schedule = fit(problem, random_decisions(problem, seed), int(share * profile.in_core_peak_bytes), style)
-    verdict = check(profile, plan_with(profile, schedule))
-    assert verdict.peak_bytes == simulate(problem, schedule, trace=True).peak_bytes
+    assert_bytes(profile, schedule, simulate(problem, schedule))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7])

@@ -20,24 +20,17 @@ from poochplan.formats.narrow import (
 )
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
-from poochplan.planner.arena.packing import live_peak
-from poochplan.planner.arena.step_layout import blocks_of
 from poochplan.planner.planning import plan, smallest_budget
-from poochplan.planner.simulator.evaluator import STYLE_OF
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import keep_all
-from poochplan.planner.simulator.simulate import simulate, swap_all_on_demand, try_style
+from poochplan.planner.simulator.simulate import simulate, swap_all_on_demand
 from poochplan.planner.writing import with_decisions
-from poochplan.report.differences import differences
-from tests.depth import seeds
 from tests.planner.checker import Violation, check
 from tests.planner.mask_profiles import fused, mask, mask_profile, of_bools, on_cuda
-from tests.planner.plans import random_decisions
+from tests.planner.plans import budget_at, held
 from tests.planner.random_profiles import Recorder, link
 
-KEEP, SWAP, RECOMPUTE = Decision
-SAME = 1 + 1e-9
-FAR = 1e-3
+KEEP, RECOMPUTE = Decision.KEEP, Decision.RECOMPUTE
 SIZE = 65536
 
 
@@ -55,11 +48,11 @@ def dropout(written: bool = False, drawn_s: float = 1.0, size: int = SIZE, lost:
     return r.finish(link(1e-3))
 
 
-def fused_dropout(element_bytes: int = 4, saved: bool = False, size: int = SIZE) -> Profile:
+def fused_dropout(element_bytes: int = 4, saved: bool = False) -> Profile:
     """A quick layer, dropout of it that makes a mask of bools, and a layer behind it."""
     r = Recorder()
-    (stem,) = r.op("linear", [r.before(4096)], [element_bytes * size], seconds=0.1)
-    out, _ = fused(r, stem, size, seconds=1.0, saves=[stem] if saved else [], element_bytes=element_bytes)
+    (stem,) = r.op("linear", [r.before(4096)], [element_bytes * SIZE], seconds=0.1)
+    out, _ = fused(r, stem, SIZE, seconds=1.0, saves=[stem] if saved else [], element_bytes=element_bytes)
     r.op("linear", [out], [512], saves=[out], seconds=1.0)
     return of_bools(r.finish(link(1e-3)))
 
@@ -142,13 +135,6 @@ def test_a_mask_that_is_written_later_or_small_or_quickly_drawn_has_no_bits() ->
     assert len(faster_masks(dropout(drawn_s=1e-3, lost=True))) == 1
 
 
-def test_a_profile_without_masks_stays_itself_and_one_with_them_gets_no_more() -> None:
-    assert with_bits(dropout(written=True)) == dropout(written=True)
-    once = with_bits(dropout())
-    assert len(once.points) == len(dropout().points) + 1
-    assert with_bits(once) is once
-
-
 def test_a_mask_is_widened_or_drawn_again_at_the_seconds_of_each() -> None:
     profile = dropout()
     graph = build_problem(with_bits(profile)).replay
@@ -162,36 +148,9 @@ def test_a_mask_is_widened_or_drawn_again_at_the_seconds_of_each() -> None:
     assert build_problem(with_bits(dropout(lost=True))).replay.replays[0] is None
 
 
-def test_held_bits_take_their_own_bytes_in_place_of_the_masks() -> None:
-    problem = build_problem(with_bits(dropout()))
-    held = simulate(problem, try_style(problem, "", (KEEP, RECOMPUTE, KEEP), 1 << 40, STYLE_OF[0]).schedule)
-    kept = simulate(problem, try_style(problem, "", (KEEP, KEEP, KEEP), 1 << 40, STYLE_OF[0]).schedule)
-    gone = simulate(problem, try_style(problem, "", (RECOMPUTE, RECOMPUTE, KEEP), 1 << 40, STYLE_OF[0]).schedule)
-    tick = int(problem.point_ticks[problem.use_points[0]])  # behind the last op of forward
-    assert kept.memory_bytes[tick] - held.memory_bytes[tick] == SIZE - SIZE // 32
-    assert held.memory_bytes[tick] - gone.memory_bytes[tick] == SIZE // 32
-    assert held.step_s == pytest.approx(kept.step_s + problem.replay.of(1).seconds)
-    assert gone.step_s == pytest.approx(kept.step_s + 1.0 + 1e-4 + 1e-5)
-
-
-@pytest.mark.parametrize("seed", seeds(6, 200))
-def test_the_blocks_of_steps_with_bits_are_live_as_the_simulator_says(seed: int) -> None:
-    profile = with_bits(mask_profile(seed, 2 + seed % 6))
-    problem = build_problem(profile)
-    schedule = try_style(problem, "", random_decisions(problem, seed), 0, STYLE_OF[seed % 4]).schedule
-    blocks = blocks_of(profile, problem, schedule)
-    assert live_peak(blocks.before + blocks.of_step) <= simulate(problem, schedule).peak_bytes
-
-
-def held(profile: Profile) -> Plan:
-    """The bits are held and the mask recomputed."""
-    made = plan(with_bits(profile), 2 * profile.in_core_peak_bytes)
-    return with_decisions(profile, made, {made.values[1].name: RECOMPUTE})
-
-
 def test_decisions_about_bits_can_be_changed_by_hand() -> None:
     profile = dropout()
-    made = held(profile)
+    made = held(profile, with_bits)
     assert [(value.bits, value.until) for value in made.values] == [(True, 1), (False, -1), (False, -1)]
     swapped = with_decisions(profile, made, {made.values[0].name: "swap"})
     assert check(profile, swapped).peak_bytes == swapped.prediction.peak_bytes
@@ -209,40 +168,18 @@ def test_decisions_about_bits_can_be_changed_by_hand() -> None:
     assert made.rows()["bits of masks"] == "keep 1 (2.00 KiB)"
 
 
-def test_plans_compare_whether_they_hold_bits_or_not() -> None:
-    profile, made = dropout(), held(dropout())
-    kept = plan(profile, profile.in_core_peak_bytes)
-    found = differences(kept, made).data
-    assert found["same_step"]
-    assert {value["name"]: (value["first"], value["second"]) for value in found["values"]} == {
-        made.values[0].name: ("-", "keep"),
-        made.values[1].name: ("keep", "recompute"),
-    }
-
-
 def test_without_narrow_a_plan_holds_no_bits() -> None:
     profile = mask_profile(0)
-    smallest = smallest_budget(profile)
-    budget_bytes = (smallest + profile.in_core_peak_bytes) // 2
+    budget_bytes = budget_at(profile, 0.5)
     assert any(value.bits for value in plan(profile, budget_bytes, evaluations=50).values)
     assert not any(value.bits for value in plan(profile, budget_bytes, evaluations=50, without=["narrow"]).values)
     with pytest.raises(UsageError, match="expected sources or narrow, found 'bits'"):
         plan(profile, budget_bytes, without=["bits"])
 
 
-def test_a_checked_plan_holds_only_the_bits_of_masks() -> None:
-    profile, made = dropout(), held(dropout())
-    check(profile, made)
-    with pytest.raises(Violation, match="scaled alone"):
-        check(dropout(written=True), made)
-    values = (msgspec.structs.replace(made.values[0], until=-1), *made.values[1:])
-    with pytest.raises(Violation, match="away"):
-        check(profile, msgspec.structs.replace(made, values=values))
-
-
 @pytest.mark.parametrize("profile", [fused_dropout(), on_cuda(fused_dropout())])
 def test_a_checked_plan_holds_only_the_bits_of_bools_that_one_op_makes(profile: Profile) -> None:
-    made = held(profile)
+    made = held(profile, with_bits)
     assert check(profile, made).peak_bytes == made.prediction.peak_bytes
     ops = tuple(msgspec.structs.replace(op, name=op.name.replace("native", "other")) for op in profile.ops)
     with pytest.raises(Violation, match=r"other_dropout\.default makes no mask"):
@@ -253,7 +190,7 @@ def test_a_checked_plan_holds_only_the_bits_of_bools_that_one_op_makes(profile: 
 
 
 def test_a_plan_file_whose_bits_are_no_source_is_refused(tmp_path: Any) -> None:
-    made = held(dropout())
+    made = held(dropout(), with_bits)
     made.save(tmp_path / "right.json")
     assert Plan.load(tmp_path / "right.json") == made
     values = (made.values[0], msgspec.structs.replace(made.values[1], bits=True), *made.values[2:])

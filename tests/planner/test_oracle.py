@@ -11,12 +11,11 @@ from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.simulate import movable
 from tests.depth import seeds, tries
-from tests.planner.checker import check
+from tests.planner.clock import is_plain
 from tests.planner.oracle import Freedom, Optimum, best_decisions, best_schedule
-from tests.planner.oracle_clock import is_plain
-from tests.planner.plans import plan_with
+from tests.planner.plans import assert_bytes
 from tests.planner.random_profiles import with_random_thread
-from tests.planner.tiny_profiles import tiny_budget, tiny_profile
+from tests.planner.tiny_profiles import tiny_instance
 from tests.planner.toys import MB, one_value, small_from_large, two_values
 
 WITHIN = 0.02
@@ -30,14 +29,9 @@ def best(profile: Profile, budget_bytes: float, **options) -> Optimum:
     return found
 
 
-def instance(seed: int, lowest: int = 2, highest: int = 5) -> tuple[Profile, Problem, int]:
-    profile = tiny_profile(seed, lowest, highest)
-    return profile, build_problem(profile), tiny_budget(profile, seed)
-
-
 def plain_instance(seed: int, highest: int = 5) -> tuple[Profile, Problem, int]:
-    """The same on a link whose copies slow nothing."""
-    profile, _, budget = instance(seed, 2, highest)
+    """A tiny step on a link whose copies slow nothing."""
+    profile, _, budget = tiny_instance(seed, 2, highest)
     plain = msgspec.structs.replace(profile.link, duplex=1.0, interference_out=0.0, interference_in=0.0)
     profile = msgspec.structs.replace(profile, link=plain)
     return profile, build_problem(profile), budget
@@ -78,7 +72,7 @@ def test_an_early_replay_lets_go_of_the_larger_value_it_starts_from() -> None:
 
 def test_a_budget_below_the_smallest_has_no_schedule_and_the_in_core_peak_costs_nothing() -> None:
     for seed in range(5):
-        profile, problem, _ = instance(seed)
+        profile, problem, _ = tiny_instance(seed)
         assert best_schedule(problem, smallest_budget(profile) - 1) is None
         assert best(profile, profile.in_core_peak_bytes).step_s == pytest.approx(problem.step_s)
 
@@ -104,8 +98,7 @@ def test_the_rules_of_the_plain_link_lose_nothing_against_every_choice(seed: int
 def test_the_independent_checker_carries_the_best_schedule_out_within_the_budget(seed: int) -> None:
     profile, _, budget = plain_instance(seed)
     found = best(profile, budget)
-    verdict = check(profile, plan_with(profile, found.schedule))
-    assert verdict.peak_bytes == found.simulation.peak_bytes <= budget
+    assert assert_bytes(profile, found.schedule, found.simulation).peak_bytes <= budget
 
 
 def test_less_freedom_is_never_faster() -> None:
@@ -122,7 +115,7 @@ def test_less_freedom_is_never_faster() -> None:
 
 @pytest.mark.parametrize("seed", seeds(day=8, deep=100))
 def test_the_plan_is_near_the_best_of_all_schedules_and_never_better(seed: int) -> None:
-    profile, problem, budget = instance(seed)
+    profile, problem, budget = tiny_instance(seed)
     plan_s = plan(profile, budget, evaluations=EVALUATIONS).prediction.step_s
     found = best_schedule(problem, budget, at_most_s=plan_s)
     assert found is not None, "the plan is better than the oracle's best: the oracle misses a schedule"
@@ -132,6 +125,6 @@ def test_the_plan_is_near_the_best_of_all_schedules_and_never_better(seed: int) 
 
 @pytest.mark.parametrize("seed", seeds(day=4, deep=50))
 def test_the_plan_is_near_the_best_of_all_decisions(seed: int) -> None:
-    profile, problem, budget = instance(seed, 5, 8)
+    profile, problem, budget = tiny_instance(seed, 5, 8)
     plan_s = plan(profile, budget, evaluations=EVALUATIONS).prediction.step_s
     assert plan_s <= best_decisions(problem, budget).simulation.step_s * (1 + WITHIN)

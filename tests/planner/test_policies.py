@@ -7,22 +7,22 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poochplan.errors import InfeasibleError, UsageError
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Kind, Phase, Profile
 from poochplan.planner.planning import plan
-from poochplan.planner.policies import PolicyInput, greedy, policies, policy_names, pooch, run_policy
+from poochplan.planner.policies import greedy, policies, policy_names, pooch, run_policy
 from poochplan.planner.simulator.evaluator import Evaluation, Evaluator
+from poochplan.planner.simulator.schedule import points_of
 from poochplan.planner.simulator.simulate import ON_DEMAND, Candidate, try_style
 from tests.depth import tries
 from tests.planner.checker import check
-from tests.planner.plans import input_at, plan_with
-from tests.planner.random_profiles import Recorder, link, profiles, resnet_like, transformer_like, unet_like
+from tests.planner.plans import assert_bytes, input_at
+from tests.planner.random_profiles import QUICK, Recorder, link, profiles, resnet_like, transformer_like, unet_like
 
-QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 ALWAYS_FITTING = ("swap-all", "swap-all-on-demand", "earliest-first", "latest-first", "greedy", "pooch", "seq2seq")
 SHAPES = {"resnet": resnet_like(4), "unet": unet_like(3), "gpt": transformer_like(2)}
 
@@ -35,12 +35,6 @@ def as_matrices(profile: Profile) -> Profile:
 
 def values_with(candidate: Candidate, decision: Decision) -> list[int]:
     return [value for value, decided in enumerate(candidate.schedule.decisions) if decided is decision]
-
-
-def points_of(step: PolicyInput, candidate: Candidate, action: str) -> dict[int, int]:
-    """Value -> the point at which the schedule does this to it."""
-    points = {"save": step.problem.save_points, "use": step.problem.use_points}
-    return {value: points[a.at][a.index] for a in candidate.schedule.actions for value in getattr(a, action)}
 
 
 def chain(length: int) -> Profile:
@@ -64,10 +58,7 @@ def test_the_checker_carries_out_what_a_policy_plans_and_sees_the_predicted_byte
     step = input_at(as_matrices(profile), share)
     for name in policy_names():
         found = run_policy(name, step)
-        verdict = check(step.profile, plan_with(step.profile, found.schedule))
-        assert verdict.peak_bytes == found.simulation.peak_bytes, name
-        assert verdict.first_step_peak_bytes == found.simulation.first_step_peak_bytes, name
-        assert (verdict.out_bytes, verdict.in_bytes) == (found.simulation.out_bytes, found.simulation.in_bytes), name
+        assert_bytes(step.profile, found.schedule, found.simulation)
         if name in ALWAYS_FITTING:
             assert found.peak_bytes <= step.budget_bytes, name
 
@@ -120,11 +111,13 @@ def test_swapping_policies_replay_nothing_and_checkpointing_ones_move_nothing(sh
 
 
 @pytest.mark.parametrize("shape", ["resnet", "unet"])
-def test_vdnn_swaps_only_inputs_of_convolutions_and_waits_for_each_at_the_end_of_its_layer(shape: str) -> None:
+def test_vdnn_swaps_inputs_of_convolutions_awaited_at_the_end_of_their_layer_and_back_by_the_next(
+    shape: str,
+) -> None:
     step = input_at(SHAPES[shape], 0.5)
     found = run_policy("vdnn", step)
     swapped = values_with(found, Decision.SWAP)
-    releases = points_of(step, found, "release")
+    releases = points_of(step.problem, found.schedule, "release")
     assert swapped
     for value in swapped:
         record = step.problem.replay.value_of[value]
@@ -132,13 +125,7 @@ def test_vdnn_swaps_only_inputs_of_convolutions_and_waits_for_each_at_the_end_of
         read_by = [i for i, op in enumerate(ops) if op.name == "conv" and op.inputs[0] == record]
         after = [point for point, done in enumerate(step.problem.point_ops) if done > read_by[-1]]
         assert releases[value] == after[0]
-
-
-@pytest.mark.parametrize("shape", ["resnet", "unet"])
-def test_vdnn_never_fetches_past_one_convolution(shape: str) -> None:
-    step = input_at(SHAPES[shape], 0.5)
-    found = run_policy("vdnn", step)
-    for value, point in points_of(step, found, "prefetch").items():
+    for value, point in points_of(step.problem, found.schedule, "prefetch").items():
         used = step.problem.first_use_point[value]
         between = range(step.problem.point_ops[point], step.problem.point_ops[used])
         assert sum(step.profile.ops[op].name == "conv_backward" for op in between) <= 1
@@ -176,9 +163,8 @@ def test_tflms_swaps_what_is_used_the_most_levels_later() -> None:
 
 def test_tflms_brings_values_back_before_their_level() -> None:
     step = input_at(as_matrices(resnet_like(8)), 0.6)
-    found = run_policy("tflms", step)
-    early = [step.problem.first_use_point[v] - point for v, point in points_of(step, found, "prefetch").items()]
-    assert max(early) > 0
+    back = points_of(step.problem, run_policy("tflms", step).schedule, "prefetch")
+    assert max(step.problem.first_use_point[value] - point for value, point in back.items()) > 0
 
 
 @pytest.mark.parametrize(("name", "way"), [("earliest-first", 1), ("latest-first", -1)])

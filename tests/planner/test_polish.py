@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poochplan.formats.plan import Decision
@@ -13,34 +13,20 @@ from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.search.polish import least_peak_bytes, polish
 from poochplan.planner.simulator.construct import fit
 from poochplan.planner.simulator.problem import Problem, build_problem
-from poochplan.planner.simulator.schedule import lists_of
 from poochplan.planner.simulator.simulate import Candidate, least_step_s, simulate, try_decisions
 from tests.depth import tries
-from tests.planner.checker import check
 from tests.planner.oracle import best_schedule
-from tests.planner.plans import plan_with, random_decisions
-from tests.planner.random_profiles import profiles, random_profile, unet_like
+from tests.planner.plans import assert_bytes, budget_at, random_decisions
+from tests.planner.random_profiles import QUICK, profiles, unet_like
 from tests.planner.tiny_profiles import tiny_budget, tiny_profile
 from tests.planner.toys import MB, replay_beside_a_copy, small_from_large
 
-QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 KEEP, SWAP, RECOMPUTE = Decision.KEEP, Decision.SWAP, Decision.RECOMPUTE
 
 
-def polished(problem: Problem, wish: list[Decision], budget_bytes: int, evaluations: int = 2000) -> Candidate:
+def polished(problem: Problem, wish: list[Decision], budget_bytes: int) -> Candidate:
     start = try_decisions(problem, "test", wish, budget_bytes)
-    return polish(problem, start, budget_bytes, Allowance(evaluations=evaluations))
-
-
-def released_after_a_replay(problem: Problem, candidate: Candidate) -> list[int]:
-    """Values that leave in backward, after a replay that starts from them."""
-    lists = lists_of(problem, candidate.schedule)
-    found = []
-    for point, actions in lists.items():
-        earlier = [value for other in lists if other < point for value in lists[other]["replay"]]
-        sources = {s for v in earlier if (replay := problem.replay.replays[v]) is not None for s in replay.inputs}
-        found += [value for value in actions["release"] if value in sources]
-    return found
+    return polish(problem, start, budget_bytes, Allowance(evaluations=2000))
 
 
 # -- by hand ---------------------------------------------------------------------------------------
@@ -87,16 +73,6 @@ def test_where_only_the_schedule_was_missing_the_plan_is_the_best_there_is(seed:
     assert plan_s == pytest.approx(found.step_s, rel=1e-6)
 
 
-def test_a_value_is_away_only_after_the_replay_that_starts_from_it() -> None:
-    profile = tiny_profile(861)
-    problem, budget = build_problem(profile), tiny_budget(profile, 861)
-    best = best_schedule(problem, budget)
-    assert best is not None
-    found = polished(problem, list(best.schedule.decisions), budget)
-    assert found.simulation.step_s == pytest.approx(best.step_s)
-    assert released_after_a_replay(problem, found)
-
-
 # -- for any decisions -----------------------------------------------------------------------------
 
 
@@ -106,15 +82,12 @@ def test_polishing_never_loses_and_the_checker_carries_the_schedule_out(
     profile: Profile, seed: int, share: float
 ) -> None:
     problem = build_problem(profile)
-    smallest = smallest_budget(profile)
-    budget = int(smallest + share * (profile.in_core_peak_bytes - smallest))
+    budget = budget_at(profile, share)
     start = try_decisions(problem, "test", random_decisions(problem, seed), budget)
     found = polish(problem, start, budget, Allowance(evaluations=120))
     assert found.rank(budget)[:2] <= start.rank(budget)[:2]
     assert found.wish == start.wish
-    verdict = check(profile, plan_with(profile, found.schedule))
-    assert verdict.peak_bytes == found.simulation.peak_bytes
-    assert verdict.first_step_peak_bytes == found.simulation.first_step_peak_bytes
+    assert_bytes(profile, found.schedule, found.simulation)
     assert simulate(problem, found.schedule).step_s == found.simulation.step_s
     assert found.simulation.step_s >= least_step_s(problem, found.schedule.decisions) - 1e-9
     assert found.simulation.peak_bytes >= least_peak_bytes(problem, found.schedule.decisions)
@@ -130,13 +103,6 @@ def test_without_evaluations_the_schedule_stays_and_gets_its_recording() -> None
     assert found.simulation is unrecorded.simulation
     assert found.schedule == fit(problem, start.wish, budget)
     assert any(action.record for action in found.schedule.actions) or found.schedule.record_from_start
-
-
-def test_the_same_start_gives_the_same_schedule() -> None:
-    profile = random_profile(7)
-    problem, budget = build_problem(profile), smallest_budget(profile)
-    wish = random_decisions(problem, 7)
-    assert polished(problem, wish, budget, 300).schedule == polished(problem, wish, budget, 300).schedule
 
 
 def test_the_waits_of_a_simulation_add_up_to_its_stall() -> None:

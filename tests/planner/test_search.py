@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import Candidate, try_decisions
 from tests.depth import seeds, tries
 from tests.planner.checker import check
+from tests.planner.plans import budget_at
 from tests.planner.random_profiles import random_profile, resnet_like, transformer_like, unet_like
 from tests.planner.tiny_profiles import tiny_budget, tiny_profile
 
@@ -32,10 +34,7 @@ NEVER_MET = 1e-12
 """A gap."""
 
 
-def tight(profile: Profile, share: float = 0.1) -> int:
-    """So much of the way from the smallest budget to the in-core peak."""
-    smallest = smallest_budget(profile)
-    return smallest + int((profile.in_core_peak_bytes - smallest) * share)
+tight = partial(budget_at, share=0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -109,34 +108,6 @@ def test_who_watches_may_end_it_with_the_best_plan_so_far(threads: int) -> None:
     assert_valid(profile, made)
 
 
-def test_an_interrupt_from_elsewhere_does_too() -> None:
-    profile = large()
-    main = threading.main_thread().ident
-    assert main is not None
-    seen = threading.Event()
-
-    def interrupt() -> None:
-        seen.wait()
-        signal.pthread_kill(main, signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    try:
-        made = plan(
-            profile,
-            tight(profile),
-            gap=NEVER_MET,
-            time_limit_s=LONG_S,
-            watch=lambda _: seen.set(),
-            keep_interrupted=True,
-        )
-    finally:
-        seen.set()
-        thread.join()
-    assert made.solve.status is SolveStatus.INTERRUPTED
-    assert_valid(profile, made)
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 def test_an_interrupt_is_raised_where_nobody_asked_for_what_there_is(threads: int) -> None:
     profile = large()
@@ -153,7 +124,9 @@ def test_an_interrupt_among_the_first_plans_keeps_the_best_of_them(call: int, mo
     assert_valid(profile, made)
 
 
-def test_an_interrupt_while_plans_are_polished_keeps_the_best_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_from_elsewhere_while_plans_are_polished_keeps_the_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     main = threading.main_thread().ident
     assert main is not None
     real = polish.polish
@@ -258,63 +231,48 @@ def test_walks_and_polishing_simulate_no_more_than_was_asked(
     profile: Profile, evaluations: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plans to begin at, and those of other policies, come on top."""
-    taken = 0
-
-    def counted(owner: Any, name: str, each: Callable[[Any], int]) -> None:
-        real = getattr(owner, name)
-
-        def call(*given: Any, **options: Any) -> Any:
-            nonlocal taken
-            result = real(*given, **options)
-            taken += each(result)
-            return result
-
-        monkeypatch.setattr(owner, name, call)
-
-    counted(annealing, "step", lambda _: 1)
-    counted(annealing, "sweep", lambda swept: swept[1])
-    counted(polish, "try_style", lambda _: 1)
+    counted: list[int] = []
+    tell_simulations(monkeypatch, counted.append)
     plan(profile, tight(profile), evaluations=evaluations, gap=NEVER_MET)
+    taken = sum(counted)
     at_once = annealing.SWEPT_AT_ONCE * 4  # a descent looks at its allowance after so many
     assert 0 < taken <= evaluations + at_once
     assert taken > evaluations // 3 or evaluations == 1
 
 
-class WorkClock:
-    """Time passes with work alone: a millisecond a simulation."""
+def tell_simulations(monkeypatch: pytest.MonkeyPatch, tell: Callable[[int], None]) -> None:
+    """Tells the number of simulations of each step of a walk, descent or polishing."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s = 1000.0
-        self.began_s = self.now_s
-        self._patch = monkeypatch
-        self._passes(annealing, "step", lambda _: 1)
-        self._passes(annealing, "sweep", lambda swept: swept[1])
-        self._passes(polish, "try_style", lambda _: 1)
-        monkeypatch.setattr(time, "perf_counter", lambda: self.now_s)
-
-    def _passes(self, owner: Any, name: str, simulations: Callable[[Any], float]) -> None:
+    def told(owner: Any, name: str, simulations: Callable[[Any], int]) -> None:
         real = getattr(owner, name)
 
         def call(*given: Any, **options: Any) -> Any:
             result = real(*given, **options)
-            self.now_s += 1e-3 * max(1, simulations(result))
+            tell(simulations(result))
             return result
 
-        self._patch.setattr(owner, name, call)
+        monkeypatch.setattr(owner, name, call)
 
-    @property
-    def passed_s(self) -> float:
-        return self.now_s - self.began_s
+    told(annealing, "step", lambda _: 1)
+    told(annealing, "sweep", lambda swept: swept[1])
+    told(polish, "try_style", lambda _: 1)
 
 
 @pytest.mark.parametrize("limit_s", [0.05, 0.5, 3.0])
 @pytest.mark.parametrize("profile", [unet_like(3), transformer_like(3)], ids=["unet", "gpt"])
 def test_the_time_limit_is_kept(profile: Profile, limit_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = WorkClock(monkeypatch)
+    passed_s = 0.0
+
+    def passes(simulations: int) -> None:
+        nonlocal passed_s
+        passed_s += 1e-3 * max(1, simulations)
+
+    tell_simulations(monkeypatch, passes)
+    monkeypatch.setattr(time, "perf_counter", lambda: 1000.0 + passed_s)  # time passes with work alone
     made = plan(profile, tight(profile), time_limit_s=limit_s, threads=1, gap=NEVER_MET)
     at_once_s = 1e-3 * annealing.SWEPT_AT_ONCE * 4
-    assert clock.passed_s <= limit_s + 1e-3 * 64 + at_once_s
-    assert made.solve.wall_s == pytest.approx(clock.passed_s)
+    assert passed_s <= limit_s + 1e-3 * 64 + at_once_s
+    assert made.solve.wall_s == pytest.approx(passed_s)
     assert made.solve.status is SolveStatus.TIME_LIMIT
     assert_valid(profile, made)
 
@@ -322,10 +280,7 @@ def test_the_time_limit_is_kept(profile: Profile, limit_s: float, monkeypatch: p
 # -- its plans --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize(
-    "profile", [unet_like(2), resnet_like(2), transformer_like(2)], ids=["unet", "resnet", "transformer"]
-)
+@pytest.mark.parametrize(("profile", "threads"), [(unet_like(2), 1), (resnet_like(2), 2), (transformer_like(2), 3)])
 def test_the_checker_accepts_the_plan_of_any_number_of_threads(profile: Profile, threads: int) -> None:
     made = plan(profile, tight(profile), time_limit_s=2.0, threads=threads, gap=0.002)
     assert_valid(profile, made)
@@ -339,7 +294,7 @@ def test_no_plan_is_worse_than_that_of_greedy_or_of_pooch(seed: int, threads: in
     profile = random_profile(seed, 12 + seed)
     if smallest_budget(profile) >= profile.in_core_peak_bytes:
         pytest.skip("nothing that moves lowers the peak")
-    budget_bytes = tight(profile, 0.1 + 0.05 * (seed % 10))
+    budget_bytes = tight(profile, share=0.1 + 0.05 * (seed % 10))
     effort: dict[str, Any] = {"evaluations": 3000} if threads == 1 else {"time_limit_s": 30.0, "threads": threads}
     made = plan(profile, budget_bytes, gap=NEVER_MET, **effort)
     assert_valid(profile, made)

@@ -1,4 +1,4 @@
-"""Sources and bits, which a plan may hold in place of saved values, in random steps."""
+"""Sources and bits, which a plan may hold in place of saved values: the same claims of all forms."""
 
 from __future__ import annotations
 
@@ -6,47 +6,123 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
 import pytest
 
 from poochplan.formats.narrow import with_bits
+from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Profile
 from poochplan.formats.sources import with_sources
+from poochplan.planner.arena.packing import live_peak
+from poochplan.planner.arena.step_layout import blocks_of
 from poochplan.planner.planning import plan
 from poochplan.planner.search.bound import integral_bound, lower_bound
 from poochplan.planner.search.solvers import SolverLimits
 from poochplan.planner.simulator.evaluator import STYLE_OF, Evaluator
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import simulate, swap_all_on_demand, try_style
+from poochplan.report.differences import differences
 from tests.depth import seeds, tries
-from tests.planner.cast_profiles import cast_profile, tiny_cast_profile
-from tests.planner.checker import check
-from tests.planner.form_profiles import form_profile, tiny_form_profile
-from tests.planner.mask_profiles import bool_profile, mask_profile, tiny_bool_profile, tiny_mask_profile
+from tests.planner.cast_profiles import cast_profile
+from tests.planner.checker import Violation, check
+from tests.planner.form_profiles import form_profile
+from tests.planner.mask_profiles import bool_profile, mask_profile
 from tests.planner.oracle import best_schedule
-from tests.planner.plans import plan_with, random_decisions
+from tests.planner.plans import held, plan_with, random_decisions
 from tests.planner.random_profiles import with_random_thread
 from tests.planner.random_schedules import random_schedule
-from tests.planner.tiny_profiles import tiny_budget
+from tests.planner.test_casts import norm
+from tests.planner.test_masks import SIZE, dropout
+from tests.planner.tiny_profiles import tiny_budget, tiny_with
 
+KEEP, RECOMPUTE = Decision.KEEP, Decision.RECOMPUTE
 SAME = 1 + 1e-9
 FAR = 1e-3
 """Share of the step by which a plan may be longer than the best: in 150 tiny steps one was, by 3.5e-4."""
 
 
-class Form(NamedTuple):
-    """Random steps of some blocks, tiny ones, what adds the smaller form to a profile, and bytes of such a step."""
+class Step(NamedTuple):
+    """One step with one smaller form, and a version of it that has none."""
 
-    profile: Callable[[int, int], Profile]
-    tiny: Callable[[int], Profile]
+    profile: Profile
+    added: Callable[[Profile], Profile]
+    without: Profile
+    fault: str
+    """What the checker says of the form in ``without``."""
+    saved_bytes: int
+    """By which the smaller form is smaller."""
+    own_bytes: int
+    widened_s: float
+    made_s: float
+
+
+STEPS = {
+    "a source": Step(norm(), with_sources, norm(written=True), "written after", 4096, 4096, 0.1, 1.1),
+    "bits": Step(
+        dropout(), with_bits, dropout(written=True), "scaled alone", SIZE - SIZE // 32, SIZE // 32,
+        2 * (SIZE + SIZE // 32) * 0.3 / (3 * SIZE), 1.0 + 1e-4 + 1e-5,
+    ),
+}  # fmt: skip
+of_a_step = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+
+
+@of_a_step
+def test_a_profile_without_any_stays_itself_and_one_with_them_gets_no_more(step: Step) -> None:
+    assert step.added(step.without) == step.without
+    once = step.added(step.profile)
+    assert len(once.points) == len(step.profile.points) + 1
+    assert step.added(once) is once
+
+
+@of_a_step
+def test_what_is_held_takes_its_own_bytes_in_place_of_the_values(step: Step) -> None:
+    problem = build_problem(step.added(step.profile))
+    held, kept, gone = (
+        try_style(problem, "", (first, second, KEEP), 1 << 40, STYLE_OF[0]).simulation
+        for first, second in ((KEEP, RECOMPUTE), (KEEP, KEEP), (RECOMPUTE, RECOMPUTE))
+    )
+    tick = int(problem.point_ticks[problem.use_points[0]])  # behind the last op of forward
+    assert kept.memory_bytes[tick] - held.memory_bytes[tick] == step.saved_bytes
+    assert held.memory_bytes[tick] - gone.memory_bytes[tick] == step.own_bytes
+    assert held.step_s == pytest.approx(kept.step_s + step.widened_s)
+    assert gone.step_s == pytest.approx(kept.step_s + step.made_s)
+
+
+@of_a_step
+def test_plans_of_one_step_compare_whether_they_hold_any_or_not(step: Step) -> None:
+    made, kept = held(step.profile, step.added), plan(step.profile, step.profile.in_core_peak_bytes)
+    found = differences(kept, made).data
+    assert found["same_step"]
+    assert {value["name"]: (value["first"], value["second"]) for value in found["values"]} == {
+        made.values[0].name: ("-", "keep"),
+        made.values[1].name: ("keep", "recompute"),
+    }
+
+
+@of_a_step
+def test_a_checked_plan_holds_only_what_may_be_held(step: Step) -> None:
+    made = held(step.profile, step.added)
+    check(step.profile, made)
+    with pytest.raises(Violation, match=step.fault):
+        check(step.without, made)
+    values = (msgspec.structs.replace(made.values[0], until=-1), *made.values[1:])
+    with pytest.raises(Violation, match="away"):
+        check(step.profile, msgspec.structs.replace(made, values=values))
+
+
+class Form(NamedTuple):
+    """Random steps of some blocks, what adds the smaller form to a profile, and bytes of such a step."""
+
+    profile: Callable[[int | str, int], Profile]
     added: Callable[[Profile], Profile]
     size_bytes: int
 
 
 FORMS = {
-    "sources": Form(cast_profile, tiny_cast_profile, with_sources, 40_000),
-    "bits": Form(mask_profile, tiny_mask_profile, with_bits, 400_000),
-    "bits of bools on CUDA": Form(bool_profile, tiny_bool_profile, with_bits, 1_600_000),
-    "integers and upper halves": Form(form_profile, tiny_form_profile, with_bits, 1_600_000),
+    "sources": Form(cast_profile, with_sources, 40_000),
+    "bits": Form(mask_profile, with_bits, 400_000),
+    "bits of bools on CUDA": Form(bool_profile, with_bits, 1_600_000),
+    "integers and upper halves": Form(form_profile, with_bits, 1_600_000),
 }
 of_each = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
@@ -71,6 +147,18 @@ def test_both_simulators_and_the_checker_agree(form: Form, seed: int) -> None:
 
 
 @of_each
+@pytest.mark.parametrize("seed", seeds(6, 200))
+def test_the_blocks_of_such_steps_are_live_as_the_simulator_says(form: Form, seed: int) -> None:
+    profile = form.added(form.profile(seed, 2 + seed % 6))
+    problem = build_problem(profile)
+    schedule = try_style(problem, "", random_decisions(problem, seed), 0, STYLE_OF[seed % 4]).schedule
+    blocks = blocks_of(profile, problem, schedule)
+    peak_bytes, taken_bytes = simulate(problem, schedule).peak_bytes, live_peak(blocks.before + blocks.of_step)
+    assert taken_bytes <= peak_bytes
+    assert taken_bytes == peak_bytes or form.added is with_bits  # narrowing takes memory that no block shows
+
+
+@of_each
 @pytest.mark.parametrize("seed", seeds(25, 2000))
 def test_no_plan_is_faster_than_the_bound_for_its_own_peak(form: Form, seed: int) -> None:
     problem = build_problem(form.added(form.profile(seed, 1 + seed % 7)))
@@ -87,7 +175,7 @@ def test_no_plan_is_faster_than_the_bound_for_its_own_peak(form: Form, seed: int
 @of_each
 @pytest.mark.parametrize("seed", seeds(4, 200))
 def test_the_planner_finds_the_best_plan_of_a_tiny_step(form: Form, seed: int) -> None:
-    profile = form.tiny(seed)
+    profile = tiny_with(form.added, form.profile, seed)
     problem, budget_bytes = build_problem(form.added(profile)), tiny_budget(profile, seed)
     if swap_all_on_demand(problem).peak_bytes > budget_bytes:
         problem = build_problem(profile)  # narrowing takes memory itself

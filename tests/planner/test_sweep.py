@@ -1,4 +1,4 @@
-"""What a sweep promises: every cell, in order, whatever happens to some of them."""
+"""What a sweep promises: every cell, in order, whatever happens to some of them; and a comparison: the same referee."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from poochplan.formats.plan import SolveStatus
 from poochplan.formats.profile import Memory, Profile
 from poochplan.planner import sweep as sweeping
 from poochplan.planner.planning import ILP, plan, smallest_budget
-from poochplan.planner.policies import PolicyInput, run_policy
+from poochplan.planner.policies import PolicyInput, policy_names, run_policy
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.sweep import Solving, SweepPoint, all_policies, compare_policies, default_budgets, sweep
 from poochplan.planner.whatif import without_arena
 from tests.depth import tries
-from tests.planner.random_profiles import resnet_like, transformer_like
+from tests.planner.random_profiles import resnet_like, transformer_like, unet_like
 
 FAST = ("swap-all", "recompute-all", "keep-all")
 
@@ -126,29 +126,31 @@ def test_a_cell_asked_for_twice_is_solved_once(profile: Profile) -> None:
     assert len(sweep(profile, [budget, budget], ["keep-all", "keep-all"], processes=1)) == 1
 
 
+def point_of_plan(profile: Profile, monkeypatch: pytest.MonkeyPatch, **solve: object) -> SweepPoint:
+    """The point of a plan whose solve has these facts."""
+
+    def changed(*arguments: object, **options: object) -> object:
+        made = plan(*arguments, **options)  # type: ignore[arg-type]
+        return msgspec.structs.replace(made, solve=msgspec.structs.replace(made.solve, **solve))
+
+    monkeypatch.setattr(sweeping, "plan", changed)
+    (point,) = sweep(profile, [profile.in_core_peak_bytes], [ILP], processes=1)
+    return point
+
+
 @pytest.mark.parametrize("status", SolveStatus)
 def test_however_a_search_ended_its_plan_is_a_point_that_says_so(
     profile: Profile, monkeypatch: pytest.MonkeyPatch, status: SolveStatus
 ) -> None:
-    def ended(*arguments: object, **options: object) -> object:
-        made = plan(*arguments, **options)  # type: ignore[arg-type]
-        return msgspec.structs.replace(made, solve=msgspec.structs.replace(made.solve, status=status))
-
-    monkeypatch.setattr(sweeping, "plan", ended)
-    (point,) = sweep(profile, [profile.in_core_peak_bytes], [ILP], processes=1)
+    point = point_of_plan(profile, monkeypatch, status=status)
     assert (point.status, point.outcome) == (status, str(status))
     assert point.feasible
     assert not point.failed
 
 
 def test_a_bound_that_a_plan_proves_is_an_overhead_too(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
-    def proven(*arguments: object, **options: object) -> object:
-        made = plan(*arguments, **options)  # type: ignore[arg-type]
-        step_s = made.prediction.in_core_step_s
-        return msgspec.structs.replace(made, solve=msgspec.structs.replace(made.solve, bound_s=1.25 * step_s, gap=0.01))
-
-    monkeypatch.setattr(sweeping, "plan", proven)
-    (point,) = sweep(profile, [profile.in_core_peak_bytes], [ILP], processes=1)
+    step_s = plan(profile, profile.in_core_peak_bytes).prediction.in_core_step_s
+    point = point_of_plan(profile, monkeypatch, bound_s=1.25 * step_s, gap=0.01)
     assert point.bound_overhead == pytest.approx(0.25)
     assert point.gap == 0.01
 
@@ -183,3 +185,37 @@ def test_no_policy_is_shown_below_the_bound_where_its_steps_have_no_arena(profil
     assert kept_s == build_problem(without_arena(slower)).keep_all_s
     assert ilp.step_s is not None
     assert ilp.step_s < kept_s  # by an arena that fits where a little is given up
+
+
+# -- all policies side by side, at the budget of one plan ------------------------------------------------------------
+
+
+def test_every_policy_is_compared_and_the_ilp_is_the_first_of_all() -> None:
+    profile = unet_like(2)
+    assert all_policies() == ("ilp", *policy_names())
+    rows = compare_policies(profile, plan(profile, profile.in_core_peak_bytes))
+    assert sorted(row.policy for row in rows) == sorted(all_policies())
+
+
+def test_rows_that_fit_come_first_and_the_fastest_of_them_first() -> None:
+    profile = unet_like(3)
+    budget = int(0.75 * profile.in_core_peak_bytes)
+    rows = compare_policies(profile, plan(profile, budget, evaluations=1000))
+    assert [row.fits for row in rows] == sorted((row.peak_bytes <= budget for row in rows), reverse=True)
+    fitting = [row.step_s for row in rows if row.fits]
+    assert fitting == sorted(fitting)
+    assert rows[0].policy == "ilp"
+    assert {"keep-all", "vdnn"} <= {row.policy for row in rows if not row.fits}
+
+
+def test_the_margin_is_what_the_ilp_gains_and_is_told_of_plans_that_fit() -> None:
+    profile = transformer_like(2, link_gb_per_s=0.5)
+    budget = int(0.6 * profile.in_core_peak_bytes)
+    made = plan(profile, budget, evaluations=1000)
+    rows = {row.policy: row for row in compare_policies(profile, made)}
+    assert (rows["ilp"].step_s, rows["ilp"].wall_s) == (made.prediction.step_s, made.solve.wall_s)
+    assert rows["ilp"].ilp_margin == 0
+    assert rows["keep-all"].ilp_margin is None
+    margin = rows["swap-all"].ilp_margin
+    assert margin is not None
+    assert margin == pytest.approx(rows["swap-all"].overhead - rows["ilp"].overhead)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Plan, Prediction
 from poochplan.formats.profile import PointKind, Profile
-from poochplan.planner.planning import ILP, plan, smallest_budget
+from poochplan.planner.planning import ILP, plan
 from poochplan.planner.simulator.construct import fit
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import simulate
 from poochplan.planner.sweep import all_policies
 from tests.depth import seeds, tries
-from tests.planner.plans import plan_with, random_decisions, random_tuning
+from tests.planner.plans import budget_at, plan_with, random_decisions, random_tuning
 from tests.planner.random_profiles import random_profile, with_random_thread
-from tests.planner.time_checker import WrongTime, check_times, times_of
+from tests.planner.time_checker import WrongTime, check_times
 from tests.planner.tiny_profiles import tiny_budget, tiny_profile
 
 EVALUATIONS = 200
@@ -42,8 +44,8 @@ def random_step(seed: int) -> Profile:
 def any_schedule(profile: Profile, seed: int) -> tuple[Plan, Prediction]:
     """A plan that nobody would make, with what the simulator says of it."""
     problem = build_problem(profile)
-    budget = int((smallest_budget(profile) + profile.in_core_peak_bytes) / 2)
-    schedule = fit(problem, random_decisions(problem, seed), budget, tuning=random_tuning(problem, seed))
+    tuning = random_tuning(problem, seed)
+    schedule = fit(problem, random_decisions(problem, seed), budget_at(profile, 0.5), tuning=tuning)
     made, simulation = plan_with(profile, schedule), simulate(problem, schedule)
     times = {name: getattr(simulation, name) for name in TIMES}
     return made, msgspec.structs.replace(made.prediction, **times)
@@ -105,14 +107,17 @@ FORGOTTEN = {
 
 @pytest.mark.parametrize("what", FORGOTTEN)
 def test_a_simulator_that_forgot_a_property_of_the_link_is_found(what: str) -> None:
-    for seed in range(300):
-        profile = random_step(seed)
-        forgetful = msgspec.structs.replace(profile, link=FORGOTTEN[what](profile.link))
-        try:
-            check_times(profile, *any_schedule(forgetful, seed))
-        except WrongTime:
-            return
-    raise AssertionError(f"{what}: no schedule of 300 takes another time")
+    steps = ((seed, random_step(seed)) for seed in range(300))
+    assert any(takes_another_time(one, seed, link=FORGOTTEN[what](one.link)) for seed, one in steps)
+
+
+def takes_another_time(profile: Profile, seed: int, **forgotten: Any) -> bool:
+    """Whether a schedule takes another time than is predicted for the profile with these fields."""
+    try:
+        check_times(profile, *any_schedule(msgspec.structs.replace(profile, **forgotten), seed))
+    except WrongTime:
+        return True
+    return False
 
 
 TAKEN = ("handle_s", "swap_s", "record_s", "replay_s", "unpack_s", "fetch_s")
@@ -122,40 +127,10 @@ TAKEN_ON = [*((what, kind) for what in TAKEN for kind in ("cpu", "cuda")), ("lau
 
 @pytest.mark.parametrize(("what", "kind"), TAKEN_ON)
 def test_a_simulator_that_forgot_what_the_thread_takes_is_found(what: str, kind: str) -> None:
-    for seed in range(1, 600, 2):
-        profile = random_step(seed)
-        if profile.device.kind != kind or profile.runtime is None or not getattr(profile.runtime, what):
-            continue
-        without = {what: 0.0} | ({"unpack_s": 0.0} if what == "handle_s" else {})
-        without |= {"fetch_s": 0.0} if what == "swap_s" else {}
-        forgetful = msgspec.structs.replace(profile, runtime=msgspec.structs.replace(profile.runtime, **without))
-        try:
-            check_times(profile, *any_schedule(forgetful, seed))
-        except WrongTime:
-            return
-    raise AssertionError(f"{what} on {kind}: no schedule takes another time")
-
-
-def test_a_simulator_that_took_a_device_for_the_thread_itself_is_found() -> None:
-    found = 0
-    for seed in range(1, 60, 2):
-        profile = random_step(seed)
-        other = "cuda" if profile.device.kind == "cpu" else "cpu"
-        mistaken = msgspec.structs.replace(profile, device=msgspec.structs.replace(profile.device, kind=other))
-        try:
-            check_times(profile, *any_schedule(mistaken, seed))
-        except WrongTime:
-            found += 1
-    assert found > 20
-
-
-def test_a_plan_without_one_of_its_prefetches_or_replays_takes_another_time() -> None:
-    changed = 0
-    for seed in seeds(day=30, deep=300):
-        profile = random_step(seed)
-        made, prediction = any_schedule(profile, seed)
-        for name in ("prefetch", "replay", "swap_out"):
-            without = tuple(msgspec.structs.replace(actions, **{name: ()}) for actions in made.schedule)
-            times = times_of(profile, msgspec.structs.replace(made, schedule=without))
-            changed += abs(times.step_s - prediction.step_s) > 1e-6 * prediction.step_s
-    assert changed > 10
+    without = {what: 0.0} | {"handle_s": {"unpack_s": 0.0}, "swap_s": {"fetch_s": 0.0}}.get(what, {})
+    steps = ((seed, random_step(seed)) for seed in range(1, 600, 2))
+    assert any(
+        takes_another_time(one, seed, runtime=msgspec.structs.replace(one.runtime, **without))
+        for seed, one in steps
+        if one.device.kind == kind and one.runtime is not None and getattr(one.runtime, what)
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -16,8 +17,7 @@ from poochplan.planner.policies.seq2seq import Group, TimeLoop, groups_of, loops
 from poochplan.planner.simulator.simulate import Candidate
 from poochplan.planner.whatif import for_machine
 from poochplan.workload import load_workload
-from tests.planner.checker import check
-from tests.planner.plans import input_at, plan_with
+from tests.planner.plans import assert_bytes, input_at
 from tests.planner.random_profiles import Recorder, link, resnet_like, transformer_like, unet_like
 from tests.workloads.small import SMALL
 
@@ -35,10 +35,10 @@ def profile_of(name: str, **overrides: str) -> Profile:
     )
 
 
-def attending(steps: int = 5, positions: int = 8, *, seconds: float = 1e-3, link_gb_per_s: float = 1.0) -> Profile:
+def attending(steps: int = 5, *, link_gb_per_s: float = 1.0) -> Profile:
     """An encoder that is one op, and a decoder that attends to all of its positions at each step."""
     r = Recorder()
-    state = 64 << 10
+    state, positions, seconds = 64 << 10, 8, 1e-3
     weights = [r.before(4096) for _ in range(3)]
     (memory,) = r.op("lstm", [r.before(state, Kind.INPUT), r.before(4096)], [positions * state])
     hidden = r.before(state, Kind.INPUT)
@@ -143,26 +143,29 @@ def test_a_loop_is_three_repetitions_or_more_of_the_longest_pattern(
 # -- what goes first -----------------------------------------------------------------------------------------------
 
 
-def test_attention_is_what_holds_something_for_each_position_of_what_all_steps_read() -> None:
-    given = input_at(attending(steps=5), 0.5)
+with_attention = pytest.mark.parametrize(
+    ("make", "steps"),
+    [(attending, 5), (functools.partial(profile_of, "seq2seq_steps"), LENGTH)],
+    ids=["by hand", "network"],
+)
+
+
+@with_attention
+def test_attention_is_what_holds_something_for_each_position_of_what_all_steps_read(
+    make: Callable[[], Profile], steps: int
+) -> None:
+    given = input_at(make(), 0.5)
     groups = groups_of(given)
     attention = [group for group in groups if group.is_attention]
-    assert [len(group.values) for group in attention] == [1] * 5
+    assert len(attention) == steps
     assert names_of(given, attention) == {"tanh"}
     assert sorted(value for group in groups for value in group.values) == list(given.movable)
 
 
-def test_on_the_unrolled_network_it_is_the_energies_of_each_decoder_step() -> None:
-    given = input_at(profile_of("seq2seq_steps"), 0.5)
-    attention = [group for group in groups_of(given) if group.is_attention]
-    assert len(attention) == LENGTH
-    assert names_of(given, attention) == {"tanh"}
-    assert not any(group.is_attention for group in groups_of(input_at(profile_of("char_rnn"), 0.5)))
-
-
-@pytest.mark.parametrize("make", [attending, lambda: profile_of("seq2seq_steps")], ids=["by hand", "network"])
-def test_groups_go_attention_first_then_steps_then_the_rest_and_what_all_steps_read_last(make: object) -> None:
-    assert callable(make)
+@with_attention
+def test_groups_go_attention_first_then_steps_then_the_rest_and_what_all_steps_read_last(
+    make: Callable[[], Profile], steps: int
+) -> None:
     given = input_at(make(), 0.5)
     groups = groups_of(given)
     loops = loops_of(given.profile)
@@ -170,10 +173,10 @@ def test_groups_go_attention_first_then_steps_then_the_rest_and_what_all_steps_r
     in_steps = [any(loop.step_of(op) >= 0 for loop in loops) for op in firsts]
     kinds = [0 if group.is_attention else 1 if inside else 2 for group, inside in zip(groups, in_steps, strict=True)]
     assert kinds == sorted(kinds)
+    assert kinds.count(0) == steps
     for kind in (0, 1):
-        assert [op for op, found in zip(firsts, kinds, strict=True) if found == kind] == sorted(
-            op for op, found in zip(firsts, kinds, strict=True) if found == kind
-        )
+        ops = [op for op, found in zip(firsts, kinds, strict=True) if found == kind]
+        assert ops == sorted(ops)
     shared = {value for loop in loops for value in loop.shared}
     last = [given.problem.replay.value_of[group.values[0]] in shared for group in groups]
     assert True in last
@@ -211,8 +214,7 @@ def test_steps_are_swapped_whole_once_all_attention_is_dropped() -> None:
 def test_the_plan_fits_and_the_checker_can_carry_it_out(attention: str, share: float) -> None:
     given = input_at(profile_of("seq2seq_steps", attention=attention), share)
     found = run_policy("seq2seq", given)
-    verdict = check(given.profile, plan_with(given.profile, found.schedule))
-    assert verdict.peak_bytes == found.simulation.peak_bytes <= given.budget_bytes
+    assert assert_bytes(given.profile, found.schedule, found.simulation).peak_bytes <= given.budget_bytes
 
 
 @pytest.mark.parametrize("share", [0.2, 0.0])

@@ -1,17 +1,18 @@
 """An independent judge of a plan's step time: runs its streams event by event, from the profile and the plan alone.
 
-Written from ``docs/semantics.md``; shares no code with the planner, nor with the oracle, which reads the planner's
-``Problem``. Compute, replays and waits are one stream; each direction of the link is a queue, first in, first out. The
-launching thread is a clock of its own, or the compute stream itself.
+Written from ``docs/semantics.md``; shares no code with the planner, and with the oracle, which reads the planner's
+``Problem``, only the clock. Compute, replays and waits are one stream; each direction of the link is a queue, first in,
+first out. The launching thread is a clock of its own, or the compute stream itself.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, fields
 
 from poochplan.formats.plan import Plan, PointActions, Prediction
 from poochplan.formats.profile import LinkDirection, Profile
+
+from .clock import Clock, run, take, wait_in, wait_out
 
 ROUNDING = 1e-9
 """Relative difference that the order of additions may make."""
@@ -46,73 +47,14 @@ def check_times(profile: Profile, plan: Plan, prediction: Prediction) -> None:
             raise WrongTime(f"{field.name}: the prediction says {predicted!r}, the plan takes {wanted!r}")
 
 
-class _Machine:
-    """One compute stream and two queues of [value, seconds alone on the link that are left]."""
-
-    def __init__(self, profile: Profile) -> None:
-        self.link = profile.link
-        self.out: deque[list[float]] = deque()
-        self.inward: deque[list[float]] = deque()
-        self.now_s = 0.0
-
-    def compute(self, work_s: float) -> float:
-        """Computes; the seconds lost to the copies beside it."""
-        start_s, left_s = self.now_s, work_s
-        while left_s > 0.0:
-            slowness = 1.0
-            if self.out:
-                slowness += self.link.interference_out
-            if self.inward:
-                slowness += self.link.interference_in
-            until_copy_s = self._until_a_copy_ends()
-            if left_s * slowness <= until_copy_s:
-                self._let_pass(left_s * slowness)
-                left_s = 0.0
-            else:
-                self._let_pass(until_copy_s)
-                left_s -= until_copy_s / slowness
-        return self.now_s - start_s - work_s
-
-    def idle(self, until_s: float) -> float:
-        """Nothing is there to compute before then; the seconds that takes."""
-        start_s = self.now_s
-        while self.now_s < until_s:
-            self._let_pass(min(until_s - self.now_s, self._until_a_copy_ends()))
-        return self.now_s - start_s
-
-    def wait(self, queue: deque[list[float]], value: int) -> float:
-        """Waits for the copy of a value, if it is not done; the seconds that takes."""
-        start_s = self.now_s
-        while any(queued == value for queued, _ in queue):
-            self._let_pass(self._until_a_copy_ends())
-        return self.now_s - start_s
-
-    def _rate(self) -> float:
-        return self.link.duplex if self.out and self.inward else 1.0
-
-    def _until_a_copy_ends(self) -> float:
-        return min([queue[0][1] / self._rate() for queue in (self.out, self.inward) if queue], default=float("inf"))
-
-    def _let_pass(self, seconds: float) -> None:
-        rate = self._rate()
-        self.now_s += seconds
-        for queue in (self.out, self.inward):
-            if queue:
-                is_over = queue[0][1] / rate <= seconds
-                queue[0][1] -= seconds * rate
-                if is_over:
-                    queue.popleft()
-
-
 class _Thread:
-    """The launching thread: its clock, what it takes for what, and what the compute stream loses to it."""
+    """The compute stream with its queues, and the launching thread: what it takes for what, and what is lost to it."""
 
-    def __init__(self, profile: Profile, machine: _Machine, times: Times) -> None:
+    def __init__(self, profile: Profile, times: Times) -> None:
         cost = profile.runtime
-        self.machine, self.times = machine, times
+        self.link, self.times, self.clock = profile.link, times, Clock(0.0, (), ())
         self.is_compute = cost is not None and profile.device.kind == "cpu"
         self.is_ahead = cost is not None and not self.is_compute
-        self.now_s = 0.0
         self.unpack_s = self.pack_s = self.fetch_s = self.out_s = self.record_s = self.replay_s = self.launch_s = 0.0
         if cost is not None:
             self.unpack_s, self.pack_s = cost.unpack_s, cost.handle_s - cost.unpack_s
@@ -123,20 +65,30 @@ class _Thread:
         """The thread works; on the CPU nothing is computed meanwhile, else what comes next is not queued before."""
         if self.is_compute:
             self.times.runtime_s += seconds
-            self.times.interference_s += self.machine.compute(seconds)
+            self._compute(seconds)
         elif self.is_ahead:
-            self.now_s += seconds
-            self.catch_up()
-
-    def catch_up(self) -> None:
-        if self.is_ahead:
-            self.times.runtime_s += self.machine.idle(self.now_s)
+            self.times.runtime_s += self._until(take(self.link, False, self.clock, seconds))
 
     def run_op(self, duration_s: float, own_s: float) -> None:
         """One op, for which the runtime takes ``own_s`` besides."""
         self.take(own_s)
-        self.times.interference_s += self.machine.compute(duration_s)
-        self.now_s += min(self.launch_s, duration_s) if self.is_ahead else 0.0
+        self._compute(duration_s)
+        if self.is_ahead:
+            self.clock = self.clock._replace(thread_s=self.clock.thread_s + min(self.launch_s, duration_s))
+
+    def wait(self, index: int, *, is_out: bool) -> None:
+        """Waits for the copy of a value, if it is not done."""
+        self.times.stall_s += self._until((wait_out if is_out else wait_in)(self.link, self.clock, index))
+
+    def _compute(self, work_s: float) -> None:
+        """Computes, and loses seconds to the copies beside it."""
+        self.times.interference_s += self._until(run(self.link, self.clock, work_s)) - work_s
+
+    def _until(self, clock: Clock) -> float:
+        """The seconds until then."""
+        passed_s = clock.now_s - self.clock.now_s
+        self.clock = clock
+        return passed_s
 
 
 class _Step:
@@ -144,8 +96,8 @@ class _Step:
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self.profile, self.plan = profile, plan
-        self.machine, self.times = _Machine(profile), Times()
-        self.thread = _Thread(profile, self.machine, self.times)
+        self.times = Times()
+        self.thread = _Thread(profile, self.times)
         self.is_recording = plan.record_from_start
         saves = [point for point in profile.points if point.kind.value == "save"]
         self.last_save_op = max(point.op for point in saves)
@@ -169,14 +121,14 @@ class _Step:
             done, kind = point.op, point.kind.value
             action = actions.get((kind, counts[kind]))
             counts[kind] += 1
-            self.thread.catch_up()
+            self.thread.take(0.0)
             if action is not None:
                 self._act(action)
             if kind == "use":
                 self._bring(self.index_of[self.profile.handles[point.handle].value])
         self._run_ops(done, len(self.profile.ops))
-        self.thread.catch_up()
-        self.times.step_s = self.machine.now_s
+        self.thread.take(0.0)
+        self.times.step_s = self.thread.clock.now_s
         return self.times
 
     def _run_ops(self, begin: int, end: int) -> None:
@@ -198,9 +150,10 @@ class _Step:
     def _act(self, action: PointActions) -> None:
         for index in action.swap_out:
             self.thread.take(self.thread.out_s)
-            self.machine.out.append([index, self._copy_s(self.profile.link.outward, index)])
+            clock, copy = self.thread.clock, (index, self._copy_s(self.profile.link.outward, index))
+            self.thread.clock = clock._replace(out=(*clock.out, copy))
         for index in action.release:
-            self.times.stall_s += self.machine.wait(self.machine.out, index)
+            self.thread.wait(index, is_out=True)
             self.away.add(index)
         for index in action.prefetch:
             self._fetch(index)
@@ -222,7 +175,8 @@ class _Step:
         if index in self.away and not self._recomputes(index):
             self.away.remove(index)
             self.thread.take(self.thread.fetch_s)
-            self.machine.inward.append([index, self._copy_s(self.profile.link.inward, index)])
+            clock, copy = self.thread.clock, (index, self._copy_s(self.profile.link.inward, index))
+            self.thread.clock = clock._replace(inward=(*clock.inward, copy))
 
     def _bring(self, index: int) -> None:
         """The value is on the device from here on."""
@@ -230,7 +184,7 @@ class _Step:
             self._replay(index)
         else:
             self._fetch(index)
-            self.times.stall_s += self.machine.wait(self.machine.inward, index)
+            self.thread.wait(index, is_out=False)
 
     # -- replays ----------------------------------------------------------------------------------------------
 

@@ -7,15 +7,17 @@ chains, values needed twice, ops that bear two saved values; links from much slo
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 from poochplan.formats.profile import Kind, Link, Profile
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.simulate import movable
-from tests.planner.random_profiles import Recorder, link
+from tests.planner.random_profiles import Recorder, any_seconds, link
 
 ATTEMPTS = 200
+UNIT_S = 1e-3
 
 
 def tiny_profile(seed: int, lowest: int = 2, highest: int = 5) -> Profile:
@@ -30,6 +32,20 @@ def tiny_profile(seed: int, lowest: int = 2, highest: int = 5) -> Profile:
     raise AssertionError(f"seed {seed} gives no profile with {lowest} to {highest} movable values")
 
 
+def tiny_with(added: Callable[[Profile], Profile], made: Callable[[str, int], Profile], seed: int) -> Profile:
+    """A step to which ``added`` adds something, with at most five movable values then, and a plan below its
+    in-core peak.
+    """
+    for attempt in range(ATTEMPTS):
+        profile = made(f"{seed}/{attempt}", 1 + attempt % 2)
+        planned = added(profile)
+        if planned is profile or len(movable(build_problem(planned))) > 5:
+            continue
+        if smallest_budget(profile) < profile.in_core_peak_bytes:
+            return profile
+    raise AssertionError(f"seed {seed} gives no profile with something added and at most five movable values")
+
+
 def tiny_budget(profile: Profile, seed: int) -> int:
     """A random budget from the smallest feasible one to a byte below the in-core peak."""
     rng = random.Random(f"budget {seed}")
@@ -39,30 +55,29 @@ def tiny_budget(profile: Profile, seed: int) -> int:
     return rng.randint(smallest, profile.in_core_peak_bytes - 1)
 
 
+def tiny_instance(seed: int, lowest: int = 2, highest: int = 5) -> tuple[Profile, Problem, int]:
+    """The step, its problem, and the budget."""
+    profile = tiny_profile(seed, lowest, highest)
+    return profile, build_problem(profile), tiny_budget(profile, seed)
+
+
 def _step(rng: random.Random, wanted: int, is_plain: bool) -> Profile:
     r = Recorder()
-    unit_s = 1e-3
     alive = [r.before(1024, Kind.INPUT)]
     held: list[int] = []
-    (x,) = r.op("stem", alive, [_size(rng)], seconds=_seconds(rng, unit_s), backward_s=_seconds(rng, unit_s))
+    (x,) = r.op("stem", alive, [_size(rng)], seconds=any_seconds(rng), backward_s=any_seconds(rng))
     alive.append(x)
     while len(r.saved) < wanted:
-        _block(r, rng, alive, held, unit_s)
-    r.op(
-        "join",
-        [alive[-1], *held],
-        [512],
-        saves=alive[-1:],
-        seconds=_seconds(rng, unit_s),
-        backward_s=_seconds(rng, unit_s),
-    )
-    return r.finish(_link(rng, r, unit_s, is_plain), optimizer_s=rng.choice([0.0, unit_s]))
+        _block(r, rng, alive, held)
+    times: dict[str, Any] = {"seconds": any_seconds(rng), "backward_s": any_seconds(rng)}
+    r.op("join", [alive[-1], *held], [512], saves=alive[-1:], **times)
+    return r.finish(_link(rng, r, is_plain), optimizer_s=rng.choice([0.0, UNIT_S]))
 
 
-def _block(r: Recorder, rng: random.Random, alive: list[int], held: list[int], unit_s: float) -> None:
+def _block(r: Recorder, rng: random.Random, alive: list[int], held: list[int]) -> None:
     """One op or two, of the shapes above."""
     x = alive[-1]
-    times: dict[str, Any] = {"seconds": _seconds(rng, unit_s), "backward_s": _seconds(rng, unit_s)}
+    times: dict[str, Any] = {"seconds": any_seconds(rng), "backward_s": any_seconds(rng)}
     shape = rng.choice(["chain", "chain", "chain", "unsaved", "skip", "inplace", "twice", "pair", "head", "outputs"])
     if shape == "chain":
         alive += r.op("linear", [x], [_size(rng)], saves=[x], workspace_bytes=rng.choice([0, 0, 4096]), **times)
@@ -75,17 +90,17 @@ def _block(r: Recorder, rng: random.Random, alive: list[int], held: list[int], u
         alive += r.op("cat", list(dict.fromkeys([x, source])), [_size(rng)], saves=[source], **times)
     elif shape == "inplace":
         (y,) = r.op("conv", [x], [_size(rng)], saves=[x] if rng.random() < 0.5 else [], **times)
-        alive += r.op("relu_", [y], writes=[y], saves_outputs=True, seconds=_seconds(rng, unit_s) / 4)
+        alive += r.op("relu_", [y], writes=[y], saves_outputs=True, seconds=any_seconds(rng) / 4)
     elif shape == "twice":
         (y,) = r.op("linear", [x], [_size(rng)], saves=[x], **times)
-        alive += r.op("mul", [x, y], [_size(rng)], saves=[x, y], seconds=_seconds(rng, unit_s))
+        alive += r.op("mul", [x, y], [_size(rng)], saves=[x, y], seconds=any_seconds(rng))
     elif shape == "pair":
         y, z = r.op("split", [x], [_size(rng), _size(rng)], **times)
-        alive += r.op("mul", [y, z], [_size(rng)], saves=[y, z], seconds=_seconds(rng, unit_s))
+        alive += r.op("mul", [y, z], [_size(rng)], saves=[y, z], seconds=any_seconds(rng))
     elif shape == "head":
         (y,) = r.op("branch", [x], [_size(rng)], **times)
-        r.op("head", [x], [512], saves=[x], seconds=_seconds(rng, unit_s))
-        alive += r.op("linear", [y], [_size(rng)], saves=[y], seconds=_seconds(rng, unit_s))
+        r.op("head", [x], [512], saves=[x], seconds=any_seconds(rng))
+        alive += r.op("linear", [y], [_size(rng)], saves=[y], seconds=any_seconds(rng))
     else:
         alive += r.op("exp", [x], [_size(rng)], saves_outputs=True, opaque=rng.random() < 0.1, **times)
 
@@ -94,17 +109,13 @@ def _size(rng: random.Random) -> int:
     return rng.choice([1, 1, 2, 3, 4, 6, 8]) * rng.choice([1024, 1024, 1500, 2048])
 
 
-def _seconds(rng: random.Random, unit_s: float) -> float:
-    return unit_s * 10 ** rng.uniform(-1.3, 0.6)
-
-
-def _link(rng: random.Random, r: Recorder, unit_s: float, is_plain: bool) -> Link:
+def _link(rng: random.Random, r: Recorder, is_plain: bool) -> Link:
     """From 30 times slower to 30 times faster than what hides all copies."""
     saved_bytes = sum(r.values[v].size_bytes for v in r.saved)
-    fair_gb_per_s = saved_bytes / (unit_s * max(1, len(r.ops))) / 1e9
+    fair_gb_per_s = saved_bytes / (UNIT_S * max(1, len(r.ops))) / 1e9
     outward = fair_gb_per_s * 10 ** rng.uniform(-1.5, 1.5)
     inward = outward * rng.choice([1.0, 1.0, 0.5, 2.0])
-    latency_s = rng.choice([0.0, 0.0, 0.05, 0.5]) * unit_s
+    latency_s = rng.choice([0.0, 0.0, 0.05, 0.5]) * UNIT_S
     if is_plain:
         return link(outward, latency_s, inward_gb_per_s=inward)
     return link(

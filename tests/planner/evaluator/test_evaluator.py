@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 
 from benchmarks.planning import NETWORKS, budget_of, instance
-from poochplan.errors import PoochError
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Phase, Profile
 from poochplan.native import NativeBuild
@@ -34,7 +34,7 @@ from poochplan.planner.simulator.schedule import Style
 from poochplan.planner.simulator.simulate import ON_DEMAND, STYLES, swap_all, try_style
 from poochplan.planner.simulator.streams import Streams
 from tests.depth import DEEP, seeds, tries
-from tests.planner.plans import random_decisions
+from tests.planner.plans import problems_of, random_decisions
 from tests.planner.random_profiles import link, random_profile, transformer_like, with_random_thread
 
 KEY = 12
@@ -46,21 +46,14 @@ def _it_is_compiled() -> None:
     assert library(None) is not None
 
 
-def random_problems(count: int) -> Iterator[tuple[int, Profile, Problem]]:
-    """So many problems of up to 45 ops; two in three have a launching thread, on the CPU or ahead of a device."""
-    seed = found = 0
-    while found < count:
-        profile = random_profile(seed, 3 + seed % 43)
-        if seed % 3:
-            profile = with_random_thread(profile, seed)
-        if seed % 4:
-            profile = with_busy_backward(profile, seed)
-        try:
-            yield seed, profile, build_problem(profile)
-            found += 1
-        except PoochError:  # nothing is saved
-            pass
-        seed += 1
+def any_profile(seed: int) -> Profile:
+    """Of up to 45 ops; two in three have a launching thread, on the CPU or ahead of a device."""
+    profile = random_profile(seed, 3 + seed % 43)
+    profile = with_random_thread(profile, seed) if seed % 3 else profile
+    return with_busy_backward(profile, seed) if seed % 4 else profile
+
+
+random_problems = partial(problems_of, any_profile)
 
 
 def with_busy_backward(profile: Profile, seed: int) -> Profile:
@@ -82,25 +75,16 @@ def random_budget(problem: Problem, rng: random.Random) -> int:
     return int(most_bytes * rng.uniform(0.1, 1.0)) // 512 * 512 + rng.choice((0, 1))
 
 
-def simulated(
-    problem: Problem, wish: Sequence[Decision], budget_bytes: int, style: Style
-) -> tuple[Evaluation, tuple[Decision, ...]]:
-    found = try_style(problem, "x", wish, budget_bytes, style, recorded=False)
-    moved_bytes = found.simulation.out_bytes + found.simulation.in_bytes
-    return Evaluation(
-        found.simulation.step_s, found.peak_bytes, moved_bytes, found.simulation.replay_s
-    ), found.schedule.decisions
-
-
 def assert_same(
     problem: Problem, evaluator: Evaluator, wish: Sequence[Decision], budget_bytes: int
 ) -> list[Evaluation]:
     found = []
     for style in STYLE_OF:
-        wanted, decisions = simulated(problem, wish, budget_bytes, style)
+        wanted = try_style(problem, "x", wish, budget_bytes, style, recorded=False)
+        said = wanted.simulation
         found.append(evaluator.evaluate(wish, budget_bytes, style))
-        assert found[-1] == wanted
-        assert evaluator.decisions == decisions
+        assert found[-1] == Evaluation(said.step_s, wanted.peak_bytes, said.out_bytes + said.in_bytes, said.replay_s)
+        assert evaluator.decisions == wanted.schedule.decisions
     return found
 
 
@@ -142,25 +126,14 @@ def test_large_steps_with_a_launching_thread_give_what_the_simulator_says() -> N
             assert_same(problem, evaluator, random_decisions(problem, 10 * seed + more), random_budget(problem, rng))
 
 
-def test_replays_are_told_apart_by_their_targets_and_not_by_a_hash() -> None:
+def test_replays_are_told_apart_by_their_targets_and_not_by_a_hash_and_merged_again_once_forgotten() -> None:
     for seed, profile, problem in random_problems(tries(8, 100)):
         flat = flat_problem_of(problem)
         flat.values[:, KEY] = 0
-        evaluator = Evaluator(problem, flat)
-        for more in range(3):
-            assert_same(
-                problem, evaluator, random_decisions(problem, 10 * seed + more), profile.in_core_peak_bytes // 2
-            )
-
-
-def test_replays_that_were_forgotten_are_merged_again() -> None:
-    for seed, profile, problem in random_problems(tries(8, 100)):
-        for pooled in (0, 40):
-            evaluator = Evaluator(problem, pooled=pooled)
+        for evaluator in (Evaluator(problem, flat), Evaluator(problem, pooled=0), Evaluator(problem, pooled=40)):
             for more in range(4):
-                assert_same(
-                    problem, evaluator, random_decisions(problem, 10 * seed + more), profile.in_core_peak_bytes // 2
-                )
+                wish = random_decisions(problem, 10 * seed + more)
+                assert_same(problem, evaluator, wish, profile.in_core_peak_bytes // 2)
 
 
 COMMAND = np.dtype([("what", "i8"), ("value", "i8"), ("queue", "i8"), ("work_s", "f8")])

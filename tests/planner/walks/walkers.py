@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from poochplan.errors import PoochError
 from poochplan.formats.occupancy import Codes
 from poochplan.formats.plan import Decision
+from poochplan.formats.profile import Profile
 from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.search.annealing import (
     DRAWS,
@@ -25,8 +25,9 @@ from poochplan.planner.search.annealing import (
     step,
 )
 from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, Evaluator, codes_of
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import movable, swap_all, swap_all_on_demand
+from tests.planner.plans import problems_of
 from tests.planner.random_profiles import random_profile, with_random_thread
 
 STEPS = 400
@@ -36,17 +37,14 @@ KINDS = {"exchange": 0.1, "few": 0.4, "role": 0.7, "window": 0.8, "layer": 0.9, 
 """A first draw of a step, by the change that it leads to."""
 
 
+def any_profile(seed: int) -> Profile:
+    """Of up to 60 ops, two in three with a launching thread."""
+    profile = random_profile(seed, 5 + 7 * seed % 55)
+    return with_random_thread(profile, seed) if seed % 3 else profile
+
+
 def random_problems(count: int) -> Iterator[tuple[int, Problem]]:
-    """So many problems of up to 60 ops, among them some with a launching thread."""
-    seed = found = 0
-    while found < count:
-        profile = random_profile(seed, 5 + 7 * seed % 55)
-        try:
-            yield seed, build_problem(with_random_thread(profile, seed) if seed % 3 else profile)
-            found += 1
-        except PoochError:  # nothing is saved
-            pass
-        seed += 1
+    return ((seed, problem) for seed, _, problem in problems_of(any_profile, count))
 
 
 def tight(problem: Problem, share: float = 0.3) -> int:
@@ -55,13 +53,8 @@ def tight(problem: Problem, share: float = 0.3) -> int:
     return smallest + int(share * max(0, int(problem.base_bytes.max() + problem.rounded_bytes.sum()) - smallest))
 
 
-def walker_for(
-    problem: Problem,
-    budget_bytes: int | None = None,
-    host_bytes: int | None = None,
-    values: Sequence[int] | None = None,
-) -> Walker:
-    found = Incumbents(problem, tight(problem) if budget_bytes is None else budget_bytes, host_bytes)
+def walker_for(problem: Problem, host_bytes: int | None = None, values: Sequence[int] | None = None) -> Walker:
+    found = Incumbents(problem, tight(problem), host_bytes)
     return Walker(movable(problem) if values is None else values, found)
 
 

@@ -1,6 +1,6 @@
-"""The oracle's own clock: one compute stream, two queues and the thread that launches, as values.
+"""The clock of the oracle and of the judge of times, as values: one compute stream, two queues, the launching thread.
 
-Written from ``docs/semantics.md``, "Time".
+Written from ``docs/semantics.md``, "Time". It shares no code with the planner.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple, TypeAlias
 
 from poochplan.formats.profile import Link
-from poochplan.planner.simulator.problem import LaunchCost
 
 Queue: TypeAlias = tuple[tuple[int, float], ...]
 """(value, seconds alone on the link that are left), first in, first out."""
@@ -55,22 +54,14 @@ def run(link: Link, clock: Clock, work_s: float) -> Clock:
     return clock
 
 
-def take(link: Link, cost: LaunchCost | None, clock: Clock, seconds: float) -> Clock:
+def take(link: Link, is_compute: bool, clock: Clock, seconds: float) -> Clock:
     """The launching thread works: the compute stream itself does, or has nothing more to do before it is done."""
-    if cost is None:
-        return clock
-    if cost.is_compute:
+    if is_compute:
         return run(link, clock, seconds)
     clock = clock._replace(thread_s=clock.thread_s + seconds)
     while clock.now_s < clock.thread_s:
         clock = _until(link, clock, clock.thread_s - clock.now_s)[0]
     return clock
-
-
-def launch(link: Link, cost: LaunchCost, clock: Clock, op: int, seconds: float, own_s: float) -> Clock:
-    """Computes one op, for which the runtime takes ``own_s`` besides."""
-    clock = run(link, take(link, cost, clock, own_s), seconds)
-    return clock._replace(thread_s=clock.thread_s + float(cost.launch_s[op]))
 
 
 def wait_out(link: Link, clock: Clock, value: int) -> Clock:
