@@ -6,15 +6,12 @@ and run under four plans (three random, the planner's own near the smallest budg
 adversarial one. After every step all gradients, parameters, buffers and generator states are compared with in-core
 training; the metered peak of each followed step is compared with the predicted one.
 
-With ``--arena`` each program's steps run twice over, under the same plans, served from an arena
-(``tests/programs/served_trial.py``): whatever a step does, it has to be bitwise the one in-core.
-
-With ``--windows`` they run twice over as well, unmetered, with an arena and without, under random plans that record in
-short windows (``tests/programs/windowed_trial.py``).
+With ``--arena`` each program's steps run twice over, under the same plans, served from an arena: whatever a step does,
+it has to be bitwise the one in-core. With ``--windows`` they run twice over as well, unmetered, with an arena and
+without, under random plans that record in short windows.
 
 With ``--casts`` they have casts and clones, and run under random plans that hold what these read in place of their
-larger results (``tests/programs/cast_trial.py``). With ``--masks`` they have dropout too, and the plans hold bits
-(``tests/programs/mask_trial.py``).
+larger results. With ``--masks`` they have dropout too, and the plans hold bits (``tests/programs/other_trials.py``).
 
 With ``--mutants`` the runtime is broken on purpose, in one place at a time (those of ``tests/runtime/test_mutants.py``
 and of the rules in ``test_rules.py``), and it is told which program notices first.
@@ -47,13 +44,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from benchmarks.facts import facts_of_run, write_results
-from tests.programs.cast_trial import cast_trial
 from tests.programs.drawing import Feature, Program, draw
-from tests.programs.mask_trial import mask_trial
 from tests.programs.mutated import all_mutants, caught_by, ready
-from tests.programs.served_trial import served_trial
+from tests.programs.other_trials import cast_trial, mask_trial, served_trial, windowed_trial
 from tests.programs.trial import KINDS, Outcome, trial, warm_up
-from tests.programs.windowed_trial import windowed_trial
 
 SAVE_EVERY = 20
 

@@ -30,7 +30,6 @@ def write(
     *,
     opset: int = 18,
     arrays: dict[str, np.ndarray] | None = None,
-    external: bool = False,
 ) -> Path:
     """A model of token indices ``ids`` (batch, length); by default a table, a product and a bias of one number."""
     usual = [
@@ -47,7 +46,7 @@ def write(
         [numpy_helper.from_array(array, name) for name, array in held.items()],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=9)
-    onnx.save(model, path, save_as_external_data=external, location=f"{path.name}.data", size_threshold=0)
+    onnx.save(model, path)
     return path
 
 
@@ -216,15 +215,7 @@ def test_inference_is_not_given_large_weights(tmp_path: Path) -> None:
     assert known_shapes(path, onnx.load(path))["table"] == (4096, 4)
 
 
-def test_external_data_is_read_and_missed(tmp_path: Path) -> None:
-    path = write(tmp_path / "model.onnx", external=True)
-    assert len(list(load(path).parameters())) == len(WEIGHTS)
-    (tmp_path / "model.onnx.data").unlink()
-    with pytest.raises(UsageError, match=r"external data, expected in .*model\.onnx\.data, found no such file"):
-        load(path)
-
-
-def test_external_data_of_a_constant_is_read_and_missed(tmp_path: Path) -> None:
+def test_external_data_of_initialisers_and_constants_is_read_and_missed(tmp_path: Path) -> None:
     held = numpy_helper.from_array(np.full(4, 0.5, np.float32))
     nodes = [
         helper.make_node("Gather", ["table", "ids"], ["rows"]),
@@ -232,14 +223,8 @@ def test_external_data_of_a_constant_is_read_and_missed(tmp_path: Path) -> None:
         helper.make_node("Add", ["rows", "half"], ["out"]),
     ]
     path = write(tmp_path / "model.onnx", nodes)
-    onnx.save(
-        onnx.load(path),
-        path,
-        save_as_external_data=True,
-        location="beside.data",
-        size_threshold=0,
-        convert_attribute=True,
-    )
+    beside: dict[str, Any] = {"save_as_external_data": True, "location": "beside.data", "size_threshold": 0}
+    onnx.save(onnx.load(path), path, convert_attribute=True, **beside)
     assert torch.equal(load(path)(torch.zeros(1, 1, dtype=torch.int64)), torch.ones(1, 1, 4))
     (tmp_path / "beside.data").write_bytes(b"")
     with pytest.raises(UsageError, match="its external data cannot be read"):

@@ -7,9 +7,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from .trainings import CLASSES, WIDTH, Losses, Training, adam, batch, blocks, loss_of, plain
+from .trainings import (
+    CLASSES,
+    WIDTH,
+    Checkpointed,
+    Losses,
+    Training,
+    Turn,
+    adam,
+    batch,
+    blocks,
+    checkpointing_inside,
+    loss_of,
+    plain,
+    stepping,
+)
 
 Parts = tuple[torch.Tensor, torch.Tensor]
 
@@ -18,16 +31,12 @@ def noisy_or(hidden: int = 0, width: int = 64, rows: int = 256) -> Training:
     """Torch computes the gradient of ``prod(dim=)`` by another formula under a dispatch mode."""
     layers = [layer for _ in range(hidden) for layer in (nn.Linear(width, width), nn.Tanh())]
     model = nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh(), *layers, nn.Linear(width, 16), nn.Sigmoid())
-    optimizer, numbers = torch.optim.SGD(model.parameters(), lr=0.1), torch.Generator().manual_seed(1)
+    numbers = torch.Generator().manual_seed(1)
 
-    def turn(_: int) -> Losses:
-        optimizer.zero_grad()
-        loss = (1 - model(torch.randn(rows, WIDTH, generator=numbers))).prod(dim=1).mean()
-        loss.backward()
-        optimizer.step()
-        return [loss.item()]
+    def forward(_: int) -> torch.Tensor:
+        return (1 - model(torch.randn(rows, WIDTH, generator=numbers))).prod(dim=1).mean()
 
-    return Training(model, [optimizer], turn)
+    return stepping(model, forward, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 class Gate(nn.Module):
@@ -59,18 +68,6 @@ def branches() -> Training:
     return plain(Branching())
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, *, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-        self.before, self.inner, self.rest = nn.Linear(WIDTH, WIDTH), blocks(3), nn.Sequential(blocks(4))
-        self.after = nn.Linear(CLASSES, WIDTH)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        rows = checkpoint(self.inner, self.before(rows), use_reentrant=self.reentrant)
-        return self.rest(self.after(rows))
-
-
 class Halves(torch.autograd.Function):
     """Two outputs, of which one is not used: its gradient is none."""
 
@@ -84,7 +81,6 @@ class Halves(torch.autograd.Function):
     def backward(ctx: Any, first: torch.Tensor | None, second: torch.Tensor | None) -> tuple[torch.Tensor, None]:
         (rows,) = ctx.saved_tensors
         assert first is None
-        assert second is not None
         kept = 1 - rows.tanh().square()
         return second * kept, None
 
@@ -121,10 +117,8 @@ class Stone(nn.Module):
 
 def raising_in_backward() -> Training:
     """In turns in which ops are captured, timed and planned for."""
-    training = plain(nn.Sequential(blocks(3), Stone(), nn.Linear(CLASSES, WIDTH), blocks(3)))
-    inner = training.turn
 
-    def turn(number: int) -> Losses:
+    def turn(inner: Turn, number: int) -> Losses:
         if number in (1, 6, 9):
             Stumbling.is_next = True
             try:
@@ -135,8 +129,7 @@ def raising_in_backward() -> Training:
                 Stumbling.is_next = False
         return inner(number)
 
-    training.turn = turn
-    return training
+    return plain(nn.Sequential(blocks(3), Stone(), nn.Linear(CLASSES, WIDTH), blocks(3))).each(turn)
 
 
 def gradients_taken() -> Training:
@@ -181,7 +174,6 @@ def hooked() -> Training:
 
     def on_output(_: nn.Module, __: Any, output: torch.Tensor) -> None:
         output.register_hook(scaled)
-        assert output.grad_fn is not None
         output.grad_fn.register_hook(lambda gradients, _: tuple(one if one is None else one * 2 for one in gradients))
 
     for block in list(model)[1:4]:
@@ -219,7 +211,7 @@ def compiled_beside_branches() -> Training:
 
 
 def compiled_in_checkpoint() -> Training:
-    model = Checkpointed(reentrant=False)
+    model = Checkpointed()
     model.inner = nn.Sequential(*(Gate() for _ in range(3)), nn.Linear(WIDTH, CLASSES))
     for gate in list(model.inner)[:2]:
         gate.compile(backend="aot_eager")
@@ -229,7 +221,7 @@ def compiled_in_checkpoint() -> Training:
 BACKWARDS: dict[str, Callable[[], Training]] = {
     "noisy_or": noisy_or,
     "branches": branches,
-    "checkpoint": lambda: plain(Checkpointed(reentrant=False)),
+    "checkpoint": checkpointing_inside,
     "reentrant_checkpoint": lambda: plain(Checkpointed(reentrant=True)),
     "custom_function": lambda: plain(Custom()),
     "raising_in_backward": raising_in_backward,

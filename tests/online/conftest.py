@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import gc
+import sys
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from tests.online.caches import costs_are_known, empty_cache
+from tests.online.runs import Run, run_plain
+from tests.online.trainings import dropout_and_batch_norm
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -22,3 +28,28 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Run:
+    """The usual training as it is."""
+    return run_plain(dropout_and_batch_norm)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Of the collector, by this package."""
+    found = Counter[str]()
+
+    def counted(name: str) -> None:
+        inner = getattr(gc, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found[name] += sys._getframe(1).f_globals["__name__"].startswith("poochplan.")
+            return inner(*args, **kwargs)
+
+        monkeypatch.setattr(gc, name, call)
+
+    counted("get_objects")
+    counted("collect")
+    return found

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from .trainings import CLASSES, ROWS, WIDTH, Losses, Training, adam, blocks, plain
+from .trainings import CLASSES, ROWS, WIDTH, Training, blocks, plain, stepping
 
 
 class Experts(nn.Module):
@@ -30,10 +30,6 @@ class Experts(nn.Module):
         return self.after(mixed)
 
 
-def mixture_of_experts() -> Training:
-    return plain(Experts())
-
-
 class Packed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -48,16 +44,7 @@ class Packed(nn.Module):
 
 def packed_recurrent() -> Training:
     model, rows = Packed(), torch.randn(ROWS, WIDTH)
-    optimizer = adam(model)
-
-    def turn(_: int) -> Losses:
-        optimizer.zero_grad()
-        loss = model(rows).square().mean()
-        loss.backward()
-        optimizer.step()
-        return [loss.item()]
-
-    return Training(model, [optimizer], turn)
+    return stepping(model, lambda _: model(rows).square().mean())
 
 
 class AttentionUNet(nn.Module):
@@ -91,17 +78,12 @@ class AttentionUNet(nn.Module):
 
 def diffusion() -> Training:
     model, images = AttentionUNet(), torch.randn(4, 3, 32, 32)
-    optimizer = adam(model)
 
-    def turn(_: int) -> Losses:
+    def forward(_: int) -> torch.Tensor:
         noise, time = torch.randn_like(images), torch.rand(4, 1)
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(images + time[:, :, None, None] * noise, time), noise)
-        loss.backward()
-        optimizer.step()
-        return [loss.item()]
+        return nn.functional.mse_loss(model(images + time[:, :, None, None] * noise, time), noise)
 
-    return Training(model, [optimizer], turn)
+    return stepping(model, forward)
 
 
 def segmentation() -> Training:
@@ -109,22 +91,18 @@ def segmentation() -> Training:
     from monai.networks.nets import UNet  # takes seconds
 
     model = UNet(spatial_dims=3, in_channels=1, out_channels=2, channels=(8, 16), strides=(2,), num_res_units=1)
-    optimizer, volume = adam(model), torch.randn(1, 1, 48, 48, 48)
+    volume = torch.randn(1, 1, 48, 48, 48)
 
-    def turn(number: int) -> Losses:
+    def forward(number: int) -> torch.Tensor:
         at = 4 * (number % 4)
         patch = volume[..., at : at + 32, at : at + 32, at : at + 32]
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(patch), (patch[:, 0] > 0).long())
-        loss.backward()
-        optimizer.step()
-        return [loss.item()]
+        return nn.functional.cross_entropy(model(patch), (patch[:, 0] > 0).long())
 
-    return Training(model, [optimizer], turn)
+    return stepping(model, forward)
 
 
 NETWORKS: dict[str, Callable[[], Training]] = {
-    "mixture_of_experts": mixture_of_experts,
+    "mixture_of_experts": lambda: plain(Experts()),
     "packed_recurrent": packed_recurrent,
     "diffusion": diffusion,
     "segmentation": segmentation,

@@ -21,6 +21,9 @@ TURNS = 20
 WAITED_AT = 10
 """So many turns are enough to profile every kind of segment; then planning is waited for."""
 
+QUICK: dict[str, Any] = {"time_limit_s": 0.5, "quiet": True, "link": LINK}
+"""Options of ``auto``: nothing is measured, and nothing long searched for."""
+
 
 @dataclass
 class Run:
@@ -30,7 +33,8 @@ class Run:
     state: list[bytes]
     """Of each tensor; as bytes, which do not live beside the run that this one is compared with."""
     peaks: list[int]
-    session: Session | None = None
+    session: Any = None
+    """Of ``auto``; it has ended."""
     planned_at: int | None = None
     """The turn before which a plan was first in force."""
     plans: list[int] = field(default_factory=list)
@@ -69,16 +73,31 @@ def run_plain(make: Callable[[], Training], turns: int = TURNS) -> Run:
     return Run(losses, bytes_of(training.state()), peaks)
 
 
+def opened(training: Training, cache: Path, **options: Any) -> Session:
+    """A session of ``auto`` for its loop."""
+    options = {"budget": "60%", "cache": cache, **QUICK, **options}
+    return poochplan.auto(training.models, training.optimizers, **options)
+
+
+def planning(training: Training, cache: Path, **options: Any) -> Session:
+    """A session that has just begun to plan."""
+    session = opened(training, cache, **options)
+    session.__enter__()
+    for number in range(12):
+        training.turn(number)
+        kinds = session._source.kinds
+        if kinds and all(kind.next_observer is None for kind in kinds.values()):
+            break
+    session._attachment.settle()
+    return session
+
+
 def run_auto(make: Callable[[], Training], budget: int | str, cache: Path, turns: int = TURNS, **options: Any) -> Run:
     """With ``auto`` around the loop, as a user would."""
     torch.manual_seed(0)
     training = make()
     run = Run([], [], [])
-    options = {"time_limit_s": 0.5, "quiet": True, "link": LINK, **options}
-    with (
-        outside_meter() as meter,
-        poochplan.auto(training.models, training.optimizers, budget=budget, cache=cache, **options) as session,
-    ):
+    with outside_meter() as meter, opened(training, cache, budget=budget, **options) as session:
         run.session = session
         for number in range(turns):
             meter.restart()

@@ -1,7 +1,7 @@
-"""Loops under FSDP2 on several processes: ``torchrun ... -m tests.online.sharded FOLDER NAME ...``.
+"""Loops under FSDP2 or DDP on several processes: ``torchrun ... -m tests.online.sharded FOLDER NAME ...``.
 
-Each of the named kinds trains without a session, then with ``auto``, then with a plan that recomputes all that may be.
-What came of it goes to ``rankN.json`` in the FOLDER.
+Each of the named kinds trains without a session, then with ``auto``. Those under FSDP2 that have one plan train with a
+plan that recomputes all that may be, too. What came of it goes to ``rankN.json`` in the FOLDER.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import gc
 import hashlib
 import json
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,17 @@ from torch.distributed.checkpoint import save
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import poochplan
+from poochplan.formats.plan import Plan
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.writing import with_decisions
 from tests.allocated_bytes import AllocatedBytes, allocated_bytes
 from tests.runtime.nets import LINK
 
 WIDTH, BATCH, STEPS, PLANNED_AT = 64, 512, 22, 17
-BUDGET = "80%"
 
 
 class Block(nn.Module):
@@ -78,7 +79,7 @@ def build(*, frozen: bool = False, checkpoints: bool = False, **options: Any) ->
     return model
 
 
-KINDS: dict[str, Callable[[], nn.Module]] = {
+SHARDED: dict[str, Callable[[], nn.Module]] = {
     "resharded": build,
     "not_resharded": functools.partial(build, reshard_after_forward=False),
     "resharded_to_2": functools.partial(build, reshard_after_forward=2),
@@ -93,21 +94,48 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+class Sparing(Tied):
+    """A layer is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(WIDTH, WIDTH)
+
+
+def replicated(model: Callable[[], nn.Module] = Tied, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return DistributedDataParallel(model(), **options)
+
+
+REPLICATED: dict[str, Callable[[], nn.Module]] = {
+    "views": functools.partial(replicated, gradient_as_bucket_view=True),
+    "accumulating_by_no_sync": replicated,
+    "static": functools.partial(replicated, static_graph=True),
+    "unused": functools.partial(replicated, Sparing, find_unused_parameters=True),
+}
+"""After the last two a process is not like new: torch's reducer holds the hooks in which it was called, so these and
+the model hold each other, through C++.
+"""
+
+
 def step(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> list[float]:
-    """One step on this rank's own batch: its losses."""
-    count = 2 if kind == "accumulating" else 1
+    """One step on this rank's own batches: its losses."""
+    losses, count = [], 2 if kind.startswith("accumulating") else 1
     for micro in range(count):
-        if count > 1:
-            model.set_requires_gradient_sync(micro == count - 1)  # type: ignore[operator]
-        tokens = torch.randint(0, 100, (BATCH,))
-        loss = nn.functional.cross_entropy(model(tokens).float(), torch.randint(0, 100, (BATCH,)))
-        loss.backward()
+        is_last = micro == count - 1
+        if kind == "accumulating":
+            model.set_requires_gradient_sync(is_last)
+        with nullcontext() if is_last or kind == "accumulating" else model.no_sync():
+            tokens = torch.randint(0, 100, (BATCH,))
+            loss = nn.functional.cross_entropy(model(tokens).float(), torch.randint(0, 100, (BATCH,)))
+            loss.backward()
+        losses.append(loss.item())
     optimizer.step()
     optimizer.zero_grad()
     if kind == "loading" and number % 4 == 3:
         set_model_state_dict(model, {name: one.clone() for name, one in get_model_state_dict(model).items()})
         save(get_model_state_dict(model), checkpoint_id=Path(sys.argv[1]) / "checkpoint")  # by all ranks
-    return [loss.item()]
+    return losses
 
 
 def train(
@@ -115,14 +143,18 @@ def train(
     step_of: Callable[[nn.Module, torch.optim.Optimizer, int], list[float]],
     meter: AllocatedBytes,
     session_of: Callable[..., Any],
-    file: Path | None = None,
+    look: Callable[[Any], object] = lambda session: None,
+    *,
+    are_alike: bool = False,
 ) -> dict[str, Any]:
-    """What came of it. The peak is that of the last steps, which follow the plan. Another plan goes to the file."""
+    """What came of it. The peak is that of the last steps, which follow the plan. ``look`` is given the session when it
+    has ended. Batches are the same on all ranks if ``are_alike``.
+    """
     gc.collect()
     model = build()
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3)
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3, foreach=False)
     losses, peak_bytes = list[float](), 0
-    torch.manual_seed(1 + torch.distributed.get_rank())
+    torch.manual_seed(1 + torch.distributed.get_rank() * (not are_alike))
     with session_of(model, optimizer) as session:
         for number in range(STEPS):
             if session is not None and number == PLANNED_AT:
@@ -131,11 +163,12 @@ def train(
             losses += step_of(model, optimizer, number)
             peak_bytes = max(peak_bytes, meter.peak if number > PLANNED_AT + 1 else 0)
     local = (one.to_local() if isinstance(one, DTensor) else one for one in model.parameters())
-    bits = b"".join(one.detach().numpy().tobytes() for one in local)
+    bits = b"".join(one.detach().contiguous().numpy().tobytes() for one in local)
     found = {"losses": losses, "parameters": hashlib.sha256(bits).hexdigest(), "peak_bytes": peak_bytes}
-    if file is not None and torch.distributed.get_rank() == 0:
-        write_all_recomputed(session, file)
-    return found if session is None else found | facts_of(session)
+    if session is None:
+        return found
+    look(session)
+    return found | facts_of(session)
 
 
 def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -144,20 +177,19 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 
 def with_auto(cache: Path) -> Callable[..., Any]:
     options: dict[str, Any] = {"quiet": True, "link": LINK, "time_limit_s": 0.5, "arena": "off", "cache": cache}
-    return lambda model, optimizer: poochplan.auto(model, optimizer, budget=BUDGET, **options)
+    return lambda model, optimizer: poochplan.auto(model, optimizer, budget="80%", **options)
 
 
-def with_plan(file: Path) -> Callable[..., Any]:
-    return lambda model, optimizer: poochplan.apply(poochplan.Plan.load(file), model, arena="off")
+def with_plan(plan: Plan) -> Callable[..., Any]:
+    return lambda model, optimizer: poochplan.apply(plan, model, arena="off")
 
 
-def write_all_recomputed(session: Any, file: Path) -> None:
-    """A plan of the profile that recomputes all that may be."""
-    profile = session.profile
-    problem = build_problem(profile)
+def all_that_may_be(session: Any, decision: str) -> Plan:
+    """A plan of the session's profile that swaps or recomputes them."""
+    problem = build_problem(session.profile)
     values = zip(problem.names, problem.must_keep, problem.replay.replays, strict=True)
-    names = [name for name, must_keep, replay in values if not must_keep and replay is not None]
-    with_decisions(profile, session.plan, dict.fromkeys(names, "recompute")).save(file)
+    names = [name for name, kept, replay in values if not kept and (decision == "swap" or replay is not None)]
+    return with_decisions(session.profile, session.plan, dict.fromkeys(names, decision))
 
 
 def facts_of(session: Any) -> dict[str, Any]:
@@ -174,21 +206,32 @@ def facts_of(session: Any) -> dict[str, Any]:
     }
 
 
-def main(folder: Path, kinds: list[str]) -> None:
-    meter = allocated_bytes()
+@contextmanager
+def told(folder: Path) -> Iterator[dict[str, Any]]:
+    """A block in which the processes are one group. What is put in its dictionary goes to ``rankN.json``."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
-    rank = torch.distributed.get_rank()
-    found = {}
-    for kind in kinds:
-        file = None if kind == "accumulating" else folder / f"{kind}.json"  # which has two plans
-        trained = functools.partial(train, KINDS[kind], functools.partial(step, kind), meter)
-        found[kind] = {"plain": trained(plain), "planned": trained(with_auto(folder / kind), file)}
-        torch.distributed.barrier()
-        if file is not None:
-            found[kind]["recomputed"] = trained(with_plan(file))
-        (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    found: dict[str, Any] = {}
+    yield found
+    (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
+
+
+def main(folder: Path, kinds: list[str]) -> None:
+    meter = allocated_bytes()
+    with told(folder) as found:
+        for kind in kinds:
+            trained = functools.partial(train, (SHARDED | REPLICATED)[kind], functools.partial(step, kind), meter)
+            file, has_one_plan = folder / f"{kind}.json", kind in SHARDED and kind != "accumulating"
+
+            def write(session: Any, file: Path = file, writes: bool = has_one_plan) -> None:
+                if writes and torch.distributed.get_rank() == 0:
+                    all_that_may_be(session, "recompute").save(file)
+
+            found[kind] = {"plain": trained(plain), "planned": trained(with_auto(folder / kind), write)}
+            torch.distributed.barrier()
+            if has_one_plan:
+                found[kind]["recomputed"] = trained(with_plan(Plan.load(file)))
 
 
 if __name__ == "__main__":

@@ -5,14 +5,9 @@ without a session, with ``auto``, with its plan, and with plans that swap or rec
 
 from __future__ import annotations
 
-import functools
-import gc
-import hashlib
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +23,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-import poochplan
-from poochplan.planner.simulator.problem import build_problem
-from poochplan.planner.writing import with_decisions
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.saved_value import SavedHandle
-from tests.allocated_bytes import AllocatedBytes, allocated_bytes
-from tests.online.sharded import Block
-from tests.runtime.nets import LINK
-
-STEPS, PLANNED_AT = 18, 13
+from tests.allocated_bytes import allocated_bytes
+from tests.online.sharded import Block, all_that_may_be, plain, told, train, with_auto, with_plan
 
 
 def whole() -> dict[str, ParallelStyle]:
@@ -72,62 +61,39 @@ def counting_dtensors() -> None:
     Engine._unpack = counted  # type: ignore[method-assign]
 
 
-def all_that_may_be(session: Any, decision: str) -> Any:
-    """A plan of the session's profile that swaps or recomputes them."""
-    problem = build_problem(session.profile)
-    values = zip(problem.names, problem.must_keep, problem.replay.replays, strict=True)
-    names = [name for name, kept, replay in values if not kept and (decision == "swap" or replay is not None)]
-    return with_decisions(session.profile, session.plan, dict.fromkeys(names, decision))
-
-
-def trained(meter: AllocatedBytes, layout: Callable[[], Any], session_of: Any) -> tuple[dict[str, Any], Any]:
-    """Losses, parameters and the peak of the last steps, with the same batches on all ranks; and the session."""
-    gc.collect()
-    DTENSORS.clear()
+def build(layout: Callable[[], Any]) -> nn.Module:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    blocks = [parallelize_module(Block(), mesh, layout()) for _ in range(4)]
-    model = nn.Sequential(*blocks, nn.Linear(64, 10))
-    optimizer, losses, peak_bytes = torch.optim.AdamW(model.parameters(), foreach=False), [], 0
-    with session_of(model, optimizer) as session:
-        for number in range(STEPS):
-            if number == PLANNED_AT and session is not None:
-                session.wait_until_planned()
-            meter.restart()
-            loss = nn.functional.cross_entropy(model(torch.randn(16, 32, 64)).flatten(0, 1), torch.randint(10, (512,)))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            peak_bytes = max(peak_bytes, meter.peak if number > PLANNED_AT + 1 else 0)
-    parts = [getattr(one, "_local_tensor", one).detach().contiguous() for one in model.parameters()]
-    bits = hashlib.sha256(b"".join(one.numpy().tobytes() for one in parts)).hexdigest()
-    return {"losses": losses, "parameters": bits, "peak_bytes": peak_bytes, "dtensors": dict(DTENSORS)}, session
+    return nn.Sequential(*(parallelize_module(Block(), mesh, layout()) for _ in range(4)), nn.Linear(64, 10))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, _: int) -> list[float]:
+    loss = nn.functional.cross_entropy(model(torch.randn(16, 32, 64)).flatten(0, 1), torch.randint(10, (512,)))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [loss.item()]
 
 
 def main(folder: Path, layout: str) -> None:
     meter = allocated_bytes()
     counting_dtensors()
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
-    rank = torch.distributed.get_rank()
-    options: dict[str, Any] = {"quiet": True, "link": LINK, "time_limit_s": 1, "cache": folder / f"cache{rank}"}
-    train = functools.partial(trained, meter, LAYOUTS[layout])
-    plain, _ = train(lambda *_: nullcontext())
-    planned, session = train(lambda *both: poochplan.auto(*both, budget="80%", arena="off", **options))
-    plan, followed = session.plan, [session.report().steps_followed]
-    plans = {"applied": plan, **{f"all {one}": all_that_may_be(session, one) for one in ("swap", "recompute")}}
-    del session
-    facts = {"plain": plain, "planned": planned, "budget_bytes": plan.budget_bytes}
-    facts["fallbacks"] = 0
-    for name, given in plans.items():
-        facts[name], session = train(lambda model, _, given=given: poochplan.apply(given, model, arena="off"))
-        followed.append(session.report().steps_followed)
-        facts["fallbacks"] += session.total.fallbacks
-        del session
-    facts["followed"] = followed
-    (folder / f"rank{rank}.json").write_text(json.dumps(facts))
-    torch.distributed.destroy_process_group()
+    with told(folder) as found:
+
+        def trained(session_of: Callable[..., Any], look: Callable[[Any], object] = lambda session: None) -> Any:
+            DTENSORS.clear()
+            facts = train(lambda: build(LAYOUTS[layout]), step, meter, session_of, look, are_alike=True)
+            return facts | {"dtensors": dict(DTENSORS)}
+
+        plans: dict[str, Any] = {}
+
+        def plan_others(session: Any) -> None:
+            plans["applied"] = session.plan
+            plans.update({f"all {one}": all_that_may_be(session, one) for one in ("swap", "recompute")})
+
+        found["plain"] = trained(plain)
+        found["planned"] = trained(with_auto(folder / f"cache{torch.distributed.get_rank()}"), plan_others)
+        found |= {name: trained(with_plan(plan)) for name, plan in plans.items()}
 
 
 if __name__ == "__main__":

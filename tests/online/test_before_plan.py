@@ -11,25 +11,29 @@ import pytest
 import torch
 
 import poochplan
-from poochplan.errors import UsageError
 from poochplan.online import background, before_plan, planning_process
 from poochplan.online.before_plan import SHARE_TAKEN, BeforePlan, Unplanned, free_bytes
 from poochplan.planner.search.allowance import Progress
-from poochplan.runtime.step_policies.step_policy import KeepWhileRoom, SwapEach
 from poochplan.tensors.storages import Geometry
 from poochplan.torch_private.tensor_internals import in_backward
-from tests.online.trainings import batch, blocks, dropout_and_batch_norm, loss_of
+from tests.online.runs import QUICK, opened
+from tests.online.trainings import batch, blocks, dropout_and_batch_norm, loss_of, plain
 from tests.runtime.nets import LINK, equal, gradients
 
-OPTIONS: dict[str, Any] = {"quiet": True, "link": LINK, "time_limit_s": 0.5}
 CPU = torch.device("cpu")
+
+
+def unplanned(
+    model: torch.nn.Module, way: Unplanned = Unplanned.IN_CORE, *optimizers: torch.optim.Optimizer
+) -> BeforePlan:
+    return BeforePlan(way, way, model, CPU, optimizers, lambda: None)
 
 
 def first_step(cache: Path, budget: str = "60%", **options: Any) -> tuple[list[torch.Tensor], int, int]:
     """Gradients of the first step under ``auto``, bytes that left the device, and bytes that were saved."""
     torch.manual_seed(0)
     model, data = blocks(4), batch(64)
-    with poochplan.auto(model, budget=budget, cache=cache, **OPTIONS, **options) as session:
+    with poochplan.auto(model, budget=budget, cache=cache, **QUICK, **options) as session:
         loss_of(model, data).backward()
         segment = session._engine.segment
         return gradients(model), segment.report.out_bytes, segment.saved_bytes
@@ -78,7 +82,7 @@ def test_where_room_ends_in_backward_what_was_kept_is_swapped_as_far_as_bytes_ar
 
 def test_the_largest_value_to_come_is_told_by_the_weights() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(5000, 8), torch.nn.Linear(8, 32), torch.nn.Linear(8, 1000))
-    before = unplanned(model, torch.optim.SGD(model.parameters(), lr=0.1), Unplanned.IN_CORE)
+    before = unplanned(model)
 
     def largest(*shape: int) -> int:
         tensor = torch.zeros(shape)
@@ -103,24 +107,15 @@ def test_it_swaps_all_where_there_is_no_room_or_that_is_asked_for_or_a_step_abov
 
 @pytest.mark.parametrize("way", ["in-core", "swap"])
 def test_steps_that_no_plan_fits_go_on_as_asked(way: str, tmp_path: Path) -> None:
-    model, data = blocks(4), batch(64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = plain(blocks(4))
     with (
         pytest.warns(RuntimeWarning, match="no plan fits the budget of .*: the smallest possible is"),
-        poochplan.auto(model, optimizer, budget=1000, cache=tmp_path, on_refusal=way, **OPTIONS) as session,  # type: ignore[arg-type]
+        opened(training, tmp_path, budget=1000, on_refusal=way) as session,
     ):
-        for _ in range(14):
-            loss_of(model, data).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        for number in range(14):
+            training.turn(number)
         assert session.plan is None
         assert (session._engine.segment.report.out_bytes > 0) == (way == "swap")
-
-
-@pytest.mark.parametrize("name", ["before_plan", "on_refusal"])
-def test_another_word_is_one_line(name: str) -> None:
-    with pytest.raises(UsageError, match=rf'^{name}: expected "in-core" or "swap", found \'never\'$'):
-        poochplan.auto(blocks(1), budget="60%", **{name: "never"})  # type: ignore[arg-type]
 
 
 def test_the_first_line_says_from_when_on_the_budget_is_kept(
@@ -131,17 +126,13 @@ def test_the_first_line_says_from_when_on_the_budget_is_kept(
     assert capsys.readouterr().err.startswith("poochplan: steps run in-core while they are measured")
 
 
-def unplanned(model: torch.nn.Module, optimizer: torch.optim.Optimizer, way: Unplanned) -> BeforePlan:
-    return BeforePlan(way, way, model, CPU, [optimizer], lambda: None)
-
-
 def test_room_is_left_for_gradients_and_the_state_of_optimizers_until_they_are_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(before_plan, "free_bytes", lambda _: 1_000_000)
     model = torch.nn.Linear(100, 100, bias=False)
     optimizer = torch.optim.Adam(model.parameters())
-    before = unplanned(model, optimizer, Unplanned.IN_CORE)
+    before = unplanned(model, Unplanned.IN_CORE, optimizer)
     found = []
     for _ in range(2):
         found.append(before._room())
@@ -157,18 +148,8 @@ def test_a_step_that_is_profiled_may_take_what_the_device_has_or_else_the_budget
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(before_plan, "free_bytes", lambda _: 1 << 40)
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert unplanned(model, optimizer, Unplanned.SWAP).room_of(1000) == 1000
-    assert unplanned(model, optimizer, Unplanned.IN_CORE).room_of(1000) >= SHARE_TAKEN * (1 << 40)
-
-
-def test_step_policies_are_of_the_way_that_was_asked_for() -> None:
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = BeforePlan(Unplanned.IN_CORE, Unplanned.SWAP, model, CPU, [optimizer], lambda: None)
-    assert type(before.policy()) is KeepWhileRoom
-    assert type(before.policy(is_refused=True)) is SwapEach
+    assert unplanned(torch.nn.Linear(2, 2), Unplanned.SWAP).room_of(1000) == 1000
+    assert unplanned(torch.nn.Linear(2, 2)).room_of(1000) >= SHARE_TAKEN * (1 << 40)
 
 
 def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,8 +163,7 @@ def steps_by_pytorch_alone(cache: Path, **options: Any) -> list[float | None]:
     """Seconds of the steps that were profiled, by kind."""
     torch.manual_seed(0)
     training = dropout_and_batch_norm()
-    options = {"budget": "60%", "cache": cache, **OPTIONS, **options}
-    with poochplan.auto(training.models, training.optimizers, **options) as session:
+    with opened(training, cache, **options) as session:
         for number in range(14):
             training.turn(number)
             session.wait_until_planned(0.0)

@@ -5,13 +5,15 @@ No outside meter here: it is a mode itself, under which the plain loop would hav
 
 from __future__ import annotations
 
+import functools
+import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,11 +28,10 @@ from poochplan.profiler.capture.timing import NodeTimes
 from poochplan.profiler.capture.workspace import Workspace
 from poochplan.profiler.live.segment_observer import SegmentObserver
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.session import Session
 from poochplan.torch_private.tensor_internals import mode_count
-from tests.online.backwards import BACKWARDS, Checkpointed, branches, compiled_beside_branches, noisy_or
+from tests.online.backwards import BACKWARDS, branches, noisy_or
 from tests.online.runs import bytes_of
-from tests.online.trainings import Training, plain
+from tests.online.trainings import Training
 from tests.processes import python
 from tests.runtime.nets import LINK
 from tests.runtime.served import needs_compiler
@@ -43,13 +44,14 @@ UNPLANNED = {"reentrant_checkpoint", "two_losses_of_one_graph", "optimizer_in_ba
 @dataclass
 class Loop:
     """What each turn left: losses and gradients, to the bit; the state at the end; turns in whose backward there were
-    modes.
+    modes; the kinds of observers that were put on; whether a plan was in force behind each turn.
     """
 
     turns: list[tuple[list[float], list[bytes]]] = field(default_factory=list)
     state: list[bytes] = field(default_factory=list)
     turns_with_modes: set[int] = field(default_factory=set)
-    session: Session | None = None
+    watched: set[str] = field(default_factory=set)
+    session: Any = None
     followed: list[bool] = field(default_factory=list)
 
 
@@ -57,8 +59,7 @@ def run(make: Callable[[], Training], cache: Path | None = None, *, turns: int =
     """Plain without a ``cache``, else under ``auto``."""
     torch.manual_seed(0)
     training, loop = make(), Loop()
-    assert isinstance(training.models, nn.Module)
-    parameters = list(training.models.parameters())
+    parameters = list(training.model.parameters())
     number = 0
 
     def look(_: torch.Tensor) -> None:
@@ -68,8 +69,14 @@ def run(make: Callable[[], Training], cache: Path | None = None, *, turns: int =
     for parameter in parameters:
         parameter.register_hook(look)
     options: Any = {"budget": budget, "cache": cache, "time_limit_s": 1.0, "quiet": True, "link": LINK}
-    auto = nullcontext() if cache is None else poochplan.auto(training.models, training.optimizers, **options)
-    with warnings.catch_warnings(), auto as loop.session:
+    auto = nullcontext() if cache is None else poochplan.auto(training.model, training.optimizers, **options)
+    begin = SegmentObserver.begin
+
+    def noted(observer: SegmentObserver, segment: Segment) -> None:
+        loop.watched.add(type(observer).__name__)
+        begin(observer, segment)
+
+    with warnings.catch_warnings(), mock.patch.object(SegmentObserver, "begin", noted), auto as loop.session:
         warnings.simplefilter("ignore", RuntimeWarning)  # of loops that are not planned
         for number in range(turns):
             losses = list(training.turn(number))
@@ -82,35 +89,33 @@ def run(make: Callable[[], Training], cache: Path | None = None, *, turns: int =
     return loop
 
 
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kinds of observers that were put on, by and by."""
-    found: list[str] = []
-    begin = SegmentObserver.begin
+@functools.cache
+def without(name: str) -> Loop:
+    return run(BACKWARDS[name])
 
-    def noted(observer: SegmentObserver, segment: Segment) -> None:
-        found.append(type(observer).__name__)
-        begin(observer, segment)
 
-    monkeypatch.setattr(SegmentObserver, "begin", noted)
-    return found
+@functools.cache
+def under_auto(name: str) -> tuple[Loop, Any]:
+    """And its profile. The session goes, with its model: these are not to live beside other loops."""
+    with tempfile.TemporaryDirectory() as cache:
+        found = run(BACKWARDS[name], Path(cache))
+    profile, found.session = found.session.profile, None
+    return found, profile
 
 
 @pytest.mark.parametrize("name", BACKWARDS)
-def test_losses_gradients_and_weights_are_bitwise_the_plain_ones_in_every_turn(
-    name: str, watched: list[str], tmp_path: Path
-) -> None:
+def test_losses_gradients_and_weights_are_bitwise_the_plain_ones_in_every_turn(name: str) -> None:
     """And no mode is on the stack, whatever watch is on."""
-    found, expected = run(BACKWARDS[name], tmp_path), run(BACKWARDS[name])
+    (found, _), expected = under_auto(name), without(name)
     assert [a == b for a, b in zip(found.turns, expected.turns, strict=True)] == [True] * 30
     assert found.state == expected.state
     assert not found.turns_with_modes
-    assert name != "branches" or set(watched) == {"Capturing", "PhaseTiming", "OpTiming", "Verifying"}
+    assert name != "branches" or found.watched == {"Capturing", "PhaseTiming", "OpTiming", "Verifying"}
     assert (name in UNPLANNED) or found.followed[-1]
 
 
 def test_it_has_them_too_where_a_plan_is_in_force(tmp_path: Path) -> None:
-    deep = partial(noisy_or, hidden=7, width=256, rows=1024)
+    deep = functools.partial(noisy_or, hidden=7, width=256, rows=1024)
     found, expected = run(deep, tmp_path, turns=30, budget="75%"), run(deep)
     assert sum(a == b for a, b in zip(found.turns, expected.turns, strict=True)) == 30
     assert found.state == expected.state
@@ -118,13 +123,10 @@ def test_it_has_them_too_where_a_plan_is_in_force(tmp_path: Path) -> None:
     assert found.followed[-1] is True
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_is_seen_though_no_op_of_backward_is(reentrant: bool, tmp_path: Path) -> None:
-    session = run(lambda: plain(Checkpointed(reentrant=reentrant)), tmp_path, turns=12).session
-    assert session is not None
-    assert session.profile is not None
-    assert session.profile.facts is not None
-    assert session.profile.facts.checkpointed == ("inner",)
+@pytest.mark.parametrize("name", ["checkpoint", "reentrant_checkpoint"])
+def test_a_checkpoint_is_seen_though_no_op_of_backward_is(name: str) -> None:
+    _, profile = under_auto(name)
+    assert profile.facts.checkpointed == ("inner",)
 
 
 def test_no_hook_stays_on_nodes_that_outlive_a_step(tmp_path: Path) -> None:
@@ -139,7 +141,6 @@ def test_no_hook_stays_on_nodes_that_outlive_a_step(tmp_path: Path) -> None:
             model(data).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert session.profile is not None
         assert [op.name for op in session.profile.ops].count("autograd.AccumulateGrad") == len(held)
     for node in held:
         for handle in (node.register_hook(lambda *_: None), node.register_prehook(lambda *_: None)):
@@ -160,26 +161,18 @@ def test_a_failure_of_looking_on_ends_no_backward(
     def fails(*_: Any) -> None:
         raise ArithmeticError("half a node")
 
-    expected = run(branches)
+    expected = without("branches")
     monkeypatch.setattr(listener, told, fails)
     found = run(branches, tmp_path)
     assert (found.turns, found.state) == (expected.turns, expected.state)
-    assert found.session is not None
     assert found.session.profile is None
     refused = [kind.refused for kind in found.session._source.kinds.values()]
     assert refused == ["looking at its backward raised ArithmeticError: half a node"]
 
 
-def backward_ops(profile: poochplan.Profile) -> list[str]:
-    return [op.name for op in profile.ops if op.phase is Phase.BACKWARD]
-
-
-def test_every_node_is_one_op_that_is_timed(tmp_path: Path) -> None:
-    session = run(compiled_beside_branches, tmp_path, turns=12).session
-    assert session is not None
-    profile = session.profile
-    assert profile is not None
-    ops = backward_ops(profile)
+def test_every_node_is_one_op_that_is_timed() -> None:
+    _, profile = under_auto("compiled_beside_branches")
+    ops = [op.name for op in profile.ops if op.phase is Phase.BACKWARD]
     assert ops.count("compiled_region") == 4
     assert ops.count("autograd.AccumulateGrad") == 18
     assert all(op.duration_s > 0 for op in profile.ops)
@@ -208,7 +201,7 @@ PEAKS = """
             peaks.append(meter.peak - before_bytes)
         with tempfile.TemporaryDirectory() as folder:
             options = {"budget": "99%", "cache": folder, "quiet": True, "link": LINK, "time_limit_s": 0.1}
-            with poochplan.auto(training.models, training.optimizers, **options) as session:
+            with poochplan.auto(training.model, training.optimizers, **options) as session:
                 for number in range(16):
                     training.turn(number)
                 print("found", name, max(peaks), session.profile.in_core_peak_bytes)
@@ -228,14 +221,13 @@ def test_the_in_core_peak_is_what_a_hook_of_the_tests_counts_of_a_plain_step() -
 def test_without_the_allocator_the_in_core_peak_is_about_the_same(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peaks = []
-    for folder in ("with", "without"):
-        if folder == "without":
-            monkeypatch.setattr(capturing, "workspace_of", lambda where: Workspace())
-        session = run(BACKWARDS[name], tmp_path / folder, turns=12).session
-        assert session is not None
-        profile = session.profile
-        assert profile is not None
-        there = (value for value in profile.values if value.born < 0 and value.born_tick is None)
-        peaks.append(profile.in_core_peak_bytes - sum(profile.rounded_bytes(value.size_bytes) for value in there))
-    assert peaks[1] == pytest.approx(peaks[0], rel=0.01)
+    _, there = under_auto(name)
+    monkeypatch.setattr(capturing, "workspace_of", lambda where: Workspace())
+    missing = run(BACKWARDS[name], tmp_path, turns=12).session.profile
+    assert beside_what_was_there(missing) == pytest.approx(beside_what_was_there(there), rel=0.01)
+
+
+def beside_what_was_there(profile: poochplan.Profile) -> int:
+    """The in-core peak without other tensors of this process."""
+    there = (value for value in profile.values if value.born < 0 and value.born_tick is None)
+    return profile.in_core_peak_bytes - sum(profile.rounded_bytes(value.size_bytes) for value in there)

@@ -97,7 +97,6 @@ def test_an_optimizer_whose_state_grows_is_planned_for_once_with_room_for_all_of
     found = run_auto(long_history, budget_bytes, tmp_path, before_plan="swap")
     assert found.equals(expected)
     assert found.peak_bytes <= budget_bytes
-    assert found.session is not None
     assert found.session.report().steps_followed > 0
     assert len(plannings) == len(found.session._source.kinds) <= 2  # of a turn's first segment, and of the nine others
 
@@ -111,6 +110,5 @@ def test_a_loop_that_keeps_more_and_more_is_within_its_budget_and_seldom_planned
     found = run_auto(hoarding, budget_bytes, tmp_path, 60, before_plan="swap")
     assert found.equals(expected)
     assert found.peak_bytes <= budget_bytes
-    assert found.session is not None
     assert found.session.report().steps_followed > 20
     assert len(plannings) <= 4

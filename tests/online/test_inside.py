@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
 
 import poochplan
 from poochplan.formats.profile import Phase
@@ -18,12 +17,11 @@ from tests.runtime.nets import CASES, LINK
 @pytest.mark.parametrize("make", [dropout_and_batch_norm, autocast, accumulation])
 def test_everything_is_restored(make: Callable[[], Training]) -> None:
     training = make()
-    assert isinstance(training.models, nn.Module)
     training.turn(0)  # the optimizer has its state
     before = training.state()
     poochplan.profile(
         lambda: training.turn(1),
-        model=training.models,
+        model=training.model,
         optimizer=training.optimizers[0],
         backward="inside",
         link=LINK,

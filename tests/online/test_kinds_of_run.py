@@ -14,14 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-import poochplan
-from poochplan.online.plan_cache import scales_gradients, switches_digest
+from poochplan.online.plan_cache import scales_gradients
 from poochplan.tensors.signatures import Switches
-from tests.online.runs import TURNS, run_auto, run_plain
+from tests.online.runs import TURNS, opened, run_auto, run_plain
 from tests.online.trainings import Training, accumulation, autocast, blocks, compiled_blocks, plain
-from tests.runtime.nets import LINK
 
-QUICK: dict[str, Any] = {"time_limit_s": 0.5, "link": LINK, "quiet": True}
 Around = Callable[[], AbstractContextManager[None]]
 
 
@@ -55,7 +52,6 @@ def takes_its_own_plan(make: Callable[[], Training], cache: Path, turns: int = 4
     """Whether a run follows a plan from its first step on, to the last: nothing is studied, and no step leaves it."""
     run = run_auto(make, budget, cache, turns)
     assert run.equals(run_plain(make, turns))
-    assert run.session is not None
     found = run.planned_at == 0 and not run.session._source.kinds and not run.session.total.fallbacks
     del run
     gc.collect()  # what this run has left is not to live beside the next one
@@ -80,7 +76,7 @@ def test_two_kinds_of_step_in_one_run_follow_their_own_plans(tmp_path: Path) -> 
         return plain(blocks(), lambda number: torch.autocast("cpu", torch.bfloat16, enabled=is_second(number)))
 
     training = both()
-    with poochplan.auto(training.models, training.optimizers, budget="60%", cache=tmp_path, **QUICK) as session:
+    with opened(training, tmp_path) as session:
         for number in range(60):
             training.turn(number)
             if number in (12, 50):
@@ -103,7 +99,6 @@ def test_what_no_fingerprint_tells_is_found_by_leaving_a_plan_and_no_run_deletes
             takes_its_own_plan(make, tmp_path, 30)
             plans.append({path: path.read_bytes() for path in sorted(tmp_path.rglob("*.json"))})
         run = run_auto(in_single, "60%", tmp_path, 8)
-    assert run.session is not None
     assert run.session._source.kinds == {}
     assert run.session.total.fallbacks == 2
     assert run.session.report().steps_followed == 8 - 2  # two have left the plan that they had begun under
@@ -152,28 +147,3 @@ def test_a_gradient_scaler_makes_another_run() -> None:
     scaler = torch.amp.GradScaler("cpu")
     assert scales_gradients()
     del scaler
-
-
-def test_a_probability_a_backend_and_autocast_around_forward_make_another_model() -> None:
-    """As accelerate wraps a model's forward."""
-
-    def digest_of(change: Callable[[torch.nn.Module], object]) -> str:
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1))
-        change(model)
-        return switches_digest(model)
-
-    def wrapped(dtype: torch.dtype) -> Callable[[torch.nn.Module], object]:
-        return lambda model: setattr(model, "forward", torch.autocast("cpu", dtype)(model.forward))
-
-    changes: list[Callable[[torch.nn.Module], object]] = [
-        lambda _: None,
-        lambda model: setattr(model[1], "p", 0.2),
-        lambda model: model[0].compile(backend="eager"),
-        lambda model: model[0].compile(backend="aot_eager"),
-        lambda model: setattr(model, "0", torch.compile(model[0], backend="eager")),
-        wrapped(torch.bfloat16),
-        wrapped(torch.float16),
-    ]
-    first, second = ([digest_of(change) for change in changes] for _ in range(2))
-    assert first == second
-    assert len(set(first)) == len(changes)

@@ -11,7 +11,8 @@ import torch
 import poochplan
 from poochplan.errors import PoochError
 from poochplan.runtime.devices.cpu import CpuDevice, choose_spill_dir
-from tests.online.trainings import batch, blocks, loss_of
+from tests.online.runs import opened
+from tests.online.trainings import batch, blocks, loss_of, plain
 from tests.runtime.besides import fresh, profiled, tight
 from tests.runtime.nets import LINK
 
@@ -53,8 +54,6 @@ def test_a_given_plan_is_made_anew_by_default_where_its_profile_is_given() -> No
             model(torch.ones(256, 64)).square().mean().backward()
             model.zero_grad(set_to_none=True)
         assert session.plan is not plan
-        assert session.last.peak_bytes is not None
-        assert session.plan is not None
         assert session.last.peak_bytes <= session.plan.budget_bytes
         assert "predicted peak" in session.explain_peak()
     assert len(told) == 1
@@ -82,18 +81,13 @@ def test_a_studied_plan_that_was_broken_is_made_anew_with_what_was_measured(
 ) -> None:
     monkeypatch.setattr("poochplan.online.auto.open_device", Telling)
     torch.manual_seed(0)
-    model, data = blocks(6), batch(128)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"cache": tmp_path, "quiet": True, "link": LINK, "time_limit_s": 0.5, "arena": "off"}
-    plans = []
+    training, plans = plain(blocks()), []
     with (
         pytest.warns(RuntimeWarning, match="another plan is made that has room for [0-9.]+ KiB more") as told,
-        poochplan.auto(model, optimizer, budget="80%", **options) as session,  # type: ignore[arg-type]
+        opened(training, tmp_path, budget="80%", arena="off") as session,
     ):
-        for _ in range(40):
-            loss_of(model, data).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        for number in range(40):
+            training.turn(number)
             if session.profile is not None:
                 session.wait_until_planned(120)
             if session.plan is not None and all(session.plan is not one for one in plans):

@@ -7,12 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import poochplan
 from poochplan.formats.profile import preset_link
-from tests.online.runs import run_plain
+from tests.online.runs import opened, run_plain
 from tests.online.trainings import dropout_and_batch_norm
-
-SLOW = "2MB/s"
 
 
 def test_copies_slower_than_measured_are_told_and_planned_for_once(
@@ -20,9 +17,9 @@ def test_copies_slower_than_measured_are_told_and_planned_for_once(
 ) -> None:
     torch.manual_seed(0)
     training = dropout_and_batch_norm()
-    options = {"link": preset_link("nvlink2"), "throttle": SLOW, "cache": tmp_path, "time_limit_s": 0.5}
+    options = {"link": preset_link("nvlink2"), "throttle": "2MB/s", "quiet": False, "arena": "off"}
     losses = []
-    with poochplan.auto(training.models, training.optimizers, budget="45%", arena="off", **options) as session:
+    with opened(training, tmp_path, budget="45%", **options) as session:
         for number in range(30):
             losses.append(list(training.turn(number)))
             if number >= 9:
@@ -32,6 +29,5 @@ def test_copies_slower_than_measured_are_told_and_planned_for_once(
     assert len(said) == 1
     assert "another plan is made" in said[0]
     assert plan is not None
-    assert profile is not None
     assert profile.link.outward.bandwidth_bytes_per_s < preset_link("nvlink2").outward.bandwidth_bytes_per_s
     assert losses == run_plain(dropout_and_batch_norm, 30).losses

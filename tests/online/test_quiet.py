@@ -2,59 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-import poochplan
 from poochplan.online import studied_plans
+from tests.online.runs import opened
 from tests.online.trainings import Training, batch, dropout_and_batch_norm, loss_of, stumbling
-from tests.runtime.nets import LINK
 
 
 def loading(training: Training) -> None:
     """A checkpoint of model and optimizer is read back."""
-    assert isinstance(training.models, torch.nn.Module)
-    training.models.load_state_dict({name: one.clone() for name, one in training.models.state_dict().items()})
+    training.model.load_state_dict({name: one.clone() for name, one in training.model.state_dict().items()})
     training.optimizers[0].load_state_dict(training.optimizers[0].state_dict())
 
 
 def validating(training: Training) -> None:
-    assert isinstance(training.models, torch.nn.Module)
-    training.models.eval()
+    training.model.eval()
     with torch.no_grad():
-        loss_of(training.models, batch())
-    training.models.train()
+        loss_of(training.model, batch())
+    training.model.train()
 
 
-def raising(training: Training) -> None:
-    """The turn after raises in forward; see :func:`stumbling`."""
-
-
+STUMBLES_AT = 15, 16, 19
 BETWEEN: dict[str, tuple[Callable[[], Training], Callable[[Training], None]]] = {
     "a state dict": (dropout_and_batch_norm, loading),
     "validation": (dropout_and_batch_norm, validating),
-    "an exception": (lambda: stumbling(lambda: ValueError("a bad batch"), (15, 16, 19)), raising),
-    "Ctrl-C": (lambda: stumbling(KeyboardInterrupt, (15, 16, 19)), raising),
+    "an exception": (lambda: stumbling(lambda: ValueError("a bad batch"), STUMBLES_AT), lambda _: None),
+    "Ctrl-C": (lambda: stumbling(KeyboardInterrupt, STUMBLES_AT), lambda _: None),
 }
-
-
-@contextlib.contextmanager
-def planned(training: Training, cache: Path, **options: Any) -> Iterator[Any]:
-    """A session whose loop has run 14 turns and follows its plan."""
-    options = {"time_limit_s": 0.5, "link": LINK, "cache": cache, **options}
-    with poochplan.auto(training.models, training.optimizers, budget="60%", **options) as session:
-        for number in range(14):
-            training.turn(number)
-            if number >= 9:
-                session.wait_until_planned(120)
-        assert session.plan is not None
-        yield session
 
 
 @pytest.mark.parametrize("name", BETWEEN)
@@ -62,13 +41,16 @@ def planned(training: Training, cache: Path, **options: Any) -> Iterator[Any]:
 def test_nothing_is_said_and_nothing_is_planned_again(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        studied_plans, "MOST", math.inf
-    )  # that a machine is busy is said, and is no change of the steps
+    monkeypatch.setattr(studied_plans, "MOST", math.inf)  # a busy machine is said, and is no change of the steps
     torch.manual_seed(0)
     make, between = BETWEEN[name]
     training = make()
-    with planned(training, tmp_path) as session:
+    with opened(training, tmp_path, quiet=False) as session:
+        for number in range(14):
+            training.turn(number)
+            if number >= 9:
+                session.wait_until_planned(120)
+        assert session.plan is not None
         plans = dict(session.plans)
         capsys.readouterr()
         for number in range(14, 24):
@@ -85,9 +67,8 @@ def test_a_model_compiled_as_a_whole_runs_in_core_and_one_line_says_what_to_call
 ) -> None:
     torch.manual_seed(0)
     training = dropout_and_batch_norm()
-    assert isinstance(training.models, torch.nn.Module)
-    training.models.compile(backend="aot_eager")
-    with poochplan.auto(training.models, training.optimizers, budget="60%", cache=tmp_path, link=LINK) as session:
+    training.model.compile(backend="aot_eager")
+    with opened(training, tmp_path, quiet=False) as session:
         for number in range(16):
             training.turn(number)
         assert session.plan is None

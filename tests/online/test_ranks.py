@@ -11,7 +11,7 @@ import pytest
 
 from poochplan.units import parse_budget
 from tests.depth import DEEP
-from tests.online.sharded import KINDS
+from tests.online.sharded import SHARDED
 from tests.online.test_sessions import within
 from tests.torchrun import started, torchrun
 
@@ -26,7 +26,7 @@ IN_DEPTH = "not_resharded", "frozen"
 
 
 def test_two_ranks_are_bitwise_the_same_within_what_was_predicted(tmp_path: Path) -> None:
-    kinds = [kind for kind in KINDS if kind != "resharded_to_2" and (DEEP or kind not in IN_DEPTH)]
+    kinds = [kind for kind in SHARDED if kind != "resharded_to_2" and (DEEP or kind not in IN_DEPTH)]
     check_ranks(torchrun("tests.online.sharded", tmp_path, *kinds), kinds)
 
 
@@ -34,43 +34,37 @@ def test_a_number_to_reshard_to_is_kept_on_four_ranks(tmp_path: Path) -> None:
     check_ranks(torchrun("tests.online.sharded", tmp_path, "resharded_to_2", ranks=4), ["resharded_to_2"])
 
 
-@pytest.mark.parametrize("kinds", [["views", "accumulating", "static"], ["unused"]])
+@pytest.mark.parametrize("kinds", [["views", "accumulating_by_no_sync", "static"], ["unused"]])
 def test_ddp_is_bitwise_the_same_within_the_budget_whatever_its_options(kinds: list[str], tmp_path: Path) -> None:
-    ranks = torchrun("tests.online.replicated", tmp_path, *kinds)
-    for kind in kinds:
-        first, second = (rank[kind]["planned"] for rank in ranks)
-        assert first["plans"] == second["plans"] != [], kind
-        assert first["followed"] == second["followed"] > 0, kind
-        for plain, planned in ((rank[kind]["plain"], rank[kind]["planned"]) for rank in ranks):
-            assert (planned["losses"], planned["parameters"]) == (plain["losses"], plain["parameters"]), kind
-            assert planned["fallbacks"] == [], kind
-            assert planned["peak_bytes"] <= planned["budget_bytes"] < plain["peak_bytes"], kind
-            assert planned["peak_bytes"] == pytest.approx(planned["predicted_bytes"], rel=0.03), kind
-            assert plain["peak_bytes"] == pytest.approx(planned["in_core_bytes"], rel=0.03), kind
+    check_ranks(torchrun("tests.online.sharded", tmp_path, *kinds), kinds, spare_bytes=0)
 
 
-def check_ranks(ranks: list[dict[str, Any]], kinds: list[str]) -> None:
+def check_ranks(ranks: list[dict[str, Any]], kinds: list[str], spare_bytes: int = UNIT_BYTES) -> None:
     for kind in kinds:
-        for rank in ranks:
-            check(kind, **rank[kind])
-        first, *others = (rank[kind] for rank in ranks)
+        first, *others = (rank[kind]["planned"] for rank in ranks)
         for other in others:
-            assert first["planned"]["plans"] == other["planned"]["plans"] != []
-            assert first["planned"]["followed"] == other["planned"]["followed"] > 0
+            assert first["plans"] == other["plans"] != [], kind
+            assert first["followed"] == other["followed"] > 0, kind
+        for rank in ranks:
+            check(kind, spare_bytes, **rank[kind])
 
 
-def check(kind: str, plain: dict[str, Any], planned: dict[str, Any], recomputed: dict[str, Any] | None = None) -> None:
-    for found in (planned, recomputed):
-        if found is not None:
-            assert (found["losses"], found["parameters"]) == (plain["losses"], plain["parameters"]), kind
-            assert found["fallbacks"] == [], kind
-            spare_bytes = UNIT_BYTES + 0.03 * found["predicted_bytes"]
-            assert abs(found["peak_bytes"] - found["predicted_bytes"]) <= spare_bytes, kind
-    assert planned["swapped_bytes"] > 0, kind
-    assert planned["peak_bytes"] <= planned["budget_bytes"], kind
-    assert abs(plain["peak_bytes"] - planned["in_core_bytes"]) <= UNIT_BYTES + 0.03 * plain["peak_bytes"], kind
-    if recomputed is not None:
-        assert recomputed["replayed"] > 0, kind
+def check(
+    kind: str,
+    spare_bytes: int,
+    plain: dict[str, Any],
+    planned: dict[str, Any],
+    recomputed: dict[str, Any] | None = None,
+) -> None:
+    for found in filter(None, (planned, recomputed)):
+        assert (found["losses"], found["parameters"]) == (plain["losses"], plain["parameters"]), kind
+        assert found["fallbacks"] == [], kind
+        predicted_bytes = found["predicted_bytes"]
+        assert abs(found["peak_bytes"] - predicted_bytes) <= spare_bytes + 0.03 * predicted_bytes, kind
+    assert planned["peak_bytes"] <= planned["budget_bytes"] < plain["peak_bytes"], kind
+    assert abs(plain["peak_bytes"] - planned["in_core_bytes"]) <= spare_bytes + 0.03 * plain["peak_bytes"], kind
+    assert planned["swapped_bytes"] > 0 or kind not in SHARDED, kind
+    assert recomputed is None or recomputed["replayed"] > 0, kind
 
 
 def test_the_budget_is_the_smallest_of_all_ranks(tmp_path: Path) -> None:
@@ -130,13 +124,13 @@ def test_tensor_parallel_ranks_are_bitwise_the_same_within_the_budget(layout: st
         plain, planned, applied = (rank[name] for name in ("plain", "planned", "applied"))
         for found in (planned, applied, rank["all swap"], rank["all recompute"]):
             assert (found["losses"], found["parameters"]) == (plain["losses"], plain["parameters"])
+            assert found["followed"] > 0
         for found in (planned, applied):
-            assert found["peak_bytes"] <= rank["budget_bytes"] < plain["peak_bytes"]
+            assert found["peak_bytes"] <= planned["budget_bytes"] < plain["peak_bytes"]
             assert found["dtensors"].get("swap", 0) + found["dtensors"].get("recompute", 0) > 0
-        assert rank["all swap"]["dtensors"]["swap"] >= rank["followed"][2], "some in each step"
+        assert rank["all swap"]["dtensors"]["swap"] >= rank["all swap"]["followed"], "some in each step"
         assert rank["all recompute"]["dtensors"]["recompute"] > 0
-        assert min(rank["followed"]) > 0
-        assert rank["fallbacks"] == 0
+        assert all(rank[name]["fallbacks"] == [] for name in ("applied", "all swap", "all recompute"))
     if layout == "whole":
         assert ranks[0]["plain"]["losses"] == ranks[1]["plain"]["losses"]
 

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import gc
-import io
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-import poochplan
 from poochplan.errors import AllocatorError, UsageError
 from poochplan.formats.plan import OUTSIDE
 from poochplan.formats.profile import Memory
 from poochplan.online import auto_messages, background
 from poochplan.runtime.active_plan import MOST_PLANS
-from poochplan.runtime.session import Session
-from tests.online.runs import Run, bytes_of, run_plain
+from tests.online.runs import Run, bytes_of, opened, run_plain
 from tests.online.trainings import (
     CLASSES,
     ROWS,
     WIDTH,
     Training,
     accumulation,
-    blocks,
     dropout_and_batch_norm,
     evaluated_between,
     outputs_held,
 )
-from tests.runtime.nets import LINK
 from tests.runtime.served import arenas_mapped, needs_compiler
 
 pytestmark = [pytest.mark.cpu_device, needs_compiler]
@@ -51,11 +47,7 @@ class Served:
         """Whether a plan was in force when the turn ended."""
         self.arenas: list[int] = []
         """Mapped beside those of before: once it has learned, and at the end."""
-        self.session: Session = poochplan.auto(
-            self.training.models,
-            self.training.optimizers,
-            **{"budget": "60%", "cache": cache, "time_limit_s": 0.5, "link": LINK, "quiet": True, **options},  # type: ignore[arg-type]
-        )
+        self.session = opened(self.training, cache, **options)
 
     def turns(self, first: int, last: int) -> None:
         total = self.session.total
@@ -93,14 +85,10 @@ def _is_bitwise_plain_and_served_whole(make: Callable[[], Training], served: Ser
     assert len(whole) >= TURNS - LEARNED_AT - 3  # behind a forward that nobody used comes another kind of segment
     assert served.unserved_bytes[LEARNED_AT:] == [0] * (TURNS - LEARNED_AT)
     assert served.session.total.fallbacks == 0
-    before_plan = [
-        size_bytes for size_bytes, planned in zip(served.served_bytes, served.planned, strict=True) if not planned
-    ]
+    before_plan = served.served_bytes[: served.planned.index(True)]
     assert before_plan
     assert not any(before_plan)  # segments that are studied, or wait for their plan
-    found = served.session.arena
-    assert found is not None
-    assert not [one for one in found.unserved if one.size_bytes >= UNPLANNED_BYTES]
+    assert not [one for one in served.session.arena.unserved if one.size_bytes >= UNPLANNED_BYTES]
 
 
 @pytest.mark.parametrize("make", [dropout_and_batch_norm, evaluated_between, outputs_held])
@@ -127,7 +115,6 @@ def test_an_output_that_the_loop_holds_has_a_place_if_it_is_gone_when_the_next_s
         assert session.wait_until_planned(120)
         served.turns(PLANNED_AT, LEARNED_AT)
     (layout,) = (plan.layout for plan in session.plans.values())
-    assert layout is not None
     held = [ROWS * WIDTH * 4, ROWS * CLASSES * 4] if longer else []
     assert [one.size_bytes for one in layout.places if one.offset == OUTSIDE] == held
     assert served.served_bytes[-1] > UNPLANNED_BYTES
@@ -154,7 +141,6 @@ def test_a_loop_that_lets_go_earlier_than_the_profiled_one_gets_plans_until_an_a
     assert second.served_bytes[0] == 0
     assert second.served_bytes[-1] > UNPLANNED_BYTES, (second.served_bytes, second.session.arena, said)
     assert second.unserved_bytes[-1] == 0
-    assert session.total.peak_bytes is not None
     assert session.total.peak_bytes <= max(plan.budget_bytes for plan in session.plans.values())
 
 
@@ -167,45 +153,32 @@ def test_plans_have_places_and_their_budget_is_on_the_arena_and_what_lies_outsid
     assert len(plans) > 1
     for plan in plans:
         assert plan.layout is not None
-        assert plan.prediction.arena_peak_bytes is not None
         assert plan.prediction.arena_peak_bytes <= plan.budget_bytes
-    assert session.total.peak_bytes is not None
     assert session.total.peak_bytes <= max(plan.budget_bytes for plan in plans)
 
 
-def _first_half(make: Callable[[], Training], turns: int, cache: Path) -> tuple[list[list[float]], bytes]:
-    """Losses of a run that is left then, and its checkpoint; it is planned, and its plan kept."""
-    first, file = Served(make, cache), io.BytesIO()
-    with first.session:
-        first.turns(0, turns - 1)
-        first.session.wait_until_planned(120)
-        first.turns(turns - 1, turns)
-    model, (optimizer,) = first.training.models, first.training.optimizers
-    assert isinstance(model, torch.nn.Module)
-    torch.save(
-        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "generator": torch.get_rng_state()}, file
-    )
-    return first.losses, file.getvalue()
-
-
 def test_a_run_that_goes_on_from_a_checkpoint_is_served_and_bitwise_the_one_that_was_not_left(tmp_path: Path) -> None:
-    make, half = dropout_and_batch_norm, 16
-    expected = run_plain(make, TURNS)
-    losses, saved = _first_half(make, half, tmp_path)
+    half, cache, file = 16, tmp_path / "cache", tmp_path / "checkpoint"
+    first = Served(dropout_and_batch_norm, cache)
+    with first.session:
+        first.turns(0, half - 1)
+        first.session.wait_until_planned(120)
+        first.turns(half - 1, half)
+    losses, parts = first.losses, [first.training.model, *first.training.optimizers]
+    torch.save([*(part.state_dict() for part in parts), torch.get_rng_state()], file)
+    del first, parts
     gc.collect()  # what that run has left is not to live beside the next one
-    second = Served(make, tmp_path)
-    model, (optimizer,) = second.training.models, second.training.optimizers
-    assert isinstance(model, torch.nn.Module)
-    with io.BytesIO(saved) as file:
-        state = torch.load(file)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    torch.set_rng_state(state["generator"])
-    del state
+    second = Served(dropout_and_batch_norm, cache)
+    *states, generator = torch.load(file)
+    for part, state in zip([second.training.model, *second.training.optimizers], states, strict=True):
+        part.load_state_dict(state)
+    torch.set_rng_state(generator)
+    del states, state
     with second.session:
         second.turns(half, TURNS)
         assert second.session._source.kinds == {}  # the plan is of the first run
-    assert Run(losses + second.losses, bytes_of(second.training.state()), []).equals(expected)
+    found = Run(losses + second.losses, bytes_of(second.training.state()), [])
+    assert found.equals(run_plain(dropout_and_batch_norm, TURNS))
     assert second.unserved_bytes[-4:] == [0] * 4
     assert min(second.served_bytes[-4:]) > UNPLANNED_BYTES
 
@@ -221,16 +194,8 @@ def test_off_serves_nothing_and_plans_for_the_peak_alone(tmp_path: Path) -> None
         assert session.plans == {}  # what was planned without an arena is another plan
 
 
-@pytest.mark.parametrize("arena", ["yes", "ON", ""])
-def test_another_word_is_one_line(arena: str) -> None:
-    with pytest.raises(UsageError, match=r'^arena: expected "auto", "on" or "off", found'):
-        poochplan.auto(blocks(1), budget="60%", arena=arena)  # type: ignore[arg-type]
-
-
 def test_on_without_an_allocator_is_one_line_and_auto_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> None:
-        raise AllocatorError("no C++ compiler; install one")
-
+    fails = Mock(side_effect=AllocatorError("no C++ compiler; install one"))
     monkeypatch.setattr(background, "library", fails)
     with pytest.raises(UsageError) as told:
         Served(dropout_and_batch_norm, tmp_path, arena="on")

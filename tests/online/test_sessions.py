@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import poochplan
 from poochplan.errors import InfeasibleError, UsageError
-from poochplan.integrations.trainers import Call
+from poochplan.integrations.trainers import running_method
 from poochplan.profiler.trials.machine_facts import is_complete
-from poochplan.runtime.session import Session
 from poochplan.torch_private.tensor_internals import has_topmost_hooks
 from tests.online.caches import empty_cache
-from tests.online.runs import Run, run_auto, run_plain
-from tests.online.trainings import Training, checkpointing_inside, dropout_and_batch_norm, two_optimizers
-from tests.runtime.nets import LINK
-
-QUICK: dict[str, Any] = {"time_limit_s": 0.5, "quiet": True, "link": LINK}
+from tests.online.runs import QUICK, Run, opened, planning, run_auto
+from tests.online.trainings import Training, checkpointing_inside, dropout_and_batch_norm
 
 
 def traces(model: torch.nn.Module) -> list[Any]:
@@ -39,73 +37,6 @@ def traces(model: torch.nn.Module) -> list[Any]:
     ]
 
 
-@pytest.fixture(scope="module")
-def expected() -> Run:
-    return run_plain(dropout_and_batch_norm)
-
-
-@pytest.fixture(scope="module")
-def first(expected: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cache of a run that has planned."""
-    cache = tmp_path_factory.mktemp("cache")
-    run_auto(dropout_and_batch_norm, int(expected.peak_bytes * 0.6), cache)
-    gc.collect()
-    return cache
-
-
-def again(expected: Run, cache: Path, **options: Any) -> Run:
-    gc.collect()
-    return run_auto(dropout_and_batch_norm, int(expected.peak_bytes * 0.6), cache, **options)
-
-
-def test_the_second_run_follows_from_its_second_step_on_with_equal_bits(expected: Run, first: Path) -> None:
-    found = again(expected, first)
-    assert found.equals(expected)
-    assert found.session is not None
-    assert found.planned_at == 0
-    assert found.session.total.fallbacks == 0
-    assert found.session._source.kinds == {}
-    assert found.peak_bytes <= int(expected.peak_bytes * 0.6)
-
-
-def test_what_has_come_to_live_beside_the_step_since_is_planned_for(expected: Run, first: Path, tmp_path: Path) -> None:
-    shutil.copytree(first, tmp_path, dirs_exist_ok=True)
-    beside = torch.zeros(int(expected.peak_bytes * 0.04 / 4))
-    (place,) = {path.parent for path in tmp_path.rglob("plan.json")}
-    found = again(expected, tmp_path, before_plan="swap")
-    del beside
-    assert found.equals(expected)
-    assert found.session is not None
-    assert found.session.plan is not None
-    assert found.peak_bytes <= int(expected.peak_bytes * 0.6)
-    assert poochplan.Plan.load(place / "plan.json").prediction.peak_bytes <= int(expected.peak_bytes * 0.6)
-    assert found.session._source.kinds == {}
-
-
-@pytest.mark.parametrize("damage", ["truncated", "of another model", "no json"])
-def test_a_cache_that_is_damaged_is_as_good_as_none(damage: str, expected: Run, first: Path, tmp_path: Path) -> None:
-    entry = next(path.parent for path in first.rglob("plan.json"))
-    plan = (entry / "plan.json").read_bytes()
-    if damage == "truncated":
-        changed = plan[: len(plan) // 2]
-    elif damage == "no json":
-        changed = b"\xff\x00"
-    else:
-        other = run_plain(two_optimizers)
-        foreign = tmp_path / "foreign"
-        run_auto(two_optimizers, int(other.peak_bytes * 0.6), foreign)
-        changed = next(foreign.rglob("plan.json")).read_bytes()
-    place = tmp_path / "cache" / entry.name
-    place.mkdir(parents=True)
-    (place / "profile.json").write_bytes((entry / "profile.json").read_bytes())
-    (place / "plan.json").write_bytes(changed)
-    found = again(expected, tmp_path / "cache", turns=12, before_plan="swap")
-    assert found.session is not None
-    assert found.losses == expected.losses[:12]
-    assert found.session.total.fallbacks == 0
-    assert found.peak_bytes <= int(expected.peak_bytes * 0.6)
-
-
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("turns", [5, 7, 9])
 def test_a_loop_may_end_at_any_step_of_its_profile(turns: int, tmp_path: Path) -> None:
@@ -114,34 +45,28 @@ def test_a_loop_may_end_at_any_step_of_its_profile(turns: int, tmp_path: Path) -
     gc.collect()  # an error while a study is freed is printed, and raised nowhere
 
 
+@contextmanager
+def leaves_nothing_on(model: torch.nn.Module) -> Iterator[None]:
+    before = traces(model)
+    yield
+    assert traces(model) == before
+    assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
 def test_nothing_is_left_on_the_model_however_the_session_ends(tmp_path: Path) -> None:
     training = dropout_and_batch_norm()
-    assert isinstance(training.models, torch.nn.Module)
-    before = traces(training.models)
-    with pytest.raises(ZeroDivisionError):
-        with poochplan.auto(training.models, training.optimizers, budget="60%", cache=tmp_path, **QUICK):
-            training.turn(0)
-            training.turn(1)
-            raise ZeroDivisionError
-    assert traces(training.models) == before
-    assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
+    with leaves_nothing_on(training.model), pytest.raises(ZeroDivisionError), opened(training, tmp_path):
+        training.turn(0)
+        training.turn(1)
+        raise ZeroDivisionError
     training.turn(2)
 
 
 def test_nothing_is_left_where_entering_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = dropout_and_batch_norm()
-    assert isinstance(training.models, torch.nn.Module)
-    before = traces(training.models)
-
-    def no_device(*_: object, **__: object) -> None:
-        raise OSError("no device")
-
-    monkeypatch.setattr("poochplan.online.auto.open_device", no_device)
-    with pytest.raises(OSError, match="no device"):
-        with poochplan.auto(training.models, training.optimizers, budget="60%", cache=tmp_path, **QUICK):
-            pass
-    assert traces(training.models) == before
-    assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
+    monkeypatch.setattr("poochplan.online.auto.open_device", Mock(side_effect=OSError("no device")))
+    with leaves_nothing_on(training.model), pytest.raises(OSError, match="no device"), opened(training, tmp_path):
+        pass
 
 
 def test_a_budget_that_cannot_be_kept_is_an_error_that_names_the_smallest(expected: Run, tmp_path: Path) -> None:
@@ -152,17 +77,19 @@ def test_a_budget_that_cannot_be_kept_is_an_error_that_names_the_smallest(expect
     assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def test_a_budget_that_cannot_be_kept_is_complained_about_once(expected: Run, tmp_path: Path) -> None:
-    with pytest.warns(RuntimeWarning, match="the smallest possible is") as caught:
-        found = run_auto(dropout_and_batch_norm, 1000, tmp_path)
-    assert len([one for one in caught if "poochplan" in str(one.message)]) == 1
-    assert found.equals(expected)
-
-
-@pytest.mark.parametrize("budget", [60, 2, 99.5])
-def test_a_number_that_was_meant_as_percent_is_asked_about(budget: float) -> None:
-    with pytest.raises(UsageError, match=f'found {budget}; did you mean "{budget}%"'):
-        poochplan.auto(torch.nn.Linear(2, 2), budget=budget)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"budget": number}, f'found {number}; did you mean "{number}%"?') for number in (60, 2, 99.5)),
+        *(({name: "never"}, f'{name}: expected "in-core" or "swap", found') for name in ("before_plan", "on_refusal")),
+        *(({"arena": word}, 'arena: expected "auto", "on" or "off", found') for word in ("yes", "ON", "")),
+        ({"on_over_budget": "raise"}, 'on_over_budget: expected "warn", "error" or "replan", found'),
+    ],
+)
+def test_an_argument_that_means_nothing_is_one_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)) as error:
+        poochplan.auto(torch.nn.Linear(2, 2), **{"budget": "60%", **options})
+    assert "\n" not in str(error.value)
 
 
 def test_what_keeps_the_smallest_budget_large_is_in_the_refusal(tmp_path: Path) -> None:
@@ -182,20 +109,8 @@ def within(seconds: float, holds: Callable[[], bool]) -> bool:
     return holds()
 
 
-def planning(training: Training, cache: Path, **options: Any) -> Session:
-    """A session that has just begun to plan."""
-    session = poochplan.auto(training.models, training.optimizers, budget="60%", cache=cache, **options)
-    session.__enter__()
-    for number in range(12):
-        training.turn(number)
-        if session._source.kinds and all(kind.next_observer is None for kind in session._source.kinds.values()):
-            break
-    session._attachment.settle()
-    return session
-
-
 def test_the_planning_process_ends_with_the_session(tmp_path: Path) -> None:
-    session = planning(dropout_and_batch_norm(), tmp_path, **{**QUICK, "time_limit_s": 60})
+    session = planning(dropout_and_batch_norm(), tmp_path, time_limit_s=60)
     (child,) = children()
     assert within(10, lambda: 0 < os.getpriority(os.PRIO_PROCESS, child) <= 10)  # a share where all cores are busy
     session.close()
@@ -205,9 +120,10 @@ def test_the_planning_process_ends_with_the_session(tmp_path: Path) -> None:
 PARENT = """
 import sys, time
 from pathlib import Path
-from tests.online.test_sessions import QUICK, children, planning
+from tests.online.runs import planning
+from tests.online.test_sessions import children
 from tests.online.trainings import dropout_and_batch_norm
-session = planning(dropout_and_batch_norm(), Path(sys.argv[1]), **{**QUICK, "time_limit_s": 60})
+session = planning(dropout_and_batch_norm(), Path(sys.argv[1]), time_limit_s=60)
 print(children()[0], flush=True)
 time.sleep(600)
 """
@@ -219,7 +135,6 @@ def test_the_planning_process_ends_when_its_parent_is_killed(tmp_path: Path) -> 
     command = [sys.executable, "-c", PARENT, str(tmp_path)]
     environment = {**os.environ, "TMPDIR": str(files)}
     parent = subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     child = int(parent.stdout.readline())
     os.kill(child, signal.SIGSTOP)  # it is at its beginning
     assert list(files.glob("poochplan-*"))
@@ -241,11 +156,9 @@ class Owner:
     """As a trainer whose callback is told of its begin, and not of an end by an exception."""
 
     def train(self, training: Training, cache: Path) -> None:
-        self.session = poochplan.auto(training.models, training.optimizers, budget="60%", cache=cache, **QUICK)
+        self.session = opened(training, cache)
         self.session.__enter__()
-        call = Call.of_method(Owner)
-        assert call is not None
-        self.session._lasts_while(call.is_running)
+        self.session._lasts_while(running_method(Owner)[1])
         training.turn(0)
         training.turn(1)
         raise ValueError("in the middle")
@@ -253,22 +166,19 @@ class Owner:
 
 def test_a_session_ends_where_the_call_that_it_was_for_has_raised(tmp_path: Path) -> None:
     training, other, owner = dropout_and_batch_norm(), dropout_and_batch_norm(), Owner()
-    assert isinstance(training.models, torch.nn.Module)
-    before = traces(training.models)
-    with pytest.raises(ValueError, match="in the middle") as caught:  # the traceback holds the frame
-        owner.train(training, tmp_path)
-    segments = owner.session._engine.segment.number
-    other.turn(0)
-    assert caught.value.__traceback__ is not None
-    assert owner.session._engine.segment.number == segments
-    assert traces(training.models) == before
-    assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
+    with leaves_nothing_on(training.model):
+        with pytest.raises(ValueError, match="in the middle") as caught:  # the traceback holds the frame
+            owner.train(training, tmp_path)
+        segments = owner.session._engine.segment.number
+        other.turn(0)
+        assert caught.value.__traceback__ is not None
+        assert owner.session._engine.segment.number == segments
 
 
 def test_a_session_that_is_collected_in_the_middle_of_another_training_is_no_error(tmp_path: Path) -> None:
     """As one that only a traceback's cycle held. What a save means to it is found after a collection."""
     training, other = dropout_and_batch_norm(), dropout_and_batch_norm()
-    cycle: list[Any] = [poochplan.auto(training.models, training.optimizers, budget="60%", cache=tmp_path, **QUICK)]
+    cycle: list[Any] = [opened(training, tmp_path)]
     cycle[0].__enter__()
     for number in range(14):
         training.turn(number)
@@ -315,7 +225,6 @@ def test_a_loop_that_fits_in_core_swaps_nothing_once_it_is_known_to(expected: Ru
     """Neither while it is timed nor while its plan is made."""
     found = run_auto(dropout_and_batch_norm, 2 * expected.peak_bytes, tmp_path, turns=11)
     assert found.losses == expected.losses[:11]
-    assert found.session is not None
     assert found.session._engine.segment.report.out_bytes == 0
 
 
@@ -323,8 +232,6 @@ def test_what_the_machine_takes_is_measured_by_the_process_that_plans(expected: 
     with empty_cache(tmp_path / "user"):
         found = run_auto(dropout_and_batch_norm, int(expected.peak_bytes * 0.6), tmp_path, link=None)
     assert found.losses == expected.losses
-    assert found.session is not None
-    assert found.session.profile is not None
     assert is_complete(found.session.profile)
     assert found.session.profile.link.name == "spill"
     (kept,) = (poochplan.Profile.load(path) for path in tmp_path.rglob("profile.json"))

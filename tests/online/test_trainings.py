@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 from pathlib import Path
 
 import pytest
 
+from poochplan.online.before_plan import Mode
 from tests.online.runs import TURNS, Run, run_auto, run_plain
 from tests.online.trainings import TRAININGS
 
@@ -21,42 +23,30 @@ COMES_LATE = {"evaluated_between"}
 """A kind of step that first comes when the others have their plans."""
 
 
+@functools.lru_cache(maxsize=1)
+def plain(name: str) -> Run:
+    """The loop as it is; of some, each of several lengths is profiled."""
+    return run_plain(TRAININGS[name], TURNS + 8 * (name == "lengths"))
+
+
+@pytest.mark.parametrize("before_plan", ["swap", "in-core"])
 @pytest.mark.parametrize("name", TRAININGS)
-def test_a_loop_that_swaps_before_its_plan_is_bitwise_and_in_budget_from_the_first_step(
-    name: str, tmp_path: Path
+def test_a_loop_is_bitwise_and_in_budget_from_the_first_step_if_it_swaps_before_its_plan_else_from_there_on(
+    name: str, before_plan: Mode, tmp_path: Path
 ) -> None:
-    expected, found, budget_bytes, said = _plain_and_auto(name, tmp_path, before_plan="swap", on_refusal="swap")
-    assert found.equals(expected)
-    assert found.peak_bytes <= budget_bytes
-    _is_as_expected(name, found, said)
-
-
-@pytest.mark.parametrize("name", TRAININGS)
-def test_a_loop_that_is_in_core_before_its_plan_is_bitwise_and_in_budget_from_there_on(
-    name: str, tmp_path: Path
-) -> None:
-    expected, found, budget_bytes, said = _plain_and_auto(name, tmp_path)
-    assert found.equals(expected)
-    _is_as_expected(name, found, said)
-    if name not in REFUSED and name not in COMES_LATE:
-        assert max(found.peaks[found.all_planned_at :]) <= budget_bytes
-
-
-def _plain_and_auto(name: str, folder: Path, **options: str) -> tuple[Run, Run, int, list[str]]:
-    """Run as it is, and under ``auto``; the budget, and what was said."""
     gc.collect()
-    turns = TURNS + 8 * (name == "lengths")  # each is profiled
-    expected = run_plain(TRAININGS[name], turns)
+    expected = plain(name)
     budget_bytes = int(expected.peak_bytes * SHARES.get(name, 0.6))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
-        found = run_auto(TRAININGS[name], budget_bytes, folder, turns, **options)
+        options = {"before_plan": before_plan, "on_refusal": before_plan}
+        found = run_auto(TRAININGS[name], budget_bytes, tmp_path, len(expected.losses), **options)
     said = [str(one.message) for one in caught if "poochplan" in str(one.message)]
-    return expected, found, budget_bytes, said
-
-
-def _is_as_expected(name: str, found: Run, said: list[str]) -> None:
-    assert found.session is not None
+    assert found.equals(expected)
+    if before_plan == "swap":
+        assert found.peak_bytes <= budget_bytes
+    elif name not in REFUSED and name not in COMES_LATE:
+        assert max(found.peaks[found.all_planned_at :]) <= budget_bytes
     assert found.planned_at is not None
     assert found.session.total.fallbacks == 0 or name in ("raising", "interrupted", "lengths")
     assert name in REFUSED or not [text for text in said if "budget" in text]

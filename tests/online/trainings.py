@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 WIDTH, ROWS, CLASSES = 32, 1024, 10
 Models = nn.Module | Mapping[str, nn.Module]
 Losses = Sequence[float]
+Turn = Callable[[int], Losses]
 Around = Callable[[int], contextlib.AbstractContextManager[Any]]
 
 
@@ -23,8 +24,20 @@ class Training:
 
     models: Models
     optimizers: Sequence[torch.optim.Optimizer]
-    turn: Callable[[int], Losses]
+    turn: Turn
     also: Callable[[], Sequence[torch.Tensor]] = field(default=lambda: ())
+
+    @property
+    def model(self) -> nn.Module:
+        """The only one."""
+        assert isinstance(self.models, nn.Module)
+        return self.models
+
+    def each(self, turn: Callable[[Turn, int], Losses]) -> Training:
+        """With other turns, which are given the turn that each is instead of."""
+        inner = self.turn
+        self.turn = lambda number: turn(inner, number)
+        return self
 
     def state(self) -> list[torch.Tensor]:
         """Copies of all that training changes: parameters, gradients, buffers, optimizers' states, generator."""
@@ -63,19 +76,31 @@ def adam(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def plain(model: nn.Module, around: Around = lambda _: contextlib.nullcontext()) -> Training:
-    """Zero, forward, backward, step. ``around`` gives what is around forward, by the turn."""
-    optimizer, data = adam(model), batch()
+def stepping(
+    model: nn.Module, forward: Callable[[int], torch.Tensor], optimizer: torch.optim.Optimizer | None = None
+) -> Training:
+    """Zero, forward, backward, step. ``forward`` gives the loss, by the turn."""
+    own = optimizer or adam(model)
 
     def turn(number: int) -> Losses:
-        optimizer.zero_grad()
-        with around(number):
-            loss = loss_of(model, data)
+        own.zero_grad()
+        loss = forward(number)
         loss.backward()
-        optimizer.step()
+        own.step()
         return [loss.item()]
 
-    return Training(model, [optimizer], turn)
+    return Training(model, [own], turn)
+
+
+def plain(model: nn.Module, around: Around = lambda _: contextlib.nullcontext()) -> Training:
+    """The same batch in each turn. ``around`` gives what is around forward, by the turn."""
+    data = batch()
+
+    def forward(number: int) -> torch.Tensor:
+        with around(number):
+            return loss_of(model, data)
+
+    return stepping(model, forward)
 
 
 def dropout_and_batch_norm() -> Training:
@@ -116,12 +141,15 @@ def autocast() -> Training:
 
 
 class Checkpointed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, reentrant: bool = False) -> None:
         super().__init__()
-        self.inner, self.rest = blocks(2), nn.Sequential(nn.Linear(CLASSES, WIDTH), blocks(6))
+        self.reentrant = reentrant
+        self.before, self.inner, self.rest = nn.Linear(WIDTH, WIDTH), blocks(3), nn.Sequential(blocks(4))
+        self.after = nn.Linear(CLASSES, WIDTH)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.rest(checkpoint(self.inner, rows, use_reentrant=False))
+        rows = checkpoint(self.inner, self.before(rows), use_reentrant=self.reentrant)
+        return self.rest(self.after(rows))
 
 
 def checkpointing_inside() -> Training:
@@ -257,10 +285,6 @@ def gan() -> Training:
     return Training({"generator": generator, "judge": judge}, [for_generator, for_judge], turn)
 
 
-def closure() -> Training:
-    return with_lbfgs(batch(), max_iter=3, history_size=3)
-
-
 def with_lbfgs(data: tuple[torch.Tensor, torch.Tensor], *, max_iter: int, history_size: int) -> Training:
     model = blocks(4)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=max_iter, history_size=history_size)
@@ -284,15 +308,14 @@ def with_lbfgs(data: tuple[torch.Tensor, torch.Tensor], *, max_iter: int, histor
 def averaged_copy() -> Training:
     model = blocks()
     copy = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-    training = plain(model)
-    inner = training.turn
 
-    def turn(number: int) -> Losses:
+    def turn(inner: Turn, number: int) -> Losses:
         losses = inner(number)
         copy.update_parameters(model)
         return losses
 
-    training.turn, training.also = turn, lambda: list(copy.parameters())
+    training = plain(model).each(turn)
+    training.also = lambda: list(copy.parameters())
     return training
 
 
@@ -300,9 +323,8 @@ def evaluated_between() -> Training:
     """Evaluation without gradients between steps, and a forward with gradients that nobody uses."""
     model = blocks(6, lambda: nn.Dropout(0.1))
     training, held_out = plain(model), batch()
-    inner = training.turn
 
-    def turn(number: int) -> Losses:
+    def turn(inner: Turn, number: int) -> Losses:
         losses = list(inner(number))
         if number % 3 == 1:
             model.eval()
@@ -313,8 +335,7 @@ def evaluated_between() -> Training:
             losses.append(loss_of(model, held_out).item())
         return losses
 
-    training.turn = turn
-    return training
+    return training.each(turn)
 
 
 class Stumbles(nn.Module):
@@ -335,10 +356,8 @@ def stumbling(error: Callable[[], BaseException], at: tuple[int, ...]) -> Traini
     """Forward raises in these turns; the loop goes on with the next."""
     stone = Stumbles()
     first, second = blocks(3), blocks(3)
-    training = plain(nn.Sequential(first, stone, nn.Linear(CLASSES, WIDTH), second))
-    inner = training.turn
 
-    def turn(number: int) -> Losses:
+    def turn(inner: Turn, number: int) -> Losses:
         if number in at:
             stone.next_error = error
             try:
@@ -347,49 +366,30 @@ def stumbling(error: Callable[[], BaseException], at: tuple[int, ...]) -> Traini
                 return []
         return inner(number)
 
-    training.turn = turn
-    return training
-
-
-def raising() -> Training:
-    return stumbling(lambda: ValueError("a bad batch"), (4, 15))
-
-
-def interrupted() -> Training:
-    return stumbling(KeyboardInterrupt, (5, 16))
+    return plain(nn.Sequential(first, stone, nn.Linear(CLASSES, WIDTH), second)).each(turn)
 
 
 def lengths() -> Training:
     """Sequences of several lengths; the longest comes first, and most often."""
     model = nn.Sequential(nn.Embedding(CLASSES, WIDTH), blocks())
-    optimizer = adam(model)
     data = {length: torch.randint(CLASSES, (32, length)) for length in (16, 24, 32)}
 
-    def turn(number: int) -> Losses:
+    def forward(number: int) -> torch.Tensor:
         tokens = data[(32, 32, 24, 32, 16)[number % 5]]
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-        loss.backward()
-        optimizer.step()
-        return [loss.item()]
+        return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
-    return Training(model, [optimizer], turn)
+    return stepping(model, forward)
 
 
 def data_set_in_one_tensor() -> Training:
     model = blocks()
-    optimizer = adam(model)
     rows, labels = batch(8 * ROWS)
 
-    def turn(number: int) -> Losses:
+    def forward(number: int) -> torch.Tensor:
         part = slice(ROWS * (number % 8), ROWS * (number % 8 + 1))
-        optimizer.zero_grad()
-        loss = loss_of(model, (rows[part], labels[part]))
-        loss.backward()
-        optimizer.step()
-        return [loss.item()]
+        return loss_of(model, (rows[part], labels[part]))
 
-    return Training(model, [optimizer], turn)
+    return stepping(model, forward)
 
 
 TRAININGS: dict[str, Callable[[], Training]] = {
@@ -400,11 +400,11 @@ TRAININGS: dict[str, Callable[[], Training]] = {
     "two_passes": two_passes,
     "two_optimizers": two_optimizers,
     "gan": gan,
-    "closure": closure,
+    "closure": lambda: with_lbfgs(batch(), max_iter=3, history_size=3),
     "averaged_copy": averaged_copy,
     "evaluated_between": evaluated_between,
-    "raising": raising,
-    "interrupted": interrupted,
+    "raising": lambda: stumbling(lambda: ValueError("a bad batch"), (4, 15)),
+    "interrupted": lambda: stumbling(KeyboardInterrupt, (5, 16)),
     "lengths": lengths,
     "data_set_in_one_tensor": data_set_in_one_tensor,
     "checkpointing_inside": checkpointing_inside,

@@ -8,7 +8,6 @@ ranks whose models are wrapped before anything counts. ``killed``: rank 1 is kil
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
 import sys
@@ -26,6 +25,7 @@ from torch import nn
 
 import poochplan
 from poochplan.errors import PoochError
+from tests.online.sharded import told as group
 from tests.runtime.nets import LINK
 
 STEPS, PLANNED_AT = 20, 13
@@ -107,10 +107,11 @@ def threads() -> dict[str, str]:
 
 
 def main(folder: Path, kind: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
-    rank = torch.distributed.get_rank()
+    with group(folder) as facts:
+        facts |= facts_of(folder, kind, torch.distributed.get_rank())
 
+
+def facts_of(folder: Path, kind: str, rank: int) -> dict[str, Any]:
     def batch_at(number: int) -> int:
         is_larger = rank == 1 and (kind == "shapes" or (kind == "later" and number > PLANNED_AT + 2))
         return LARGER if is_larger else BATCH
@@ -140,8 +141,7 @@ def main(folder: Path, kind: str) -> None:
         facts["planned"].pop("plan")
     left = [name for number, name in threads().items() if number not in others and "gloo" in name]
     assert not left, "threads of a session's group may free a tensor while the interpreter exits, which aborts"
-    (folder / f"rank{rank}.json").write_text(json.dumps(facts))
-    torch.distributed.destroy_process_group()
+    return facts
 
 
 if __name__ == "__main__":

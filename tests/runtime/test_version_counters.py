@@ -10,7 +10,7 @@ import torch
 from poochplan.runtime.replays.replay import OFF, StorageRecord
 from poochplan.runtime.replays.tape import Recorder, Tape
 from tests.programs.drawing import draw
-from tests.programs.served_trial import served_trial
+from tests.programs.other_trials import served_trial
 from tests.runtime.served import needs_compiler
 
 Write = Callable[[torch.Tensor], object]

@@ -104,14 +104,14 @@ class Rung:
     """Whether real steps were profiled; otherwise the profile was taken without memory."""
 
 
-def ladder_values(in_core: int | None, largest: int, smallest: int, most: int = MOST_RUNGS) -> tuple[int, ...]:
+def ladder_values(in_core: int | None, largest: int, smallest: int) -> tuple[int, ...]:
     """The largest in-core value, powers of two above it, and the largest value; from the smallest value if none is
     in-core.
     """
     first = smallest if in_core is None else in_core
     powers = [1 << exponent for exponent in range(largest.bit_length()) if first < 1 << exponent < largest]
-    if len(powers) > most:
-        powers = [powers[index * (len(powers) - 1) // (most - 1)] for index in range(most)]
+    if len(powers) > MOST_RUNGS:
+        powers = [powers[index * (len(powers) - 1) // (MOST_RUNGS - 1)] for index in range(MOST_RUNGS)]
     return tuple(sorted({first, *powers, largest}))
 
 

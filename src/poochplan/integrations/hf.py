@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .trainers import Call, PlansTraining, called_by, owner_of_method
+from .trainers import PlansTraining, called_by, running_method
 
 
 class PlanCallback(PlansTraining, TrainerCallback):
@@ -31,11 +31,11 @@ class PlanCallback(PlansTraining, TrainerCallback):
         **kwargs: Any,
     ) -> None:
         assert model is not None, "the Trainer gives its model to its callbacks"
-        trainer, call = owner_of_method(Trainer), Call.of_method(Trainer)
+        trainer, is_running = running_method(Trainer)
         callbacks = () if trainer is None else trainer.callback_handler.callbacks
         session = self._begin(called_by(trainer, model), optimizer, callbacks)
-        if call is not None:
-            session._lasts_while(call.is_running)
+        if trainer is not None:
+            session._lasts_while(is_running)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -42,28 +43,19 @@ class PlansTraining:
         return session
 
 
-class Call(NamedTuple):
-    """A call on this thread's stack, without a reference to its frame."""
-
-    number: int
-    code: CodeType
-
-    @classmethod
-    def of_method(cls, kind: type) -> Call | None:
-        """The innermost running call of a method whose ``self`` is of that kind; None if there is none."""
-        for frame in _running():
-            if isinstance(frame.f_locals.get("self"), kind):
-                return cls(id(frame), frame.f_code)
-        return None
-
-    def is_running(self) -> bool:
-        """Whether it has neither returned nor raised. Only its own thread may ask."""
-        return any(id(frame) == self.number and frame.f_code is self.code for frame in _running())
+def running_method(kind: type[Owner]) -> tuple[Owner | None, Callable[[], bool]]:
+    """The ``self`` of the innermost running method that has one of that kind; None if there is none. And a function
+    that tells whether the call has neither returned nor raised. It holds no frame, and only this thread may call it.
+    """
+    for frame in _running():
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, kind):
+            return owner, partial(_is_running, id(frame), frame.f_code)
+    return None, lambda: True
 
 
-def owner_of_method(kind: type[Owner]) -> Owner | None:
-    """The ``self`` of the innermost running method that has one of that kind; None if there is none."""
-    return next((found for frame in _running() if isinstance(found := frame.f_locals.get("self"), kind)), None)
+def _is_running(number: int, code: CodeType) -> bool:
+    return any(id(frame) == number and frame.f_code is code for frame in _running())
 
 
 def _running() -> Iterator[FrameType]:

@@ -163,9 +163,7 @@ def check_budget(budget: str | int | float) -> None:
 
 
 def _listed(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
-    if optimizer is None:
-        return []
-    given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or []
     return [_inner(one) for one in given]
 
 

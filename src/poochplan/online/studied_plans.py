@@ -272,10 +272,10 @@ class StudiedPlans(LoopObserver):
                 self._messages.warn(auto_messages.without_plan(kind.refused, self._before.refused))
             return
         beside = self._beside[kind.key] = kind.growth
-        if self._known.want(kind.key, profile, beside.ahead_bytes(self._number, kind.foreseen_bytes)):
+        is_wanted = self._known.want(kind.key, profile, beside.ahead_bytes(self._number, kind.foreseen_bytes))
+        if is_wanted:
             self._messages.say(auto_messages.profiled(kind.segments, len(self._known.profiles)))
-            self._known.keep_profile(kind.key, profile)
-        elif self._known.is_refused_whatever_lives(kind.key):
+        if is_wanted or self._known.is_refused_whatever_lives(kind.key):
             self._known.keep_profile(kind.key, profile)
 
     def is_planning(self, kind: StepKind) -> bool:

@@ -150,9 +150,8 @@ class GraphImport:
         return UsageError(f"{self.path}: node {label_of(node)!r}{found}")
 
     def _refuse_training(self, node: NodeProto) -> None:
-        if node.op_type == "Dropout" and len(node.input) > 2 and node.input[2]:
-            if not np.any(self.arrays.get(node.input[2], True)):
-                return
+        mode = node.input[2] if node.op_type == "Dropout" and len(node.input) > 2 else ""
+        if mode and np.any(self.arrays.get(mode, True)):
             found = " (Dropout): expected a graph for inference, found training mode; export after model.eval()"
             raise self._wrong(node, found)
 

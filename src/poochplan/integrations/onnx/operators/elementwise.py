@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from .known import Function, integers, operands, operator, operators, to_tensor
+from .known import Function, integers, operands, operator, operators, tensors, to_tensor
 from .known import OnnxNode as Node
 
 TORCH_TYPES = {
@@ -56,11 +56,11 @@ def _two(function: Function, node: Node, left: Any, right: Any) -> torch.Tensor:
     return function(left, right)
 
 
-def _at_once(function: Function) -> Function:
-    return lambda node, value: function(to_tensor(value))
+def _one(function: Function, node: Node, value: Any) -> torch.Tensor:
+    return function(to_tensor(value))
 
 
-operators({name: _at_once(function) for name, function in _OF_ONE.items()})
+operators({name: functools.partial(_one, function) for name, function in _OF_ONE.items()})
 operators({name: functools.partial(_two, function) for name, function in _OF_TWO.items()})
 operators({name: functools.partial(_two, function) for name, function in _COMPARED.items()}, no_weights=(0, 1))
 
@@ -74,17 +74,13 @@ def _div(node: Node, left: Any, right: Any) -> torch.Tensor:
     return torch.div(left, right, rounding_mode="trunc" if whole else None)
 
 
-def _largest(function: Function, node: Node, *values: Any) -> torch.Tensor:
-    return functools.reduce(function, _tensors(values))
-
-
-_EXTREMES = {"Max": torch.maximum, "Min": torch.minimum}
-operators({name: functools.partial(_largest, one) for name, one in _EXTREMES.items()}, no_weights=tuple(range(16)))
-
-
-def _tensors(values: tuple[Any, ...]) -> list[torch.Tensor]:
-    device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
-    return [to_tensor(value, device) for value in values]
+operators(
+    {
+        "Max": lambda node, *values: functools.reduce(torch.maximum, tensors(*values)),
+        "Min": lambda node, *values: functools.reduce(torch.minimum, tensors(*values)),
+    },
+    no_weights=tuple(range(16)),
+)
 
 
 @operator("Clip", no_weights=(1, 2))
@@ -131,7 +127,7 @@ operator("Gelu", allowed={"approximate": ("none", "tanh")})(
 operator("Selu", allowed={"alpha": (1.6732631921768188,), "gamma": (1.0507010221481323,)})(
     lambda node, value: functional.selu(value)
 )
-operator("Where", no_weights=(0,))(lambda node, *values: torch.where(*_tensors(values)))
+operator("Where", no_weights=(0,))(lambda node, *values: torch.where(*tensors(*values)))
 
 
 @operator("PRelu")
@@ -162,13 +158,10 @@ _REDUCTIONS: dict[str, Function] = {
 }
 
 
-def _reduction(function: Function) -> Function:
-    def reduce(node: Node, value: Any, axes: Any = None) -> torch.Tensor:
-        tensor = to_tensor(value)
-        chosen = axes_of(node, axes, tensor.ndim)
-        return tensor if chosen is None else function(tensor, chosen, bool(node.attributes.get("keepdims", 1)))
-
-    return reduce
+def _reduced(function: Function, node: Node, value: Any, axes: Any = None) -> torch.Tensor:
+    tensor = to_tensor(value)
+    chosen = axes_of(node, axes, tensor.ndim)
+    return tensor if chosen is None else function(tensor, chosen, bool(node.attributes.get("keepdims", 1)))
 
 
 def axes_of(node: Node, axes: Any, ndim: int) -> list[int] | None:
@@ -179,15 +172,17 @@ def axes_of(node: Node, axes: Any, ndim: int) -> list[int] | None:
     return None if node.attributes.get("noop_with_empty_axes", 0) else list(range(ndim))
 
 
-operators({name: _reduction(function) for name, function in _REDUCTIONS.items()}, on_host=(1,))
+operators({name: functools.partial(_reduced, function) for name, function in _REDUCTIONS.items()}, on_host=(1,))
 
 
-def _arg(function: Function, node: Node, value: torch.Tensor) -> torch.Tensor:
+def _place(function: Function, node: Node, value: torch.Tensor) -> torch.Tensor:
     return function(value, node.attributes.get("axis", 0), keepdim=bool(node.attributes.get("keepdims", 1)))
 
 
-_PLACES = {"ArgMax": torch.argmax, "ArgMin": torch.argmin}
-operators({name: functools.partial(_arg, one) for name, one in _PLACES.items()}, allowed={"select_last_index": (0,)})
+operators(
+    {"ArgMax": functools.partial(_place, torch.argmax), "ArgMin": functools.partial(_place, torch.argmin)},
+    allowed={"select_last_index": (0,)},
+)
 
 
 @operator("TopK", on_host=(1,), most_outputs=2)

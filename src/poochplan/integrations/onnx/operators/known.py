@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,14 +70,25 @@ def to_tensor(value: Any, device: torch.device | None = None) -> torch.Tensor:
     return torch.tensor(value.copy(), device=device)
 
 
+def device_of(values: Iterable[Any]) -> torch.device | None:
+    """Of the first tensor among them."""
+    return next((value.device for value in values if isinstance(value, torch.Tensor)), None)
+
+
+def tensors(*values: Any) -> list[torch.Tensor]:
+    """All as tensors of one device."""
+    device = device_of(values)
+    return [to_tensor(value, device) for value in values]
+
+
 def operands(*values: Any) -> list[Any]:
     """Inputs of an elementwise operator: an array of one number becomes that number, any other a tensor.
 
     At least one of them is a tensor afterwards.
     """
-    device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
+    device = device_of(values)
     if device is None:
-        return [to_tensor(value) for value in values]
+        return tensors(*values)
     deepest = max(value.ndim for value in values if isinstance(value, torch.Tensor))
     return [
         value.item()
@@ -114,8 +125,7 @@ class OnnxNode(torch.nn.Module):
         if self.on_host:
             return HOST[self.kind](self, *inputs)
         if inputs and isinstance(inputs[0], np.ndarray) and inputs[0].ndim:
-            device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), None)
-            inputs[0] = to_tensor(inputs[0], device)
+            inputs[0] = to_tensor(inputs[0], device_of(inputs))
         return OPERATORS[self.kind].function(self, *inputs)
 
     def extra_repr(self) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from .known import OnnxNode as Node
-from .known import integers, operator, operators, to_tensor
+from .known import integers, operator, operators, tensors, to_tensor
 
 
 def asked_shape(node: Node, found: tuple[int, ...], asked: list[int]) -> list[int]:
@@ -21,6 +21,7 @@ def asked_shape(node: Node, found: tuple[int, ...], asked: list[int]) -> list[in
 
 operators(
     {
+        "Concat": lambda node, *values: torch.cat(tensors(*values), node.attributes["axis"]),
         "Flatten": lambda node, value: value.reshape(value.shape[: node.attributes.get("axis", 1)].numel(), -1),
         "Transpose": lambda node, value: value.permute(
             node.attributes.get("perm") or list(reversed(range(value.ndim)))
@@ -47,12 +48,6 @@ def _unsqueeze(node: Node, value: torch.Tensor, axes: Any) -> torch.Tensor:
     for axis in sorted(axis % (value.ndim + len(chosen)) for axis in chosen):
         value = value.unsqueeze(axis)
     return value
-
-
-@operator("Concat")
-def _concat(node: Node, *values: Any) -> torch.Tensor:
-    device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
-    return torch.cat([to_tensor(value, device) for value in values], node.attributes["axis"])
 
 
 @operator("Split", on_host=(1,), most_outputs=None)
