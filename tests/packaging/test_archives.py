@@ -16,10 +16,7 @@ from tests.packaging.folders import ROOT, listed_packages, package_folders
 
 HOMES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
 
-NATIVE = {
-    "poochplan/planner/simulator/native/evaluator.cpp",
-    "poochplan/runtime/arena/native/allocator.cpp",
-}
+NATIVE = {"poochplan/planner/simulator/native/evaluator.cpp", "poochplan/runtime/arena/native/allocator.cpp"}
 
 
 def shipped_files() -> dict[str, bytes]:
