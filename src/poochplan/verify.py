@@ -367,13 +367,12 @@ def run_record(
     timed = [step for step in steps[1:] if step.peak_bytes is None] or steps
     in_core_s = None if comparison is None else comparison.in_core.step_s
     left_steps = sum(step.fallbacks > 0 for step in steps)
-    predicted = "in_core_peak_bytes", "arena_bytes", "arena_live_bytes", "arena_peak_bytes", "memory"
-    compared = "difference", "compared_steps", "compared_tensors"
     return RunRecord(
         workload=plan.workload,
         plan_fingerprint=plan.fingerprint,
         versions=versions,
         host=host,
+        in_core_peak_bytes=prediction.in_core_peak_bytes,
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=max(prediction.peak_bytes, prediction.first_step_peak_bytes),
         measured_peak_bytes=max((step.peak_bytes for step in steps if step.peak_bytes is not None), default=None),
@@ -395,10 +394,15 @@ def run_record(
         fallback_reasons=tuple(total.fallback_reasons),
         departures=tuple(total.departures),
         bitwise_equal=None if comparison is None else comparison.difference is None,
-        **({"difference": None} if comparison is None else {name: getattr(comparison, name) for name in compared}),
+        difference=None if comparison is None else comparison.difference,
+        compared_steps=0 if comparison is None else comparison.compared_steps,
+        compared_tensors=0 if comparison is None else comparison.compared_tensors,
         allocated_peak_bytes=None if memory is None else memory.allocated_bytes,
         reserved_peak_bytes=None if memory is None else memory.reserved_bytes,
-        **{name: getattr(prediction, name) for name in predicted},
+        arena_bytes=prediction.arena_bytes,
+        arena_live_bytes=prediction.arena_live_bytes,
+        arena_peak_bytes=prediction.arena_peak_bytes,
+        memory=prediction.memory,
         predicted_live_peak_bytes=prediction.live_peak_bytes,
         why_not_served=_why_not_served(arena, why_not_served or ("steps left the plan" if left_steps else "")),
         **({} if arena is None else _served(arena)),

@@ -79,7 +79,8 @@ class PassProfile(Document, frozen=True, kw_only=True):
 
     def rows(self) -> dict[str, str]:
         """The rows that ``pooch profile --inference`` and ``pooch show`` print."""
-        static_bytes, peak_text = sum(self.static_bytes.values()), Memory.ALLOCATED.peak_text
+        static_bytes = sum(self.static_bytes.values())
+        peak_text = Memory.ALLOCATED.peak_text
         static = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.static_bytes.items() if size)
         taken_bytes = self.arena_bytes + self.outside_bytes
         above = f"{self.arena_bytes / self.arena_live_bytes - 1:.1%}" if self.arena_live_bytes else "nothing"

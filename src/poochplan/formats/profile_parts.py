@@ -124,8 +124,9 @@ class Memory(StrEnum):
     def peak_text(self, peak_bytes: int, live_bytes: int | None) -> str:
         """A peak in words; if it is of allocated bytes, also that of live bytes, where it is known."""
         peak = format_bytes(peak_bytes)
-        is_live = self is Memory.LIVE or live_bytes is None
-        return peak if is_live else f"{peak} allocated, {format_bytes(live_bytes or 0)} live"
+        if self is Memory.LIVE or live_bytes is None:
+            return peak
+        return f"{peak} allocated, {format_bytes(live_bytes)} live"
 
 
 class OpBlock(NamedTuple):

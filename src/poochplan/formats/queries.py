@@ -241,7 +241,7 @@ def limits(profile: ProfileData) -> tuple[str, ...]:
 def _compiled(profile: ProfileData) -> str:
     if profile.facts and profile.facts.graph_mode:
         return ""
-    saved = saved_values(profile)
+    saved = {*saved_values(profile)}
     inside: Counter[str] = Counter()
     for op in profile.ops:
         if op.name == COMPILED_REGION:
