@@ -68,7 +68,7 @@ def test_without_an_arena_the_smallest_budget_is_the_smallest_peak(pooch: Pooch,
     for arena, smallest in (("on", on), ("off", off)):
         made = pooch.json(f"plan {profile_path} --evaluations 50 --min --arena {arena} -o {arena}.json")
         assert made["budget_bytes"] == smallest
-    swept = pooch.json(f"sweep {profile_path} --policies ilp --points 2 --arena off --force")
+    swept = pooch.json(f"sweep {profile_path} --policies ilp --points 2 --arena off -o swept.csv")
     assert swept["smallest_budget_bytes"] == off
 
 

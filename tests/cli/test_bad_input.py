@@ -62,36 +62,37 @@ REFUSED = """
 2 plan no-such-profile.json --budget 60% -o nowhere/out.json
   ^nowhere/out.json: the folder nowhere does not exist; create it or name another$
 2 plan none.json --budget 60% | ^none.json: no such profile file; make one with `pooch profile`$
-2 plan {profile} --budget 60 | ^budget: expected 60%, 8GiB, 800MB or bytes, found '60'; did you mean 60%?$
-2 plan {profile} --budget 60% --max-gap wide | --max-gap: expected a share such as 30% or 0.3, found 'wide'
-2 plan {profile} --budget 60% --evaluations 20 --threads 2 | threads: expected 1 with evaluations, found 2
-2 plan {profile} --budget 60% --link 0GB/s | a rate above 0 such as 12GB/s
-2 plan {profile} --budget 60% --link=-1GB/s | found '-1GB/s'
-2 plan {profile} --budget 60% --compute-scale 0 | --compute-scale: expected a number above 0, found '0'
-2 plan {profile} --budget 60% --margin 1GiB | --margin: expected --device-memory beside it
-2 plan {profile} --device-memory lots | --device-memory: expected bytes such as 8GiB
-2 plan {profile} --device-memory 512MiB | expected more than the margin of 512 MiB
-2 plan {profile} --device-memory 1GiB --margin some | --margin: expected bytes such as 8GiB
-2 plan {profile} --device-memory 1GiB --budget 600MiB | --budget: expected at most 536870912 bytes
-3 plan {profile} --device-memory 4KiB --margin 0 | device memory: expected more than the
-2 plan {profile} --budget 85% --ranks-per-host 0
+2 plan {profile} -o p.json --budget 60 | ^budget: expected 60%, 8GiB, 800MB or bytes, found '60'; did you mean 60%?$
+2 plan {profile} -o p.json --budget 60% --max-gap wide | --max-gap: expected a share such as 30% or 0.3, found 'wide'
+2 plan {profile} -o p.json --budget 60% --evaluations 20 --threads 2 | threads: expected 1 with evaluations, found 2
+2 plan {profile} -o p.json --budget 60% --link 0GB/s | a rate above 0 such as 12GB/s
+2 plan {profile} -o p.json --budget 60% --link=-1GB/s | found '-1GB/s'
+2 plan {profile} -o p.json --budget 60% --compute-scale 0 | --compute-scale: expected a number above 0, found '0'
+2 plan {profile} -o p.json --budget 60% --margin 1GiB | --margin: expected --device-memory beside it
+2 plan {profile} -o p.json --device-memory lots | --device-memory: expected bytes such as 8GiB
+2 plan {profile} -o p.json --device-memory 512MiB | expected more than the margin of 512 MiB
+2 plan {profile} -o p.json --device-memory 1GiB --margin some | --margin: expected bytes such as 8GiB
+2 plan {profile} -o p.json --device-memory 1GiB --budget 600MiB | --budget: expected at most 536870912 bytes
+3 plan {profile} -o p.json --device-memory 4KiB --margin 0 | device memory: expected more than the
+2 plan {profile} -o p.json --budget 85% --ranks-per-host 0
   --ranks-per-host: expected a whole number of at least 1, found '0'
-2 plan {profile} --budget 90% --policy greedy --arena on
+2 plan {profile} -o p.json --budget 90% --policy greedy --arena on
   --arena on: expected --policy ilp, which alone plans for an arena, found greedy
-3 plan {profile} --budget 85% --policy keep-all
+3 plan {profile} -o p.json --budget 85% --policy keep-all
   the plan of policy 'keep-all' does not fit
   raise the budget, or take policy 'ilp'
 
 2 sweep no-such-profile.json -o nowhere/out.json
   ^nowhere/out.json: the folder nowhere does not exist; create it or name another$
-2 sweep {profile} --budgets 50%,60 | ^budget: expected 60%, 8GiB, 800MB or bytes, found '60'; did you mean 60%?$
-2 sweep {profile} --policies ilp,clever | policy 'clever' is unknown: expected ilp
-2 sweep {profile} --policies ilp,,greedy | --policies: expected names or sizes with commas between them
-2 sweep {profile} --budgets 60% --points 3 | not allowed with argument --budgets
-2 sweep {profile} --points 1 | a whole number of at least 2, found '1'
-3 sweep {profile} --device-memory 513KiB --margin 512KiB | expected at least
-2 sweep {profile} --budgets 2GiB --device-memory 1GiB | --budgets: expected at most 536870912 bytes
-2 sweep {profile} --png s.jpg | expected a file name that ends in .png
+2 sweep {profile} -o s.csv --budgets 50%,60
+  ^budget: expected 60%, 8GiB, 800MB or bytes, found '60'; did you mean 60%?$
+2 sweep {profile} -o s.csv --policies ilp,clever | policy 'clever' is unknown: expected ilp
+2 sweep {profile} -o s.csv --policies ilp,,greedy | --policies: expected names or sizes with commas between them
+2 sweep {profile} -o s.csv --budgets 60% --points 3 | not allowed with argument --budgets
+2 sweep {profile} -o s.csv --points 1 | a whole number of at least 2, found '1'
+3 sweep {profile} -o s.csv --device-memory 513KiB --margin 512KiB | expected at least
+2 sweep {profile} -o s.csv --budgets 2GiB --device-memory 1GiB | --budgets: expected at most 536870912 bytes
+2 sweep {profile} -o s.csv --png s.jpg | expected a file name that ends in .png
 
 2 simulate {profile} {plan} --trace trace.txt | expected a file name that ends in .json
 2 simulate {profile} {plan} --trace nowhere/t.json | the folder nowhere does not exist
