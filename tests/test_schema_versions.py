@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import pytest
 
 from poochplan.errors import InputFileError
-from poochplan.formats.files import read_struct, write_struct
+from poochplan.formats.files import Document, encode_readable
 from poochplan.formats.plan import SCHEMA_VERSION, Decision, Plan
 from poochplan.formats.profile import Phase, Profile
 from poochplan.planner.planning import plan, smallest_budget
@@ -16,7 +17,8 @@ from poochplan.planner.planning import plan, smallest_budget
 DATA = Path(__file__).parent / "data"
 
 
-class Sheet(msgspec.Struct, frozen=True, kw_only=True):
+class Sheet(Document, frozen=True, kw_only=True):
+    newest: ClassVar[int] = 2
     kind: str = "sheet"
     schema_version: int = 2
     added: str = ""
@@ -43,10 +45,6 @@ def test_a_plan_of_version_1_loads_with_all_that_the_runtime_does(tmp_path: Path
     assert (what_to_do.values, what_to_do.schedule) == (loaded.values, loaded.schedule)
     assert (what_to_do.handles, what_to_do.uses) == (loaded.handles, loaded.uses)
     assert what_to_do.record_from_start == loaded.record_from_start
-
-
-def test_a_plan_of_version_1_says_neither_versions_nor_host_nor_what_was_counted() -> None:
-    loaded = Plan.load(DATA / "plan-v1.json")
     assert (loaded.versions, loaded.host, loaded.solve.evaluations, loaded.solve.seed) == ({}, None, None, 0)
 
 
@@ -67,21 +65,20 @@ def test_what_was_not_written_yet_is_none_in_what_is_read(tmp_path: Path) -> Non
     assert profile.to_frame("layers")[["forward_median_s", "backward_spread_s"]].isna().all(axis=None)
 
 
-def test_what_the_runtime_takes_is_in_the_step_of_a_plan_that_said_it_beside(tmp_path: Path) -> None:
+def test_what_the_runtime_takes_is_in_the_step_of_a_plan_that_said_it_beside() -> None:
     on_disk = msgspec.json.decode((DATA / "plan-v1.json").read_bytes())["prediction"]
     found = Plan.load(DATA / "plan-v1.json").prediction
     assert on_disk["runtime_s"] > 0
     assert found.step_s == on_disk["step_s"] + on_disk["runtime_s"]
     assert found.overhead == found.step_s / found.in_core_step_s - 1
-    again = Plan.load(Plan.load(DATA / "plan-v1.json").save(tmp_path / "plan.json"))
-    assert again.prediction == found
 
 
 def test_a_reader_takes_every_version_up_to_its_own(tmp_path: Path) -> None:
     for version, loads in ((0, False), (1, True), (2, True), (3, False)):
-        path = write_struct(tmp_path / f"{version}.json", Sheet(schema_version=version))
+        path = tmp_path / f"{version}.json"
+        path.write_bytes(encode_readable(Sheet(schema_version=version)))
         if loads:
-            read_struct(path, Sheet, what="sheet", schema_version=2)
+            Sheet.load(path)
             continue
         with pytest.raises(InputFileError, match=f"expected sheet schema 1 or 2, found schema {version}; "):
-            read_struct(path, Sheet, what="sheet", schema_version=2)
+            Sheet.load(path)

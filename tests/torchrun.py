@@ -26,12 +26,7 @@ def torchrun(
 
 
 def started(
-    module: str,
-    *arguments: str,
-    ranks: int = 2,
-    launcher: Sequence[str] = TORCHRUN,
-    cwd: Path = ROOT,
-    **variables: str,
+    module: str, *arguments: str, ranks: int = 2, launcher: Sequence[str] = TORCHRUN, cwd: Path = ROOT, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """How the launcher ended, with what its processes have printed."""
     count = ["--nproc-per-node", str(ranks)] if launcher is TORCHRUN else []

@@ -37,8 +37,6 @@ from poochplan.torch_private.tensor_internals import pytree, storage_identity
 from poochplan.verify import METERED_STEPS, drop_gradients, seed_everything
 from poochplan.workload import Workload
 
-__all__ = ["traced_step"]
-
 _QUEUED = {"swap out": OUT_LINK, "prefetch": IN_LINK}
 
 
@@ -153,8 +151,7 @@ class StepLog:
         try:
             yield
         finally:
-            end = clock.mark()
-            self._between(clock, row, what, label, begin, end)
+            self.between(row, what, label, begin, clock.mark(), clock)
 
     def took(self, row: str, what: str, label: str, seconds: Callable[[], tuple[float, float]]) -> None:
         """Work that may not have run yet: ``seconds`` is called for its beginning and end, in seconds since the origin,
@@ -163,12 +160,10 @@ class StepLog:
         if self.is_on:
             self._entries.append((row, what, label, seconds))
 
-    def between(self, row: str, what: str, label: str, begin: Any, end: Any) -> None:
-        """Work ran between two marks of the compute stream's clock."""
-        self._between(self.clock, row, what, label, begin, end)
-
-    def _between(self, clock: Clock, row: str, what: str, label: str, begin: Any, end: Any) -> None:
-        self.took(row, what, label, lambda: (self.since_origin(clock, begin), self.since_origin(clock, end)))
+    def between(self, row: str, what: str, label: str, begin: Any, end: Any, clock: Clock | None = None) -> None:
+        """Work ran between two marks of a clock, by default the compute stream's."""
+        since = partial(self.since_origin, clock or self.clock)
+        self.took(row, what, label, lambda: (since(begin), since(end)))
 
     def live(self, size_bytes: int) -> None:
         """That many bytes are live from here on."""

@@ -367,7 +367,7 @@ def run_record(
     timed = [step for step in steps[1:] if step.peak_bytes is None] or steps
     in_core_s = None if comparison is None else comparison.in_core.step_s
     left_steps = sum(step.fallbacks > 0 for step in steps)
-    record = RunRecord(
+    return RunRecord(
         workload=plan.workload,
         plan_fingerprint=plan.fingerprint,
         versions=versions,
@@ -382,10 +382,10 @@ def run_record(
         planned_step_s=planned.step_s,
         predicted_overhead=prediction.overhead,
         measured_overhead=planned.step_s / (in_core_s or prediction.in_core_step_s) - 1,
-        out_bytes=_median(timed, "out_bytes"),
-        in_bytes=_median(timed, "in_bytes"),
+        out_bytes=int(statistics.median(step.out_bytes for step in timed)),
+        in_bytes=int(statistics.median(step.in_bytes for step in timed)),
         replay_s=statistics.median(step.replay_s for step in timed),
-        replayed_values=_median(timed, "replayed_values"),
+        replayed_values=int(statistics.median(step.replayed_values for step in timed)),
         stall_s=statistics.median(step.stall_s for step in timed),
         contradiction="" if left_steps else contradiction(plan, planned.step_s, in_core_s),
         steps=len(steps),
@@ -405,18 +405,24 @@ def run_record(
         memory=prediction.memory,
         predicted_live_peak_bytes=prediction.live_peak_bytes,
         why_not_served=_why_not_served(arena, why_not_served or ("steps left the plan" if left_steps else "")),
+        **({} if arena is None else _served(arena)),
     )
-    if arena is None:
-        return record
-    return msgspec.structs.replace(
-        record,
-        served_arena_bytes=arena.size_bytes or None,
-        served_blocks=arena.served,
-        served_bytes=arena.served_bytes,
-        unserved_blocks=arena.unplanned + arena.taken,
-        unserved_bytes=arena.unplanned_bytes + arena.taken_bytes,
-        unserved=_unserved(arena),
-    )
+
+
+def _served(arena: ArenaReport) -> dict[str, Any]:
+    """The fields about the blocks of the last step that the arena served, or should have."""
+    why = {"unplanned": "not expected there", "taken": "its place was in use"}
+    return {
+        "served_arena_bytes": arena.size_bytes or None,
+        "served_blocks": arena.served,
+        "served_bytes": arena.served_bytes,
+        "unserved_blocks": arena.unplanned + arena.taken,
+        "unserved_bytes": arena.unplanned_bytes + arena.taken_bytes,
+        "unserved": tuple(
+            f"{format_bytes(one.size_bytes)} in {one.layer or OUTSIDE}, {why.get(one.why, one.why)}"
+            for one in arena.unserved
+        ),
+    }
 
 
 def worst_of(records: Sequence[RunRecord]) -> RunRecord:
@@ -464,16 +470,3 @@ def _why_not_served(arena: ArenaReport | None, known: str) -> str:
     if arena.larger_bytes:
         return f"the arena would be {format_bytes(arena.larger_bytes)} above what the budget has room for"
     return ""
-
-
-def _unserved(arena: ArenaReport) -> tuple[str, ...]:
-    """The first blocks that lay outside the arena, unlike planned, and the reasons."""
-    why = {"unplanned": "not expected there", "taken": "its place was in use"}
-    return tuple(
-        f"{format_bytes(one.size_bytes)} in {one.layer or OUTSIDE}, {why.get(one.why, one.why)}"
-        for one in arena.unserved
-    )
-
-
-def _median(steps: Sequence[StepReport], field: str) -> int:
-    return int(statistics.median(getattr(step, field) for step in steps))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.artist import Artist
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from poochplan.cli import main
 
@@ -19,12 +24,16 @@ import torch
 import poochplan
 
 
+def _of(model, *shape: int, is_trained: bool = True) -> poochplan.Workload:
+    images = torch.randn(shape)
+    optimizer = torch.optim.AdamW(model.parameters()) if is_trained else None
+    return poochplan.Workload(model, lambda: model(images).square().mean(), optimizer)
+
+
 def small(width: int = 64, depth: int = 4, batch_size: int = 128) -> poochplan.Workload:
     layers = [layer for _ in range(depth) for layer in (torch.nn.Linear(width, width), torch.nn.GELU())]
     model = torch.nn.Sequential(*layers, torch.nn.Dropout(0.1), torch.nn.BatchNorm1d(width))
-    images = torch.randn(batch_size, width)
-    optimizer = torch.optim.AdamW(model.parameters())
-    return poochplan.Workload(model, lambda: model(images).square().mean(), optimizer)
+    return _of(model, batch_size, width)
 
 
 class Boxed(torch.nn.Module):
@@ -37,9 +46,7 @@ class Boxed(torch.nn.Module):
 
 
 def boxed() -> poochplan.Workload:
-    model, images = Boxed(small().model), torch.randn(512, 64)
-    optimizer = torch.optim.AdamW(model.parameters())
-    return poochplan.Workload(model, lambda: model(images).square().mean(), optimizer)
+    return _of(Boxed(small().model), 512, 64)
 
 
 def nested() -> poochplan.Workload:
@@ -49,13 +56,7 @@ def nested() -> poochplan.Workload:
     block.add_module("contract", torch.nn.Linear(256, 64))
     for depth in range(12):
         block = torch.nn.Sequential(*[torch.nn.Sequential()] * depth, block)
-    images = torch.randn(128, 64)
-    return poochplan.Workload(block, lambda: block(images).square().mean())
-
-
-def noisy() -> poochplan.Workload:
-    print("a workload that prints")
-    return small()
+    return _of(block, 128, 64, is_trained=False)
 
 
 def no_workload():
@@ -131,22 +132,46 @@ class Result:
         assert lines[0].startswith("pooch: error: ")
         return lines[0].removeprefix("pooch: error: ")
 
+    @property
+    def data(self) -> Any:
+        """What ``--json`` printed."""
+        return json.loads(self.out)
 
-Pooch = Callable[..., Result]
+
+class Pooch:
+    """``pooch`` as a function: of a command line, in one or several parts."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
+        self._capfd = capfd
+
+    def __call__(self, command: str, *arguments: object) -> Result:
+        self._capfd.readouterr()
+        code = main([word for part in (command, *arguments) for word in shlex.split(str(part))])
+        captured = self._capfd.readouterr()
+        return Result(code, captured.out, captured.err)
+
+    def ok(self, command: str, *arguments: object) -> Result:
+        """The result of a command that ends with code 0."""
+        result = self(command, *arguments)
+        assert result.code == 0, result.err
+        return result
+
+    def json(self, command: str, *arguments: object) -> Any:
+        """The data of such a command."""
+        return self.ok(command, *arguments, "--json").data
+
+    def refused(self, command: str, *arguments: object, code: int = 2) -> str:
+        """The one line of a command that ends with that code."""
+        result = self(command, *arguments)
+        assert result.code == code, result
+        return result.error
 
 
 @pytest.fixture
 def pooch(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pooch:
-    """Runs ``pooch`` with the given arguments, in an empty folder."""
+    """Runs ``pooch`` in an empty folder."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: object) -> Result:
-        capfd.readouterr()
-        code = main([str(argument) for argument in arguments])
-        captured = capfd.readouterr()
-        return Result(code, captured.out, captured.err)
-
-    return run
+    return Pooch(capfd)
 
 
 @pytest.fixture(scope="session")
@@ -158,11 +183,16 @@ def workloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def profile_path(workloads: Path) -> Path:
+def small(workloads: Path) -> str:
+    """The name of the workload that ``profile_path`` and ``plan_path`` are of."""
+    return f"{workloads}:small"
+
+
+@pytest.fixture(scope="session")
+def profile_path(small: str, workloads: Path) -> Path:
     """A profile of ``small``."""
     path = workloads.with_name("small.profile.json")
-    arguments = ["profile", f"{workloads}:small", "-o", str(path), "--iterations", "1", "--warmup", "1"]
-    assert _quietly(arguments) == 0
+    assert _quietly(["profile", small, "-o", str(path), "--iterations", "1", "--warmup", "1"]) == 0
     return path
 
 
@@ -178,3 +208,11 @@ def _quietly(arguments: list[str]) -> int:
     with open(os.devnull, "w") as nowhere, pytest.MonkeyPatch.context() as patch:  # noqa: PTH123
         patch.setattr("sys.stdout", nowhere)
         return main(arguments)
+
+
+def outside(figure: Figure, *labels: Artist) -> list[Artist]:
+    """The texts, legends and labels of a figure that are not wholly inside it, once it is drawn."""
+    FigureCanvasAgg(figure).draw()
+    boxes = {one: one.get_window_extent() for one in (*figure.texts, *figure.legends, *labels)}
+    width, height = figure.bbox.x1, figure.bbox.y1
+    return [one for one, box in boxes.items() if not (0 <= box.x0 < box.x1 <= width and 0 <= box.y0 < box.y1 <= height)]

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import pytest
 
 import poochplan
 from poochplan.formats.profile import Memory
-from poochplan.runtime.arena.library import why_unavailable
-
-Pooch = Any
-ARENA_FIELDS = {"arena_bytes", "arena_live_bytes", "arena_peak_bytes", "live_peak_bytes", "memory"}
-with_allocator = pytest.mark.skipif(bool(why_unavailable()), reason="no compiled allocator can be built here")
+from tests.cli.conftest import Pooch
+from tests.runtime.served import needs_compiler
 
 
 def rows(text: str) -> dict[str, str]:
@@ -34,16 +31,14 @@ def rows(text: str) -> dict[str, str]:
 @pytest.fixture
 def live_profile(profile_path: Path, tmp_path: Path) -> Path:
     """The profile as it is taken where no allocator can be built."""
-    import msgspec
-
     profile = poochplan.Profile.load(profile_path)
     ops = tuple(msgspec.structs.replace(op, blocks=(), workspace_bytes=0) for op in profile.ops)
     return msgspec.structs.replace(profile, ops=ops, memory=Memory.LIVE).save(tmp_path / "live.profile.json")
 
 
-@with_allocator
+@needs_compiler
 def test_a_plan_says_what_its_budget_is_on_and_what_its_arena_takes(pooch: Pooch, profile_path: Path) -> None:
-    shown = rows(pooch("plan", profile_path, "--budget", "90%", "-o", "on.json").out)
+    shown = rows(pooch(f"plan {profile_path} --budget 90% -o on.json").out)
     plan = poochplan.Plan.load("on.json")
     assert plan.prediction.arena_peak_bytes is not None
     assert plan.prediction.arena_peak_bytes <= plan.budget_bytes
@@ -53,50 +48,39 @@ def test_a_plan_says_what_its_budget_is_on_and_what_its_arena_takes(pooch: Pooch
     assert "no allocator" not in shown
 
 
-@with_allocator
+@needs_compiler
 def test_the_budget_that_is_offered_keeps_everything_in_its_arena(pooch: Pooch, profile_path: Path) -> None:
-    offer = rows(pooch("plan", profile_path, "--budget", "90%", "-o", "on.json").out)["everything kept"]
+    offer = rows(pooch(f"plan {profile_path} --budget 90% -o on.json").out)["everything kept"]
     asked = re.fullmatch(r"--budget (\S+%): the same step from one arena of (\S+ \w+)", offer)
     assert asked is not None
-    result = pooch("plan", profile_path, "--budget", asked[1], "-o", "kept.json", "--json")
-    found = json.loads(result.out)
+    found = pooch.json(f"plan {profile_path} --budget {asked[1]} -o kept.json")
     assert found["arena_within_budget"] is True
     assert found["arena_peak_bytes"] == found["kept_arena_peak_bytes"] <= found["budget_bytes"]
-    assert {name: row["values"] for name, row in found["decisions"].items() if name != "keep"} == {
-        "swap": 0,
-        "recompute": 0,
-    }
-    assert rows(pooch("show", "kept.json").out)["arena"].startswith(asked[2])
+    assert {name for name, row in found["decisions"].items() if row["values"]} == {"keep"}
+    assert rows(pooch("show kept.json").out)["arena"].startswith(asked[2])
 
 
-@with_allocator
+@needs_compiler
 def test_without_an_arena_the_smallest_budget_is_the_smallest_peak(pooch: Pooch, profile_path: Path) -> None:
-    budgets = {}
-    for arena in ("on", "off"):
-        result = pooch("plan", profile_path, "--min", "--arena", arena, "-o", f"{arena}.json", "--json")
-        budgets[arena] = json.loads(result.out)["budget_bytes"]
     profile = poochplan.Profile.load(profile_path)
-    assert budgets["off"] == poochplan.smallest_budget(profile, arena="off")
-    assert budgets["on"] == poochplan.smallest_budget(profile, arena="on") >= budgets["off"]
-
-
-def test_a_policy_that_decides_alone_is_refused_an_arena(pooch: Pooch, profile_path: Path) -> None:
-    result = pooch("plan", profile_path, "--budget", "90%", "--policy", "greedy", "--arena", "on")
-    assert result.code == 2
-    assert "--arena on: expected --policy ilp, which alone plans for an arena, found greedy" in result.error
+    on, off = (poochplan.smallest_budget(profile, arena=arena) for arena in ("on", "off"))
+    assert on >= off
+    for arena, smallest in (("on", on), ("off", off)):
+        made = pooch.json(f"plan {profile_path} --evaluations 50 --min --arena {arena} -o {arena}.json")
+        assert made["budget_bytes"] == smallest
+    swept = pooch.json(f"sweep {profile_path} --policies ilp --points 2 --arena off -o swept.csv")
+    assert swept["smallest_budget_bytes"] == off
 
 
 def test_a_plan_from_live_bytes_says_what_to_install(pooch: Pooch, live_profile: Path) -> None:
-    result = pooch("plan", live_profile, "--budget", "90%", "-o", "live.json")
-    assert result.code == 0
-    assert "install g++ or clang++" in rows(result.out)["no allocator"]
-    assert "allocated" not in rows(result.out)["predicted peak"]
+    shown = rows(pooch.ok(f"plan {live_profile} --budget 90% -o live.json").out)
+    assert "install g++ or clang++" in shown["no allocator"]
+    assert "allocated" not in shown["predicted peak"]
 
 
-@with_allocator
-def test_a_run_says_what_was_served_and_its_file_has_it(pooch: Pooch, workloads: Path, plan_path: Path) -> None:
-    run = ("run", f"{workloads}:small", "--plan", plan_path, "--timed", "3", "--check", "-o", "run.json")
-    shown = rows(pooch(*run, "--arena", "on").out)
+@needs_compiler
+def test_a_run_says_what_was_served_and_its_file_has_it(pooch: Pooch, small: str, plan_path: Path) -> None:
+    shown = rows(pooch(f"run {small} --plan {plan_path} --timed 3 --check -o run.json --arena on").out)
     served = re.fullmatch(r"(\d+) blocks, .* a step, from one arena of \S+ \w+", shown["served from the arena"])
     assert served is not None
     assert shown["gradients bitwise equal"].startswith("yes")
@@ -105,31 +89,15 @@ def test_a_run_says_what_was_served_and_its_file_has_it(pooch: Pooch, workloads:
     assert record["served_arena_bytes"] <= record["arena_bytes"] + record["budget_bytes"] - record["arena_peak_bytes"]
     assert record["unserved_blocks"] >= len(record["unserved"])
     assert (record["why_not_served"], record["bitwise_equal"]) == ("", True)
-    assert f"{served[1]} blocks" in rows(pooch("show", "run.json").out)["served from the arena"]
+    assert f"{served[1]} blocks" in rows(pooch("show run.json").out)["served from the arena"]
 
 
 def test_a_run_without_an_arena_says_why(
-    pooch: Pooch, workloads: Path, plan_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pooch: Pooch, small: str, plan_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = ("run", f"{workloads}:small", "--plan", plan_path, "--steps", "1", "--timed", "1")
-    assert rows(pooch(*run, "--arena", "off").out)["served from the arena"] == "nothing: --arena off"
+    run = f"run {small} --plan {plan_path} --steps 1 --timed 1"
+    assert rows(pooch(run, "--arena", "off").out)["served from the arena"] == "nothing: --arena off"
     monkeypatch.setenv("CXX", "nonesuch")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
-    assert "install g++ or clang++" in rows(pooch(*run).out)["served from the arena"]
-    result = pooch(*run, "--arena", "on")
-    assert result.code == 2
-    assert 'arena: expected "on" to be possible, found CXX=nonesuch' in result.error
-
-
-def test_a_simulated_step_has_the_plan_s_arena(pooch: Pooch, profile_path: Path, plan_path: Path) -> None:
-    data = json.loads(pooch("simulate", profile_path, plan_path, "--json").out)
-    found = poochplan.Plan.load(plan_path).prediction
-    assert {name: data[name] for name in ARENA_FIELDS} == {name: getattr(found, name) for name in ARENA_FIELDS}
-    assert data["arena_peak_bytes"] is not None
-
-
-@with_allocator
-def test_a_sweep_without_an_arena_begins_at_the_smallest_peak(pooch: Pooch, profile_path: Path) -> None:
-    result = pooch("sweep", profile_path, "--policies", "ilp", "--points", "2", "--arena", "off", "--json", "--force")
-    smallest = poochplan.smallest_budget(poochplan.Profile.load(profile_path), arena="off")
-    assert json.loads(result.out)["smallest_budget_bytes"] == smallest
+    assert "install g++ or clang++" in rows(pooch(run).out)["served from the arena"]
+    assert 'arena: expected "on" to be possible, found CXX=nonesuch' in pooch.refused(run, "--arena", "on")

@@ -3,110 +3,165 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from poochplan import Plan, Profile, smallest_budget
+from tests.cli.conftest import Pooch
 
-Pooch = Any
+FIT = "fit {small} --device-memory 1MiB --roofline 50e12,2e12 --margin 0 --evaluations 300"
+REFUSED = """
+2  | ^the following arguments are required: VERB; see `pooch --help`
+2 profil | invalid choice: 'profil'
+2 show none.json | ^none.json: no such file; name one that pooch profile
+
+2 profile w.toml --set batch | --set: expected name=value, such as batch_size=64, found 'batch'
+2 profile w.toml --set a=1 --set a=2 | --set: 'a' is given twice
+2 profile w.toml --throttle fast | --throttle: expected a rate such as 400MB/s
+2 profile w.toml --device tpu | device: expected "cpu", "cuda" or "cuda:N", found 'tpu'
+2 profile w.toml -o missing/p.json | the folder missing does not exist
+2 profile nowhere.toml | ^nowhere.toml: no such workload file
+1 profile {workloads}:no_scalar | step | found shape [4, 8]
+1 profile {workloads}:calls_backward | step(): expected forward only, found that it calls backward
+1 profile {workloads}:fails | two lines of trouble | -v
+1 profile {workloads}:too_large --mode run | model and data, expected memory for 4096 TiB | --mode fake
+1 profile {workloads}:grows_too_large --mode run
+  step ran out of memory: expected memory for 4096
+  --mode fake
+2 profile {small} --mode run --roofline v100
+  --roofline: mode run measures durations; drop it, or add --mode fake
+2 profile {small} --mode swap-all --roofline v100 | --roofline: mode swap-all measures durations; drop it
+2 profile {small} --mode fake --iterations 7 | --iterations: mode fake times no steps; drop --iterations
+2 profile {small} --roofline v100 --iterations 7 | --iterations: mode fake times no steps; drop --iterations
+2 profile {small} --mode fake --roofline v100 --throttle 1GB/s | --throttle: a roofline moves no bytes
+2 profile {small} --mode fake --roofline v100 --cached-link
+  ^--cached-link: a roofline's link is a preset; drop --cached-link$
+2 profile {small} --inference --mode fake | ^--mode fake: with --inference
+2 profile {small} --inference --mode swap-all | ^--mode swap-all: with --inference
+2 profile {small} --inference --throttle 1GB/s | ^--throttle: with --inference
+2 profile {small} --inference --accumulate | ^--accumulate: with --inference
+2 profile {small} --inference --top 3 | ^--top: with --inference
+2 profile {small} --nproc 1 | --nproc: expected a whole number of at least 2, found '1'
+2 profile {small} --nproc 2 --mode fake
+  --nproc: expected steps of several ranks, found --mode fake: a step without memory
+2 profile {small} --nproc 2 --roofline v100 | --nproc: expected steps of several ranks, found --roofline
+2 profile {small} --nproc 2 --inference | --nproc: expected steps of several ranks, found --inference
+2 profile {small} --nproc 2 --cached-link | --nproc: expected steps of several ranks, found --cached-link
+
+2 plan p.json | expected --budget, --min or --device-memory, found none of them; see `pooch plan
+2 plan p.json --budget 60% --min | argument --min: not allowed with argument --budget
+2 plan p.json --budget 60% --threads none | a whole number of at least 1, found 'none'
+2 plan p.json --budget 60% --gap -1 | a number above 0, found '-1'
+2 plan p.json --budget 60% --seed -1 | a whole number of at least 0, found '-1'
+2 plan p.json --budget 60% --evaluations 9 --time-limit 60
+  argument --time-limit: not allowed with argument --evaluations
+2 plan p.json --budget 60% --timeline plan.jpg | expected a file name that ends in .png
+2 plan no-such-profile.json --budget 60% -o nowhere/out.json
+  ^nowhere/out.json: the folder nowhere does not exist; create it or name another$
+2 plan none.json --budget 60% | ^none.json: no such profile file; make one with `pooch profile`$
+2 plan {profile} -o p.json --budget 60 | ^budget: expected 60%, 8GiB, 800MB or bytes, found '60'; did you mean 60%?$
+2 plan {profile} -o p.json --budget 60% --max-gap wide | --max-gap: expected a share such as 30% or 0.3, found 'wide'
+2 plan {profile} -o p.json --budget 60% --evaluations 20 --threads 2 | threads: expected 1 with evaluations, found 2
+2 plan {profile} -o p.json --budget 60% --link 0GB/s | a rate above 0 such as 12GB/s
+2 plan {profile} -o p.json --budget 60% --link=-1GB/s | found '-1GB/s'
+2 plan {profile} -o p.json --budget 60% --compute-scale 0 | --compute-scale: expected a number above 0, found '0'
+2 plan {profile} -o p.json --budget 60% --margin 1GiB | --margin: expected --device-memory beside it
+2 plan {profile} -o p.json --device-memory lots | --device-memory: expected bytes such as 8GiB
+2 plan {profile} -o p.json --device-memory 512MiB | expected more than the margin of 512 MiB
+2 plan {profile} -o p.json --device-memory 1GiB --margin some | --margin: expected bytes such as 8GiB
+2 plan {profile} -o p.json --device-memory 1GiB --budget 600MiB | --budget: expected at most 536870912 bytes
+3 plan {profile} -o p.json --device-memory 4KiB --margin 0 | device memory: expected more than the
+2 plan {profile} -o p.json --budget 85% --ranks-per-host 0
+  --ranks-per-host: expected a whole number of at least 1, found '0'
+2 plan {profile} -o p.json --budget 90% --policy greedy --arena on
+  --arena on: expected --policy ilp, which alone plans for an arena, found greedy
+3 plan {profile} -o p.json --budget 85% --policy keep-all
+  the plan of policy 'keep-all' does not fit
+  raise the budget, or take policy 'ilp'
+
+2 sweep no-such-profile.json -o nowhere/out.json
+  ^nowhere/out.json: the folder nowhere does not exist; create it or name another$
+2 sweep {profile} -o s.csv --budgets 50%,60
+  ^budget: expected 60%, 8GiB, 800MB or bytes, found '60'; did you mean 60%?$
+2 sweep {profile} -o s.csv --policies ilp,clever | policy 'clever' is unknown: expected ilp
+2 sweep {profile} -o s.csv --policies ilp,,greedy | --policies: expected names or sizes with commas between them
+2 sweep {profile} -o s.csv --budgets 60% --points 3 | not allowed with argument --budgets
+2 sweep {profile} -o s.csv --points 1 | a whole number of at least 2, found '1'
+3 sweep {profile} -o s.csv --device-memory 513KiB --margin 512KiB | expected at least
+2 sweep {profile} -o s.csv --budgets 2GiB --device-memory 1GiB | --budgets: expected at most 536870912 bytes
+2 sweep {profile} -o s.csv --png s.jpg | expected a file name that ends in .png
+
+2 simulate {profile} {plan} --trace trace.txt | expected a file name that ends in .json
+2 simulate {profile} {plan} --trace nowhere/t.json | the folder nowhere does not exist
+2 show {plan} --picture strip.pdf | expected a file name that ends in .png
+2 show {plan} {plan} --picture two.png | expected one profile or one plan to draw, found 2 files
+
+2 run w.toml --plan p.json --steps 0 | a whole number of at least 1, found '0'
+2 run {small} --plan none.json | ^none.json: no such plan file; make one with `pooch plan`$
+2 run {small} --plan {plan} --trace trace.txt | expected a file name that ends in .json
+2 run {small} --plan {plan} --trace nowhere/t.json | the folder nowhere does not exist
+2 run no_such_package.models:build --plan {plan} | no module named 'no_such_package'
+1 run {small} --plan {plan} --set width=32
+  expected 0.weight float32[64, 64], found 0.weight float32[32, 32]
+1 run {small} --plan {plan} --set width=32 --check
+  expected 0.weight float32[64, 64], found 0.weight float32[32, 32]
+2 run {small} --plan {plan} --cap
+  ^--cap: expected a plan for cuda, whose allocator takes a limit, found one for cpu$
+2 run {small} --plan {plan} --margin 1GiB | --margin: expected --cap beside it
+2 run {small} --plan {plan} --certificate a.json | --certificate: expected --check beside it
+1 run {small} --plan {plan} --spill-dir nowhere | spill directory nowhere: expected a folder, found none
+2 run {small} | expected --plan FILE, or --compile with --budget, found neither; name the plan to follow
+2 run {small} --compile | --compile: expected --budget or --plan beside it, found neither; add --budget 60%
+2 run {small} --budget 60%
+  --budget: expected --compile beside it, found none; pooch plan makes a plan without it
+2 run {small} --compile --budget 60% --plan p.json | expected --budget or --plan, found both; leave one
+2 run {small} --compile --plan p.json --plan q.json | --compile: expected one plan, found 2
+2 run {small} --plan p.json --save-plan q.json | --save-plan: expected --compile and --budget beside it
+2 run {small} --compile --plan p.json --save-plan q.json | expected --compile and --budget beside it
+2 run {small} --compile --budget 60% --picture p.png | --picture: expected no --compile
+2 run {small} --compile --budget 60% --timeline p.png | --timeline: expected no --compile
+
+2 fit {small} --vary batch_size | ^device memory: expected a size such as 16GiB, found none; name it$
+2 {fit} --vary batchsize | unknown parameter 'batchsize'; did you mean batch_size?; it takes width, depth
+2 {fit} --vary batch_size --set batch_size=4 | expected it to be varied alone, found it set to 4
+3 {fit} --vary batch_size --device-memory 64KiB | the smallest possible peak of batch_size 2
+2 {fit} --vary batch_size --max-overhead 30 | expected a share such as 30% or 0.3, found '30'
+2 {fit} --vary batch_size --from 9 --to 8 | expected values from 1 up, found 9 to 8
+2 {fit} --vary batch_size --roofline v1000 | roofline: expected v100, a100, h100, h200
+2 {fit} --vary batch_size -o plan.txt | expected a file name that ends in .json
+2 fit char_rnn --vary lr --device-memory 1GiB --roofline 50e12,2e12
+  lr: expected a parameter that is a whole number, found 0.002 of type float
+  those of char_rnn are: batch_size, sequence_length, width, layers, chunks, seed
+"""
+"""Exit code, command and what its line says, after a bar or on lines of their own; ``^`` and ``$`` are its ends."""
+CASES = re.split(r"\n+(?=\d)", REFUSED.strip())
 
 
-def edited(path: Path, target: Path, **changes: object) -> Path:
-    """A copy of a JSON file with some fields changed."""
-    target.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    return target
-
-
-# -- the command line itself ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "the following arguments are required: VERB; see `pooch --help`"),
-        (["profil"], "invalid choice: 'profil'"),
-        (["plan", "p.json"], "expected --budget, --min or --device-memory, found none of them; see `pooch plan"),
-        (["plan", "p.json", "--budget", "60%", "--min"], "argument --min: not allowed with argument --budget"),
-        (["plan", "p.json", "--budget", "60%", "--threads", "none"], "a whole number of at least 1, found 'none'"),
-        (["plan", "p.json", "--budget", "60%", "--gap", "-1"], "a number above 0, found '-1'"),
-        (["plan", "p.json", "--budget", "60%", "--seed", "-1"], "a whole number of at least 0, found '-1'"),
-        (
-            ["plan", "p.json", "--budget", "60%", "--evaluations", "9", "--time-limit", "60"],
-            "argument --time-limit: not allowed with argument --evaluations",
-        ),
-        (["run", "w.toml", "--plan", "p.json", "--steps", "0"], "a whole number of at least 1, found '0'"),
-        (["profile", "w.toml", "--set", "batch"], "--set: expected name=value, such as batch_size=64, found 'batch'"),
-        (["profile", "w.toml", "--set", "a=1", "--set", "a=2"], "--set: 'a' is given twice"),
-        (["profile", "w.toml", "--throttle", "fast"], "--throttle: expected a rate such as 400MB/s"),
-        (["profile", "w.toml", "--device", "tpu"], 'device: expected "cpu", "cuda" or "cuda:N", found \'tpu\''),
-        (["profile", "w.toml", "-o", "missing/p.json"], "the folder missing does not exist"),
-        (["plan", "p.json", "--budget", "60%", "--timeline", "plan.jpg"], "expected a file name that ends in .png"),
-    ],
-)
-def test_a_wrong_command_line_ends_with_code_2(pooch: Pooch, arguments: list[str], message: str) -> None:
-    result = pooch(*arguments)
-    assert result.code == 2
-    assert message in result.error
-
-
-def test_a_cap_is_for_cuda_and_a_margin_is_for_a_cap(pooch: Pooch, workloads: Path, plan_path: Path) -> None:
-    capped = pooch("run", f"{workloads}:small", "--plan", plan_path, "--cap")
-    assert capped.code == 2
-    assert capped.error == "--cap: expected a plan for cuda, whose allocator takes a limit, found one for cpu"
-    alone = pooch("run", f"{workloads}:small", "--plan", plan_path, "--margin", "1GiB")
-    assert alone.code == 2
-    assert "--margin: expected --cap beside it" in alone.error
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.splitlines()[0])
+def test_bad_input_is_one_line_with_its_code_and_nothing_is_written(
+    pooch: Pooch, workloads: Path, profile_path: Path, plan_path: Path, tmp_path: Path, case: str
+) -> None:
+    asked, *said = re.split(r" \| |\n  ", case)
+    code, _, command = asked.partition(" ")
+    names = {"workloads": workloads, "small": f"{workloads}:small", "profile": profile_path, "plan": plan_path}
+    error = pooch.refused(command.replace("{fit}", FIT).format(**names), code=int(code))
+    assert [part for part in said if part not in f"^{error}$"] == [], error
+    assert said
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there(pooch: Pooch, workloads: Path) -> None:
-    result = pooch("profile", f"{workloads}:small", "--device", "cuda")
-    assert result.code == 2
-    assert "expected a CUDA device, found none that torch can use" in result.error
-    assert "a GPU that is not there with `pooch profile --mode fake --roofline h200` (or v100, a100)" in result.error
-
-
-# -- workloads -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "target", ["nowhere.toml", "nowhere.py:build", "no_such_package.models:build", "nowhere", "a:b:"]
-)
-@pytest.mark.parametrize("verb", ["profile", "run"])
-def test_a_workload_that_does_not_exist(pooch: Pooch, plan_path: Path, verb: str, target: str) -> None:
-    result = pooch(verb, target, *(["--plan", plan_path] if verb == "run" else []))
-    assert result.code == 2
-    assert target.partition(":")[0] in result.error
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "code", "said"),
-    [
-        ("smal", [], 2, ["no function 'smal'; did you mean small?"]),
-        ("no_workload", [], 2, ["found torch.nn.modules.linear.Linear", "return poochplan.Workload(model=..., "]),
-        ("small", ["--set", "batchsize=4"], 2, ["unknown parameter 'batchsize'; did you mean batch_size?"]),
-        ("no_scalar", [], 1, ["step", "found shape [4, 8]"]),
-        ("calls_backward", [], 1, ["step(): expected forward only, found that it calls backward"]),
-        ("fails", [], 1, ["two lines of trouble", "-v"]),
-        ("too_large", ["--mode", "run"], 1, ["model and data, expected memory for 4096 TiB", "--mode fake"]),
-        ("grows_too_large", ["--mode", "run"], 1, ["step ran out of memory: expected memory for 4096", "--mode fake"]),
-    ],
-)
-def test_a_workload_that_cannot_be_profiled_is_one_line(
-    pooch: Pooch, workloads: Path, name: str, options: list[str], code: int, said: list[str]
-) -> None:
-    result = pooch("profile", f"{workloads}:{name}", *options)
-    assert result.code == code
-    assert [part for part in said if part not in result.error] == []
-    assert not Path(f"{name}.profile.json").exists()
+def test_a_device_that_is_not_there(pooch: Pooch, small: str) -> None:
+    error = pooch.refused(f"profile {small} --device cuda")
+    assert "expected a CUDA device, found none that torch can use" in error
+    assert "a GPU that is not there with `pooch profile --mode fake --roofline h200` (or v100, a100)" in error
 
 
 def test_verbose_shows_the_traceback_as_well(pooch: Pooch, workloads: Path) -> None:
-    result = pooch("profile", f"{workloads}:fails", "-v")
+    result = pooch(f"profile {workloads}:fails -v")
     assert result.code == 1
     assert "Traceback (most recent call last)" in result.err
     assert "raise ValueError" in result.err
@@ -116,147 +171,86 @@ def test_verbose_shows_the_traceback_as_well(pooch: Pooch, workloads: Path) -> N
 # -- profiles and plans --------------------------------------------------------------------------------------------
 
 
-FILES: dict[str, tuple[Callable[[Path, Path], object], int, list[str]]] = {
-    "missing": (lambda good, bad: None, 2, ["no such {kind} file; make one with `pooch {kind}`"]),
-    "truncated": (
-        lambda good, bad: bad.write_bytes(good.read_bytes()[: good.stat().st_size // 2]),
-        1,
-        ["truncated or not JSON", "make it again with `pooch {kind}`"],
-    ),
-    "newer": (
-        lambda good, bad: edited(good, bad, schema_version=99),
-        1,
-        ["expected {kind} schema 1 or 2 or", "found schema 99; update poochplan"],
-    ),
-    "of another kind": (lambda good, bad: edited(good, bad, kind="other"), 1, ["expected a {kind}", "found kind "]),
-}
-
-
-@pytest.mark.parametrize("what", FILES)
-@pytest.mark.parametrize("kind", ["profile", "plan"])
-def test_a_file_that_cannot_be_read_is_one_line_that_names_the_command_that_makes_it(
-    pooch: Pooch, workloads: Path, profile_path: Path, plan_path: Path, tmp_path: Path, kind: str, what: str
-) -> None:
-    spoil, code, said = FILES[what]
-    bad = tmp_path / "bad.json"
-    spoil(profile_path if kind == "profile" else plan_path, bad)
-    asked = ("plan", bad, "--budget", "60%") if kind == "profile" else ("run", f"{workloads}:small", "--plan", bad)
-    result = pooch(*asked)
-    assert result.code == code
-    assert [part for part in said if part.format(kind=kind) not in result.error] == []
+def edited(path: Path, target: Path, **changes: object) -> Path:
+    """A copy of a JSON file with some fields changed."""
+    target.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return target
 
 
 def test_a_profile_with_a_wrong_field_names_it(pooch: Pooch, profile_path: Path, tmp_path: Path) -> None:
     wrong = edited(profile_path, tmp_path / "wrong.json", in_core_peak_bytes="much")
-    result = pooch("plan", wrong, "--budget", "60%")
-    assert result.code == 1
-    assert "$.in_core_peak_bytes" in result.error
-
-
-@pytest.mark.parametrize("check", [[], ["--check"]])
-def test_a_plan_for_another_model_names_the_first_layer_that_differs(
-    pooch: Pooch, workloads: Path, plan_path: Path, check: list[str]
-) -> None:
-    result = pooch("run", f"{workloads}:small", "--plan", plan_path, "--set", "width=32", *check)
-    assert result.code == 1
-    assert "expected 0.weight float32[64, 64], found 0.weight float32[32, 32]" in result.error
+    assert "$.in_core_peak_bytes" in pooch.refused(f"plan {wrong} --budget 60%", code=1)
 
 
 def test_a_picture_needs_the_plans_own_profile(
-    pooch: Pooch, workloads: Path, plan_path: Path, profile_path: Path, tmp_path: Path
+    pooch: Pooch, small: str, plan_path: Path, profile_path: Path, tmp_path: Path
 ) -> None:
-    lone = tmp_path / "lone.json"
-    lone.write_bytes(plan_path.read_bytes())
-    result = pooch("run", f"{workloads}:small", "--plan", lone, "--timeline", "run.png")
-    assert result.code == 2
-    assert "expected the profile that the plan was made from" in result.error
+    (tmp_path / "lone.json").write_bytes(plan_path.read_bytes())
+    run = f"run {small} --plan lone.json --timeline run.png"
+    assert "expected the profile that the plan was made from" in pooch.refused(run)
     other = edited(profile_path, tmp_path / "other.json", ops_fingerprint="other")
-    result = pooch("run", f"{workloads}:small", "--plan", lone, "--timeline", "run.png", "--profile", other)
-    assert result.code == 2
-    assert "is of another step; name it with --profile" in result.error
+    assert "is of another step; name it with --profile" in pooch.refused(run, "--profile", other)
 
 
 # -- budgets -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("verb", [["plan", "--budget", "60"], ["sweep", "--budgets", "50%,60"]], ids=" ".join)
-def test_a_budget_without_its_percent_sign_is_asked_about(pooch: Pooch, profile_path: Path, verb: list[str]) -> None:
-    result = pooch(verb[0], profile_path, *verb[1:], "-o", "out.json")
-    assert result.code == 2
-    assert result.error == "budget: expected 60%, 8GiB, 800MB or bytes, found '60'; did you mean 60%?"
-
-
-@pytest.mark.parametrize("verb", ["plan", "sweep"])
-def test_a_folder_that_is_not_there_is_told_before_the_profile_is_read(pooch: Pooch, verb: str) -> None:
-    budget = ["--budget", "60%"] if verb == "plan" else []
-    result = pooch(verb, "no-such-profile.json", *budget, "-o", "nowhere/out.json")
-    assert result.code == 2
-    assert result.error == "nowhere/out.json: the folder nowhere does not exist; create it or name another"
 
 
 def test_the_smallest_budget_has_a_plan_no_smaller_one_has_and_the_message_names_it(
     pooch: Pooch, profile_path: Path
 ) -> None:
     smallest = smallest_budget(Profile.load(profile_path))
-    result = pooch("plan", profile_path, "--min", "-o", "least.json", "--json")
-    data = json.loads(result.out)
-    assert (result.code, data["budget_bytes"]) == (0, smallest)
-    assert data["peak_bytes"] <= smallest
-    assert pooch("plan", profile_path, "--budget", smallest, "-o", "plan.json").code == 0
-    memory = ("--min", "--device-memory", smallest - 1, "--margin", "0")
-    for less in (("--budget", "1KiB"), ("--budget", smallest - 1), memory):
-        result = pooch("plan", profile_path, *less, "-o", "less.json")
-        assert (result.code, Path("less.json").exists()) == (3, False)
-        assert f"{smallest} bytes" in result.error
-    assert f"leaves beside the margin: expected at least {smallest} bytes" in result.error
+    data = pooch.json(f"plan {profile_path} --evaluations 50 --min -o least.json")
+    assert data["peak_bytes"] <= data["budget_bytes"] == smallest
+    pooch.ok(f"plan {profile_path} --evaluations 50 --budget {smallest} -o plan.json")
+    memory = f"--min --device-memory {smallest - 1} --margin 0"
+    for less in ("--budget 1KiB", f"--budget {smallest - 1}", memory):
+        error = pooch.refused(f"plan {profile_path} -o less.json {less}", code=3)
+        assert f"{smallest} bytes" in error
+        assert not Path("less.json").exists()
+    assert f"leaves beside the margin: expected at least {smallest} bytes" in error
 
 
 def test_a_plan_that_keeps_all_predicts_the_cost_of_its_handles(pooch: Pooch, profile_path: Path) -> None:
-    result = pooch("plan", profile_path, "--budget", "120%", "--json", "-o", "plan.json")
-    assert result.code == 0
+    data = pooch.json(f"plan {profile_path} --budget 120% -o plan.json")
     assert Plan.load("plan.json").prediction.runtime_s > 0  # no copy and no replay
-    assert any("everything is kept" in note for note in json.loads(result.out)["notes"])
+    assert any("everything is kept" in note for note in data["notes"])
 
 
 # -- outputs -------------------------------------------------------------------------------------------------------
 
 
 def test_an_existing_output_is_not_overwritten_without_force(
-    pooch: Pooch, workloads: Path, profile_path: Path, plan_path: Path, tmp_path: Path
+    pooch: Pooch, small: str, profile_path: Path, plan_path: Path, tmp_path: Path
 ) -> None:
-    mine = tmp_path / "mine.png"
-    mine.write_text("mine")
-    refused = [
-        ("profile", f"{workloads}:small", "-o", mine),
-        ("plan", profile_path, "--budget", "85%", "-o", mine),
-        ("plan", profile_path, "--budget", "85%", "-o", "plan.json", "--timeline", mine),
-        ("run", f"{workloads}:small", "--plan", plan_path, "--timeline", mine),
-        ("sweep", profile_path, "-o", mine),
-        ("sweep", profile_path, "-o", "sweep.csv", "--png", mine),
-    ]
-    for arguments in refused:
-        result = pooch(*arguments)
-        assert result.code == 1
-        assert "mine.png exists and will not be overwritten; pass --force" in result.error
-    assert mine.read_text() == "mine"
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.png"]
-    assert pooch("plan", profile_path, "--budget", "85%", "-o", mine, "--force").code == 0
-    assert json.loads(mine.read_text())["kind"] == "plan"
-    assert pooch("sweep", profile_path, "-o", mine, "--policies", "keep-all", "--points", "2", "--force").code == 0
-    assert mine.read_text().startswith("policy,")
+    for name in ("mine.png", "mine.json"):
+        (tmp_path / name).write_text("mine")
+    for command in (
+        f"profile {small} -o mine.png",
+        f"plan {profile_path} --budget 85% -o mine.png",
+        f"plan {profile_path} --budget 85% -o plan.json --timeline mine.png",
+        f"run {small} --plan {plan_path} --timeline mine.png",
+        f"run {small} --plan {plan_path} --trace mine.json",
+        f"simulate {profile_path} {plan_path} --trace mine.json",
+        f"show {plan_path} --picture mine.png",
+        f"sweep {profile_path} -o mine.png",
+        f"sweep {profile_path} -o sweep.csv --png mine.png",
+    ):
+        error = pooch.refused(command, code=1)
+        assert re.search(r"mine\.(png|json) exists and will not be overwritten; pass --force", error)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"mine.png": "mine", "mine.json": "mine"}
+    pooch.ok(f"plan {profile_path} --budget 85% -o mine.png --force")
+    assert json.loads(Path("mine.png").read_text())["kind"] == "plan"
+    pooch.ok(f"sweep {profile_path} -o mine.png --policies keep-all --points 2 --force")
+    assert Path("mine.png").read_text().startswith("policy,")
 
 
-def test_a_crash_while_writing_leaves_no_file(
-    pooch: Pooch, profile_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_is_one_line(pooch: Pooch, profile_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    result = pooch("plan", profile_path, "--budget", "85%", "-o", "plan.json")
-    assert result.code == 1
-    assert "No space left on device" in result.error
-    assert list(tmp_path.iterdir()) == []
+    assert "No space left on device" in pooch.refused(f"plan {profile_path} --budget 85% -o plan.json", code=1)
+    assert list(Path().iterdir()) == []
 
 
 def test_an_interrupt_ends_with_code_130(pooch: Pooch, profile_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,15 +258,7 @@ def test_an_interrupt_ends_with_code_130(pooch: Pooch, profile_path: Path, monke
         raise KeyboardInterrupt
 
     monkeypatch.setattr("poochplan.cli.plan.plan", interrupt)
-    result = pooch("plan", profile_path, "--budget", "85%", "-o", "plan.json")
-    assert result.code == 130
-    assert result.error == "interrupted"
-
-
-def test_a_spill_folder_that_is_not_there(pooch: Pooch, workloads: Path, plan_path: Path) -> None:
-    result = pooch("run", f"{workloads}:small", "--plan", plan_path, "--spill-dir", "nowhere")
-    assert result.code == 1
-    assert "spill directory nowhere: expected a folder, found none" in result.error
+    assert pooch.refused(f"plan {profile_path} --budget 85% -o plan.json", code=130) == "interrupted"
 
 
 # -- verification --------------------------------------------------------------------------------------------------
@@ -283,17 +269,15 @@ def test_a_workload_that_returns_the_same_model_cannot_be_checked(
 ) -> None:
     monkeypatch.syspath_prepend(workloads.parent)
     target = f"{workloads.stem}:same_model"
-    assert pooch("profile", target, "-o", "p.json", "--iterations", "1").code == 0
-    assert pooch("plan", "p.json", "--budget", "200%", "-o", "plan.json").code == 0
-    result = pooch("run", target, "--plan", "plan.json", "--check", "--timed", "1")
-    assert result.code == 1
-    assert "returned the same model twice" in result.error
+    pooch.ok(f"profile {target} -o p.json --iterations 1")
+    pooch.ok("plan p.json --budget 200% -o plan.json")
+    assert "returned the same model twice" in pooch.refused(f"run {target} --plan plan.json --check --timed 1", code=1)
 
 
 def test_a_workload_that_ignores_the_seed_is_told_from_a_wrong_gradient(
     pooch: Pooch, workloads: Path, plan_path: Path
 ) -> None:
-    result = pooch("run", f"{workloads}:unsteady", "--plan", plan_path, "--check", "--steps", "1", "--timed", "1")
+    result = pooch(f"run {workloads}:unsteady --plan {plan_path} --check --steps 1 --timed 1")
     assert result.code == 1
     assert "not bitwise equal to in-core: step 0: loss differs" in result.error
     assert "the workload itself is not deterministic" in result.error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,8 @@ from poochplan.doctor import (
     workload_findings,
 )
 from poochplan.runtime.arena.library import compiler_name
+from tests.cli.conftest import Pooch
 
-Pooch = Any
 OK, WARNING, MISSING = Status
 ROOT = Path(__file__).parents[2]
 
@@ -40,24 +39,13 @@ def only(**there: str) -> Any:
     return {name.replace("_", "-"): version for name, version in there.items()}.get
 
 
-def test_every_line_is_ok_or_says_what_to_do(pooch: Pooch, workloads: Path) -> None:
-    result = pooch("doctor", f"{workloads}:small")
-    assert (result.code, result.err) == (0, "")
-    for name in (
-        "torch",
-        "CuPy",
-        "solvers",
-        "evaluator",
-        "allocator",
-        "threads",
-        "huge pages",
-        "spill disk",
-        "noise",
-        "model",
-        "under a mode",
-    ):
+def test_every_line_is_ok_or_says_what_to_do(pooch: Pooch, small: str) -> None:
+    result = pooch.ok("doctor", small)
+    assert result.err == ""
+    machine = "threads", "huge pages", "spill disk", "noise"
+    for name in ("torch", "CuPy", "solvers", "evaluator", "allocator", *machine, "model", "under a mode"):
         assert re.search(rf"^(ok|warning|missing) +{name} +\S", result.out, re.MULTILINE), name
-    data = json.loads(pooch("doctor", "--json").out)
+    data = pooch.json("doctor")
     assert sum(data["counts"].values()) == len(data["findings"])
     assert all(one["advice"] for one in data["findings"] if one["status"] != "ok")
     assert "model" not in {one["name"] for one in data["findings"]}
@@ -71,9 +59,47 @@ def test_operators_that_compute_otherwise_under_a_mode_are_named() -> None:
 
 
 def test_without_a_disk_to_spill_to_it_ends_with_code_1(pooch: Pooch, tmp_path: Path) -> None:
-    result = pooch("doctor", "--spill-dir", tmp_path / "nowhere")
+    result = pooch("doctor --spill-dir", tmp_path / "nowhere")
     assert result.code == 1
     assert re.search(r"^missing +spill disk +spill directory", result.out, re.MULTILINE)
+
+
+def test_the_spill_disk_is_left_as_it_was(tmp_path: Path) -> None:
+    found = spill_disk(tmp_path)
+    assert found.status in (OK, WARNING) or "tmpfs" in found.found
+    assert list(tmp_path.iterdir()) == []
+
+
+NOISY, EVEN = [0.005, 0.0051, 0.0052, 0.02], [0.005, 0.0051, 0.0052, 0.0051]
+OTHER = {"cupy_cuda12x": "13.6"}
+FINDINGS = [
+    (threads(2, 2), OK, ""),
+    (threads(8, 2), WARNING, "OMP_NUM_THREADS=2"),
+    (noise(EVEN), OK, ""),
+    (noise(NOISY), WARNING, ""),
+    (huge_pages("[always] madvise never"), OK, ""),
+    (huge_pages("always [madvise] never"), OK, ""),
+    (huge_pages("always madvise [never]"), WARNING, "echo madvise | sudo tee"),
+    (huge_pages(""), WARNING, "echo madvise | sudo tee"),
+    (torch_version("2.99.0"), WARNING, ""),
+    (torch_version("2.1.0"), WARNING, ""),
+    (cupy(None, only()), OK, ""),
+    (cupy("12.8", only(**OTHER)), OK, ""),
+    (cupy("13.0", only()), WARNING, "pip install 'poochplan[cuda13]'"),
+    (cupy("13.0", only(**OTHER)), WARNING, "pip uninstall cupy-cuda12x; pip install 'poochplan[cuda13]'"),
+    (solvers(only(pulp="3.3", highspy="1.10")), OK, ""),
+    (solvers(only(pulp="3.3")), WARNING, "pip install highspy"),
+    (solvers(only()), MISSING, ""),
+    (memory(1 << 30, 2 << 30), OK, ""),
+    (memory(2 << 30, 1 << 30), WARNING, "--mode swap-all"),
+    (memory(None, 1), OK, ""),
+]
+
+
+@pytest.mark.parametrize(("found", "status", "advice"), FINDINGS, ids=lambda one: getattr(one, "found", "") or str(one))
+def test_a_check_says_how_things_stand_and_what_to_do(found: Finding, status: Status, advice: str) -> None:
+    assert found.status is status
+    assert advice in found.advice
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no tmpfs")
@@ -83,64 +109,15 @@ def test_a_tmpfs_is_no_spill_disk() -> None:
     assert "is a tmpfs: spilling to memory saves none" in found.found
 
 
-def test_the_spill_disk_is_left_as_it_was(tmp_path: Path) -> None:
-    found = spill_disk(tmp_path)
-    assert found.status in (OK, WARNING) or "tmpfs" in found.found
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("setting", "status", "advice"),
-    [
-        ("[always] madvise never", OK, ""),
-        ("always [madvise] never", OK, ""),
-        ("always madvise [never]", WARNING, "echo madvise | sudo tee"),
-        ("", WARNING, "echo madvise | sudo tee"),
-    ],
-)
-def test_huge_pages_by_the_kernels_setting(setting: str, status: Status, advice: str) -> None:
-    found = huge_pages(setting)
-    assert found.status is status
-    assert advice in found.advice
-
-
-def test_more_threads_than_cores_and_a_machine_that_is_noisy_are_warnings() -> None:
-    assert threads(2, 2).status is OK
-    assert "OMP_NUM_THREADS=2" in threads(8, 2).advice
-    assert noise([0.005, 0.0051, 0.0052, 0.02]).status is WARNING
-    assert noise([0.005, 0.0051, 0.0052, 0.0051]).status is OK
-
-
 def test_the_tested_torches_begin_with_the_oldest_allowed_and_have_the_one_that_is_pinned() -> None:
     assert f'"torch>={TESTED_TORCH[0]}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     (pinned,) = [line.removeprefix("torch==") for line in pins if line.startswith("torch==")]
     assert torch_version(f"{pinned}+cpu").status is OK
-    assert torch_version("2.99.0").status is WARNING
-    assert torch_version("2.1.0").status is WARNING
 
 
-@pytest.mark.parametrize(
-    ("torch_cuda", "there", "status", "advice"),
-    [
-        (None, {}, OK, ""),
-        ("12.8", {"cupy_cuda12x": "13.6"}, OK, ""),
-        ("13.0", {}, WARNING, "pip install 'poochplan[cuda13]'"),
-        ("13.0", {"cupy_cuda12x": "13.6"}, WARNING, "pip uninstall cupy-cuda12x; pip install 'poochplan[cuda13]'"),
-    ],
-)
-def test_cupy_has_to_be_for_the_cuda_of_torch(
-    torch_cuda: str | None, there: dict[str, str], status: Status, advice: str
-) -> None:
-    found = cupy(torch_cuda, only(**there))
-    assert found.status is status
-    assert advice in found.advice
-
-
-def test_what_is_not_installed_is_named_with_how_to_install_it() -> None:
-    assert solvers(only(pulp="3.3", highspy="1.10")).status is OK
-    assert "pip install highspy" in solvers(only(pulp="3.3")).advice
-    assert solvers(only()).status is MISSING
+PARTS = "evaluator", "allocator"
+"""What is compiled on its first use."""
 
 
 def fails(folder: Path) -> str:
@@ -150,37 +127,34 @@ def fails(folder: Path) -> str:
     return str(compiler)
 
 
-@pytest.mark.parametrize("part", ["evaluator", "allocator"])
 def test_what_is_compiled_is_a_line_that_builds_nothing_unless_asked(
-    pooch: Pooch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+    pooch: Pooch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", fails(tmp_path))
-    result = pooch("doctor", "--json")
-    assert result.code == 0
-    found = {one["name"]: one for one in json.loads(result.out)["findings"]}[part]
-    assert found["status"] == "ok"
-    assert found["found"].startswith(f"not built yet; {fails(tmp_path)} will do it on first use")
+    found = {one["name"]: one for one in pooch.json("doctor")["findings"]}
+    for part in PARTS:
+        assert found[part]["status"] == "ok"
+        assert found[part]["found"].startswith(f"not built yet; {fails(tmp_path)} will do it on first use")
     assert not (tmp_path / "cache" / "poochplan" / "native").exists()
-    result = pooch("doctor", "--build", "--json")
+    result = pooch("doctor --build --json")
     assert result.code == 1
-    found = {one["name"]: one for one in json.loads(result.out)["findings"]}[part]
-    assert found["status"] == "missing"
-    line = f"{fails(tmp_path)} could not build the {part}: source.cpp:1:1: error: no such header"
-    assert found["found"] == line
+    found = {one["name"]: one for one in result.data["findings"]}
+    for part in PARTS:
+        assert found[part]["status"] == "missing"
+        line = f"{fails(tmp_path)} could not build the {part}: source.cpp:1:1: error: no such header"
+        assert found[part]["found"] == line
 
 
-@pytest.mark.parametrize("part", ["evaluator", "allocator"])
 def test_without_a_compiler_what_is_compiled_says_what_to_install(
-    pooch: Pooch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+    pooch: Pooch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    result = pooch("doctor")
-    assert result.code == 0
-    found = " ".join(result.out.split())
-    assert f"warning {part} expected a C++ compiler, found none of c++, g++, clang++ -> install g++" in found
+    found = " ".join(pooch.ok("doctor").out.split())
+    for part in PARTS:
+        assert f"warning {part} expected a C++ compiler, found none of c++, g++, clang++ -> install g++" in found
 
 
 @pytest.mark.skipif(not compiler_name(), reason="there is no compiler")
@@ -188,7 +162,7 @@ def test_the_doctor_builds_what_is_compiled_when_asked(
     pooch: Pooch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    said = pooch("doctor", "--build").out
+    said = pooch("doctor --build").out
     assert re.search(r"^ok +allocator +built: torch", said, re.MULTILINE)
     assert re.search(r"^ok +evaluator +built: evaluator", said, re.MULTILINE)
     assert sorted(file.name for file in tmp_path.rglob("*.so")) == ["allocator.so", "evaluator.so"]
@@ -221,7 +195,6 @@ def findings_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 def test_activation_checkpointing_is_seen_in_the_step(reentrant: bool) -> None:
     on = findings_of(Blocks(True, reentrant))["activation checkpointing"]
     assert (on.status, "switch it off" in on.advice) == (WARNING, True)
-    assert findings_of(Blocks(False))["activation checkpointing"].status is OK
 
 
 def test_calls_are_counted_on_this_thread_within_the_block_only() -> None:
@@ -253,7 +226,7 @@ def test_a_compiled_model_is_told_to_be_compiled_by_blocks() -> None:
     assert "have poochplan.compile compile it with a plan inside (pooch run --compile)" in whole.advice
 
 
-def test_the_workload_is_as_it_was(pooch: Pooch) -> None:
+def test_the_workload_is_as_it_was() -> None:
     model = Blocks(False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters())
@@ -261,9 +234,3 @@ def test_the_workload_is_as_it_was(pooch: Pooch) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not optimizer.state
-
-
-def test_a_step_that_does_not_fit_is_to_swap_while_it_is_profiled() -> None:
-    assert memory(1 << 30, 2 << 30).status is OK
-    assert "--mode swap-all" in memory(2 << 30, 1 << 30).advice
-    assert memory(None, 1).status is OK

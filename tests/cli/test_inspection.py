@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -16,9 +15,10 @@ from poochplan.formats.run_record import RunRecord
 from poochplan.report.differences import differences
 from poochplan.report.tables import load_any
 from poochplan.verify import contradiction
+from tests.cli.conftest import Pooch, Result
 from tests.processes import python
 
-Pooch = Any
+DATA = Path(__file__).parents[1] / "data"
 
 
 @pytest.fixture(scope="module")
@@ -33,23 +33,13 @@ def tighter(profile_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def test_a_plan_says_what_it_is_for_where_it_was_made_and_what_it_decides(pooch: Pooch, plan_path: Path) -> None:
-    result = pooch("show", plan_path)
-    assert (result.code, result.err) == (0, "")
-    for name in (
-        "for",
-        "inputs",
-        "versions",
-        "host",
-        "budget",
-        "predicted peak",
-        "predicted step",
-        "decisions",
-        "points",
-    ):
-        assert re.search(rf"^{name} +\S", result.out, re.MULTILINE), name
+    result = pooch.ok("show", plan_path)
+    assert result.err == ""
+    names = "for", "inputs", "versions", "host", "budget", "predicted peak", "predicted step", "decisions", "points"
+    assert [name for name in names if not re.search(rf"^{name} +\S", result.out, re.MULTILINE)] == []
     assert "0 float32[128, 64]" in result.out
     assert "Decisions by layer" in result.out
-    data = json.loads(pooch("show", plan_path, "--json").out)
+    data = pooch.json("show", plan_path)
     plan = poochplan.Plan.load(plan_path)
     assert (data["kind"], data["budget_bytes"], data["fingerprint"]) == ("plan", plan.budget_bytes, plan.fingerprint)
     assert sum(layer[name] for layer in data["layers"] for name in ("keep", "swap", "recompute")) == sum(
@@ -58,39 +48,30 @@ def test_a_plan_says_what_it_is_for_where_it_was_made_and_what_it_decides(pooch:
 
 
 def test_a_profile_says_its_layers(pooch: Pooch, profile_path: Path) -> None:
-    result = pooch("show", profile_path, "--layers", "2")
-    assert (result.code, result.err) == (0, "")
+    result = pooch.ok(f"show {profile_path} --layers 2")
+    assert result.err == ""
     assert re.search(r"What layers save and cost \(2 of \d+\)", result.out)
-    data = json.loads(pooch("show", profile_path, "--json").out)
+    data = pooch.json("show", profile_path)
     profile = poochplan.Profile.load(profile_path)
-    assert data["counts"] == {
-        "ops": len(profile.ops), "values": len(profile.values), "points": len(profile.points),
-    }  # fmt: skip
+    assert data["counts"] == {name: len(getattr(profile, name)) for name in ("ops", "values", "points")}
     assert data["in_core_peak_bytes"] == profile.in_core_peak_bytes
 
 
 def test_a_file_of_an_earlier_release_says_what_it_does_not_know(pooch: Pooch) -> None:
-    data = Path(__file__).parents[1] / "data"
     for name in ("plan-v1.json", "profile-v1.json"):
-        result = pooch("show", data / name)
-        assert result.code == 0
-        assert re.search(r"^host +not written in this file", result.out, re.MULTILINE)
+        assert re.search(r"^host +not written in this file", pooch.ok("show", DATA / name).out, re.MULTILINE)
 
 
 def test_several_plans_are_shown_as_the_set_that_they_make(pooch: Pooch, plan_path: Path, tmp_path: Path) -> None:
     plan = poochplan.Plan.load(plan_path)
     other = msgspec.structs.replace(plan, inputs=("0 float32[96, 64]",)).save(tmp_path / "96.json")
-    result = pooch("show", plan_path, other)
-    assert result.code == 0
-    assert "Set of 2 plans for small" in result.out
-    assert "0 float32[96, 64]" in result.out
-    result = pooch("show", plan_path, plan_path)
-    assert result.code == 2
-    assert "found plans 1 and 2 both for" in result.error
+    out = pooch.ok("show", plan_path, other).out
+    assert "Set of 2 plans for small" in out
+    assert "0 float32[96, 64]" in out
+    assert "found plans 1 and 2 both for" in pooch.refused("show", plan_path, plan_path)
 
 
 def test_what_is_no_file_of_ours_is_one_line(pooch: Pooch, tmp_path: Path) -> None:
-    assert pooch("show", "none.json").error.startswith("none.json: no such file; name one that pooch profile")
     for content, message in (
         ("{", "truncated or not JSON of this package"),
         ("[]", "truncated or not JSON of this package"),
@@ -98,9 +79,7 @@ def test_what_is_no_file_of_ours_is_one_line(pooch: Pooch, tmp_path: Path) -> No
         ("{}", "found one that does not say its kind"),
     ):
         (tmp_path / "other.json").write_text(content)
-        result = pooch("show", "other.json")
-        assert result.code == 1
-        assert message in result.error
+        assert message in pooch.refused("show other.json", code=1)
 
 
 def test_files_are_looked_at_and_planned_from_without_torch_and_pictures(
@@ -132,12 +111,10 @@ def test_equal_files_end_with_code_0_different_ones_with_1_and_trouble_with_2(
     assert pooch("diff", plan_path, plan_path).code == 0
     assert pooch("diff", profile_path, profile_path).code == 0
     assert pooch("diff", plan_path, tighter).code == 1
-    assert pooch("diff", plan_path, "none.json").code == 2
     (tmp_path / "broken.json").write_text("{")
-    assert pooch("diff", plan_path, "broken.json").code == 2
-    result = pooch("diff", plan_path, profile_path)
-    assert result.code == 2
-    assert result.error.endswith("found a plan and a profile")
+    for broken in ("none.json", "broken.json"):
+        assert broken in pooch.refused("diff", plan_path, broken)
+    assert pooch.refused("diff", plan_path, profile_path).endswith("found a plan and a profile")
 
 
 def test_two_plans_differ_in_what_the_values_and_points_of_both_say(
@@ -145,7 +122,7 @@ def test_two_plans_differ_in_what_the_values_and_points_of_both_say(
 ) -> None:
     first, second = poochplan.Plan.load(plan_path), poochplan.Plan.load(tighter)
     result = pooch("diff", plan_path, tighter, "--json")
-    data = json.loads(result.out)
+    data = result.data
     assert (result.code, data["differs"], data["same_step"]) == (1, True, True)
     figures = {figure["name"]: (figure["first"], figure["second"]) for figure in data["figures"]}
     assert figures["budget"] == (first.budget_bytes, second.budget_bytes)
@@ -176,8 +153,7 @@ def test_one_changed_decision_is_the_only_difference_of_values(plan_path: Path) 
 
 
 def test_plans_of_different_steps_do_not_compare_their_points(pooch: Pooch, plan_path: Path) -> None:
-    other = Path(__file__).parents[1] / "data" / "plan-v1.json"
-    result = pooch("diff", plan_path, other)
+    result = pooch("diff", plan_path, DATA / "plan-v1.json")
     assert result.code == 1
     assert "The plans are for steps that save or use other values" in result.out
 
@@ -201,36 +177,36 @@ def test_two_profiles_differ_in_their_times_and_in_the_op_at_which_the_steps_par
 # -- runs ----------------------------------------------------------------------------------------------------------
 
 
-def run(pooch: Pooch, workloads: Path, plan_path: Path, *more: object) -> Any:
-    steps = ("--steps", "2", "--timed", "1")
-    return pooch("run", f"{workloads}:small", "--plan", plan_path, *steps, "-o", "run.json", *more)
+def run(pooch: Pooch, small: str, plan_path: Path, *more: object) -> Result:
+    return pooch(f"run {small} --plan {plan_path} --steps 2 --timed 1 -o run.json", *more)
 
 
-def test_a_run_that_kept_to_its_plan_says_so(pooch: Pooch, workloads: Path, plan_path: Path) -> None:
-    result = run(pooch, workloads, plan_path, "--json")
-    assert result.code == 0
-    assert json.loads(result.out) == json.loads(Path("run.json").read_text())
+def test_a_run_that_kept_to_its_plan_says_so_and_is_told_from_one_of_another_plan(
+    pooch: Pooch, small: str, plan_path: Path, tighter: Path
+) -> None:
+    result = run(pooch, small, plan_path, "--json")
+    assert (result.code, result.data["steps"], result.data["left_steps"]) == (0, 3, 0)
+    assert result.data == json.loads(Path("run.json").read_text())
     assert isinstance(load_any("run.json"), RunRecord)
-    result = pooch("diff", plan_path, "run.json")
-    assert result.code == 0
-    assert "The run kept to its plan." in result.out
-    assert "Run of small" in pooch("show", "run.json").out
+    assert "The run kept to its plan." in pooch.ok("diff", plan_path, "run.json").out
+    assert "Run of small" in pooch("show run.json").out
+    error = pooch.refused("diff", tighter, "run.json")
+    assert f"found one of plan {poochplan.Plan.load(plan_path).fingerprint}" in error
 
 
 def test_a_run_that_left_its_plan_says_at_which_point_and_in_which_layer(
-    pooch: Pooch, workloads: Path, plan_path: Path
+    pooch: Pooch, small: str, plan_path: Path
 ) -> None:
     plan = poochplan.Plan.load(plan_path)
-    left = run(pooch, workloads, plan_path, "--set", "batch_size=96")
+    left = run(pooch, small, plan_path, "--set batch_size=96")
     assert left.code == 6
     assert "within the budget; 3 of 3 steps LEFT THE PLAN" in left.out
     line = "3 of 3 steps left the plan: in 0, expected float32[128, 64] of 32768 bytes, found float32[96, 64] of 24576"
     assert left.err.splitlines()[-1].startswith(f"pooch: error: {line}")
-    result = pooch("diff", "run.json", plan_path, "--json")
-    data = json.loads(result.out)
+    result = pooch("diff run.json", plan_path, "--json")
     assert result.code == 1
-    assert [one["step"] for one in data["departures"]] == [1, 2, 3]
-    first = data["departures"][0]
+    assert [one["step"] for one in result.data["departures"]] == [1, 2, 3]
+    first = result.data["departures"][0]
     value = plan.values[first["index"]]
     assert (first["at"], first["value"], first["layer"]) == ("save", value.name, value.layer)
     assert first["planned"] == f"float32[128, 64] of {value.size_bytes} bytes"
@@ -238,58 +214,42 @@ def test_a_run_that_left_its_plan_says_at_which_point_and_in_which_layer(
     out = pooch("diff", plan_path, "run.json").out
     assert "Where steps left the plan (3 of 3)" in out
     assert "float32[96, 64]" in out
-
-
-def test_a_run_of_another_plan_is_told(pooch: Pooch, workloads: Path, plan_path: Path, tighter: Path) -> None:
-    assert run(pooch, workloads, plan_path).code == 0
-    result = pooch("diff", tighter, "run.json")
-    assert result.code == 2
-    assert f"found one of plan {poochplan.Plan.load(plan_path).fingerprint}" in result.error
-
-
-def test_json_of_a_run_that_left_its_plan_counts_the_steps(pooch: Pooch, workloads: Path, plan_path: Path) -> None:
-    result = run(pooch, workloads, plan_path, "--set", "batch_size=96", "--json")
-    data = json.loads(result.out)
-    assert (result.code, data["steps"], data["left_steps"]) == (6, 3, 3)
-    followed = json.loads(run(pooch, workloads, plan_path, "--force", "--json").out)
-    assert (followed["steps"], followed["left_steps"]) == (3, 0)
+    record = json.loads(Path("run.json").read_text())
+    assert (record["steps"], record["left_steps"]) == (3, 3)
 
 
 def test_asked_to_end_at_the_first_departure_the_run_has_the_same_code(
-    pooch: Pooch, workloads: Path, plan_path: Path
+    pooch: Pooch, small: str, plan_path: Path
 ) -> None:
-    assert run(pooch, workloads, plan_path, "--set", "batch_size=96", "--on-divergence", "error").code == 6
+    assert run(pooch, small, plan_path, "--set batch_size=96 --on-divergence error").code == 6
 
 
 def test_a_run_over_its_budget_ends_with_code_5_and_writes_what_it_found(
-    pooch: Pooch, workloads: Path, plan_path: Path, tmp_path: Path
+    pooch: Pooch, small: str, plan_path: Path, tmp_path: Path
 ) -> None:
     plan = poochplan.Plan.load(plan_path)
     less = msgspec.structs.replace(plan, budget_bytes=plan.prediction.peak_bytes - 512).save(tmp_path / "less.json")
-    result = run(pooch, workloads, less, "--json")
+    result = run(pooch, small, less, "--json")
     assert result.code == 5
     assert f"over the budget: expected at most {plan.prediction.peak_bytes - 512} bytes" in result.err.splitlines()[-1]
-    assert json.loads(result.out)["measured_peak_bytes"] == plan.prediction.peak_bytes
+    assert result.data["measured_peak_bytes"] == plan.prediction.peak_bytes
     result = pooch("diff", less, "run.json")
     assert result.code == 1
     assert "OVER THE BUDGET" in result.out
 
 
-def test_a_step_that_contradicts_its_plan_is_noted(
-    pooch: Pooch, workloads: Path, plan_path: Path, tmp_path: Path
-) -> None:
+def test_a_step_that_contradicts_its_plan_is_noted(pooch: Pooch, small: str, plan_path: Path, tmp_path: Path) -> None:
     plan = poochplan.Plan.load(plan_path)
     prediction = msgspec.structs.replace(plan.prediction, in_core_step_s=1000.0, step_s=1000.0)
     other = msgspec.structs.replace(plan, prediction=prediction).save(tmp_path / "other.json")
-    result = run(pooch, workloads, other)
+    result = run(pooch, small, other)
     assert result.code == 0
     assert re.search(r"^note +the planned step took", result.out, re.MULTILINE)
     told = " ".join(result.out.split())
     assert "where the plan predicts 1e+03 s: the machine was busy during one of the two; profile again" in told
-    left = run(pooch, workloads, other, "--set", "batch_size=96", "--force", "--json")
-    found = json.loads(left.out)
-    assert (left.code, found["contradiction"]) == (6, "")  # another step takes another time
-    assert found["why_not_served"] == "steps left the plan"
+    left = run(pooch, small, other, "--set batch_size=96 --force --json")
+    assert (left.code, left.data["contradiction"]) == (6, "")  # another step takes another time
+    assert left.data["why_not_served"] == "steps left the plan"
 
 
 @pytest.mark.parametrize(

@@ -11,17 +11,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from poochplan.cli.plan import progress_line
 from poochplan.formats.plan import Plan
-from poochplan.formats.profile import Profile
 from poochplan.planner import smallest_budget
 from poochplan.planner.search.allowance import Progress
 from tests.planner.checker import check
 from tests.planner.random_profiles import transformer_like
+from tests.processes import ROOT
 
-ROOT = Path(__file__).parents[2]
 POOCH = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,9 +32,8 @@ def interrupted(arguments: list[str]) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of ``pooch`` that is interrupted when its progress line tells of a plan."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "TERM": "xterm", "COLUMNS": "200"}
-    running = subprocess.Popen(
-        [sys.executable, "-c", POOCH, *arguments], stdout=subprocess.PIPE, stderr=theirs, env=environment
-    )
+    command = [sys.executable, "-c", POOCH, *arguments]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=environment)
     os.close(theirs)
     said, is_sent = b"", False
     while True:
@@ -52,44 +48,27 @@ def interrupted(arguments: list[str]) -> tuple[int, str, str]:
             running.send_signal(signal.SIGINT)
             is_sent = True
     os.close(ours)
-    assert running.stdout is not None
-    out = running.stdout.read().decode()
-    running.stdout.close()
-    return running.wait(), out, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said.decode())
+    out, _ = running.communicate()
+    return running.returncode, out.decode(), re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said.decode())
 
 
-@pytest.fixture
-def profile(tmp_path: Path) -> Profile:
-    made = transformer_like(16)
-    made.save(tmp_path / "large.profile.json")
-    return made
-
-
-def arguments(profile: Profile, tmp_path: Path) -> list[str]:
+def test_an_interrupt_writes_the_best_plan_says_so_in_one_line_and_prints_its_data(tmp_path: Path) -> None:
+    profile = transformer_like(16)
+    profile.save(tmp_path / "large.profile.json")
     smallest = smallest_budget(profile)
     budget = smallest + (profile.in_core_peak_bytes - smallest) // 10
-    given = ["--budget", str(budget), "--gap", "1e-12", "--time-limit", "600"]
-    return ["plan", str(tmp_path / "large.profile.json"), "-o", str(tmp_path / "plan.json"), *given]
-
-
-def test_an_interrupt_writes_the_best_plan_and_says_so_in_one_line(profile: Profile, tmp_path: Path) -> None:
-    code, out, said = interrupted(arguments(profile, tmp_path))
+    given = ["--budget", str(budget), "--gap", "1e-12", "--time-limit", "600", "--json"]
+    files = [str(tmp_path / "large.profile.json"), "-o", str(tmp_path / "plan.json")]
+    code, out, said = interrupted(["plan", *files, *given])
     assert code == 4
     made = Plan.load(tmp_path / "plan.json")
-    assert made.solve.status == "interrupted"
+    assert made.solve.status == json.loads(out)["solve"]["status"] == "interrupted"
     assert check(profile, made).peak_bytes <= made.budget_bytes
-    lines = [line for line in said.replace("\r", "\n").split("\n") if line.startswith("pooch:")]
-    assert len(lines) == 1
-    assert lines[0].startswith("pooch: error: an interrupt ended the search")
-    assert str(tmp_path / "plan.json") in lines[0]
+    (line,) = (line for line in said.replace("\r", "\n").split("\n") if line.startswith("pooch:"))
+    assert line.startswith("pooch: error: an interrupt ended the search")
+    assert str(tmp_path / "plan.json") in line
     assert "Traceback" not in said
-    assert "Wrote" in out
-
-
-def test_the_data_of_an_interrupted_plan_are_printed_too(profile: Profile, tmp_path: Path) -> None:
-    code, out, _ = interrupted([*arguments(profile, tmp_path), "--json"])
-    assert code == 4
-    assert json.loads(out)["solve"]["status"] == "interrupted"
+    assert "Wrote" in said
 
 
 def test_the_progress_line_says_how_far_it_is() -> None:

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-import poochplan
+from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner import smallest_budget
 from tests.planner.random_profiles import transformer_like
+from tests.processes import ROOT
 
-ROOT = Path(__file__).parents[2]
 GREETING = "Running HiGHS 1.16.0"
+POOCH = "import sys; from poochplan.cli import main; sys.exit(main())"
 GREETS = f"""
 import ctypes, sys
 import highspy
@@ -27,8 +28,7 @@ class Greeting(highspy.Highs):
         ctypes.CDLL(None).puts(b"{GREETING}")
 
 highspy.Highs = Greeting
-from poochplan.cli import main
-sys.exit(main())
+{POOCH}
 """
 """``pooch`` beside a HiGHS that greets on C's stdout, as 1.16 does and 1.15 did not."""
 PLANS = f"""
@@ -63,17 +63,15 @@ def prints() -> poochplan.Workload:
 """
 
 
-def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+def run(code: str, *arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
-    call = [sys.executable, "-c", code, *map(str, arguments)]
+    call = [*launcher, sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(call, capture_output=True, text=True, env=environment, check=False)
 
 
 @pytest.fixture
 def profile_file(tmp_path: Path) -> Path:
-    path = tmp_path / "p.json"
-    transformer_like(8).save(path)
-    return path
+    return transformer_like(8).save(tmp_path / "p.json")
 
 
 def budget_near_the_smallest(path: Path) -> int:
@@ -99,33 +97,24 @@ def test_in_python_the_solver_prints_nothing(profile_file: Path) -> None:
 
 
 def test_what_a_workload_prints_is_not_among_the_data(tmp_path: Path) -> None:
-    path = tmp_path / "loud.py"
+    path, made = tmp_path / "loud.py", tmp_path / "p.json"
     path.write_text(WORKLOAD)
-    code = "import sys\nfrom poochplan.cli import main\nsys.exit(main())"
-    done = run(
-        code, "profile", f"{path}:prints", "--mode", "fake", "--roofline", "v100", "--json", "-o", tmp_path / "p.json"
-    )
+    done = run(POOCH, "profile", f"{path}:prints", "--mode", "fake", "--roofline", "v100", "--json", "-o", made)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["in_core_peak_bytes"] == Profile.load(tmp_path / "p.json").in_core_peak_bytes
+    assert json.loads(done.stdout)["in_core_peak_bytes"] == Profile.load(made).in_core_peak_bytes
     for line in ("C, to its buffer", "Python, to a stream of before", "a thread, to the descriptor"):
         assert line in done.stderr
 
 
 def test_stdout_is_stdout_again_behind_the_command(profile_file: Path) -> None:
-    code = (
-        "import os, sys; from poochplan.cli import main; main(); print('Python'); sys.stdout.flush(); os.write(1, b'C')"
-    )
-    done = run(code, "show", profile_file, "--json")
+    behind = "import os; print('Python'); sys.stdout.flush(); os.write(1, b'C')"
+    done = run(f"{POOCH.replace('sys.exit(main())', 'main()')}; {behind}", "show", profile_file, "--json")
     assert done.stdout.endswith("}\nPython\nC")
 
 
 def test_without_a_stdout_the_plan_is_made_all_the_same(profile_file: Path, tmp_path: Path) -> None:
-    code = "import sys; from poochplan.cli import main; sys.exit(main())"
     made = tmp_path / "plan.json"
-    call = f'exec "$0" -c "{code}" plan "$1" --budget 90% --json --evaluations 50 -o "$2" >&-'
-    done = subprocess.run(
-        ["sh", "-c", call, sys.executable, str(profile_file), str(made)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, stderr=subprocess.PIPE, text=True, check=False,
-    )  # fmt: skip
+    plan = ("plan", profile_file, "--budget", "90%", "--json", "--evaluations", 50, "-o", made)
+    done = run(POOCH, *plan, launcher=("sh", "-c", 'exec "$0" "$@" >&-'))
     assert done.returncode == 0, done.stderr
-    assert poochplan.Plan.load(made).budget_bytes
+    assert Plan.load(made).budget_bytes

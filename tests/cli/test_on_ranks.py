@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ import poochplan
 from poochplan.formats.profile import Profile
 from poochplan.formats.run_record import RunRecord
 from poochplan.planner.planning import plan
+from tests.cli.conftest import Pooch
 from tests.torchrun import run, started, torchrun
 
-Pooch = Any
 WORKLOADS = """
 import os
 
@@ -128,24 +127,6 @@ def test_ranks_share_what_they_must_and_reduce_gradients(tmp_path: Path) -> None
     assert first["alone"] != second["alone"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--mode", "fake"], "--nproc: expected steps of several ranks, found --mode fake: a step without memory"),
-        (["--roofline", "v100"], "--nproc: expected steps of several ranks, found --roofline"),
-        (["--inference"], "--nproc: expected steps of several ranks, found --inference"),
-        (["--cached-link"], "--nproc: expected steps of several ranks, found --cached-link"),
-        (["--nproc", "1"], "--nproc: expected a whole number of at least 2, found '1'"),
-    ],
-)
-def test_what_several_ranks_cannot_profile_is_one_line(
-    pooch: Pooch, workloads: Path, options: list[str], message: str
-) -> None:
-    result = pooch("profile", f"{workloads}:small", "--nproc", "2", *options)
-    assert result.code == 2
-    assert message in result.error
-
-
 def test_an_error_on_the_ranks_is_told_and_gives_its_exit_code(workloads: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "poochplan", "profile", f"{workloads}:no_workload", "--nproc", "2"]
     done = run(command, cwd=tmp_path)
@@ -160,7 +141,5 @@ def test_a_compiled_run_is_refused_on_several_ranks(
 ) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
-    result = pooch("run", f"{folder}/w.py:batches", "--compile", "--budget", "60%")
-    assert (result.code, result.error) == (
-        2, "rank 0: --compile: expected one process, found 2 ranks; run it without torchrun"
-    )  # fmt: skip
+    error = pooch.refused(f"run {folder}/w.py:batches --compile --budget 60%")
+    assert error == "rank 0: --compile: expected one process, found 2 ranks; run it without torchrun"

@@ -93,7 +93,7 @@ def test_a_report_says_what_is_over_the_budget_why_the_plan_was_left_and_what_wa
     assert str(on_cuda).splitlines()[-1].split() == ["reserved", "2.00", "MiB"]
 
 
-def test_columns_are_as_wide_as_their_longest_cell() -> None:
+def test_columns_of_a_table_are_as_wide_as_their_longest_cell() -> None:
     assert text_table("t", [("a", "1"), ("long", "22")]) == "t\na     1\nlong  22"
 
 

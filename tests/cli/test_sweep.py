@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,18 @@ from poochplan.formats.profile import Profile
 from poochplan.planner import sweep as sweeping
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.sweep import CellStatus, SweepPoint, all_policies
+from tests.cli.conftest import Pooch
 
-Pooch = Any
 COLUMNS = [
     "policy", "budget_bytes", "budget_share", "feasible", "peak_bytes", "step_s", "overhead", "stall_s", "replay_s",
     "out_bytes", "in_bytes", "bound_overhead", "gap", "wall_s", "status",
 ]  # fmt: skip
-QUICK = ("--policies", "swap-all,keep-all", "--processes", "1")
+QUICK = "--policies swap-all,keep-all --processes 1"
 
 
 def test_every_policy_in_one_command(pooch: Pooch, profile_path: Path) -> None:
-    result = pooch("sweep", profile_path, "-o", "sweep.csv", "--png", "sweep.png", "--points", "3")
-    assert (result.code, result.err) == (0, "")
+    result = pooch.ok(f"sweep {profile_path} -o sweep.csv --png sweep.png --points 3")
+    assert result.err == ""
     assert "Wrote sweep.csv\nWrote sweep.png" in result.out
     assert "ahead by" in result.out
     frame = pd.read_csv("sweep.csv")
@@ -44,9 +43,8 @@ def test_every_policy_in_one_command(pooch: Pooch, profile_path: Path) -> None:
 
 
 def test_json_has_what_the_csv_has(pooch: Pooch, profile_path: Path) -> None:
-    result = pooch("sweep", profile_path, "-o", "s.csv", "--budgets", "90%,1KiB,90%", *QUICK, "--json")
-    assert result.code == 0
-    data = json.loads(result.out)
+    result = pooch.ok(f"sweep {profile_path} -o s.csv --budgets 90%,1KiB,90% {QUICK} --json")
+    data = result.data
     frame = pd.read_csv("s.csv")
     assert [point["peak_bytes"] for point in data["points"]] == list(frame["peak_bytes"])
     assert [point["feasible"] for point in data["points"]] == [False, True, False, False]
@@ -57,42 +55,16 @@ def test_json_has_what_the_csv_has(pooch: Pooch, profile_path: Path) -> None:
 
 def test_the_machine_may_be_another(pooch: Pooch, profile_path: Path) -> None:
     smallest = smallest_budget(Profile.load(profile_path))
-    memory = smallest + (3 << 20)
-    result = pooch(
-        "sweep", profile_path, *QUICK, "--json", "--link", "pcie3", "--compute-scale", "0.5",
-        "--device-memory", memory, "--margin", "3MiB", "--points", "2", "--force",
-    )  # fmt: skip
-    assert result.out, result.error
-    data = json.loads(result.out)
+    machine = f"--link pcie3 --compute-scale 0.5 --device-memory {smallest + (3 << 20)} --margin 3MiB"
+    data = pooch.json(f"sweep {profile_path} {QUICK} {machine} --points 2 --force")
     assert len(data["assumed"]) == 3
     assert {point["budget_bytes"] for point in data["points"]} == {smallest}
     assert Path(data["csv"]).name == "small.sweep.csv"
     Path(data["csv"]).unlink()
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "message"),
-    [
-        (["--policies", "ilp,clever"], 2, "policy 'clever' is unknown: expected ilp"),
-        (["--policies", "ilp,,greedy"], 2, "--policies: expected names or sizes with commas between them"),
-        (["--budgets", "60%", "--points", "3"], 2, "not allowed with argument --budgets"),
-        (["--points", "1"], 2, "a whole number of at least 2, found '1'"),
-        (["--device-memory", "513KiB", "--margin", "512KiB"], 3, "expected at least"),
-        (["--budgets", "2GiB", "--device-memory", "1GiB"], 2, "--budgets: expected at most 536870912 bytes"),
-        (["--png", "s.jpg"], 2, "expected a file name that ends in .png"),
-    ],
-)
-def test_bad_input_is_one_line_before_anything_is_solved(
-    pooch: Pooch, profile_path: Path, options: list[str], code: int, message: str
-) -> None:
-    result = pooch("sweep", profile_path, "-o", "sweep.csv", *options)
-    assert result.code == code
-    assert message in result.error
-    assert not Path("sweep.csv").exists()
-
-
 def test_where_no_policy_has_a_plan_the_code_is_3_and_the_peaks_are_written(pooch: Pooch, profile_path: Path) -> None:
-    result = pooch("sweep", profile_path, "-o", "sweep.csv", "--png", "sweep.png", "--budgets", "1KiB", *QUICK)
+    result = pooch(f"sweep {profile_path} -o sweep.csv --png sweep.png --budgets 1KiB {QUICK}")
     assert result.code == 3
     smallest = smallest_budget(Profile.load(profile_path))
     assert f"expected at least {smallest} bytes" in result.error
@@ -106,27 +78,17 @@ def altered(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "failure", "told", "code", "message"),
+    ("change", "told", "code", "message"),
     [
-        (SolveStatus.TIME_LIMIT, "", "time limit", 0, ""),
-        (CellStatus.FAILED, "OSError: no space", "failed: OSError: no space", 1, "1 of 2 plans failed, first swap-all"),
+        ({"status": SolveStatus.TIME_LIMIT}, "time limit", 0, ""),
+        ({"status": CellStatus.FAILED, "failure": "full"}, "failed: full", 1, "1 of 2 plans failed, first swap-all"),
     ],
 )
 def test_what_went_wrong_is_the_exit_code_and_the_rest_is_written(
-    pooch: Pooch,
-    profile_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    status: SolveStatus | CellStatus,
-    failure: str,
-    told: str,
-    code: int,
-    message: str,
+    pooch: Pooch, profile_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, told: str, code: int, message: str
 ) -> None:
-    altered(
-        monkeypatch,
-        lambda point: replace(point, status=status, failure=failure) if point.policy == "swap-all" else point,
-    )
-    result = pooch("sweep", profile_path, "-o", "sweep.csv", "--budgets", "100%", *QUICK)
+    altered(monkeypatch, lambda point: replace(point, **change) if point.policy == "swap-all" else point)
+    result = pooch(f"sweep {profile_path} -o sweep.csv --budgets 100% {QUICK}")
     assert result.code == code
     assert message in result.err
     assert list(pd.read_csv("sweep.csv")["status"]) == [told, "fits"]
@@ -141,11 +103,10 @@ def test_interrupted_it_writes_what_is_finished(
         return point
 
     altered(monkeypatch, interrupt_second)
-    arguments = ("sweep", profile_path, "-o", "sweep.csv", "--png", "sweep.png", "--budgets", "100%")
-    result = pooch(*arguments, *QUICK)
+    sweep = f"sweep {profile_path} -o sweep.csv --png sweep.png --budgets 100%"
+    result = pooch(sweep, QUICK)
     assert (result.code, result.error) == (130, "interrupted")
     assert "Wrote sweep.csv: only the 1 rows that were finished" in result.out
     assert list(pd.read_csv("sweep.csv")["policy"]) == ["swap-all"]
     assert not Path("sweep.png").exists()
-    result = pooch(*arguments, "--policies", "keep-all", "--processes", "1", "--force")
-    assert "nothing was written" in result.out
+    assert "nothing was written" in pooch(sweep, "--policies keep-all --processes 1 --force").out

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -18,10 +15,10 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Memory
 from poochplan.report.tables import simulate_plan
 from poochplan.report.timeline import predicted_trace, write_trace
+from tests.cli.conftest import Pooch
 from tests.cli.trace_reader import Trace, read_trace
+from tests.planner.random_profiles import transformer_like
 from tests.runtime.random_plans import random_plan
-
-Pooch = Any
 
 
 def moved(plan: poochplan.Plan, decision: Decision) -> Counter[str]:
@@ -61,8 +58,8 @@ def mixed_plan(profile_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_the_predicted_trace_has_every_op_every_copy_and_the_predicted_peak(
     pooch: Pooch, profile_path: Path, mixed_plan: Path
 ) -> None:
-    result = pooch("simulate", profile_path, mixed_plan, "--trace", "trace.json")
-    assert (result.code, result.err) == (0, "")
+    result = pooch.ok(f"simulate {profile_path} {mixed_plan} --trace trace.json")
+    assert result.err == ""
     assert "Predicted step of small" in result.out
     assert "Wrote trace.json" in result.out
     profile, plan = poochplan.Profile.load(profile_path), poochplan.Plan.load(mixed_plan)
@@ -90,45 +87,36 @@ def test_a_predicted_step_ends_with_itself_where_in_core_takes_longer(profile_pa
 def test_simulate_alone_prints_and_gives_what_the_plan_predicts(
     pooch: Pooch, profile_path: Path, plan_path: Path, tmp_path: Path
 ) -> None:
-    data = json.loads(pooch("simulate", profile_path, plan_path, "--json").out)
+    data = pooch.json("simulate", profile_path, plan_path)
     prediction = poochplan.Plan.load(plan_path).prediction
-    assert (data["peak_bytes"], data["step_s"]) == (prediction.peak_bytes, prediction.step_s)
+    for name in ("peak_bytes", "step_s", "memory", "live_peak_bytes", "arena_bytes", "arena_live_bytes"):
+        assert data[name] == getattr(prediction, name)
+    assert data["arena_peak_bytes"] == prediction.arena_peak_bytes is not None
     assert sum(layer["overhead_s"] for layer in data["layers"]) > 0
+    assert sum(data["peak"]["held_by"].values()) == data["peak_bytes"]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_plan_of_another_profile_is_not_simulated(pooch: Pooch, workloads: Path, plan_path: Path) -> None:
-    assert pooch("profile", f"{workloads}:nested", "--iterations", "1", "-o", "p.json").code == 0
-    result = pooch("simulate", "p.json", plan_path, "--trace", "trace.json")
-    assert (result.code, Path("trace.json").exists()) == (1, False)
-    assert "the plan was made from another profile" in result.error
+def test_a_plan_of_another_profile_is_not_simulated(pooch: Pooch, plan_path: Path) -> None:
+    transformer_like(2).save("p.json")
+    error = pooch.refused(f"simulate p.json {plan_path} --trace trace.json", code=1)
+    assert "the plan was made from another profile" in error
+    assert not Path("trace.json").exists()
 
 
-@pytest.mark.parametrize("verb", ["simulate", "run"])
-def test_a_trace_goes_into_a_folder_that_is_there_and_over_no_file(
-    pooch: Pooch, workloads: Path, profile_path: Path, plan_path: Path, verb: str
-) -> None:
-    Path("mine.json").write_text("mine")
-    arguments = (
-        ("simulate", profile_path, plan_path)
-        if verb == "simulate"
-        else ("run", f"{workloads}:small", "--plan", plan_path)
-    )
-    assert "the folder nowhere does not exist" in pooch(*arguments, "--trace", "nowhere/t.json").error
-    assert "mine.json exists and will not be overwritten" in pooch(*arguments, "--trace", "mine.json").error
-    assert "expected a file name that ends in .json" in pooch(*arguments, "--trace", "trace.txt").error
-    assert Path("mine.json").read_text() == "mine"
+def test_a_trace_goes_over_no_file(profile_path: Path, plan_path: Path, tmp_path: Path) -> None:
+    trace = predicted_trace(poochplan.Profile.load(profile_path), poochplan.Plan.load(plan_path))
+    path = write_trace(trace, tmp_path / "trace.json")
     with pytest.raises(OutputExistsError):
-        write_trace(predicted_trace(poochplan.Profile.load(profile_path), poochplan.Plan.load(plan_path)), "mine.json")
+        write_trace(trace, path)
 
 
 def test_the_measured_trace_has_the_planned_copies_and_the_metered_peak(
-    pooch: Pooch, workloads: Path, mixed_plan: Path
+    pooch: Pooch, small: str, mixed_plan: Path
 ) -> None:
     plan = poochplan.Plan.load(mixed_plan)
-    steps = ("--steps", "2", "--timed", "1")
-    result = pooch("run", f"{workloads}:small", "--plan", mixed_plan, *steps, "--trace", "trace.json", "--json")
-    assert (result.code, json.loads(result.out)["fallbacks"]) == (0, 0)
+    run = pooch.json(f"run {small} --plan {mixed_plan} --steps 2 --timed 1 --trace trace.json")
+    assert run["fallbacks"] == 0
     trace = read_trace(Path("trace.json"))
     assert trace.process == "small: one measured step"
     assert set(trace.tracks) == set(TRACKS)
@@ -141,23 +129,3 @@ def test_the_measured_trace_has_the_planned_copies_and_the_metered_peak(
     assert any(one.of == "0" and "addmm" in one.name for one in trace.tracks["compute"])
     assert max(size for _, size in trace.counters["live bytes"]) == plan.prediction.live_peak_bytes
     assert trace.other["fallbacks"] == 0
-
-
-@pytest.mark.skipif(importlib.util.find_spec("perfetto") is None, reason="the package perfetto is not installed")
-def test_perfetto_reads_the_same_from_the_trace(pooch: Pooch, profile_path: Path, mixed_plan: Path) -> None:
-    from perfetto.trace_processor import TraceProcessor
-
-    assert pooch("simulate", profile_path, mixed_plan, "--trace", "trace.json").code == 0
-    ours = read_trace(Path("trace.json"))
-    try:
-        processor = TraceProcessor(trace="trace.json")
-    except OSError as error:  # its engine is fetched on first use
-        pytest.skip(f"perfetto's engine is not there: {error}")
-    with processor:
-        rows = processor.query(
-            "select thread.name as track, count(*) as n from slice join thread_track on "
-            "slice.track_id = thread_track.id join thread using(utid) group by 1"
-        )
-        assert {row.track: row.n for row in rows} == {name: len(found) for name, found in ours.tracks.items()}
-        (lost,) = processor.query("select sum(value) as n from stats where severity = 'error'")
-        assert not lost.n

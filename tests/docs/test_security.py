@@ -24,10 +24,7 @@ FORBIDDEN_CALLS = {
     "np.load",
     "pd.read_pickle",
 }
-ALLOWED = {
-    "src/poochplan/online/background.py": {"subprocess"},
-    "src/poochplan/native.py": {"subprocess"},
-}
+ALLOWED = {"src/poochplan/online/background.py": {"subprocess"}, "src/poochplan/native.py": {"subprocess"}}
 """The process that plans beside a loop, and the compiler, as SECURITY.md says."""
 SOURCES = sorted(
     path for room in ("planner", "profiler", "runtime", "src/poochplan") for path in (ROOT / room).rglob("*.py")

@@ -6,9 +6,6 @@ units that it shards and the parameters that it gives the optimizer, is its own.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import runpy
 import sys
 import warnings
 from pathlib import Path
@@ -21,11 +18,10 @@ from accelerate.utils import DistributedType
 import poochplan
 from poochplan.integrations.hf import PlanCallback
 from poochplan.torch_private.sharding import sharded_units
-from tests.examples.ranks import EXAMPLES, no_session, waiting
+from tests.examples.ranks import QUICK, main_of, no_session, result_of, waiting, write
 from tests.examples.trainer_ranks import Waits
-from tests.runtime.nets import LINK
 
-OPTIONS: dict[str, Any] = {"budget": "80%", "time_limit_s": 1, "quiet": True, "link": LINK}
+OPTIONS: dict[str, Any] = {"budget": "80%", **QUICK}
 
 
 def takes_processes_for_gpus() -> None:
@@ -41,9 +37,9 @@ def takes_processes_for_gpus() -> None:
 
 
 def loop(folder: Path, *, is_planned: bool) -> tuple[dict[str, Any], Any]:
-    auto, options = poochplan.auto, {**OPTIONS, "cache": folder / "cache"}
+    auto = poochplan.auto
     poochplan.auto = waiting(auto) if is_planned else no_session
-    losses, model, session = main_of("accelerate_fsdp")(**options)
+    losses, model, session = main_of("accelerate_fsdp")(**OPTIONS, cache=folder / "cache")
     poochplan.auto = auto
     return facts_of(losses, model), session
 
@@ -58,14 +54,8 @@ def trainer(folder: Path, *, is_planned: bool) -> tuple[dict[str, Any], Any]:
     return facts_of(losses, done.model), plans.session if is_planned else None
 
 
-def main_of(name: str) -> Any:
-    return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
-
-
 def facts_of(losses: list[float], model: torch.nn.Module) -> dict[str, Any]:
-    shards = [one.detach().to_local().numpy().tobytes() for one in model.parameters()]
-    digest = hashlib.sha256(b"".join(shards)).hexdigest()
-    return {"losses": losses, "parameters": digest, "units": len(list(sharded_units(model)))}
+    return result_of(losses, model) | {"units": len(list(sharded_units(model)))}
 
 
 def main(folder: Path, name: str) -> None:
@@ -74,16 +64,7 @@ def main(folder: Path, name: str) -> None:
     run = {"accelerate_fsdp": loop, "trainer_fsdp": trainer}[name]
     plain, _ = run(folder, is_planned=False)
     planned, session = run(folder, is_planned=True)
-    facts = {
-        "plain": plain,
-        "planned": planned,
-        "plan": session.plan and hashlib.sha256(repr(session.plan).encode()).hexdigest(),
-        "moved": session.total.out_bytes + session.total.replayed_values,
-        "followed": session.report().steps_followed,
-        "fallbacks": session.total.fallbacks,
-    }
-    (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(facts))
-    torch.distributed.destroy_process_group()
+    write(folder, plain, planned, session, moved=session.total.out_bytes + session.total.replayed_values)
 
 
 if __name__ == "__main__":

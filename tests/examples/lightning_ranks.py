@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import runpy
 import sys
 import warnings
 from collections.abc import Container
@@ -15,8 +12,7 @@ import torch
 from lightning.pytorch import Callback
 
 from poochplan.integrations.lightning import PlanCallback
-from tests.examples.ranks import EXAMPLES
-from tests.runtime.nets import LINK
+from tests.examples.ranks import QUICK, main_of, result_of, write
 
 
 class Watches(Callback):
@@ -34,23 +30,15 @@ class Watches(Callback):
 
 def run(folder: Path, *plans: PlanCallback) -> dict[str, Any]:
     watches = Watches(*plans)
-    main = runpy.run_path(str(EXAMPLES / "lightning_fsdp.py"))["main"]
-    module = main(*plans, watches, folder=str(folder))
-    shards = [one.detach().to_local().numpy().tobytes() for one in module.parameters()]
-    return {"losses": watches.losses, "parameters": hashlib.sha256(b"".join(shards)).hexdigest()}
+    module = main_of("lightning_fsdp")(*plans, watches, folder=str(folder))
+    return result_of(watches.losses, module)
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     plain = run(folder / "plain")
-    plans = PlanCallback(budget="80%", cache=folder / "cache", time_limit_s=1, quiet=True, link=LINK)
-    facts: dict[str, Any] = {"plain": plain, "planned": run(folder / "planned", plans)}
-    session = plans.session
-    assert session is not None
-    facts["plan"] = session.plan and hashlib.sha256(repr(session.plan).encode()).hexdigest()
-    facts["followed"], facts["fallbacks"] = session.report().steps_followed, session.total.fallbacks
-    (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(facts))
-    torch.distributed.destroy_process_group()
+    plans = PlanCallback(budget="80%", cache=folder / "cache", **QUICK)
+    write(folder, plain, run(folder / "planned", plans), plans.session)
 
 
 if __name__ == "__main__":

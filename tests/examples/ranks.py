@@ -24,6 +24,31 @@ from tests.online.census import outside_meter
 from tests.runtime.nets import LINK
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+QUICK: dict[str, Any] = {"time_limit_s": 1, "quiet": True, "link": LINK}
+
+
+def main_of(name: str) -> Callable[..., Any]:
+    main: Callable[..., Any] = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
+    return main
+
+
+def result_of(losses: list[float], model: torch.nn.Module) -> dict[str, Any]:
+    """Losses, and a digest of this rank's parameters or shards of them."""
+    shards = [getattr(one, "_local_tensor", one).detach().numpy().tobytes() for one in model.parameters()]
+    return {"losses": losses, "parameters": hashlib.sha256(b"".join(shards)).hexdigest()}
+
+
+def write(folder: Path, plain: dict[str, Any], planned: dict[str, Any], session: Any, **more: Any) -> None:
+    """Writes what came of both, and ends the process group."""
+    facts = {
+        "plain": plain,
+        "planned": planned,
+        "plan": session.plan and hashlib.sha256(repr(session.plan).encode()).hexdigest(),
+        "fallbacks": session.total.fallbacks,
+        "followed": session.report().steps_followed,
+    }
+    (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(facts | more))
+    torch.distributed.destroy_process_group()
 
 
 def no_session(*_: Any, **__: Any) -> AbstractContextManager[Any]:
@@ -43,50 +68,30 @@ def waiting(auto: Callable[..., Any]) -> Callable[..., Any]:
     return session_of
 
 
-def run(example: dict[str, Any], *, is_metered: bool, **options: Any) -> tuple[dict[str, Any], Any]:
-    """The meter looks at what is dispatched: of a sharded model ``tests/online/test_ranks.py`` has another."""
-    with outside_meter() if is_metered else nullcontext(SimpleNamespace(peak=0)) as meter:
-        losses, model, session = example["main"](**options)
-    whole = [getattr(one, "_local_tensor", one).detach() for one in model.parameters()]
-    digest = hashlib.sha256(b"".join(one.numpy().tobytes() for one in whole)).hexdigest()
-    return {"losses": losses, "parameters": digest, "peak_bytes": meter.peak}, (model, session)
-
-
 def main(folder: Path, name: str) -> None:
-    example = str(EXAMPLES / (f"{name}_torchrun.py" if name != "accelerate" else "accelerate_loop.py"))
-    is_metered = name != "fsdp"
+    """The meter looks at what is dispatched: of a sharded model ``tests/online/test_ranks.py`` has another."""
+    example = f"{name}_torchrun" if name != "accelerate" else "accelerate_loop"
     more: dict[str, Any] = {"epochs": 30} if name == "accelerate" else {}
+
+    def run(**options: Any) -> tuple[Any, Any, Any, int]:
+        train = main_of(example)
+        with outside_meter() if name != "fsdp" else nullcontext(SimpleNamespace(peak=0)) as meter:
+            losses, model, session = train(**options, **more)
+        return result_of(losses, model), model, session, meter.peak
+
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     auto, poochplan.auto = poochplan.auto, no_session
-    plain, _ = run(runpy.run_path(example), is_metered=is_metered, **more)
+    plain, _, _, plain_bytes = run()
     poochplan.auto = waiting(auto) if name == "accelerate" else auto
-    budget_bytes = int(plain["peak_bytes"] * 0.7)
-    planned, (model, session) = run(
-        runpy.run_path(example),
-        is_metered=is_metered,
-        budget=budget_bytes or "80%",
-        before_plan="swap",
-        cache=folder / "cache",
-        time_limit_s=1,
-        quiet=True,
-        link=LINK,
-        **more,
-    )
+    budget_bytes = int(plain_bytes * 0.7)
+    options = {"budget": budget_bytes or "80%", "before_plan": "swap", "cache": folder / "cache", **QUICK}
+    planned, model, session, peak_bytes = run(**options)
     bucket_bytes = sum(parameter.nbytes for parameter in model.parameters())
     profile = session.profile
-    facts = {
-        "plain": plain,
-        "planned": planned,
-        "budget_bytes": budget_bytes,
-        "plan": session.plan and hashlib.sha256(repr(session.plan).encode()).hexdigest(),
-        "steps": session.total.steps,
-        "fallbacks": session.total.fallbacks,
-        "followed": session.report().steps_followed,
-        "counts_buckets": profile and any(v.size_bytes == bucket_bytes and v.born < 0 for v in profile.values),
-    }
-    (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(facts))
-    torch.distributed.destroy_process_group()
+    buckets = profile and any(one.size_bytes == bucket_bytes and one.born < 0 for one in profile.values)
+    sizes = {"budget_bytes": budget_bytes, "peak_bytes": peak_bytes}
+    write(folder, plain, planned, session, counts_buckets=buckets, **sizes)
 
 
 if __name__ == "__main__":

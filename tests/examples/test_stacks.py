@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +16,13 @@ from poochplan.integrations import hf
 from poochplan.integrations import lightning as for_lightning
 from poochplan.integrations.trainers import called_by
 from tests.examples.lightning_ranks import Watches
-from tests.examples.test_examples import EXAMPLES
+from tests.examples.ranks import EXAMPLES, main_of, no_session
+from tests.examples.ranks import QUICK as SHORT
 from tests.online.caches import empty_cache
 from tests.online.census import outside_meter
-from tests.runtime.nets import LINK
 from tests.torchrun import TORCHRUN, torchrun
 
-QUICK: dict[str, Any] = {"before_plan": "swap", "time_limit_s": 1, "quiet": True, "link": LINK}
+QUICK: dict[str, Any] = {"before_plan": "swap", **SHORT}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -33,10 +32,6 @@ def _one_thread_and_a_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with empty_cache(tmp_path_factory.mktemp("cache")):
         yield
     torch.set_num_threads(before)
-
-
-def main_of(name: str) -> Any:
-    return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
 
 
 def parameters_of(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -72,13 +67,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The example without poochplan, and its checkpoints."""
     folder, generates = tmp_path_factory.mktemp("hf"), Generates()
     trainer, peak_bytes = metered(lambda: main_of("hf_trainer")(generates, folder=str(folder)))
-    return {
-        "folder": folder,
-        "losses": losses_of(trainer),
-        "parameters": parameters_of(trainer.model),
-        "texts": generates.texts,
-        "peak_bytes": peak_bytes,
-    }
+    found = {"losses": losses_of(trainer), "parameters": parameters_of(trainer.model), "texts": generates.texts}
+    return found | {"folder": folder, "peak_bytes": peak_bytes}
 
 
 def losses_of(trainer: transformers.Trainer) -> list[float]:
@@ -212,8 +202,6 @@ def test_a_loop_is_the_same_in_less_memory(
     name: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        from tests.examples.ranks import no_session
-
         patch.setattr("poochplan.auto", no_session, raising=False)
         (losses, model, _), plain_bytes = metered(lambda: main_of(name)())
     budget_bytes = int(plain_bytes * share)
@@ -227,35 +215,33 @@ def test_a_loop_is_the_same_in_less_memory(
     assert peak_bytes <= budget_bytes
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "accelerate"])
-def test_ranks_follow_one_plan_from_the_same_step_on_with_the_buckets_counted(name: str, tmp_path: Path) -> None:
-    first, second = torchrun("tests.examples.ranks", tmp_path, name)
-    for facts in (first, second):
-        assert {**facts["planned"], "peak_bytes": 0} == {**facts["plain"], "peak_bytes": 0}
-        assert facts["planned"]["peak_bytes"] <= facts["budget_bytes"]
+def two_ranks(module: str, folder: Path, *arguments: str, **options: Any) -> list[dict[str, Any]]:
+    """The facts of each rank: both have trained as without poochplan, and have followed one plan."""
+    both = torchrun(f"tests.examples.{module}", folder, *arguments, **options)
+    for facts in both:
+        assert facts["planned"] == facts["plain"]
         assert facts["fallbacks"] == 0
+        assert facts.get("peak_bytes", 0) <= facts.get("budget_bytes", 0)
+    first, second = both
     assert first["plan"] == second["plan"] is not None
     assert first["followed"] == second["followed"] > 0
-    assert first["counts_buckets"] == (name != "fsdp")
+    return both
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "accelerate"])
+def test_ranks_follow_one_plan_from_the_same_step_on_with_the_buckets_counted(name: str, tmp_path: Path) -> None:
+    assert two_ranks("ranks", tmp_path, name)[0]["counts_buckets"] == (name != "fsdp")
 
 
 def test_the_trainer_of_transformers_on_two_processes_is_the_same_in_60_percent_of_its_memory(tmp_path: Path) -> None:
-    first, second = torchrun("tests.examples.trainer_ranks", tmp_path)
+    first, second = two_ranks("trainer_ranks", tmp_path)
     for facts in (first, second):
-        assert facts["planned"] == facts["plain"]
-        assert facts["peak_bytes"] <= facts["budget_bytes"]
         assert facts["metered_bytes"] <= facts["budget_bytes"], "with the buckets, which no tensor of Python's lies on"
     assert first["planned"]["parameters"] == second["planned"]["parameters"]
-    assert first["followed"] == second["followed"] > 0
 
 
 def test_lightning_with_fsdp2_on_two_processes_is_the_same_under_one_plan(tmp_path: Path) -> None:
-    first, second = torchrun("tests.examples.lightning_ranks", tmp_path)
-    for facts in (first, second):
-        assert facts["planned"] == facts["plain"]
-        assert facts["fallbacks"] == 0
-    assert first["plan"] == second["plan"] is not None
-    assert first["followed"] == second["followed"] > 0
+    first, second = two_ranks("lightning_ranks", tmp_path)
     assert first["plain"]["losses"] != second["plain"]["losses"], "each rank has its own batches"
 
 
@@ -263,18 +249,13 @@ ACCELERATE = ("accelerate.commands.launch", "--config_file", str(EXAMPLES / "acc
 
 
 @pytest.mark.parametrize(
-    ("name", "launcher"),
-    [("accelerate_fsdp", (*ACCELERATE, "--main_process_port", "0")), ("trainer_fsdp", TORCHRUN)],
+    ("name", "launcher"), [("accelerate_fsdp", (*ACCELERATE, "--main_process_port", "0")), ("trainer_fsdp", TORCHRUN)]
 )
 def test_the_fsdp_plugin_of_accelerate_on_two_processes_is_the_same_under_one_plan(
     name: str, launcher: tuple[str, ...], tmp_path: Path
 ) -> None:
-    first, second = torchrun("tests.examples.accelerate_ranks", tmp_path, name, launcher=launcher)
+    first, second = two_ranks("accelerate_ranks", tmp_path, name, launcher=launcher)
     for facts in (first, second):
-        assert facts["planned"] == facts["plain"]
         assert facts["plain"]["units"] > 1, "accelerate has sharded each block"
-        assert facts["fallbacks"] == 0
         assert facts["moved"] > 0
-    assert first["plan"] == second["plan"] is not None
-    assert first["followed"] == second["followed"] > 0
     assert first["plain"]["parameters"] != second["plain"]["parameters"], "each rank has its own shards"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,9 +10,8 @@ import torch
 from transformers import TrainerCallback
 
 from poochplan.integrations.hf import PlanCallback
-from tests.examples.ranks import EXAMPLES
+from tests.examples.ranks import QUICK, main_of, result_of, write
 from tests.online.census import outside_meter
-from tests.runtime.nets import LINK
 
 
 class Waits(TrainerCallback):
@@ -30,33 +26,22 @@ class Waits(TrainerCallback):
 
 
 def run(folder: Path, *callbacks: TrainerCallback) -> tuple[dict[str, Any], int]:
-    main = runpy.run_path(str(EXAMPLES / "hf_trainer.py"))["main"]
+    train = main_of("hf_trainer")
     with outside_meter() as meter:
-        trainer = main(*callbacks, folder=str(folder))
-    digest = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in trainer.model.parameters())).hexdigest()
+        trainer = train(*callbacks, folder=str(folder))
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    return {"losses": losses, "parameters": digest}, meter.peak
+    return result_of(losses, trainer.model), meter.peak
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     plain, plain_bytes = run(folder / "plain")
     budget_bytes = int(plain_bytes * 0.6)
-    plans = PlanCallback(
-        budget=budget_bytes, cache=folder / "cache", time_limit_s=1, quiet=True, link=LINK, before_plan="swap"
-    )
+    plans = PlanCallback(budget=budget_bytes, cache=folder / "cache", before_plan="swap", **QUICK)
     planned, peak_bytes = run(folder / "planned", plans, Waits(plans))
     assert plans.session is not None
-    facts = {
-        "plain": plain,
-        "planned": planned,
-        "budget_bytes": budget_bytes,
-        "peak_bytes": peak_bytes,
-        "followed": plans.session.report().steps_followed,
-        "metered_bytes": plans.session.total.peak_bytes,
-    }
-    (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(facts))
-    torch.distributed.destroy_process_group()
+    sizes = {"budget_bytes": budget_bytes, "peak_bytes": peak_bytes, "metered_bytes": plans.session.total.peak_bytes}
+    write(folder, plain, planned, plans.session, **sizes)
 
 
 if __name__ == "__main__":

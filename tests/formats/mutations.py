@@ -122,12 +122,9 @@ def _with(here: Any, path: Path, value: Any) -> Any:
 
 
 def _without(here: Any, path: Path) -> Any:
-    copied = here.copy()
-    if len(path) == 1:
-        del copied[path[0]]
-    else:
-        copied[path[0]] = _without(here[path[0]], path[1:])
-    return copied
+    *above, last = path
+    kept = {key: value for key, value in _at(here, tuple(above)).items() if key != last}
+    return _with(here, tuple(above), kept)
 
 
 def _text(document: Any, raw: str = "") -> bytes:

@@ -159,8 +159,13 @@ def test_committed_plans_are_sound(path: Path) -> None:
 # -- what takes more than one field ------------------------------------------------------------------------------------
 
 
-def changed(path: Path, given: Plan, **changes: object) -> Path:
-    return msgspec.structs.replace(given, **changes).save(path, force=True)
+def changed(folder: Path, given: Plan, **changes: object) -> Path:
+    return msgspec.structs.replace(given, **changes).save(folder / "plan.json", force=True)
+
+
+def refused(folder: Path, given: Plan, message: str, **changes: object) -> None:
+    with pytest.raises(InputFileError, match=message):
+        Plan.load(changed(folder, given, **changes))
 
 
 def swapped(given: Plan) -> int:
@@ -177,7 +182,7 @@ def test_of_a_plan_that_swaps_more_than_the_disk_has_nothing_is_written_ahead_an
         for index, one in enumerate(values)
     )
     prediction = msgspec.structs.replace(whole.prediction, step_s=1e6)
-    huge = changed(tmp_path / "plan.json", whole, values=kept, schedule=(), prediction=prediction)
+    huge = changed(tmp_path, whole, values=kept, schedule=(), prediction=prediction)
     before = shutil.disk_usage(tmp_path).free
     with pytest.warns(RuntimeWarning, match=r"cannot hold the planned \d+ bytes \(No space left .*values .* are kept"):
         gradients(Plan.load(huge))
@@ -202,9 +207,8 @@ def test_two_values_in_one_place_on_the_host_are_refused(whole: Plan, tmp_path: 
     values[other] = msgspec.structs.replace(
         values[other], decision="swap", host_offset=values[place].host_offset, size_bytes=size_bytes
     )
-    path = changed(tmp_path / "plan.json", whole, values=tuple(values), schedule=())
-    with pytest.raises(InputFileError, match=r"values\[\d+\].host_offset: expected a place of its own, found one in"):
-        Plan.load(path)
+    message = r"values\[\d+\].host_offset: expected a place of its own, found one in"
+    refused(tmp_path, whole, message, values=tuple(values), schedule=())
 
 
 @pytest.mark.parametrize(
@@ -237,21 +241,19 @@ def test_a_schedule_that_nothing_could_follow_is_refused(
     )
     if "release of" in message:
         made = (msgspec.structs.replace(made[0], index=first),)
-    with pytest.raises(InputFileError, match=re.escape(message.format(swap=first))):
-        Plan.load(changed(tmp_path / "plan.json", whole, schedule=made))
+    refused(tmp_path, whole, re.escape(message.format(swap=first)), schedule=made)
 
 
 def test_a_throttle_under_which_a_step_would_never_end_is_refused(whole: Plan, tmp_path: Path) -> None:
     link = msgspec.structs.replace(whole.link, throttle_bytes_per_s=1.0)
-    with pytest.raises(InputFileError, match="link: expected rates that copy all swapped bytes out in about"):
-        Plan.load(changed(tmp_path / "plan.json", whole, link=link))
+    refused(tmp_path, whole, "link: expected rates that copy all swapped bytes out in about", link=link)
 
 
 def test_a_dtype_that_torch_has_not_is_refused_when_it_is_applied(whole: Plan, tmp_path: Path) -> None:
     for name in ("float128", "load", "__class__"):
         values = (msgspec.structs.replace(whole.values[0], dtype=name), *whole.values[1:])
         with pytest.raises(UsageError, match=rf"values\[0\]\.dtype: expected a dtype of torch .*, found '{name}'"):
-            gradients(Plan.load(changed(tmp_path / "plan.json", whole, values=values)))
+            gradients(Plan.load(changed(tmp_path, whole, values=values)))
 
 
 # -- other files -----------------------------------------------------------------------------------------------------
@@ -306,7 +308,7 @@ def test_blocks_of_a_pass_outside_its_arena_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["1 2", "9" * 5000, "-3", "8, x"])
 def test_inputs_that_no_signature_has_are_refused_before_a_set_is_made(text: str, whole: Plan, tmp_path: Path) -> None:
-    path = changed(tmp_path / "plan.json", whole, inputs=(f"0 float32[{text}]",))
+    path = changed(tmp_path, whole, inputs=(f"0 float32[{text}]",))
     with pytest.raises(InputFileError, match=r"Expected `str` .* - at `\$.inputs\[0\]`, found '0 float32"):
         poochplan.PlanSet.load(path)
 

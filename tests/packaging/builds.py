@@ -67,15 +67,9 @@ def environment(folder: Path) -> Path:
 
 def install(bin_folder: Path, *what: str) -> None:
     """pip install, from this machine alone."""
-    options = (
-        "--quiet",
-        "--no-compile",
-        "--no-deps",
-        "--no-index",
-        "--no-build-isolation",
-        "--disable-pip-version-check",
-    )
-    run(sys.executable, "-m", "pip", "--python", str(bin_folder / "python"), "install", *options, *what)
+    options = "--no-deps", "--no-index", "--no-build-isolation", "--no-compile"
+    quiet = "--quiet", "--disable-pip-version-check"
+    run(sys.executable, "-m", "pip", "--python", str(bin_folder / "python"), "install", *quiet, *options, *what)
 
 
 def run(*command: str, cwd: Path | None = None) -> str:

@@ -60,11 +60,7 @@ def test_each_kind_of_model_trains_all_of_its_parameters(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("precision", "parameters", "is_upcast"),
-    [
-        ("float32", torch.float32, False),
-        ("bfloat16", torch.bfloat16, True),
-        ("autocast", torch.float32, True),
-    ],
+    [("float32", torch.float32, False), ("bfloat16", torch.bfloat16, True), ("autocast", torch.float32, True)],
 )
 def test_precision_is_that_of_parameters_and_of_computation(
     precision: str, parameters: torch.dtype, is_upcast: bool

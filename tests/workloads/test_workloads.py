@@ -38,6 +38,9 @@ def test_a_step_gives_a_finite_scalar_loss_and_a_gradient_for_every_parameter(na
     loss.backward()
     missing = [key for key, parameter in workload.model.named_parameters() if parameter.grad is None]
     assert missing == []
+    workload.model.zero_grad()
+    *_, last = losses(workload, 9)
+    assert last < loss, "training lowers it"
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -45,19 +48,6 @@ def test_the_same_seed_gives_the_same_losses_and_another_seed_others(name: str) 
     first, again, other = (losses(build(name, seed=seed), 3) for seed in ("1", "1", "2"))
     assert torch.equal(torch.stack(first), torch.stack(again))
     assert not torch.equal(first[0], other[0])
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_training_lowers_the_loss(name: str) -> None:
-    workload = build(name)
-    first = workload.step()
-    loss = first
-    for _ in range(8):
-        loss.backward()
-        workload.optimizer.step()
-        workload.optimizer.zero_grad()
-        loss = workload.step()
-    assert loss < first
 
 
 @pytest.mark.parametrize("name", [name for name in SMALL if name != "tiny"])
@@ -106,9 +96,8 @@ def test_intensity_classes_are_equally_populated_bands_of_brightness_inside_the_
     ],
 )
 def test_a_value_that_cannot_be_is_refused_with_the_reason(name: str, parameter: str, value: str, found: str) -> None:
-    with pytest.raises(UsageError, match=r".") as caught:
+    with pytest.raises(UsageError, match=found):
         build(name, **{parameter: value})
-    assert found in str(caught.value)
 
 
 def test_a_missing_library_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

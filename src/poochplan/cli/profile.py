@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from poochplan.errors import UsageError
 from poochplan.formats.profile import Phase, Profile
 from poochplan.planner.simulator.evaluator import begin_build
-from poochplan.report.tables import frame_table, plain_rows, summary_table
+from poochplan.report.tables import file_data, frame_table, plain_rows, summary_table
 from poochplan.units import format_seconds, format_with_spread
 
 from .base import Verb
@@ -295,4 +295,4 @@ def _profile_inference(verb: Verb, loaded: LoadedWorkload, path: Path) -> dict[s
     found.save(path, force=options.force)
     took = format_seconds(time.perf_counter() - start_s)
     verb.show(summary_table(f"Forward pass of {loaded.name}, profiled in {took}", found.rows()), f"Wrote {path}")
-    return {"profile": str(path)} | found.data()
+    return {"profile": str(path)} | file_data(found)

@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -19,7 +19,6 @@ import msgspec
 
 from poochplan.errors import InputFileError, OutputExistsError, PoochError, UsageError
 
-T = TypeVar("T", bound=msgspec.Struct)
 C = TypeVar("C")
 
 OLDEST_SCHEMA_VERSION = 1
@@ -128,13 +127,36 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Writes it as JSON (compressed if the name ends in ``.gz``); over an existing file only with ``force``."""
-        return write_struct(path, msgspec.structs.replace(self, schema_version=self.newest), force=force)
+        data = encode_readable(msgspec.structs.replace(self, schema_version=self.newest))
+        return write_atomic(path, data, force=force)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads a file; raises ``UsageError`` or ``InputFileError`` with one clear line."""
+        """Reads a JSON (or ``.gz``) file of this version or an older one.
+
+        Raises
+        ------
+        UsageError
+            The file does not exist.
+        InputFileError
+            The file is truncated, is not JSON, has a newer schema, or a field is missing, of the wrong type, out of its
+            range or inconsistent with the others.
+        """
         what = next(field.default for field in msgspec.structs.fields(cls) if field.name == "kind")
-        return read_struct(path, cls, what=what, schema_version=cls.newest, faults=cls.faults)
+        source = Path(path)
+        data = read_data(source, f"a {what}", f"no such {what} file; make one with `pooch {what}`")
+        _check_schema(source, data, what, cls.newest)
+        try:
+            found = msgspec.json.decode(data, type=cls)
+            fault = next(found.faults(), "")
+        except msgspec.MsgspecError as error:
+            said, at, place = str(error).partition(" - at `$")
+            fault = f"{one_line(said)}{at}{place}{_found_there(data, place)}"
+        except (UnicodeDecodeError, RecursionError, MemoryError) as error:
+            fault = f"expected JSON that can be read, found that it cannot ({one_line(error)})"
+        if fault:
+            raise InputFileError(f"{source}: not a valid {what}: {fault}; make it again with `pooch {what}`")
+        return found
 
     def _repr_html_(self) -> str:
         """In a notebook: the rows."""
@@ -145,13 +167,8 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
         printer.text(text_table(self.title, list(self.rows().items())))
 
 
-def write_struct(path: str | Path, value: msgspec.Struct, *, force: bool = False) -> Path:
-    """Writes a struct as JSON in a stable field order, one line per list element, so that a diff is readable."""
-    return write_atomic(path, encode_readable(value), force=force)
-
-
 def encode_readable(value: msgspec.Struct) -> bytes:
-    """JSON with one line per field, and one line per element of a top-level list."""
+    """JSON in a stable field order, with one line per field and per element of a top-level list: a diff is readable."""
     lines = []
     for key, field in msgspec.json.decode(msgspec.json.encode(value), type=dict[str, msgspec.Raw]).items():
         name = _line(msgspec.json.encode(key))
@@ -170,43 +187,6 @@ def encode_readable(value: msgspec.Struct) -> bytes:
 def _line(item: bytes | msgspec.Raw) -> bytes:
     """JSON on one line, with spaces."""
     return msgspec.json.format(bytes(item), indent=0)
-
-
-def read_struct(
-    path: str | Path,
-    kind: type[T],
-    *,
-    what: str,
-    schema_version: int,
-    faults: Callable[[T], Iterator[str]] = lambda _: iter(()),
-) -> T:
-    """The struct in a JSON (or ``.gz``) file.
-
-    ``what`` is "profile" or "plan", for messages. ``schema_version`` is the newest one that this release reads; it
-    reads all older ones too. ``faults`` returns the faults between fields, in words.
-
-    Raises
-    ------
-    UsageError
-        The file does not exist.
-    InputFileError
-        The file is truncated, is not JSON, has a newer schema, or a field is missing, of the wrong type, out of its
-        range or inconsistent with the others.
-    """
-    source = Path(path)
-    data = read_data(source, f"a {what}", f"no such {what} file; make one with `pooch {what}`")
-    _check_schema(source, data, what, schema_version)
-    try:
-        found = msgspec.json.decode(data, type=kind)
-        fault = next(faults(found), "")
-    except msgspec.MsgspecError as error:
-        said, at, place = str(error).partition(" - at `$")
-        fault = f"{one_line(said)}{at}{place}{_found_there(data, place)}"
-    except (UnicodeDecodeError, RecursionError, MemoryError) as error:
-        fault = f"expected JSON that can be read, found that it cannot ({one_line(error)})"
-    if fault:
-        raise InputFileError(f"{source}: not a valid {what}: {fault}; make it again with `pooch {what}`")
-    return found
 
 
 def read_data(source: Path, what: str, missing: str) -> bytes:

@@ -19,7 +19,7 @@ from .forms import BITS, BITS_DTYPE, CASTING, CHOOSING, FORM_BYTES, HALF, INDEX,
 from .occupancy import held_until
 from .plan import Plan
 from .profile import Kind, Op, Phase, PointKind, Profile, Value
-from .queries import writers_by_value
+from .queries import last_writes, writers_by_value
 from .sources import is_source, moved, sources_of, with_save_points, with_sources
 
 NARROW = "poochplan.narrow"
@@ -68,7 +68,7 @@ def masks_of(profile: Profile) -> dict[int, int]:
     if any(value.nodes for value in profile.values):  # saved by compiled graphs, which hold what they please
         return found
     taken, held = set(narrowed(profile).values()), _held_sources(profile)
-    writers, last_write, readers = writers_by_value(profile), _last_writes(profile), _first_readers(profile)
+    writers, last_write, readers = writers_by_value(profile), last_writes(profile), _first_readers(profile)
     for number, point in enumerate(profile.points):
         mask = profile.handles[point.handle].value
         if point.kind is not PointKind.SAVE or mask in taken or not _is_mask(profile, mask, writers[mask]):
@@ -135,15 +135,6 @@ def _is_made_whole(profile: Profile, mask: int) -> bool:
     born = profile.values[mask].born
     is_maker = born >= 0 and (profile.ops[born].name in MAKING or profile.ops[born].name in OTHERS)
     return is_maker and mask in profile.ops[born].outputs
-
-
-def _last_writes(profile: Profile) -> list[int]:
-    """By value: the last op of the whole step that writes it in place; -1 if none does."""
-    last = [-1] * len(profile.values)
-    for index, op in enumerate(profile.ops):
-        for value in op.writes:
-            last[value] = index
-    return last
 
 
 def _first_readers(profile: Profile) -> dict[int, int]:
@@ -314,11 +305,6 @@ def with_smaller(profile: Profile, without: Collection[str] = ()) -> Profile:
     if SOURCES not in without:
         profile = with_sources(profile)
     return profile if NARROWED in without else with_bits(profile)
-
-
-def has_sources(plan: Plan) -> bool:
-    """Whether the plan decides about sources or bits too."""
-    return any(value.source for value in plan.values)
 
 
 def as_planned(profile: Profile, plan: Plan) -> Profile:

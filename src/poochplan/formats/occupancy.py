@@ -52,9 +52,7 @@ def live_bytes(profile: ProfileData, values: Sequence[int] | None = None, *, wor
     workspace_bytes = ints(profile.rounded_bytes(op.workspace_bytes) * workspace for op in profile.ops)
     op_ticks = ints(profile.op_ticks)
     return occupancy(
-        profile.tick_count,
-        (born_ticks(profile, counted), freed, size_bytes),
-        (op_ticks, op_ticks, workspace_bytes),
+        profile.tick_count, (born_ticks(profile, counted), freed, size_bytes), (op_ticks, op_ticks, workspace_bytes)
     )
 
 

@@ -7,14 +7,12 @@ nothing to decide, and no link, handles or points.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, NamedTuple
-
-import msgspec
+from typing import ClassVar, Literal, NamedTuple
 
 from poochplan.units import format_bytes, format_seconds
 
 from .files import Document, numbered
-from .profile_parts import Bytes, Count, Device, Host, Index, Input, ModelSignature, Offset, Seconds, Text
+from .profile_parts import Bytes, Count, Device, Host, Index, Input, Memory, ModelSignature, Offset, Seconds, Text
 
 SCHEMA_VERSION = 1
 
@@ -82,6 +80,7 @@ class PassProfile(Document, frozen=True, kw_only=True):
     def rows(self) -> dict[str, str]:
         """The rows that ``pooch profile --inference`` and ``pooch show`` print."""
         static_bytes = sum(self.static_bytes.values())
+        peak_text = Memory.ALLOCATED.peak_text
         static = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.static_bytes.items() if size)
         taken_bytes = self.arena_bytes + self.outside_bytes
         above = f"{self.arena_bytes / self.arena_live_bytes - 1:.1%}" if self.arena_live_bytes else "nothing"
@@ -90,10 +89,9 @@ class PassProfile(Document, frozen=True, kw_only=True):
             "pass": f"{format_seconds(self.pass_s)} (spread {format_seconds(self.spread_s)}, "
             f"{self.iterations} iterations), in eval and without gradients",
             "there before": static or "nothing",
-            "peak, with that": f"{format_bytes(static_bytes + self.allocated_peak_bytes)} allocated, "
-            f"{format_bytes(static_bytes + self.live_peak_bytes)} live",
-            "the pass takes at once": f"{format_bytes(self.allocated_peak_bytes)} allocated, "
-            f"{format_bytes(self.live_peak_bytes)} live, in {len(self.blocks)} blocks",
+            "peak, with that": peak_text(static_bytes + self.allocated_peak_bytes, static_bytes + self.live_peak_bytes),
+            "the pass takes at once": f"{peak_text(self.allocated_peak_bytes, self.live_peak_bytes)}, in "
+            f"{len(self.blocks)} blocks",
             "one by one": f"{format_bytes(self.total_bytes)}, each block taken separately",
             "caching allocator": f"{format_bytes(self.caching_bytes)} reserved on a GPU, by a model of it",
             "arena": f"{format_bytes(self.arena_bytes)} ({above} above its "
@@ -101,11 +99,6 @@ class PassProfile(Document, frozen=True, kw_only=True):
             "saved by the arena": f"{_less(taken_bytes, self.caching_bytes)} of what the caching allocator reserves, "
             f"{_less(taken_bytes, self.total_bytes)} of the blocks one by one",
         } | numbered("note", self.notes)
-
-    def data(self) -> dict[str, Any]:
-        """The figures for ``--json``: all fields but blocks and model."""
-        found: dict[str, Any] = msgspec.to_builtins(self)
-        return {name: value for name, value in found.items() if name not in ("blocks", "model")}
 
     def faults(self) -> Iterator[str]:
         for number, block in enumerate(self.blocks):

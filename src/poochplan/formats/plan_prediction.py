@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from poochplan.units import format_bytes, format_seconds
+from poochplan.units import format_seconds
 
 from .profile_parts import Bytes, Change, Count, Memory, Seconds, Text
 
@@ -69,10 +69,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def peak_text(self) -> str:
         """The larger peak of the first and later steps. If allocated bytes are counted, the live peak too."""
-        peak = format_bytes(max(self.peak_bytes, self.first_step_peak_bytes))
-        if self.memory is Memory.LIVE or self.live_peak_bytes is None:
-            return peak
-        return f"{peak} allocated, {format_bytes(self.live_peak_bytes)} live"
+        return self.memory.peak_text(max(self.peak_bytes, self.first_step_peak_bytes), self.live_peak_bytes)
 
     @property
     def causes_text(self) -> str:

@@ -112,9 +112,7 @@ class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
         throttle = f", held to {format_rate(link.throttle_bytes_per_s)}" if link.throttle_bytes_per_s else ""
         ranks = f", while {link.ranks} ranks copy at once" if link.ranks > 1 else ""
         static = ", ".join(f"{name} {format_bytes(size)}" for name, size in static_bytes(self).items())
-        peak = format_bytes(self.in_core_peak_bytes)
-        if self.memory is Memory.ALLOCATED and self.in_core_live_peak_bytes is not None:
-            peak = f"{peak} allocated, {format_bytes(self.in_core_live_peak_bytes)} live"
+        peak = self.memory.peak_text(self.in_core_peak_bytes, self.in_core_live_peak_bytes)
         return {
             "device": f"{self.device.name} ({self.device.kind}, {format_bytes(self.device.memory_bytes)})",
             "mode": self.mode,

@@ -20,6 +20,8 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from poochplan.units import format_bytes
+
 from .files import Document
 
 SCHEMA_VERSION = 7
@@ -118,6 +120,13 @@ class Memory(StrEnum):
 
     LIVE = "live"  # storages alone
     ALLOCATED = "allocated"  # all bytes from the device's allocator, including those that ops take and give back inside
+
+    def peak_text(self, peak_bytes: int, live_bytes: int | None) -> str:
+        """A peak in words; if it is of allocated bytes, also that of live bytes, where it is known."""
+        peak = format_bytes(peak_bytes)
+        if self is Memory.LIVE or live_bytes is None:
+            return peak
+        return f"{peak} allocated, {format_bytes(live_bytes)} live"
 
 
 class OpBlock(NamedTuple):

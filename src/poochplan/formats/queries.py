@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from poochplan.units import format_bytes, format_seconds
 
 from .occupancy import live_bytes
-from .profile_parts import Phase, PointKind, ProfileData, StepFacts, Value
+from .profile_parts import Phase, PointKind, ProfileData, StepFacts
 
 COMPILED_REGION = "compiled_region"
 """Name of the op that stands for a call of a compiled module."""
@@ -44,6 +44,15 @@ def writers_by_value(profile: ProfileData) -> list[list[int]]:
             for value in dict.fromkeys((*op.outputs, *op.writes)):
                 writers[value].append(index)
     return writers
+
+
+def last_writes(profile: ProfileData) -> list[int]:
+    """By value: the last op of the whole step that writes it in place; -1 if none does."""
+    last = [-1] * len(profile.values)
+    for index, op in enumerate(profile.ops):
+        for value in op.writes:
+            last[value] = index
+    return last
 
 
 COLLECTIVES = "_c10d_functional."
@@ -229,19 +238,15 @@ def limits(profile: ProfileData) -> tuple[str, ...]:
     return tuple(line for line in (_compiled(profile), _checkpointed(profile)) if line)
 
 
-def _saved(profile: ProfileData) -> list[Value]:
-    return [profile.values[number] for number in dict.fromkeys(handle.value for handle in profile.handles)]
-
-
 def _compiled(profile: ProfileData) -> str:
     if profile.facts and profile.facts.graph_mode:
         return ""
-    saved = {handle.value for handle in profile.handles}
+    saved = {*saved_values(profile)}
     inside: Counter[str] = Counter()
     for op in profile.ops:
         if op.name == COMPILED_REGION:
             inside[op.layer] += sum(profile.values[number].size_bytes for number in op.outputs if number in saved)
-    saved_bytes = sum(value.size_bytes for value in _saved(profile))
+    saved_bytes = sum(profile.values[number].size_bytes for number in saved)
     layer, size_bytes = max(inside.items(), key=lambda item: item[1], default=("", 0))
     if not saved_bytes or size_bytes < LARGE_SHARE * saved_bytes:
         return ""
@@ -267,7 +272,7 @@ def _checkpointed(profile: ProfileData) -> str:
 
 
 def _fixed(profile: ProfileData, facts: StepFacts) -> Iterator[str]:
-    saved = _saved(profile)
+    saved = [profile.values[number] for number in saved_values(profile)]
     saved_bytes = sum(value.size_bytes for value in saved) + facts.kept_bytes
     reasons: Counter[str] = Counter({"it is sparse, nested or of a subclass": facts.kept_bytes})
     for value in saved:

@@ -124,9 +124,6 @@ class RunRecord(Document, frozen=True, kw_only=True):
     def rows(self, plan: Plan | None = None) -> dict[str, str]:
         """Predictions and results, in words; with ``plan`` also those of the plan itself."""
         share = share_of_peak(self.budget_bytes, self.in_core_peak_bytes)
-        peak = format_bytes(self.predicted_peak_bytes)
-        if self.memory is Memory.ALLOCATED and self.predicted_live_peak_bytes is not None:
-            peak = f"{peak} allocated, {format_bytes(self.predicted_live_peak_bytes)} live"
         in_core = format_seconds(self.in_core_step_s)
         if self.in_core_step_measured:
             in_core = f"{in_core} (PyTorch alone, before and after it)"
@@ -136,7 +133,7 @@ class RunRecord(Document, frozen=True, kw_only=True):
             "in-core peak": format_bytes(self.in_core_peak_bytes),
             "budget": f"{format_bytes(self.budget_bytes)} ({share:.0%} of the in-core peak)",
             **({} if plan is None else {"budget is on": plan.counted_text}),
-            "predicted peak": peak,
+            "predicted peak": self.memory.peak_text(self.predicted_peak_bytes, self.predicted_live_peak_bytes),
             "measured peak": self._peak_text(),
             "in-core step time": in_core,
             "planned step time": f"{format_seconds(self.planned_step_s)} (predicted "

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from msgspec.structs import replace
 
 from .profile import Handle, Kind, Op, Phase, Point, PointKind, Profile, Value
-from .queries import writers_by_value
+from .queries import last_writes, writers_by_value
 
 WIDENING = frozenset({"aten._to_copy.default", "aten.clone.default"})
 """Ops that read one tensor and make a copy of it, perhaps of another type, or of more elements."""
@@ -30,11 +30,7 @@ def sources_of(profile: Profile) -> dict[int, int]:
     if any(value.nodes for value in profile.values):  # saved by compiled graphs, which hold what they please
         return found
     taken = {handle.value for handle in profile.handles}
-    writers, ticks = writers_by_value(profile), profile.point_ticks
-    last_write = [max(each, default=-1) for each in writers]
-    for index, op in enumerate(profile.ops):
-        for value in op.writes:
-            last_write[value] = max(last_write[value], index)
+    writers, last_write, ticks = writers_by_value(profile), last_writes(profile), profile.point_ticks
     for number, point in enumerate(profile.points):
         if point.kind is not PointKind.SAVE:
             continue

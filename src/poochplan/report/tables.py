@@ -270,7 +270,7 @@ def file_data(found: Inspected) -> dict[str, Any]:
         kept = _without(found, "ops", "values", "handles", "points", "layer_times")
         counts = {"ops": len(found.ops), "values": len(found.values), "points": len(found.points)}
         return kept | {"counts": counts, "layers": plain_rows(found.to_frame("layers"))}
-    return found.data() if isinstance(found, PassProfile) else _without(found)
+    return _without(found, *(("blocks", "model") if isinstance(found, PassProfile) else ()))
 
 
 def decision_data(plan: Plan) -> dict[str, dict[str, int]]:
@@ -293,7 +293,4 @@ def set_frame(plans: Sequence[Plan]) -> pd.DataFrame:
 
 
 def _without(struct: msgspec.Struct, *names: str) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        name: msgspec.to_builtins(getattr(struct, name)) for name in struct.__struct_fields__ if name not in names
-    }
-    return fields
+    return {name: msgspec.to_builtins(getattr(struct, name)) for name in struct.__struct_fields__ if name not in names}

@@ -84,11 +84,7 @@ def in_core_curve(profile: Profile) -> MemoryCurve:
 
 
 def timeline_of(
-    profile: Profile,
-    plan: Plan,
-    *,
-    measured_peak_bytes: int | None = None,
-    measured_overhead: float | None = None,
+    profile: Profile, plan: Plan, *, measured_peak_bytes: int | None = None, measured_overhead: float | None = None
 ) -> Timeline:
     """The simulated step of a plan; raises ``ModelMismatchError`` if the plan has another profile."""
     simulation = simulate_plan(profile, plan)

@@ -24,13 +24,7 @@ from .common import make_optimizer, require, seeded
 PREFIX = "hf:"
 Precision = Literal["float32", "bfloat16", "autocast"]
 
-_TASKS = (
-    "IMAGE_CLASSIFICATION",
-    "SPEECH_SEQ_2_SEQ",
-    "SEQ_TO_SEQ_CAUSAL_LM",
-    "MASKED_LM",
-    "CAUSAL_LM",
-)
+_TASKS = ("IMAGE_CLASSIFICATION", "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM")
 """What a model is trained for, by the names of transformers; of several the first."""
 _LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
 
