@@ -12,7 +12,7 @@ import torch
 
 from poochplan.errors import ModelMismatchError, UsageError
 from poochplan.formats.plan import Plan
-from poochplan.formats.plan_set import PlanSet
+from poochplan.formats.plan_set import PlanSet, check_alike, plans_of
 from poochplan.formats.profile import ModelSignature, Profile
 from poochplan.runtime.arena.recorded_layout import PackBlocks
 from poochplan.runtime.compiled.inductor import written_replays
@@ -128,15 +128,16 @@ def apply(
             wanted = ", ".join(f'"{one}"' for one in choices[:-1]) + f' or "{choices[-1]}"'
             raise UsageError(f"{what}: expected {wanted}, found {value!r}")
     plans, models = by_name(plan, model)
-    every = [one for given in plans.values() for one in (given.plans if isinstance(given, PlanSet) else (given,))]
-    for name, given in plans.items():  # a set is for one model and one device
-        check_model((given.plans[0] if isinstance(given, PlanSet) else given).model, models[name], "plan")
+    every = [one for given in plans.values() for one in plans_of(given)]
+    firsts = {name: plans_of(given)[0] for name, given in plans.items()}  # a set is for one model and one device
+    for name, given in plans.items():
+        check_model(firsts[name].model, models[name], "plan")
         check_graphs(given, models[name])
     can_replan = profile is not None and planner is not None and not any(isinstance(x, PlanSet) for x in plans.values())
     policy = OverBudget(on_over_budget or ("replan" if can_replan else "warn"))
     profiles = profiles_for(plans, profile, planner) if policy is OverBudget.REPLAN or can_replan else {}
     first = every[0]
-    check_alike(plans)
+    check_alike("plans", {repr(name): one for name, one in firsts.items()})
     where = model_device(together(models), first.device)
     _check_times(every, force)
     _check_switches(every)
@@ -220,7 +221,7 @@ def check_model(expected: ModelSignature, model: torch.nn.Module, what: str) -> 
 
 def check_graphs(plan: Plan | PlanSet, model: torch.nn.Module) -> None:
     """Raises ``UsageError`` if a plan recomputes inside compiled graphs, but the model's graphs lack its replays."""
-    for one in plan.plans if isinstance(plan, PlanSet) else (plan,):
+    for one in plans_of(plan):
         if one.replays and written_replays(model) != frozenset(one.replays):
             raise UsageError(
                 "plan: this plan is for a model that poochplan.compile has compiled: expected the "
@@ -248,22 +249,6 @@ def by_name(
 
 def _keys_of(given: object) -> str:
     return str(sorted(map(str, given))) if isinstance(given, Mapping) else f"as one {type(given).__name__}"
-
-
-def check_alike(plans: Mapping[str, Plan | PlanSet]) -> None:
-    """Raises ``UsageError`` if the plans of one session differ in a setting of which it has only one."""
-    every = {name: given.plans[0] if isinstance(given, PlanSet) else given for name, given in plans.items()}
-    (first_name, first), *others = every.items()
-    for name, plan in others:
-        for what, expected, found in (
-            ("device", first.device, plan.device),
-            ("throttle", first.link.throttle_bytes_per_s, plan.link.throttle_bytes_per_s),
-        ):
-            if expected != found:
-                raise UsageError(
-                    f"plans: expected plans for one {what}, found {expected} in {first_name!r} and {found} in "
-                    f"{name!r}; profile all of them with the same settings"
-                )
 
 
 def profiles_for(

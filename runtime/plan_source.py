@@ -10,7 +10,7 @@ import torch
 
 from poochplan.errors import DivergenceError, InfeasibleError
 from poochplan.formats.plan import Decision, Instructions, Plan
-from poochplan.formats.plan_set import PlanSet, describe
+from poochplan.formats.plan_set import PlanSet, describe, plans_of
 from poochplan.formats.profile import Profile
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.messages import warn
@@ -22,15 +22,10 @@ from .active_plan import MOST_PLANS, REMEDY, STILL_GROWS, ActivePlan
 from .attachment import Attachment, Hooks, PlanSource
 from .run_report import FallbackKind, Fallbacks
 
-
-class Replan(Protocol):
-    """A function that makes a new plan; the runtime itself cannot plan."""
-
-    def __call__(self, profile: Profile, plan: Plan, beside_bytes: int) -> Plan:
-        """A plan for the same budget, with ``beside_bytes`` more that live all step long than ``profile`` has.
-
-        Raises ``InfeasibleError`` if there is none.
-        """
+Replan = Callable[[Profile, Plan, int], Plan]
+"""Makes a plan for the same budget in which so many bytes live beside the step, or raises ``InfeasibleError``: the
+runtime itself cannot plan.
+"""
 
 
 class Peers(Protocol):
@@ -188,7 +183,7 @@ class PlansOfModel:
     def __init__(self, name: str, given: Plan | PlanSet, model: torch.nn.Module, policy: DivergencePolicy) -> None:
         self._name, self.policy = name, policy
         self._set = given if isinstance(given, PlanSet) else None
-        plans = given.plans if isinstance(given, PlanSet) else (given,)
+        plans = plans_of(given)
         self._inputs, self._model = plans[0].inputs, model
         self.every = [ActivePlan(name if self._set is None else (name, *plan.inputs), plan) for plan in plans]
         self.latest = self.every[0]
@@ -211,19 +206,13 @@ class PlansOfModel:
             return WithoutPlan(_TOO_EARLY, self.policy) if segment.saves_next else None
         plan = self._set.choose(segment.inputs)
         if plan is None:
-            return WithoutPlan(self._why_none(segment.inputs), self.policy)
+            largest = f"{describe(self._set.largest.inputs)} (the largest plan of {len(self._set.plans)})"
+            found = f"found {describe(segment.inputs)}; give one of these shapes to poochplan.plan_set"
+            return WithoutPlan(f"its inputs: expected at most {largest}, {found}", self.policy)
         self.latest = next(one for one in self.every if one.plan is plan)
         is_exact = sorted(plan.inputs) == sorted(segment.inputs)
         indexed = self.latest.exact if is_exact else self.latest.smaller
         return Follow(indexed, SwapEach(), self.policy, model=self._model)
-
-    def _why_none(self, signature: tuple[str, ...]) -> str:
-        assert self._set is not None, "a lone plan is for any inputs"
-        return (
-            f"its inputs: expected at most {describe(self._set.largest.inputs)} "
-            f"(the largest plan of {len(self._set.plans)}), "
-            f"found {describe(signature)}; give one of these shapes to poochplan.plan_set"
-        )
 
 
 _TOO_EARLY = "something saved before its model is called: a set picks the plan by the model's inputs"

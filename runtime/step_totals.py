@@ -43,7 +43,7 @@ class StepTotals:
         """A new step has ended, which followed the plan or was meant to."""
         self._last = segment
         self.total.add(segment.report)
-        name = self._name(segment)
+        name = segment.model if segment.model is not None else next(iter(self._models))
         self._steps[name] += 1
         if plan is None:
             return
@@ -51,10 +51,6 @@ class StepTotals:
             self._followed[name] += 1
         elif plan.values and segment.calls and not segment.packs and not segment.raised:
             self._unseen[name] += 1
-
-    def _name(self, segment: Segment) -> str:
-        """Name of the model that a segment belongs to."""
-        return segment.model if segment.model is not None else next(iter(self._models))
 
     @property
     def status(self) -> SessionStatus:

@@ -38,8 +38,7 @@ REST = {
     "online": "growth kinds_of_run ranks trainings",
     "packaging": "installed",
     "profiler": "swap_all",
-    "runtime": "autograd_steps compiled copies_of_the_model deferred_unpacks mutants points_in_16_bits "
-    "save_points third_party",
+    "runtime": "autograd_steps compiled copies_of_the_model deferred_unpacks mutants save_points third_party",
     "runtime/arena": "building_the_library",
     "runtime/inference": "outside_meter",
     "tensors": "malloc",

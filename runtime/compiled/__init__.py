@@ -8,7 +8,4 @@ then adds ops to both. ``inductor.py`` installs it in one of two ways:
   tensor.
 * *Graph mode* (``poochplan.compile``): the forward also gets a **save point** after each node that it saves, and the
   backward gets the replays of a plan (``rewriting.py``).
-
-``points.py`` has the two ops, ``deferred_unpack.py`` the placeholders and the hooks that give them. The partitioner
-decides where a deferred unpack must stay, so that fusion, and therefore every bit, is that of stock Inductor.
 """

@@ -84,7 +84,7 @@ def write_replays(split: Split, names: Collection[str]) -> None:
         if why := why_never_replayed(split, node):
             raise UsageError(f"{node.name} cannot be recomputed: {why}; plan it again")
     _save_also(split, replayed)
-    _Replays(split, replayed).write()
+    _replay_before_use(split, replayed)
     _save_no_more(split, replayed)
     for half in (split.forward, split.backward):
         half.graph.eliminate_dead_code()
@@ -182,41 +182,35 @@ def _save_no_more(split: Split, nodes: Collection[Node]) -> None:
             split.backward.graph.erase_node(taken)
 
 
-class _Replays:
-    """State: the backward's node for each forward node so far."""
+def _replay_before_use(split: Split, replayed: Collection[Node]) -> None:
+    """Writes each replay before the first node of the backward that needs its result."""
+    graph, saved = split.backward.graph, set(split.saved())
+    inputs = {one.name: one for one in inputs_of(graph)}
+    there = {one: inputs[one.name] for one in split.forward.graph.nodes if one.name in inputs}
+    order = {one: index for index, one in enumerate(split.forward.graph.nodes)}
+    made: dict[Node, Node] = {}
 
-    def __init__(self, split: Split, replayed: Collection[Node]) -> None:
-        self._forward, self._backward, self._graph = split.forward, split.backward, split.backward.graph
-        self._saved = set(split.saved())
-        self._replayed = set(replayed)
-        inputs = {one.name: one for one in inputs_of(self._graph)}
-        self._there = {one: inputs[one.name] for one in split.forward.graph.nodes if one.name in inputs}
-        self._order = {one: index for index, one in enumerate(split.forward.graph.nodes)}
-        self._made: dict[Node, Node] = {}
-
-    def write(self) -> None:
-        """Writes each replay before the first node that needs its result."""
-        wanted = {self._there[node]: node for node in self._replayed}
-        for user in list(self._graph.nodes):
-            for taken in user.all_input_nodes:
-                if taken in wanted:
-                    user.replace_input_with(taken, self._replay(wanted[taken], user))
-
-    def _replay(self, node: Node, before: Node) -> Node:
+    def replay(node: Node, before: Node) -> Node:
         """The copy of ``node``, after the replays that it starts from, whose results stay, and temporary copies."""
-        if node in self._made:
-            return self._made[node]
+        if node in made:
+            return made[node]
         own: dict[Node, Node] = {}
-        for one in sorted(_needs(node, self._saved), key=self._order.__getitem__):
-            if one is not node and one in self._replayed:
-                own[one] = self._replay(one, before)
-            elif one is not node and (one in self._saved or _is_start(one)):
-                own[one] = self._there.get(one, one)
+        for one in sorted(_needs(node, saved), key=order.__getitem__):
+            if one is not node and one in replayed:
+                own[one] = replay(one, before)
+            elif one is not node and (one in saved or _is_start(one)):
+                own[one] = there.get(one, one)
             else:
                 if one.op == "get_attr":  # a constant: both halves hold it
-                    setattr(self._backward, str(one.target), getattr(self._forward, str(one.target)))
-                with self._graph.inserting_before(before):
-                    own[one] = self._graph.node_copy(one, own.__getitem__)
+                    setattr(split.backward, str(one.target), getattr(split.forward, str(one.target)))
+                with graph.inserting_before(before):
+                    own[one] = graph.node_copy(one, own.__getitem__)
                 own[one].meta["partitioner_tag"] = "is_backward"
-        self._made[node] = own[node]
+        made[node] = own[node]
         return own[node]
+
+    wanted = {there[node]: node for node in replayed}
+    for user in list(graph.nodes):
+        for taken in user.all_input_nodes:
+            if taken in wanted:
+                user.replace_input_with(taken, replay(wanted[taken], user))

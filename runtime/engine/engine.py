@@ -112,8 +112,6 @@ class Engine:
         self.mechanism = Mechanism(device, self.host, rebuild, self._copy_failed)
         self._chooser = chooser
         self._policy: StepPolicy | None = None
-        self._ended: StepPolicy | None = None
-        """The policy of a segment that has ended, until it is informed of the end."""
         self.model = model
         self._parts = parts
         self._events = events
@@ -185,16 +183,13 @@ class Engine:
         if self.cursor.is_open:
             self._events.over(self.segment)
         self.cursor.end()
-        self._policy, self._ended = None, self._policy or self._ended
+        self._policy = None
 
     def tell_end(self) -> None:
         """The last segment is over, and its report is final."""
         self.mechanism.take_times()
         if self.segment.number:
             self._events.ended(self.segment)
-        segment, policy, self._ended = self.segment, self._ended, None
-        if policy is not None and segment.outcome is not None:
-            policy.end(segment, segment.outcome)
 
     def optimizer_stepped(self) -> None:
         if self.cursor.optimizer_stepped():

@@ -6,7 +6,7 @@ import sys
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from poochplan.formats.plan import Instructions
 from poochplan.formats.profile_parts import host_aligned
@@ -71,8 +71,11 @@ class HostTier:
         if room_bytes <= self._room_bytes:
             return None
         self._free_the_dead()
-        places = self._places | {place.offset: place for place in self._places_of_planned()}
-        taken = Intervals()
+        places, taken = dict(self._places), Intervals()
+        for reference in (*self._of_others, *self._occupants.values()):
+            value = reference()
+            if value is not None and value.host_offset >= 0:  # on the planned bytes, until it dies
+                places[value.host_offset] = self._place_at(value.host_offset, value)
         for place in places.values():
             taken.take_at(place.offset, place.size_bytes)
         first = taken.take(room_bytes)
@@ -80,13 +83,6 @@ class HostTier:
         self._taken, self._places = taken, places
         self._first, self._room_bytes, self.planned_bytes = first, room_bytes, first + room_bytes
         return first, first + room_bytes
-
-    def _places_of_planned(self) -> Iterator[_Place]:
-        """A place for each live value on the planned bytes. The value leaves it when it dies."""
-        for reference in (*self._of_others, *self._occupants.values()):
-            value = reference()
-            if value is not None and value.host_offset >= 0:
-                yield self._place_at(value.host_offset, value)
 
     def _place_at(self, offset: int, value: SavedValue) -> _Place:
         place = _Place(value, self._died.append)

@@ -20,7 +20,7 @@ import torch
 
 from poochplan.runtime.metering.allocated import aside
 from poochplan.tensors.operators import ArgumentTree, Flat, outputs_of, unflatten
-from poochplan.tensors.storages import Geometry, version_probe
+from poochplan.tensors.storages import Geometry
 from poochplan.torch_private.tensor_internals import WIDENING, outside_transforms, version_of
 
 OFF = 0
@@ -60,11 +60,6 @@ class View(msgspec.Struct, gc=False, eq=False):
     """For a storage that cannot be rebuilt: a version probe, and the version that was read."""
     source: tuple[torch.Tensor, int] | None = None
     """The same for an argument of which the op may make a larger copy."""
-
-    @property
-    def still_there(self) -> bool:
-        """Whether a storage that cannot be rebuilt still has the content that was read."""
-        return self.probe is None or version_of(self.probe[0]) == self.probe[1]
 
 
 class Scratch(NamedTuple):
@@ -166,7 +161,8 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
         for reference in waiting.values() if waiting is not None else ():
             recipe = reference()
             if recipe is not None:
-                recipe.refresh_if_possible()
+                with contextlib.suppress(NotReplayable):  # the replay reports what was written
+                    recipe.refresh()
 
     def wait_for_value(self, recipe: Recipe) -> None:
         """Has the recipe refreshed when this storage is packed."""
@@ -236,14 +232,6 @@ class CounterBefore(NamedTuple):
     probe: torch.Tensor
     version: int
 
-    @classmethod
-    def of(cls, record: StorageRecord, tensor: torch.Tensor) -> CounterBefore:
-        return cls(record, version_probe(tensor), version_of(tensor))
-
-    @property
-    def moved(self) -> int:
-        return version_of(self.probe) - self.version
-
 
 # -- replays ---------------------------------------------------------------------------------------------------------
 
@@ -275,9 +263,6 @@ class Closure:
         self.rebuilt: dict[StorageRecord, None] = {}
         self.targets: list[tuple[StorageRecord, Content]] = []
         """Saved values that wait for a replay themselves and are brought back along the way."""
-
-    def in_order(self) -> list[RecordedOp]:
-        return [self.ops[order] for order in sorted(self.ops)]
 
 
 def closure_of(root: StorageRecord, generation: int, *, follow_recipes: bool) -> Closure:
@@ -331,7 +316,9 @@ def _check(closure: Closure) -> None:
     for op in ops:
         for view in op.reads:
             # The earlier contents of a storage that a writer fills are no input.
-            if view.probe is not None and (view.record, view.generation) in leaves and not view.still_there:
+            if view.probe is None or (view.record, view.generation) not in leaves:
+                continue
+            if version_of(view.probe[0]) != view.probe[1]:
                 raise NotReplayable(WRITTEN_SINCE, view.record)
 
 
@@ -349,11 +336,6 @@ class Recipe(msgspec.Struct, eq=False, weakref=True):
 
     def __post_init__(self) -> None:
         self.refresh()
-
-    def refresh_if_possible(self) -> None:
-        """Like :meth:`refresh`. If a storage that it reads was written, it stays as it is: the replay reports that."""
-        with contextlib.suppress(NotReplayable):
-            self.refresh()
 
     def refresh(self) -> None:
         """Determines again what must stay. Called again when a storage on the way has become a saved value."""
@@ -408,7 +390,8 @@ def replay(
             f"it is to be recomputed, and {reason}"
         ) from None
     targets = [(value.record, value), *closure.targets]
-    built = run(closure.in_order(), there, {record for record, _ in targets}, device_type)
+    ops = [closure.ops[order] for order in sorted(closure.ops)]
+    built = run(ops, there, {record for record, _ in targets}, device_type)
     for record, target in targets:
         target.came_back(built[record])
     return [target for _, target in targets]

@@ -123,7 +123,7 @@ class Recorder(ToggledMode):
         if writes.overwritten is not None:
             op.overwrites = self.tape.record_of(writes.overwritten)
         plain = (tensor for tensor in writes.in_place if is_plain(tensor, self._device_type))
-        return [CounterBefore.of(self.tape.record_of(tensor), tensor) for tensor in plain]
+        return [CounterBefore(self.tape.record_of(one), version_probe(one), version_of(one)) for one in plain]
 
     def _reference(self, leaf: torch.Tensor, *, may_be_held: bool) -> Any:
         storage = plain_storage(leaf, self._device_type)
@@ -280,7 +280,7 @@ class Tape:
         unsettled, self._unsettled = self._unsettled, []
         moved: dict[StorageRecord, list[int]] = {}
         for counter in unsettled:
-            moved.setdefault(counter.record, []).append(counter.moved)
+            moved.setdefault(counter.record, []).append(version_of(counter.probe) - counter.version)
         for record, by in moved.items():  # an op increases a counter once for each tensor; more is another op's write
             record.version += min(max(by), len(by))
 

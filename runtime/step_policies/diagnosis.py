@@ -34,12 +34,16 @@ def what_changed(segment: Segment, inputs: Signature, model: torch.nn.Module | N
     """Why this segment's step is not the planned one, which has these inputs, and what to do: the first cause that
     explains it.
     """
-    return (
-        _of_inputs(segment.inputs or (), inputs)
-        or _of_mode(model)
-        or _of_calls(segment)
-        or _of_place(segment, model, found)
-    )
+    if other_inputs := _of_inputs(segment.inputs or (), inputs):
+        return other_inputs
+    if model is not None and not model.training:
+        return "the model is in eval mode; call model.train() before the step, and evaluate under torch.no_grad()"
+    if segment.calls > 1 and not segment.used:
+        return (
+            "the model was called again while the output of its call before is held; let go of that output (keep "
+            "loss.detach(), or call it under torch.no_grad()), or say where steps begin with session.step()"
+        )
+    return _of_place(segment, model, found)
 
 
 def _of_inputs(found: Signature, planned: Signature) -> str:
@@ -61,21 +65,6 @@ def _of_inputs(found: Signature, planned: Signature) -> str:
 
 def _by_path(signature: Signature) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {one.path: (one.dtype, one.shape) for one in map(entry_of, signature) if one is not None}
-
-
-def _of_mode(model: torch.nn.Module | None) -> str:
-    if model is None or model.training:
-        return ""
-    return "the model is in eval mode; call model.train() before the step, and evaluate under torch.no_grad()"
-
-
-def _of_calls(segment: Segment) -> str:
-    if segment.calls > 1 and not segment.used:
-        return (
-            "the model was called again while the output of its call before is held; let go of that output (keep "
-            "loss.detach(), or call it under torch.no_grad()), or say where steps begin with session.step()"
-        )
-    return ""
 
 
 def _of_place(segment: Segment, model: torch.nn.Module | None, found: Difference) -> str:

@@ -12,7 +12,7 @@ import torch
 from poochplan.errors import DivergenceError, UsageError
 from poochplan.formats.plan import Decision, Instructions, PlannedValue, PointActions
 from poochplan.formats.plan_set import Signature
-from poochplan.runtime.engine.cursor import Outcome, Segment
+from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
 from poochplan.runtime.replays.replay import NotReplayable, StorageRecord
 
@@ -88,20 +88,15 @@ class Follow(StepPolicy):
         if index is None:
             self.handle(ordinal, record.save_point, tensor)
             return Decision.KEEP
-        if self._awaits_call is not None:
-            self._before_the_call(index)
+        if self._awaits_call is not None and self._awaits_call.model is not None:
+            self._awaits_call = None
+        # Before the model is called, a tensor is not the planned value of a layer.
+        if self._awaits_call is not None and index <= self._last and self._planned[index].layer:
+            raise Diverged(NOT_CALLED)
         if index > self._last or not self._plan.fits(index, tensor):
             raise self._differs(differs_at_save(self._plan.instructions, index, tensor, exact=self._plan.exact))
         self.handle(ordinal, index, tensor)
         return self._planned[index].decision
-
-    def _before_the_call(self, index: int) -> None:
-        """If the model has not been called, a tensor is not the planned value of a layer."""
-        assert self._awaits_call is not None
-        if self._awaits_call.model is not None:
-            self._awaits_call = None
-        elif index <= self._last and self._planned[index].layer:
-            raise Diverged(NOT_CALLED)
 
     def handle(self, ordinal: int, index: int | None, tensor: torch.Tensor) -> None:
         handles = self._handles
@@ -184,9 +179,6 @@ class Follow(StepPolicy):
             self._awaits_call.aside = True
             return KeepAll(), NOTHING
         return self._safe, self._safe.take(self._alive(sorted(self._values)))
-
-    def end(self, segment: Segment, outcome: Outcome) -> None:
-        self._let_go()
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ import torch
 
 from poochplan.errors import SpillError
 from poochplan.formats.plan import Decision, Departure, Instructions, PlannedValue
-from poochplan.runtime.engine.cursor import Outcome, Segment
+from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
 from poochplan.runtime.replays.replay import NotReplayable, StorageRecord
 from poochplan.runtime.run_report import FallbackKind
@@ -112,9 +112,6 @@ class StepPolicy:
     def diverged(self, reason: Diverged) -> tuple[StepPolicy, Actions]:
         """Returns the policy for the rest of the segment, and the actions for the values that exist."""
         return self, NOTHING
-
-    def end(self, segment: Segment, outcome: Outcome) -> None:
-        """The segment has ended; its totals are in ``segment.report``."""
 
 
 class Chooser(Protocol):

@@ -17,7 +17,7 @@ import torch
 
 from poochplan.formats.occupancy import COMPUTE, IN_LINK, OUT_LINK, STEP, THREAD, Bar, MemoryCurve, StepTrace
 from poochplan.formats.plan import Plan
-from poochplan.formats.plan_set import PlanSet
+from poochplan.formats.plan_set import PlanSet, plans_of
 from poochplan.formats.profile import Phase
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.capture.clock import Clock, clock_of
@@ -55,7 +55,7 @@ def traced_step(
     """
     seed_everything(seed)
     workload = build()
-    first = plan.plans[0] if isinstance(plan, PlanSet) else plan
+    first = plans_of(plan)[0]
     where = model_device(workload.model, first.device)
     log, tracker = StepLog(where), LayerTracker()
     meter = TracingMeter(where.type, log, tracker)

@@ -88,23 +88,23 @@ def hooks_within_hooks(net: Net, hidden: Tensor) -> Tensor:
         return hidden.cos() * net.inner(hidden)
 
 
-@body
-def hooks_that_lose_bits(net: Net, hidden: Tensor) -> Tensor:
-    with saved_tensors_hooks(lambda x: x.to(torch.bfloat16), lambda x: x.to(torch.float32)):
-        return net.inner(hidden) * hidden.exp()
+def within(hooks: Callable[[], contextlib.AbstractContextManager[None]]) -> Body:
+    def run(net: Net, hidden: Tensor) -> Tensor:
+        with hooks():
+            hidden = net.inner(hidden).exp() * hidden
+        return hidden * hidden.sin()
+
+    return run
 
 
-@body
-def hooks_that_pack_a_tuple(net: Net, hidden: Tensor) -> Tensor:
-    with saved_tensors_hooks(lambda x: (x.shape, x.detach().reshape(-1) + 0), lambda kept: kept[1].view(kept[0])):
-        return net.inner(hidden).sigmoid() * hidden
-
-
-@body
-def save_on_cpu_within(net: Net, hidden: Tensor) -> Tensor:
-    with save_on_cpu():
-        hidden = net.inner(hidden).exp()
-    return hidden * hidden.sin()
+HOOKS: dict[str, Callable[[], Any]] = {
+    "hooks that lose bits": lambda: saved_tensors_hooks(lambda x: x.to(torch.bfloat16), lambda x: x.to(torch.float32)),
+    "hooks that pack a tuple": lambda: saved_tensors_hooks(
+        lambda x: (x.shape, x.detach().reshape(-1) + 0), lambda kept: kept[1].view(kept[0])
+    ),
+    "save on cpu within": save_on_cpu,
+}
+CASES |= {name: Case(body=within(hooks)) for name, hooks in HOOKS.items()}
 
 
 @body
@@ -166,12 +166,6 @@ def two_in_a_reentrant_one(net: Net, hidden: Tensor) -> Tensor:
         return left * right  # type: ignore[no-any-return]
 
     found: Tensor = checkpoint(run, hidden, use_reentrant=True)
-    return found * hidden
-
-
-@body
-def a_sequence_of_checkpoints(net: Net, hidden: Tensor) -> Tensor:
-    found: Tensor = checkpoint_sequential(net.inner, 2, hidden, use_reentrant=False)
     return found * hidden
 
 
@@ -383,23 +377,18 @@ FUNCTIONS: dict[str, Body] = {
     "a function that returns its input": lambda net, hidden: net.inner(Same.apply(net.inner(hidden))),
     "a function of numpy's": lambda net, hidden: net.inner(PastTheDispatcher.apply(hidden)),
     "payloads of NaN and negative zeros": _payloads,
+    "a sequence of checkpoints": lambda net, hidden: (
+        hidden * checkpoint_sequential(net.inner, 2, hidden, use_reentrant=False)
+    ),
+    "mapped over rows": lambda net, hidden: net.inner(torch.vmap(lambda row: row.sin() * (row * row).sum())(hidden)),
+    "mapped with random numbers": lambda net, hidden: net.inner(
+        torch.vmap(nn.functional.dropout, randomness="different")(hidden).exp()
+    ),
 }
 CASES |= {name: Case(body=run) for name, run in FUNCTIONS.items()}
 
 
 # --- Transforms, and forward mode -------------------------------------------------------------------------------------
-
-
-@body
-def mapped_over_rows(net: Net, hidden: Tensor) -> Tensor:
-    found: Tensor = torch.vmap(lambda row: row.sin() * (row * row).sum(), in_dims=0)(hidden)
-    return net.inner(found)  # type: ignore[no-any-return]
-
-
-@body
-def mapped_with_random_numbers(net: Net, hidden: Tensor) -> Tensor:
-    found: Tensor = torch.vmap(nn.functional.dropout, randomness="different")(hidden)
-    return net.inner(found.exp())  # type: ignore[no-any-return]
 
 
 @body
@@ -425,7 +414,6 @@ def hooked(net: Net, hidden: Tensor) -> Tensor:
     found = through(net, hidden)
     found.register_hook(lambda gradient: gradient * 0.5)
     found.register_hook(lambda gradient: gradient.add_(0.25))
-    assert found.grad_fn is not None
     found.grad_fn.register_prehook(lambda gradients: tuple(one * 3 for one in gradients))
     found.grad_fn.register_hook(lambda taken, _: tuple(one if one is None else one.flip(0) for one in taken))
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from poochplan.formats.profile import Profile
 from poochplan.formats.profile_parts import Memory
 from poochplan.planner.planning import smallest_budget
 from poochplan.runtime.run_report import Report
-from tests.runtime.nets import taken
+from tests.runtime.nets import our_warnings, taken
 
 WIDTH, BATCH = 64, 256
 
@@ -48,7 +47,6 @@ def tight(profile: Profile) -> Plan:
 def live(plan: Plan) -> Plan:
     """The plan as it would be without the compiled allocator: it promises live bytes alone, at its smallest budget."""
     found = plan.prediction
-    assert found.live_peak_bytes is not None
     first_bytes = found.first_step_peak_bytes + found.live_peak_bytes - found.peak_bytes
     promised = msgspec.structs.replace(
         found, memory=Memory.LIVE, peak_bytes=found.live_peak_bytes, first_step_peak_bytes=first_bytes
@@ -69,8 +67,6 @@ Loop = Callable[[nn.Module], None]
 
 def under(plan: Plan, model: nn.Module, loop: Loop, **options: Any) -> tuple[Report, list[str]]:
     """The loop in a session: its report, and the warnings of this package."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with poochplan.apply(plan, model, **options) as session:
-            loop(model)
-    return session.report(), [str(one.message) for one in caught if "poochplan" in str(one.message)]
+    with our_warnings() as told, poochplan.apply(plan, model, **options) as session:
+        loop(model)
+    return session.report(), told

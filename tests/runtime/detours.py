@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -17,7 +16,7 @@ from poochplan.formats.plan_set import PlanSet
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.metering.census import leave_out
 from poochplan.runtime.run_report import Report
-from tests.runtime.nets import LINK, Residual, equal
+from tests.runtime.nets import LINK, Residual, equal, our_warnings
 
 WIDTH = 8
 Step = Callable[[nn.Module], torch.Tensor]
@@ -45,7 +44,6 @@ def images_step(
     images = torch.randn(batch_size, WIDTH, side, side, generator=torch.Generator().manual_seed(batch_size))
 
     def step(model: nn.Module) -> torch.Tensor:
-        assert isinstance(model, Detour)
         model.order = order
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
             return model(images).float().square().mean()
@@ -85,14 +83,13 @@ def under(
 ) -> tuple[list[Report], list[str]]:
     """Steps of a fresh model in a session, bitwise those in-core: the report behind each, and our warnings."""
     model, seen, reports = fresh_model(make), [], []
-    with warnings.catch_warnings(record=True) as caught, poochplan.apply(plan, model, **options) as session:
-        warnings.simplefilter("always")
+    with our_warnings() as told, poochplan.apply(plan, model, **options) as session:
         torch.manual_seed(1)
         for step in steps:
             seen.append(gradients_of(model, step(model)))
             reports.append(session.report())
     assert equal(seen, in_core_steps(make, steps))
-    return reports, our_warnings(caught)
+    return reports, told
 
 
 def under_announced(
@@ -107,10 +104,6 @@ def under_announced(
         torch.manual_seed(1)
         assert equal(reference, use(model, session.step))
     return session.report()
-
-
-def our_warnings(caught: list[warnings.WarningMessage]) -> list[str]:
-    return [str(warning.message) for warning in caught if "poochplan" in str(warning.message)]
 
 
 def restarted(model: nn.Module) -> nn.Module:

@@ -115,8 +115,6 @@ Change = Callable[[ast.Module], int]
 def _changes(tree: ast.Module, calls: tuple[str, ...]) -> Iterator[tuple[Change, str]]:
     waits = [node for node in ast.walk(tree) if _is_call(node, calls)]
     for index, wait in enumerate(waits):
-        assert isinstance(wait, ast.Call)
-        assert isinstance(wait.func, ast.Attribute)
         what = "no wait" if wait.func.attr in WAITS else f"no {wait.func.attr}"
         yield (lambda other, index=index: _without_call(other, index, calls)), what
     releases = [node for node in ast.walk(tree) if _is_release(node)]
@@ -146,7 +144,6 @@ def _held_by(node: ast.AST) -> str:
 
 def _without_call(tree: ast.Module, index: int, names: tuple[str, ...]) -> int:
     node = [node for node in ast.walk(tree) if _is_call(node, names)][index]
-    assert isinstance(node, ast.Call)
     # ``float()`` is 0.0: as if nothing had to be waited for.
     node.func, node.args = ast.Name("float", ast.Load()), []
     return node.lineno
@@ -154,7 +151,6 @@ def _without_call(tree: ast.Module, index: int, names: tuple[str, ...]) -> int:
 
 def _without_release(tree: ast.Module, index: int) -> int:
     node = [node for node in ast.walk(tree) if _is_release(node)][index]
-    assert isinstance(node, ast.Assign)
     line = node.lineno
     node.targets = [ast.Name("_", ast.Store())]
     return line
@@ -162,9 +158,7 @@ def _without_release(tree: ast.Module, index: int) -> int:
 
 def _release_first(tree: ast.Module, index: int) -> int:
     node = [node for node in ast.walk(tree) if _is_release(node)][index]
-    assert isinstance(node, ast.Assign)
     function = tree.body[0]
-    assert isinstance(function, ast.FunctionDef)
     early = ast.parse(ast.unparse(node)).body[0]
     # After what the function refuses to do at all: its first statement, when that is a guard.
     guards = next((i for i, statement in enumerate(function.body) if not _is_guard(statement)), 0)
@@ -178,7 +172,6 @@ def _is_guard(statement: ast.stmt) -> bool:
 
 def _undecorated(tree: ast.Module) -> ast.Module:
     function = tree.body[0]
-    assert isinstance(function, ast.FunctionDef)
     assert all(ast.unparse(decorator) == "contextlib.contextmanager" for decorator in function.decorator_list)
     return tree
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import poochplan
 from poochplan.formats.plan import Plan
-from poochplan.formats.profile import Profile
+from poochplan.formats.profile import Link, LinkDirection, Profile
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.metering.census import leave_out
 from poochplan.runtime.run_report import Report
@@ -72,6 +73,19 @@ class Recurrent(nn.Module):
 
     def forward(self, series: torch.Tensor) -> torch.Tensor:
         return self.head(self.gru(self.lstm(series)[0])[0])
+
+
+class Net(nn.Module):
+    """Its forward is ``body``; ``parts`` are its modules, parameters and settings by their names."""
+
+    def __init__(self, body: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.body = body
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any) -> Any:
+        return self.body(self, *args)
 
 
 def _adam(parameters: Any) -> torch.optim.Optimizer:
@@ -181,16 +195,10 @@ CASES = {
 }
 
 
-def _link() -> object:
-    from poochplan.formats.profile import Link, LinkDirection
-
-    direction = LinkDirection(latency_s=1e-5, bandwidth_bytes_per_s=1e9)
-    return Link(name="spill", outward=direction, inward=direction)
-
-
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 """The minor version of torch that runs here."""
-LINK = _link()
+DIRECTION = LinkDirection(latency_s=1e-5, bandwidth_bytes_per_s=1e9)
+LINK = Link(name="spill", outward=DIRECTION, inward=DIRECTION)
 
 
 def in_core(case: Case, steps: int) -> list[list[torch.Tensor]]:
@@ -260,9 +268,18 @@ def followed(
     """The report of steps that followed a plan to the end, each bitwise as in-core, or as ``wanted``."""
     seen, report = train(case, steps, plan, at, **options)
     assert equal(in_core(case, steps) if wanted is None else wanted, seen)
-    assert report is not None
     assert report.total.fallbacks == 0, report.total.fallback_reasons
     return report
+
+
+@contextlib.contextmanager
+def our_warnings() -> Iterator[list[str]]:
+    """A list that has, behind the block, what this package has warned of in it."""
+    told = list[str]()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield told
+    told += [text for text in (str(one.message) for one in caught) if "poochplan" in text]
 
 
 Use = Callable[[nn.Module, Callable[[], torch.Tensor], "Session | None"], Sequence[torch.Tensor] | None]
@@ -298,9 +315,7 @@ def metered_peaks(case: Case, plan: Plan) -> list[int]:
             loss = step()
             loss.backward()
             optimizer.step()
-            peak_bytes = session.report().last_step.peak_bytes
-            assert peak_bytes is not None
-            peaks.append(peak_bytes)
+            peaks.append(session.report().last_step.peak_bytes)
     return peaks
 
 
@@ -317,6 +332,11 @@ def snapshot(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
         copies = [*dense, torch.get_rng_state(), *own]
         leave_out(copies)
         return copies
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    """As they lie: a NaN's payload and the sign of a zero are among them."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def equal(left: list[list[torch.Tensor]], right: list[list[torch.Tensor]]) -> bool:

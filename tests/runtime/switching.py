@@ -11,7 +11,6 @@ import poochplan
 from poochplan.formats.plan import Plan
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.engine.host_tier import QUIET_STEPS, HostTier
-from poochplan.runtime.plan_source import GivenPlans
 from poochplan.runtime.session import Session
 from tests.runtime.nets import Case
 from tests.runtime.random_plans import random_plan
@@ -34,7 +33,6 @@ def growing_plans(case: Case) -> list[Plan]:
 
 def follow(session: Session, plan: Plan) -> None:
     """Steps follow this plan from now on."""
-    assert isinstance(session._source, GivenPlans)
     session._source._of[""].follow(plan)
 
 

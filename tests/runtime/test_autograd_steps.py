@@ -13,7 +13,7 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from tests.runtime import autograd_backwards
 from tests.runtime.autograd_steps import WIDTH, Forward, Net
-from tests.runtime.nets import taken
+from tests.runtime.nets import as_bytes, taken
 from tests.runtime.random_plans import random_plan
 
 CASES = autograd_backwards.CASES
@@ -35,11 +35,6 @@ def profile_of(name: str) -> Profile:
         return taken(lambda: forward().square().mean(), net)
 
 
-def bits(tensor: torch.Tensor) -> bytes:
-    """As they lie: a NaN's payload and the sign of a zero are among them."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
 @functools.cache
 def plain(name: str) -> list[list[bytes]]:
     return trained(name, None)
@@ -56,7 +51,7 @@ def trained(name: str, plan: Plan | None) -> list[list[bytes]]:
             optimizer.zero_grad(set_to_none=True)
             given = CASES[name].backward(net, forward)
             gradients = [p.grad for p in net.parameters() if p.grad is not None]
-            seen.append([bits(one) for one in (*given, *gradients, *net.parameters(), torch.get_rng_state())])
+            seen.append([as_bytes(one) for one in (*given, *gradients, *net.parameters(), torch.get_rng_state())])
             optimizer.step()
     if session is not None and CASES[name].is_planned:
         assert session.report().total.fallbacks == 0, session.report().total.fallback_reasons

@@ -218,10 +218,6 @@ def _batch(rows: int = BATCH, width: int = besides.WIDTH) -> torch.Tensor:
     return torch.ones(rows, width)
 
 
-def _another_loss(model: nn.Module) -> None:
-    model(_batch()).exp().sigmoid().sum().backward()
-
-
 def _replaced(model: nn.Module) -> None:
     model.layers[1][1] = nn.SiLU()
     model(_batch()).square().mean().backward()
@@ -238,10 +234,6 @@ def _eval(model: nn.Module) -> None:
     model(_batch()).square().mean().backward()
 
 
-def _part(model: nn.Module) -> None:
-    model(_batch())[:, :3].square().mean().backward()
-
-
 def _autocast(model: nn.Module) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(_batch()).square().mean()
@@ -253,7 +245,10 @@ CHANGED: dict[str, tuple[Step, str]] = {
         lambda model: model(_batch(17)).square().mean().backward(),
         r"another batch size, input 0 is \[17, 64\], planned \[256, 64\]; .* poochplan\.plan_set\(step_for, shapes=",
     ),
-    "another loss function": (_another_loss, r"with another loss function or one more term; make a new profile"),
+    "another loss function": (
+        lambda model: model(_batch()).exp().sigmoid().sum().backward(),
+        r"with another loss function or one more term; make a new profile",
+    ),
     "a layer replaced": (_replaced, r"layer layers\.1\.\d was replaced, left out or runs another way"),
     "an output kept alive": (_kept_output, r"called again while the output of its call before is held; let go of that"),
     "eval mode": (_eval, r"the model is in eval mode; call model\.train\(\) before the step"),

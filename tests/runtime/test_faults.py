@@ -11,7 +11,6 @@ import stat
 import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from poochplan.runtime.devices.cpu import SMALL_BYTES, CpuDevice, SpillFile, cho
 from poochplan.runtime.devices.transfers import copy_in, copy_out, raise_held_back
 from poochplan.runtime.run_report import FallbackKind
 from tests.runtime.faults import CASE, _ctrl_c_is_heard, leaves_nothing, plan, swaps
-from tests.runtime.nets import CASES, equal, followed, in_core, snapshot, train
+from tests.runtime.nets import CASES, equal, followed, in_core, our_warnings, snapshot, train
 from tests.runtime.random_plans import random_plan
 
 pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread")]
@@ -36,11 +35,8 @@ PWRITE, PREADV = os.pwrite, os.preadv
 
 def trained(plan: Plan) -> tuple[list[list[torch.Tensor]], list[str]]:
     """Two steps under the plan, and the warnings they gave."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with our_warnings() as said:
         seen, report = train(CASE, 2, plan)
-    said = [str(warning.message) for warning in caught if "poochplan" in str(warning.message)]
-    assert report is not None
     assert not said or report.total.fallbacks > 0
     return seen, said
 
@@ -141,7 +137,6 @@ def one_step_in_core(*, skipped: int) -> list[torch.Tensor]:
 
 def kill(thread: threading.Thread) -> None:
     """Has ``SystemExit`` raised in the thread as soon as it runs Python."""
-    assert thread.ident is not None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
 
 
@@ -157,7 +152,6 @@ def test_a_copying_thread_that_is_killed_between_steps_gives_an_error_or_keeps_v
     with poochplan.apply(swaps, model) as session:
         step().backward()
         device = session._device
-        assert isinstance(device, CpuDevice)
         kill(getattr(device, direction).thread)
         if direction == "outward":
             assert equal([expected], [one_step(model, step)])

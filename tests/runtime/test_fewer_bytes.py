@@ -1,11 +1,8 @@
-"""A plan holds indices and casts in fewer bytes: gradients stay bitwise those of in-core training, at the bytes
-simulated.
-"""
+"""Integers and upper halves hold what fits into them and nothing else, at the bytes predicted."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 
 import pytest
@@ -15,86 +12,16 @@ from torch import nn
 import poochplan
 from poochplan.formats import forms
 from poochplan.formats.narrow import masks_of
-from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.plan import Decision
 from poochplan.runtime.replays import fewer_bytes
 from poochplan.runtime.replays.fewer_bytes import narrow, widen
 from poochplan.tensors.storages import on_whole
-from tests.depth import seeds
-from tests.planner.checker import check
-from tests.planner.plans import random_decisions
 from tests.processes import python
 from tests.runtime.by_hand import held, planned, problem_of
-from tests.runtime.form_nets import FORMS, NAMES, Formed
-from tests.runtime.nets import equal, followed, in_core, metered_peaks
-from tests.runtime.served import SETTLED, Loop, needs_compiler
-from tests.runtime.test_bits import with_slow_copies
+from tests.runtime.form_nets import Formed
+from tests.runtime.served import needs_compiler
 
 KEEP, SWAP, RECOMPUTE = Decision
-
-
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("decision", [KEEP, SWAP])
-def test_what_is_held_in_fewer_bytes_comes_back_as_it_was(name: str, decision: Decision) -> None:
-    case = FORMS[name]
-    profile = case.profile()
-    plan, found = planned(case, held(problem_of(case), decision))
-    narrowed = [value for value in plan.values if value.bits]
-    assert [value.dtype for value in narrowed] == NAMES[name]
-    assert all(value.decision is decision and value.until >= 0 for value in narrowed)
-    assert followed(case, plan, 3).last_step.replayed_values >= len(narrowed)
-    assert metered_peaks(case, plan)[1] == found.simulation.peak_bytes
-    assert check(profile, plan).peak_bytes == found.simulation.peak_bytes
-    wholes = {value.name: value.size_bytes for value in profile.values}
-    for value in narrowed:
-        whole, _, form = value.name.rpartition(" as ")
-        shares = {"uint8": 8, "uint16": 4, "int32": 2, "bfloat16": 2}
-        assert (form, shares[form] * value.size_bytes) == (value.dtype, wholes[whole])
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_any_decisions_about_them_give_the_gradients_of_in_core_training(name: str) -> None:
-    for seed in seeds(4, 40):
-        problem = problem_of(FORMS[name])
-        plan, found = planned(FORMS[name], random_decisions(problem, seed), (0.0, 0.7, 0.9)[seed % 3], seed % 3)
-        followed(FORMS[name], plan, 2)
-        assert metered_peaks(FORMS[name], plan) == [
-            found.simulation.first_step_peak_bytes,
-            found.simulation.peak_bytes,
-        ]
-
-
-@pytest.mark.parametrize("name", ["Branches", "Choices", "Casts"])
-def test_plans_of_the_planner_hold_them_within_the_budget(name: str) -> None:
-    case = FORMS[name]
-    profile = with_slow_copies(case.profile())
-    smallest = poochplan.smallest_budget(profile, arena="off")
-    budget_bytes = smallest + (profile.in_core_peak_bytes - smallest) // 8
-    options = {"evaluations": 300, "arena": "off", "gap": 0.0}
-    plan = poochplan.plan(profile, budget_bytes, **options)  # type: ignore[arg-type]
-    assert any(value.bits and value.until >= 0 for value in plan.values)
-    assert check(profile, plan).peak_bytes == plan.prediction.peak_bytes <= budget_bytes
-    without = poochplan.plan(profile, budget_bytes, **options, without=["narrow"])  # type: ignore[arg-type]
-    assert not any(value.bits for value in without.values)
-    assert plan.prediction.step_s <= without.prediction.step_s
-    row = "upper halves of casts" if name == "Casts" else "integers of indices"
-    assert row in plan.rows()
-    assert "bits of masks" not in plan.rows()
-    assert max(metered_peaks(case, plan)) <= budget_bytes
-
-
-@pytest.mark.cpu_device
-@needs_compiler
-@pytest.mark.parametrize("name", ["Pools", "Casts"])
-@pytest.mark.parametrize("decision", [KEEP, SWAP])
-def test_steps_that_hold_them_are_served_from_an_arena(name: str, decision: Decision) -> None:
-    plan, _ = planned(FORMS[name], held(problem_of(FORMS[name]), decision), is_laid_out=True)
-    loop = Loop(FORMS[name])
-    with poochplan.apply(plan, loop.model, arena="on") as session:
-        loop.session = session
-        loop.steps(SETTLED + 2)
-        assert loop.is_served_whole
-        assert session.report().total.fallbacks == 0
-    assert equal(loop.seen, in_core(FORMS[name], SETTLED + 2))
 
 
 _METERED = """
@@ -137,74 +64,6 @@ def test_a_meter_from_outside_sees_no_more_bytes_than_predicted() -> None:
         assert peak_bytes <= predicted_bytes + OUTSIDE_BYTES, (name, decision)
 
 
-class Chosen(nn.Module):
-    """Indices, or a cast, of the planned kind, or what is made otherwise and autograd cannot tell from it."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.linear, self.how = nn.Linear(64, 64), how
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        hidden = self.linear(batch)
-        return self._cast(hidden) if self.how.endswith("cast") else hidden.gather(1, self._indices(hidden))
-
-    def _indices(self, hidden: torch.Tensor) -> torch.Tensor:
-        indices = hidden.detach().view(-1, 4, 16).argmax(2)
-        if self.how == "drawn indices":
-            indices = torch.randint(64, indices.shape)
-        elif self.how == "converted indices":
-            indices = (hidden.detach()[:, :4] > 0).long()
-        elif self.how == "indices of another bound":
-            beyond = (0, 256)  # planned were bytes
-            indices = nn.functional.pad(hidden.detach().view(-1, 4, 16), beyond, value=-math.inf).argmax(2)
-        elif self.how == "written indices":
-            indices.bitwise_xor_(1)
-        elif self.how == "indices written unseen":
-            indices.data[0, 1] = 63
-        return indices
-
-    def _cast(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.how == "written cast":
-            return (hidden.to(torch.bfloat16) * 0.5).float().mul_(1.001).square()
-        if self.how == "float16 cast":
-            return (hidden.to(torch.float16) * 0.5).float().square()
-        if self.how == "computed cast":
-            return (hidden * 0.37).square()
-        return (hidden.to(torch.bfloat16) * 0.5).float().square()
-
-
-def chosen(how: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    batch, model = torch.randn(4096, 64), Chosen(how)
-    return model, lambda model: model(batch).square().mean()
-
-
-OTHERWISE = ("drawn indices", "converted indices", "indices of another bound", "written indices")
-OTHERWISE += ("indices written unseen", "written cast", "float16 cast", "computed cast")
-
-
-@pytest.mark.parametrize("how", OTHERWISE)
-@pytest.mark.parametrize("decision", [KEEP, SWAP])
-def test_what_other_ops_have_made_is_swapped(how: str, decision: Decision) -> None:
-    case = Formed(lambda: chosen("planned cast" if how.endswith("cast") else "planned indices"))
-    plan, _ = planned(case, held(problem_of(case), decision))
-    assert sum(value.bits and value.until >= 0 for value in plan.values) == 1
-    assert followed(case, plan).total.fallbacks == 0
-    assert _gradients(how, None) == _gradients(how, (plan, 1))
-
-
-def _gradients(how: str, given: tuple[Plan, int] | None) -> list[bytes]:
-    """The bytes of each gradient, in core, or under a plan that falls back so often."""
-    torch.manual_seed(5)
-    model, loss_of = chosen(how)
-    if given is None:
-        loss_of(model).backward()
-    else:
-        with poochplan.apply(given[0], model) as session:
-            loss_of(model).backward()
-        assert session.report().total.fallbacks == given[1]
-    return [one.grad.numpy().tobytes() for one in model.parameters() if one.grad is not None]
-
-
 def test_a_window_in_the_padding_has_an_index_beyond_the_plane_which_is_not_cut_off() -> None:
     """A pool of 2 by 128 elements whose window has padding alone: the index is 256 or more, so a byte is too small."""
     images = torch.randn(64, 4, 2, 128, requires_grad=True)
@@ -222,19 +81,6 @@ def test_a_window_in_the_padding_has_an_index_beyond_the_plane_which_is_not_cut_
     with poochplan.apply(plan, model) as session:
         loss_of(model)
     assert session.report().total.fallbacks == 1
-
-
-def test_indices_that_are_written_after_their_save_raise_what_autograd_raises() -> None:
-    case = Formed(lambda: chosen("planned indices"))
-    plan, _ = planned(case, held(problem_of(case), KEEP))
-    model, loss_of = chosen("planned indices")
-    made = list[torch.Tensor]()
-    plain = model._indices  # type: ignore[operator]
-    model._indices = lambda hidden: made.append(plain(hidden)) or made[-1]  # type: ignore[func-returns-value, assignment]
-    with poochplan.apply(plan, model), pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss = loss_of(model)
-        made[0].add_(1)
-        loss.backward()
 
 
 @pytest.mark.parametrize(("form", "most"), [("uint8", 256), ("uint16", 65536), ("int32", 1 << 31)])

@@ -6,7 +6,6 @@ import errno
 import gc
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from poochplan.runtime.replays.tape import Tape
 from poochplan.runtime.run_report import FallbackKind
 from poochplan.runtime.session import Session
 from tests.runtime.adversarial import AdversarialDevice, OpClock
-from tests.runtime.nets import Residual, equal, gradients, of
+from tests.runtime.nets import Residual, equal, gradients, of, our_warnings
 from tests.runtime.paged import PagedDevice, paged
 from tests.runtime.random_plans import random_plan
 
@@ -83,7 +82,6 @@ def _host_bytes(session: Session) -> int:
         return os.fstat(device.file.descriptor).st_size
     if isinstance(device, PagedDevice):
         return sum(memory.size_bytes for memory in device.taken)
-    assert isinstance(device, AdversarialDevice)
     return len(device._host)
 
 
@@ -169,17 +167,15 @@ def test_pages_hold_the_longest_step_and_values_that_lie_on_several_come_back(sw
 def test_where_the_limit_is_reached_values_are_kept_and_it_is_said_once(swaps: Plan) -> None:
     expected = _train(CASE.fresh()[0], LENGTHS)
     model, _, _ = CASE.fresh()
-    with paged(limit_bytes=50_000) as device, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with our_warnings() as told, paged(limit_bytes=50_000) as device:
         with poochplan.apply(swaps, model, device=lambda: device) as session:
             assert equal(expected, _train(model, LENGTHS))
             assert device.tier.behind_bytes <= 50_000
             assert session.report().last_step.out_bytes > 0
             assert session.report().total.fallback_kinds[FallbackKind.HOST_TIER] > 0
-    said = [str(warning.message) for warning in caught if "pinned memory" in str(warning.message)]
-    assert len(said) == 1
-    assert "is limited to 48.8 KiB, needed" in said[0]
-    assert "free host memory, or raise host_limit_bytes of apply()" in said[0]
+    (said,) = (text for text in told if "pinned memory" in text)
+    assert "is limited to 48.8 KiB, needed" in said
+    assert "free host memory, or raise host_limit_bytes of apply()" in said
 
 
 @pytest.mark.cpu_device
@@ -230,7 +226,6 @@ def test_the_next_value_in_a_place_is_not_overwritten_by_copies_of_the_dead_one(
     clock = OpClock()
     device, slab = AdversarialDevice(clock), HostTier([Instructions()])
     dead = _value(5000, fill=1)
-    assert dead.storage is not None
     buffers = [dead.storage, device.allocate(5000)]  # a copy that was queued holds its storage until it ends
     place = slab.place(dead)
     copies = [copy_out(device, dead.storage, place), copy_in(device, buffers[1], place)]
@@ -238,7 +233,6 @@ def test_the_next_value_in_a_place_is_not_overwritten_by_copies_of_the_dead_one(
         copy.storage = None  # so that it goes without a wait
     del dead, copies, copy
     following = _value(5000, fill=2)
-    assert following.storage is not None
     assert slab.place(following) == place
     copy_out(device, following.storage, place).wait()
     back = device.allocate(5000)
@@ -266,7 +260,6 @@ def test_a_value_that_the_garbage_collector_ends_on_the_copying_thread_leaves_it
     monkeypatch.setattr(os, "pwrite", collecting)
     values = [_value(5000, fill=fill) for fill in (1, 2)]
     for value in values:
-        assert value.storage is not None
         value.host_offset = slab.place(value)
         value.out_copy = copy_out(device, value.storage, value.host_offset)
     first, second = values
@@ -279,7 +272,6 @@ def test_a_value_that_the_garbage_collector_ends_on_the_copying_thread_leaves_it
     following = _value(5000, fill=3)
     assert gone() is None
     assert slab.place(following) == 8192
-    assert following.storage is not None
     copy_out(device, following.storage, 8192).wait()
     back = device.allocate(5000)
     copy_in(device, back, 8192).wait()
@@ -294,67 +286,26 @@ STEPS = st.lists(
 )
 
 
-class ByHand:
-    """The same, by looking at everything that is taken."""
-
-    def __init__(self) -> None:
-        self.taken: dict[int, int] = {}
-        """First byte -> byte behind."""
-
-    def lowest(self, size: int) -> int:
-        at = 0
-        for first, behind in sorted(self.taken.items()):
-            if first - at >= size:
-                break
-            at = behind
-        return at
-
-    @property
-    def end(self) -> int:
-        return max(self.taken.values(), default=0)
-
-
 @pytest.mark.cpu_device
 @settings(deadline=None)
 @given(steps=STEPS)
-def test_it_takes_the_lowest_place_that_is_free_and_large_enough(steps: list[tuple[str, int]]) -> None:
-    intervals, by_hand = Intervals(), ByHand()
-    sizes: dict[int, int] = {}
+def test_it_takes_the_lowest_place_that_is_free_and_large_enough_and_looks_only_at_what_lies_between_others(
+    steps: list[tuple[str, int]],
+) -> None:
+    """Holes that touch are one."""
+    intervals, taken = Intervals(), list[tuple[int, int, int]]()
     for what, number in steps:
         if what == "take":
             room = max(host_aligned(number), HOST_ALIGNMENT_BYTES)
-            expected = by_hand.lowest(room)
-            assert intervals.take(number) == expected
-            by_hand.taken[expected] = expected + room
-            sizes[expected] = number
-        elif sizes:
-            at = sorted(sizes)[number % len(sizes)]
-            intervals.give_back(at, sizes.pop(at))
-            del by_hand.taken[at]
-        assert intervals._holes[-1][0] == by_hand.end
-
-
-@pytest.mark.cpu_device
-@settings(deadline=None)
-@given(sizes=st.lists(SIZES, min_size=1), chance=st.randoms(use_true_random=False))
-def test_what_is_given_back_in_any_order_comes_back_as_one(sizes: list[int], chance: object) -> None:
-    intervals = Intervals()
-    taken = [(intervals.take(size), size) for size in sizes]
-    end = intervals._holes[-1][0]
-    chance.shuffle(taken)  # type: ignore[attr-defined]
-    for at, size in taken:
-        intervals.give_back(at, size)
-    assert intervals._holes[-1][0] == 0
-    assert intervals.take(end) == 0
-    assert len(intervals._holes) == 1
-
-
-@pytest.mark.cpu_device
-def test_the_time_of_a_placement_does_not_grow_with_what_is_taken() -> None:
-    """What it looks at are the holes."""
-    intervals = Intervals()
-    places = [intervals.take(1) for _ in range(1000)]
-    assert len(intervals._holes) == 1
-    for place in places[::-1]:
-        intervals.give_back(place, 1)
-        assert len(intervals._holes) == 1
+            behind_others = sorted({0, *(behind for _, behind, _ in taken)})
+            lowest = next(
+                at for at in behind_others if not any(at < end and first < at + room for first, end, _ in taken)
+            )
+            assert intervals.take(number) == lowest
+            taken.append((lowest, lowest + room, number))
+        elif taken:
+            first, _, size_bytes = taken.pop(number % len(taken))
+            intervals.give_back(first, size_bytes)
+        ends = [0, *(at for first, behind, _ in sorted(taken) for at in (first, behind)), intervals._holes[-1][1]]
+        between = zip(ends[::2], ends[1::2], strict=True)
+        assert intervals._holes == [(first, behind) for first, behind in between if first < behind]

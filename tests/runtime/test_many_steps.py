@@ -16,7 +16,6 @@ from torch import nn
 
 import poochplan
 from poochplan.formats.plan import Decision, Plan
-from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.devices.transfers import Copy
 from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
 from poochplan.runtime.session import Session
@@ -66,7 +65,6 @@ class Counts(NamedTuple):
 def count(session: Session) -> Counts:
     gc.collect()
     things = [type(thing) for thing in gc.get_objects()]
-    assert isinstance(session._device, CpuDevice)
     host = session._engine.host
     return Counts(
         sum(issubclass(kind, torch.Tensor) for kind in things),
@@ -137,7 +135,6 @@ def plain_round(model: Net, optimizer: torch.optim.Optimizer, batch: torch.Tenso
 
 @pytest.mark.parametrize("one_round", [plain_round, mixed_round])
 def test_nothing_grows_over_many_steps_and_they_stay_exact(plan: Plan, one_round: object) -> None:
-    assert callable(one_round)
     model, optimizer, batch = fresh()
     torch.manual_seed(1)
     for _ in range(STEPS // ROUND):

@@ -16,7 +16,6 @@ from poochplan.runtime.devices.transfers import copy_in, copy_out
 from poochplan.runtime.engine.host_tier import HostTier
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.replays.tape import Tape
-from tests.runtime.mutants import Mutant, rewritten
 from tests.runtime.nets import CASES, equal
 from tests.runtime.paged import paged, pinned_bytes
 from tests.runtime.switching import follow, growing_plans, host_bytes, in_core, trained
@@ -84,74 +83,27 @@ def test_a_slab_that_nobody_is_on_any_more_is_given_back(plans: list[Plan]) -> N
         assert pinned_bytes(device.tier) == host_bytes(plans[2])
 
 
-WITHOUT: list[Mutant] = [
-    rewritten(HostTier, "grow", "for place in places.values():", "for place in ():"),
-    rewritten(HostTier, "grow", " | {place.offset: place for place in self._places_of_planned()}", ""),
-    rewritten(HostTier, "grow", "self._places = taken, places", "self._places = taken, self._places"),
-    rewritten(HostTier, "taken", "for place in self._places.values()", "for place in ()"),
-    rewritten(HostTier, "place", "self._first if planned >= 0", "0 if planned >= 0"),
-]
-"""Who is left over has no place; is given back early; a plan's places are those of a slab before."""
-
-
 @pytest.mark.cpu_device
-@pytest.mark.parametrize("mutant", WITHOUT, ids=lambda mutant: mutant.label)
-def test_without_it_a_left_over_step_loses_bytes(mutant: Mutant, plans: list[Plan]) -> None:
-    chosen = [plans[index] for index in ORDERS["up_and_down"]]
-    expected = in_core(CASE, chosen)
-    with mutant.in_place(), pytest.raises(Exception):  # noqa: B017
-        with paged() as device:
-            assert equal(expected, trained(CASE, chosen, lambda: device))
-
-
-def file_grown_beside_values(folder: Path, plan: Plan) -> list[int]:
-    """What comes back of two values, full of ones and of twos: a plan's room is written ahead when the first one is in
-    the file, and the second one on its way there.
-    """
-    device, tier = CpuDevice(folder, throttle_bytes_per_s=1e6), HostTier([])
+def test_the_file_grows_beside_values_that_are_in_it_or_on_their_way(tmp_path: Path, plans: list[Plan]) -> None:
+    """A plan's room is written ahead when the first of two is in the file, and the second one on its way there."""
+    device, tier = CpuDevice(tmp_path, throttle_bytes_per_s=1e6), HostTier([])
     values = [_value(fill) for fill in (1, 2)]
     for value in values:
-        assert value.storage is not None
         value.host_offset = tier.place(value)
         value.out_copy = copy_out(device, value.storage, value.host_offset)
         if value is values[0]:
             value.out_copy.wait()
-    room = tier.grow([plan.instructions])
-    assert room is not None
+    room = tier.grow([plans[2].instructions])
     device.reserve_host(room[1] - room[0], room[0])
-    found = []
-    for value in values:
-        assert value.out_copy is not None
+    for fill, value in enumerate(values, 1):
         value.out_copy.wait()
         device.trim_host(tier.taken())
         back = torch.zeros(100_000, dtype=torch.uint8)
         copy_in(device, back.untyped_storage(), value.host_offset).wait()
-        found += back.unique().tolist()
+        assert back.unique().tolist() == [fill]
     device.close()
-    return found
 
 
 def _value(fill: int) -> SavedValue:
     tensor = torch.full((100_000,), fill, dtype=torch.uint8)
     return SavedValue.of(Decision.SWAP, Tape("cpu").record_of(tensor), tensor, None)
-
-
-@pytest.mark.cpu_device
-def test_the_file_grows_beside_values_that_are_in_it_or_on_their_way(tmp_path: Path, plans: list[Plan]) -> None:
-    assert file_grown_beside_values(tmp_path, plans[2]) == [1, 2]
-
-
-@pytest.mark.cpu_device
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        rewritten(CpuDevice, "reserve_host", "(first + size_bytes, first)", "(first + size_bytes)"),
-        rewritten(CpuDevice, "trim_host", "max((behind for _, behind in taken), default=0)", "0"),
-    ],
-    ids=lambda mutant: mutant.label,
-)
-def test_a_file_that_is_written_ahead_or_cut_elsewhere_loses_them(
-    mutant: Mutant, tmp_path: Path, plans: list[Plan]
-) -> None:
-    with mutant.in_place():
-        assert file_grown_beside_values(tmp_path, plans[2]) != [1, 2]

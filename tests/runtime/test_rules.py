@@ -23,12 +23,11 @@ from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
 from poochplan.tensors import operators, storages
 from tests.runtime import (
     test_backward_without_modes,
-    test_bits,
     test_divergence,
     test_dtensors,
     test_replay_limits,
     test_safety,
-    test_sources,
+    test_smaller_forms,
 )
 from tests.runtime.detours import profile_of
 from tests.runtime.mutants import assert_needed, rewritten
@@ -72,6 +71,14 @@ class Exact:
 def _with_patch(test: Callable[..., None], *given: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         test(*given, patch)
+
+
+def _made_otherwise(how: str) -> Callable[[], None]:
+    return lambda: test_smaller_forms.test_what_other_ops_have_made_is_swapped_and_not_narrowed(how, Decision.KEEP)
+
+
+def _swapped_sources() -> None:
+    test_smaller_forms.test_it_is_held_swapped_or_made_again_in_place_of_the_value("sources of bfloat16", Decision.SWAP)
 
 
 RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
@@ -122,15 +129,15 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
     ),
     "bits are held only of what the ops of a mask have made": (
         (bits, "_scales_of", "op.func is not DRAWING", "False"),
-        lambda: test_bits.test_what_other_ops_have_made_is_swapped_and_not_narrowed("filled", Decision.KEEP),
+        _made_otherwise("filled"),
     ),
     "bits of bools are held only of what one op has made": (
         (bits, "_scales_of", "birth.func in MAKING and not writes", "True"),
-        lambda: test_bits.test_what_other_ops_have_made_is_swapped_and_not_narrowed("written bools", Decision.KEEP),
+        _made_otherwise("written bools"),
     ),
     "what cannot be narrowed is swapped": (
         (Engine, "_forget", "value.record is self._no_mask", "False"),
-        lambda: test_bits.test_what_other_ops_have_made_is_swapped_and_not_narrowed("filled", Decision.KEEP),
+        _made_otherwise("filled"),
     ),
     "running statistics are not updated twice": (
         (operators, "writes_of", "scratch = _statistics(facts, args)", "scratch = dict[int, torch.Tensor]()"),
@@ -158,11 +165,11 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
     ),
     "a source is held until the last recipe that starts from it is made": (
         (Follow, "at_save", "until >= index", "until > index"),
-        lambda: test_sources.test_a_source_is_held_swapped_or_replayed_in_place_of_its_copy("bfloat16", Decision.SWAP),
+        _swapped_sources,
     ),
     "a source is held from the save point of its copy on": (
         (held_sources, "held_source", "planned.until >= 0", "False"),
-        lambda: test_sources.test_a_source_is_held_swapped_or_replayed_in_place_of_its_copy("bfloat16", Decision.SWAP),
+        _swapped_sources,
     ),
     "a dtensor is saved as its local tensor": (
         (Engine, "_pack", "saved_part(whole)", "whole"),

@@ -1,8 +1,8 @@
-"""Where segments begin and end, what is known of each, and that whoever chooses a step policy is told."""
+"""Where segments begin and end, and what is known of each when it is over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -12,13 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 import poochplan
 from poochplan.runtime.devices.cpu import CpuDevice
-from poochplan.runtime.engine.cursor import Outcome, Segment
+from poochplan.runtime.engine.cursor import Outcome, Segment, StepEvents
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy, SwapEach
 from poochplan.tensors.modes import around_calls, uncompiled_hooks
 from poochplan.tensors.signatures import input_signature
 from poochplan.torch_private.tensor_internals import in_backward
-from tests.runtime.nets import CASES
+from tests.runtime.nets import CASES, gradients
 from tests.runtime.random_plans import random_plan
 
 pytestmark = pytest.mark.cpu_device
@@ -33,38 +33,29 @@ class Chain(nn.Module):
         return self.layers(batch).square().mean()
 
 
-class Watching(SwapEach):
-    """Swaps everything, and writes down how its segment went."""
-
-    def __init__(self, told: list[tuple[Segment, Outcome]]) -> None:
-        super().__init__()
-        self._told = told
-
-    def end(self, segment: Segment, outcome: Outcome) -> None:
-        self._told.append((segment, outcome))
-
-
 class InTurn:
-    """Gives one segment a step policy that keeps, the next one that swaps; notes what it knew when it was asked."""
+    """Gives one segment a step policy that keeps, the next one that swaps; notes what it knew when it was asked, and
+    which segments have ended.
+    """
 
     alternatives = ()
 
     def __init__(self, *, needs_inputs: bool = False) -> None:
-        self.told: list[tuple[Segment, Outcome]] = []
         self.needs_inputs = needs_inputs
         self.chosen: list[Segment] = []
+        self.ended: list[Segment] = []
 
     def choose(self, segment: Segment) -> StepPolicy | None:
         if self.needs_inputs and segment.inputs is None and not segment.saves_next:
             return None
         self.chosen.append(segment)
-        return KeepAll() if segment.number % 2 else Watching(self.told)
+        return KeepAll() if segment.number % 2 else SwapEach()
 
 
 @contextmanager
 def under(chooser: InTurn, model: nn.Module) -> Iterator[Engine]:
     device = CpuDevice()
-    engine = Engine(chooser, device, model)
+    engine = Engine(chooser, device, model, events=StepEvents(ended=chooser.ended.append))
 
     def called(args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if engine.cursor.forward_begins_one():
@@ -80,34 +71,34 @@ def under(chooser: InTurn, model: nn.Module) -> Iterator[Engine]:
         device.close()
 
 
-def _gradients(model: nn.Module, step: Callable[[], None]) -> list[torch.Tensor]:
+def _gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
     model.zero_grad(set_to_none=True)
-    step()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    loss.backward()  # type: ignore[no-untyped-call]
+    return gradients(model)
 
 
 def test_each_segment_has_the_step_policy_that_was_chosen_for_it_and_the_same_gradients() -> None:
     model, batch, chooser = Chain(), torch.ones(4, 8), InTurn()
-    wanted = _gradients(model, lambda: model(batch).backward())
+    wanted = _gradients(model, model(batch))
     moved = []
     with under(chooser, model) as engine:
         for _ in range(4):
-            found = _gradients(model, lambda: model(batch).backward())
+            found = _gradients(model, model(batch))
             assert all(map(torch.equal, found, wanted))
             moved.append(engine.segment.report.out_bytes)
     assert moved == [0, moved[1], 0, moved[1]]
     assert moved[1] > 0
-    assert [outcome for _, outcome in chooser.told] == [Outcome.USED, Outcome.USED]
+    assert [segment.outcome for segment in chooser.ended] == [Outcome.USED] * 4
 
 
-def test_a_step_policy_is_told_the_bytes_and_the_seconds_of_its_segment_when_that_is_over() -> None:
+def test_the_bytes_and_the_seconds_of_a_segment_are_told_when_it_is_over() -> None:
     model, batch, chooser = Chain(), torch.ones(4, 8), InTurn()
     with under(chooser, model):
         for _ in range(2):
             model(batch).backward()
-        assert chooser.told == []
-    ((segment, outcome),) = chooser.told
-    assert outcome is Outcome.USED
+        assert chooser.ended == chooser.chosen[:1]
+    segment = chooser.ended[1]
+    assert segment.outcome is Outcome.USED
     assert segment.report.out_bytes > segment.report.in_bytes > 0  # the last one has never left
     assert segment.report.hooks_s > 0
     assert segment.saves == 3
@@ -168,8 +159,8 @@ def test_handles_that_outlive_their_segment_are_left_over_and_count_as_there_bef
         first, second = chooser.chosen
         assert first.outcome is Outcome.LEFT_OVER
         assert (first.left_over_bytes, second.left_over_bytes) == (0, 3 * 4 * 8 * 4)
-        wanted = _gradients(model, lambda: model(batch).backward())
-        assert all(map(torch.equal, _gradients(model, lambda: loss.backward()), wanted))
+        wanted = _gradients(model, model(batch))
+        assert all(map(torch.equal, _gradients(model, loss), wanted))
         assert engine.segment.number == 3
 
 
@@ -206,8 +197,7 @@ def test_a_forward_that_nobody_uses_is_an_unused_segment() -> None:
         model(batch)
         model(batch)
         model(batch)
-    assert [segment.outcome for segment in chooser.chosen] == [Outcome.UNUSED] * 3
-    assert [outcome for _, outcome in chooser.told] == [Outcome.UNUSED]
+    assert [segment.outcome for segment in chooser.ended] == [Outcome.UNUSED] * 3
 
 
 def test_gradients_that_are_live_as_a_segment_begins_are_known() -> None:

@@ -47,7 +47,8 @@ SPANS = {
 }
 """Where a mode is entered, and where it is left."""
 PAIRS = [*(("mixed", span) for span in SPANS), *((plan, "around each step") for plan in ("swap", "replay", "late"))]
-each_pair = pytest.mark.parametrize(("plan", "span"), PAIRS)
+some_pairs = pytest.mark.parametrize(("plan", "span"), [("mixed", "around the session"), ("late", "around each step")])
+"""For tools that count the ops which the test of all pairs compares."""
 
 
 class Ops(TorchDispatchMode):
@@ -117,7 +118,7 @@ def _the_stack_is_as_it_was() -> Iterator[None]:
     assert left == []
 
 
-@each_pair
+@pytest.mark.parametrize(("plan", "span"), PAIRS)
 def test_a_mode_sees_the_ops_of_in_core_training_in_their_order(plan: str, span: str) -> None:
     case = CASES["residual"]
     given, plain, hooked, planned = PLANS[plan](case), Ops(), Ops(), Ops()
@@ -194,7 +195,7 @@ def test_a_mode_between_two_steps_alone() -> None:
     assert session.report().total.fallbacks == 0
 
 
-@each_pair
+@some_pairs
 def test_a_flop_counter_counts_what_it_counts_in_core(plan: str, span: str) -> None:
     """So replays are not counted."""
     case = CASES["attention"]
@@ -223,7 +224,7 @@ class Tracked(Span):
             self.mode.reset_mod_stats()
 
 
-@each_pair
+@some_pairs
 def test_a_memory_tracker_runs_through(plan: str, span: str) -> None:
     tracker = MemTracker()
     run(CASES["residual"], PLANS[plan](CASES["residual"]), Tracked(tracker, span))

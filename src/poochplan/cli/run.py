@@ -13,7 +13,7 @@ import msgspec
 
 from poochplan.errors import DivergenceError, InputFileError, PoochError, UsageError
 from poochplan.formats.plan import Plan
-from poochplan.formats.plan_set import PlanSet
+from poochplan.formats.plan_set import PlanSet, plans_of
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import OUTSIDE
 from poochplan.formats.run_record import Certificate, RunRecord
@@ -107,7 +107,7 @@ torchrun --standalone --nproc-per-node 2 -m poochplan run gpt2 --plan plan.json 
         if options.certificate is not None and not options.check:
             raise UsageError("--certificate: expected --check beside it, which compares the steps; add --check")
         plans = self._plans()
-        every = plans.plans if isinstance(plans, PlanSet) else (plans,)
+        every = plans_of(plans)
         self.write(options.save_plan, Plan.save, lambda: every[0])
         if self._ranks is not None:
             self._ranks.check_same(msgspec.json.encode(every))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,6 +74,11 @@ class PlanSet:
         return self.plans[sizes.index(max(sizes))]
 
 
+def plans_of(given: Plan | PlanSet) -> tuple[Plan, ...]:
+    """The plans of a set, or the one plan."""
+    return given.plans if isinstance(given, PlanSet) else (given,)
+
+
 def is_larger(one: Signature, other: Signature) -> bool:
     """Whether a plan for the first serves the second: the same inputs, and none of the second's dimensions larger.
 
@@ -115,14 +120,23 @@ def _check(plans: tuple[Plan, ...]) -> None:
                 f"PlanSet: expected plans for one model, found plan 1 for {first.workload} and plan {number} for "
                 f"{plan.workload}, whose parameters or buffers differ; make a set for each model"
             )
-        for what, expected, found in (
+    check_alike("PlanSet", {f"plan {number}": plan for number, plan in enumerate(plans, 1)})
+
+
+def check_alike(what: str, plans: Mapping[str, Plan]) -> None:
+    """Raises ``UsageError`` if the plans differ in a setting of which a session has only one; they are called by their
+    keys, and all of them ``what``.
+    """
+    (first_name, first), *others = plans.items()
+    for name, plan in others:
+        for setting, expected, found in (
             ("device", first.device, plan.device),
             ("throttle", first.link.throttle_bytes_per_s, plan.link.throttle_bytes_per_s),
         ):
             if found != expected:
                 raise UsageError(
-                    f"PlanSet: expected plans for one {what}, found {expected} in plan 1 and {found} in plan {number}; "
-                    "profile all of them with the same settings"
+                    f"{what}: expected plans for one {setting}, found {expected} in {first_name} and {found} in "
+                    f"{name}; profile all of them with the same settings"
                 )
 
 

@@ -1,0 +1,279 @@
+"""A plan holds something smaller in place of a saved value: the source of a larger copy, the bits of a mask, or indices
+and casts in fewer bytes. Gradients stay bitwise those of in-core training, at the bytes simulated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+import poochplan
+from poochplan.formats.narrow import masks_of
+from poochplan.formats.plan import Decision, PlannedValue
+from poochplan.formats.sources import sources_of
+from tests.depth import seeds
+from tests.live_bytes import LiveBytes
+from tests.planner.checker import check
+from tests.planner.plans import random_decisions
+from tests.runtime.by_hand import gradient_bits, held, planned, problem_of, with_slow_copies
+from tests.runtime.cast_nets import CASTS
+from tests.runtime.form_nets import FORMS, NAMES, Formed
+from tests.runtime.mask_nets import COUNTS, MASKS, Drawn
+from tests.runtime.nets import equal, followed, in_core, metered_peaks
+from tests.runtime.served import SETTLED, Loop, needs_compiler
+
+KEEP, SWAP, RECOMPUTE = Decision
+SOURCES = {f"sources of {name}": case for name, case in CASTS.items()}
+BITS = {f"bits of {name}": case for name, case in MASKS.items()}
+CASES = SOURCES | BITS | FORMS
+NARROWED = {name: ["bits"] * COUNTS[name.removeprefix("bits of ")] for name in BITS} | NAMES
+"""The narrow forms in each case, in the order of their save points."""
+SHARES = {"uint8": 8, "uint16": 4, "int32": 2, "bfloat16": 2}
+"""How many times the bytes of a form indices of 64 bits, or float32, take."""
+ROWS = {"Branches": "integers of indices", "Choices": "integers of indices", "Casts": "upper halves of casts"}
+"""What a plan's table says of the forms that the planner takes."""
+
+
+def form_of(value: PlannedValue) -> str:
+    return value.name.rpartition(" as ")[2]
+
+
+DECIDED = [(name, one) for name in CASES for one in Decision if name not in FORMS or one is not RECOMPUTE]
+
+
+@pytest.mark.parametrize(("name", "decision"), DECIDED)
+def test_it_is_held_swapped_or_made_again_in_place_of_the_value(name: str, decision: Decision) -> None:
+    case, problem = CASES[name], problem_of(CASES[name])
+    wish = held(problem, decision)
+    plan, found = planned(case, wish)
+    narrowed = [value for value in plan.values if value.bits]
+    assert [form_of(value) for value in narrowed] == NARROWED.get(name, [])
+    sizes = {value.name: value.size_bytes for value in case.profile().values}
+    for value in narrowed if name in FORMS else ():
+        assert value.dtype == form_of(value)
+        assert SHARES[value.dtype] * value.size_bytes == sizes[value.name.rpartition(" as ")[0]]
+        assert value.until >= 0
+        assert value.decision is decision
+    replayed = {copy for copy in problem.copies.values() if wish[copy] is RECOMPUTE}
+    assert len(replayed) >= (4 if name in SOURCES else len(narrowed))
+    assert followed(case, plan, 3).last_step.replayed_values >= len(replayed)
+    assert metered_peaks(case, plan)[1] == found.simulation.peak_bytes
+    assert check(case.profile(), plan).peak_bytes == found.simulation.peak_bytes
+    if decision is not RECOMPUTE:
+        model, loss_of = case.make()
+        assert gradient_bits(model, loss_of, plan) == gradient_bits(model, loss_of)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_decisions_give_the_gradients_of_in_core_training(name: str) -> None:
+    for seed in seeds(6 if name not in FORMS else 4, 40):
+        decisions = random_decisions(problem_of(CASES[name]), seed)
+        plan, found = planned(CASES[name], decisions, (0.0, 0.7, 0.9)[seed % 3], seed % 3)
+        followed(CASES[name], plan, 2)
+        simulated = found.simulation
+        assert metered_peaks(CASES[name], plan) == [simulated.first_step_peak_bytes, simulated.peak_bytes]
+
+
+@pytest.mark.parametrize("name", [*SOURCES, *BITS, *ROWS])
+def test_plans_of_the_planner_hold_them_within_a_budget_that_an_outside_meter_sees_kept(name: str) -> None:
+    case = CASES[name]
+    profile = with_slow_copies(case.profile())
+    if name in SOURCES:  # copies take longer than ops
+        ops = tuple(msgspec.structs.replace(op, duration_s=1e-4) for op in profile.ops)
+        profile = msgspec.structs.replace(profile, ops=ops)
+    smallest = poochplan.smallest_budget(profile, arena="off")
+    budget_bytes = smallest + (profile.in_core_peak_bytes - smallest) // (8 if name in FORMS else 4)
+    plan, without = (
+        poochplan.plan(profile, budget_bytes, evaluations=300, arena="off", gap=0.0, without=without)
+        for without in ((), ("sources", "narrow"))
+    )
+    assert any(value.source and value.until >= 0 and value.decision is not RECOMPUTE for value in plan.values)
+    assert not any(value.source for value in without.values)
+    assert check(profile, plan).peak_bytes == plan.prediction.peak_bytes <= budget_bytes
+    assert plan.prediction.step_s <= without.prediction.step_s
+    if name not in SOURCES:
+        rows = {"bits of masks", *ROWS.values()}.intersection(plan.rows())
+        assert rows == {ROWS.get(name, "bits of masks")}
+    assert _live_peak(case.fresh(), plan) <= budget_bytes + profile.static_bytes.get("input", 0)
+
+
+def _live_peak(fresh: tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer], plan: poochplan.Plan) -> int:
+    """Of two steps, with the batch, which the meter sees as it is read."""
+    model, step, optimizer = fresh
+    peaks, loss = list[int](), torch.zeros(())
+    with poochplan.apply(plan, model, meter="never") as session:
+        for _ in range(2):
+            optimizer.zero_grad(set_to_none=True)
+            state = [tensor for entries in optimizer.state.values() for tensor in entries.values()]
+            with LiveBytes(*model.parameters(), *state, loss) as meter:
+                loss = step()
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+            peaks.append(meter.peak)
+    assert session.report().total.fallbacks == 0
+    return max(peaks)
+
+
+SERVED = [(name, SWAP) for name in SOURCES] + [
+    (name, one) for name in (*BITS, "Pools", "Casts") for one in (KEEP, SWAP)
+]
+
+
+@pytest.mark.cpu_device
+@needs_compiler
+@pytest.mark.parametrize(("name", "decision"), SERVED)
+def test_steps_that_hold_them_are_served_from_an_arena(name: str, decision: Decision) -> None:
+    case = CASES[name]
+    wish = held(problem_of(case), decision, RECOMPUTE if name in SOURCES else KEEP)
+    plan, _ = planned(case, wish, is_laid_out=True)
+    loop = Loop(case)
+    with poochplan.apply(plan, loop.model, arena="on") as session:
+        loop.session = session
+        loop.steps(SETTLED + 2)
+        assert loop.is_served_whole
+        assert session.report().total.fallbacks == 0
+    assert equal(loop.seen, in_core(case, SETTLED + 2))
+
+
+# -- what looks alike ------------------------------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """A mask of the planned kind, or one of another making that autograd cannot tell from it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(64, 64), how
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(batch)
+        if self.how.endswith("bools"):
+            return hidden * self._bools(hidden.detach())
+        mask = torch.empty_like(hidden)
+        if self.how == "uniform":
+            mask.uniform_()
+        elif self.how == "filled":
+            mask.fill_(1.0)
+        else:
+            mask.bernoulli_(0.7)
+        torch.ops.aten.div_.Scalar(mask, 0.7)
+        if self.how == "one more write":
+            mask.view(-1)[:10].mul_(3)
+        if self.how == "unseen write":
+            mask.data[0] = 5.0
+        out = hidden * mask
+        if self.how == "written after the save":
+            mask.mul_(2)
+        return out
+
+    def _bools(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.how == "compared bools":
+            return hidden > 0
+        mask = torch.native_dropout(hidden, 0.3, True)[1]
+        if self.how == "written bools":
+            mask.logical_not_()
+        if self.how == "unseen bools":
+            mask.data[0] = False
+        return mask
+
+
+class Chosen(nn.Module):
+    """Indices, or a cast, of the planned kind, or what is made otherwise and autograd cannot tell from it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(64, 64), how
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(batch)
+        if self.how.endswith("cast"):
+            return self._cast(hidden)
+        indices = self._indices(hidden.detach())
+        out = hidden.gather(1, indices)
+        if self.how == "indices written after the save":
+            indices.add_(1)
+        return out
+
+    def _indices(self, hidden: torch.Tensor) -> torch.Tensor:
+        indices = hidden.view(-1, 4, 16).argmax(2)
+        if self.how == "drawn indices":
+            indices = torch.randint(64, indices.shape)
+        elif self.how == "converted indices":
+            indices = (hidden[:, :4] > 0).long()
+        elif self.how == "indices of another bound":
+            beyond = (0, 256)  # planned were bytes
+            indices = nn.functional.pad(hidden.view(-1, 4, 16), beyond, value=-math.inf).argmax(2)
+        elif self.how == "written indices":
+            indices.bitwise_xor_(1)
+        elif self.how == "indices written unseen":
+            indices.data[0, 1] = 63
+        return indices
+
+    def _cast(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.how == "computed cast":
+            return (hidden * 0.37).square()
+        wide = (hidden.to(torch.float16 if self.how == "float16 cast" else torch.bfloat16) * 0.5).float()
+        return (wide.mul_(1.001) if self.how == "written cast" else wide).square()
+
+
+def made(how: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    is_chosen = "cast" in how or "indices" in how
+    batch, model = torch.randn(4096 if is_chosen else 256, 64), (Chosen if is_chosen else Masked)(how)
+    return model, lambda model: model(batch).square().mean()
+
+
+OTHERWISE = {
+    "drawn": ("filled", "uniform", "one more write", "unseen write"),
+    "drawn bools": ("compared bools", "written bools", "unseen bools"),
+    "planned indices": (
+        *("drawn indices", "converted indices", "indices of another bound", "written indices"),
+        "indices written unseen",
+    ),
+    "planned cast": ("written cast", "float16 cast", "computed cast"),
+}
+PLANNED_AS = {how: planned_as for planned_as, others in OTHERWISE.items() for how in others}
+
+
+@pytest.mark.parametrize("how", PLANNED_AS)
+@pytest.mark.parametrize("decision", [KEEP, SWAP])
+def test_what_other_ops_have_made_is_swapped_and_not_narrowed(how: str, decision: Decision) -> None:
+    planned_as = PLANNED_AS[how]
+    case = (Drawn if "drawn" in planned_as else Formed)(lambda: made(planned_as))
+    plan, _ = planned(case, held(problem_of(case), decision))
+    assert sum(value.bits and value.until >= 0 for value in plan.values) == 1
+    assert followed(case, plan).total.fallbacks == 0
+    model, loss_of = made(how)
+    assert gradient_bits(model, loss_of, plan, fallbacks=1) == gradient_bits(model, loss_of)
+
+
+@pytest.mark.parametrize(
+    ("planned_as", "how"),
+    [("drawn", "written after the save"), ("planned indices", "indices written after the save")],
+)
+def test_what_is_written_after_its_save_raises_what_autograd_raises(planned_as: str, how: str) -> None:
+    case = (Drawn if planned_as == "drawn" else Formed)(lambda: made(planned_as))
+    assert masks_of(case.profile())
+    plan, _ = planned(case, held(problem_of(case), KEEP))
+    model, loss_of = made(how)
+    with poochplan.apply(plan, model), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss_of(model).backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("decision", Decision)
+def test_sources_give_the_bits_of_in_core_training_whatever_is_not_a_number(name: str, decision: Decision) -> None:
+    case = CASES[name]
+    assert len(sources_of(case.profile())) >= 4
+    plan, _ = planned(case, held(problem_of(case), decision))
+    model, loss_of = case.make()
+    weight = next(model.parameters())
+    with torch.no_grad():
+        patterns = torch.arange(weight.numel()) * (65536 // weight.numel()) + 3
+        weight.copy_(patterns.to(torch.uint16).view(torch.bfloat16).view(weight.shape))
+        weight[: len(weight) // 2] = 0.25
+    assert gradient_bits(model, loss_of, plan) == gradient_bits(model, loss_of)
