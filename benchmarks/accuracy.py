@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 import poochplan
-from benchmarks.facts import PACKAGES, facts_of_run, write_results
+from benchmarks.facts import PACKAGES, facts_of_run, parser_of, write_results
 from benchmarks.models import MODELS, build
 from benchmarks.pairs import RESAMPLES, one_step
 from poochplan.formats.profile import Phase, PointKind, Profile, preset_link
@@ -192,13 +192,12 @@ CLAIMS = ("peak_within", "times_within", "same_points", "same_values", "fake_pea
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--pairs", type=int, default=20, help="pairs of plain steps (default: 20)")
     parser.add_argument("--threads", type=int, default=1, help="compute threads (default: 1)")
     parser.add_argument("--here", action="store_true", help="in this process: for a single model")
     parser.add_argument("--table", metavar="FILE", help="print the table of a results file and stop")
-    parser.add_argument("-o", "--output")
     arguments = parser.parse_args()
     if arguments.table:
         print("\n".join(line_of(row) for row in json.loads(Path(arguments.table).read_text())["rows"]))

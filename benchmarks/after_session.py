@@ -9,7 +9,6 @@ step in pairs (``pairs.py``), one after the other.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import sys
@@ -18,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import facts_of_run, parser_of, write_results
 from benchmarks.pairs import Seconds, Step, compared, in_pairs, load, one_step, profiled
 
 KINDS = ("untouched", "after", "held")
@@ -92,10 +91,9 @@ def _stepping(connection: Connection) -> Step:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--workload", default="gpt2", help="name of a file in configs/")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of steps (default: 20)")
-    parser.add_argument("-o", "--output")
     arguments = parser.parse_args()
     found = facts_of_run(arguments) | measure(arguments.workload, arguments.pairs)
     print(json.dumps(found, indent=1))

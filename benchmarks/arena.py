@@ -16,22 +16,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median
 
 import torch
 
 import poochplan
-from benchmarks.facts import facts_of_run, write_results
-from benchmarks.measured_steps import MeasuredSteps, answer_of, arena_bytes
+from benchmarks.facts import MIB, Row, parser_of, taken
+from benchmarks.measured_steps import MeasuredSteps, arena_bytes
+from benchmarks.pairs import load, profiled
+from benchmarks.plans import budget_of, predicted
+from benchmarks.processes import answer_of
 from poochplan.formats.plan import Plan
-from poochplan.workload import Workload, load_workload
+from poochplan.workload import Workload
 from tests.allocated_bytes import allocated_bytes
 
-CONFIGS = Path(__file__).parent.parent / "configs"
 WORKLOADS: dict[str, dict[str, str]] = {
     "gpt2": {},
     "bert": {},
@@ -42,16 +43,17 @@ WORKLOADS: dict[str, dict[str, str]] = {
     "small-unet": {},
 }
 TIMED = ("plain", "off", "huge", "on", "keep")
+COMPARED = (("on", "off"), ("on", "huge"), ("keep", "plain"), ("on", "plain"), ("off", "plain"))
 KEPT = 0.6
 """Of what decisions can move: the budget is the smallest possible one and so much of the way to the in-core peak."""
 
 
 def fresh(name: str) -> Workload:
     """The workload, built anew from the same seed."""
+    if name != "small-unet":
+        return load(name, WORKLOADS[name])
     torch.manual_seed(0)
-    if name == "small-unet":
-        return small_unet()
-    return load_workload(str(CONFIGS / f"{name}.toml"), WORKLOADS[name]).workload
+    return small_unet()
 
 
 def small_unet() -> Workload:
@@ -64,33 +66,25 @@ def small_unet() -> Workload:
     return Workload(model, lambda: model(batch).square().mean(), optimizer)
 
 
-def make(name: str, folder: Path) -> dict[str, Any]:
+def make(name: str, folder: Path) -> Row:
     """Profiles and plans; the plans go to the folder."""
-    workload = fresh(name)
-    profile = poochplan.profile(
-        workload.step, model=workload.model, optimizer=workload.optimizer, workload=name, iterations=3
-    )
-    smallest, most = poochplan.smallest_budget(profile), profile.in_core_peak_bytes
-    budget_bytes = int(smallest + KEPT * max(0, most - smallest))
-    plan = poochplan.plan(profile, budget_bytes, time_limit_s=20)
+    profile = profiled(fresh(name), name, iterations=3)
+    plan = poochplan.plan(profile, budget_of(profile, KEPT), time_limit_s=20)
     plan.save(folder / "on.json", force=True)
     poochplan.plan(profile, "100%").save(folder / "keep.json", force=True)
-    found = plan.prediction
-    return {
+    promised = predicted(plan, "arena_bytes", "arena_live_bytes", "arena_peak_bytes")
+    return promised | {
         "memory": profile.memory,
-        "in_core_peak_bytes": most,
+        "in_core_peak_bytes": profile.in_core_peak_bytes,
         "in_core_live_peak_bytes": profile.in_core_live_peak_bytes,
-        "smallest_budget_bytes": smallest,
-        "budget_bytes": budget_bytes,
-        "predicted_peak_bytes": found.peak_bytes,
-        "predicted_overhead": found.overhead,
-        "arena_bytes": found.arena_bytes,
-        "arena_live_bytes": found.arena_live_bytes,
-        "arena_peak_bytes": found.arena_peak_bytes,
+        "smallest_budget_bytes": poochplan.smallest_budget(profile),
+        "budget_bytes": plan.budget_bytes,
+        "predicted_peak_bytes": plan.prediction.peak_bytes,
+        "predicted_overhead": plan.prediction.overhead,
     }
 
 
-def run(name: str, mode: str, folder: Path, steps: int) -> dict[str, Any]:
+def run(name: str, mode: str, folder: Path, steps: int) -> Row:
     """Some steps in one mode, from the same start."""
     meter = allocated_bytes() if mode == "bytes" else None
     workload = fresh(name)
@@ -105,59 +99,52 @@ def run(name: str, mode: str, folder: Path, steps: int) -> dict[str, Any]:
         seen.go(steps)
         report = session.report()
     found = seen.found() | {"fallbacks": report.total.fallbacks, "metered_peak_bytes": report.last_step.peak_bytes}
-    if report.arena is not None:
-        served = report.arena
-        found |= {
-            "arena_bytes": served.size_bytes,
-            "larger_bytes": served.larger_bytes,
-            "served": served.served,
-            "served_bytes": served.served_bytes,
-        }
-        found |= {"not_served": [[one.size_bytes, one.layer, one.why] for one in served.unserved]}
-        found |= {"unplanned_bytes": served.unplanned_bytes, "taken_bytes": served.taken_bytes}
+    if (served := report.arena) is not None:
+        names = ("larger_bytes", "served", "served_bytes", "unplanned_bytes", "taken_bytes")
+        found |= {"arena_bytes": served.size_bytes} | {name: getattr(served, name) for name in names}
+        found["not_served"] = [[one.size_bytes, one.layer, one.why] for one in served.unserved]
     return found
 
 
-def ratios(rows: dict[str, list[dict[str, Any]]], mode: str, against: str) -> dict[str, float]:
+def in_modes(modes: Sequence[str], pairs: int, run_of: Callable[[str], Row]) -> dict[str, list[Row]]:
+    """Rows of each mode. The modes take turns, in alternating order."""
+    rows: dict[str, list[Row]] = {mode: [] for mode in modes}
+    for turn in range(pairs):
+        for mode in modes if turn % 2 == 0 else modes[::-1]:
+            rows[mode].append(run_of(mode))
+    return rows
+
+
+def ratios(rows: dict[str, list[Row]], mode: str, against: str, what: str = "step_s") -> dict[str, float]:
     """Of the seconds of neighbours: the median, the least and the most."""
-    pairs = [a["step_s"] / b["step_s"] for a, b in zip(rows[mode], rows[against], strict=True)]
-    return {"median": statistics.median(pairs), "least": min(pairs), "most": max(pairs)}
+    pairs = [a[what] / b[what] for a, b in zip(rows[mode], rows[against], strict=True)]
+    return {"median": median(pairs), "least": min(pairs), "most": max(pairs)}
 
 
-def one(name: str, pairs: int, steps: int) -> dict[str, Any]:
+def told_of_modes(rows: dict[str, list[Row]]) -> Row:
+    """Whether the bits of all runs are the same, and each mode's run of middle length."""
+    middle = {mode: sorted(some, key=lambda row: row["step_s"])[len(some) // 2] for mode, some in rows.items()}
+    return {"bitwise": len({row["digest"] for some in rows.values() for row in some}) == 1, "modes": middle}
+
+
+def one(name: str, pairs: int, steps: int) -> Row:
     """All that is told of a workload."""
     with tempfile.TemporaryDirectory() as scratch:
-        found = {"workload": name} | _child(name, "make", scratch, steps)
-        rows: dict[str, list[dict[str, Any]]] = {mode: [] for mode in TIMED}
-        for turn in range(pairs):
-            for mode in TIMED if turn % 2 == 0 else TIMED[::-1]:
-                rows[mode].append(_child(name, mode, scratch, steps))
-        by_hook = _child(name, "bytes", scratch, steps)
+
+        def child(mode: str) -> Row:
+            environment = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if mode == "huge" else {}
+            return answer_of("benchmarks.arena", ["--one", name, mode, scratch, "--steps", str(steps)], environment)
+
+        found = {"workload": name} | child("make")
+        rows = in_modes(TIMED, pairs, child)
+        by_hook = child("bytes")
     found |= {f"{mode}_against_{other}": ratios(rows, mode, other) for mode, other in COMPARED}
-    every = [row for mode in TIMED for row in rows[mode]] + [by_hook]
     physical_bytes = by_hook["physical_peak_bytes"]
-    return found | {
-        "bitwise": len({row["digest"] for row in every}) == 1,
-        "physical_peak_bytes": physical_bytes,
-        "within_budget": physical_bytes <= found["budget_bytes"],
-        "modes": {mode: _middle(rows[mode]) for mode in TIMED} | {"bytes": by_hook},
-    }
+    within = {"physical_peak_bytes": physical_bytes, "within_budget": physical_bytes <= found["budget_bytes"]}
+    return found | within | told_of_modes(rows | {"bytes": [by_hook]})
 
 
-COMPARED = (("on", "off"), ("on", "huge"), ("keep", "plain"), ("on", "plain"), ("off", "plain"))
-
-
-def _middle(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return sorted(rows, key=lambda row: row["step_s"])[len(rows) // 2]
-
-
-def _child(name: str, mode: str, folder: str, steps: int) -> dict[str, Any]:
-    """What a process of its own says."""
-    environment = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if mode == "huge" else {}
-    return answer_of("benchmarks.arena", ["--one", name, mode, folder, "--steps", str(steps)], environment)
-
-
-def line(row: dict[str, Any]) -> str:
+def line(row: Row) -> str:
     """A workload in one line."""
     told = [f"{mode}/{other} {row[f'{mode}_against_{other}']['median']:.3f}" for mode, other in COMPARED]
     served = row["modes"]["on"]
@@ -165,29 +152,23 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{row['workload']:11} {'same bits' if row['bitwise'] else 'OTHER BITS'}; {', '.join(told)}; faults a step "
         f"{row['modes']['off']['faults']:.0f} -> {served['faults']:.0f}; physical "
-        f"{row['physical_peak_bytes'] / 2**20:.0f} of {row['budget_bytes'] / 2**20:.0f} MiB; "
+        f"{row['physical_peak_bytes'] / MIB:.0f} of {row['budget_bytes'] / MIB:.0f} MiB; "
         f"not served {not_served}"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--one", nargs=3, metavar=("WORKLOAD", "MODE", "FOLDER"), help=argparse.SUPPRESS)
-    parser.add_argument("-o", "--output")
-    arguments = parser.parse_args()
-    if arguments.one:
-        name, mode, folder = arguments.one
-        made = mode == "make"
-        print(json.dumps(make(name, Path(folder)) if made else run(name, mode, Path(folder), arguments.steps)))
+    asked = parser.parse_args()
+    if asked.one:
+        name, mode, folder = asked.one
+        print(json.dumps(make(name, Path(folder)) if mode == "make" else run(name, mode, Path(folder), asked.steps)))
         return
-    rows = []
-    for name in arguments.workloads.split(","):
-        rows.append(one(name, arguments.pairs, arguments.steps))
-        print(line(rows[-1]), flush=True)
-        write_results(arguments.output, facts_of_run(arguments) | {"rows": rows})
+    taken(asked, asked.workloads.split(","), lambda name: one(name, asked.pairs, asked.steps), line)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ load its compiler as they are made.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import facts_of_run, parser_of, write_results
 
 HEAVY = ("highspy", "matplotlib", "numba", "pandas", "pulp", "scipy", "sympy", "torch._dynamo", "torch._inductor")
 STAGES = ("begun", "planned", "followed")
@@ -120,10 +119,9 @@ def run(optimizer: str) -> dict[str, dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--optimizer", choices=("adam", "plain"), default="adam")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("-o", "--output")
     arguments = parser.parse_args()
     rows = []
     for number in range(arguments.runs + 1):

@@ -10,17 +10,15 @@ planner's plan for that budget, and the integer program's bound, are held agains
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import facts_of_run, parser_of, write_results
 from poochplan.planner.planning import plan
 from poochplan.planner.search.bound import integral_bound, lower_bound
 from poochplan.planner.search.solvers import SolverLimits
@@ -67,10 +65,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     with ProcessPoolExecutor(options.processes) as pool:
         rows = [row for found in pool.map(one, range(options.steps), chunksize=20) for row in found]

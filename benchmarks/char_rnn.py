@@ -32,11 +32,11 @@ from benchmarks.epochs.epoch_rows import measured
 from benchmarks.epochs.epoch_table import tables
 from benchmarks.epochs.recurrent_networks import ALL, RECURRENT
 from benchmarks.epochs.simulated_links import simulated
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import facts_of_run, known_rows, parser_of, write_results
 
 
 def arguments_of() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("networks", nargs="*", default=list(RECURRENT), metavar="NETWORK", help=f"of {', '.join(ALL)}")
     add("--only", choices=("measured", "simulated"), help="leave the other part as it is")
@@ -47,7 +47,6 @@ def arguments_of() -> argparse.Namespace:
     add("--throttle", default="", metavar="RATE", help="measured: hold copies to a rate, such as 40MB/s")
     add("--note", default="", help="said of what this run takes, such as: other work ran beside it")
     add("--table", help="show the tables of this file, and take nothing")
-    add("-o", "--output", help="the results file, to begin or to go on with")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.networks if name not in ALL]
     if unknown:
@@ -99,10 +98,9 @@ def main() -> int:
         print(tables(json.loads(Path(arguments.table).read_text(encoding="utf-8"))))
         return 0
     facts = facts_of_run(arguments)
-    output = Path(arguments.output) if arguments.output else None
-    known = json.loads(output.read_text(encoding="utf-8")) if output and output.exists() else {}
+    known = {part: known_rows(arguments.output, part) for part in ("measured", "simulated")}
     found = joined(known, taken(arguments, facts["commit"]))
-    write_results(output, facts | found)
+    write_results(arguments.output, facts | found)
     print(tables(found))
     return 0
 

@@ -8,7 +8,6 @@ every storage in its hands and every replay op by op.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -19,7 +18,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import facts_of_run, parser_of, write_results
 from poochplan.formats.profile import PointKind, Profile
 from poochplan.planner.planning import plan, smallest_budget
 from tests.planner.checker import Violation, check  # a judge of the tests, on purpose none of the package
@@ -93,7 +92,7 @@ def passed(row: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument(
@@ -101,7 +100,6 @@ def main() -> int:
     )
     parser.add_argument("--time-limit", type=float, default=2.0, help="seconds for the solver, per plan")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("-o", "--output", default=None, help="write the summary and what failed as JSON here")
     arguments = parser.parse_args()
     seeds = range(arguments.first, arguments.first + arguments.count)
     with ProcessPoolExecutor(arguments.jobs) as pool:

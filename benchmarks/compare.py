@@ -31,14 +31,14 @@ from benchmarks.against.compared_networks import NETWORKS, TINY
 from benchmarks.against.methods import METHODS, method_of
 from benchmarks.against.rows import Effort, Wanted
 from benchmarks.against.short_table import short_table
-from benchmarks.facts import PACKAGES, facts_of_run
+from benchmarks.facts import PACKAGES, facts_of_run, parser_of
 from poochplan.planner.policies import policy_names
 
 COMPILED_NETWORKS = ("gpt2", "resnet50")
 
 
 def arguments_of() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("networks", nargs="*", default=list(NETWORKS), metavar="MODEL", help=f"of {', '.join(NETWORKS | TINY)}")
     add("--budgets", default="50%,30%", help="shares of what decisions can move")
@@ -54,7 +54,6 @@ def arguments_of() -> argparse.Namespace:
     add("--picture", help="write the picture here")
     add("--page", help="put the table between the marks of this Markdown page")
     add("--readme", help="put a short table between the marks of this Markdown page")
-    add("-o", "--output", help="the results file, to begin or to go on with")
     return parser.parse_args()
 
 

@@ -10,7 +10,6 @@ Each takes some minutes, and adds to the results file. The environment (`make se
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -22,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import facts_of_run, parser_of, write_results
 
 ROOT = Path(__file__).parents[1]
 BUSY = "while True: pass"
@@ -77,11 +76,10 @@ def planned(cache: str, budget: str, limit_s: float) -> dict[str, Any]:
 
 def main() -> None:
     """Runs them all and writes what they say."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=0)
     parser.add_argument("--busy", action="store_true", help="beside a process that keeps one core busy")
     parser.add_argument("--plans", type=int, default=0)
-    parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     facts = facts_of_run(options)
     known = json.loads(options.output.read_text()) if options.output and options.output.exists() else {}

@@ -9,7 +9,6 @@ decisions whose replays the evaluator has not met. Compiling and loading are tho
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import subprocess
@@ -21,7 +20,7 @@ from statistics import median
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import facts_of_run, parser_of, write_results
 from benchmarks.pairs import ratio_of_pairs
 from benchmarks.planning import NETWORKS, budget_of, instance
 from poochplan.formats.plan import Decision
@@ -115,11 +114,10 @@ def start_up(times: int) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--networks", nargs="+", default=[*NETWORKS, "gpt-96"], choices=[*NETWORKS, "gpt-96"])
     parser.add_argument("--mixes", type=int, default=10, help="random decisions per network")
     parser.add_argument("--times", type=int, default=11, help="compiled evaluations per case, of which the median")
-    parser.add_argument("-o", "--output", default=None, help="write the figures as JSON here")
     arguments = parser.parse_args()
     found = {**facts_of_run(arguments, ("numpy",)), "start_up": start_up(3), "rows": []}
     print(found["start_up"], flush=True)

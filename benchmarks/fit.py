@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from benchmarks import networks
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import facts_of_run, parser_of, write_results
 from benchmarks.instances import classifier
 from poochplan import Workload, fit
 from poochplan.fitting.family import Machine, bytes_alone, family_of
@@ -178,12 +178,11 @@ def _overhead(rung: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("what", choices=("v100", "cpu"))
     parser.add_argument("--networks", nargs="+", choices=[*LARGE, *HERE], help="default: all")
     parser.add_argument("--time-limit", type=float, default=10.0, help="seconds per plan")
     parser.add_argument("--gap", type=float, default=0.005, help="a plan is done within this of the bound")
-    parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
     arguments = parser.parse_args()
     every, one = (LARGE, large) if arguments.what == "v100" else (HERE, here)
     path = Path(arguments.output) if arguments.output else None

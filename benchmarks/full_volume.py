@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 import poochplan
-from benchmarks.facts import PACKAGES, facts_of_run, write_results
+from benchmarks.facts import PACKAGES, facts_of_run, parser_of, write_results
 from benchmarks.pairs import Planned
 from benchmarks.volume_cases import GRID, Case, deformed, other_scanner, template
 from benchmarks.volume_tables import lines
@@ -183,14 +183,13 @@ def fresh_process() -> ProcessPoolExecutor:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=110.0, help="of CPU, of training steps, for each way and seed")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cases", type=int, default=16, help="to train on")
     parser.add_argument("--held-out", type=int, default=4)
     parser.add_argument("--looks", type=int, default=11, help="at the held-out cases, evenly spaced in time")
     parser.add_argument("--pairs", type=int, default=8, help="of planned and in-core steps")
-    parser.add_argument("-o", "--output", default=None, help="write what was found as JSON here")
     parser.add_argument("--table", metavar="FILE", help="run nothing, print the table of these results")
     arguments = parser.parse_args()
     if arguments.table:

@@ -8,13 +8,11 @@ the element, the least of seven runs, less what adding 1 takes; and what ``profi
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import facts_of_run, parser_of, write_results
 
 ELEMENTS, CALLS, RUNS = 1 << 15, 200, 7
 
@@ -68,8 +66,7 @@ def _nanoseconds(function: Callable[..., object], numbers: object) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path)
+    parser = parser_of(__doc__)
     given = parser.parse_args()
     rows = found()
     for row in rows:

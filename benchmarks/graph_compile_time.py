@@ -11,34 +11,31 @@ wall and of the processor, with child processes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-from benchmarks.facts import facts_of_run, write_results
+import torch
+import torch._inductor.compile_fx  # what it takes to load is no part of it
+
+import poochplan
+from benchmarks.against.compared_networks import fresh
+from benchmarks.facts import Row, parser_of, taken
 from benchmarks.graph_mode import THROTTLE
-from benchmarks.measured_steps import answer_of
+from benchmarks.pairs import one_step
+from benchmarks.processes import answer_of
+from poochplan.torch_private.compiler_internals import compile_module
 
 NETWORKS = ("gpt2", "bert", "vit")
 BUDGET = "60%"
 PLAN = "plan.json"
 
 
-def compiled(name: str, how: str, folder: Path) -> dict[str, Any]:
+def compiled(name: str, how: str, folder: Path) -> Row:
     """Seconds that one process takes."""
-    import torch
-    import torch._inductor.compile_fx  # what it takes to load is no part of it
-
-    import poochplan
-    from benchmarks.against.compared_networks import fresh
-    from benchmarks.pairs import one_step
-    from poochplan.torch_private.compiler_internals import compile_module
-
     torch.set_num_threads(1)
     work, parts = fresh(name), _Parts()
     if how == "stock":
@@ -47,14 +44,8 @@ def compiled(name: str, how: str, folder: Path) -> dict[str, Any]:
         one_step(work)
         return parts.told()
     if how == "planned":
-        session = poochplan.compile(
-            work.model,
-            work.step,
-            optimizer=work.optimizer,
-            budget=BUDGET,
-            throttle=THROTTLE,
-            progress=parts.begin,
-        )
+        given: Row = {"optimizer": work.optimizer, "budget": BUDGET, "throttle": THROTTLE, "progress": parts.begin}
+        session = poochplan.compile(work.model, work.step, **given)
         session.plan.save(folder / PLAN)
     else:
         session = poochplan.compile(work.model, plan=poochplan.Plan.load(folder / PLAN))
@@ -78,7 +69,7 @@ class _Parts:
         self._wall_s[self._what] = round(self._wall_s.get(self._what, 0.0) + now[0] - self._last[0], 2)
         self._last, self._what = now, what
 
-    def told(self) -> dict[str, Any]:
+    def told(self) -> Row:
         self.begin("end")
         (wall_s, cpu_s), (began_s, began_cpu_s) = self._last, self._began
         return {"wall_s": round(wall_s - began_s, 2), "cpu_s": round(cpu_s - began_cpu_s, 2), "parts": self._wall_s}
@@ -88,20 +79,15 @@ def _now() -> tuple[float, float]:
     return time.perf_counter(), sum(os.times()[:4])
 
 
-def row(name: str, repeats: int) -> dict[str, Any]:
+def row(name: str, repeats: int) -> Row:
     """All of one network."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    found: dict[str, list[Row]] = {}
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as ours:
-            for key, how, folder in (
-                ("stock_cold", "stock", plain),
-                ("planned_cold", "planned", ours),
-                ("stock_warm", "stock", plain),
-                ("planned_warm", "from-plan", ours),
-            ):
-                answer = answer_of(
-                    "benchmarks.graph_compile_time", ["--one", name, how, folder], {"TORCHINDUCTOR_CACHE_DIR": folder}
-                )
+            runs = {"stock_cold": ("stock", plain), "planned_cold": ("planned", ours)}
+            for key, words in (runs | {"stock_warm": ("stock", plain), "planned_warm": ("from-plan", ours)}).items():
+                caches = {"TORCHINDUCTOR_CACHE_DIR": words[1]}
+                answer = answer_of("benchmarks.graph_compile_time", ["--one", name, *words], caches)
                 found.setdefault(key, []).append(answer)
     ratios = {
         f"{state}_{clock}": [
@@ -116,8 +102,7 @@ def row(name: str, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--one", nargs=3, metavar=("NETWORK", "HOW", "FOLDER"), help="this one alone, in this process")
@@ -126,11 +111,11 @@ def main() -> None:
         name, how, folder = given.one
         print(json.dumps(compiled(name, how, Path(folder))))
         return
-    rows = []
-    for name in given.networks:
-        rows.append(row(name, given.repeats))
-        print(json.dumps(rows[-1]["median_ratios"] | {"network": name}), flush=True)
-        write_results(given.output, facts_of_run(given) | {"throttle": THROTTLE, "rows": rows})
+
+    def shown(row: Row) -> str:
+        return json.dumps(row["median_ratios"] | {"network": row["network"]})
+
+    taken(given, given.networks, lambda name: row(name, given.repeats), shown, throttle=THROTTLE)
 
 
 if __name__ == "__main__":

@@ -10,18 +10,24 @@ takes by the outside hook beside the predicted ones, planned and in-core steps i
 
 from __future__ import annotations
 
-import argparse
 import copy
-import gc
-import hashlib
 import json
 import time
-from pathlib import Path
-from typing import Any
+from itertools import product
 
-from benchmarks.facts import facts_of_run, write_results
-from benchmarks.measured_steps import answer_of
-from tests.allocated_bytes import AllocatedBytes, allocated_bytes
+import torch
+
+import poochplan
+from benchmarks.against.compared_networks import fresh
+from benchmarks.facts import Row, parser_of, taken
+from benchmarks.hooked import train_anew
+from benchmarks.pairs import Seconds, compared, in_pairs, one_step
+from benchmarks.processes import answer_of
+from poochplan.errors import InfeasibleError, StepError
+from poochplan.runtime.session import Session
+from poochplan.torch_private.compiler_internals import compile_module
+from poochplan.workload import Workload
+from tests.allocated_bytes import allocated_bytes
 
 NETWORKS = ("gpt2", "bert", "vit", "resnet50", "unet3d")
 BUDGETS = ("80%", "60%", "smallest")
@@ -33,17 +39,9 @@ TRIES = 4
 """Calls for the smallest budget: one search does not always find what another has told."""
 
 
-def row(name: str, budget: str, pairs: int) -> dict[str, Any]:
+def row(name: str, budget: str, pairs: int) -> Row:
     """What one process finds."""
-    meter = allocated_bytes()  # before anything is allocated
-    import torch
-
-    import poochplan
-    from benchmarks.against.compared_networks import fresh
-    from benchmarks.pairs import compared, in_pairs, one_step
-    from poochplan.errors import InfeasibleError, StepError
-    from poochplan.torch_private.compiler_internals import compile_module
-
+    allocated_bytes()  # before anything is allocated
     torch.set_num_threads(1)
     stock = fresh(name)
     initial = copy.deepcopy(stock.model.state_dict())
@@ -52,7 +50,7 @@ def row(name: str, budget: str, pairs: int) -> dict[str, Any]:
     one_step(stock)
     compile_s = time.perf_counter() - began_s
     stock.model.load_state_dict(initial)
-    in_core = told_steps(stock, meter)
+    in_core = train_anew(stock, STEPS)
     work = fresh(name)
     began_s = time.perf_counter()
     try:
@@ -62,30 +60,31 @@ def row(name: str, budget: str, pairs: int) -> dict[str, Any]:
     planning_s = time.perf_counter() - began_s
     plan = session.plan
     with poochplan.apply(plan, work.model, arena="off", meter="never"):
-        planned = told_steps(work, meter)
+        planned = train_anew(work, STEPS)
     with session:
         for _ in range(4):
             one_step(work)
 
-        def plain() -> tuple[float, float]:
+        def plain() -> Seconds:
             with session.away():
                 return one_step(stock)
 
         plain()
         found = in_pairs(plain, lambda: one_step(work), pairs)
         report = session.report()
+    promised = plan.prediction
     return {
         "network": name,
         "budget": budget,
         "budget_bytes": plan.budget_bytes,
-        "in_core_peak_bytes": plan.prediction.in_core_peak_bytes,
-        "in_core_most_bytes": in_core["most_bytes"],
-        "predicted_bytes": plan.prediction.peak_bytes,
-        "most_bytes": planned["most_bytes"],
-        "bitwise": planned["digest"] == in_core["digest"],
+        "in_core_peak_bytes": promised.in_core_peak_bytes,
+        "in_core_most_bytes": max(in_core.peaks),
+        "predicted_bytes": promised.peak_bytes,
+        "most_bytes": max(planned.peaks),
+        "bitwise": planned.gradients == in_core.gradients,
         "recomputed": len(plan.replays),
-        "swapped_bytes": plan.prediction.out_bytes,
-        "predicted_overhead": round(plan.prediction.overhead, 4),
+        "swapped_bytes": promised.out_bytes,
+        "predicted_overhead": round(promised.overhead, 4),
         "steps_not_as_planned": report.total.fallbacks,
         "step": compared(found),
         "compile_s": round(compile_s, 1),
@@ -93,10 +92,7 @@ def row(name: str, budget: str, pairs: int) -> dict[str, Any]:
     }
 
 
-def _compiled(work: Any, budget: str) -> Any:
-    import poochplan
-    from poochplan.errors import InfeasibleError
-
+def _compiled(work: Workload, budget: str) -> Session:
     wanted: str | int = 1 if budget == "smallest" else budget
     for _ in range(TRIES):
         try:
@@ -108,39 +104,8 @@ def _compiled(work: Any, budget: str) -> Any:
     raise told
 
 
-def told_steps(work: Any, meter: AllocatedBytes) -> dict[str, Any]:
-    """A digest of loss and gradients of some steps from the first weights on, and the most bytes that one took."""
-    import torch
-
-    model, optimizer = work.model, work.optimizer
-    torch.manual_seed(1)
-    optimizer.state.clear()
-    optimizer.zero_grad(set_to_none=True)
-    gc.collect()
-    own_bytes = sum(tensor.untyped_storage().nbytes() for tensor in _storages(model))
-    beside_bytes = meter.live - own_bytes
-    digest, most_bytes = hashlib.sha256(), 0
-    for _ in range(STEPS):
-        optimizer.zero_grad(set_to_none=True)
-        meter.restart()
-        loss = work.step()
-        loss.backward()
-        digest.update(str(loss.item()).encode())
-        for parameter in model.parameters():
-            digest.update(parameter.grad.contiguous().numpy().tobytes())
-        optimizer.step()
-        most_bytes = max(most_bytes, meter.peak - beside_bytes)
-    return {"digest": digest.hexdigest()[:16], "most_bytes": most_bytes}
-
-
-def _storages(model: Any) -> list[Any]:
-    by_place = {tensor.untyped_storage().data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return list(by_place.values())
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS))
     parser.add_argument("--budgets", nargs="*", default=list(BUDGETS))
     parser.add_argument("--pairs", type=int, default=PAIRS)
@@ -149,12 +114,11 @@ def main() -> None:
     if given.row:
         print(json.dumps(row(*given.row, given.pairs)))
         return
-    rows = []
-    for name in given.networks:
-        for budget in given.budgets:
-            rows.append(answer_of("benchmarks.graph_mode", ["--row", name, budget, "--pairs", str(given.pairs)]))
-            print(json.dumps(rows[-1]), flush=True)
-            write_results(given.output, facts_of_run(given) | {"throttle": THROTTLE, "rows": rows})
+
+    def answer(case: tuple[str, str]) -> Row:
+        return answer_of("benchmarks.graph_mode", ["--row", *case, "--pairs", str(given.pairs)])
+
+    taken(given, product(given.networks, given.budgets), answer, throttle=THROTTLE)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import poochplan
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import facts_of_run, parser_of, write_results
 from benchmarks.pairs import Seconds, compared, one_step, profiled
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import schedule_of
@@ -149,7 +149,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--vocabulary", type=int, default=512)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--steps", type=int, default=96, help="cells (default: 96)")
@@ -163,7 +163,6 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="steps of each kind in a session (default: 3)")
     parser.add_argument("--seconds", type=float, default=20.0, help="time limit of each plan (default: 20)")
     parser.add_argument("--threads", type=int, default=1, help="compute threads (default: 1)")
-    parser.add_argument("-o", "--output")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     row = measured(arguments)

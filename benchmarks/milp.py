@@ -9,7 +9,6 @@ of 250 evaluations per value from everything swapped, and what the rows of ``pla
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import facts_of_run, parser_of, write_results
 from benchmarks.planning import NETWORKS, budget_of, instance
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.search.allowance import Allowance
@@ -82,9 +81,8 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--limit", type=float, default=20.0, help="seconds for each model")
-    parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
     arguments = parser.parse_args()
     searched = {(r["network"], r["link"], r["kept"]): r["overhead"] for r in json.loads(RESULTS.read_text())["rows"]}
     print("| network | kept | best policy | relaxation rounded | and descended | integral, descended | walk | search |")

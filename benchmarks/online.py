@@ -12,7 +12,6 @@ Each workload in a process of its own, the planner with the same limits both tim
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import sys
@@ -22,7 +21,7 @@ from statistics import median
 from typing import Any
 
 import poochplan
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import facts_of_run, parser_of, write_results
 from benchmarks.pairs import Seconds, compared, in_pairs, load, one_step, profiled
 from poochplan import Plan
 from poochplan.formats.plan import Instructions
@@ -143,11 +142,10 @@ def one(name: str, pairs: int, time_limit_s: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--time-limit", type=float, default=10.0, help="seconds of the planner, both times")
-    parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
     arguments = parser.parse_args()
     rows = []
     for name in arguments.workloads:

@@ -7,7 +7,6 @@ python -m benchmarks.overhead all -o benchmarks/results/overhead.json
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import subprocess
@@ -23,7 +22,7 @@ import torch
 from torch import nn
 
 import poochplan
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import facts_of_run, parser_of, write_results
 from benchmarks.pairs import CONFIGS, Planned, Seconds, in_pairs, load, one_step, profiled
 from poochplan.runtime.replays.tape import Recorder, Tape
 from poochplan.tensors.host_memory import freed_memory_given_back
@@ -161,11 +160,10 @@ def microseconds(seconds: list[float], count: int) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("what", choices=("keep-all", "per-op", "all"))
     parser.add_argument("--pairs", type=int, default=20, help="pairs of steps (default: 20)")
     parser.add_argument("--threads", type=int, default=1, help="compute threads (default: 1)")
-    parser.add_argument("-o", "--output")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     found: dict[str, Any] = facts_of_run(arguments)

@@ -16,7 +16,6 @@ block only to one of its size, and all blocks laid apart. ``--source`` has this 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -32,7 +31,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks import fit, networks
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import facts_of_run, parser_of, write_results
 from benchmarks.instances import Instance, classifier, profile_of
 from benchmarks.planning import NETWORKS, budget_of, instance
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Phase, Profile
@@ -258,12 +257,11 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--networks", nargs="+", default=[*NETWORKS, "gpt-96"])
     parser.add_argument("--links", nargs="+", default=list(LINKS), help="for all networks but gpt-96, which has pcie5")
     parser.add_argument("--source", action="store_true", help="the source's kind of networks alone, in-core")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("-o", "--output", default=None, help="write the figures as JSON here")
     arguments = parser.parse_args()
     with ProcessPoolExecutor(arguments.jobs) as pool:
         if arguments.source:

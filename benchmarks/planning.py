@@ -4,7 +4,6 @@
     python -m benchmarks.planning grid --networks llama-7b qwen2-7b vit-l whisper-large -o ...  # on an H100 and pcie5
     python -m benchmarks.planning wall -o benchmarks/results/planning-wall.json  # time to a wanted gap, one at a time
     python -m benchmarks.planning seeds -o benchmarks/results/planning-seeds.json  # the ten hardest, five seeds each
-    python -m benchmarks.planning pooch -o benchmarks/results/planning-pooch.json  # PoocH's setting
     python -m benchmarks.planning table benchmarks/results/planning.json         # the table of benchmarks/README.md
     python -m benchmarks.planning caps [--networks llama-7b ...]                 # PoocH's caps, raised
     python -m benchmarks.planning uses                                           # how far apart backward uses a value
@@ -27,13 +26,13 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import Row, facts_of_run, known_rows, parser_of, table_row, write_results
+from benchmarks.plans import budget_of, costs_of, policy_overhead, stored
 from poochplan import Profile
 from poochplan.formats.profile import PointKind
-from poochplan.planner import for_machine, plan, smallest_budget
+from poochplan.planner import for_machine, plan
 from poochplan.planner.policies import PolicyInput, policy_names, run_policy
 from poochplan.planner.policies import pooch as pooch_policy
 from poochplan.planner.policies.swapping import level_at, level_distances
@@ -42,8 +41,7 @@ from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import simulate
 from poochplan.planner.whatif import shared
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "planning.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "planning.json"
 HARDEST, SEEDS = 10, 5
 RANKS = 8
 RAISED = ((300, 200, 1000), (600, 200, 2000), (1200, 200, 4000), (600, 10**6, 4000), (20_000, 10**6, 100_000))
@@ -65,56 +63,38 @@ WALL_CASES = (
 def instance(network: str, link: str) -> Profile:
     """The step of ``network`` on the device that goes with ``link``."""
     device = "h200" if network == "gpt-96" else "h100" if network in OF_TODAY else LINKS[link]
-    return for_machine(Profile.load(ROOT / "benchmarks" / "instances" / f"{network}-{device}.json.gz"), link=link)
-
-
-def budget_of(profile: Profile, kept: float) -> int:
-    """The budget that keeps ``kept`` of what decisions can move."""
-    smallest = smallest_budget(profile)
-    return int(smallest + kept * (profile.in_core_peak_bytes - smallest))
+    return for_machine(stored(f"{network}-{device}"), link=link)
 
 
 def wanted_gap(network: str) -> float:
     return WANTED_OF_TRANSFORMERS if network in TRANSFORMERS else WANTED_GAP
 
 
-def one(
-    network: str, link: str, kept: float, time_limit_s: float, gap: float, policies: tuple[str, ...]
-) -> dict[str, Any]:
+def one(network: str, link: str, kept: float, time_limit_s: float, gap: float, policies: tuple[str, ...]) -> Row:
     """Plans one case, and asks ``policies`` for their plans."""
     profile = instance(network, link)
     budget_bytes = budget_of(profile, kept)
     started_s = time.perf_counter()
     found = plan(profile, budget_bytes, time_limit_s=time_limit_s, gap=gap)
-    wall_s = time.perf_counter() - started_s
-    in_core_s = found.prediction.in_core_step_s
-    bound_s = found.solve.bound_s
-    assert bound_s is not None
-    row: dict[str, Any] = {
+    row: Row = costs_of(found) | {"wall_s": time.perf_counter() - started_s}
+    in_core_s, objective_s = found.prediction.in_core_step_s, found.solve.objective_s
+    given = PolicyInput.of(profile, budget_bytes)
+    overheads = {name: policy_overhead(name, given) for name in policies}
+    others = [overhead for overhead in overheads.values() if overhead is not None]
+    return row | {
         "network": network,
         "link": link,
         "kept": kept,
         "values": len(found.values),
         "budget_bytes": budget_bytes,
         "peak_bytes": found.prediction.peak_bytes,
-        "overhead": found.prediction.overhead,
-        "bound": bound_s / in_core_s - 1,
-        "gap": found.solve.gap,
         "gap_wanted": wanted_gap(network),
-        "fluid": None if found.solve.objective_s is None else found.solve.objective_s / in_core_s,
+        "fluid": None if objective_s is None else objective_s / in_core_s,
         "status": found.solve.status,
-        "wall_s": wall_s,
-        "policies": {},
+        "policies": overheads,
+        "margin": min(others) - row["overhead"] if others else None,
+        "is_worse": any(other < row["overhead"] for other in others),
     }
-    given = PolicyInput.of(profile, budget_bytes)
-    for name in policies:
-        candidate = run_policy(name, given)
-        fits = candidate.peak_bytes <= budget_bytes
-        row["policies"][name] = candidate.simulation.step_s / in_core_s - 1 if fits else None
-    others = [overhead for overhead in row["policies"].values() if overhead is not None]
-    row["margin"] = min(others) - row["overhead"] if others else None
-    row["is_worse"] = any(other < row["overhead"] for other in others)
-    return row
 
 
 def cases_of(names: list[str]) -> list[tuple[str, str, float]]:
@@ -123,14 +103,11 @@ def cases_of(names: list[str]) -> list[tuple[str, str, float]]:
     return [(network, link, kept) for network, link in pairs for kept in KEPT]
 
 
-def grid(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def grid(arguments: argparse.Namespace) -> list[Row]:
     """All cases, or with ``--redo`` those of a results file whose gap was missed; the others are taken over."""
     cases = cases_of(arguments.networks)
-    found: dict[tuple[str, str, float], dict[str, Any]] = {}
-    if arguments.redo:
-        for row in json.loads(Path(arguments.redo).read_text())["rows"]:
-            if row["gap"] <= wanted_gap(row["network"]):
-                found[row["network"], row["link"], row["kept"]] = row
+    known = [row for row in known_rows(arguments.redo) if row["gap"] <= wanted_gap(row["network"])]
+    found = {(row["network"], row["link"], row["kept"]): row for row in known}
     names = tuple(name for name in policy_names() if name != "keep-all")
     with ProcessPoolExecutor(arguments.jobs) as pool:
         todo = [case for case in cases if case not in found]
@@ -142,7 +119,7 @@ def grid(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return [{**found[case], "gap_wanted": wanted_gap(case[0])} for case in cases]
 
 
-def wall(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def wall(arguments: argparse.Namespace) -> list[Row]:
     """The time until the plan is within the wanted gap, or the limit."""
     rows = []
     for network, gap, limit_s in WALL_CASES:
@@ -155,9 +132,9 @@ def wall(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def seeds(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def seeds(arguments: argparse.Namespace) -> list[Row]:
     """The cases of a results file with the largest gaps, with five seeds each: the spread of what is found."""
-    results = json.loads(Path(arguments.results or RESULTS).read_text())["rows"]
+    results = known_rows(arguments.results or RESULTS)
     rows = []
     for row in sorted(results, key=lambda row: -row["gap"])[:HARDEST]:
         profile = instance(row["network"], row["link"])
@@ -169,37 +146,11 @@ def seeds(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         overheads = sorted(one.prediction.overhead for one in found)
         rows.append({name: row[name] for name in ("network", "link", "kept")} | {"overheads": overheads})
         shown = " / ".join(f"{overhead:.2%}" for overhead in overheads)
-        print(f"| {row['network']} | {row['link']} | {row['kept']:.0%} | {shown} |", flush=True)
+        print(table_row(row["network"], row["link"], f"{row['kept']:.0%}", shown), flush=True)
     return rows
 
 
-def pooch_profile(link: str) -> Profile:
-    """The step of PoocH's setting on a V100 with that link."""
-    return for_machine(Profile.load(ROOT / "benchmarks" / "instances" / "resnet50-b590-v100.json.gz"), link=link)
-
-
-def pooch(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """ResNet-50, batch 590, fp32, V100 of 16 GiB with 0.5 GiB set aside (PoocH published +38% and +28%)."""
-    rows = []
-    for link in ("pcie3", "nvlink2"):
-        profile = pooch_profile(link)
-        found = plan(profile, "15.5GiB", time_limit_s=arguments.time_limit, gap=arguments.gap)
-        rows.append(
-            {
-                "network": "resnet50-b590",
-                "link": link,
-                "in_core_peak_bytes": profile.in_core_peak_bytes,
-                "overhead": found.prediction.overhead,
-                "bound": (found.solve.bound_s or 0.0) / found.prediction.in_core_step_s - 1,
-                "gap": found.solve.gap,
-                "wall_s": found.solve.wall_s,
-            }
-        )
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
-
-
-def caps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def caps(arguments: argparse.Namespace) -> list[Row]:
     """The policy PoocH as it is and with its caps raised: sets of keeps, groups of flips, flips."""
     rows = []
     own = (pooch_policy.KEEP_SETS, pooch_policy.FLIP_GROUPS, pooch_policy.FLIP_EVALUATIONS)
@@ -211,13 +162,12 @@ def caps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             pooch_policy.KEEP_SETS, pooch_policy.FLIP_GROUPS, pooch_policy.FLIP_EVALUATIONS = figures
             overheads.append(run_policy("pooch", given).simulation.step_s / given.problem.in_core_s - 1)
         rows.append({"network": network, "link": link, "kept": kept, "caps": [own, *RAISED], "overheads": overheads})
-        shown = " | ".join(f"{overhead:.2%}" for overhead in overheads)
-        print(f"| {network} | {link} | {kept:.0%} | {shown} |", flush=True)
+        print(table_row(network, link, f"{kept:.0%}", *(f"{one:.2%}" for one in overheads)), flush=True)
     pooch_policy.KEEP_SETS, pooch_policy.FLIP_GROUPS, pooch_policy.FLIP_EVALUATIONS = own
     return rows
 
 
-def uses(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def uses(arguments: argparse.Namespace) -> list[Row]:
     """Of the values that TFLMS may swap: how many levels backward's uses of one value are apart, at most."""
     rows = []
     for network in NETWORKS:
@@ -232,34 +182,24 @@ def uses(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         apart = [max(levels[value]) - min(levels[value]) for value in waits]
         row = {"values": len(waits), "apart": sum(map(bool, apart)), "most": max(apart), "wait": median(waits.values())}
         rows.append({"network": network, **row})
-        print(f"| {network} | {row['values']} | {row['apart']} | {row['most']} | {row['wait']:.0f} |", flush=True)
+        print(table_row(network, row["values"], row["apart"], row["most"], f"{row['wait']:.0f}"), flush=True)
     return rows
 
 
-def measured(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def measured(arguments: argparse.Namespace) -> list[Row]:
     """Profiles as ``pooch profile`` wrote them, with everything that ``pooch plan`` asks of them unasked."""
     rows = []
     for path, share in product(map(Path, arguments.profiles), SHARES):
         profile, started_s = Profile.load(path), time.perf_counter()
         found = plan(profile, share, time_limit_s=arguments.time_limit)
-        rows.append(
-            {
-                "network": path.name.split(".")[0],
-                "budget": share,
-                "overhead": found.prediction.overhead,
-                "gap": found.solve.gap,
-                "wall_s": time.perf_counter() - started_s,
-                "status": found.solve.status,
-                "holds_arena": found.holds_arena,
-            }
-        )
-        row = rows[-1]
-        shown = f"{row['overhead']:.2%} | {row['gap']:.2%} | {row['wall_s']:.1f} s | {row['status']}"
-        print(f"| {row['network']} | {share} | {shown} |", flush=True)
+        row = {"network": path.name.split(".")[0], "budget": share, **costs_of(found), "status": found.solve.status}
+        rows.append(row | {"wall_s": time.perf_counter() - started_s, "holds_arena": found.holds_arena})
+        shown = (f"{row['overhead']:.2%}", f"{row['gap']:.2%}", f"{rows[-1]['wall_s']:.1f} s", row["status"])
+        print(table_row(row["network"], share, *shown), flush=True)
     return rows
 
 
-def ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def ranks(arguments: argparse.Namespace) -> list[Row]:
     """Ranks of one host that share its link: plans that each makes for itself, and plans that know of the others. Both
     are simulated on the shared link.
     """
@@ -275,24 +215,23 @@ def ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             for name, found in (("alone", alone), ("together", together)):
                 row[name] = simulate(problem, schedule_of(found, problem)).step_s / problem.in_core_s - 1
             rows.append(row | {"gap": together.solve.gap})
-            figures = " | ".join(f"{row[name]:.2%}" for name in ("promised_alone", "alone", "together"))
-            print(f"| {network} | {kept:.0%} | {figures} | {together.solve.gap:.2%} |", flush=True)
+            shown = (row["promised_alone"], row["alone"], row["together"], together.solve.gap)
+            print(table_row(network, f"{kept:.0%}", *(f"{figure:.2%}" for figure in shown)), flush=True)
     return rows
 
 
-def line(row: dict[str, Any]) -> str:
+def line(row: Row) -> str:
     """One row of the table, as Markdown."""
     fluid = "" if row["fluid"] is None else f"{row['fluid']:.2%}"
     margin = "" if row.get("margin") is None else f"{row['margin']:+.2%}"
     met = "" if row["gap"] <= row["gap_wanted"] else " (!)"
     best = min((v, k) for k, v in row["policies"].items() if v is not None)[1] if margin else ""
-    return (
-        f"| {row['network']} | {row['link']} | {row['kept']:.0%} | {row['overhead']:.2%} | {row['bound']:.2%} | "
-        f"{row['gap']:.2%}{met} | {fluid} | {margin} {best} | {row['wall_s']:.1f} s |"
-    )
+    overhead, bound, gap = (f"{row[name]:.2%}" for name in ("overhead", "bound", "gap"))
+    costs = (f"{row['kept']:.0%}", overhead, bound, gap + met, fluid, f"{margin} {best}", f"{row['wall_s']:.1f} s")
+    return table_row(row["network"], row["link"], *costs)
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(rows: list[Row]) -> Row:
     """Counts and medians over the cases."""
     margins = [row["margin"] for row in rows if row["margin"] is not None]
     return {
@@ -308,14 +247,11 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-WHAT = {
-    "grid": grid, "wall": wall, "seeds": seeds, "pooch": pooch, "caps": caps, "uses": uses, "ranks": ranks,
-    "measured": measured,
-}  # fmt: skip
+WHAT = {one.__name__: one for one in (grid, wall, seeds, caps, uses, ranks, measured)}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("what", choices=(*WHAT, "table"))
     parser.add_argument("results", nargs="?", help="for table and seeds: a results file of grid")
     parser.add_argument(
@@ -327,18 +263,14 @@ def main() -> int:
     parser.add_argument("--gap", type=float, default=0.001, help="a plan is done within this of the bound")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (grid)")
     parser.add_argument("--redo", help="grid: a results file; only cases whose gap was missed are planned again")
-    parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
     arguments = parser.parse_args()
     if arguments.what == "table":
-        for row in json.loads(Path(arguments.results).read_text())["rows"]:
-            print(line(row))
+        print(*map(line, known_rows(arguments.results)), sep="\n")
         return 0
     rows = WHAT[arguments.what](arguments)
     found = summary(rows) if arguments.what == "grid" else {}
     print(json.dumps(found, indent=2))
-    if arguments.output:
-        data = {**facts_of_run(arguments), "summary": found, "rows": rows}
-        write_results(arguments.output, data)
+    write_results(arguments.output, {**facts_of_run(arguments), "summary": found, "rows": rows})
     return 0
 
 

@@ -11,7 +11,6 @@ steps.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import json
@@ -30,7 +29,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import poochplan
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import facts_of_run, parser_of, write_results
 from tests.allocated_bytes import AllocatedBytes, allocated_bytes  # on purpose none of the package
 from tests.runtime.nets import LINK
 from tests.torchrun import torchrun
@@ -307,11 +306,10 @@ def told_of_applied(applied: dict[str, Any], budget_bytes: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--wrappers", default=",".join(WRAPPERS))
     parser.add_argument("--networks", default=",".join(NETWORKS))
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("-o", "--output")
     asked = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for wrapper in asked.wrappers.split(","):

@@ -22,7 +22,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import facts_of_run, parser_of, write_results
 from benchmarks.planning import budget_of
 from poochplan import Plan, Profile, plan
 from poochplan.errors import InfeasibleError
@@ -126,11 +126,10 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--check", metavar="FILE", type=Path, help="compare with this file, and name every difference")
     parser.add_argument("--only", metavar="TEXT", default="", help="only cases whose name holds this")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2); the plans are the same with any")
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write the records as JSON here")
     arguments = parser.parse_args()
     expected = json.loads(arguments.check.read_text())["cases"] if arguments.check else {}
     cases = [case for case in all_cases() if arguments.only in case.name]

@@ -15,20 +15,20 @@ parts, in bytes after a step:
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 import poochplan
 from benchmarks.arena import fresh, make
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import MIB, Row, parser_of, table_row, taken
 from benchmarks.hooked import ready_to_fork
-from benchmarks.resident import in_a_process
+from benchmarks.pairs import one_step
+from benchmarks.processes import in_a_process
 from poochplan.formats.plan import Plan
 from poochplan.runtime.session import Session
 from tests.allocated_bytes import allocated_bytes
@@ -39,25 +39,11 @@ MODES: tuple[Mode, ...] = ("plain", "keep", "on")
 PARTS = ("resident", "files", "arena", "torch", "others", "kernels", "rest")
 SECOND, SERVED = 2, 5
 """Growth is told from behind the second step, and from behind the fifth, when the arena has been in use."""
-_MIB = 1 << 20
 
 
 class _MallocInfo(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    ]
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
 def in_use_bytes() -> int:
@@ -102,16 +88,11 @@ def run(name: str, mode: Mode, folder: Path, steps: int) -> list[dict[str, int]]
     """A sample before the first step, and one after each."""
     workload = fresh(name)
     torch.manual_seed(1)
-    optimizer = workload.optimizer
-    assert optimizer is not None
 
     def go(session: Session | None) -> list[dict[str, int]]:
         samples = [sample(session)]
         for _ in range(steps):
-            optimizer.zero_grad(set_to_none=True)
-            loss = workload.step()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+            one_step(workload)
             samples.append(sample(session))
         return samples
 
@@ -121,7 +102,7 @@ def run(name: str, mode: Mode, folder: Path, steps: int) -> list[dict[str, int]]
         return go(session)
 
 
-def one(name: str, steps: int) -> dict[str, Any]:
+def one(name: str, steps: int) -> Row:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         promised = in_a_process(make, name, folder)
@@ -129,29 +110,24 @@ def one(name: str, steps: int) -> dict[str, Any]:
     return {"workload": name, "promised": promised, "samples": found}
 
 
-def told(row: dict[str, Any]) -> str:
+def told(row: Row) -> str:
     """Rows of the Markdown table in README.md: after the last step, and growth."""
     lines = []
     for mode, samples in row["samples"].items():
         last = samples[-1]
-        parts = " | ".join(f"{last[part] / _MIB:.1f}" for part in PARTS)
-        growth = [(last["resident"] - samples[step]["resident"]) / _MIB for step in (SECOND, SERVED)]
-        lines.append(f"| {row['workload']} | {mode} | {parts} | {growth[0]:+.1f} | {growth[1]:+.1f} |")
+        parts = (f"{last[part] / MIB:.1f}" for part in PARTS)
+        growth = (f"{(last['resident'] - samples[step]['resident']) / MIB:+.1f}" for step in (SECOND, SERVED))
+        lines.append(table_row(row["workload"], mode, *parts, *growth))
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--workloads", default="small-unet,gpt2")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("-o", "--output")
-    arguments = parser.parse_args()
+    asked = parser.parse_args()
     ready_to_fork()
-    rows = []
-    for name in arguments.workloads.split(","):
-        rows.append(one(name, arguments.steps))
-        print(told(rows[-1]), flush=True)
-        write_results(arguments.output, facts_of_run(arguments) | {"rows": rows})
+    taken(asked, asked.workloads.split(","), lambda name: one(name, asked.steps), told)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ has held. A whole plan is searched for until its gap is that of ``WANTED`` or th
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -21,7 +20,7 @@ from multiprocessing import get_context
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import facts_of_run, parser_of, write_results
 from benchmarks.instances import gpt_blocks
 from benchmarks.planning import budget_of
 from poochplan.formats.profile import Profile
@@ -102,12 +101,11 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, nargs="+", default=list(LAYERS))
     parser.add_argument("--kept", type=float, nargs="+", default=list(KEPT))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plan", action="store_true", help="make a whole plan of each case too")
-    parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
     arguments = parser.parse_args()
     print("| values | kept | problem | BOUND built | solved | bound | PLAN built | solved | memory | planned | gap |")
     print("|" + "---|" * 11)

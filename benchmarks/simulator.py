@@ -7,7 +7,6 @@ The steps are an instance of 96 layers as it is, and the same with each op cut i
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -19,7 +18,7 @@ from statistics import median
 import msgspec
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import facts_of_run, parser_of, write_results
 from poochplan.formats.profile import Profile
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.simulator.construct import fit
@@ -63,9 +62,8 @@ def milliseconds(run: Callable[[], object], times: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--times", type=int, default=21)
-    parser.add_argument("-o", "--output", default=None, help="write the figures as JSON here")
     arguments = parser.parse_args()
     whole = Profile.load(ROOT / "benchmarks" / "instances" / "gpt-96-h200.json.gz")
     rows = []

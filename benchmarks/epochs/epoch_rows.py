@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from benchmarks.against.asking import IN_CORE, Ask
 from benchmarks.against.asking import OURS as OUR_METHOD
 from benchmarks.against.campaign import budget_bytes
-from benchmarks.against.rows import Effort, Wanted, base, facts_of, row_of
+from benchmarks.against.rows import Effort, Found, Wanted, base, facts_of, row_of
+from benchmarks.against.turns import asked
 
-from .loss_curve import curve_of
 from .recurrent_networks import ALL, OURS
 
-Found = dict[str, Any]
 Say = Callable[[str], None]
 
 
@@ -21,7 +19,7 @@ def measured(name: str, share: str, effort: Effort, say: Say) -> Found:
     """All that is told of a network: of the in-core step, and of each policy at a share of what decisions can move."""
     network = ALL[name]
     facts = facts_of(name, effort)
-    in_core = curve_of(Ask(what="curve", network=name, folder=effort.folder), effort.threads)
+    in_core = _curve(Ask(what="metered", network=name, folder=effort.folder, steps=network.curve_steps), effort)
     against = base(name, IN_CORE, effort)
     found: Found = {
         "network": name,
@@ -46,8 +44,9 @@ def _row(name: str, policy: str, share: str, found: Found, against: Found, effor
     if "refused" in row:
         return row
     plan = "-".join(wanted.key).replace("%", "") + ".json"
-    ask = Ask(what="curve", network=name, method=wanted.method, folder=effort.folder, plan=plan)
-    curve, in_core = curve_of(ask, effort.threads), found["in_core"]
+    given = {"network": name, "method": wanted.method, "folder": effort.folder, "plan": plan}
+    curve = _curve(Ask(what="metered", steps=ALL[name].curve_steps, **given), effort)
+    in_core = found["in_core"]
     row["curve"] = {
         "peak_bytes": curve["peak_bytes"],
         "fallbacks": curve["fallbacks"],
@@ -59,3 +58,9 @@ def _row(name: str, policy: str, share: str, found: Found, against: Found, effor
     steps = found["epoch_steps"]
     row["epoch_s"] = {"in_core": round(steps * in_core_s, 3), "planned": round(steps * planned_s, 3)}
     return row
+
+
+def _curve(ask: Ask, effort: Effort) -> Found:
+    """Losses to the last bit, the state at the end, and the highest peak of steps that are metered and not timed."""
+    found = asked(ask, effort.threads)
+    return {name: found[name] for name in ("losses", "peak_bytes", "fallbacks")} | {"end": found["bits"][-1]}
