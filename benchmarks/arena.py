@@ -158,10 +158,7 @@ def line(row: Row) -> str:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--workloads", default=",".join(WORKLOADS))
-    parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=10)
+    parser = parser_of(__doc__, workloads=",".join(WORKLOADS), pairs=3, steps=10)
     parser.add_argument("--one", nargs=3, metavar=("WORKLOAD", "MODE", "FOLDER"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one:

@@ -73,9 +73,7 @@ def line(row: Row) -> str:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--workloads", default=",".join(WORKLOADS))
-    parser.add_argument("--kept", type=float, nargs="+", default=[0.3, 0.6, 0.9])
+    parser = parser_of(__doc__, workloads=",".join(WORKLOADS), kept=[0.3, 0.6, 0.9])
     asked = parser.parse_args()
 
     def rows_of(name: str) -> list[Row]:

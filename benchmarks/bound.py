@@ -65,9 +65,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--processes", type=int, default=2)
+    parser = parser_of(__doc__, steps=2000, processes=2)
     options = parser.parse_args()
     with ProcessPoolExecutor(options.processes) as pool:
         rows = [row for found in pool.map(one, range(options.steps), chunksize=20) for row in found]

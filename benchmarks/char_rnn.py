@@ -36,17 +36,19 @@ from benchmarks.facts import facts_of_run, known_rows, parser_of, write_results
 
 
 def arguments_of() -> argparse.Namespace:
-    parser = parser_of(__doc__)
+    parser = parser_of(
+        __doc__,
+        share=(0.5, "measured: of what decisions can move"),
+        pairs=3,
+        threads=1,
+        time_limit=(10.0, "seconds for a plan of ours"),
+        note=("", "said of what this run takes, such as: other work ran beside it"),
+        table=(None, "show the tables of this file, and take nothing"),
+    )
     add = parser.add_argument
     add("networks", nargs="*", default=list(RECURRENT), metavar="NETWORK", help=f"of {', '.join(ALL)}")
     add("--only", choices=("measured", "simulated"), help="leave the other part as it is")
-    add("--share", type=float, default=0.5, help="measured: of what decisions can move (default: 0.5)")
-    add("--pairs", type=int, default=3, help="pairs of steps (default: 3)")
-    add("--threads", type=int, default=1, help="of each process (default: 1)")
-    add("--time-limit", type=float, default=10.0, help="seconds for a plan of ours (default: 10)")
     add("--throttle", default="", metavar="RATE", help="measured: hold copies to a rate, such as 40MB/s")
-    add("--note", default="", help="said of what this run takes, such as: other work ran beside it")
-    add("--table", help="show the tables of this file, and take nothing")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.networks if name not in ALL]
     if unknown:

@@ -14,13 +14,14 @@ import random
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from functools import partial
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.facts import facts_of_run, parser_of, write_results
+from benchmarks.facts import Row, facts_of_run, parser_of, write_results
+from benchmarks.plans import budget_of, decisions_of, predicted
 from poochplan.formats.profile import PointKind, Profile
-from poochplan.planner.planning import plan, smallest_budget
+from poochplan.planner.planning import plan
 from tests.planner.checker import Violation, check  # a judge of the tests, on purpose none of the package
 from tests.planner.random_profiles import random_profile
 
@@ -34,43 +35,34 @@ def instance(seed: int, most_ops: int) -> tuple[Profile, int]:
         profile = random_profile(rng.randrange(2**32), rng.randint(LEAST_OPS, most_ops))
         if any(point.kind is PointKind.SAVE for point in profile.points):
             break
-    smallest = smallest_budget(profile)
-    share = 0.0 if rng.random() < 0.2 else rng.random()
-    return profile, int(smallest + share * (profile.in_core_peak_bytes - smallest))
+    return profile, budget_of(profile, 0.0 if rng.random() < 0.2 else rng.random())
 
 
-def one(seed: int, most_ops: int, time_limit_s: float) -> dict[str, Any]:
+def one(seed: int, most_ops: int, time_limit_s: float) -> Row:
     """Plans one instance and has the plan checked."""
     profile, budget = instance(seed, most_ops)
     started_s = time.perf_counter()
     found = plan(profile, budget, threads=1, time_limit_s=time_limit_s)
-    wall_s = time.perf_counter() - started_s
-    decisions = [str(value.decision) for value in found.values]
-    row: dict[str, Any] = {
+    row: Row = {
         "seed": seed,
         "ops": len(profile.ops),
         "budget_bytes": budget,
         "in_core_peak_bytes": profile.in_core_peak_bytes,
-        "decisions": {kind: decisions.count(kind) for kind in ("keep", "swap", "recompute")},
-        "wall_s": wall_s,
+        "decisions": decisions_of(found),
+        "wall_s": time.perf_counter() - started_s,
         "violation": "",
     }
     try:
         verdict = check(profile, found)
     except Violation as violation:
         return {**row, "violation": str(violation) or "unnamed", "within_budget": None, "as_predicted": None}
-    predicted = found.prediction
-    bytes_seen = (verdict.peak_bytes, verdict.first_step_peak_bytes, verdict.out_bytes, verdict.in_bytes)
-    said = (predicted.peak_bytes, predicted.first_step_peak_bytes, predicted.out_bytes, predicted.in_bytes)
-    return {
-        **row,
-        "peak_bytes": max(verdict.peak_bytes, verdict.first_step_peak_bytes),
-        "within_budget": max(verdict.peak_bytes, verdict.first_step_peak_bytes) <= budget,
-        "as_predicted": bytes_seen == said,
-    }
+    most = max(verdict.peak_bytes, verdict.first_step_peak_bytes)
+    said = predicted(found, "peak_bytes", "first_step_peak_bytes", "out_bytes", "in_bytes")
+    is_so = all(getattr(verdict, name) == size_bytes for name, size_bytes in said.items())
+    return {**row, "peak_bytes": most, "within_budget": most <= budget, "as_predicted": is_so}
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(rows: list[Row]) -> Row:
     """Counts over all plans, and the seeds of those that failed."""
     mixes = [{kind for kind, count in row["decisions"].items() if count} for row in rows]
     return {
@@ -87,32 +79,29 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def passed(row: dict[str, Any]) -> bool:
+def passed(row: Row) -> bool:
     return bool(row["within_budget"] and row["as_predicted"] and not row["violation"])
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--count", type=int, default=2000)
-    parser.add_argument("--first", type=int, default=0, help="first seed")
-    parser.add_argument(
-        "--most-ops", type=int, default=14, help="forward ops of the largest steps, the loss not counted"
+    parser = parser_of(
+        __doc__,
+        count=2000,
+        first=0,
+        most_ops=(14, "forward ops of the largest steps, the loss not counted"),
+        time_limit=2.0,
+        jobs=os.cpu_count() or 1,
     )
-    parser.add_argument("--time-limit", type=float, default=2.0, help="seconds for the solver, per plan")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     arguments = parser.parse_args()
     seeds = range(arguments.first, arguments.first + arguments.count)
+    tried = partial(one, most_ops=arguments.most_ops, time_limit_s=arguments.time_limit)
     with ProcessPoolExecutor(arguments.jobs) as pool:
-        rows = list(
-            pool.map(one, seeds, [arguments.most_ops] * len(seeds), [arguments.time_limit] * len(seeds), chunksize=4)
-        )
+        rows = list(pool.map(tried, seeds, chunksize=4))
     found = summary(rows)
     failed = [row for row in rows if not passed(row)]
     for row in failed:
         print(json.dumps(row))
-    if arguments.output:
-        results = {**facts_of_run(arguments), "summary": found, "failed": failed}
-        write_results(arguments.output, results)
+    write_results(arguments.output, {**facts_of_run(arguments), "summary": found, "failed": failed})
     print(json.dumps(found, indent=1))
     print(f"{len(rows) - len(failed)} of {len(rows)} plans within budget, carried out, and as predicted")
     return 1 if failed else 0

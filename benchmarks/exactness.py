@@ -185,12 +185,14 @@ def line(row: Row) -> str:
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser = parser_of(
+        __doc__,
+        workloads=",".join(WORKLOADS),
+        throttle="400MB/s",
+        plan_s=3.0,
+        small=(False, "the tests' sizes, and nothing that a clock decides"),
+    )
     parser.add_argument("--meter", default="allocated", choices=("allocated", "live"))
-    parser.add_argument("--throttle", default="400MB/s", help="hold copies to this rate")
-    parser.add_argument("--plan-s", type=float, default=3.0, help="seconds for each plan")
-    parser.add_argument("--small", action="store_true", help="the tests' sizes, and nothing that a clock decides")
     asked = parser.parse_args()
     if asked.small and asked.meter == "allocated":
         parser.error("--small: expected --meter live beside it; a profile without memory promises live bytes")

@@ -17,10 +17,23 @@ MIB = 1 << 20
 Row = dict[str, Any]
 
 
-def parser_of(doc: str | None, prog: str | None = None) -> argparse.ArgumentParser:
-    """It shows the script's docstring, and has ``-o`` for the results file."""
+def parser_of(doc: str | None, prog: str | None = None, **options: Any) -> argparse.ArgumentParser:
+    """It shows the script's docstring, and has ``-o`` for the results file.
+
+    ``options``: of each the default, from which its type follows, or the default and a line of help. A list takes one
+    value or more, False is a switch.
+    """
     parser = argparse.ArgumentParser(prog=prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", metavar="FILE", help="write the results as JSON here")
+    for name, given in options.items():
+        default, text = given if isinstance(given, tuple) else (given, "")
+        flag = f"--{name.replace('_', '-')}"
+        if default is False:
+            parser.add_argument(flag, action="store_true", help=text)
+            continue
+        first = default[0] if isinstance(default, list) else default
+        kind = {"type": type("" if first is None else first), "nargs": "+" if isinstance(default, list) else None}
+        parser.add_argument(flag, default=default, help=f"{text} (default: %(default)s)".strip(), **kind)
     return parser
 
 

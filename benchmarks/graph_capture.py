@@ -63,8 +63,7 @@ def _row(name: str, kind: str, work: Workload) -> Row:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--networks", nargs="*", default=list(NETWORKS))
+    parser = parser_of(__doc__, networks=list(NETWORKS))
     given = parser.parse_args()
     taken(given, given.networks, rows)
 

@@ -102,9 +102,7 @@ def row(name: str, repeats: int) -> Row:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--networks", nargs="*", default=list(NETWORKS))
-    parser.add_argument("--repeats", type=int, default=3)
+    parser = parser_of(__doc__, networks=list(NETWORKS), repeats=3)
     parser.add_argument("--one", nargs=3, metavar=("NETWORK", "HOW", "FOLDER"), help="this one alone, in this process")
     given = parser.parse_args()
     if given.one:

@@ -105,10 +105,7 @@ def _compiled(work: Workload, budget: str) -> Session:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--networks", nargs="*", default=list(NETWORKS))
-    parser.add_argument("--budgets", nargs="*", default=list(BUDGETS))
-    parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser = parser_of(__doc__, networks=list(NETWORKS), budgets=list(BUDGETS), pairs=PAIRS)
     parser.add_argument("--row", nargs=2, metavar=("NETWORK", "BUDGET"), help="this one alone, in this process")
     given = parser.parse_args()
     if given.row:

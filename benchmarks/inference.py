@@ -99,10 +99,7 @@ def line(row: Row) -> str:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--workloads", default=",".join(WORKLOADS))
-    parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--passes", type=int, default=10)
+    parser = parser_of(__doc__, workloads=",".join(WORKLOADS), pairs=3, passes=10)
     parser.add_argument("--one", nargs=2, metavar=("WORKLOAD", "MODE"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one:

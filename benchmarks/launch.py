@@ -17,7 +17,6 @@ run's plain op: the plain step over the number of its ops, views left out.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
@@ -33,10 +32,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import poochplan
-from benchmarks.facts import PACKAGES, facts_of_run, write_results
+from benchmarks.facts import PACKAGES, Row, facts_of_run, parser_of, table_head, table_row, write_results
 from benchmarks.launch_device import COPIES, StandIn, stand_in
 from benchmarks.launch_network import RECORDED, SEED, THIRD, WEIGHTS, Counts, counted, load_plan, make_plans, network
-from benchmarks.pairs import ratio_of_pairs
+from benchmarks.pairs import in_pairs, ratio_of_pairs
 
 PLANS = ("keep", RECORDED, "swap", "replay", "mixed", THIRD)
 PAIRS, WARM_STEPS = 40, 3
@@ -90,15 +89,7 @@ class Bench:
         for _ in range(WARM_STEPS):
             plain()
             other()
-        found: Pairs = []
-        for index in range(self.pairs):
-            if index % 2:
-                second = other()
-                found.append((plain(), second))
-            else:
-                first = plain()
-                found.append((first, other()))
-        return found
+        return in_pairs(plain, other, self.pairs)
 
     def floors(self) -> dict[str, Pairs]:
         """Plain steps against ones with a mode, and ones with hooks, that do nothing."""
@@ -111,7 +102,7 @@ class Bench:
             MINIMAL_HOOKS: self._paired(self.step, lambda: self.step(around_step=hooks)),
         }
 
-    def under(self, plan: poochplan.Plan, device: Callable[[], StandIn]) -> tuple[Pairs, dict[str, Any]]:
+    def under(self, plan: poochplan.Plan, device: Callable[[], StandIn]) -> tuple[Pairs, Row]:
         """The pairs, and what the session's last step did."""
         with poochplan.apply(plan, self.model, meter="never", device=device) as session:
             found = self._paired(lambda: self.step(session.away), self.step)
@@ -127,9 +118,9 @@ class Bench:
         }
 
 
-def summary(pairs: Pairs) -> dict[str, Any]:
+def summary(pairs: Pairs) -> Row:
     """Ratios of planned to plain steps; the mean over the median tells of the collector's spikes."""
-    found: dict[str, Any] = {"pairs": len(pairs)}
+    found: Row = {"pairs": len(pairs)}
     for name in ("step_s", "forward_s", "backward_s"):
         found[name.removesuffix("_s")] = ratio_of_pairs(
             [(getattr(plain, name), getattr(planned, name)) for plain, planned in pairs]
@@ -145,7 +136,7 @@ def added(pairs: Pairs, part: str) -> float:
     return float(np.median([(getattr(b, part) - getattr(a, part)) / a.step_s for a, b in pairs]))
 
 
-def costs(found: dict[str, Pairs], facts: dict[str, dict[str, Any]], counts: Counts) -> dict[str, float]:
+def costs(found: dict[str, Pairs], facts: dict[str, Row], counts: Counts) -> dict[str, float]:
     """What one of each adds, in plain ops, as far as the plans that tell it were run."""
     priced: dict[str, float] = {
         "empty mode, an op": added(found[EMPTY_MODE], "forward_s") / counts.forward_ops,
@@ -167,15 +158,15 @@ def costs(found: dict[str, Pairs], facts: dict[str, dict[str, Any]], counts: Cou
     return {name: round(cost * counts.ops, 2) for name, cost in priced.items()}
 
 
-def measured(names: list[str], pairs: int, copies: str) -> dict[str, Any]:
+def measured(names: list[str], pairs: int, copies: str) -> Row:
     """Everything that is reported of one run."""
     bench = Bench(pairs)
     found = bench.floors()
-    facts: dict[str, dict[str, Any]] = {}
+    facts: dict[str, Row] = {}
     with stand_in(copies) as device:
         for name in names:
             found[name], facts[name] = bench.under(load_plan(name), device)
-            print(table_row(name, summary(found[name])), flush=True)
+            print(line(name, summary(found[name])), flush=True)
     counts = bench.counts
     plain_s = float(np.median([plain.step_s for pairs_of in found.values() for plain, _ in pairs_of]))
     plain_op_us = plain_s / counts.ops * 1e6
@@ -192,29 +183,26 @@ def measured(names: list[str], pairs: int, copies: str) -> dict[str, Any]:
     }
 
 
-def table_row(name: str, row: dict[str, Any]) -> str:
-    """One line of the Markdown table: ratio to plain with its interval, forward, backward, means over medians."""
+def line(name: str, row: Row) -> str:
+    """Of the Markdown table: ratio to plain with its interval, forward, backward, means over medians."""
     step = row["step"]
-    low, high = step["interval_95"]
-    plain_ms, planned_ms = (1e3 * value for value in step["median_s"])
-    return (
-        f"| {name} | {plain_ms:.1f} | {planned_ms:.1f} | {step['median_ratio']:.2f} ({low:.2f} to {high:.2f}) "
-        f"| {row['forward']['median_ratio']:.2f} | {row['backward']['median_ratio']:.2f} "
-        f"| {row['plain_mean_over_median']:.2f} | {row['planned_mean_over_median']:.2f} |"
+    ratios = (row["forward"]["median_ratio"], row["backward"]["median_ratio"])
+    means = (row["plain_mean_over_median"], row["planned_mean_over_median"])
+    return table_row(
+        name,
+        *(f"{1e3 * seconds:.1f}" for seconds in step["median_s"]),
+        "{:.2f} ({:.2f} to {:.2f})".format(step["median_ratio"], *step["interval_95"]),
+        *(f"{ratio:.2f}" for ratio in (*ratios, *means)),
     )
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = parser_of(
+        __doc__, "python -m benchmarks.launch", plans=",".join(PLANS), pairs=PAIRS, quick=(False, "2 pairs")
     )
-    parser.add_argument("--plans", default=",".join(PLANS), help="which, by commas (default: %(default)s)")
-    parser.add_argument("--pairs", type=int, default=PAIRS, help="pairs of steps a plan (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="2 pairs")
     parser.add_argument("--copies", choices=COPIES, default=COPIES[0], help="who makes them (default: %(default)s)")
     parser.add_argument("--cupy", dest="copies", action="store_const", const="cupy", help="the same as --copies cupy")
     parser.add_argument("--make-plans", action="store_true", help=f"write those of {', '.join((*WEIGHTS, THIRD))} anew")
-    parser.add_argument("-o", "--output", help="write the results as JSON here")
     arguments = parser.parse_args(words)
     names = arguments.plans.split(",")
     if unknown := [name for name in names if name not in PLANS]:
@@ -223,8 +211,8 @@ def main(words: list[str] | None = None) -> int:
     if arguments.make_plans:
         make_plans()
         return 0
-    print("| plan | plain ms | planned ms | ratio (95%) | forward | backward | plain mean/median | planned's |")
-    print("|---|---|---|---|---|---|---|---|")
+    columns = ("plan", "plain ms", "planned ms", "ratio (95%)", "forward", "backward", "plain mean/median")
+    print(table_head(*columns, "planned's"))
     found = measured(names, 2 if arguments.quick else arguments.pairs, arguments.copies)
     print(f"plain op {found['plain_op_us']:.1f} us ({found['counts']['ops']} ops); what one adds, in plain ops:")
     for name, cost in found["costs_in_plain_ops"].items():

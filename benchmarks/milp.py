@@ -9,17 +9,16 @@ of 250 evaluations per value from everything swapped, and what the rows of ``pla
 
 from __future__ import annotations
 
-import json
 import os
-import sys
+from itertools import product
 from math import inf
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-from benchmarks.facts import facts_of_run, parser_of, write_results
-from benchmarks.planning import NETWORKS, budget_of, instance
-from poochplan.planner.policies import PolicyInput, run_policy
+from benchmarks.facts import Row, known_rows, parser_of, table_row, taken
+from benchmarks.planning import NETWORKS, instance
+from benchmarks.plans import budget_of, policy_overhead
+from poochplan.planner.policies import PolicyInput
 from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.search.annealing import EvaluatedPlan, Incumbents, Walker
 from poochplan.planner.search.decide import solve_fluid
@@ -37,7 +36,7 @@ EVALUATIONS_PER_VALUE = 250
 RESULTS = Path(__file__).parent / "results" / "planning.json"
 
 
-def one(network: str, kept: float, limit_s: float, searched: dict[tuple[str, str, float], float]) -> dict[str, Any]:
+def one(network: str, kept: float, limit_s: float, searched: dict[tuple[str, str, float], float]) -> Row:
     """One case."""
     profile = instance(network, LINK)
     budget_bytes = budget_of(profile, kept)
@@ -55,8 +54,7 @@ def one(network: str, kept: float, limit_s: float, searched: dict[tuple[str, str
         return None if found.decisions is None else walker.try_styles(codes_of(found.decisions), "ilp")
 
     given = PolicyInput(profile, problem, budget_bytes)
-    candidates = (run_policy(name, given) for name in POLICIES)
-    steps = [c.simulation.step_s for c in candidates if c.peak_bytes <= budget_bytes]
+    policies = (policy_overhead(name, given) for name in POLICIES)
     rounded, integral = proposed(budget_bytes - largest, True), proposed(budget_bytes, False)
     start = walker.try_styles(codes_of(swap_all(problem)), "swap-all", range(len(STYLE_OF)))
     walked = walker.anneal(start, Allowance(evaluations=EVALUATIONS_PER_VALUE * len(values)), temperature=0.02, seed=0)
@@ -64,7 +62,7 @@ def one(network: str, kept: float, limit_s: float, searched: dict[tuple[str, str
         "network": network,
         "link": LINK,
         "kept": kept,
-        "policy": min(steps, default=inf) / problem.in_core_s - 1,
+        "policy": min((one for one in policies if one is not None), default=inf),
         "rounded": rounded and overhead(rounded),
         "rounded_descended": rounded and overhead(walker.descend(rounded, Allowance(DESCENT_S))),
         "integral_descended": integral and overhead(walker.descend(integral, Allowance(DESCENT_S))),
@@ -73,29 +71,21 @@ def one(network: str, kept: float, limit_s: float, searched: dict[tuple[str, str
     }
 
 
-def line(row: dict[str, Any]) -> str:
+def line(row: Row) -> str:
     """One row of the table, as Markdown."""
     names = ("policy", "rounded", "rounded_descended", "integral_descended", "walk", "search")
     cells = ("over budget" if row[name] is None else f"{row[name]:.2%}" for name in names)
-    return f"| {row['network']} | {row['kept']:.0%} | {' | '.join(cells)} |"
+    return table_row(row["network"], f"{row['kept']:.0%}", *cells)
 
 
-def main() -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--limit", type=float, default=20.0, help="seconds for each model")
+def main() -> None:
+    parser = parser_of(__doc__, limit=(20.0, "seconds for each model"))
     arguments = parser.parse_args()
-    searched = {(r["network"], r["link"], r["kept"]): r["overhead"] for r in json.loads(RESULTS.read_text())["rows"]}
+    searched = {(row["network"], row["link"], row["kept"]): row["overhead"] for row in known_rows(RESULTS)}
     print("| network | kept | best policy | relaxation rounded | and descended | integral, descended | walk | search |")
     print("|" + "---|" * 8)
-    rows = []
-    for network in NETWORKS:
-        for kept in KEPT:
-            rows.append(one(network, kept, arguments.limit, searched))
-            print(line(rows[-1]), flush=True)
-    if arguments.output:
-        write_results(arguments.output, {**facts_of_run(arguments), "rows": rows})
-    return 0
+    taken(arguments, product(NETWORKS, KEPT), lambda case: one(*case, arguments.limit, searched), line)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

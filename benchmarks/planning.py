@@ -251,18 +251,20 @@ WHAT = {one.__name__: one for one in (grid, wall, seeds, caps, uses, ranks, meas
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
+    parser = parser_of(
+        __doc__,
+        time_limit=25.0,
+        patience=(1.0, "wall: limit, as a multiple of the time asked for"),
+        gap=(0.001, "a plan is done within this of the bound"),
+        jobs=(os.cpu_count() or 1, "processes (grid)"),
+        redo=(None, "grid: a results file; only cases whose gap was missed are planned again"),
+    )
     parser.add_argument("what", choices=(*WHAT, "table"))
     parser.add_argument("results", nargs="?", help="for table and seeds: a results file of grid")
     parser.add_argument(
         "--networks", nargs="+", default=[*NETWORKS, "gpt-96"], choices=[*NETWORKS, "gpt-96", *OF_TODAY]
     )
     parser.add_argument("--profiles", nargs="+", default=[], metavar="FILE", help="measured: profiles to plan")
-    parser.add_argument("--time-limit", type=float, default=25.0, help="seconds per plan")
-    parser.add_argument("--patience", type=float, default=1.0, help="wall: limit, as a multiple of the time asked for")
-    parser.add_argument("--gap", type=float, default=0.001, help="a plan is done within this of the bound")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (grid)")
-    parser.add_argument("--redo", help="grid: a results file; only cases whose gap was missed are planned again")
     arguments = parser.parse_args()
     if arguments.what == "table":
         print(*map(line, known_rows(arguments.results)), sep="\n")

@@ -78,13 +78,14 @@ def line_of(row: Found) -> str:
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
-    add = parser.add_argument
-    add("--models", default=",".join(CHOSEN))
-    add("--throttle", default="400MB/s")
-    add("--pairs", type=int, default=20, help="pairs of steps for each plan (default: 20)")
-    add("--time-limit", type=float, default=10.0, help="seconds of each plan (default: 10)")
-    add("--threads", type=int, default=1, help="of each process (default: 1)")
+    parser = parser_of(
+        __doc__,
+        models=",".join(CHOSEN),
+        throttle="400MB/s",
+        pairs=(20, "pairs of steps for each plan"),
+        time_limit=10.0,
+        threads=1,
+    )
     arguments = parser.parse_args()
     facts, names = facts_of_run(arguments), arguments.models.split(",")
     rows = [row for row in known_rows(arguments.output) if row["network"] not in names]

@@ -66,10 +66,8 @@ def measure(target: str, settings: dict[str, str], budget: str) -> Row:
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--workload", default="gpt2", help="name of a file in configs/, or any WORKLOAD")
+    parser = parser_of(__doc__, workload=("gpt2", "name of a file in configs/, or any WORKLOAD"), budget="smallest")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--budget", default="smallest")
     asked = parser.parse_args()
     settings = dict(pair.split("=", 1) for pair in asked.set)
     found = {"workload": asked.workload, **settings, **measure(asked.workload, settings, asked.budget)}

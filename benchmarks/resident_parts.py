@@ -122,9 +122,7 @@ def told(row: Row) -> str:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--workloads", default="small-unet,gpt2")
-    parser.add_argument("--steps", type=int, default=10)
+    parser = parser_of(__doc__, workloads="small-unet,gpt2", steps=10)
     asked = parser.parse_args()
     ready_to_fork()
     taken(asked, asked.workloads.split(","), lambda name: one(name, asked.steps), told)

@@ -195,16 +195,18 @@ def waits(row: Row) -> str:
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
+    parser = parser_of(
+        __doc__,
+        time_limit=20.0,
+        gap=(0.001, "a plan is done within this of the bound"),
+        seed=0,
+        threads=2,
+        table=(None, "print the table of these results, and plan nothing"),
+    )
     every = SETTINGS | SMALL
     parser.add_argument(
         "--settings", nargs="+", choices=every, default=[*SETTINGS], metavar="NAME", help="default: all"
     )
-    parser.add_argument("--time-limit", type=float, default=20.0, help="seconds per plan")
-    parser.add_argument("--gap", type=float, default=0.001, help="a plan is done within this of the bound")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--table", help="print the table of these results, and plan nothing")
     arguments = parser.parse_args()
     if arguments.table:
         rows = known_rows(arguments.table)

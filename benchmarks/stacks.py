@@ -115,9 +115,8 @@ def ranks_row() -> Row:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, share=0.6)
     parser.add_argument("--only", nargs="*", choices=STACKS)
-    parser.add_argument("--share", type=float, default=0.6)
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for name in arguments.only or STACKS:

@@ -168,10 +168,8 @@ def summary(rows: list[Row]) -> dict[str, int]:
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, networks=",".join(NETWORKS), plans=(1, "random plans for each network"))
     parser.add_argument("--meter", default="session", choices=("session", "allocated"))
-    parser.add_argument("--networks", default=",".join(NETWORKS))
-    parser.add_argument("--plans", type=int, default=1, help="random plans for each network")
     arguments = parser.parse_args()
     ready_to_fork()
     rows_of = session_rows if arguments.meter == "session" else allocated_rows

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks.epochs.recurrent_networks import ALL as RECURRENT
-from benchmarks.models import CLASSES, MODELS, WIDTH, Made, build, hugging, images
+from benchmarks.models import MODELS, SWIN, VIT, Made, build, image_model
 from benchmarks.pairs import CONFIGS
 from poochplan.tensors.operators import past_first_calls
 from poochplan.workload import Workload, load_workload
@@ -66,25 +66,14 @@ def _adamw(make: Callable[[], Made]) -> Callable[[], Workload]:
     return workload
 
 
-_SWIN: dict[str, Any] = {
-    "image_size": 112,
-    "patch_size": 4,
-    "embed_dim": 48,
-    "depths": [2, 2, 4],
-    "num_heads": [3, 6, 12],
-    "window_size": 7,
-    "num_labels": CLASSES,
-}
-_VIT = WIDTH | {"image_size": 112, "patch_size": 8, "num_labels": CLASSES}
-
 NETWORKS: dict[str, Network] = {
     "resnet50": Network(_shipped("resnet50", batch_size=8, image_size=112), ("ResNetBottleNeckLayer",)),
     "gpt2": Network(_shipped("gpt2", **_TEXT), ("GPT2Block",)),
     "unet3d": Network(_shipped("unet3d", side=48, features=[16, 16, 32, 64, 128, 16]), ("TwoConv", "Down", "UpCat")),
     "seq2seq": Network(_shipped("seq2seq"), ("LSTM", "MultiheadAttention")),
     "bert": Network(_shipped("bert", **_TEXT), ("BertLayer",)),
-    "vit": Network(_adamw(hugging("vit", "ImageClassification", images(10, 112), **_VIT)), ("ViTLayer",)),
-    "swin": Network(_adamw(hugging("swin", "ImageClassification", images(16, 112), **_SWIN)), ("SwinLayer",)),
+    "vit": Network(_adamw(image_model("vit", 10, 112, **VIT)), ("ViTLayer",)),
+    "swin": Network(_adamw(image_model("swin", 16, 112, **SWIN)), ("SwinLayer",)),
 }
 TINY: dict[str, Network] = {
     "tiny-mlp": Network(lambda: _tiny(TinyBlock, (256, 64)), ("TinyBlock",)),
