@@ -1,6 +1,8 @@
-"""Steps served from one arena: seconds, page faults, resident memory and bits, against the same steps as they are.
+r"""Steps and forward passes served from one arena: seconds, page faults, memory and bits, against the same as they are.
 
-Every run is a process of its own. The modes of a workload take turns; a ratio is that of the medians of two neighbours:
+Every run is a process of its own. The modes of a workload take turns; a ratio is that of the medians of two neighbours.
+
+``steps``, whose modes are:
 
 * plain:  the step in PyTorch, the C library's allocator as it is
 * off:    under the plan, memory given back as it is freed (``apply(arena="off")``)
@@ -9,14 +11,25 @@ Every run is a process of its own. The modes of a workload take turns; a ratio i
 * keep:   everything kept, from an arena
 * bytes:  as on, not timed: what torch has of the C library, by the tests' own hook, and the arena on top of it
 
+``passes``: forward passes in eval without gradients, plain and within ``poochplan.arena(model)``; bytes against what
+separate blocks and the caching allocator's model would take.
+
+``room``: how much larger than planned an arena comes out that the runtime lays out from a real step, and whether it is
+used. Each workload is profiled once and planned at some budgets (``--kept``: of what decisions can move), and takes six
+steps under each plan. *Quick* is what a plan's own looks give for the blocks of the step that was learned from.
+
     python -m benchmarks.arena [--workloads gpt2,unet3d] [--pairs 3] [--steps 10] -o benchmarks/results/arena.json
+    python -m benchmarks.arena passes [--pairs 3] [--steps 10] -o benchmarks/results/inference.json
+    python -m benchmarks.arena room [--kept 0.3 0.6 0.9] -o benchmarks/results/arena-room.json
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -24,12 +37,15 @@ from statistics import median
 import torch
 
 import poochplan
-from benchmarks.facts import MIB, Row, parser_of, taken
+from benchmarks.facts import MIB, Row, parser_of, table_head, table_row, taken, yes
 from benchmarks.measured_steps import MeasuredSteps, arena_bytes
-from benchmarks.pairs import load, profiled
+from benchmarks.pairs import load, one_step, profiled
 from benchmarks.plans import budget_of, predicted
 from benchmarks.processes import answer_of
 from poochplan.formats.plan import Plan
+from poochplan.formats.profile import Profile
+from poochplan.planner.arena.packing import LOOKS_PER_BLOCK, Block, pack, packed
+from poochplan.profiler.pass_profiling import profile_pass
 from poochplan.workload import Workload
 from tests.allocated_bytes import allocated_bytes
 
@@ -44,6 +60,13 @@ WORKLOADS: dict[str, dict[str, str]] = {
 }
 TIMED = ("plain", "off", "huge", "on", "keep")
 COMPARED = (("on", "off"), ("on", "huge"), ("keep", "plain"), ("on", "plain"), ("off", "plain"))
+PASSES = ("plain", "arena")
+FIGURES = (
+    *("calls", "live_peak_bytes", "allocated_peak_bytes", "total_bytes", "separate_bytes", "arena_bytes"),
+    *("arena_live_bytes", "outside_bytes", "caching_bytes"),
+)
+LEARNED_STEPS = 6
+"""Two are metered by their ops, one is learned from."""
 KEPT = 0.6
 """Of what decisions can move: the budget is the smallest possible one and so much of the way to the in-core peak."""
 
@@ -128,12 +151,12 @@ def told_of_modes(rows: dict[str, list[Row]]) -> Row:
 
 
 def one(name: str, pairs: int, steps: int) -> Row:
-    """All that is told of a workload."""
+    """All that is told of a workload's steps."""
     with tempfile.TemporaryDirectory() as scratch:
 
         def child(mode: str) -> Row:
             environment = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if mode == "huge" else {}
-            return answer_of("benchmarks.arena", ["--one", name, mode, scratch, "--steps", str(steps)], environment)
+            return child_of("steps", [name, mode, scratch], steps, environment)
 
         found = {"workload": name} | child("make")
         rows = in_modes(TIMED, pairs, child)
@@ -142,6 +165,11 @@ def one(name: str, pairs: int, steps: int) -> Row:
     physical_bytes = by_hook["physical_peak_bytes"]
     within = {"physical_peak_bytes": physical_bytes, "within_budget": physical_bytes <= found["budget_bytes"]}
     return found | within | told_of_modes(rows | {"bytes": [by_hook]})
+
+
+def child_of(what: str, one: Sequence[str], steps: int, environment: dict[str, str] | None = None) -> Row:
+    """What a process of its own says."""
+    return answer_of("benchmarks.arena", [what, "--one", *one, "--steps", str(steps)], environment)
 
 
 def line(row: Row) -> str:
@@ -157,15 +185,149 @@ def line(row: Row) -> str:
     )
 
 
+# -- forward passes ---------------------------------------------------------------------------------------------------
+
+
+class MeasuredPasses(MeasuredSteps):
+    """Forward alone. The first one is ordinary, and two are written down."""
+
+    def _step(self) -> float:
+        return float(self._workload.step())
+
+
+def make_pass(name: str) -> Row:
+    """The figures of its profile: bytes, which no clock decides."""
+    workload = fresh(name)
+    profile = profile_pass(workload.step, model=workload.model, workload=name, iterations=1, warmup=1)
+    taken_bytes = profile.arena_bytes + profile.outside_bytes
+    return {figure: getattr(profile, figure) for figure in FIGURES} | {
+        "blocks": len(profile.blocks),
+        "static_bytes": sum(profile.static_bytes.values()),
+        "taken_bytes": taken_bytes,
+        "less_than_separate": 1 - taken_bytes / profile.total_bytes,
+        "less_than_caching": 1 - taken_bytes / profile.caching_bytes,
+        "above_live": profile.arena_bytes / max(1, profile.arena_live_bytes) - 1,
+    }
+
+
+def run_passes(name: str, mode: str, passes: int) -> Row:
+    """Some passes in one mode, from the same start."""
+    workload = fresh(name)
+    workload.model.eval()
+    torch.manual_seed(1)
+    seen = MeasuredPasses(workload)
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        arena = stack.enter_context(poochplan.arena(workload.model)) if mode == "arena" else None
+        seen.go(passes)
+        if arena is None:
+            return seen.found()
+        told = arena.report()
+    served = {"arena_bytes": told.size_bytes, "served": told.served, "served_bytes": told.served_bytes}
+    return seen.found() | served | {"not_served": told.unplanned + told.taken, "layouts": told.layouts}
+
+
+def one_network(name: str, pairs: int, passes: int) -> Row:
+    """All that is told of a network."""
+
+    def child(mode: str) -> Row:
+        return child_of("passes", [name, mode, ""], passes)
+
+    found = {"workload": name} | child("make")
+    rows = in_modes(PASSES, pairs, child)
+    compared = {"arena_against_plain": "step_s", "arena_against_plain_processor": "processor_s"}
+    return found | told_of_modes(rows) | {key: ratios(rows, "arena", "plain", what) for key, what in compared.items()}
+
+
+def pass_line(row: Row) -> str:
+    """A network in one line."""
+    served, plain = row["modes"]["arena"], row["modes"]["plain"]
+    ratio, processor = row["arena_against_plain"], row["arena_against_plain_processor"]
+    return (
+        f"{row['workload']:11} {'same bits' if row['bitwise'] else 'OTHER BITS'}; arena/plain {ratio['median']:.3f} "
+        f"({ratio['least']:.3f} to {ratio['most']:.3f}), processor "
+        f"{processor['median']:.3f}; faults {plain['faults']:.0f} -> {served['faults']:.0f}; "
+        f"arena {row['arena_bytes'] / MIB:.1f} MiB, {row['above_live']:.1%} above live; less than separate "
+        f"{row['less_than_separate']:.1%}, than the caching allocator {row['less_than_caching']:.1%}; "
+        f"not served {served['not_served']}"
+    )
+
+
+# -- room for a learned arena -----------------------------------------------------------------------------------------
+
+
+def learned_rows(name: str, profile: Profile, kept: float) -> list[Row]:
+    """What was learned of the steps of one plan; none where no arena fits the budget."""
+    plan = poochplan.plan(profile, budget_of(profile, kept), time_limit_s=20)
+    if not plan.holds_arena:
+        return []
+    rows: list[Row] = []
+
+    def learned(blocks: Sequence[tuple[int, int, int]], room_bytes: int) -> tuple[Sequence[int], int]:
+        """Packs as the session would, and notes what a step that was learned from took."""
+        every = [Block(*block) for block in blocks]
+        quick = pack(every, LOOKS_PER_BLOCK * len(every))
+        started_s = time.perf_counter()
+        offsets, size_bytes = packed(blocks, room_bytes)
+        row = {"blocks": len(every), "room_bytes": room_bytes, "live_bytes": quick.lower_bound_bytes}
+        row |= {"quick_bytes": quick.arena_bytes, "arena_bytes": size_bytes}
+        rows.append(row | {"seconds": time.perf_counter() - started_s})
+        return offsets, size_bytes
+
+    workload = fresh(name)
+    torch.manual_seed(1)
+    with poochplan.apply(plan, workload.model, arena="on", pack=learned) as session:
+        for _ in range(LEARNED_STEPS):
+            one_step(workload)
+        report = session.report().arena
+    found = plan.prediction
+    told = {
+        "workload": name,
+        "kept": kept,
+        "budget_bytes": plan.budget_bytes,
+        "planned_peak_bytes": found.arena_peak_bytes,
+        "planned_bytes": found.arena_bytes,
+        "planned_live_bytes": found.arena_live_bytes,
+        "overhead": found.overhead,
+        "notes": plan.notes,
+        "is_used": report is not None and report.size_bytes > 0,
+        "unserved": len(report.unserved) if report else 0,
+    }
+    return [told | row for row in rows]
+
+
+def room_line(row: Row) -> str:
+    above = (row[f"{name}_bytes"] / row["planned_bytes"] - 1 for name in ("quick", "arena", "room"))
+    shares = (row["live_bytes"] / row["planned_live_bytes"] - 1, *above)
+    cells = (row["workload"], f"{row['kept']:.0%}", f"{row['planned_bytes'] / MIB:.1f}")
+    return table_row(*cells, *(f"{share:+.2%}" for share in shares), f"{row['seconds']:.2f}", yes(row["is_used"]))
+
+
+def room_rows(name: str, shares: list[float]) -> list[Row]:
+    """All of a workload, profiled once."""
+    profile = profiled(fresh(name), name, iterations=3)
+    return [row for kept in shares for row in learned_rows(name, profile, kept)]
+
+
 def main() -> None:
-    parser = parser_of(__doc__, workloads=",".join(WORKLOADS), pairs=3, steps=10)
+    parser = parser_of(__doc__, workloads=",".join(WORKLOADS), pairs=3, steps=10, kept=[0.3, 0.6, 0.9])
+    parser.add_argument("what", nargs="?", choices=("steps", "passes", "room"), default="steps")
     parser.add_argument("--one", nargs=3, metavar=("WORKLOAD", "MODE", "FOLDER"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    names = asked.workloads.split(",")
     if asked.one:
         name, mode, folder = asked.one
-        print(json.dumps(make(name, Path(folder)) if mode == "make" else run(name, mode, Path(folder), asked.steps)))
-        return
-    taken(asked, asked.workloads.split(","), lambda name: one(name, asked.pairs, asked.steps), line)
+        made = mode == "make"
+        if asked.what == "passes":
+            print(json.dumps(make_pass(name) if made else run_passes(name, mode, asked.steps)))
+        else:
+            print(json.dumps(make(name, Path(folder)) if made else run(name, mode, Path(folder), asked.steps)))
+    elif asked.what == "steps":
+        taken(asked, names, lambda name: one(name, asked.pairs, asked.steps), line)
+    elif asked.what == "passes":
+        taken(asked, names, lambda name: one_network(name, asked.pairs, asked.steps), pass_line)
+    else:
+        print(table_head("workload", "kept", "planned MiB", "live", "quick", "learned", "room", "s", "used"))
+        taken(asked, names, lambda name: room_rows(name, asked.kept), room_line)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.epochs.recurrent_networks import ALL as RECURRENT
 from benchmarks.models import MODELS, SWIN, VIT, Made, build, image_model
 from benchmarks.pairs import CONFIGS
 from poochplan.tensors.operators import past_first_calls
@@ -80,10 +79,44 @@ TINY: dict[str, Network] = {
     "tiny-conv": Network(lambda: _tiny(TinyConvBlock, (8, 8, 32, 32)), ("TinyConvBlock",)),
 }
 
-OF_EPOCHS = {name: Network(_shipped(one.config, **one.settings), ()) for name, one in RECURRENT.items()}
+
+@dataclass(frozen=True)
+class Recurrent:
+    """A ready workload at one size."""
+
+    config: str
+    settings: dict[str, Any]
+    epoch_steps: int
+    """Of one epoch: as many as the text has chunks; of data without an end, as many as are called one."""
+    curve_steps: int
+    """Steps of the loss curve."""
+    policies: tuple[str, ...]
+    large: dict[str, Any] = field(default_factory=dict)
+    """What is otherwise where it is simulated: sizes of a GPU."""
+
+
+_TEXT_OF_EPOCHS = {"batch_size": 50, "sequence_length": 100, "width": 128, "chunks": 0, "unrolled": True}
+"""Two layers of 128 and 50 rows of text, as char-rnn has it by itself; its own chunks are of 50 characters."""
+_OF_TEXT = ("earliest-first", "latest-first", "swap-all", "ilp")
+_LARGE_TEXT = {"batch_size": 256, "sequence_length": 256, "width": 512, "chunks": 2, "text": "large"}
+
+_SMALL = _TEXT_OF_EPOCHS | {"text": "small"}
+_STEPS: dict[str, Any] = {"sequence_length": 40, "width": 192}
+_LARGE_STEPS = {"batch_size": 128, "sequence_length": 64, "width": 512}
+_TINY_STEPS: dict[str, Any] = {"batch_size": 8, "sequence_length": 8, "width": 32}
+
+RECURRENT: dict[str, Recurrent] = {
+    "char-rnn-small": Recurrent("char_rnn", _SMALL, 56, 28, _OF_TEXT, _LARGE_TEXT),
+    "char-rnn-large": Recurrent("char_rnn", _TEXT_OF_EPOCHS | {"text": "large"}, 879, 28, _OF_TEXT),
+    "seq2seq-steps": Recurrent("seq2seq_steps", _STEPS, 10, 10, ("seq2seq", "swap-all", "ilp"), _LARGE_STEPS),
+}
+TINY_RECURRENT: dict[str, Recurrent] = {
+    "tiny-text": Recurrent("char_rnn", _SMALL | _TINY_STEPS | {"chunks": 3}, 3, 4, _OF_TEXT),
+    "tiny-steps": Recurrent("seq2seq_steps", _TINY_STEPS, 2, 3, ("seq2seq",)),
+}
+"""For tests."""
+OF_EPOCHS = RECURRENT | TINY_RECURRENT
 """Those of ``benchmarks/char_rnn.py``, which nobody checkpoints by blocks."""
-
-
 OF_MODELS = {f"models.{name}": Network(functools.partial(build, name), ()) for name in MODELS}
 """Those of ``benchmarks/prediction.py``."""
 
@@ -92,7 +125,9 @@ def fresh(name: str) -> Workload:
     """The network of that name with its step, from the same seed each time."""
     past_first_calls()
     torch.manual_seed(0)
-    return (NETWORKS | TINY | OF_EPOCHS | OF_MODELS)[name].make()
+    if name in OF_EPOCHS:
+        return _shipped(OF_EPOCHS[name].config, **OF_EPOCHS[name].settings)()
+    return (NETWORKS | TINY | OF_MODELS)[name].make()
 
 
 def blocks_of(name: str, model: nn.Module) -> Iterator[nn.Module]:
