@@ -44,7 +44,6 @@ LINK = preset_link("pcie4")
 
 
 def metered_peak_bytes(workload: Workload) -> int:
-    """The peak of one step."""
     state = workload.optimizer.state if workload.optimizer is not None else {}
     there = [value for entries in state.values() for value in entries.values() if isinstance(value, torch.Tensor)]
     with LiveBytes(*workload.model.parameters(), *workload.model.buffers(), *there) as meter:
@@ -57,7 +56,6 @@ def profile_of(workload: Workload, name: str, mode: str) -> Profile:
 
 
 def peaks(workload: Workload, profile: Profile) -> Row:
-    """The profile's in-core peak, and the outside meter's."""
     metered = metered_peak_bytes(workload)
     return {
         "in_core_peak_bytes": profile.in_core_peak_bytes,
@@ -99,7 +97,6 @@ def _ratios(profile: Profile, pairs: list[list[PhaseSeconds]]) -> dict[str, floa
 
 
 def against_fake(run: Profile, fake: Profile) -> Row:
-    """What the two profiles agree in."""
     run_ops, fake_ops = (Counter(f"{op.phase} {op.name}" for op in profile.ops) for profile in (run, fake))
     run_s, fake_s = (sum(op.duration_s for op in profile.ops) for profile in (run, fake))
     peak_ratio = fake.in_core_peak_bytes / run.in_core_peak_bytes
@@ -147,7 +144,6 @@ def _saved(profile: Profile) -> Iterator[tuple[Any, ...]]:
 
 @freed_memory_given_back()  # as in a session: fresh memory costs the same in all steps
 def row_of(name: str, pairs: int, threads: int) -> Row:
-    """All of one model."""
     torch.set_num_threads(threads)
     workload = build(name)
     run = profile_of(workload, name, "run")
@@ -159,7 +155,6 @@ def row_of(name: str, pairs: int, threads: int) -> Row:
 
 
 def line_of(row: Row) -> str:
-    """A row of the table in README.md."""
     differing = (sum(row[f"ops_only_in_{kind}"].values()) for kind in ("run", "fake"))
     return table_row(
         row["model"],

@@ -30,7 +30,6 @@ WARM_STEPS = 3
 
 
 def write_plan(name: str, path: Path) -> None:
-    """A plan of 60% of the in-core peak."""
     workload = load(name, SETTINGS)
     poochplan.plan(profiled(workload, name, iterations=1), "60%", evaluations=200).save(path, force=True)
 

@@ -48,7 +48,6 @@ Pair = Callable[[int], float]
 
 
 def compiled_loop(folder: Path) -> Callable[[int, int, int], float]:
-    """``ns_per_pair`` of :data:`LOOP`."""
     source, library, home = folder / "loop.cpp", folder / "loop.so", Path(torch.__file__).parent
     source.write_text(LOOP)
     flags = [flag for flag in FLAGS if "visibility" not in flag]

@@ -168,12 +168,10 @@ def one(name: str, pairs: int, steps: int) -> Row:
 
 
 def child_of(what: str, one: Sequence[str], steps: int, environment: dict[str, str] | None = None) -> Row:
-    """What a process of its own says."""
     return answer_of("benchmarks.arena", [what, "--one", *one, "--steps", str(steps)], environment)
 
 
 def line(row: Row) -> str:
-    """A workload in one line."""
     told = [f"{mode}/{other} {row[f'{mode}_against_{other}']['median']:.3f}" for mode, other in COMPARED]
     served = row["modes"]["on"]
     not_served = len(served.get("not_served", [])) if served.get("arena_bytes") else "NOT USED"
@@ -211,7 +209,6 @@ def make_pass(name: str) -> Row:
 
 
 def run_passes(name: str, mode: str, passes: int) -> Row:
-    """Some passes in one mode, from the same start."""
     workload = fresh(name)
     workload.model.eval()
     torch.manual_seed(1)
@@ -227,8 +224,6 @@ def run_passes(name: str, mode: str, passes: int) -> Row:
 
 
 def one_network(name: str, pairs: int, passes: int) -> Row:
-    """All that is told of a network."""
-
     def child(mode: str) -> Row:
         return child_of("passes", [name, mode, ""], passes)
 
@@ -239,7 +234,6 @@ def one_network(name: str, pairs: int, passes: int) -> Row:
 
 
 def pass_line(row: Row) -> str:
-    """A network in one line."""
     served, plain = row["modes"]["arena"], row["modes"]["plain"]
     ratio, processor = row["arena_against_plain"], row["arena_against_plain_processor"]
     return (
@@ -303,7 +297,6 @@ def room_line(row: Row) -> str:
 
 
 def room_rows(name: str, shares: list[float]) -> list[Row]:
-    """All of a workload, profiled once."""
     profile = profiled(fresh(name), name, iterations=3)
     return [row for kept in shares for row in learned_rows(name, profile, kept)]
 

@@ -34,13 +34,11 @@ FIRST, FOLLOWED, MOST = 3, 10, 60
 
 
 def resident_bytes() -> int:
-    """Of this process, now."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
 
 
 def made(optimizer: str) -> tuple[Any, Any, Callable[[], None]]:
-    """A small transformer, its optimizer and their step."""
     import torch
     from torch import nn
 
@@ -72,7 +70,6 @@ def made(optimizer: str) -> tuple[Any, Any, Callable[[], None]]:
 
 
 def run(optimizer: str) -> dict[str, dict[str, Any]]:
-    """What is added by each stage."""
     model, steps, step = made(optimizer)
     for _ in range(FIRST):
         step()

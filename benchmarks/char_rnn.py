@@ -151,13 +151,11 @@ _SIMULATED = (
 
 
 def tables(found: dict[str, Any]) -> str:
-    """Both, what there is of them."""
     parts = ((_MEASURED, measured_lines, found["measured"]), (_SIMULATED, simulated_lines, found["simulated"]))
     return "\n\n".join("\n".join([head, *chain.from_iterable(map(lines, some))]) for head, lines, some in parts if some)
 
 
 def measured_lines(network: dict[str, Any]) -> list[str]:
-    """A line for each policy."""
     return [_measured_line(network, row) for row in network["rows"]]
 
 
@@ -185,7 +183,6 @@ def _losses(curve: dict[str, Any]) -> str:
 
 
 def simulated_lines(network: dict[str, Any]) -> list[str]:
-    """A line for each link and budget."""
     lines = []
     gib = 1024 * MIB
     for row in network["rows"]:

@@ -63,7 +63,6 @@ def demo(*, busy: bool) -> Row:
 
 
 def planned(cache: str, budget: str, limit_s: float) -> Row:
-    """`pooch plan` of the demo's profile."""
     command = [str(ROOT / ".venv/bin/pooch"), "plan", "demo-output/profile.json", "--budget", budget]
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +77,6 @@ def planned(cache: str, budget: str, limit_s: float) -> Row:
 
 
 def main() -> None:
-    """Runs them all and writes what they say."""
     parser = parser_of(__doc__, runs=0, busy=(False, "beside a process that keeps one core busy"), plans=0)
     options = parser.parse_args()
     facts = facts_of_run(options)

@@ -133,7 +133,6 @@ def live_bytes_of(workload: Workload, steps: int) -> Trained:
 
 
 def rows_of(name: str, asked: argparse.Namespace) -> list[Row]:
-    """The rows of one workload."""
     with tempfile.TemporaryDirectory() as scratch:
         rows: list[Row] = in_a_process(make, name, asked, Path(scratch))
         reference: Trained = in_a_process(run, name, "off", None, asked)
@@ -166,7 +165,6 @@ def passed(row: Row) -> bool:
 
 
 def line(row: Row) -> str:
-    """One line of the Markdown table in README.md."""
     if "refused_smallest_bytes" in row:
         return table_row(row["workload"], row["arena"], f"{row['budget']}: refused, {row['refused_smallest_bytes']}")
     with_arena = row["arena"] == "on"

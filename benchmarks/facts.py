@@ -84,12 +84,10 @@ def table_row(*cells: object) -> str:
 
 
 def table_head(*names: str) -> str:
-    """The first two."""
     return f"{table_row(*names)}\n{table_row(*['---'] * len(names))}"
 
 
 def yes(holds: object) -> str:
-    """In a table."""
     return "yes" if holds else "NO"
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.fit v100 -o benchmarks/results/fit.json     # 15.5 GiB, nvlink2: no step is run
     python -m benchmarks.fit cpu -o benchmarks/results/fit-cpu.json  # real profiles; the value found is run, bit by bit
 
-Of the memory 0.5 GiB is set aside, as in PoocH's setting (``planning.py pooch``). Beside the ladder of ``pooch fit``
+Of the memory 0.5 GiB is set aside, as in PoocH's setting (``settings.py``). Beside the ladder of ``pooch fit``
 there are rungs at 2 and 4.7 times the largest in-core batch; the latter is what TFLMS reached with ResNet-50. Rows that
 the results file has of other networks than ``--networks`` stay in it.
 """
@@ -130,7 +130,6 @@ def here(name: str, limits: Row) -> Row:
 
 
 def figures_of(found: Any) -> Row:
-    """The figures of one fit."""
     return {name: getattr(found, name) for name in ("parameter", "budget_bytes", "in_core_value", "value", "best")} | {
         "ratio": found.times_in_core,
         "following": None if found.following is None else asdict(found.following),
@@ -140,7 +139,6 @@ def figures_of(found: Any) -> Row:
 
 
 def line(row: dict[str, Any]) -> str:
-    """One row of the table, as Markdown."""
     largest = row["rungs"][-1]
     at = [row["at"].get(str(multiple)) for multiple in MULTIPLES]
     return table_row(

@@ -138,7 +138,6 @@ def predictions(training: Training, held_out: list[Case], other: Case, meter: Al
 
 
 def session_facts(report: Any) -> Row:
-    """What the session tells of a training under its plan."""
     return {
         "steps_followed": report.steps_followed,
         "fallbacks": report.total.fallbacks,
@@ -183,7 +182,6 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """All of it; what is found so far is written after each seed."""
     begin_s = time.perf_counter()
     cases, held_out = cases_of(arguments.cases, arguments.held_out)
     other, alike = other_scanner()

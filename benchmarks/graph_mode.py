@@ -182,7 +182,6 @@ def _now() -> tuple[float, float]:
 
 
 def compile_times(name: str, repeats: int) -> Row:
-    """All of one network."""
     found: dict[str, list[Row]] = {}
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as ours:

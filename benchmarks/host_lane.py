@@ -91,7 +91,6 @@ def a_round(task: Workload, plans: dict[str, poochplan.Plan], order: tuple[str, 
 
 
 def middle(steps: list[Seconds]) -> Seconds:
-    """Medians of both clocks."""
     return median(wall_s for wall_s, _ in steps), median(cpu_s for _, cpu_s in steps)
 
 

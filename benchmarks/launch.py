@@ -204,7 +204,6 @@ class Bench:
         }
 
     def under(self, plan: poochplan.Plan, device: Callable[[], StandIn]) -> tuple[Pairs, Row]:
-        """The pairs, and what the session's last step did."""
         with poochplan.apply(plan, self.model, meter="never", device=device) as session:
             found = self._paired(lambda: self.step(session.away), self.step)
             report = session.report()
@@ -260,7 +259,6 @@ def costs(found: dict[str, Pairs], facts: dict[str, Row], counts: Counts) -> dic
 
 
 def measured(names: list[str], pairs: int, copies: str) -> Row:
-    """Everything that is reported of one run."""
     bench = Bench(pairs)
     found = bench.floors()
     facts: dict[str, Row] = {}

@@ -52,7 +52,6 @@ class Turns(PlanSource):
 
 
 def online(workload: Workload, budget_bytes: int, time_limit_s: float) -> tuple[Row, Plan]:
-    """How soon the plan is in force, and what that took."""
     ordinary_s = median(one_step(workload)[0] for _ in range(ORDINARY))
     steps_s, waited_s = [], 0.0
     with tempfile.TemporaryDirectory() as cache:
@@ -105,7 +104,6 @@ def against(workload: Workload, offline: Plan, found: Plan, pairs: int) -> Row:
 
 
 def one(name: str, pairs: int, time_limit_s: float) -> Row:
-    """One workload."""
     workload = fresh(name)
     where = next(workload.model.parameters()).device
     cached_link(where)

@@ -267,7 +267,6 @@ def main() -> int:
 
 
 def of_plans(pool: ProcessPoolExecutor, names: list[str], asked: list[str]) -> dict[str, list[Row]]:
-    """All plans, and the networks in-core."""
     links = {network: ("pcie5",) if network == "gpt-96" else tuple(asked) for network in names}
     cases = [
         (network, link, kept)

@@ -66,7 +66,6 @@ def in_pairs(
 
 
 def one_step(workload: Workload) -> Seconds:
-    """Seconds of a training step."""
     assert workload.optimizer is not None
     workload.optimizer.zero_grad(set_to_none=True)
     start_s, start_cpu_s = time.perf_counter(), time.process_time()

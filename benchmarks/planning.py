@@ -8,6 +8,7 @@
     python -m benchmarks.planning caps [--networks llama-7b ...]                 # PoocH's caps, raised
     python -m benchmarks.planning uses                                           # how far apart backward uses a value
     python -m benchmarks.planning ranks -o benchmarks/results/planning-ranks.json  # eight on a host, together and alone
+    python -m benchmarks.planning milp --time-limit 20 -o ...                    # what the integer program is worth
     python -m benchmarks.planning measured --profiles demo.json gpt2.json        # as measured on a machine, with arenas
 
 ``kept`` x means: of the bytes between the smallest feasible budget and the in-core peak, the budget has x. A link goes
@@ -24,11 +25,12 @@ import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from itertools import product
+from math import inf
 from pathlib import Path
 from statistics import median
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-from benchmarks.facts import Row, facts_of_run, known_rows, parser_of, table_row, write_results
+from benchmarks.facts import Row, facts_of_run, known_rows, parser_of, table_head, table_row, write_results
 from benchmarks.plans import budget_of, costs_of, policy_overhead, stored
 from poochplan import Profile
 from poochplan.formats.profile import PointKind
@@ -36,9 +38,15 @@ from poochplan.planner import for_machine, plan
 from poochplan.planner.policies import PolicyInput, policy_names, run_policy
 from poochplan.planner.policies import pooch as pooch_policy
 from poochplan.planner.policies.swapping import level_at, level_distances
+from poochplan.planner.search.allowance import Allowance
+from poochplan.planner.search.annealing import EvaluatedPlan, Incumbents, Walker
+from poochplan.planner.search.decide import solve_fluid
+from poochplan.planner.search.fluid import Request
+from poochplan.planner.search.solvers import SolverLimits
+from poochplan.planner.simulator.evaluator import STYLE_OF, codes_of
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import schedule_of
-from poochplan.planner.simulator.simulate import simulate
+from poochplan.planner.simulator.simulate import movable, simulate, swap_all
 from poochplan.planner.whatif import shared
 
 RESULTS = Path(__file__).resolve().parent / "results" / "planning.json"
@@ -52,6 +60,9 @@ LINKS = {"pcie3": "v100", "pcie4": "a100", "pcie5": "h200", "nvlink2": "v100"}
 SHARES = ("60%", "70%", "80%")
 KEPT = (0.7, 0.5, 0.3, 0.2, 0.1)
 WANTED_GAP, WANTED_OF_TRANSFORMERS = 0.005, 0.01
+MILP_LINK, MILP_KEPT = "pcie4", (0.5, 0.1)
+DESCENT_S = 30.0
+EVALUATIONS_PER_VALUE = 250
 WALL_CASES = (
     ("resnet50-b256", 0.005, 10.0),
     ("unet3d-192", 0.005, 10.0),
@@ -61,7 +72,6 @@ WALL_CASES = (
 
 
 def instance(network: str, link: str) -> Profile:
-    """The step of ``network`` on the device that goes with ``link``."""
     device = "h200" if network == "gpt-96" else "h100" if network in OF_TODAY else LINKS[link]
     return for_machine(stored(f"{network}-{device}"), link=link)
 
@@ -220,8 +230,58 @@ def ranks(arguments: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def milp(arguments: argparse.Namespace) -> list[Row]:
+    """What the integer program PLAN proposes, beside what the search ends with: the best plan of another policy, PLAN's
+    relaxation rounded (for a budget smaller by the largest value, as the search asks for it), the same after a descent,
+    PLAN with its integrality after ``--time-limit`` seconds and a descent, a walk of 250 evaluations per value from
+    everything swapped, and what a results file of grid says the whole search found.
+    """
+    searched = {(row["network"], row["link"], row["kept"]): row["overhead"] for row in known_rows(RESULTS)}
+    columns = ("policy", "rounded", "rounded_descended", "integral_descended", "walk", "search")
+    rows = []
+    print(table_head("network", "kept", *columns))
+    for network, kept in product(NETWORKS, MILP_KEPT):
+        row = proposed(network, kept, arguments.time_limit)
+        rows.append(row | {"search": searched.get((network, MILP_LINK, kept))})
+        cells = ("over budget" if rows[-1][name] is None else f"{rows[-1][name]:.2%}" for name in columns)
+        print(table_row(network, f"{kept:.0%}", *cells), flush=True)
+    return rows
+
+
+def proposed(network: str, kept: float, limit_s: float) -> Row:
+    profile = instance(network, MILP_LINK)
+    budget_bytes = budget_of(profile, kept)
+    problem = build_problem(profile)
+    values = tuple(movable(problem))
+    walker = Walker(values, Incumbents(problem, budget_bytes, None))
+    largest = max(int(problem.rounded_bytes[value]) for value in values)
+
+    def overhead(found: EvaluatedPlan) -> float | None:
+        return found.step_s / problem.in_core_s - 1 if found.peak_bytes <= budget_bytes else None
+
+    def solved(budget: int, is_relaxed: bool) -> EvaluatedPlan | None:
+        limits = SolverLimits(limit_s, gap=0.005, absolute_gap=5e-4 * problem.step_s)
+        found = solve_fluid(problem, Request(budget, values), "highs", limits, relaxed=is_relaxed)
+        return None if found.decisions is None else walker.try_styles(codes_of(found.decisions), "ilp")
+
+    given = PolicyInput(profile, problem, budget_bytes)
+    policies = (policy_overhead(name, given) for name in ("greedy", "pooch"))
+    rounded, integral = solved(budget_bytes - largest, True), solved(budget_bytes, False)
+    start = walker.try_styles(codes_of(swap_all(problem)), "swap-all", range(len(STYLE_OF)))
+    walked = walker.anneal(start, Allowance(evaluations=EVALUATIONS_PER_VALUE * len(values)), temperature=0.02, seed=0)
+    return {
+        "network": network,
+        "link": MILP_LINK,
+        "kept": kept,
+        "policy": min((one for one in policies if one is not None), default=inf),
+        "rounded": rounded and overhead(rounded),
+        "rounded_descended": rounded and overhead(walker.descend(rounded, Allowance(DESCENT_S))),
+        "integral_descended": integral and overhead(walker.descend(integral, Allowance(DESCENT_S))),
+        "walk": overhead(walker.descend(walked, Allowance(DESCENT_S))),
+    }
+
+
 def line(row: Row) -> str:
-    """One row of the table, as Markdown."""
     fluid = "" if row["fluid"] is None else f"{row['fluid']:.2%}"
     margin = "" if row.get("margin") is None else f"{row['margin']:+.2%}"
     met = "" if row["gap"] <= row["gap_wanted"] else " (!)"
@@ -232,7 +292,6 @@ def line(row: Row) -> str:
 
 
 def summary(rows: list[Row]) -> Row:
-    """Counts and medians over the cases."""
     margins = [row["margin"] for row in rows if row["margin"] is not None]
     return {
         "cases": len(rows),
@@ -247,7 +306,7 @@ def summary(rows: list[Row]) -> Row:
     }
 
 
-WHAT = {one.__name__: one for one in (grid, wall, seeds, caps, uses, ranks, measured)}
+WHAT = {one.__name__: one for one in (grid, wall, seeds, caps, uses, ranks, measured, milp)}
 
 
 def main() -> int:

@@ -24,7 +24,6 @@ def budget_of(profile: Profile, kept: float) -> int:
 
 
 def decisions_of(plan: Plan) -> dict[str, int]:
-    """How many values are kept, swapped and recomputed."""
     decisions = [str(value.decision) for value in plan.values]
     return {kind: decisions.count(kind) for kind in ("keep", "swap", "recompute")}
 

@@ -28,7 +28,6 @@ NEAR = 0.10
 
 
 def rows_of(name: str, effort: Effort) -> list[Found]:
-    """The three plans of one network."""
     network = f"models.{name}"
     facts, against = facts_of(network, effort), base(network, IN_CORE, effort)
     alone = row_of(Wanted(network, IN_CORE), 0, against, effort)
@@ -41,7 +40,6 @@ def rows_of(name: str, effort: Effort) -> list[Found]:
 
 
 def _judged(row: Found) -> Found:
-    """How the measured step and peak are beside the promised ones."""
     if "refused" in row:
         return {}
     wall, processor, ratio = row["time"]["wall"], row["time"]["cpu"]["median_ratio"], row["predicted_ratio"]
@@ -58,7 +56,6 @@ def _judged(row: Found) -> Found:
 
 
 def line_of(row: Found) -> str:
-    """A row of the table in README.md."""
     if "refused" in row:
         return table_row(row["network"], row["at"], row["refused"])
     wall, alone = row["time"]["wall"], row["alone"]["wall"]

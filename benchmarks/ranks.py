@@ -117,7 +117,6 @@ NETWORKS: dict[str, Callable[[], Made]] = {
 
 
 def wrapped(model: nn.Module, units: list[nn.Module], wrapper: str) -> nn.Module:
-    """The model as the ranks train it."""
     if wrapper == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     for unit in (*units, model):
@@ -179,7 +178,6 @@ def planned(name: str, wrapper: str, meter: AllocatedBytes, budget: str, folder:
 
 
 def facts_of(session: Any) -> Row:
-    """Of the plan that this rank follows."""
     plan, total = session.plan, session.total
     if plan is None:
         return {"plan": ""}
@@ -205,7 +203,6 @@ def on_this_rank(folder: Path, name: str, wrapper: str) -> None:
 
 
 def rows_of(wrapper: str, name: str, count: int) -> list[Row]:
-    """One for each budget, of all ranks."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = torchrun("benchmarks.ranks", Path(folder), name, wrapper, ranks=count)
     rows = []
@@ -224,7 +221,6 @@ def rows_of(wrapper: str, name: str, count: int) -> list[Row]:
 
 
 def are_equal(plain: list[Row], found: list[Row]) -> bool:
-    """Whether all bits of all ranks are."""
     return all(a[key] == b[key] for a, b in zip(plain, found, strict=True) for key in ("losses", "gradients", "bits"))
 
 
@@ -243,7 +239,6 @@ def is_in_force(row: Row) -> bool:
 
 
 def line(row: Row) -> str:
-    """Of the table."""
     start = [row["wrapper"], row["network"], row["budget"]]
     in_core, equal = mib(*row["in_core_bytes"]), yes(row["equal"])
     if "peak_bytes" not in row:

@@ -49,8 +49,6 @@ ACTIONS = ("at", "index", "swap_out", "release", "prefetch", "replay", "record")
 
 
 class Case(NamedTuple):
-    """One plan to make."""
-
     instance: str
     kept: float
     policy: str = "ilp"
@@ -102,7 +100,6 @@ def record_of(made: Plan) -> dict[str, Any]:
 
 
 def digest(data: Any) -> str:
-    """Of anything that JSON holds."""
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
 
 

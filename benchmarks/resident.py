@@ -79,7 +79,6 @@ def make_plan(target: str, settings: dict[str, str], budget: str, path: Path) ->
 
 
 def measure(target: str, settings: dict[str, str], budget: str) -> Row:
-    """Growth of the resident set of both processes, and the saving."""
     import_all()
     with tempfile.TemporaryDirectory() as folder:
         plan_file = Path(folder) / "plan.json"
@@ -106,7 +105,6 @@ def in_use_bytes() -> int:
 
 
 def status_bytes(*names: str) -> int:
-    """The sum of these lines of ``/proc/self/status``."""
     rows = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(row[1]) * 1024 for row in rows if row and row[0].rstrip(":") in names)
 
@@ -124,7 +122,6 @@ def kernel_bytes() -> int:
 
 
 def sample(session: Session | None) -> dict[str, int]:
-    """The parts now."""
     gc.collect()
     resident, files = status_bytes("VmRSS"), status_bytes("RssFile", "RssShmem")
     found = session._step_arena._runs.arena if session is not None and session._step_arena is not None else None
@@ -136,7 +133,6 @@ def sample(session: Session | None) -> dict[str, int]:
 
 
 def run(name: str, mode: Mode, folder: Path, steps: int) -> list[dict[str, int]]:
-    """A sample before the first step, and one after each."""
     workload = fresh(name)
     torch.manual_seed(1)
 

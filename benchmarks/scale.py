@@ -75,7 +75,6 @@ def solved(name: str, model: FluidModel) -> Row:
 
 
 def line(row: Row) -> str:
-    """One row of the table, as Markdown."""
     whole = (f"{row['planned_s']:.0f} s", f"{row['gap']:.2%}") if "planned_s" in row else ("", "")
     seconds = [f"{row[f'{name}_s']:.1f} s" for name in ("problem", "bound_build", "bound_solve")]
     others = [f"{row[f'plan_{name}_s']:.1f} s" for name in ("build", "solve")]

@@ -159,7 +159,6 @@ def without_replays(profile: Profile) -> Profile:
 
 
 def line(row: Row) -> str:
-    """One row of the table, as Markdown."""
     found = row["plan"]
     cost = "no plan found" if found is None else f"{found['overhead']:.2%} (bound {_share(found['bound'])})"
     if row["planned_batch"] != row["batch"]:

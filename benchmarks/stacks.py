@@ -53,7 +53,6 @@ class Row:
 
 
 def measured(name: str, share: float) -> Row:
-    """The row of one stack."""
     if name == RANKS:
         return ranks_row()
     plain = run_plain(LOOPS[name]) if name in LOOPS else run_library(name, None)

@@ -116,7 +116,6 @@ def allocated_rows(name: str, plans: int) -> list[Row]:
 
 
 def random_plan(profile: Profile, problem: Problem, seed: int, arena: str) -> Plan:
-    """A plan for a random schedule, whose budget is what it promises."""
     schedule = random_schedule(profile, problem, seed)
     best = Candidate(BY_HAND, schedule.decisions, schedule, simulate(problem, schedule))
     plan = write_plan(PolicyInput(profile, problem, 0), Optimum(best, BY_HAND), 0.0, is_laid_out=True)

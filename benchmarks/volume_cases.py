@@ -81,7 +81,6 @@ def _sampled(volume: object, grid: Grid) -> Floats:
 
 
 def labels_of(grey: Floats, white: Floats) -> Labels:
-    """The class that most of each voxel is."""
     most: Labels = np.stack([1 - grey - white, grey, white]).argmax(axis=0).astype(np.uint8)
     return most
 

@@ -15,7 +15,6 @@ _NAMED = tuple(enumerate(CLASSES[1:]))
 
 
 def runs_of(found: Row, method: Method) -> list[Row]:
-    """The trainings of one way, by seed."""
     return sorted((run for run in found["runs"] if run["method"] == method), key=lambda run: run["seed"])
 
 
@@ -73,6 +72,5 @@ def summary(found: Row) -> list[tuple[str, str, str, str]]:
 
 
 def lines(found: Row) -> list[str]:
-    """A Markdown table of the :func:`summary`."""
     head = "| measured | patches, in-core | whole, planned | whole less patches, hundredths, each seed |"
     return [head, "|---|---|---|---|", *(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in summary(found))]

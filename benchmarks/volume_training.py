@@ -75,7 +75,6 @@ class Training:
         return Case(name=case.name, image=case.image[box], labels=case.labels[box])
 
     def forward(self) -> torch.Tensor:
-        """The loss of one batch."""
         images, labels = self.batch()
         loss: torch.Tensor = self.loss(self.model(images), labels)
         return loss
@@ -141,8 +140,6 @@ def dice(found: Labels, labels: Labels) -> list[float]:
 
 @dataclass
 class Course:
-    """What came of one training."""
-
     seconds: float = 0.0
     """By the clock, of its steps; looks at held-out cases are left out."""
     wall_s: float = 0.0

@@ -21,7 +21,6 @@ HEAD = (
 
 
 def one_line(row: Found) -> str:
-    """A row for the terminal."""
     name = f"{row['network']:9} {row['method']:20} {row['at']:10}"
     return f"{name} {row['refused']}" if "refused" in row else f"{name} {_time(row, 'wall')}  {_peak(row)}  {bits(row)}"
 

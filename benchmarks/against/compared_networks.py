@@ -24,23 +24,17 @@ _TEXT = {"batch_size": 4, "sequence_length": 256, "layers": 6, "width": 256, "he
 
 @dataclass(frozen=True)
 class Network:
-    """A network and its blocks."""
-
     make: Callable[[], Workload]
     blocks: tuple[str, ...]
     """Names of their classes; of those that lie in each other, the outermost count."""
 
 
 class TinyBlock(nn.Sequential):
-    """A linear layer with dropout."""
-
     def __init__(self, width: int) -> None:
         super().__init__(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1), nn.Linear(width, width), nn.Tanh())
 
 
 class TinyConvBlock(nn.Sequential):
-    """A convolution with batch norm."""
-
     def __init__(self, width: int) -> None:
         super().__init__(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
 

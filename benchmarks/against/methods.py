@@ -84,7 +84,6 @@ def _in_core(workload: Workload, _: Ask) -> Iterator[Running]:
 
 @contextlib.contextmanager
 def _planned(workload: Workload, ask: Ask) -> Iterator[Running]:
-    """Under the plan that was made for it."""
     with poochplan.apply(Plan.load(Path(ask.folder) / ask.plan), workload.model) as session:
         yield Running(workload, session)
 
