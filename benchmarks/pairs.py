@@ -110,7 +110,6 @@ class Planned:
             noise = in_pairs(self.plain, self.plain, noise_pairs)
             found = in_pairs(self.plain, self.planned, pairs)
             total = self.session.report().total
-        return {
-            "planned_over_plain": compared(found),
-            "fallbacks": total.fallbacks,
-        } | ({"plain_over_plain": compared(noise)} if noise else {})
+        return {"planned_over_plain": compared(found), "fallbacks": total.fallbacks} | (
+            {"plain_over_plain": compared(noise)} if noise else {}
+        )

@@ -65,11 +65,7 @@ def template(grid: Grid = GRID) -> Floats:
         nilearn is not installed.
     """
     datasets = require("nilearn.datasets", "volume")
-    loaders = (
-        datasets.load_mni152_template,
-        datasets.load_mni152_gm_template,
-        datasets.load_mni152_wm_template,
-    )
+    loaders = (datasets.load_mni152_template, datasets.load_mni152_gm_template, datasets.load_mni152_wm_template)
     return np.stack([_sampled(load(resolution=1), grid) for load in loaders])
 
 
