@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.facts import MIB, PACKAGES, Row, known_rows, parser_of, table_row, taken
+from benchmarks.facts import MIB, PACKAGES, Row, parser_of, rows_in, table_row, taken
 from benchmarks.models import MODELS, build
 from benchmarks.pairs import RESAMPLES, one_step, profiled
 from benchmarks.processes import in_a_process
@@ -176,7 +176,7 @@ def main() -> int:
     parser.add_argument("--table", metavar="FILE", help="print the table of a results file and stop")
     arguments = parser.parse_args()
     if arguments.table:
-        print(*map(line_of, known_rows(arguments.table)), sep="\n")
+        print(*map(line_of, rows_in(arguments.table)), sep="\n")
         return 0
 
     def row_apart(name: str) -> Row:

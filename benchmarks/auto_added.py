@@ -7,9 +7,8 @@ before ``import poochplan``, is VmRSS, CPU seconds less those of as many plain s
 * planned:  behind the step from which on a plan is in force; all that was profiled is in it
 * followed: ten steps behind that
 
-Each run is a process of its own. A first one, which is not told, builds the native parts and measures what the runtime
-costs, once for a machine; the link is given. With ``--optimizer plain`` the optimizer is one written here: torch's own
-load its compiler as they are made.
+A first run, which is not told, builds the native parts and measures what the runtime costs; the link is given. With
+``--optimizer plain`` the optimizer is one written here: torch's own load its compiler as they are made.
 
     OMP_NUM_THREADS=1 python -m benchmarks.auto_added [--optimizer adam] [--runs 5] [-o FILE.json]
 """

@@ -82,8 +82,9 @@ def _row(name: str, policy: str, share: str, found: Found, against: Found, effor
     if "refused" in row:
         return row
     plan = "-".join(wanted.key).replace("%", "") + ".json"
-    given = {"network": name, "method": wanted.method, "folder": effort.folder, "plan": plan}
-    curve = _curve(Ask(what="metered", steps=ALL[name].curve_steps, **given), effort)
+    steps = ALL[name].curve_steps
+    ask = Ask(what="metered", network=name, method=wanted.method, folder=effort.folder, plan=plan, steps=steps)
+    curve = _curve(ask, effort)
     in_core = found["in_core"]
     row["curve"] = {
         "peak_bytes": curve["peak_bytes"],
@@ -93,8 +94,8 @@ def _row(name: str, policy: str, share: str, found: Found, against: Found, effor
         "steps": len(curve["losses"]),
     }
     in_core_s, planned_s = row["time"]["wall"]["median_s"]
-    steps = found["epoch_steps"]
-    row["epoch_s"] = {"in_core": round(steps * in_core_s, 3), "planned": round(steps * planned_s, 3)}
+    times = {"in_core": in_core_s, "planned": planned_s}
+    row["epoch_s"] = {kind: round(found["epoch_steps"] * step_s, 3) for kind, step_s in times.items()}
     return row
 
 

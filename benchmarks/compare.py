@@ -7,8 +7,7 @@ Ours (``ours``: policy ``ilp``, from an arena) and other policies run at each bu
 peak of checkpointing and of selective checkpointing.
 
 A budget of 50% is the smallest possible one and 50% of the way to the in-core peak of allocated bytes. Step times are
-compared in pairs with the method's own in-core step: each side is a process of its own that is started once for a row,
-warms up, and then steps when it is its turn, asleep while the other one steps. The order is drawn anew for each pair.
+compared in pairs with the method's own in-core step, each side a process of its own, asleep while the other one steps.
 Peaks and bits come from runs that are not timed, by the tests' meter, which shares no code with the package.
 
     python -m benchmarks.compare --pairs 20 --picture docs/images/compare.png -o benchmarks/results/compare.json

@@ -41,25 +41,22 @@ def demo(*, busy: bool) -> Row:
         finally:
             if job is not None:
                 job.kill()
-    found = {"busy": busy, "status": done.returncode, "seconds": round(time.perf_counter() - start_s, 1)}
+    found: Row = {"busy": busy, "status": done.returncode, "seconds": round(time.perf_counter() - start_s, 1)}
     if done.returncode:
         return found | {"said": done.stderr.strip().splitlines()[-3:]}
     plan = Plan.load(ROOT / "demo-output" / "plan.json")
     run = {line.partition("  ")[0].strip(): line.partition("  ")[2].strip() for line in done.stdout.splitlines()}
     said = {"in_core": "in-core step time", "planned": "planned step time", "measured_overhead": "measured overhead"}
     costs = {name: round(cost or 0.0, 4) for name, cost in costs_of(plan).items()}
-    return (
-        found
-        | {key: run.get(name, "") for key, name in (said | {"peak": "measured peak"}).items()}
-        | {
-            "plain_step_s": round(plan.prediction.in_core_step_s, 3),
-            "predicted_step_s": round(plan.prediction.step_s, 3),
-            "predicted_overhead": costs["overhead"],
-            "gap": costs["gap"],
-            "plan_s": costs["wall_s"],
-            "bitwise": run.get("gradients bitwise equal", "").startswith("yes"),
-        }
-    )
+    found |= {key: run.get(name, "") for key, name in (said | {"peak": "measured peak"}).items()}
+    return found | {
+        "plain_step_s": round(plan.prediction.in_core_step_s, 3),
+        "predicted_step_s": round(plan.prediction.step_s, 3),
+        "predicted_overhead": costs["overhead"],
+        "gap": costs["gap"],
+        "plan_s": costs["wall_s"],
+        "bitwise": run.get("gradients bitwise equal", "").startswith("yes"),
+    }
 
 
 def planned(cache: str, budget: str, limit_s: float) -> Row:

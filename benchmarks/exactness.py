@@ -1,14 +1,9 @@
 """Gradients bitwise equal, the peak within budget, by an outside meter: every ready workload at three budgets.
 
-Each workload is profiled once and planned at 80%, 60% and the smallest budget there is. Every run is a process of its
-own, forked from one that has installed the allocator hook of the tests and done nothing else; see
-``benchmarks/hooked.py``. Loss, gradients, buffers, parameters and the generator are compared after each step.
-
-The hook sees all that torch has of the C library: parameters, inputs, what ops take and give back inside, and what the
-session takes for itself. Plans are made without an arena (the budget is on allocated bytes) and with one (on the arena,
-which counts whole from the first step that it serves, and what lies outside it). With ``--meter live`` the meter is
-``tests/live_bytes.py``, without an arena, and peaks have to be as predicted as well. Neither shares code with the
-package.
+Each workload is profiled once and planned at 80%, 60% and the smallest budget there is, without an arena and with one.
+Every run is a process of its own under the allocator hook of the tests (``benchmarks/hooked.py``). Loss, gradients,
+buffers, parameters and the generator are compared after each step. With ``--meter live`` the meter is
+``tests/live_bytes.py``, without an arena, and peaks have to be as predicted as well.
 
 ``--small`` takes the small sizes of the tests, a profile without memory with a roofline's durations, and plans that
 count simulations: then every column repeats exactly, and two versions of the code can be compared. Such a profile

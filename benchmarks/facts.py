@@ -53,11 +53,14 @@ def write_results(path: str | Path | None, found: Any) -> None:
         Path(path).write_text(json.dumps(found, indent=1) + "\n")
 
 
-def known_rows(path: str | Path | None, part: str = "rows") -> list[Row]:
-    """Of a results file; none where there is no such file."""
-    if not path or not Path(path).exists():
-        return []
+def rows_in(path: str | Path, part: str = "rows") -> list[Row]:
+    """Of a results file."""
     return list(json.loads(Path(path).read_text(encoding="utf-8")).get(part, []))
+
+
+def known_rows(path: str | Path | None, part: str = "rows") -> list[Row]:
+    """Of a results file that a run goes on with; none where there is no such file."""
+    return rows_in(path, part) if path and Path(path).exists() else []
 
 
 def taken(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -152,7 +151,7 @@ def _overhead(rung: dict[str, Any]) -> str:
     return f"{rung['overhead']:.1%}{bound}"
 
 
-def main() -> int:
+def main() -> None:
     parser = parser_of(__doc__, time_limit=10.0, gap=(0.005, "a plan is done within this of the bound"))
     parser.add_argument("what", choices=("v100", "cpu"))
     parser.add_argument("--networks", nargs="+", choices=[*LARGE, *HERE], help="default: all")
@@ -166,8 +165,7 @@ def main() -> int:
         rows[name] = row | {"commit": facts["commit"], "time_limit_s": arguments.time_limit}
         print(line(rows[name]), flush=True)
         write_results(arguments.output, {**facts, "rows": [rows[name] for name in every if name in rows]})
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -4,10 +4,9 @@
     python -m benchmarks.full_volume --table benchmarks/results/full-volume.json    prints the table of the page
 
 Both ways have the same seconds and seeds, and the bytes that training on patches takes in-core: they are the budget of
-the plan. Seconds are those of CPU, of all threads of a process, in its training steps. Of each seed both run at the
-same time, each in a process of one compute thread on one core; every two seconds the two change cores, so that what
-else runs on the machine meets both alike. Bytes are those that torch has allocated, by the allocator hook of the tests,
-with an arena whole on top. Cases: ``benchmarks/volume_cases.py``.
+the plan. Seconds are those of CPU in training steps. Of each seed both run at the same time, each in a process of one
+compute thread on one core; every two seconds the two change cores, so that what else runs meets both alike. Bytes are
+by the allocator hook of the tests, with an arena whole on top. Cases: ``benchmarks/volume_cases.py``.
 """
 
 from __future__ import annotations

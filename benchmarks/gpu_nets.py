@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -136,7 +137,7 @@ def gpt2(where: torch.device, tiny: bool) -> Net:
     if not tiny and importlib.util.find_spec("transformers") is not None:
         from poochplan.workloads.text import gpt2 as theirs
 
-        sizes = {"layers": layers, "width": width, "heads": heads, "vocabulary": words}
+        sizes: Any = {"layers": layers, "width": width, "heads": heads, "vocabulary": words}
         workload = theirs(batch_size=batch, sequence_length=length, device=str(where), **sizes)
         return Net(workload, list(workload.model.get_submodule("transformer.h").children()), "transformers")
     model = Gpt(words, length, layers, width, heads).train().to(where)

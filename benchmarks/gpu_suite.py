@@ -44,7 +44,7 @@ from benchmarks.gpu_nets import NETS, Net
 from benchmarks.gpu_overlap import TimedCuda, overlap, total_s
 from benchmarks.gpu_page import page
 from benchmarks.pairs import profiled as profile_steps
-from benchmarks.plans import predicted
+from benchmarks.plans import part_budget, predicted
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
@@ -303,13 +303,6 @@ def checkpointed(blocks: list[torch.nn.Module]) -> Iterator[None]:
             del module.forward  # the class's shows again
 
 
-def budget_for(profile: Profile, divisor: int) -> int:
-    """In-core less all but one part in ``divisor`` of what is not there all step long, or the least that has a plan."""
-    static = sum(static_bytes(profile).values())
-    wanted = static + (profile.in_core_peak_bytes - static) // divisor
-    return max(wanted, smallest_budget(profile))
-
-
 def planned(suite: Suite, net: Net, plan: Plan) -> Row:
     """What one plan promised, and what came of it."""
     prediction = plan.prediction
@@ -367,7 +360,7 @@ def compare_ways(suite: Suite, name: str) -> dict[str, Plan]:
     limits: Row = {"time_limit_s": suite.plan_s, "evaluations": suite.evaluations, "gap": 0.01}
 
     def under_plan(label: str, divisor: int, policy: str) -> None:
-        plans[label] = poochplan.plan(profile, budget_for(profile, divisor), policy=policy, **limits)
+        plans[label] = poochplan.plan(profile, part_budget(profile, divisor), policy=policy, **limits)
         suite.add(name, label, planned(suite, net, plans[label]))
 
     for label, (divisor, policy) in PLANS.items():

@@ -5,8 +5,8 @@
 The network is an LSTM unrolled cell by cell, with a projection to a vocabulary behind it: thousands of ops of some tens
 of microseconds, hundreds of saved values of some tens of KiB, and a few large ones. Both plans are for the same budget
 and from the same profile; for the old one, what the thread takes (``Profile.runtime``) is removed first. The link is
-held to a known rate, as in ``prediction.py``. Each round opens a session for either plan, in alternating order, and in
-it runs plain and planned steps in turn.
+held to a known rate. Each round opens a session for either plan, in alternating order, and in it runs plain and planned
+steps in turn.
 """
 
 from __future__ import annotations

@@ -39,8 +39,7 @@ import poochplan
 from benchmarks.facts import PACKAGES, Row, facts_of_run, parser_of, table_head, table_row, write_results
 from benchmarks.launch_device import COPIES, StandIn, stand_in
 from benchmarks.pairs import in_pairs, profiled, ratio_of_pairs
-from poochplan.formats.occupancy import static_bytes
-from poochplan.planner.planning import smallest_budget
+from benchmarks.plans import part_budget
 from poochplan.tensors.operators import traits
 from poochplan.workload import Workload
 from tests.runtime.nets import LINK
@@ -124,9 +123,7 @@ def make_plans() -> None:
     workload = Workload(model, step, torch.optim.AdamW(model.parameters()))
     profile = profiled(workload, "gpt2-24", iterations=1, link=LINK)
     plans = {name: random_plan(profile, SEED, weights) for name, weights in WEIGHTS.items()}
-    static = sum(static_bytes(profile).values())
-    budget_bytes = max(static + (profile.in_core_peak_bytes - static) // 3, smallest_budget(profile))
-    plans[THIRD] = poochplan.plan(profile, budget_bytes, evaluations=EVALUATIONS, seed=SEED)
+    plans[THIRD] = poochplan.plan(profile, part_budget(profile, 3), evaluations=EVALUATIONS, seed=SEED)
     FOLDER.mkdir(exist_ok=True)
     for name, plan in plans.items():
         print(f"Wrote {plan.save(_path(name), force=True)}")

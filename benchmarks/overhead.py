@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -156,7 +155,7 @@ def per_op(pairs: int) -> dict[str, Any]:
     }
 
 
-def main() -> int:
+def main() -> None:
     parser = parser_of(__doc__, pairs=20, threads=1)
     parser.add_argument("what", choices=("keep-all", "per-op", "all"))
     arguments = parser.parse_args()
@@ -168,8 +167,7 @@ def main() -> int:
         found["per_op"] = per_op(max(50, arguments.pairs))
         print(json.dumps(found["per_op"]), flush=True)
     write_results(arguments.output, found)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

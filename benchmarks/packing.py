@@ -3,11 +3,10 @@
     python -m benchmarks.packing -o benchmarks/results/packing.json
     python -m benchmarks.packing --source -o benchmarks/results/packing-source.json    # networks of 2018, in-core
 
-Plans of policy ``greedy`` at three budgets (``kept`` as in ``planning.py``) and in-core; nothing runs, no GPU is
-needed: the allocator is the model of ``planner/arena/caching_allocator.py``, fed three steps. Compared are everything
-through the allocator, and an arena of its own, allocated once, for the buffers of fetched values, or of fetched and
-replayed ones. One arena for the whole step is packed three times: quickly,
-as along with a plan, and with ``THOROUGH`` looks.
+Plans of policy ``greedy`` at three budgets (``kept`` as in ``planning.py``) and in-core. The allocator is the model of
+``planner/arena/caching_allocator.py``, fed three steps. Compared are everything through the allocator, and an arena of
+its own for the buffers of fetched values, or of fetched and replayed ones. One arena for the whole step is packed three
+times: quickly, as along with a plan, and with ``THOROUGH`` looks.
 
 Then, in-core, a training step and its forward pass alone: an arena, the allocator's model, a pool that gives a freed
 block only to one of its size, and all blocks laid apart. ``--source`` has this alone, of the networks that a paper of
@@ -244,7 +243,7 @@ def summary(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main() -> None:
     parser = parser_of(
         __doc__,
         networks=[*NETWORKS, "gpt-96"],
@@ -263,7 +262,6 @@ def main() -> int:
             print(summary(found["rows"]))
     print(workload_table(found["workloads"]))
     write_results(arguments.output, facts_of_run(arguments) | found)
-    return 0
 
 
 def of_plans(pool: ProcessPoolExecutor, names: list[str], asked: list[str]) -> dict[str, list[Row]]:
@@ -282,4 +280,4 @@ def of_plans(pool: ProcessPoolExecutor, names: list[str], asked: list[str]) -> d
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

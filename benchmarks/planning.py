@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import median
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-from benchmarks.facts import Row, facts_of_run, known_rows, parser_of, table_head, table_row, write_results
+from benchmarks.facts import Row, facts_of_run, parser_of, rows_in, table_head, table_row, write_results
 from benchmarks.plans import budget_of, costs_of, policy_overhead, stored
 from poochplan import Profile
 from poochplan.formats.profile import PointKind
@@ -116,7 +116,9 @@ def cases_of(names: list[str]) -> list[tuple[str, str, float]]:
 def grid(arguments: argparse.Namespace) -> list[Row]:
     """All cases, or with ``--redo`` those of a results file whose gap was missed; the others are taken over."""
     cases = cases_of(arguments.networks)
-    known = [row for row in known_rows(arguments.redo) if row["gap"] <= wanted_gap(row["network"])]
+    known = [
+        row for row in (rows_in(arguments.redo) if arguments.redo else []) if row["gap"] <= wanted_gap(row["network"])
+    ]
     found = {(row["network"], row["link"], row["kept"]): row for row in known}
     names = tuple(name for name in policy_names() if name != "keep-all")
     with ProcessPoolExecutor(arguments.jobs) as pool:
@@ -144,7 +146,7 @@ def wall(arguments: argparse.Namespace) -> list[Row]:
 
 def seeds(arguments: argparse.Namespace) -> list[Row]:
     """The cases of a results file with the largest gaps, with five seeds each: the spread of what is found."""
-    results = known_rows(arguments.results or RESULTS)
+    results = rows_in(arguments.results or RESULTS)
     rows = []
     for row in sorted(results, key=lambda row: -row["gap"])[:HARDEST]:
         profile = instance(row["network"], row["link"])
@@ -202,7 +204,12 @@ def measured(arguments: argparse.Namespace) -> list[Row]:
     for path, share in product(map(Path, arguments.profiles), SHARES):
         profile, started_s = Profile.load(path), time.perf_counter()
         found = plan(profile, share, time_limit_s=arguments.time_limit)
-        row = {"network": path.name.split(".")[0], "budget": share, **costs_of(found), "status": found.solve.status}
+        row: Row = {
+            "network": path.name.split(".")[0],
+            "budget": share,
+            **costs_of(found),
+            "status": found.solve.status,
+        }
         rows.append(row | {"wall_s": time.perf_counter() - started_s, "holds_arena": found.holds_arena})
         shown = (f"{row['overhead']:.2%}", f"{row['gap']:.2%}", f"{rows[-1]['wall_s']:.1f} s", row["status"])
         print(table_row(row["network"], share, *shown), flush=True)
@@ -236,7 +243,7 @@ def milp(arguments: argparse.Namespace) -> list[Row]:
     PLAN with its integrality after ``--time-limit`` seconds and a descent, a walk of 250 evaluations per value from
     everything swapped, and what a results file of grid says the whole search found.
     """
-    searched = {(row["network"], row["link"], row["kept"]): row["overhead"] for row in known_rows(RESULTS)}
+    searched = {(row["network"], row["link"], row["kept"]): row["overhead"] for row in rows_in(RESULTS)}
     columns = ("policy", "rounded", "rounded_descended", "integral_descended", "walk", "search")
     rows = []
     print(table_head("network", "kept", *columns))
@@ -326,7 +333,7 @@ def main() -> int:
     parser.add_argument("--profiles", nargs="+", default=[], metavar="FILE", help="measured: profiles to plan")
     arguments = parser.parse_args()
     if arguments.what == "table":
-        print(*map(line, known_rows(arguments.results)), sep="\n")
+        print(*map(line, rows_in(arguments.results)), sep="\n")
         return 0
     rows = WHAT[arguments.what](arguments)
     found = summary(rows) if arguments.what == "grid" else {}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from poochplan import Plan, Profile
+from poochplan.formats.occupancy import static_bytes
 from poochplan.planner import smallest_budget
 from poochplan.planner.policies import PolicyInput, run_policy
 
@@ -21,6 +22,12 @@ def budget_of(profile: Profile, kept: float) -> int:
     """The budget that keeps ``kept`` of what decisions can move."""
     smallest = smallest_budget(profile)
     return int(smallest + kept * max(0, profile.in_core_peak_bytes - smallest))
+
+
+def part_budget(profile: Profile, divisor: int) -> int:
+    """In-core less all but one part in ``divisor`` of what is not there all step long, or the least that has a plan."""
+    static = sum(static_bytes(profile).values())
+    return max(static + (profile.in_core_peak_bytes - static) // divisor, smallest_budget(profile))
 
 
 def decisions_of(plan: Plan) -> dict[str, int]:

@@ -1,10 +1,8 @@
 """Do predictions come true: the step beside PyTorch alone, and the peak, of plans at three budgets for six networks.
 
 The link is held to a known rate, so that what is judged is the profile, the simulator and the runtime, not the disk.
-Each network (``models.py``) is profiled in a process of its own, as ``pooch profile`` does it, and planned at three
-budgets. Steps by PyTorch alone and planned ones run in a process each, and alternate (``against/rows.py``); so do two
-that both run PyTorch alone, once for each network. The ratio of processor seconds stands beside that of the clock, for
-other work on the machine disturbs it less. The peak is metered by the tests' own hook of the allocator.
+Steps by PyTorch alone and planned ones run in a process each, and alternate (``against/rows.py``); so do two that both
+run PyTorch alone, once for each network. The peak is metered by the tests' own hook of the allocator.
 
     python -m benchmarks.prediction [--models t5,swin] [-o benchmarks/results/prediction.json]
 

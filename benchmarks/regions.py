@@ -5,8 +5,8 @@
 Each variant is a process of its own: ``stock`` compiles its blocks before the profile, so that a backward has all that
 it saved brought back as it begins; ``arrivals`` compiles them inside. Both are planned at the smallest budget of
 ``stock`` and at shares of its in-core peak, ``arrivals`` at its own smallest one too. The meter of bytes is the outside
-hook. Links are held to 400 MB/s, and a ratio is that of planned to in-core steps of the same variant. A machine is
-not as fast in one process as in the next, so a simulated overhead stands beside it, behind a link as fast as the step.
+hook. Links are held to 400 MB/s, and a ratio is that of planned to in-core steps of the same variant. A simulated
+overhead, behind a link as fast as the step, stands beside it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from collections.abc import Callable
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import msgspec
 
-from benchmarks.facts import Row, facts_of_run, known_rows, parser_of, table_row, write_results
+from benchmarks.facts import Row, facts_of_run, known_rows, parser_of, rows_in, table_row, write_results
 from benchmarks.plans import costs_of, predicted
 from benchmarks.settings import MARGIN, SETTINGS, SMALL, Setting
 from poochplan import Plan, Profile, Workload
@@ -208,7 +208,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     if arguments.table:
-        rows = known_rows(arguments.table)
+        rows = rows_in(arguments.table)
         print("\n".join([*map(line, rows), "", *filter(None, map(waits, rows))]))
         return 0
     facts = facts_of_run(arguments)
