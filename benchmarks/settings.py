@@ -78,19 +78,19 @@ def _pooch(link: str, published: str) -> Setting:
     )  # fmt: skip
 
 
-def _monet(build: Callable[[], Workload], network: str, batch: int, share: float, published: str) -> list[Setting]:
+def _monet(
+    key: str, build: Callable[[], Workload], network: str, batch: int, share: float, published: str
+) -> dict[str, Setting]:
     """Shah et al., "Memory Optimization for Deep Networks", 2021, table 1: recomputing alone, and with swaps."""
 
     def profile() -> Profile:
         return for_machine(profile_of(Instance(build, network), network, "v100"), link="pcie3")
 
-    return [
-        Setting(
-            "MONeT", name, published, batch=batch, profile=profile, share=share, host_budget=host_budget,
-            patience=3.0, assumed="V100 for a P100",
-        )
-        for name, host_budget in ((f"{network}, recomputing alone", 0), (network, None))
-    ]  # fmt: skip
+    alone = Setting(
+        "MONeT", f"{network}, recomputing alone", published, batch=batch, profile=profile, share=share, host_budget=0,
+        patience=3.0, assumed="V100 for a P100",
+    )  # fmt: skip
+    return {key: alone, f"{key}-hybrid": alone._replace(network=network, host_budget=None)}
 
 
 def _tuned(link: str) -> Setting:
@@ -100,13 +100,6 @@ def _tuned(link: str) -> Setting:
     )  # fmt: skip
 
 
-MONET_RESNET = _monet(
-    lambda: classifier(networks.resnet50(), (184, 3, 224, 224), 1000), "ResNet-50", 184, 4.99 / 15.06,
-    "+11.95%, recomputing alone, 15.06 -> 4.99 GB",
-)  # fmt: skip
-MONET_UNET = _monet(
-    segmentation, "U-Net 416x608", 11, 5.01 / 14.32, "+11.5%, recomputing alone, 14.32 -> 5.01 GB"
-)  # fmt: skip
 TFLMS_UNET = "192^3 at batch 4, where one 144^3 image fitted"
 
 SETTINGS = {
@@ -137,8 +130,14 @@ SETTINGS = {
     ),
     "unet3d-tuned-pcie3": _tuned("pcie3"),
     "unet3d-tuned-nvlink2": _tuned("nvlink2"),
-    **dict(zip(("monet-resnet50", "monet-resnet50-hybrid"), MONET_RESNET, strict=True)),
-    **dict(zip(("monet-unet", "monet-unet-hybrid"), MONET_UNET, strict=True)),
+    **_monet(
+        "monet-resnet50", lambda: classifier(networks.resnet50(), (184, 3, 224, 224), 1000), "ResNet-50", 184,
+        4.99 / 15.06, "+11.95%, recomputing alone, 15.06 -> 4.99 GB",
+    ),
+    **_monet(
+        "monet-unet", segmentation, "U-Net 416x608", 11, 5.01 / 14.32,
+        "+11.5%, recomputing alone, 14.32 -> 5.01 GB",
+    ),
     "vdnn-vgg16": Setting(
         "vDNN", "VGG-16", "28 GB on 12 GB at 18% less speed", "titan-x", memory="12GiB", build=vgg16, batch=256
     ),
