@@ -172,7 +172,7 @@ def line(row: Row) -> str:
         "/".join(map(str, row["decisions"].values())),
         *(f"{row[name] / MIB:.1f}" for name in ("in_core_peak_bytes", "budget_bytes")),
         f"{predicted / MIB:.1f} / {max(row['peaks']) / MIB:.1f}",
-        *(arena if with_arena else "---"),
+        *(arena if with_arena else ["-"] * 3),
         *(yes(row["bitwise"]), yes(row["within_budget"]), row["fallbacks"]),
     )
 
