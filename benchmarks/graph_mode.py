@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib
 import json
 import os
 import tempfile
@@ -34,7 +35,6 @@ from pathlib import Path
 from statistics import median
 
 import torch
-import torch._inductor.compile_fx  # what it takes to load is no part of what compiling takes
 
 import poochplan
 from benchmarks.against.compared_networks import fresh
@@ -138,6 +138,7 @@ def _compiled(work: Workload, budget: str) -> Session:
 
 def compiled(name: str, how: str, folder: Path) -> Row:
     """Seconds that one process takes."""
+    importlib.import_module("torch._inductor.compile_fx")  # what it takes to load is no part of it
     torch.set_num_threads(1)
     work, parts = fresh(name), _Parts()
     if how == "stock":
