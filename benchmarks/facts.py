@@ -32,7 +32,10 @@ def parser_of(doc: str | None, prog: str | None = None, **options: Any) -> argpa
             parser.add_argument(flag, action="store_true", help=text)
             continue
         first = default[0] if isinstance(default, list) else default
-        kind = {"type": type("" if first is None else first), "nargs": "+" if isinstance(default, list) else None}
+        kind: dict[str, Any] = {
+            "type": type("" if first is None else first),
+            "nargs": "+" if isinstance(default, list) else None,
+        }
         parser.add_argument(flag, default=default, help=f"{text} (default: %(default)s)".strip(), **kind)
     return parser
 

@@ -110,7 +110,8 @@ class Suite:
             self.results["skipped"].append(name)
             print(f"{name}: skipped, the time is up", flush=True)
             return None
-        begun_s, found = time.monotonic(), None
+        begun_s = time.monotonic()
+        found: T | None = None
         try:
             found = work()
             print(f"{name}: {time.monotonic() - begun_s:.0f} s", flush=True)

@@ -56,6 +56,8 @@ def variant(name: str, budgets: list[int]) -> Row:
         with poochplan.apply(plan, work.model, arena="off", meter="never") as session:
             return train_anew(work, STEPS, session, input_bytes)
 
+    in_core = steps()
+
     def row(budget: int) -> Row:
         """One plan: what it promises, what its steps take, and how much slower they are."""
         plan = poochplan.plan(profile, budget, arena="off", time_limit_s=6)
@@ -75,7 +77,6 @@ def variant(name: str, budgets: list[int]) -> Row:
             "step": compared(pairs),
         }
 
-    in_core = steps()
     return {
         "variant": name,
         "region_ops": sum(op.name == "compiled_region" for op in profile.ops),
