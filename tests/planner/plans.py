@@ -55,9 +55,11 @@ def assert_bytes(profile: Profile, schedule: Schedule, said: Simulation) -> Verd
     return verdict
 
 
-def held(profile: Profile, added: Callable[[Profile], Profile]) -> Plan:
-    """Of what ``added`` adds, the first is held, and what it stands for recomputed; all else is kept."""
-    made = plan(added(profile), 2 * profile.in_core_peak_bytes)
+def held(profile: Profile, added: Callable[[Profile], Profile], peaks: int = 2) -> Plan:
+    """Of what ``added`` adds, the first is held, and what it stands for recomputed; all else is kept. The budget is
+    that many in-core peaks.
+    """
+    made = plan(added(profile), peaks * profile.in_core_peak_bytes)
     place = next(number for number, value in enumerate(made.values) if value.source)
     return with_decisions(profile, made, {made.values[place + 1].name: Decision.RECOMPUTE})
 

@@ -68,7 +68,7 @@ def test_an_idle_source_costs_nothing_whatever_is_decided_about_it() -> None:
 
 def test_decisions_about_sources_can_be_changed_by_hand() -> None:
     profile = norm()
-    made = held(profile, with_sources)
+    made = held(profile, with_sources, peaks=1)
     assert [(value.source, value.until) for value in made.values] == [(True, 1), (False, -1), (False, -1)]
     swapped = with_decisions(profile, made, {made.values[0].name: "swap"})
     assert check(profile, swapped).peak_bytes == swapped.prediction.peak_bytes
