@@ -212,8 +212,7 @@ def test_what_is_settled_lies_no_higher_than_before() -> None:
 
 def test_without_a_compiler_first_fit_gives_the_same_places_and_no_search_follows() -> None:
     code = """
-        from poochplan.formats.profile_parts import rounded_up
-from poochplan.planner.arena.packing import THOROUGH, pack
+        from poochplan.planner.arena.packing import THOROUGH, pack
         from tests.planner.test_packing import cut_rectangle, step_like
         print(*(pack(blocks, {}) for blocks in (cut_rectangle(60, 80, 900, 2), step_like(80, 5))), sep="\\n")
     """
