@@ -18,12 +18,15 @@ from poochplan.planner.planning import smallest_budget
 from poochplan.planner.simulator.construct import fit
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import Schedule, assemble
-from poochplan.runtime.replays.replay import WRITTEN_SINCE
-from poochplan.runtime.replays.tape import Recorder
+from poochplan.runtime.replays.replay import OFF, WRITTEN_SINCE, StorageRecord
+from poochplan.runtime.replays.tape import Recorder, Tape
 from tests.depth import seeds
 from tests.planner.plans import plan_with, random_decisions
-from tests.runtime.nets import CASES, Case, equal, in_core, taken, train
+from tests.programs.drawing import draw
+from tests.programs.served_trial import served_trial
+from tests.runtime.nets import CASES, Case, Net, equal, in_core, taken, train
 from tests.runtime.random_plans import random_plan, windowed
+from tests.runtime.served import needs_compiler
 
 STEPS = 2
 
@@ -101,15 +104,8 @@ def test_the_recorder_is_handed_the_ops_of_the_planned_windows(name: str, handed
 
 def test_backward_and_optimizer_are_not_recorded_when_a_step_recomputes_everything(handed: list[str]) -> None:
     case: Case = CASES["residual"]
-    profile = case.profile()
-    problem = build_problem(profile)
-    decisions = [
-        Decision.RECOMPUTE if replay is not None and not problem.must_keep[value] else Decision.KEEP
-        for value, replay in enumerate(problem.replay.replays)
-    ]
-    plan = plan_with(profile, assemble(problem, decisions, {}))
     model, step, optimizer = case.fresh()
-    with poochplan.apply(plan, model):
+    with poochplan.apply(random_plan(case.profile(), 0, (0, 0, 1)), model):
         loss = step()
         in_forward = len(handed)
         loss.backward()
@@ -177,7 +173,7 @@ def test_a_model_that_returns_nothing_goes_on_being_recorded() -> None:
 
 
 Tensor = torch.Tensor
-Forward = Callable[["Twice", Tensor], Tensor]
+Forward = Callable[[Net, Tensor], Tensor]
 THREE_STEPS = 3
 """From the second on the version counters of parameters are not at zero."""
 WINDOWS = 30
@@ -185,50 +181,38 @@ WINDOWS = 30
 BATCH = torch.linspace(-2, 2, 8 * 16).reshape(8, 16)
 
 
-class Twice(nn.Module):
-    """Layers for a forward that reads something in two windows of recording."""
-
-    def __init__(self, body: Forward) -> None:
-        super().__init__()
-        self.first, self.shared, self.body = nn.Linear(16, 16), nn.Linear(16, 16), body
-        self.writes = False
-
-    def forward(self, batch: Tensor) -> Tensor:
-        return self.body(self, batch)
+def a_layer_called_twice(net: Net, batch: Tensor) -> Tensor:
+    return net.shared(net.shared(batch).sin()).sin()
 
 
-def a_layer_called_twice(self: Twice, batch: Tensor) -> Tensor:
-    return self.shared(self.shared(batch).sin()).sin()
-
-
-def an_activation_as_a_bias(self: Twice, batch: Tensor) -> Tensor:
+def an_activation_as_a_bias(net: Net, batch: Tensor) -> Tensor:
     """It has been written, and nothing saves it."""
-    bias = self.first(batch[0]).add_(1)
-    hidden = self.shared(batch).sin()
+    bias = net.first(batch[0]).add_(1)
+    hidden = net.shared(batch).sin()
     hidden = hidden + (bias * 2).sin()
-    return (F.linear(hidden, self.shared.weight, bias).sin() + bias).sin()
+    return (F.linear(hidden, net.shared.weight, bias).sin() + bias).sin()
 
 
-def weights_without_a_gradient(self: Twice, batch: Tensor) -> Tensor:
-    hidden = F.linear(self.first(batch).sin(), self.shared.weight.data, self.shared.bias.data).sin()
-    return self.shared(hidden.sin()).sin()
+def weights_without_a_gradient(net: Net, batch: Tensor) -> Tensor:
+    hidden = F.linear(net.first(batch).sin(), net.shared.weight.data, net.shared.bias.data).sin()
+    return net.shared(hidden.sin()).sin()
 
 
-def and_the_other_way_round(self: Twice, batch: Tensor) -> Tensor:
-    hidden = self.first(self.shared(batch).sin()).sin()
-    return F.linear(hidden, self.shared.weight.data, self.shared.bias.data).sin()
+def and_the_other_way_round(net: Net, batch: Tensor) -> Tensor:
+    hidden = net.first(net.shared(batch).sin()).sin()
+    return F.linear(hidden, net.shared.weight.data, net.shared.bias.data).sin()
 
 
-def filled_in_parts(self: Twice, batch: Tensor) -> Tensor:
+def filled_in_parts(net: Net, batch: Tensor) -> Tensor:
     """What may be written behind its last use is saved by nobody."""
-    value = self.first(batch)
+    value = net.first(batch)
     whole = torch.empty_like(value)
     whole[:, :8] = value[:, 8:]
     whole[:, 8:] = value[:, :8]
     hidden = (whole * 2).sin()
-    if self.writes:
+    if net.writes:
         whole.detach().mul_(3)
-    return self.shared(hidden).sin()
+    return net.shared(hidden).sin()
 
 
 PROGRAMS = [a_layer_called_twice, an_activation_as_a_bias, weights_without_a_gradient, and_the_other_way_round]
@@ -236,9 +220,10 @@ PROGRAMS = [a_layer_called_twice, an_activation_as_a_bias, weights_without_a_gra
 
 @functools.cache
 def case_of(body: Forward, *, writes: bool = False) -> Case:
+    """Layers for a forward that reads something in two windows of recording."""
+
     def make() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-        model = Twice(body)
-        model.writes = writes
+        model = Net(body, first=nn.Linear(16, 16), shared=nn.Linear(16, 16), writes=writes)
         return model, lambda model: model(BATCH).square().sum()
 
     return Case(make)
@@ -270,3 +255,97 @@ def test_a_write_into_what_no_replay_builds_is_noticed_where_it_is_not_recorded(
         else:
             assert equal(wanted, found), seed
     assert noticed
+
+
+# -- version counters: a recorded write is told from one that was not recorded -----------------------------------------
+
+Write = Callable[[Tensor], object]
+
+
+def above_autograd(tensor: Tensor) -> None:
+    """As a user's code writes: torch counts it."""
+    tensor.copy_(torch.arange(8.0))
+
+
+def below_autograd(tensor: Tensor) -> None:
+    """As a kernel writes what it has allocated itself: torch does not count it."""
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        tensor.copy_(torch.arange(8.0))
+
+
+def two_parts_in_one_call(tensor: Tensor) -> None:
+    """Counted twice, on one counter."""
+    torch._foreach_add_([tensor[:4], tensor[4:]], 1.0)
+
+
+WRITES = [above_autograd, below_autograd, two_parts_in_one_call]
+
+
+def _switch_on(recorder: Recorder) -> None:
+    """The op in which recording was asked for is over."""
+    recorder.switch_on()
+    torch.ones(1).neg()
+
+
+def recorded(tensor: Tensor, *writes: Write) -> tuple[Tape, StorageRecord]:
+    tape = Tape("cpu")
+    recorder = Recorder(tape)
+    _switch_on(recorder)
+    for write in writes:
+        write(tensor)
+    recorder.switch_off()
+    return tape, tape.record_of(tensor)
+
+
+def met_later(tape: Tape, tensor: Tensor) -> StorageRecord:
+    """As it is packed where nothing is recorded."""
+    return tape.met(tensor, tensor.untyped_storage(), OFF)
+
+
+@pytest.mark.parametrize("first", WRITES)
+@pytest.mark.parametrize("second", WRITES)
+def test_recorded_writes_are_all_that_there_were(first: Write, second: Write) -> None:
+    tensor = torch.empty(8)
+    tape, _ = recorded(tensor, first, second)
+    record = met_later(tape, tensor)
+    assert not record.broken
+    assert len(record.writes) == 2
+    assert None not in record.writes
+
+
+@pytest.mark.parametrize("first", WRITES)
+def test_a_write_behind_them_that_was_not_recorded_is_noticed(first: Write) -> None:
+    tensor = torch.empty(8)
+    tape, _ = recorded(tensor, first)
+    tensor.mul_(2.0)
+    record = met_later(tape, tensor)
+    assert record.broken
+    assert record.writes[-1] is None
+
+
+def test_one_that_torch_counts_is_noticed_in_the_window_too() -> None:
+    tensor = torch.empty(8)
+    tape, record = recorded(tensor, above_autograd)
+    recorder = Recorder(tape)
+    _switch_on(recorder)
+    below_autograd(tensor)
+    recorder.switch_off()
+    tensor.add_(1.0)
+    assert met_later(tape, tensor) is record
+    assert record.broken
+
+
+@needs_compiler
+def test_a_program_whose_casts_write_below_autograd_is_served_in_every_step() -> None:
+    assert served_trial(draw(82)).problems == []
+
+
+def test_what_is_told_of_a_write_beside_a_recorded_one_breaks_the_record() -> None:
+    def and_by_hand(tensor: Tensor) -> None:
+        tensor.mul_(2.0)
+        tensor.numpy()[:] += 1.0
+        torch.autograd.graph.increment_version(tensor)
+
+    tensor = torch.ones(8)
+    tape, _ = recorded(tensor, and_by_hand)
+    assert met_later(tape, tensor).broken

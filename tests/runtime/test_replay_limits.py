@@ -22,7 +22,7 @@ from poochplan.runtime.run_report import FallbackKind, StepReport
 from poochplan.runtime.session import Session
 from tests.planner.plans import plan_with
 from tests.runtime.cyclic import no_collector
-from tests.runtime.nets import CASES, Case, either_way, of
+from tests.runtime.nets import CASES, Case, Net, either_way, of
 from tests.runtime.random_plans import random_plan
 
 REPLAY_ALL = (0, 0, 1)
@@ -47,38 +47,27 @@ def _check(case: Case, plan_of: Callable[[Profile], Plan] = _replay_all) -> Step
     return either_way(case, plan_of(case.profile()), _one_step, is_followed=False).last_step
 
 
-class Stages(nn.Module):
+def _stages(between: Callable[[torch.Tensor], torch.Tensor]) -> Net:
     """A linear layer whose output goes through ``between`` before a sine is saved."""
-
-    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.first, self.second, self.between = nn.Linear(16, 16), nn.Linear(16, 16), between
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return self.second(self.between(self.first(batch)).sin()).sin()
+    return Net(
+        lambda net, batch: net.second(between(net.first(batch)).sin()).sin(),
+        **{name: nn.Linear(16, 16) for name in ("first", "second")},
+    )
 
 
 def _staged(between: Callable[[torch.Tensor], torch.Tensor]) -> Case:
-    return of(lambda: Stages(between), 8, 16)
+    return of(lambda: _stages(between), 8, 16)
 
 
 def test_a_compiled_region_that_writes_its_argument_in_place() -> None:
+    def body(net: Net, batch: torch.Tensor) -> torch.Tensor:
+        value = net.first(batch) * 1.5
+        out = net.writes(value)
+        return out + (value + 0.5).sin()  # type: ignore[no-any-return]
+
     def make() -> nn.Module:
-        class Writes(nn.Module):
-            def forward(self, value: torch.Tensor) -> torch.Tensor:
-                return value.mul_(3).sin()
-
-        class Model(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.first, self.writes = nn.Linear(16, 16), torch.compile(Writes(), backend="aot_eager")
-
-            def forward(self, batch: torch.Tensor) -> torch.Tensor:
-                value = self.first(batch) * 1.5
-                out = self.writes(value)
-                return out + (value + 0.5).sin()
-
-        return Model()
+        writes = Net(lambda _, value: value.mul_(3).sin())
+        return Net(body, first=nn.Linear(16, 16), writes=torch.compile(writes, backend="aot_eager"))
 
     _check(of(make, 8, 16))
 
@@ -122,16 +111,11 @@ def test_a_saved_value_written_after_its_save_point_is_no_input_of_a_replay() ->
 def test_a_storage_that_has_grown_leaves_the_plan() -> None:
     rows = [16]
 
-    class Tail(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(16, 16)
+    def tail(net: Net, batch: torch.Tensor) -> torch.Tensor:
+        big = net.first(batch.repeat(rows[0], 1))
+        return big[-8:].sin() + net.first(batch).cos()  # type: ignore[no-any-return]
 
-        def forward(self, batch: torch.Tensor) -> torch.Tensor:
-            big = self.first(batch.repeat(rows[0], 1))
-            return big[-8:].sin() + self.first(batch).cos()
-
-    case = of(Tail, 8, 16)
+    case = of(lambda: Net(tail, first=nn.Linear(16, 16)), 8, 16)
     plan = random_plan(case.profile(), 0, (0, 1, 0))
     rows[0] = 32
     _check(case, lambda _: plan)
@@ -169,17 +153,16 @@ def test_running_statistics_that_are_no_buffers_of_the_model() -> None:
 
 
 def test_a_model_with_a_sparse_and_an_expanded_buffer() -> None:
-    class Graph(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(16, 16)
-            self.register_buffer("adjacency", torch.eye(8).to_sparse())
-            self.register_buffer("row", torch.ones(1).expand(16))
+    def make() -> nn.Module:
+        net = Net(
+            lambda net, batch: (torch.sparse.mm(net.adjacency, net.first(batch)) * net.row).sin(),
+            first=nn.Linear(16, 16),
+        )
+        net.register_buffer("adjacency", torch.eye(8).to_sparse())
+        net.register_buffer("row", torch.ones(1).expand(16))
+        return net
 
-        def forward(self, batch: torch.Tensor) -> torch.Tensor:
-            return (torch.sparse.mm(self.adjacency, self.first(batch)) * self.row).sin()
-
-    _check(of(Graph, 8, 16))
+    _check(of(make, 8, 16))
 
 
 def _alone(step: Callable[[], torch.Tensor], session: Session) -> Iterator[None]:
@@ -238,7 +221,7 @@ def test_a_session_that_is_never_entered_starts_nothing() -> None:
 def test_steps_that_call_the_model_twice_follow_the_plan_when_they_are_announced() -> None:
     def make() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
         batch = torch.randn(8, 16)
-        return Stages(torch.tanh), lambda model: model(batch).square().sum() + model(batch).sum().item()
+        return _stages(torch.tanh), lambda model: model(batch).square().sum() + model(batch).sum().item()
 
     def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> None:
         for _ in range(2):
@@ -252,19 +235,8 @@ def test_steps_that_call_the_model_twice_follow_the_plan_when_they_are_announced
     either_way(case, plan, use)
 
 
-class WrittenLater(nn.Module):
-    """What an exponential reads is written in place and saved only afterwards, through a view or a chunk."""
-
-    def __init__(self, part_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.weight, self.part_of = nn.Parameter(torch.linspace(-1, 1, 16)), part_of
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        scaled = batch * self.weight
-        part = self.part_of(scaled)
-        grown = part.exp()
-        part.mul_(2.0)
-        return grown.sum() + part.square().sum()
+def _weighted(body: Callable[[Net, torch.Tensor], torch.Tensor]) -> Case:
+    return of(lambda: Net(body, weight=nn.Parameter(torch.linspace(-1, 1, 16))), 8, 16)
 
 
 def _recorded_only_until_the_first_save(profile: Profile) -> Plan:
@@ -283,30 +255,33 @@ def _recorded_only_until_the_first_save(profile: Profile) -> Plan:
 def test_what_is_written_where_recording_is_off_is_another_content(
     part_of: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    _check(of(lambda: WrittenLater(part_of), 8, 16), _recorded_only_until_the_first_save)
+    """What an exponential reads is written in place and saved only afterwards, through a view or a chunk."""
+
+    def body(net: Net, batch: torch.Tensor) -> torch.Tensor:
+        scaled = batch * net.weight
+        part = part_of(scaled)
+        grown = part.exp()
+        part.mul_(2.0)
+        return grown.sum() + part.square().sum()
+
+    _check(_weighted(body), _recorded_only_until_the_first_save)
 
 
-class ChunkWrittenLater(nn.Module):
+def test_a_write_that_no_counter_tells_of_is_recorded() -> None:
     """What an exponential reads is written afterwards through a chunk whose own counter has not been ahead."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, 16))
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        scaled = batch * self.weight
+    def body(net: Net, batch: torch.Tensor) -> torch.Tensor:
+        scaled = batch * net.weight
         left, right = scaled.unsafe_chunk(2)
         left.add_(1.0)
         grown = scaled.exp()
         right = right.sigmoid_()
         return grown.sum() + (left.sum() + right.sum())
 
-
-def test_a_write_that_no_counter_tells_of_is_recorded() -> None:
     def recomputing_the_exponential(profile: Profile) -> Plan:
         problem = build_problem(profile)
         decisions = [Decision.RECOMPUTE if "exp" in name else Decision.KEEP for name in problem.names]
         assert Decision.RECOMPUTE in decisions
         return plan_with(profile, assemble(problem, decisions, {}))
 
-    _check(of(ChunkWrittenLater, 8, 16), recomputing_the_exponential)
+    _check(_weighted(body), recomputing_the_exponential)

@@ -17,19 +17,15 @@ from torch.testing._internal.two_tensor import TwoTensor
 from poochplan.profiler.pass_profiling import profile_pass
 from poochplan.runtime.metering.census import census, storages_of
 from poochplan.tensors.storages import has_storage, memory_of, plain_storage
-from tests.runtime.nets import Case, followed, of, taken
+from tests.runtime.nets import Case, Net, followed, of, taken
 from tests.runtime.random_plans import random_plan
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 WIDTH = 24
 
 
-def zero_gradient(hidden: torch.Tensor) -> torch.Tensor:
-    return hidden + hidden.sgn()
-
-
-def zero_tensor(hidden: torch.Tensor) -> torch.Tensor:
-    return hidden + hidden * torch._efficientzerotensor(hidden.shape)
+class Named(torch.Tensor):
+    """A subclass that adds nothing."""
 
 
 def conjugate(hidden: torch.Tensor) -> torch.Tensor:
@@ -37,21 +33,9 @@ def conjugate(hidden: torch.Tensor) -> torch.Tensor:
     return (found.conj() * found.exp()).real
 
 
-def negative(hidden: torch.Tensor) -> torch.Tensor:
-    return torch.complex(hidden, hidden.tanh()).conj().imag * hidden
-
-
-def coordinates(hidden: torch.Tensor) -> torch.Tensor:
-    return torch.sparse.mm(hidden.relu().to_sparse(), hidden.t()) @ hidden
-
-
 def compressed_rows(hidden: torch.Tensor) -> torch.Tensor:
     rows = hidden.detach().relu().to_sparse_csr()
     return torch.sparse.mm(rows, hidden.t()) @ hidden
-
-
-def opaque(hidden: torch.Tensor) -> torch.Tensor:
-    return hidden.to_mkldnn().relu().to_dense() * hidden
 
 
 def two_in_one(hidden: torch.Tensor) -> torch.Tensor:
@@ -60,25 +44,9 @@ def two_in_one(hidden: torch.Tensor) -> torch.Tensor:
     return hidden + scaled.a + scaled.b
 
 
-class Named(torch.Tensor):
-    """A subclass that adds nothing."""
-
-
-def subclass(hidden: torch.Tensor) -> torch.Tensor:
-    return (hidden.as_subclass(Named) * hidden.tanh()).as_subclass(torch.Tensor)
-
-
 def without_memory(hidden: torch.Tensor) -> torch.Tensor:
     shape = torch.nn.functional.pad(torch.empty_like(hidden, device="meta"), (1, 1)).shape
     return hidden * (shape[1] / WIDTH)
-
-
-def mapped(hidden: torch.Tensor) -> torch.Tensor:
-    return torch.vmap(lambda row: row.tanh() * row)(hidden)
-
-
-def functional(hidden: torch.Tensor) -> torch.Tensor:
-    return torch.func.functionalize(lambda row: row.tanh().mul_(row))(hidden)  # type: ignore[no-any-return]
 
 
 def noisy(hidden: torch.Tensor) -> torch.Tensor:
@@ -92,30 +60,34 @@ def pseudo_inverse(hidden: torch.Tensor) -> torch.Tensor:
     return torch.linalg.pinv(square).real.sum(1) + hidden
 
 
-LAYERS: list[Layer] = [
-    zero_gradient, zero_tensor, conjugate, negative, coordinates, compressed_rows, opaque, two_in_one, subclass,
-    without_memory, mapped, functional, noisy,
-]  # fmt: skip
-
-
-class Net(nn.Module):
-    def __init__(self, layer: Layer) -> None:
-        super().__init__()
-        self.layer = layer
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return self.last(self.layer(self.first(batch).sigmoid()).tanh())  # type: ignore[no-any-return]
+LAYERS: dict[str, Layer] = {
+    "zero gradient": lambda hidden: hidden + hidden.sgn(),
+    "zero tensor": lambda hidden: hidden + hidden * torch._efficientzerotensor(hidden.shape),
+    "conjugate": conjugate,
+    "negative": lambda hidden: torch.complex(hidden, hidden.tanh()).conj().imag * hidden,
+    "coordinates": lambda hidden: torch.sparse.mm(hidden.relu().to_sparse(), hidden.t()) @ hidden,
+    "compressed rows": compressed_rows,
+    "opaque": lambda hidden: hidden.to_mkldnn().relu().to_dense() * hidden,
+    "two in one": two_in_one,
+    "subclass": lambda hidden: (hidden.as_subclass(Named) * hidden.tanh()).as_subclass(torch.Tensor),
+    "without memory": without_memory,
+    "mapped": lambda hidden: torch.vmap(lambda row: row.tanh() * row)(hidden),
+    "functional": lambda hidden: torch.func.functionalize(lambda row: row.tanh().mul_(row))(hidden),
+    "noisy": noisy,
+}
 
 
 @functools.cache
 def case_of(layer: Layer) -> Case:
-    return of(lambda: Net(layer), 16, WIDTH)
+    def body(net: Net, batch: torch.Tensor) -> torch.Tensor:
+        return net.last(layer(net.first(batch).sigmoid()).tanh())  # type: ignore[no-any-return]
+
+    return of(lambda: Net(body, first=nn.Linear(WIDTH, WIDTH), last=nn.Linear(WIDTH, 4)), 16, WIDTH)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of sparse layouts
 @pytest.mark.parametrize("mode", ["run", "swap-all"])
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_a_step_with_them_is_profiled_and_its_gradients_under_plans_are_those_of_plain_steps(
     layer: Layer, mode: str
 ) -> None:
@@ -131,25 +103,16 @@ def test_a_kernel_that_conjugates_inside_gives_the_same_where_it_is_recorded(wei
     followed(case, random_plan(case.profile(), 0, weights), 3, meter="always")
 
 
-@pytest.mark.parametrize("layer", [zero_gradient, conjugate, negative])
+@pytest.mark.parametrize("layer", [LAYERS[name] for name in ("zero gradient", "conjugate", "negative")])
 def test_what_has_no_data_has_such_profiles_too(layer: Layer) -> None:
     fake, real = case_of(layer).profile("fake"), case_of(layer).profile()
     assert fake.in_core_live_peak_bytes == real.in_core_live_peak_bytes
 
 
-class Signs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.arange(-4.0, 4.0))
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return self.weight.sgn() * batch
-
-
 def test_a_gradient_that_is_a_zero_tensor_outlives_a_profile() -> None:
-    model, batch = Signs(), torch.ones(3, 8)
+    model = Net(lambda net, batch: net.weight.sgn() * batch, weight=nn.Parameter(torch.arange(-4.0, 4.0)))
+    batch = torch.ones(3, 8)
     model(batch).sum().backward()
-    assert model.weight.grad is not None
     assert model.weight.grad._is_zerotensor()
     taken(lambda: model(batch).sum(), model)
     assert model.weight.grad._is_zerotensor()
@@ -157,12 +120,7 @@ def test_a_gradient_that_is_a_zero_tensor_outlives_a_profile() -> None:
 
 def test_a_pass_over_a_sparse_input_is_profiled() -> None:
     edges = (torch.rand(WIDTH, WIDTH) > 0.7).float().to_sparse()
-
-    class Edges(nn.Linear):
-        def forward(self, edges: torch.Tensor) -> torch.Tensor:
-            return torch.sparse.mm(edges, self.weight)
-
-    model = Edges(WIDTH, WIDTH)
+    model = Net(lambda net, edges: torch.sparse.mm(edges, net.layer.weight), layer=nn.Linear(WIDTH, WIDTH))
     found = profile_pass(lambda: model(edges), model=model)
     assert found.static_bytes["input"] > 0
 
