@@ -67,7 +67,7 @@ def test_pageable_copies_have_a_curve_each_way() -> None:
         device.close()
 
 
-@pytest.mark.parametrize("content", ["{", '{"version": 99, "links": {}}'])
+@pytest.mark.parametrize("content", ["", "{", '{"version": 1, "links": 3}', '{"version": 99, "links": {}}', "\x00"])
 def test_a_broken_cache_is_measured_anew(pooch: Pooch, cache: Path, content: str) -> None:
     cache.parent.mkdir(parents=True)
     cache.write_text(content)
@@ -95,7 +95,7 @@ def test_another_throttle_or_torch_is_another_link(monkeypatch: pytest.MonkeyPat
     assert len(keys | {link_key(cpu, None, None)}) == 3
 
 
-def test_the_largest_sizes_are_left_out_under_a_throttle_and_where_the_disk_has_no_room(
+def test_the_largest_sizes_are_left_out_where_the_disk_has_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")
@@ -106,6 +106,8 @@ def test_the_largest_sizes_are_left_out_under_a_throttle_and_where_the_disk_has_
     with pytest.raises(SpillError, match=r"expected 256 KiB free in .*, found 1000 B; free space, or name another"):
         measure_link(torch.device("cpu"), tmp_path, None, CURVE_SIZES_BYTES)
 
+
+def test_the_largest_sizes_are_left_out_under_a_throttle(tmp_path: Path) -> None:
     link = measure_link(torch.device("cpu"), tmp_path, 2e6, CURVE_SIZES_BYTES)
     assert [size for size, _ in link.outward.curve] == [64 << 10, 256 << 10]
 
