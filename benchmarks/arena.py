@@ -46,7 +46,6 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.arena.packing import LOOKS_PER_BLOCK, Block, pack, packed
 from poochplan.profiler.pass_profiling import profile_pass
-from poochplan.sessions import PLANNER
 from poochplan.workload import Workload
 from tests.allocated_bytes import allocated_bytes
 
@@ -159,7 +158,7 @@ def one(name: str, pairs: int, steps: int) -> Row:
             environment = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if mode == "huge" else {}
             return child_of("steps", [name, mode, scratch], steps, environment)
 
-        found: Row = {"workload": name} | child("make")
+        found = {"workload": name} | child("make")
         rows = in_modes(TIMED, pairs, child)
         by_hook = child("bytes")
     found |= {f"{mode}_against_{other}": ratios(rows, mode, other) for mode, other in COMPARED}
@@ -270,7 +269,7 @@ def learned_rows(name: str, profile: Profile, kept: float) -> list[Row]:
 
     workload = fresh(name)
     torch.manual_seed(1)
-    with poochplan.apply(plan, workload.model, arena="on", planner=PLANNER._replace(pack=learned)) as session:
+    with poochplan.apply(plan, workload.model, arena="on", pack=learned) as session:
         for _ in range(LEARNED_STEPS):
             one_step(workload)
         report = session.report().arena

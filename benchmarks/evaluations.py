@@ -24,8 +24,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 from benchmarks.facts import Row, parser_of, taken
 from benchmarks.pairs import ratio_of_pairs
-from benchmarks.planning import NETWORKS, instance
-from benchmarks.plans import budget_of
+from benchmarks.planning import NETWORKS, budget_of, instance
 from poochplan.formats.plan import Decision
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.simulator.construct import fit

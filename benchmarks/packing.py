@@ -31,8 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from benchmarks import fit, networks
 from benchmarks.facts import Row, facts_of_run, parser_of, table_head, table_row, write_results
 from benchmarks.instances import Instance, classifier, profile_of
-from benchmarks.planning import NETWORKS, instance
-from benchmarks.plans import budget_of
+from benchmarks.planning import NETWORKS, budget_of, instance
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Phase, Profile
 from poochplan.planner.arena.caching_allocator import ROUND_LARGE_BYTES, peak_reserved
 from poochplan.planner.arena.packing import LOOKS_PER_BLOCK, THOROUGH, Block, Packing, live_peak, pack

@@ -69,7 +69,7 @@ def solved(name: str, model: FluidModel) -> Row:
     """Seconds of the linear program, its size, and what it proves."""
     arrays = model.linear.arrays()
     found, solve_s = timed(lambda: solve_linear(arrays, "highs", SolverLimits(LIMIT_S), relaxed=True))
-    told: Row = {"solve_s": solve_s, "columns": len(arrays.cost), "entries": len(arrays.column)}
+    told = {"solve_s": solve_s, "columns": len(arrays.cost), "entries": len(arrays.column)}
     told |= {"is_solved": found.values is not None, "proven": found.bound}
     return {f"{name}_{key}": value for key, value in told.items()}
 

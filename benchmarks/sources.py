@@ -208,8 +208,8 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     if arguments.table:
-        known = rows_in(arguments.table)
-        print("\n".join([*map(line, known), "", *filter(None, map(waits, known))]))
+        rows = rows_in(arguments.table)
+        print("\n".join([*map(line, rows), "", *filter(None, map(waits, rows))]))
         return 0
     facts = facts_of_run(arguments)
     rows = {row["setting"]: row for row in known_rows(arguments.output)}
