@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +24,8 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 RESAMPLES = 10_000
 
 Seconds = tuple[float, float]
-"""On the wall, and those of CPU, which other users of the machine disturb less."""
 Step = Callable[[], Seconds]
-T = TypeVar("T")
+"""A step; its seconds on the wall, and those of CPU, which other users of the machine disturb less."""
 
 
 def compared(pairs: list[tuple[Seconds, Seconds]]) -> dict[str, Any]:
@@ -51,8 +50,8 @@ def ratio_of_pairs(pairs: list[tuple[float, float]]) -> dict[str, Any]:
 
 
 def in_pairs(
-    first: Callable[[], T], second: Callable[[], T], count: int, order: random.Random | None = None
-) -> list[tuple[T, T]]:
+    first: Step, second: Step, count: int, order: random.Random | None = None
+) -> list[tuple[Seconds, Seconds]]:
     """Seconds of ``count`` pairs, the order alternating, or drawn anew for each where ``order`` draws."""
     pairs = []
     for index in range(count):
@@ -66,6 +65,7 @@ def in_pairs(
 
 
 def one_step(workload: Workload) -> Seconds:
+    """Seconds of a training step."""
     assert workload.optimizer is not None
     workload.optimizer.zero_grad(set_to_none=True)
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
@@ -75,16 +75,15 @@ def one_step(workload: Workload) -> Seconds:
     return time.perf_counter() - start_s, time.process_time() - start_cpu_s
 
 
-def load(name: str, settings: dict[str, Any]) -> Workload:
-    """A file in ``configs/`` or any WORKLOAD, from the same seed each time."""
+def load(name: str, settings: dict[str, str]) -> Workload:
     torch.manual_seed(0)
-    config = CONFIGS / f"{name}.toml"
-    return load_workload(str(config) if config.exists() else name, settings).workload
+    return load_workload(str(CONFIGS / f"{name}.toml"), settings).workload
 
 
 def profiled(workload: Workload, name: str, **options: Any) -> poochplan.Profile:
-    model, optimizer = workload.model, workload.optimizer
-    return poochplan.profile(workload.step, model=model, optimizer=optimizer, workload=name, **options)
+    return poochplan.profile(
+        workload.step, model=workload.model, optimizer=workload.optimizer, workload=name, **options
+    )
 
 
 class Planned:
@@ -110,6 +109,7 @@ class Planned:
             noise = in_pairs(self.plain, self.plain, noise_pairs)
             found = in_pairs(self.plain, self.planned, pairs)
             total = self.session.report().total
-        return {"planned_over_plain": compared(found), "fallbacks": total.fallbacks} | (
-            {"plain_over_plain": compared(noise)} if noise else {}
-        )
+        return {
+            "planned_over_plain": compared(found),
+            "fallbacks": total.fallbacks,
+        } | ({"plain_over_plain": compared(noise)} if noise else {})

@@ -1,0 +1,158 @@
+"""What the resident memory of a training process is made of, after each step: in-core, everything kept, planned.
+
+Every run is a process of its own, forked from one that has only imported; the C library's allocator is as it is. The
+parts, in bytes after a step:
+
+* files:    pages of libraries and other mapped files
+* arena:    pages of the arena that the process holds
+* torch:    what torch has of the C library (the tests' hook): parameters, gradients, optimizer state, inputs
+* others:   what others have of it: oneDNN's cached primitives, autograd's nodes, Python's large objects
+* kernels:  pages with compiled code that belong to no file: what oneDNN compiles
+* rest:     all else: what the C library keeps after a free, Python's small objects, stacks
+
+    python -m benchmarks.resident_parts [--workloads small-unet,gpt2] [--steps 10] -o FILE.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import poochplan
+from benchmarks.arena import fresh, make
+from benchmarks.facts import facts_of_run, write_results
+from benchmarks.hooked import ready_to_fork
+from benchmarks.resident import in_a_process
+from poochplan.formats.plan import Plan
+from poochplan.runtime.session import Session
+from tests.allocated_bytes import allocated_bytes
+from tests.runtime.arena.steps import resident_bytes
+
+Mode = Literal["plain", "keep", "on"]
+MODES: tuple[Mode, ...] = ("plain", "keep", "on")
+PARTS = ("resident", "files", "arena", "torch", "others", "kernels", "rest")
+SECOND, SERVED = 2, 5
+"""Growth is told from behind the second step, and from behind the fifth, when the arena has been in use."""
+_MIB = 1 << 20
+
+
+class _MallocInfo(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
+
+
+def in_use_bytes() -> int:
+    """What the process has of the C library, large blocks that have mappings of their own among it."""
+    found = ctypes.CDLL(None)
+    found.mallinfo2.restype = _MallocInfo
+    info = found.mallinfo2()
+    return int(info.uordblks + info.hblkhd)
+
+
+def status_bytes(*names: str) -> int:
+    """The sum of these lines of ``/proc/self/status``."""
+    rows = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(row[1]) * 1024 for row in rows if row and row[0].rstrip(":") in names)
+
+
+def kernel_bytes() -> int:
+    """Resident pages that can be run and belong to no file."""
+    total, is_code = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        row = line.split()
+        if not row[0].endswith(":"):
+            is_code = "x" in row[1] and len(row) < 6
+        elif is_code and row[0] == "Rss:":
+            total += int(row[1]) * 1024
+    return total
+
+
+def sample(session: Session | None) -> dict[str, int]:
+    """The parts now."""
+    gc.collect()
+    resident, files = status_bytes("VmRSS"), status_bytes("RssFile", "RssShmem")
+    found = session._step_arena._runs.arena if session is not None and session._step_arena is not None else None
+    arena = (resident_bytes(found) or 0) if found is not None else 0
+    by_torch, kernels = allocated_bytes().live, kernel_bytes()
+    others = in_use_bytes() - by_torch
+    rest = resident - files - arena - by_torch - others - kernels
+    return dict(zip(PARTS, (resident, files, arena, by_torch, others, kernels, rest), strict=True))
+
+
+def run(name: str, mode: Mode, folder: Path, steps: int) -> list[dict[str, int]]:
+    """A sample before the first step, and one after each."""
+    workload = fresh(name)
+    torch.manual_seed(1)
+    optimizer = workload.optimizer
+    assert optimizer is not None
+
+    def go(session: Session | None) -> list[dict[str, int]]:
+        samples = [sample(session)]
+        for _ in range(steps):
+            optimizer.zero_grad(set_to_none=True)
+            loss = workload.step()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            samples.append(sample(session))
+        return samples
+
+    if mode == "plain":
+        return go(None)
+    with poochplan.apply(Plan.load(folder / f"{mode}.json"), workload.model, arena="on") as session:
+        return go(session)
+
+
+def one(name: str, steps: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        promised = in_a_process(make, name, folder)
+        found = {mode: in_a_process(run, name, mode, folder, steps) for mode in MODES}
+    return {"workload": name, "promised": promised, "samples": found}
+
+
+def told(row: dict[str, Any]) -> str:
+    """Rows of the Markdown table in README.md: after the last step, and growth."""
+    lines = []
+    for mode, samples in row["samples"].items():
+        last = samples[-1]
+        parts = " | ".join(f"{last[part] / _MIB:.1f}" for part in PARTS)
+        growth = [(last["resident"] - samples[step]["resident"]) / _MIB for step in (SECOND, SERVED)]
+        lines.append(f"| {row['workload']} | {mode} | {parts} | {growth[0]:+.1f} | {growth[1]:+.1f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", default="small-unet,gpt2")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("-o", "--output")
+    arguments = parser.parse_args()
+    ready_to_fork()
+    rows = []
+    for name in arguments.workloads.split(","):
+        rows.append(one(name, arguments.steps))
+        print(told(rows[-1]), flush=True)
+        write_results(arguments.output, facts_of_run(arguments) | {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()
