@@ -23,7 +23,7 @@ from poochplan.runtime.replays.tape import Recorder, Tape
 from tests.depth import seeds
 from tests.planner.plans import plan_with, random_decisions
 from tests.programs.drawing import draw
-from tests.programs.served_trial import served_trial
+from tests.programs.other_trials import served_trial
 from tests.runtime.nets import CASES, Case, Net, equal, in_core, taken, train
 from tests.runtime.random_plans import random_plan, windowed
 from tests.runtime.served import needs_compiler
