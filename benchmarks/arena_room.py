@@ -22,6 +22,7 @@ from benchmarks.facts import facts_of_run, write_results
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.arena.packing import LOOKS_PER_BLOCK, Block, pack, packed
+from poochplan.sessions import PLANNER
 
 STEPS = 6
 """Two are metered by their ops, one is learned from."""
@@ -60,7 +61,7 @@ def one(name: str, profile: Profile, kept: float) -> list[dict[str, Any]]:
     learned, workload = Learned(), fresh(name)
     assert workload.optimizer is not None
     torch.manual_seed(1)
-    with poochplan.apply(plan, workload.model, arena="on", pack=learned) as session:
+    with poochplan.apply(plan, workload.model, arena="on", planner=PLANNER._replace(pack=learned)) as session:
         for _ in range(STEPS):
             workload.optimizer.zero_grad(set_to_none=True)
             workload.step().backward()  # type: ignore[no-untyped-call]

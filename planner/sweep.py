@@ -120,6 +120,7 @@ def solve_cell(profile: Profile, solving: Solving, cell: Cell) -> SweepPoint:
 
 
 def _point(cell: Cell, **facts: Any) -> SweepPoint:
+    """A cell's point with these facts; only a plan that fits has the seconds of a step."""
     policy, budget_bytes = cell
     return SweepPoint(policy=policy, budget_bytes=budget_bytes, feasible="step_s" in facts, **facts)
 

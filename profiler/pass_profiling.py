@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -69,31 +69,45 @@ def profile_pass(
         live_bytes = live_tensors_peak(step, model)
     progress("laying it out")
     offsets, figures = _laid_out(blocks, events)
-    note = f"a step calls the model {seen['calls']} times; this is the first of them"
+    note = f"a step calls the model {seen.calls} times; this is the first of them"
     return PassProfile(
         workload=workload,
         device=this_machine(torch.device("cpu")),
         versions=versions_here("cpu"),
         host=this_host(),
         model=model_signature(model),
+        inputs=seen.inputs,
+        calls=seen.calls,
+        pass_s=statistics.median(seen.seconds),
+        spread_s=float(np.subtract(*np.quantile(seen.seconds, (0.75, 0.25)))),
+        iterations=iterations,
+        static_bytes=seen.static_bytes,
         live_peak_bytes=min(live_bytes, figures["allocated_peak_bytes"]),
         total_bytes=sum(rounded_up(block.size_bytes) for block in blocks),
-        notes=() if seen["calls"] == 1 else (note,),
+        notes=() if seen.calls == 1 else (note,),
         blocks=tuple(PassBlock(*block[:3], offset, block.layer) for block, offset in zip(blocks, offsets, strict=True)),
-        **seen,
         **figures,
     )
 
 
-def _timed(step: Callable[[], object], model: torch.nn.Module, iterations: int, warmup: int) -> dict[str, Any]:
-    """What the timed passes show, by the names in ``PassProfile``."""
-    seen: dict[str, Any] = {}
+class _Seen(NamedTuple):
+    """What the timed passes show."""
+
+    inputs: tuple[str, ...]
+    static_bytes: dict[str, int]
+    calls: int
+    seconds: list[float]
+
+
+def _timed(step: Callable[[], object], model: torch.nn.Module, iterations: int, warmup: int) -> _Seen:
+    inputs: tuple[str, ...] = ()
+    static_bytes: dict[str, int] = {}
     seconds: list[float] = []
     began_s = 0.0
 
     def begins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal began_s
-        seen.update(inputs=input_signature(args, kwargs), static_bytes=_static_bytes(model, args, kwargs))
+        nonlocal began_s, inputs, static_bytes
+        inputs, static_bytes = input_signature(args, kwargs), _static_bytes(model, args, kwargs)
         began_s = time.perf_counter()
 
     first = _FirstCall(begins, lambda: seconds.append(time.perf_counter() - began_s))
@@ -106,9 +120,7 @@ def _timed(step: Callable[[], object], model: torch.nn.Module, iterations: int, 
                     "step(): expected a call of the model, found none; compute it with the model that is given, called "
                     "as model(x)"
                 )
-    low_s, high_s = np.quantile(seconds[warmup:], (0.25, 0.75))
-    pass_s = statistics.median(seconds[warmup:])
-    return seen | {"pass_s": pass_s, "spread_s": float(high_s - low_s), "iterations": iterations, "calls": first.calls}
+    return _Seen(inputs, static_bytes, first.calls, seconds[warmup:])
 
 
 def _static_bytes(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:

@@ -37,8 +37,6 @@ from poochplan.profiler.capture.captured import CapturedOp, CapturedValue
 from poochplan.profiler.capture.op_blocks import stray_values
 from poochplan.runtime.applying import model_signature
 from poochplan.runtime.compiled.inductor import why_none_deferred, written_replays
-from poochplan.runtime.devices.cuda import with_index
-from poochplan.runtime.replays.bits_kernel import kernels_on
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.signatures import kernel_switches
 from poochplan.units import format_bytes
@@ -308,13 +306,7 @@ def this_machine(where: torch.device) -> Device:
     """The machine on which the step was measured."""
     if where.type == "cuda":
         facts = torch.cuda.get_device_properties(where)
-        return Device(
-            kind="cuda",
-            name=facts.name,
-            memory_bytes=facts.total_memory,
-            host_bytes=available_bytes(),
-            bits_kernel=kernels_on(with_index(where)) is not None,
-        )
+        return Device(kind="cuda", name=facts.name, memory_bytes=facts.total_memory, host_bytes=available_bytes())
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device(
         kind="cpu",

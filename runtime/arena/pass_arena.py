@@ -199,10 +199,10 @@ class PassArena:
         if events is None or known.is_settled:
             return
         known.times += 1
-        blocks = layout_of_run(events, self._pack)
-        if blocks is None:
+        layout = layout_of_run(events, self._pack)
+        if layout is None:
             return
-        known.layout = PassLayout(blocks, dict(running.points))
+        known.layout = PassLayout(layout, dict(running.points))
         self._kinds.is_laid_out(running.kind)
         arena = runs.arena
         if arena is not None and arena.live_blocks:

@@ -66,6 +66,7 @@ class HostBlock(Protocol):
 
 
 M = TypeVar("M", bound=HostBlock)
+T = TypeVar("T")
 
 
 class Part(NamedTuple, Generic[M]):
@@ -257,31 +258,37 @@ def fitting_cupy(cupy: Any, where: torch.device) -> Any:
 
     A build for another CUDA than the driver's can be imported, and fails at its first call.
     """
-    reason = _misfit(cupy, where) if cupy is not None else ""
-    if not reason:
-        return cupy
-    warnings.warn(
-        f"poochplan: CuPy {cupy.__version__} does not work with this driver and torch {torch.__version__} ({reason}): "
+    if cupy is None:
+        return None
+    return tried(
+        lambda: _copied(cupy, where),
+        where,
+        f"CuPy {cupy.__version__} does not work with this driver and torch {torch.__version__}",
         "going on without it; install the one for this CUDA (poochplan[cuda12] or [cuda13]), or none",
-        RuntimeWarning,
-        stacklevel=users_line(),
     )
+
+
+def tried(trial: Callable[[], tuple[T, str]], where: torch.device, what: str, instead: str) -> T | None:
+    """What a trial of CuPy on a GPU gives; None, and one line, if the trial says what is wrong with it, or fails."""
+    try:
+        with torch.cuda.device(where), without_modes(), torch.no_grad():
+            found, reason = trial()
+    except Exception as error:  # it fails in many ways
+        reason = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
+    if not reason:
+        return found
+    warnings.warn(f"poochplan: {what} ({reason}): {instead}", RuntimeWarning, stacklevel=users_line())
     return None
 
 
-def _misfit(cupy: Any, where: torch.device) -> str:
-    """What is wrong with it; empty if nothing is."""
-    try:
-        with torch.cuda.device(where), without_modes():
-            pinned = cupy.cuda.PinnedMemory(_TRIED_BYTES)
-            stream = torch.cuda.current_stream(where)
-            there = torch.full((_TRIED_BYTES,), 7, dtype=torch.uint8, device=where)
-            cupy.cuda.runtime.memcpyAsync(int(pinned.ptr), there.data_ptr(), _TRIED_BYTES, 2, stream.cuda_stream)
-            stream.synchronize()
-            found = bytes((ctypes.c_ubyte * _TRIED_BYTES).from_address(int(pinned.ptr)))
-    except Exception as error:  # it fails in many ways
-        return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
-    return "" if found == bytes([7]) * _TRIED_BYTES else "a copy gave other bytes"
+def _copied(cupy: Any, where: torch.device) -> tuple[Any, str]:
+    pinned = cupy.cuda.PinnedMemory(_TRIED_BYTES)
+    stream = torch.cuda.current_stream(where)
+    there = torch.full((_TRIED_BYTES,), 7, dtype=torch.uint8, device=where)
+    cupy.cuda.runtime.memcpyAsync(int(pinned.ptr), there.data_ptr(), _TRIED_BYTES, 2, stream.cuda_stream)
+    stream.synchronize()
+    found = bytes((ctypes.c_ubyte * _TRIED_BYTES).from_address(int(pinned.ptr)))
+    return cupy, "" if found == bytes([7]) * _TRIED_BYTES else "a copy gave other bytes"
 
 
 MemcpyAsync = Callable[[int, int, int, int, int], object]

@@ -31,10 +31,6 @@ from poochplan.runtime.run_report import StepReport
 from .saved_value import Lease
 
 
-def nothing(*_: Any) -> None:
-    """The default of each event, and a reference to what is not there."""
-
-
 class Outcome(StrEnum):
     USED = "used"
     UNUSED = "unused"
@@ -89,13 +85,12 @@ class Segment:
     raised: bool = False
     outcome: Outcome | None = None
     """None while it is open."""
-    lease: Callable[[], Lease | None] = nothing
-    """The lease that its handles hold, while one is alive."""
+    lease: weakref.ref[Lease] | None = None
 
     @property
     def is_held(self) -> bool:
         """Whether a handle on a value that it has saved is still alive."""
-        return self.lease() is not None
+        return self.lease is not None and self.lease() is not None
 
 
 class Cursor:
@@ -107,7 +102,7 @@ class Cursor:
         self.is_announced = False
         """Whether the caller announces all segments from here on."""
         self._on_idle = on_idle
-        self._whole: Callable[[], Lease | None] = nothing
+        self._whole: weakref.ref[Lease] | None = None
         self._since_optimizer = 0
 
     # -- where segments begin and end -------------------------------------------------------------------------
@@ -146,16 +141,16 @@ class Cursor:
     @property
     def holds_values(self) -> bool:
         """Whether a handle of a saved value of any segment is still alive."""
-        return self._whole() is not None
+        return self._whole is not None and self._whole() is not None
 
     def lease(self) -> Lease:
         """The object that each handle of the segment holds. When the last holder of any lease is gone, ``on_idle`` is
         called.
         """
         segment = self.segment
-        lease = segment.lease()
+        lease = segment.lease() if segment.lease is not None else None
         if lease is None:
-            whole = self._whole()
+            whole = self._whole() if self._whole is not None else None
             if whole is None:
                 whole = Lease()
                 self._whole = weakref.ref(whole)
@@ -163,6 +158,10 @@ class Cursor:
             lease = Lease(whole)
             segment.lease = weakref.ref(lease)
         return lease
+
+
+def nothing(*_: Any) -> None:
+    """The default of each event: does nothing."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ there is no CuPy that fits, the ops of torch in ``bits.py`` give the same bits.
 from __future__ import annotations
 
 import functools
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +14,8 @@ import numpy as np
 import torch
 
 from poochplan.formats.narrow import TABLE_ROWS
-from poochplan.runtime.devices.pinned import cupy_or_none, fitting_cupy
-from poochplan.runtime.messages import users_line
-from poochplan.torch_private.tensor_internals import raw_stream, without_modes
+from poochplan.runtime.devices.pinned import cupy_or_none, fitting_cupy, tried
+from poochplan.torch_private.tensor_internals import raw_stream
 
 SOURCE = Path(__file__).parent / "native" / "bits.cu"
 NAMES = tuple(f"{name}_{size_bytes}" for name in ("narrow", "widen") for size_bytes in (1, 2, 4))
@@ -36,12 +34,11 @@ class _Stream(NamedTuple):
 
 
 class Kernels:
-    """The kernels on one GPU, ``where``."""
+    """The kernels on the current GPU."""
 
-    def __init__(self, cupy: Any, where: torch.device) -> None:
-        with torch.cuda.device(where):
-            module = cupy.RawModule(code=SOURCE.read_text())
-            self._functions = {name: module.get_function(name) for name in NAMES}
+    def __init__(self, cupy: Any) -> None:
+        module = cupy.RawModule(code=SOURCE.read_text())
+        self._functions = {name: module.get_function(name) for name in NAMES}
 
     def narrow(self, whole: torch.Tensor, bits: torch.Tensor, table: torch.Tensor) -> bool:
         """Queues narrowing. False, without effect, if a buffer begins at another place than a kernel needs."""
@@ -73,21 +70,17 @@ def kernels_on(where: torch.device) -> Kernels | None:
 
 @functools.lru_cache(maxsize=4)
 def _fitting(cupy: Any, where: torch.device) -> Kernels | None:
-    try:
-        with without_modes(), torch.no_grad():
-            kernels = Kernels(cupy, where)
-            reason = "" if _is_right(kernels, where) else "they gave other bits"
-    except Exception as error:  # it fails in many ways
-        reason = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
-    if not reason:
-        return kernels
-    warnings.warn(
-        f"poochplan: CuPy {cupy.__version__} has no kernels for the bits of masks here ({reason}): ops of torch make "
-        "them, in more time; install the CuPy for this CUDA (poochplan[cuda12] or [cuda13]) with its compiler, NVRTC",
-        RuntimeWarning,
-        stacklevel=users_line(),
+    def trial() -> tuple[Kernels, str]:
+        kernels = Kernels(cupy)
+        return kernels, "" if _is_right(kernels, where) else "they gave other bits"
+
+    return tried(
+        trial,
+        where,
+        f"CuPy {cupy.__version__} has no kernels for the bits of masks here",
+        "ops of torch make them, in more time; install the CuPy for this CUDA (poochplan[cuda12] or [cuda13]) with its "
+        "compiler, NVRTC",
     )
-    return None
 
 
 def _is_right(kernels: Kernels, where: torch.device) -> bool:

@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import poochplan
 from poochplan.formats import narrow
 from poochplan.formats.plan import Decision
-from poochplan.profiler.assembly.assemble import this_machine
 from poochplan.runtime.replays import bits
 from poochplan.runtime.replays.bits_kernel import kernels_on
 from poochplan.tensors.storages import on_whole
@@ -30,7 +30,7 @@ from tests.planner.mask_profiles import on_cuda
 from tests.planner.test_masks import dropout
 from tests.runtime.by_hand import held, planned, problem_of, with_slow_copies
 from tests.runtime.mask_nets import masks_on
-from tests.runtime.nets import as_bytes, followed, metered_peaks, train
+from tests.runtime.nets import as_bytes, followed, metered_peaks, taken, train
 from tests.runtime.served import needs_compiler
 
 COUNTS = {"float32": 6, "bfloat16": 6, "bools, float32": 9, "bools, bfloat16": 9}
@@ -184,14 +184,17 @@ def test_a_cupy_without_kernels_is_told_once_and_the_profile_knows(
         def get_function(self, name: str) -> object:
             return lambda *given, stream: None
 
-    with on_stand_in():
-        assert this_machine(torch.device("cuda")).bits_kernel
     with on_stand_in(cupy=False):
-        assert not this_machine(WHERE).bits_kernel
+        assert kernels_on(WHERE) is None
+        assert not CASES["bools, float32"].new_profile().device.bits_kernel
     with on_stand_in():
         monkeypatch.setattr(sys.modules["cupy"], "RawModule", Broken)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            linear = nn.Linear(8, 8, device=WHERE)
+            taken(lambda: linear(torch.ones(4, 8, device=WHERE)).sum(), linear)  # no mask: none is compiled
         with pytest.warns(RuntimeWarning, match=f"CuPy stand-in has no kernels for the bits of masks here .{reason}"):
-            assert not this_machine(WHERE).bits_kernel
+            assert not CASES["bools, float32"].new_profile().device.bits_kernel
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert bits.on_device(WHERE, torch.bool, ()).kernels is None
