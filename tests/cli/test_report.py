@@ -11,6 +11,7 @@ import pytest
 import poochplan
 from poochplan.errors import ModelMismatchError
 from poochplan.formats.occupancy import Bar, live_bytes, static_bytes
+from poochplan.formats.plan import Decision
 from poochplan.formats.profile import LinkDirection, Profile
 from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, LEAST_COUNTED_BYTES
 from poochplan.formats.run_record import fragmentation_text
@@ -20,6 +21,8 @@ from poochplan.report.pictures import write_picture
 from poochplan.report.tables import decision_data, decisions_by_layer, overhead_by_layer, simulate_plan
 from poochplan.report.timeline import ROWS, draw_timeline, in_core_curve, timeline_of
 from tests.cli.conftest import outside
+from tests.runtime.by_hand import held, planned, problem_of
+from tests.runtime.mask_nets import MASKS
 
 
 @pytest.fixture(scope="module")
@@ -111,11 +114,15 @@ def test_decisions_add_up_to_the_saved_bytes(plan: poochplan.Plan) -> None:
 
 
 def test_the_overhead_by_layer_adds_up_to_the_predicted_overhead(profile: Profile, plan: poochplan.Plan) -> None:
-    frame = overhead_by_layer(profile, plan)
-    prediction = plan.prediction
-    kept_s = sum(op.duration_s for op in as_followed(profile, plan).ops)
-    assert frame["overhead_s"].sum() == pytest.approx(prediction.step_s - kept_s, rel=1e-6)
-    assert frame["overhead_s"].is_monotonic_decreasing
+    case = MASKS["float32"]
+    masked = case.profile()
+    bits, _ = planned(case, held(problem_of(case), Decision.RECOMPUTE))
+    assert any(value.bits for value in bits.values)
+    for known, made in ((profile, plan), (masked, bits)):
+        frame = overhead_by_layer(known, made)
+        kept_s = sum(op.duration_s for op in as_followed(known, made).ops)
+        assert frame["overhead_s"].sum() == pytest.approx(made.prediction.step_s - kept_s, rel=1e-6)
+        assert frame["overhead_s"].is_monotonic_decreasing
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from poochplan.errors import InputFileError
 from poochplan.formats.files import one_line, read_data, write_atomic
+from poochplan.formats.narrow import as_planned, narrowed
 from poochplan.formats.pass_profile import PassProfile
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.plan_set import describe
@@ -174,7 +175,8 @@ def overhead_by_layer(profile: Profile, plan: Plan) -> pd.DataFrame:
     """
     simulation = simulate_plan(profile, plan)
     layer_of = {value.name: value.layer or OUTSIDE for value in plan.values}
-    seconds, in_core_s = _writing_seconds(profile), sum(op.duration_s for op in as_followed(profile, plan).ops)
+    seconds = _writing_seconds(as_planned(profile, plan))
+    in_core_s = sum(op.duration_s for op in as_followed(profile, plan).ops)
     columns = ("swap", "recompute", "stall_s", "replay_s", "interference_s", "runtime_s")
     rows: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(columns, 0.0))
     for value in plan.values:
@@ -198,10 +200,10 @@ def overhead_by_layer(profile: Profile, plan: Plan) -> pd.DataFrame:
 
 
 def _writing_seconds(profile: Profile) -> dict[str, float]:
-    """Seconds of the ops that write each saved value, by the value's name."""
-    writers = writers_by_value(profile)
+    """Seconds of the ops that write each saved value, or what its bits stand for, by the value's name."""
+    writers, masks = writers_by_value(profile), narrowed(profile)
     return {
-        profile.values[index].name: sum(profile.ops[op].duration_s for op in writers[index])
+        profile.values[index].name: sum(profile.ops[op].duration_s for op in writers[masks.get(index, index)])
         for index in saved_values(profile)
     }
 
