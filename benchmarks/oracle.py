@@ -2,12 +2,14 @@
 
     python -m benchmarks.oracle -o benchmarks/results/oracle.json
 
-Two kinds of instance, each a random step with a random budget between the smallest feasible one and the in-core peak:
+Three kinds of instance, each a random step with a random budget between the smallest feasible one and the in-core peak:
 
 * ``full``: up to 5 movable values against every schedule (``tests/planner/oracle.py``). No plan may be faster, and a
   proven bound may not be above the optimum.
 * ``decisions``: 5 to 10 movable values against all decisions, each as the planner's own scheduler carries it out. The
   planner may be faster here, where it tries more schedules of a decision than one.
+* ``smaller``: as ``full``, of steps with smaller forms of saved values, each form in turn: sources, bits of masks on
+  the CPU and on CUDA, integers and upper halves.
 
 Seeds are those of ``tests/planner/tiny_profiles.py``; one instance repeats with ``--kind full --first SEED --count 1``.
 """
@@ -28,13 +30,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from benchmarks.facts import facts_of_run, write_results
 from poochplan.formats.plan import Decision
 from poochplan.planner.planning import plan
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import movable, try_decisions
 from tests.planner.oracle import best_decisions, best_schedule  # the yardstick, none of the package
 from tests.planner.oracle_search import Freedom
-from tests.planner.tiny_profiles import tiny_budget, tiny_profile
+from tests.planner.tiny_profiles import FORMS, tiny_instance, tiny_with
 
 VALUES = {"full": (2, 5), "decisions": (5, 10)}
+SMALLER = "smaller"
+KINDS = *VALUES, SMALLER
 EQUAL = 1e-6
 """Relative difference of the simulated step below which two plans are equal."""
 ROUNDING = 1e-9
@@ -51,15 +55,16 @@ FREEDOMS = {
 
 def one(kind: str, seed: int, time_limit_s: float) -> dict[str, Any]:
     """The planner and the oracle on one instance."""
-    profile = tiny_profile(seed, *VALUES[kind])
-    budget = tiny_budget(profile, seed)
-    problem = build_problem(profile)
+    if kind == SMALLER:
+        profile, problem, budget = tiny_with(list(FORMS.values())[seed % len(FORMS)], seed // len(FORMS))
+    else:
+        profile, problem, budget = tiny_instance(seed, *VALUES[kind])
     started_s = time.perf_counter()
     found = plan(profile, budget, threads=1, time_limit_s=time_limit_s)
     planned_s = time.perf_counter()
     plan_s = found.prediction.step_s
     reasons: list[str] = []
-    if kind == "full":
+    if kind != "decisions":
         optimum = best_schedule(problem, budget, at_most_s=plan_s)
         best_s = optimum.step_s if optimum is not None else None
         if optimum is not None and plan_s > optimum.step_s * (1 + EQUAL):
@@ -140,7 +145,7 @@ def table_row(kind: str, found: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", choices=(*VALUES, "both"), default="both")
+    parser.add_argument("--kind", choices=(*KINDS, "all"), default="all")
     parser.add_argument("--count", type=int, default=500, help="instances of each kind")
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--time-limit", type=float, default=10.0, help="seconds for the solver, per plan")
@@ -155,7 +160,7 @@ def main() -> int:
     )
     print("|---|---|---|---|---|---|---|---|")
     failed = 0
-    for kind in VALUES if arguments.kind == "both" else (arguments.kind,):
+    for kind in KINDS if arguments.kind == "all" else (arguments.kind,):
         seeds = range(arguments.first, arguments.first + arguments.count)
         with ProcessPoolExecutor(arguments.jobs) as pool:
             count = len(seeds)
@@ -163,7 +168,7 @@ def main() -> int:
         found = results["summary"][kind] = summary(rows)
         results["rows"] += [row for row in rows if is_notable(row)]
         print(table_row(kind, found), flush=True)
-        failed += found["bounds_above_the_best"] + (found["better"] if kind == "full" else 0)
+        failed += found["bounds_above_the_best"] + (found["better"] if kind != "decisions" else 0)
     write_results(arguments.output, results)
     return 1 if failed else 0
 

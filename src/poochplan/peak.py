@@ -160,7 +160,7 @@ def explain_peak(
         size_bytes = int(live[tick])
         holders = list(_values(profile, range(len(profile.values)), tick))
     else:
-        simulation = simulate_plan(profile, plan)
+        simulation, profile = simulate_plan(profile, plan), as_planned(profile, plan)
         tick, size_bytes = simulation.peak_tick, simulation.peak_bytes
         holders = list(_planned(profile, plan, tick))
     phase, layer, op = _moment_of(profile, tick)
@@ -197,7 +197,7 @@ def simulate_plan(profile: Profile, plan: Plan) -> Simulation:
 
 
 def _planned(profile: Profile, plan: Plan, tick: int) -> Iterator[Holder]:
-    profile = as_planned(profile, plan)
+    """``profile`` has the points of the plan."""
     problem = build_problem(profile)
     held = held_at(problem, schedule_of(plan, problem), tick)
     saved = saved_values(profile)

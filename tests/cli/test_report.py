@@ -15,14 +15,18 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import LinkDirection, Profile
 from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, LEAST_COUNTED_BYTES
 from poochplan.formats.run_record import fragmentation_text
+from poochplan.peak import explain_peak
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.whatif import as_followed
 from poochplan.report.pictures import write_picture
 from poochplan.report.tables import decision_data, decisions_by_layer, overhead_by_layer, simulate_plan
-from poochplan.report.timeline import ROWS, draw_timeline, in_core_curve, timeline_of
+from poochplan.report.timeline import ROWS, draw_timeline, in_core_curve, predicted_trace, timeline_of
 from tests.cli.conftest import outside
 from tests.runtime.by_hand import held, planned, problem_of
+from tests.runtime.cast_nets import CASTS
+from tests.runtime.form_nets import FORMS
 from tests.runtime.mask_nets import MASKS
+from tests.runtime.nets import Case
 
 
 @pytest.fixture(scope="module")
@@ -114,15 +118,35 @@ def test_decisions_add_up_to_the_saved_bytes(plan: poochplan.Plan) -> None:
 
 
 def test_the_overhead_by_layer_adds_up_to_the_predicted_overhead(profile: Profile, plan: poochplan.Plan) -> None:
-    case = MASKS["float32"]
-    masked = case.profile()
-    bits, _ = planned(case, held(problem_of(case), Decision.RECOMPUTE))
-    assert any(value.bits for value in bits.values)
-    for known, made in ((profile, plan), (masked, bits)):
-        frame = overhead_by_layer(known, made)
-        kept_s = sum(op.duration_s for op in as_followed(known, made).ops)
-        assert frame["overhead_s"].sum() == pytest.approx(made.prediction.step_s - kept_s, rel=1e-6)
-        assert frame["overhead_s"].is_monotonic_decreasing
+    frame = overhead_by_layer(profile, plan)
+    prediction = plan.prediction
+    kept_s = sum(op.duration_s for op in as_followed(profile, plan).ops)
+    assert frame["overhead_s"].sum() == pytest.approx(prediction.step_s - kept_s, rel=1e-6)
+    assert frame["overhead_s"].is_monotonic_decreasing
+
+
+@pytest.mark.parametrize("decision", Decision)
+@pytest.mark.parametrize(
+    "case", [CASTS["autocast"], MASKS["float32"], FORMS["Branches"]], ids=["source", "bits", "fewer bytes"]
+)
+def test_what_is_shown_of_plans_that_hold_smaller_forms_is_what_the_simulator_says(
+    case: Case, decision: Decision
+) -> None:
+    profile = case.profile()
+    plan, _ = planned(case, held(problem_of(case), decision))
+    assert any(value.source and value.until >= 0 for value in plan.values)
+    simulation, explained = simulate_plan(profile, plan), explain_peak(profile, plan)
+    assert sum(holder.size_bytes for holder in explained.holders) == simulation.peak_bytes
+    assert explained.layer == simulation.peak_layer
+    assert explained.tick < explained.tick_count == len(simulation.memory_bytes)
+    ops = as_followed(profile, plan).ops
+    last = [bar for bar in timeline_of(profile, plan).bars if bar.row == "compute" and bar.what == "optimizer"]
+    assert seconds(last) == pytest.approx(sum(op.duration_s for op in ops if op.phase == "optimizer"))
+    trace = predicted_trace(profile, plan)
+    assert [bar.what for bar in trace.bars if bar.row == "step"] == ["forward", "backward", "optimizer"]
+    assert {op.name for op in profile.ops} <= {bar.what for bar in trace.bars}
+    overhead_s = simulation.step_s - sum(op.duration_s for op in ops)
+    assert overhead_by_layer(profile, plan)["overhead_s"].sum() == pytest.approx(overhead_s)
 
 
 @pytest.mark.parametrize(

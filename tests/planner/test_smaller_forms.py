@@ -20,20 +20,17 @@ from poochplan.planner.search.bound import integral_bound, lower_bound
 from poochplan.planner.search.solvers import SolverLimits
 from poochplan.planner.simulator.evaluator import STYLE_OF, Evaluator
 from poochplan.planner.simulator.problem import build_problem
-from poochplan.planner.simulator.simulate import simulate, swap_all_on_demand, try_style
+from poochplan.planner.simulator.simulate import simulate, try_style
 from poochplan.report.differences import differences
 from tests.depth import seeds, tries
-from tests.planner.cast_profiles import cast_profile
 from tests.planner.checker import Violation, check
-from tests.planner.form_profiles import form_profile
-from tests.planner.mask_profiles import bool_profile, mask_profile
 from tests.planner.oracle import best_schedule
 from tests.planner.plans import held, plan_with, random_decisions
 from tests.planner.random_profiles import with_random_thread
 from tests.planner.random_schedules import random_schedule
 from tests.planner.test_casts import norm
 from tests.planner.test_masks import SIZE, dropout
-from tests.planner.tiny_profiles import tiny_budget, tiny_with
+from tests.planner.tiny_profiles import FORMS, Form, tiny_with
 
 KEEP, RECOMPUTE = Decision.KEEP, Decision.RECOMPUTE
 SAME = 1 + 1e-9
@@ -110,20 +107,6 @@ def test_a_checked_plan_holds_only_what_may_be_held(step: Step) -> None:
         check(step.profile, msgspec.structs.replace(made, values=values))
 
 
-class Form(NamedTuple):
-    """Random steps of some blocks, what adds the smaller form to a profile, and bytes of such a step."""
-
-    profile: Callable[[int | str, int], Profile]
-    added: Callable[[Profile], Profile]
-    size_bytes: int
-
-
-FORMS = {
-    "sources": Form(cast_profile, with_sources, 40_000),
-    "bits": Form(mask_profile, with_bits, 400_000),
-    "bits of bools on CUDA": Form(bool_profile, with_bits, 1_600_000),
-    "integers and upper halves": Form(form_profile, with_bits, 1_600_000),
-}
 of_each = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
@@ -175,10 +158,7 @@ def test_no_plan_is_faster_than_the_bound_for_its_own_peak(form: Form, seed: int
 @of_each
 @pytest.mark.parametrize("seed", seeds(4, 200))
 def test_the_planner_finds_the_best_plan_of_a_tiny_step(form: Form, seed: int) -> None:
-    profile = tiny_with(form.added, form.profile, seed)
-    problem, budget_bytes = build_problem(form.added(profile)), tiny_budget(profile, seed)
-    if swap_all_on_demand(problem).peak_bytes > budget_bytes:
-        problem = build_problem(profile)  # narrowing takes memory itself
+    profile, problem, budget_bytes = tiny_with(form, seed)
     best = best_schedule(problem, budget_bytes)
     assert best is not None
     made = plan(profile, budget_bytes, time_limit_s=5, gap=0.0)

@@ -8,16 +8,38 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+from poochplan.formats.narrow import with_bits
 from poochplan.formats.profile import Kind, Link, Profile
+from poochplan.formats.sources import with_sources
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.simulator.problem import Problem, build_problem
-from poochplan.planner.simulator.simulate import movable
+from poochplan.planner.simulator.simulate import movable, swap_all_on_demand
+from tests.planner.cast_profiles import cast_profile
+from tests.planner.form_profiles import form_profile
+from tests.planner.mask_profiles import bool_profile, mask_profile
 from tests.planner.random_profiles import Recorder, any_seconds, link
 
 ATTEMPTS = 200
 UNIT_S = 1e-3
+
+
+class Form(NamedTuple):
+    """Random steps of some blocks, what adds the smaller form to a profile, and bytes of such a step."""
+
+    profile: Callable[[int | str, int], Profile]
+    added: Callable[[Profile], Profile]
+    size_bytes: int
+
+
+FORMS = {
+    "sources": Form(cast_profile, with_sources, 40_000),
+    "bits": Form(mask_profile, with_bits, 400_000),
+    "bits of bools on CUDA": Form(bool_profile, with_bits, 1_600_000),
+    "integers and upper halves": Form(form_profile, with_bits, 1_600_000),
+}
+"""The smaller forms that a plan may hold in place of saved values."""
 
 
 def tiny_profile(seed: int, lowest: int = 2, highest: int = 5) -> Profile:
@@ -32,17 +54,20 @@ def tiny_profile(seed: int, lowest: int = 2, highest: int = 5) -> Profile:
     raise AssertionError(f"seed {seed} gives no profile with {lowest} to {highest} movable values")
 
 
-def tiny_with(added: Callable[[Profile], Profile], made: Callable[[str, int], Profile], seed: int) -> Profile:
-    """A step to which ``added`` adds something, with at most five movable values then, and a plan below its
-    in-core peak.
+def tiny_with(form: Form, seed: int) -> tuple[Profile, Problem, int]:
+    """A step that has the form, with at most five movable values then, and a plan below its in-core peak; the problem
+    that its plans solve, and a budget.
     """
     for attempt in range(ATTEMPTS):
-        profile = made(f"{seed}/{attempt}", 1 + attempt % 2)
-        planned = added(profile)
+        profile = form.profile(f"{seed}/{attempt}", 1 + attempt % 2)
+        planned = form.added(profile)
         if planned is profile or len(movable(build_problem(planned))) > 5:
             continue
         if smallest_budget(profile) < profile.in_core_peak_bytes:
-            return profile
+            problem, budget_bytes = build_problem(planned), tiny_budget(profile, seed)
+            if swap_all_on_demand(problem).peak_bytes > budget_bytes:
+                problem = build_problem(profile)  # narrowing takes memory itself
+            return profile, problem, budget_bytes
     raise AssertionError(f"seed {seed} gives no profile with something added and at most five movable values")
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from poochplan.formats.files import write_atomic
+from poochplan.formats.narrow import as_planned
 from poochplan.formats.occupancy import (
     COMPUTE,
     IN_LINK,
@@ -87,9 +88,9 @@ def timeline_of(
     profile: Profile, plan: Plan, *, measured_peak_bytes: int | None = None, measured_overhead: float | None = None
 ) -> Timeline:
     """The simulated step of a plan; raises ``ModelMismatchError`` if the plan has another profile."""
-    simulation = simulate_plan(profile, plan)
+    simulation, planned = simulate_plan(profile, plan), as_planned(profile, plan)
     starts_s = simulation.tick_start_s
-    boundaries_s = _phase_starts(profile, [float(starts_s[tick]) for tick in profile.op_ticks])
+    boundaries_s = _phase_starts(planned, [float(starts_s[tick]) for tick in planned.op_ticks])
     in_core_s = _in_core_ends_s(profile)
     in_core_boundaries_s = _phase_starts(profile, [0.0, *in_core_s[:-1].tolist()])
     bars = _split("in-core", 0.0, float(in_core_s[-1]), in_core_boundaries_s)
@@ -140,18 +141,18 @@ def _split(row: str, start_s: float, end_s: float, phase_starts_s: dict[str, flo
 
 def predicted_trace(profile: Profile, plan: Plan) -> StepTrace:
     """The simulated step; raises ``ModelMismatchError`` if the plan has another profile."""
-    timeline = timeline_of(profile, plan)
+    timeline, planned = timeline_of(profile, plan), as_planned(profile, plan)
     memory, prediction = timeline.memory, plan.prediction
     moves = [
         Bar(_TRACK_OF[bar.what], bar.what, bar.start_s, bar.end_s, bar.label)
         for bar in timeline.bars
         if bar.what in _TRACK_OF
     ]
-    starts_s = _phase_starts(profile, [float(memory.times_s[tick]) for tick in profile.op_ticks])
+    starts_s = _phase_starts(planned, [float(memory.times_s[tick]) for tick in planned.op_ticks])
     phases = _split(STEP, 0.0, timeline.step_s, starts_s)
     ops = [  # each ends at the beginning of the next tick, because all waits are at points
         Bar(COMPUTE, op.name, float(memory.times_s[tick]), float(memory.times_s[tick + 1]), op.layer)
-        for op, tick in zip(profile.ops, profile.op_ticks, strict=True)
+        for op, tick in zip(planned.ops, planned.op_ticks, strict=True)
     ]
     return StepTrace(
         workload=plan.workload,
