@@ -21,7 +21,7 @@ from poochplan.planner.search.optimise import Optimum
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.simulate import Candidate, simulate, try_decisions
 
-from .whatif import without_arena
+from .whatif import shared, without_arena
 
 KEEP_ALL = "keep-all"
 """The policy of a plan that keeps everything: no step is shorter."""
@@ -117,7 +117,7 @@ def with_decisions(profile: Profile, plan: Plan, changes: Mapping[str, Decision 
         recomputed; the message says why.
     """
     started_s = time.perf_counter()
-    given = PolicyInput.of(as_planned(profile, plan), plan.budget_bytes)
+    given = PolicyInput.of(shared(as_planned(profile, plan), plan.link.ranks), plan.budget_bytes)
     problem = given.problem
     if problem.names != tuple(value.name for value in plan.values):
         raise UsageError("profile: expected the one that the plan was made from, found another; plan again")

@@ -48,9 +48,12 @@ def test_what_the_changed_plan_predicts_is_what_the_simulator_says(profile: Prof
         assert value.name == name or value.decision in (before[value.name], Decision.KEEP)
 
 
-def test_no_change_keeps_the_decisions(profile: Profile, made: Plan) -> None:
-    same = with_decisions(profile, made, {})
-    assert [value.decision for value in same.values] == [value.decision for value in made.values]
+def test_no_change_keeps_the_decisions_and_the_share_of_the_link(profile: Profile, made: Plan) -> None:
+    one_of_four = plan(profile, budget_at(profile, 0.5), evaluations=50, ranks_per_host=4)
+    for one in (made, one_of_four):
+        same = with_decisions(profile, one, {})
+        assert [value.decision for value in same.values] == [value.decision for value in one.values]
+        assert same.link == one.link
 
 
 def test_what_cannot_be_is_refused_and_why(profile: Profile, made: Plan) -> None:

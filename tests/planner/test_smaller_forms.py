@@ -94,6 +94,10 @@ def test_plans_of_one_step_compare_whether_they_hold_any_or_not(step: Step) -> N
         made.values[0].name: ("-", "keep"),
         made.values[1].name: ("keep", "recompute"),
     }
+    renamed = msgspec.structs.replace(made.values[0], name="another source")
+    other = msgspec.structs.replace(made, values=(renamed, *made.values[1:]), schedule=kept.schedule)
+    assert "points do not compare" in str(differences(made, other))
+    assert differences(made, other).data["points"] == []
 
 
 @of_a_step

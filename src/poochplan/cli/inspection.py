@@ -151,6 +151,11 @@ pooch simulate profile.json plan.json --json | jq .layers
     def run(self) -> dict[str, Any]:
         options = self.options
         profile, plan = Profile.load(options.profile), Plan.load(options.plan)
+        if elsewhere := [one for one in plan.assumed if one not in profile.assumed]:
+            raise UsageError(
+                f"PLAN: expected one for the machine of {options.profile}, found one for another "
+                f"({'; '.join(elsewhere)}); pooch show has its figures, and pooch plan --timeline draws it"
+            )
         simulation = simulate_plan(profile, plan)
         self.show(tables.summary_table(f"Predicted step of {plan.workload}", _simulated_rows(plan, simulation)))
         layers = tables.overhead_by_layer(profile, plan)

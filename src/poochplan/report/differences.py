@@ -85,7 +85,7 @@ def differences(first: Inspected, second: Inspected) -> Differences:
 
 def _of_plans(first: Plan, second: Plan) -> Differences:
     is_same_step = _saved_and_used(first) == _saved_and_used(second)
-    is_comparable = is_same_step and len(first.values) == len(second.values)
+    is_comparable = is_same_step and [one.name for one in first.values] == [one.name for one in second.values]
     figures, values = _figures(_plan_facts(first), _plan_facts(second)), _changed_values(first, second)
     points = _changed_points(first, second) if is_comparable else []
     parts: list[Section] = []
@@ -104,7 +104,7 @@ def _of_plans(first: Plan, second: Plan) -> Differences:
     if not is_same_step:
         parts.append("The plans are for steps that save or use other values: their points do not compare.")
     elif not is_comparable:
-        parts.append("Only one of the plans decides about sources of larger copies: their points do not compare.")
+        parts.append("The plans decide about other sources or narrow forms: their points do not compare.")
     data = {"same_step": is_same_step, "values": values, "points": points}
     return Differences(bool(figures or parts), "Plans", figures, parts, data)
 

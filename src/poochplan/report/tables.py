@@ -257,7 +257,7 @@ def file_rows(found: Inspected) -> dict[str, str]:
     if found.estimate:
         rows["estimate"] = "its times were not measured on the device that it is for"
     moved = sum(1 for actions in found.schedule if actions.swap_out or actions.prefetch or actions.replay)
-    points = f"{len(found.values)} saves and {len(found.uses)} uses; copies or replays begin at {moved}"
+    points = f"{len(found.saved)} saves and {len(found.uses)} uses; copies or replays begin at {moved}"
     host_tier = f"{format_bytes(found.prediction.host_bytes)} of values"
     return rows | found.rows() | {"points": points, "host tier": host_tier}
 
