@@ -399,9 +399,9 @@ class Session:
             segment.report.peak_bytes = peak_bytes
 
     def _look(self, segment: Segment) -> None:
-        """Reacts to a step above its budget. A step that left its plan has been reported already."""
+        """Reacts to a step above its budget. That a step which left its plan may take more has been said already."""
         plan, peak_bytes = self._following, segment.report.peak_bytes
-        if not self._looks or plan is None or peak_bytes is None or segment.report.fallbacks:
+        if not self._looks or plan is None or peak_bytes is None or segment.diverged:
             return
         if not plan.is_over(peak_bytes):
             return

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from poochplan.torch_private.tensor_internals import clear_cublas_workspaces, gpu_sleep
+from poochplan.torch_private.cuda_internals import clear_cublas_workspaces, gpu_sleep
 
 _HEAD_START_CYCLES = 2_000_000
 """About a millisecond of a GPU."""

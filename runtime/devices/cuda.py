@@ -21,12 +21,14 @@ from poochplan.runtime.run_report import MemoryPeaks
 from poochplan.tensors.modes import compiled_modules
 from poochplan.tensors.storages import new_storage
 from poochplan.torch_private.compiler_internals import captures_graphs
-from poochplan.torch_private.tensor_internals import (
+from poochplan.torch_private.cuda_internals import (
     MemoryStats,
     ResetPeaks,
     memory_stats_calls,
     raw_stream,
     stand_before_memory_stats,
+)
+from poochplan.torch_private.tensor_internals import (
     unseen_by_modes,
     without_modes,
 )

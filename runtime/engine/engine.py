@@ -219,6 +219,8 @@ class Engine:
         segment, was_on = self.segment, self.recorder.is_on
         if was_on:  # otherwise a compiler may trace a backward while recording is off, and it would come back
             self.recorder.switch_off()
+        else:
+            self.recorder.take_off()
         self._events.backward(True)
         try:
             yield

@@ -15,7 +15,7 @@ import torch
 
 from poochplan.formats.narrow import TABLE_ROWS
 from poochplan.runtime.devices.pinned import cupy_or_none, fitting_cupy, tried
-from poochplan.torch_private.tensor_internals import raw_stream
+from poochplan.torch_private.cuda_internals import raw_stream
 
 SOURCE = Path(__file__).parent / "native" / "bits.cu"
 NAMES = tuple(f"{name}_{size_bytes}" for name in ("narrow", "widen") for size_bytes in (1, 2, 4))

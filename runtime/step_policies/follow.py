@@ -162,7 +162,7 @@ class Follow(StepPolicy):
         return [value for value in found if value is not None]
 
     def not_replayable(self, value: SavedValue, reason: NotReplayable) -> Actions:
-        return self._safe.take([value])
+        return Actions(swap_out=(value,), release=(value,))  # planned steps have no room for it after this point
 
     def _let_go(self) -> None:
         """No further handle or recipe is expected."""

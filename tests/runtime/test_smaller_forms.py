@@ -5,6 +5,7 @@ and casts in fewer bytes. Gradients stay bitwise those of in-core training, at t
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 
 import msgspec
@@ -249,6 +250,42 @@ def test_what_other_ops_have_made_is_swapped_and_not_narrowed(how: str, decision
     assert followed(case, plan).total.fallbacks == 0
     model, loss_of = made(how)
     assert gradient_bits(model, loss_of, plan, fallbacks=1) == gradient_bits(model, loss_of)
+
+
+class OwnDropout(nn.Module):
+    """Its mask is that of torch's dropout, or made by other ops, beside ``more`` elements that are held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.is_own, self.more = nn.Linear(64, 64), nn.Linear(64, 64), False, 0
+        self.held: torch.Tensor | None = None
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden, self.held = self.first(batch), torch.empty(self.more) if self.more else None
+        if self.is_own:
+            hidden = hidden * ((torch.rand_like(hidden) > 0.3).to(hidden.dtype) / 0.7)
+        else:
+            hidden = nn.functional.dropout(hidden, 0.3)
+        return self.last(hidden.sin()).sin()  # type: ignore[no-any-return]
+
+
+def test_the_budget_is_kept_or_told_where_a_value_is_swapped_and_not_recomputed() -> None:
+    batch = torch.randn(4096, 64)
+    case = Drawn(lambda: (OwnDropout(), lambda model: model(batch).square().mean()))
+    plan, found = planned(case, held(problem_of(case), KEEP, SWAP))
+    plan = msgspec.structs.replace(plan, budget_bytes=found.simulation.peak_bytes)
+    model, step, _ = case.fresh()
+    for is_own, more in ((False, 0), (True, 0), (True, batch.numel())):
+        model.is_own, model.more = is_own, more
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with poochplan.apply(plan, model, meter="always", quiet=True, arena="off") as session:
+                for _ in range(2):
+                    model.zero_grad(set_to_none=True)
+                    step().backward()  # type: ignore[no-untyped-call]
+        assert session.report().total.fallbacks == 2 * is_own
+        assert (session.report().last_step.peak_bytes > plan.budget_bytes) is bool(more)
+        assert any("more than its budget" in str(one.message) for one in told) is bool(more)
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
+import poochplan
+from poochplan.formats.plan import PointActions
 from poochplan.profiler.pass_profiling import profile_pass
 from poochplan.runtime.metering.census import census, storages_of
 from poochplan.tensors.storages import has_storage, memory_of, plain_storage
+from poochplan.torch_private.tensor_internals import mode_stack
 from tests.runtime.nets import Case, Net, followed, of, taken
 from tests.runtime.random_plans import random_plan
 
@@ -94,6 +98,44 @@ def test_a_step_with_them_is_profiled_and_its_gradients_under_plans_are_those_of
     case = case_of(layer)
     for weights in ((0, 1, 0), (0, 0, 1)):
         followed(case, random_plan(case.profile(mode), 0, weights), 3, meter="always")
+
+
+def mapped_loss(model: nn.Module) -> torch.Tensor:
+    rows = model(torch.linspace(-1, 1, 16 * WIDTH).view(16, WIDTH))
+    return torch.vmap(lambda row: (row.tanh() * row.sum()).exp().sin())(rows).mean()
+
+
+def derived_loss(model: nn.Module) -> torch.Tensor:
+    rows = model(torch.linspace(-1, 1, 16 * WIDTH).view(16, WIDTH))
+    value, change = torch.func.jvp(lambda rows: rows.sin() * rows.exp(), (rows,), (rows.detach().cos(),))
+    return (value + change).mean()
+
+
+@pytest.mark.parametrize("loss_of", [mapped_loss, derived_loss])
+def test_the_last_save_of_a_step_or_of_a_window_may_lie_inside_a_transform(
+    loss_of: Callable[[nn.Module], torch.Tensor],
+) -> None:
+    case = Case(lambda: (nn.Linear(WIDTH, WIDTH), loss_of))
+    (model, _), modes, in_backward = case.make(), mode_stack(), list[int]()
+    next(model.parameters()).register_hook(lambda _: in_backward.append(len(mode_stack())))
+    for decisions in ((0, 1, 0), (0, 0, 1)):
+        plan = random_plan(case.profile(), 0, decisions)
+        followed(case, plan, 3, meter="always")
+        for index in range(len(plan.values)):
+            actions = {(one.at, one.index): one for one in plan.schedule}
+            here = actions.get(("save", index), PointActions(at="save", index=index))
+            for record in ("off", "on"):
+                actions["save", index] = msgspec.structs.replace(here, record=record)
+                schedule = tuple(sorted(actions.values(), key=lambda one: (one.at, one.index)))
+                windowed = msgspec.structs.replace(plan, schedule=schedule, record_from_start=record == "off")
+                model.zero_grad(set_to_none=True)
+                with poochplan.apply(windowed, model, quiet=True, arena="off"):
+                    loss_of(model).backward()
+                found = [parameter.grad for parameter in model.parameters()]
+                assert mode_stack() == modes
+                assert in_backward.pop() == len(modes)  # rule 11
+                wanted = torch.autograd.grad(loss_of(model), tuple(model.parameters()))
+                assert all(one is not None and one.equal(other) for one, other in zip(found, wanted, strict=True))
 
 
 @pytest.mark.cpu_device  # the other one's own mode has no effect of conjugation inside, as torch calls it

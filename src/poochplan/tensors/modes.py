@@ -20,6 +20,7 @@ from poochplan.torch_private.compiler_internals import (
 from poochplan.torch_private.tensor_internals import (
     TorchDispatchMode,
     in_backward,
+    is_in_transformed_op,
     mode_count,
     mode_stack,
     topmost_mode,
@@ -37,7 +38,8 @@ class ToggledMode(TorchDispatchMode):
 
     States: *off* (not on the stack), *on*, and *muted* (on the stack, but passive). Both calls are idempotent. *Muted*
     exists because autograd runs each node of backward under the stack at the beginning of backward: a mode removed
-    meanwhile comes back. Subclasses check :attr:`is_on` in their ``__torch_dispatch__``.
+    meanwhile comes back. So it is with an op inside a transform, behind which torch would call the removed mode. Inside
+    such an op a mode that is off stays off. Subclasses check :attr:`is_on` in their ``__torch_dispatch__``.
     """
 
     supports_higher_order_operators = True
@@ -74,6 +76,9 @@ class ToggledMode(TorchDispatchMode):
         """Puts the mode on the calling thread's stack. It works from the next op, or from the rest of this one."""
         self._muted = False
         if not self._pushed or self not in mode_stack():
+            if is_in_transformed_op():
+                self._muted = self._pushed
+                return
             self._pushed = True
             above = _users_modes()
             _take_off(above)
@@ -87,13 +92,18 @@ class ToggledMode(TorchDispatchMode):
         if not self._pushed:
             return
         stack = mode_stack()
-        if in_backward() or self not in stack:
+        if in_backward() or self not in stack or is_in_transformed_op():
             self._muted = True
             return
         self._pushed = False
         above = stack[stack.index(self) + 1 :]
         _take_off([self, *above])
         _put_on(above)
+
+    def take_off(self) -> None:
+        """Takes a muted mode off the stack, unless it is still in a backward or in an op of a transform."""
+        if self._pushed and self._muted and not in_backward():
+            self.switch_off()
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:

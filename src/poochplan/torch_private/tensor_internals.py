@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -285,6 +286,28 @@ _ASIDE_LOCK = threading.Lock()
 _DISABLE = torch.autograd.graph.disable_saved_tensors_hooks
 
 
+def is_in_transformed_op() -> bool:
+    """Whether this thread runs an op that ``vmap`` or a transform of ``torch.func`` has passed on.
+
+    There torch has taken the transforms off its stack, and puts the thread's dispatch keys back as they were when the
+    op ends. So only the callers' frames tell.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    frame = sys._getframe(1)
+    while (outer := frame.f_back) is not None:
+        if frame.f_code.co_filename in _TRANSFORMS:
+            return True
+        frame = outer
+    return False
+
+
+_TRANSFORMS = {
+    one.__file__ for one in (torch._functorch.vmap, torch._functorch.eager_transforms, torch._vmap_internals)
+}
+"""Files whose functions call the function that is transformed."""
+
+
 @contextlib.contextmanager
 def outside_transforms() -> Iterator[None]:
     """A block whose ops are outside every surrounding transform: ``vmap`` and those of ``torch.func``.
@@ -452,40 +475,3 @@ def allocation_events() -> list[tuple[str, str, int]]:
 
 
 _profiling: Any = torch.autograd
-
-
-# --- CUDA -----------------------------------------------------------------------------------------------------------
-
-
-def clear_cublas_workspaces() -> None:
-    """Frees the memory that cuBLAS holds between ops outside of tensors, so that its bytes can be counted."""
-    torch._C._cuda_clearCublasWorkspaces()
-
-
-MemoryStats = Callable[[int], dict[str, Any]]
-ResetPeaks = Callable[[int], object]
-
-
-def memory_stats_calls() -> tuple[MemoryStats, ResetPeaks, MemoryStats]:
-    """The functions through which the public calls of ``torch.cuda`` read the allocator's statistics of a GPU and reset
-    its peaks, and through which ``torch.accelerator`` reads the same statistics.
-    """
-    return torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats, torch._C._accelerator_getDeviceStats
-
-
-def stand_before_memory_stats(stats: MemoryStats, reset: ResetPeaks, of_accelerator: MemoryStats) -> None:
-    """Replaces the functions that the public calls go through."""
-    torch._C._cuda_memoryStats = stats  # type: ignore[assignment]
-    torch._C._cuda_resetPeakMemoryStats = torch._C._accelerator_resetPeakStats = reset  # type: ignore[assignment]
-    torch._C._accelerator_getDeviceStats = of_accelerator  # type: ignore[assignment]
-
-
-def raw_stream(index: int) -> int:
-    """The address of the current stream of a GPU, a cheap check whether it has changed."""
-    return int(torch._C._cuda_getCurrentRawStream(index))
-
-
-def gpu_sleep(cycles: int, where: torch.device) -> None:
-    """Keeps the device's current stream busy, so that later work is timed without the host's gaps."""
-    with torch.cuda.device(where):
-        torch.cuda._sleep(cycles)

@@ -1,0 +1,42 @@
+"""Private names of torch's CUDA devices, and the purpose of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def clear_cublas_workspaces() -> None:
+    """Frees the memory that cuBLAS holds between ops outside of tensors, so that its bytes can be counted."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+MemoryStats = Callable[[int], dict[str, Any]]
+ResetPeaks = Callable[[int], object]
+
+
+def memory_stats_calls() -> tuple[MemoryStats, ResetPeaks, MemoryStats]:
+    """The functions through which the public calls of ``torch.cuda`` read the allocator's statistics of a GPU and reset
+    its peaks, and through which ``torch.accelerator`` reads the same statistics.
+    """
+    return torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats, torch._C._accelerator_getDeviceStats
+
+
+def stand_before_memory_stats(stats: MemoryStats, reset: ResetPeaks, of_accelerator: MemoryStats) -> None:
+    """Replaces the functions that the public calls go through."""
+    torch._C._cuda_memoryStats = stats  # type: ignore[assignment]
+    torch._C._cuda_resetPeakMemoryStats = torch._C._accelerator_resetPeakStats = reset  # type: ignore[assignment]
+    torch._C._accelerator_getDeviceStats = of_accelerator  # type: ignore[assignment]
+
+
+def raw_stream(index: int) -> int:
+    """The address of the current stream of a GPU, a cheap check whether it has changed."""
+    return int(torch._C._cuda_getCurrentRawStream(index))
+
+
+def gpu_sleep(cycles: int, where: torch.device) -> None:
+    """Keeps the device's current stream busy, so that later work is timed without the host's gaps."""
+    with torch.cuda.device(where):
+        torch.cuda._sleep(cycles)
