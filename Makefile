@@ -12,7 +12,10 @@ RELEASE := .venv-release
 OUT ?= gpu-output
 # Two processes of one compute thread each: the networks are small, and two threads would wait for each other.
 PARALLEL := --numprocesses=2 --dist=worksteal
-NOTEBOOKS := --nbmake --nbmake-timeout=900 notebooks
+# Two take a minute each: they run with DEEP=1, before releases.
+NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+BY_DAY := $(if $(POOCH_DEEP)$(DEEP),$(NOTEBOOKS),$(filter-out notebooks/frontier.ipynb notebooks/full_volume.ipynb,$(NOTEBOOKS)))
+RUN_NOTEBOOKS := --nbmake --nbmake-timeout=900
 # The suite uses a machine's own torch with CUDA: LIBS names folders of what else is not installed there.
 GPU_PYTHON ?= python3
 # The first of these that is new enough; `make PYTHON=/path/to/python test` names another.
@@ -50,8 +53,8 @@ test: setup  ## Check what is claimed, each claim once: lint, format, types, doc
 	POOCH_PART=first OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) tests
 	@echo "make test: lint, types, docs and tests all passed."
 
-test-all: test  ## That, and the rest: second device, mutants, packaging, stacks, notebooks (some 23 minutes); DEEP=1 with all seeds
-	POOCH_PART=rest OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(NOTEBOOKS) tests
+test-all: test  ## That, and the rest: second device, mutants, packaging, stacks, notebooks (some half an hour); DEEP=1 with all seeds
+	POOCH_PART=rest OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(RUN_NOTEBOOKS) $(BY_DAY) tests
 	@echo "make test-all: the rest of the tests and the notebooks passed too."
 
 test-torch: $(VENV)-torch-$(VERSION)/.installed  ## Run the suite on another torch, in an environment of its own: VERSION=2.14.1
@@ -85,7 +88,7 @@ packages: setup  ## Write the package folders into pyproject.toml, after one has
 	$(BIN)/python tests/packaging/folders.py
 
 notebooks: setup  ## Execute the notebooks, and store what they show: on a quiet machine, for they show times
-	OMP_NUM_THREADS=1 $(BIN)/pytest --overwrite $(NOTEBOOKS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --overwrite $(RUN_NOTEBOOKS) $(NOTEBOOKS)
 
 demo: setup  ## Profile, plan and run a 3D U-Net on a real MRI volume, a minute or two on 2 cores
 	@mkdir -p $(DEMO)

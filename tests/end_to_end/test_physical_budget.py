@@ -81,7 +81,14 @@ def test_in_no_step_torch_has_more_than_the_budget_with_the_arena_whole(network:
 
 @needs_compiler
 @pytest.mark.cpu_device
-@pytest.mark.parametrize("arena", ["on", "off"])
-@pytest.mark.parametrize("masks", ["numbers", "bools"])
+@pytest.mark.parametrize(
+    ("arena", "masks"),
+    [
+        ("on", "numbers"),
+        ("off", "bools"),
+        pytest.param("off", "numbers", marks=pytest.mark.deep),
+        pytest.param("on", "bools", marks=pytest.mark.deep),
+    ],
+)
 def test_in_no_step_torch_has_more_than_the_budget_while_bits_stand_for_masks(arena: str, masks: str) -> None:
     assert steps_of(f"bert, masks of {masks}", arena)["held"]["keep"] > 0

@@ -228,7 +228,7 @@ def two_ranks(module: str, folder: Path, *arguments: str, **options: Any) -> lis
     return both
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "accelerate"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", pytest.param("accelerate", marks=pytest.mark.deep)])
 def test_ranks_follow_one_plan_from_the_same_step_on_with_the_buckets_counted(name: str, tmp_path: Path) -> None:
     assert two_ranks("ranks", tmp_path, name)[0]["counts_buckets"] == (name != "fsdp")
 
@@ -249,7 +249,11 @@ ACCELERATE = ("accelerate.commands.launch", "--config_file", str(EXAMPLES / "acc
 
 
 @pytest.mark.parametrize(
-    ("name", "launcher"), [("accelerate_fsdp", (*ACCELERATE, "--main_process_port", "0")), ("trainer_fsdp", TORCHRUN)]
+    ("name", "launcher"),
+    [
+        pytest.param("accelerate_fsdp", (*ACCELERATE, "--main_process_port", "0"), marks=pytest.mark.deep),
+        ("trainer_fsdp", TORCHRUN),
+    ],
 )
 def test_the_fsdp_plugin_of_accelerate_on_two_processes_is_the_same_under_one_plan(
     name: str, launcher: tuple[str, ...], tmp_path: Path

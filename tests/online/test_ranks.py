@@ -30,6 +30,7 @@ def test_two_ranks_are_bitwise_the_same_within_what_was_predicted(tmp_path: Path
     check_ranks(torchrun("tests.online.sharded", tmp_path, *kinds), kinds)
 
 
+@pytest.mark.deep
 def test_a_number_to_reshard_to_is_kept_on_four_ranks(tmp_path: Path) -> None:
     check_ranks(torchrun("tests.online.sharded", tmp_path, "resharded_to_2", ranks=4), ["resharded_to_2"])
 
@@ -117,7 +118,7 @@ def test_ranks_that_differ_under_a_given_plan_all_tell_the_same_line(applied: An
     assert line.startswith("UsageError: plan: expected the same one on all ranks")
 
 
-@pytest.mark.parametrize("layout", ["whole", "sequence"])
+@pytest.mark.parametrize("layout", [pytest.param("whole", marks=pytest.mark.deep), "sequence"])
 def test_tensor_parallel_ranks_are_bitwise_the_same_within_the_budget(layout: str, tmp_path: Path) -> None:
     ranks = torchrun("tests.online.tensor_parallel", tmp_path, layout)
     for rank in ranks:
