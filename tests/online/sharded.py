@@ -32,7 +32,7 @@ from poochplan.planner.writing import with_decisions
 from tests.allocated_bytes import AllocatedBytes, allocated_bytes
 from tests.runtime.nets import LINK
 
-WIDTH, BATCH, STEPS, PLANNED_AT = 64, 512, 22, 17
+WIDTH, BATCH, STEPS, PLANNED_AT = 64, 512, 26, 21
 
 
 class Block(nn.Module):
