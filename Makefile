@@ -12,10 +12,7 @@ RELEASE := .venv-release
 OUT ?= gpu-output
 # Two processes of one compute thread each: the networks are small, and two threads would wait for each other.
 PARALLEL := --numprocesses=2 --dist=worksteal
-# Two take a minute each: they run with DEEP=1, before releases.
-NOTEBOOKS := $(wildcard notebooks/*.ipynb)
-BY_DAY := $(if $(POOCH_DEEP)$(DEEP),$(NOTEBOOKS),$(filter-out notebooks/frontier.ipynb notebooks/full_volume.ipynb,$(NOTEBOOKS)))
-RUN_NOTEBOOKS := --nbmake --nbmake-timeout=900
+NOTEBOOKS := --nbmake --nbmake-timeout=900 notebooks
 # The suite uses a machine's own torch with CUDA: LIBS names folders of what else is not installed there.
 GPU_PYTHON ?= python3
 # The first of these that is new enough; `make PYTHON=/path/to/python test` names another.
@@ -54,7 +51,7 @@ test: setup  ## Check what is claimed, each claim once: lint, format, types, doc
 	@echo "make test: lint, types, docs and tests all passed."
 
 test-all: test  ## That, and the rest: second device, mutants, packaging, stacks, notebooks (some half an hour); DEEP=1 with all seeds
-	POOCH_PART=rest OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(RUN_NOTEBOOKS) $(BY_DAY) tests
+	POOCH_PART=rest OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(NOTEBOOKS) tests
 	@echo "make test-all: the rest of the tests and the notebooks passed too."
 
 test-torch: $(VENV)-torch-$(VERSION)/.installed  ## Run the suite on another torch, in an environment of its own: VERSION=2.14.1
@@ -88,7 +85,7 @@ packages: setup  ## Write the package folders into pyproject.toml, after one has
 	$(BIN)/python tests/packaging/folders.py
 
 notebooks: setup  ## Execute the notebooks, and store what they show: on a quiet machine, for they show times
-	OMP_NUM_THREADS=1 $(BIN)/pytest --overwrite $(RUN_NOTEBOOKS) $(NOTEBOOKS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --overwrite $(NOTEBOOKS)
 
 demo: setup  ## Profile, plan and run a 3D U-Net on a real MRI volume, a minute or two on 2 cores
 	@mkdir -p $(DEMO)

@@ -28,10 +28,7 @@ from poochplan.torch_private.cuda_internals import (
     raw_stream,
     stand_before_memory_stats,
 )
-from poochplan.torch_private.tensor_internals import (
-    unseen_by_modes,
-    without_modes,
-)
+from poochplan.torch_private.tensor_internals import unseen_by_modes, without_modes
 
 from .device import CudaStopwatch, Event, Interval, Stream
 from .pinned import (

@@ -217,10 +217,7 @@ class Engine:
     def backward(self) -> Iterator[None]:
         """A block in which autograd computes (Rule 11). If it has used no saved value, recording continues after it."""
         segment, was_on = self.segment, self.recorder.is_on
-        if was_on:  # otherwise a compiler may trace a backward while recording is off, and it would come back
-            self.recorder.switch_off()
-        else:
-            self.recorder.take_off()
+        self.recorder.leave_stack()  # a compiler may trace a backward while recording is away, which comes back
         self._events.backward(True)
         try:
             yield

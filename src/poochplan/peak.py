@@ -160,7 +160,8 @@ def explain_peak(
         size_bytes = int(live[tick])
         holders = list(_values(profile, range(len(profile.values)), tick))
     else:
-        simulation, profile = simulate_plan(profile, plan), as_planned(profile, plan)
+        profile = as_planned(profile, plan)
+        simulation = simulate_plan(profile, plan)
         tick, size_bytes = simulation.peak_tick, simulation.peak_bytes
         holders = list(_planned(profile, plan, tick))
     phase, layer, op = _moment_of(profile, tick)

@@ -90,7 +90,6 @@ def test_checkpointing_batch_norm_keeps_gradients_and_moves_running_statistics_t
     assert bits(found) == "equal; buffers differ from step 1"
 
 
-@pytest.mark.deep
 def test_a_memory_budget_of_the_compiler_takes_less_than_its_own_in_core(tmp_path: Path) -> None:
     in_core, budgeted = (metered("tiny-conv", name, tmp_path) for name in (COMPILED, "compile:0.1"))
     assert budgeted["peak_bytes"] < in_core["peak_bytes"]

@@ -249,11 +249,7 @@ ACCELERATE = ("accelerate.commands.launch", "--config_file", str(EXAMPLES / "acc
 
 
 @pytest.mark.parametrize(
-    ("name", "launcher"),
-    [
-        pytest.param("accelerate_fsdp", (*ACCELERATE, "--main_process_port", "0"), marks=pytest.mark.deep),
-        ("trainer_fsdp", TORCHRUN),
-    ],
+    ("name", "launcher"), [("accelerate_fsdp", (*ACCELERATE, "--main_process_port", "0")), ("trainer_fsdp", TORCHRUN)]
 )
 def test_the_fsdp_plugin_of_accelerate_on_two_processes_is_the_same_under_one_plan(
     name: str, launcher: tuple[str, ...], tmp_path: Path

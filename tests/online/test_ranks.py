@@ -30,7 +30,6 @@ def test_two_ranks_are_bitwise_the_same_within_what_was_predicted(tmp_path: Path
     check_ranks(torchrun("tests.online.sharded", tmp_path, *kinds), kinds)
 
 
-@pytest.mark.deep
 def test_a_number_to_reshard_to_is_kept_on_four_ranks(tmp_path: Path) -> None:
     check_ranks(torchrun("tests.online.sharded", tmp_path, "resharded_to_2", ranks=4), ["resharded_to_2"])
 

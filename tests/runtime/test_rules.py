@@ -160,7 +160,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         Exact("recurrent", REPLAY),
     ),
     "no mode looks on while autograd computes": (
-        (Engine, "backward", "self.recorder.switch_off()", "None"),
+        (Engine, "backward", "self.recorder.leave_stack()", "None"),
         test_backward_without_modes.test_a_backward_amid_forward_sees_no_mode_and_recording_goes_on_behind_it,
     ),
     "a source is held until the last recipe that starts from it is made": (

@@ -100,9 +100,11 @@ class ToggledMode(TorchDispatchMode):
         _take_off([self, *above])
         _put_on(above)
 
-    def take_off(self) -> None:
-        """Takes a muted mode off the stack, unless it is still in a backward or in an op of a transform."""
-        if self._pushed and self._muted and not in_backward():
+    def leave_stack(self) -> None:
+        """Switches the mode off if it is on the stack, also a muted one. Where :meth:`away` has taken it off, it comes
+        back.
+        """
+        if self._pushed:
             self.switch_off()
 
     @contextlib.contextmanager

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import torch
@@ -294,12 +295,10 @@ def is_in_transformed_op() -> bool:
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    frame = sys._getframe(1)
-    while (outer := frame.f_back) is not None:
-        if frame.f_code.co_filename in _TRANSFORMS:
-            return True
-        frame = outer
-    return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename not in _TRANSFORMS:
+        frame = frame.f_back
+    return frame is not None
 
 
 _TRANSFORMS = {
