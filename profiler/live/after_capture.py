@@ -16,7 +16,8 @@ from poochplan.planner.arena.packing import packed
 from poochplan.profiler.assembly.reconcile import PhaseSeconds, typical_phases
 from poochplan.profiler.capture.timing import OpRuns, OpTimer
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.profiler.trials.verify_replays import PIECE_BYTES, HostStore, Verify
+from poochplan.profiler.trials.late_writes import checksum
+from poochplan.profiler.trials.verify_replays import HostStore, Verify
 from poochplan.runtime.arena.step_arena import RepeatedStep
 from poochplan.runtime.compiled.points import told_of_points
 from poochplan.runtime.engine.cursor import Segment
@@ -24,7 +25,7 @@ from poochplan.runtime.engine.saved_value import SavedHandle
 from poochplan.runtime.step_policies.follow import Follow
 from poochplan.runtime.step_policies.step_policy import StepPolicy, SwapEach
 from poochplan.tensors.host_memory import page_fault_s, page_faults
-from poochplan.tensors.storages import bytes_of, has_storage
+from poochplan.tensors.storages import has_storage
 from poochplan.torch_private.tensor_internals import in_backward, without_modes
 
 from .segment_observer import NewObserver, PackHook, SegmentObserver, StudyContext, UnpackHook
@@ -252,15 +253,13 @@ class Verifying(Summing):
 
     def end(self, *, stepped: bool) -> None:
         super().end(stepped=stepped)
+        self.verify.late_writes.forget()
         if self._store is not None:
             self._store.close()
 
 
 def _sum(tensor: torch.Tensor, kind: str) -> int:
-    """Sum of the tensor's storage as four-byte numbers; 0 without one, for a part of one, or on another device."""
+    """Checksum of the tensor's storage; 0 without one, for a part of one, or on another device."""
     if not has_storage(tensor, kind) or tensor.untyped_storage().nbytes() > 2 * tensor.nbytes:
         return 0
-    with without_modes(), torch.no_grad():
-        pieces = bytes_of(tensor.untyped_storage()).split(PIECE_BYTES)  # a sum has numbers of eight bytes
-        words = [one[: len(one) // 4 * 4].view(torch.int32) for one in pieces]
-        return sum(int(one.sum(dtype=torch.int64)) for one in (*words, pieces[-1][len(words[-1]) * 4 :]))
+    return checksum(tensor.untyped_storage())

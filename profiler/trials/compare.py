@@ -18,6 +18,7 @@ from poochplan.formats.plan import Decision, Instructions, PlannedValue, PointAc
 from poochplan.formats.profile import Profile
 from poochplan.formats.profile_parts import PointKind
 from poochplan.formats.queries import saved_values
+from poochplan.formats.sources import is_source, sources_of
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.runtime.compiled.deferred_unpack import deferring
 from poochplan.runtime.engine.engine import AroundCall, Engine
@@ -28,6 +29,8 @@ from .verify_replays import Verify
 MOST_ROUNDS = 5
 MOST_TRIES = 3
 """Most steps until one follows the profile."""
+WRITTEN_LATE = "written after it was saved, which no operator declares"
+SOURCE_WRITTEN_LATE = "written after its copy was made, which no operator declares"
 DIFFERS = "its replay gave other bits when it was tried"
 RECORDED = "its step saves other bits where a mode records it"
 UNVERIFIED = "its replay could not be verified: steps differ in what they save, or came once"
@@ -61,6 +64,7 @@ def verification(profile: Profile, *, is_tight: bool = False) -> Generator[Instr
                 break
         differing = sorted(index for one in tried for index in one.differing)
         refused = {index: reason for one in tried for index, reason in one.refused.items()}
+        profile = _pinned(profile, tried)
         marked = differing if remaining == 0 or diverged else differing[:1]
         profile = _marked(profile, refused | dict.fromkeys(marked, DIFFERS))
         if diverged:
@@ -76,15 +80,31 @@ def verification(profile: Profile, *, is_tight: bool = False) -> Generator[Instr
 
 def _refusal_notes(unverified: Profile, verified: Profile) -> list[str]:
     """A line for each reason why verification has marked values, except that no step matched the captured one."""
-    names: dict[str, list[str]] = {}
+    names: dict[tuple[str, str], list[str]] = {}
     for before, after in zip(unverified.values, verified.values, strict=True):
-        if after.unreplayable not in (before.unreplayable, UNVERIFIED):
-            names.setdefault(after.unreplayable, []).append(after.name)
+        if after.pinned != before.pinned:
+            ending = "never held for its copy" if is_source(after) else "kept, never swapped or recomputed"
+            names.setdefault((ending, after.pinned), []).append(after.name)
+        elif after.unreplayable not in (before.unreplayable, UNVERIFIED):
+            names.setdefault(("kept or swapped, never recomputed", after.unreplayable), []).append(after.name)
     return [
-        f"{those[0]} {f'and {len(those) - 1} more are' if len(those) > 1 else 'is'} kept or swapped, never recomputed: "
-        f"{reason}"
-        for reason, those in names.items()
+        f"{those[0]} {f'and {len(those) - 1} more are' if len(those) > 1 else 'is'} {ending}: {reason}"
+        for (ending, reason), those in names.items()
     ]
+
+
+def _pinned(profile: Profile, tried: list[Verify]) -> Profile:
+    """The profile in which values written late are only kept, and sources written late are none."""
+    saves, sources = saved_values(profile), sources_of(profile)
+    reasons = {saves[index]: WRITTEN_LATE for one in tried for index in one.late_writes.values}
+    for number, source in sources.items():
+        copy = profile.handles[profile.points[number].handle].value
+        if any(saves[index] == copy for one in tried for index in one.late_writes.copies):
+            reasons[source] = SOURCE_WRITTEN_LATE
+    values = list(profile.values)
+    for number, reason in reasons.items():
+        values[number] = msgspec.structs.replace(values[number], pinned=values[number].pinned or reason)
+    return msgspec.structs.replace(profile, values=tuple(values))
 
 
 def _marked(profile: Profile, reasons: dict[int, str]) -> Profile:

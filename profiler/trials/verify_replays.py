@@ -19,15 +19,16 @@ from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.devices.transfers import Copy, copy_in, copy_out
 from poochplan.runtime.engine.mechanism import Mechanism
-from poochplan.runtime.engine.saved_value import SavedValue
+from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
 from poochplan.runtime.replays.replay import WRITTEN_SINCE, Leaves, NotReplayable, RecordedOp, StorageRecord, run_ops
 from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
-from poochplan.runtime.step_policies.step_policy import Actions, SwapEach, no_room
+from poochplan.runtime.step_policies.step_policy import Actions, Diverged, StepPolicy, SwapEach, no_room
 from poochplan.tensors.storages import Geometry, bytes_of, memory_of
 from poochplan.tensors.storages import parts_of as tensor_parts
 from poochplan.torch_private.tensor_internals import without_modes
 
-PIECE_BYTES = 65536
+from .late_writes import PIECE_BYTES, LateWrites
+
 Copied = Callable[[int, int], torch.UntypedStorage]
 """Returns that many bytes of a copy, from an offset on: a storage for the caller to keep."""
 
@@ -49,6 +50,7 @@ class Verify(Follow):
         """Save points of values whose replay gave other bits."""
         self.verified: set[int] = set()
         """Save points of values whose replay gave the same bits."""
+        self.late_writes = LateWrites()
         self._named = model
         self._store = store
         self._changed: list[StorageRecord] = []
@@ -56,6 +58,16 @@ class Verify(Follow):
         self._copies: dict[int, Copied] = {}
 
     # -- the step policy --------------------------------------------------------------------------------------
+
+    def at_save(self, value: SavedValue, index: int | None) -> Actions:
+        if index is not None:
+            self.late_writes.saved(index, value)
+        return super().at_save(value, index)
+
+    def at_use(self, number: int, handle: SavedHandle, saves: int) -> Actions:
+        if handle.value is not None and handle.value.index is not None:
+            self.late_writes.used(handle.value.index)
+        return super().at_use(number, handle, saves)
 
     def before_drop(self, value: SavedValue) -> None:
         assert value.storage is not None
@@ -67,6 +79,10 @@ class Verify(Follow):
         assert value.index is not None
         self.refused[value.index] = self._why(reason)
         return super().not_replayable(value, reason)
+
+    def diverged(self, reason: Diverged) -> tuple[StepPolicy, Actions]:
+        self.late_writes.forget()
+        return super().diverged(reason)
 
     def _copied(self, storage: torch.UntypedStorage) -> Copied:
         """A function that returns the present contents."""

@@ -73,6 +73,12 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 storage_identity: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """The address of a storage's implementation: one number for all tensors on it, while it lives."""
 
+
+def holders_of(storage: torch.UntypedStorage) -> int:
+    """The number of tensors, and of whatever else in C++, that hold the storage; its Python object is one of them."""
+    return torch._C._storage_Use_Count(storage_identity(storage))
+
+
 schema_of: Callable[[Any], torch.FunctionSchema] = attrgetter("_schema")
 """An op's schema: the arguments that it writes, and whether its results are views."""
 
