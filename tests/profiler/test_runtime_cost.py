@@ -113,7 +113,7 @@ def test_without_a_disk_to_swap_to_nothing_is_said(monkeypatch: pytest.MonkeyPat
 
 def test_the_small_networks_run_on_one_thread_for_a_second_one_may_have_to_wait() -> None:
     code = """
-    import os, torch
+    import os, time, torch
     from pathlib import Path
     from poochplan.profiler.trials.machine_facts import LAYERS, ROWS, _Network
 
@@ -123,6 +123,8 @@ def test_the_small_networks_run_on_one_thread_for_a_second_one_may_have_to_wait(
         return sum(int(one[11]) + int(one[12]) for one in fields)
 
     network = _Network(LAYERS, ROWS, torch.device("cpu"))
+    network.step(None)
+    time.sleep(0.5)  # a thread that has begun may still spin
     before = by_others()
     for _ in range(100):
         network.step(None)
