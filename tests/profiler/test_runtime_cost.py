@@ -113,24 +113,21 @@ def test_without_a_disk_to_swap_to_nothing_is_said(monkeypatch: pytest.MonkeyPat
 
 def test_the_small_networks_run_on_one_thread_for_a_second_one_may_have_to_wait() -> None:
     code = """
-    import os, time, torch
-    from pathlib import Path
+    import time, torch
     from poochplan.profiler.trials.machine_facts import LAYERS, ROWS, _Network
 
-    def by_others() -> int:
-        threads = [one for one in Path("/proc/self/task").iterdir() if int(one.name) != os.getpid()]
-        fields = [(one / "stat").read_text().rsplit(")", 1)[1].split() for one in threads]
-        return sum(int(one[11]) + int(one[12]) for one in fields)
+    def by_others():
+        return time.process_time() - time.thread_time()
 
     network = _Network(LAYERS, ROWS, torch.device("cpu"))
     network.step(None)
     time.sleep(0.5)  # a thread that has begun may still spin
-    before = by_others()
+    before_s = by_others()
     for _ in range(100):
         network.step(None)
-    print(by_others() - before)
+    print(by_others() - before_s)
     """
-    assert int(python(code, OMP_NUM_THREADS="2")) <= 3  # hundredths of a second
+    assert float(python(code, OMP_NUM_THREADS="2")) < 0.035  # seconds
 
 
 # -- differences of noisy steps --------------------------------------------------------------------
