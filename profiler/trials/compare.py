@@ -95,27 +95,26 @@ def _refusal_notes(unverified: Profile, verified: Profile) -> list[str]:
 
 def _pinned(profile: Profile, tried: list[Verify]) -> Profile:
     """The profile in which values written late are only kept, and sources written late are none."""
-    saves, sources = saved_values(profile), sources_of(profile)
+    saves = saved_values(profile)
     reasons = {saves[index]: WRITTEN_LATE for one in tried for index in one.late_writes.values}
-    for number, source in sources.items():
-        copy = profile.handles[profile.points[number].handle].value
-        if any(saves[index] == copy for one in tried for index in one.late_writes.copies):
+    copies = {saves[index] for one in tried for index in one.late_writes.copies}
+    for number, source in sources_of(profile).items():
+        if profile.handles[profile.points[number].handle].value in copies:
             reasons[source] = SOURCE_WRITTEN_LATE
-    values = list(profile.values)
-    for number, reason in reasons.items():
-        values[number] = msgspec.structs.replace(values[number], pinned=values[number].pinned or reason)
-    return msgspec.structs.replace(profile, values=tuple(values))
+    return _replaced(profile, "pinned", {one: profile.values[one].pinned or reason for one, reason in reasons.items()})
 
 
 def _marked(profile: Profile, reasons: dict[int, str]) -> Profile:
     """The profile with these values marked; ``reasons`` are by save point."""
     saves = saved_values(profile)
-    by_value = {saves[index]: reason for index, reason in reasons.items()}
-    values = tuple(
-        msgspec.structs.replace(value, unreplayable=by_value[number]) if number in by_value else value
-        for number, value in enumerate(profile.values)
-    )
-    return msgspec.structs.replace(profile, values=values)
+    return _replaced(profile, "unreplayable", {saves[index]: reason for index, reason in reasons.items()})
+
+
+def _replaced(profile: Profile, field: str, by_value: dict[int, str]) -> Profile:
+    values = list(profile.values)
+    for number, text in by_value.items():
+        values[number] = msgspec.structs.replace(values[number], **{field: text})
+    return msgspec.structs.replace(profile, values=tuple(values))
 
 
 def without_replays(profile: Profile, reason: str = UNVERIFIED) -> Profile:

@@ -2,10 +2,12 @@
 
 Autograd would use what was written, and a copy on the host has what was saved. Neither a version counter nor a recorded
 op shows such a write, for example through ``numpy()``. So contents are summed when they are saved, and once more when
-no other code can write them any longer, or when backward uses them.
+no other code can write them any longer, or when backward first uses them.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
@@ -19,8 +21,8 @@ PIECE_BYTES = 65536
 
 
 class LateWrites:
-    """State: storages that other code may still write, each with its checksum. One that only this class holds is let go
-    at the next save or use. So a step takes at most one value and its source more.
+    """State: storages that other code may still write before their first use, each with its checksum. One that only
+    this class holds is let go at the next save or use. So a step takes at most one value and its source more.
     """
 
     def __init__(self) -> None:
@@ -28,17 +30,15 @@ class LateWrites:
         """Save points of values that were written after they were saved."""
         self.copies: set[int] = set()
         """Save points of copies whose source was written after it was read."""
-        self._values: dict[int, tuple[torch.UntypedStorage, int]] = {}
-        self._sources: dict[int, tuple[torch.UntypedStorage, int]] = {}
-        self._used: set[int] = set()
-        """Save points of values that backward has used: their nodes may write them."""
+        self._held: dict[int, list[_Held]] = {}
+        """By save point: the value, and the source if it is a copy."""
 
     def saved(self, index: int, value: SavedValue) -> None:
         """A value is saved at this save point; its storage is still there."""
-        self._look()
+        self._let_go()
         assert value.storage is not None
         copy_sum = checksum(value.storage)
-        self._values[index] = value.storage, copy_sum
+        held = self._held[index] = [_Held(value.storage, copy_sum, self.values)]
         read = source_of(value.record)
         source = None if read is None else read.record.storage()
         if read is None or source is None or source.nbytes() >= value.size_bytes:
@@ -48,33 +48,38 @@ class LateWrites:
         with without_modes():
             again = run_ops([value.record.birth], there, {value.record}, source.device.type)[value.record]
         if checksum(again) == copy_sum:
-            self._sources[index] = source, checksum(source)
+            held.append(_Held(source, checksum(source), self.copies))
         else:
             self.copies.add(index)
 
     def used(self, index: int) -> None:
-        """Backward is about to use the value of this save point."""
-        for held, written in ((self._values, self.values), (self._sources, self.copies)):
-            if index in held and _differs(*held[index]):
-                written.add(index)
-        self._used.add(index)
-        self._look()
+        """Backward is about to use the value of this save point. Its node may write it from then on."""
+        for one in self._held.pop(index, []):
+            one.compare(index)
+        self._let_go()
 
     def forget(self) -> None:
         """The step is over, or says nothing any more."""
-        self._values.clear()
-        self._sources.clear()
+        self._held.clear()
 
-    def _look(self) -> None:
-        for held, written in ((self._values, self.values), (self._sources, self.copies)):
-            for index in [index for index, (storage, _) in held.items() if holders_of(storage) == 1]:
-                storage, sum_ = held.pop(index)
-                if index not in self._used and _differs(storage, sum_):
-                    written.add(index)
+    def _let_go(self) -> None:
+        for index, held in list(self._held.items()):
+            for one in [one for one in held if holders_of(one.storage) == 1]:
+                one.compare(index)
+                held.remove(one)
+            if not held:
+                del self._held[index]
 
 
-def _differs(storage: torch.UntypedStorage, sum_: int) -> bool:
-    return checksum(storage) != sum_
+class _Held(NamedTuple):
+    storage: torch.UntypedStorage
+    checksum: int
+    written: set[int]
+    """Gets the save point if the storage was written since."""
+
+    def compare(self, index: int) -> None:
+        if checksum(self.storage) != self.checksum:
+            self.written.add(index)
 
 
 def checksum(storage: torch.UntypedStorage) -> int:
