@@ -48,13 +48,16 @@ REST = {
 What they claim of one step is claimed of a small network in the first part too.
 """
 REST_FILES = {HERE / folder / f"test_{name}.py" for folder, names in REST.items() for name in names.split()}
+COPYING = "bits exactness fewer_bytes host_places replay_kinds served_steps smaller_forms sources unusual_tensors"
+ON_THE_CPU_TOO = {HERE / "runtime" / f"test_{name}.py" for name in COPYING.split()}
+"""What the adversarial device claims of a step by day, these claim on the CPU's device too; with ``DEEP=1`` all do."""
 
 
 def is_in_part(item: pytest.Item) -> bool:
     """Whether the part of the suite that runs now has the test, on one device or on both."""
     if not PART or is_of_rest(item) == (PART == "rest"):
         return True
-    return PART == "rest" and runs_on_two_devices(item)
+    return PART == "rest" and runs_on_two_devices(item) and (DEEP or item.path in ON_THE_CPU_TOO)
 
 
 def is_of_rest(item: pytest.Item) -> bool:

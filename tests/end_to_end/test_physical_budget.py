@@ -21,7 +21,9 @@ SCRIPT = """
     from benchmarks.arena import small_unet
     from benchmarks.hooked import train
     from poochplan.workload import load_workload
+    from tests.runtime.nets import LINK, without_costs
     torch.set_num_threads(1)
+    without_costs()
     network, arena = sys.argv[1:]
     is_bert = network.startswith("bert")
     if network == "bert, masks of bools":
@@ -43,7 +45,7 @@ SCRIPT = """
         with poochplan.apply(plan, work.model, arena=arena) as session:
             return train(*given, session, before_bytes)
     work = fresh()
-    profile = poochplan.profile(work.step, model=work.model, optimizer=work.optimizer, iterations=1)
+    profile = poochplan.profile(work.step, model=work.model, optimizer=work.optimizer, iterations=1, link=LINK)
     del work
     in_core = steps(6)
     budget = max(poochplan.smallest_budget(profile, arena=arena), int(0.6 * profile.in_core_peak_bytes))

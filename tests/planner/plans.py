@@ -32,7 +32,7 @@ def input_at(profile: Profile, share: float) -> PolicyInput:
 
 def plan_with(profile: Profile, schedule: Schedule) -> Plan:
     """A plan that carries out ``schedule``, whatever its peak is."""
-    kept = plan(profile, profile.in_core_peak_bytes)
+    kept = plan(profile, profile.in_core_peak_bytes, arena="off")  # nothing is searched for
     values, offset, until_of = [], 0, last_recipes(build_problem(profile), schedule.decisions)
     for value, decision in zip(kept.values, schedule.decisions, strict=True):
         swapped = decision is Decision.SWAP

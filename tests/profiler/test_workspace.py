@@ -128,8 +128,10 @@ OUTSIDE = """
     from tests.allocated_bytes import allocated_bytes
     meter = allocated_bytes()  # before anything is allocated
     import gc, torch, poochplan
+    from tests.runtime.nets import LINK, without_costs
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    without_costs()
     blocks = [torch.nn.Conv3d(1, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv3d(8, 8, 3, padding=1)]
     model, batch = torch.nn.Sequential(*blocks), torch.randn(1, 1, 24, 24, 24)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -138,7 +140,7 @@ OUTSIDE = """
         optimizer.zero_grad()
         step().backward()
         optimizer.step()
-    profile = poochplan.profile(step, model=model, optimizer=optimizer, iterations=1)
+    profile = poochplan.profile(step, model=model, optimizer=optimizer, iterations=1, link=LINK)
     train()
     gc.collect()  # of what the profile has left
     meter.restart()

@@ -17,7 +17,8 @@ from tests.runtime.adversarial import AdversarialDevice, OpClock
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """The test on the CPU device, and once more on the adversarial one: with the same fixtures, from the same seed.
 
-    The first part of the suite has the adversarial one alone, which is the stricter, and the rest has the other.
+    The first part of the suite has the adversarial one alone, which is the stricter. The rest has the other, by day for
+    some files (``tests/depth.py``).
     """
     if not runs_on_two_devices(pyfuncitem):
         return None

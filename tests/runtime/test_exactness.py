@@ -161,7 +161,7 @@ def test_a_plan_that_switches_recording_between_in_place_chains_replays() -> Non
 def test_the_first_step_takes_the_bytes_predicted_for_it_but_for_the_loss_of_a_step_before(name: str) -> None:
     case = CASES[name]
     profile = case.profile()
-    plan = poochplan.plan(profile, profile.in_core_peak_bytes)
+    plan = poochplan.plan(profile, profile.in_core_peak_bytes, evaluations=100)
     assert plan.prediction.first_step_peak_bytes - metered_peaks(case, plan)[0] in (0, profile.rounded_bytes(4))
 
 
