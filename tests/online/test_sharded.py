@@ -208,10 +208,14 @@ def test_a_rank_that_could_follow_no_plan_of_rank_0s_is_an_error_unless_its_inpu
         ranks.check_alike(kinds(8))
 
 
-def test_a_data_parallel_model_is_ready_once_its_buckets_are_those_of_later_steps() -> None:
-    model, seen = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)), []
+def test_a_data_parallel_model_is_ready_once_its_buckets_are_those_of_later_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, seen, ranks = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)), [], Ranks()
     for number in (1, 2, 3):
-        seen.append(Ranks.are_ready([model], number))
+        seen.append(ranks.are_ready([model.module], number))
         model(torch.ones(1, 2)).sum().backward()
     assert seen == [False, False, True]
-    assert Ranks.are_ready([torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))], 51)
+    assert Ranks().are_ready([torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))], 51)
+    monkeypatch.setattr("poochplan.online.ranks.wrapper_of", None)  # no step looks for it from then on
+    assert ranks.are_ready([model.module], 4)

@@ -58,6 +58,7 @@ class Ranks:
         self.steps = 0
         """Of the optimizers, on this rank as on every other."""
         self._ordering: dist.Work | None = None
+        self._is_ready = False
 
     @classmethod
     def of(cls, models: Iterable[torch.nn.Module]) -> Ranks | None:
@@ -67,13 +68,14 @@ class Ranks:
         wrapped = any(wrapper_of(model) is not None or is_sharded(model) for model in models)
         return cls() if wrapped and dist.get_world_size() > 1 else None
 
-    @staticmethod
-    def are_ready(models: Iterable[torch.nn.Module], segment: int) -> bool:
+    def are_ready(self, models: Iterable[torch.nn.Module], segment: int) -> bool:
         """Whether the models' segments are like all later ones: the second step makes new gradient buckets. Some
         compiled models keep theirs, so it does not wait longer.
         """
-        wrappers = map(wrapper_of, models)
-        return segment > EVERY or not any(rebuilds_buckets(one) for one in wrappers if one is not None)
+        if not self._is_ready:  # to find a wrapper takes as long as a small step
+            wrappers = map(wrapper_of, models)
+            self._is_ready = segment > EVERY or not any(rebuilds_buckets(one) for one in wrappers if one is not None)
+        return self._is_ready
 
     def are_due(self) -> bool:
         """Whether the ranks share after this step. Every rank calls it: they share after each step until all is
