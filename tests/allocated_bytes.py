@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import shutil
 import subprocess
 import tempfile
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 
 SOURCE = Path(__file__).parent / "allocator_hook.cpp"
+BUILT = Path(__file__).parents[1] / ".pytest_cache" / "built"
 
 
 class AllocatedBytes:
@@ -55,13 +57,22 @@ def compiler() -> str | None:
 @functools.cache
 def allocated_bytes() -> AllocatedBytes:
     """The meter of this process; to be called before anything is allocated that it is to know of."""
-    found = compiler()
-    assert found is not None, "expected a C++ compiler"
     torch_folder = Path(torch.__file__).parent
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "hook.so"
-        lib = torch_folder / "lib"
-        options = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{torch_folder / 'include'}"]
-        linked = [f"-L{lib}", "-lc10", f"-Wl,-rpath,{lib}"]
-        subprocess.run([found, *options, str(SOURCE), "-o", str(library), *linked], check=True)
-        return AllocatedBytes(ctypes.CDLL(str(library)))
+    made_of = f"{torch.__version__} {torch_folder} {SOURCE.read_text()}"
+    library = BUILT / f"allocator_hook-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        build(library, torch_folder)
+    return AllocatedBytes(ctypes.CDLL(str(library)))
+
+
+def build(library: Path, torch_folder: Path) -> None:
+    """Compiles it once for all processes, some of which may begin to at the same time."""
+    found, lib = compiler(), torch_folder / "lib"
+    assert found is not None, "expected a C++ compiler"
+    BUILT.mkdir(parents=True, exist_ok=True)
+    options = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{torch_folder / 'include'}"]
+    linked = [f"-L{lib}", "-lc10", f"-Wl,-rpath,{lib}"]
+    with tempfile.TemporaryDirectory(dir=BUILT) as folder:
+        made = Path(folder) / library.name
+        subprocess.run([found, *options, str(SOURCE), "-o", str(made), *linked], check=True)
+        made.replace(library)

@@ -249,7 +249,11 @@ ACCELERATE = ("accelerate.commands.launch", "--config_file", str(EXAMPLES / "acc
 
 
 @pytest.mark.parametrize(
-    ("name", "launcher"), [("accelerate_fsdp", (*ACCELERATE, "--main_process_port", "0")), ("trainer_fsdp", TORCHRUN)]
+    ("name", "launcher"),
+    [
+        ("accelerate_fsdp", (*ACCELERATE, "--main_process_port", "0")),
+        pytest.param("trainer_fsdp", TORCHRUN, marks=pytest.mark.deep),  # its Trainer calls accelerate
+    ],
 )
 def test_the_fsdp_plugin_of_accelerate_on_two_processes_is_the_same_under_one_plan(
     name: str, launcher: tuple[str, ...], tmp_path: Path

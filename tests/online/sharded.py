@@ -33,6 +33,8 @@ from tests.allocated_bytes import AllocatedBytes, allocated_bytes
 from tests.runtime.nets import LINK
 
 WIDTH, BATCH, STEPS, PLANNED_AT = 64, 512, 26, 21
+GIVEN_STEPS = 8
+"""Those that follow a given plan, from the first one on."""
 
 
 class Block(nn.Module):
@@ -146,29 +148,37 @@ def train(
     look: Callable[[Any], object] = lambda session: None,
     *,
     are_alike: bool = False,
+    steps: int = STEPS,
 ) -> dict[str, Any]:
-    """What came of it. The peak is that of the last steps, which follow the plan. ``look`` is given the session when it
-    has ended. Batches are the same on all ranks if ``are_alike``.
+    """What came of it, bits behind each step. The peak is that of the last steps, which follow the plan. ``look`` is
+    given the session when it has ended. Batches are the same on all ranks if ``are_alike``.
     """
     gc.collect()
     model = build()
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3, foreach=False)
-    losses, peak_bytes = list[float](), 0
+    losses, digests, peak_bytes = list[float](), list[str](), 0
+    planned_at = PLANNED_AT if steps == STEPS else 0
     torch.manual_seed(1 + torch.distributed.get_rank() * (not are_alike))
     with session_of(model, optimizer) as session:
-        for number in range(STEPS):
+        for number in range(steps):
             if session is not None and number == PLANNED_AT:
                 session.wait_until_planned()
             meter.restart()
             losses += step_of(model, optimizer, number)
-            peak_bytes = max(peak_bytes, meter.peak if number > PLANNED_AT + 1 else 0)
-    local = (one.to_local() if isinstance(one, DTensor) else one for one in model.parameters())
-    bits = b"".join(one.detach().contiguous().numpy().tobytes() for one in local)
-    found = {"losses": losses, "parameters": hashlib.sha256(bits).hexdigest(), "peak_bytes": peak_bytes}
+            peak_bytes = max(peak_bytes, meter.peak if number > planned_at + 1 else 0)
+            digests.append(digest_of(model))
+    found = {"losses": losses, "parameters": digests, "peak_bytes": peak_bytes}
     if session is None:
         return found
     look(session)
     return found | facts_of(session)
+
+
+def digest_of(model: nn.Module) -> str:
+    """Of this rank's bits of all parameters."""
+    with torch.no_grad():
+        local = [one.to_local() if isinstance(one, DTensor) else one for one in model.parameters()]
+        return hashlib.sha256(b"".join(one.contiguous().numpy().tobytes() for one in local)).hexdigest()
 
 
 def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -200,6 +210,7 @@ def facts_of(session: Any) -> dict[str, Any]:
         "predicted_bytes": max((plan.prediction.peak_bytes for plan in plans), default=0),
         "in_core_bytes": max((plan.prediction.in_core_peak_bytes for plan in plans), default=0),
         "followed": session.report().steps_followed,
+        "refused": [kind.refused for kind in getattr(session._source, "kinds", {}).values()],
         "fallbacks": session.total.fallback_reasons,
         "replayed": session.total.replayed_values,
         "swapped_bytes": session.total.out_bytes,
@@ -231,7 +242,7 @@ def main(folder: Path, kinds: list[str]) -> None:
             found[kind] = {"plain": trained(plain), "planned": trained(with_auto(folder / kind), write)}
             torch.distributed.barrier()
             if has_one_plan:
-                found[kind]["recomputed"] = trained(with_plan(Plan.load(file)))
+                found[kind]["recomputed"] = trained(with_plan(Plan.load(file)), steps=GIVEN_STEPS)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.saved_value import SavedHandle
 from tests.allocated_bytes import allocated_bytes
-from tests.online.sharded import Block, all_that_may_be, plain, told, train, with_auto, with_plan
+from tests.online.sharded import GIVEN_STEPS, Block, all_that_may_be, plain, told, train, with_auto, with_plan
 
 
 def whole() -> dict[str, ParallelStyle]:
@@ -80,9 +80,9 @@ def main(folder: Path, layout: str) -> None:
     counting_dtensors()
     with told(folder) as found:
 
-        def trained(session_of: Callable[..., Any], look: Callable[[Any], object] = lambda session: None) -> Any:
+        def trained(session_of: Callable[..., Any], **options: Any) -> Any:
             DTENSORS.clear()
-            facts = train(lambda: build(LAYOUTS[layout]), step, meter, session_of, look, are_alike=True)
+            facts = train(lambda: build(LAYOUTS[layout]), step, meter, session_of, are_alike=True, **options)
             return facts | {"dtensors": dict(DTENSORS)}
 
         plans: dict[str, Any] = {}
@@ -92,8 +92,8 @@ def main(folder: Path, layout: str) -> None:
             plans.update({f"all {one}": all_that_may_be(session, one) for one in ("swap", "recompute")})
 
         found["plain"] = trained(plain)
-        found["planned"] = trained(with_auto(folder / f"cache{torch.distributed.get_rank()}"), plan_others)
-        found |= {name: trained(with_plan(plan)) for name, plan in plans.items()}
+        found["planned"] = trained(with_auto(folder / f"cache{torch.distributed.get_rank()}"), look=plan_others)
+        found |= {name: trained(with_plan(plan), steps=GIVEN_STEPS) for name, plan in plans.items()}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 
 from poochplan.units import parse_budget
 from tests.depth import DEEP
-from tests.online.sharded import SHARDED
+from tests.online.sharded import GIVEN_STEPS, SHARDED
 from tests.online.test_sessions import within
 from tests.torchrun import started, torchrun
 
@@ -30,6 +30,7 @@ def test_two_ranks_are_bitwise_the_same_within_what_was_predicted(tmp_path: Path
     check_ranks(torchrun("tests.online.sharded", tmp_path, *kinds), kinds)
 
 
+@pytest.mark.deep  # torch reshards; two ranks have whole and sharded weights
 def test_a_number_to_reshard_to_is_kept_on_four_ranks(tmp_path: Path) -> None:
     check_ranks(torchrun("tests.online.sharded", tmp_path, "resharded_to_2", ranks=4), ["resharded_to_2"])
 
@@ -43,7 +44,7 @@ def check_ranks(ranks: list[dict[str, Any]], kinds: list[str], spare_bytes: int 
     for kind in kinds:
         first, *others = (rank[kind]["planned"] for rank in ranks)
         for other in others:
-            assert first["plans"] == other["plans"] != [], kind
+            assert first["plans"] == other["plans"] != [], (kind, first["refused"])
             assert first["followed"] == other["followed"] > 0, kind
         for rank in ranks:
             check(kind, spare_bytes, **rank[kind])
@@ -57,7 +58,7 @@ def check(
     recomputed: dict[str, Any] | None = None,
 ) -> None:
     for found in filter(None, (planned, recomputed)):
-        assert (found["losses"], found["parameters"]) == (plain["losses"], plain["parameters"]), kind
+        assert is_as_plain(found, plain), kind
         assert found["fallbacks"] == [], kind
         predicted_bytes = found["predicted_bytes"]
         assert abs(found["peak_bytes"] - predicted_bytes) <= spare_bytes + 0.03 * predicted_bytes, kind
@@ -65,6 +66,12 @@ def check(
     assert abs(plain["peak_bytes"] - planned["in_core_bytes"]) <= spare_bytes + 0.03 * plain["peak_bytes"], kind
     assert planned["swapped_bytes"] > 0 or kind not in SHARDED, kind
     assert recomputed is None or recomputed["replayed"] > 0, kind
+
+
+def is_as_plain(found: dict[str, Any], plain: dict[str, Any]) -> bool:
+    """Whether losses and parameters have the same bits in each step that was taken."""
+    losses, parameters = (plain[name][: len(found[name])] for name in ("losses", "parameters"))
+    return len(parameters) >= GIVEN_STEPS and (losses, parameters) == (found["losses"], found["parameters"])
 
 
 def test_the_budget_is_the_smallest_of_all_ranks(tmp_path: Path) -> None:
@@ -123,7 +130,7 @@ def test_tensor_parallel_ranks_are_bitwise_the_same_within_the_budget(layout: st
     for rank in ranks:
         plain, planned, applied = (rank[name] for name in ("plain", "planned", "applied"))
         for found in (planned, applied, rank["all swap"], rank["all recompute"]):
-            assert (found["losses"], found["parameters"]) == (plain["losses"], plain["parameters"])
+            assert is_as_plain(found, plain)
             assert found["followed"] > 0
         for found in (planned, applied):
             assert found["peak_bytes"] <= planned["budget_bytes"] < plain["peak_bytes"]

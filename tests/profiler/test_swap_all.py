@@ -155,6 +155,8 @@ OUT_OF_CORE = """
     import numpy.ma  # which a median loads when it is first asked for: with the limit on, there may be no room
     import poochplan
     from poochplan.planner.simulator.evaluator import library
+    from tests.runtime.nets import LINK, without_costs
+    without_costs()
     library(None)  # built before the limit: a thread that builds it has address space of its own
     torch.manual_seed(0)
     class Block(torch.nn.Module):
@@ -176,7 +178,7 @@ OUT_OF_CORE = """
             print(str(error).splitlines()[0], flush=True)
         os._exit(0)
     os.wait()
-    profile = poochplan.profile(step, model=model, optimizer=optimizer, mode="auto", iterations=1)
+    profile = poochplan.profile(step, model=model, optimizer=optimizer, mode="auto", iterations=1, link=LINK)
     result = {"mode": profile.mode, "in_core_peak_bytes": profile.in_core_peak_bytes}
     plan = poochplan.plan(profile, budget="30%", evaluations=100)
     with poochplan.apply(plan, model) as session:
