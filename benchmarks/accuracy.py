@@ -17,25 +17,21 @@ Each model runs in a process of its own.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-import poochplan
-from benchmarks.facts import PACKAGES, facts_of_run, write_results
+from benchmarks.facts import MIB, PACKAGES, Row, parser_of, rows_in, table_row, taken
 from benchmarks.models import MODELS, build
-from benchmarks.pairs import RESAMPLES, one_step
+from benchmarks.pairs import RESAMPLES, one_step, profiled
+from benchmarks.processes import in_a_process
 from poochplan.formats.profile import Phase, PointKind, Profile, preset_link
 from poochplan.profiler.assembly.reconcile import PhaseSeconds, reconcile
 from poochplan.profiler.live.step_function import StepFunction
@@ -45,11 +41,9 @@ from tests.live_bytes import LiveBytes  # a meter of the tests, on purpose none 
 
 LINK = preset_link("pcie4")
 """Nothing is copied here, so that no link has to be measured."""
-MIB = 1 << 20
 
 
 def metered_peak_bytes(workload: Workload) -> int:
-    """The peak of one step."""
     state = workload.optimizer.state if workload.optimizer is not None else {}
     there = [value for entries in state.values() for value in entries.values() if isinstance(value, torch.Tensor)]
     with LiveBytes(*workload.model.parameters(), *workload.model.buffers(), *there) as meter:
@@ -57,20 +51,11 @@ def metered_peak_bytes(workload: Workload) -> int:
     return meter.peak
 
 
-def profiled(workload: Workload, name: str, mode: Any) -> Profile:
-    return poochplan.profile(
-        workload.step,
-        model=workload.model,
-        optimizer=workload.optimizer,
-        workload=name,
-        mode=mode,
-        iterations=7 if mode == "run" else None,
-        link=LINK,
-    )
+def profile_of(workload: Workload, name: str, mode: str) -> Profile:
+    return profiled(workload, name, mode=mode, iterations=7 if mode == "run" else None, link=LINK)
 
 
-def peaks(workload: Workload, profile: Profile) -> dict[str, Any]:
-    """The profile's in-core peak, and the outside meter's."""
+def peaks(workload: Workload, profile: Profile) -> Row:
     metered = metered_peak_bytes(workload)
     return {
         "in_core_peak_bytes": profile.in_core_peak_bytes,
@@ -80,7 +65,7 @@ def peaks(workload: Workload, profile: Profile) -> dict[str, Any]:
     }
 
 
-def times(workload: Workload, profile: Profile, pairs: int) -> dict[str, Any]:
+def times(workload: Workload, profile: Profile, pairs: int) -> Row:
     """The durations reconciled with one half of plain steps, against the other half."""
     step = StepFunction(workload.step, workload.model, workload.optimizer, torch.device("cpu"))
     steps = [step.timed() for _ in range(2 + 2 * pairs)][2:]
@@ -97,11 +82,7 @@ def times(workload: Workload, profile: Profile, pairs: int) -> dict[str, Any]:
         "plain_interval_95": interval["plain"],
         "profile_step_s": round(profile.times.step_s, 4),
         "plain_step_s": round(float(np.median([sum(step.values()) for step in steps])), 4),
-        "scales": {
-            "forward": round(profile.times.forward_scale, 4),
-            "backward": round(profile.times.backward_scale, 4),
-            "optimizer": round(profile.times.optimizer_scale, 4),
-        },
+        "scales": {str(phase): round(getattr(profile.times, f"{phase}_scale"), 4) for phase in Phase},
         "times_within": abs(found["reconciled"] - 1) <= 0.05,
     }
 
@@ -115,8 +96,7 @@ def _ratios(profile: Profile, pairs: list[list[PhaseSeconds]]) -> dict[str, floa
     return {"reconciled": sum(reconciled.durations_s) / judging, "plain": fitted / judging}
 
 
-def against_fake(run: Profile, fake: Profile) -> dict[str, Any]:
-    """What the two profiles agree in."""
+def against_fake(run: Profile, fake: Profile) -> Row:
     run_ops, fake_ops = (Counter(f"{op.phase} {op.name}" for op in profile.ops) for profile in (run, fake))
     run_s, fake_s = (sum(op.duration_s for op in profile.ops) for profile in (run, fake))
     peak_ratio = fake.in_core_peak_bytes / run.in_core_peak_bytes
@@ -163,28 +143,28 @@ def _saved(profile: Profile) -> Iterator[tuple[Any, ...]]:
 
 
 @freed_memory_given_back()  # as in a session: fresh memory costs the same in all steps
-def row_of(name: str, pairs: int) -> dict[str, Any]:
-    """All of one model."""
+def row_of(name: str, pairs: int, threads: int) -> Row:
+    torch.set_num_threads(threads)
     workload = build(name)
-    run = profiled(workload, name, "run")
+    run = profile_of(workload, name, "run")
     with tempfile.TemporaryDirectory() as nothing_remembered:
         os.environ["XDG_CACHE_HOME"] = nothing_remembered
-        fake = profiled(workload, name, "fake")
+        fake = profile_of(workload, name, "fake")
     row = {"model": name} | times(workload, run, pairs) | against_fake(run, fake)
     return row | peaks(workload, run)
 
 
-def line_of(row: dict[str, Any]) -> str:
-    """A row of the table in README.md."""
-    low, high = row["interval_95"]
-    plain_low, plain_high = row["plain_interval_95"]
-    alike = "yes" if row["same_points"] and row["same_values"] else "no"
-    differing = sum(row["ops_only_in_run"].values()), sum(row["ops_only_in_fake"].values())
-    return (
-        f"| {row['model']} | {row['in_core_peak_bytes'] / MIB:.2f} / {row['metered_peak_bytes'] / MIB:.2f} | "
-        f"{row['reconciled_over_other_half']:.3f} ({low:.3f} to {high:.3f}) | "
-        f"{row['plain_over_plain']:.3f} ({plain_low:.3f} to {plain_high:.3f}) | {alike} ({row['points']}) | "
-        f"{differing[0]} / {differing[1]} | {row['fake_peak_over_run']:.4f} | {row['fake_time_over_run']:.2f} |"
+def line_of(row: Row) -> str:
+    differing = (sum(row[f"ops_only_in_{kind}"].values()) for kind in ("run", "fake"))
+    return table_row(
+        row["model"],
+        f"{row['in_core_peak_bytes'] / MIB:.2f} / {row['metered_peak_bytes'] / MIB:.2f}",
+        "{:.3f} ({:.3f} to {:.3f})".format(row["reconciled_over_other_half"], *row["interval_95"]),
+        "{:.3f} ({:.3f} to {:.3f})".format(row["plain_over_plain"], *row["plain_interval_95"]),
+        f"{'yes' if row['same_points'] and row['same_values'] else 'no'} ({row['points']})",
+        "{} / {}".format(*differing),
+        f"{row['fake_peak_over_run']:.4f}",
+        f"{row['fake_time_over_run']:.2f}",
     )
 
 
@@ -192,44 +172,22 @@ CLAIMS = ("peak_within", "times_within", "same_points", "same_values", "fake_pea
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--pairs", type=int, default=20, help="pairs of plain steps (default: 20)")
-    parser.add_argument("--threads", type=int, default=1, help="compute threads (default: 1)")
-    parser.add_argument("--here", action="store_true", help="in this process: for a single model")
+    parser = parser_of(__doc__, models=",".join(MODELS), pairs=20, threads=1)
     parser.add_argument("--table", metavar="FILE", help="print the table of a results file and stop")
-    parser.add_argument("-o", "--output")
     arguments = parser.parse_args()
     if arguments.table:
-        print("\n".join(line_of(row) for row in json.loads(Path(arguments.table).read_text())["rows"]))
+        print(*map(line_of, rows_in(arguments.table)), sep="\n")
         return 0
-    torch.set_num_threads(arguments.threads)
-    rows: list[dict[str, Any]] = []
-    for name in arguments.models.split(","):
-        rows.append(row_of(name, arguments.pairs) if arguments.here else in_its_own_process(name, arguments))
-        if not arguments.here:
-            print(line_of(rows[-1]), flush=True)
-    if arguments.output:
-        facts = facts_of_run(arguments, (*PACKAGES, "transformers", "monai"))
-        write_results(arguments.output, facts | {"rows": rows})
-    if arguments.here:
-        return 0
+
+    def row_apart(name: str) -> Row:
+        return dict(in_a_process(row_of, name, arguments.pairs, arguments.threads, start="spawn"))
+
+    packages = (*PACKAGES, "transformers", "monai")
+    rows = taken(arguments, arguments.models.split(","), row_apart, line_of, packages)
     for claim in CLAIMS:
         missed = ", ".join(row["model"] for row in rows if not row[claim])
         print(f"{claim}: {sum(bool(row[claim]) for row in rows)} of {len(rows)}", f"(not {missed})" if missed else "")
     return 0 if all(row[claim] for row in rows for claim in CLAIMS) else 1
-
-
-def in_its_own_process(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "row.json"
-        options = {key: str(getattr(arguments, key)) for key in ("pairs", "threads")}
-        words = [word for key, value in options.items() for word in (f"--{key}", value)]
-        here = [sys.executable, "-W", "ignore", "-m", "benchmarks.accuracy", "--here"]
-        command = [*here, "--models", name, *words, "-o", str(found)]
-        subprocess.run(command, check=True)
-        row: dict[str, Any] = json.loads(found.read_text())["rows"][0]
-        return row
 
 
 if __name__ == "__main__":

@@ -9,17 +9,20 @@ step in pairs (``pairs.py``), one after the other.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
-import sys
 import tempfile
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
-from benchmarks.facts import facts_of_run, write_results
+import torch
+
+import poochplan
+from benchmarks.facts import Row, facts_of_run, parser_of, write_results
 from benchmarks.pairs import Seconds, Step, compared, in_pairs, load, one_step, profiled
+from benchmarks.processes import in_a_process
+from poochplan.tensors.host_memory import freed_memory_given_back
 
 KINDS = ("untouched", "after", "held")
 SETTINGS = {"batch_size": "2"}
@@ -27,20 +30,12 @@ WARM_STEPS = 3
 
 
 def write_plan(name: str, path: Path) -> None:
-    """A plan of 60% of the in-core peak."""
-    import poochplan
-
     workload = load(name, SETTINGS)
     poochplan.plan(profiled(workload, name, iterations=1), "60%", evaluations=200).save(path, force=True)
 
 
 def steps_of(kind: str, name: str, plan_file: Path, asked: Connection) -> None:
-    """Runs an in-core step each time it is asked to, until it is told to end."""
-    import torch
-
-    import poochplan
-    from poochplan.tensors.host_memory import freed_memory_given_back
-
+    """Runs an in-core step each time it is asked to."""
     torch.set_num_threads(1)
     workload = load(name, SETTINGS)
     for _ in range(WARM_STEPS):
@@ -59,49 +54,34 @@ def steps_of(kind: str, name: str, plan_file: Path, asked: Connection) -> None:
         asked.send(one_step(workload))
 
 
-def measure(name: str, pairs: int) -> dict[str, Any]:
+def measure(name: str, pairs: int) -> Row:
     """Seconds of steps after a session over those of steps without, and the same of the kind ``held``."""
     context = multiprocessing.get_context("spawn")
+    steps: dict[str, Step] = {}
     with tempfile.TemporaryDirectory() as folder:
         plan_file = Path(folder) / "plan.json"
-        planner = context.Process(target=write_plan, args=(name, plan_file))
-        planner.start()
-        planner.join()
-        ours: dict[str, Connection] = {}
+        in_a_process(write_plan, name, plan_file, start="spawn")
         for kind in KINDS:
-            ours[kind], theirs = context.Pipe()
+            ours, theirs = context.Pipe()
             context.Process(target=steps_of, args=(kind, name, plan_file, theirs), daemon=True).start()
-            ours[kind].recv()
-    steps = {kind: _stepping(connection) for kind, connection in ours.items()}
-    found = {
-        f"{kind}_over_untouched": compared(in_pairs(steps["untouched"], steps[kind], pairs))
-        for kind in ("after", "held")
-    }
-    for connection in ours.values():
-        connection.send(False)
-    return found
+            ours.recv()
+            steps[kind] = partial(_step_of, ours)
+    return {f"{kind}_over_untouched": compared(in_pairs(steps[KINDS[0]], steps[kind], pairs)) for kind in KINDS[1:]}
 
 
-def _stepping(connection: Connection) -> Step:
-    def step() -> Seconds:
-        connection.send(True)
-        seconds: Seconds = connection.recv()
-        return seconds
-
-    return step
+def _step_of(process: Connection) -> Seconds:
+    process.send(True)
+    seconds: Seconds = process.recv()
+    return seconds
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", default="gpt2", help="name of a file in configs/")
-    parser.add_argument("--pairs", type=int, default=20, help="pairs of steps (default: 20)")
-    parser.add_argument("-o", "--output")
+def main() -> None:
+    parser = parser_of(__doc__, workload="gpt2", pairs=20)
     arguments = parser.parse_args()
     found = facts_of_run(arguments) | measure(arguments.workload, arguments.pairs)
     print(json.dumps(found, indent=1))
     write_results(arguments.output, found)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

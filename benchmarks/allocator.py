@@ -7,7 +7,6 @@ The loop is C++, compiled beside the library; in each round all kinds run right 
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import statistics
@@ -20,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import facts_of_run, parser_of, write_results
 from poochplan.native import FLAGS
 from poochplan.runtime.arena.arena import Arena, Places
 from poochplan.runtime.arena.library import AllocationLog, ThreadScope, build, compiler_name, is_built
@@ -49,7 +48,6 @@ Pair = Callable[[int], float]
 
 
 def compiled_loop(folder: Path) -> Callable[[int, int, int], float]:
-    """``ns_per_pair`` of :data:`LOOP`."""
     source, library, home = folder / "loop.cpp", folder / "loop.so", Path(torch.__file__).parent
     source.write_text(LOOP)
     flags = [flag for flag in FLAGS if "visibility" not in flag]
@@ -138,13 +136,10 @@ def _each_ns(call: Callable[[int], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("-o", dest="output")
-    options = parser.parse_args()
-    found = facts_of_run(options) | measure(options.rounds)
+    asked = parser_of(__doc__, rounds=21).parse_args()
+    found = facts_of_run(asked) | measure(asked.rounds)
     print(json.dumps(found, indent=1))
-    write_results(options.output, found)
+    write_results(asked.output, found)
 
 
 if __name__ == "__main__":

@@ -7,43 +7,37 @@ before ``import poochplan``, is VmRSS, CPU seconds less those of as many plain s
 * planned:  behind the step from which on a plan is in force; all that was profiled is in it
 * followed: ten steps behind that
 
-Each run is a process of its own. A first one, which is not told, builds the native parts and measures what the runtime
-costs, once for a machine; the link is given. With ``--optimizer plain`` the optimizer is one written here: torch's own
-load its compiler as they are made.
+A first run, which is not told, builds the native parts and measures what the runtime costs; the link is given. With
+``--optimizer plain`` the optimizer is one written here: torch's own load its compiler as they are made.
 
     OMP_NUM_THREADS=1 python -m benchmarks.auto_added [--optimizer adam] [--runs 5] [-o FILE.json]
 """
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import MIB, facts_of_run, parser_of, write_results
+from benchmarks.processes import in_a_process
 
 HEAVY = ("highspy", "matplotlib", "numba", "pandas", "pulp", "scipy", "sympy", "torch._dynamo", "torch._inductor")
 STAGES = ("begun", "planned", "followed")
 FIRST, FOLLOWED, MOST = 3, 10, 60
 """Steps: before and in *begun*, in *followed*, and at most until there is a plan."""
-_MIB = 1 << 20
 
 
 def resident_bytes() -> int:
-    """Of this process, now."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
 
 
 def made(optimizer: str) -> tuple[Any, Any, Callable[[], None]]:
-    """A small transformer, its optimizer and their step."""
     import torch
     from torch import nn
 
@@ -75,7 +69,6 @@ def made(optimizer: str) -> tuple[Any, Any, Callable[[], None]]:
 
 
 def run(optimizer: str) -> dict[str, dict[str, Any]]:
-    """What is added by each stage."""
     model, steps, step = made(optimizer)
     for _ in range(FIRST):
         step()
@@ -119,28 +112,21 @@ def run(optimizer: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = parser_of(__doc__, runs=5)
     parser.add_argument("--optimizer", choices=("adam", "plain"), default="adam")
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("-o", "--output")
     arguments = parser.parse_args()
-    rows = []
-    for number in range(arguments.runs + 1):
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-            row = process.submit(run, arguments.optimizer).result()
-        rows += [row] if number else []
+    rows = [in_a_process(run, arguments.optimizer, start="spawn") for _ in range(arguments.runs + 1)][1:]
     for stage in STAGES:
         told = [row[stage] for row in rows]
         resident, seconds = ([one[name] for one in told] for name in ("resident_bytes", "cpu_s"))
         loaded = ", ".join(sorted({name for one in told for name in one["loaded"]})) or "nothing"
         print(
-            f"{stage:8}  {median(resident) / _MIB:5.1f} MiB (most {max(resident) / _MIB:.1f}), "
+            f"{stage:8}  {median(resident) / MIB:5.1f} MiB (most {max(resident) / MIB:.1f}), "
             f"{median(seconds):.2f} s (most {max(seconds):.2f}), loaded: {loaded}"
         )
     write_results(arguments.output, facts_of_run(arguments) | {"rows": rows})
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,9 +1,16 @@
-"""Random steps and budgets, planned and handed to the independent checker: no plan over budget, no input missing.
+"""Random steps and budgets, planned and judged: by the independent checker, or by the proven bound.
 
     python -m benchmarks.checker -o benchmarks/results/checker.json
+    python -m benchmarks.checker --bound -o benchmarks/results/bound.json
 
 The checker (``tests/planner/checker.py``) shares no code with the planner: it carries each plan out tick by tick, with
-every storage in its hands and every replay op by op.
+every storage in its hands and every replay op by op: no plan is over budget, no input is missing.
+
+``--bound``: no plan is faster than what is proven for a budget of its own peak. Each of the random steps has copies
+beside which compute is slower (``tests/planner/random_schedules.py``). A plan of random decisions at random points is
+simulated, and so is what the planner's own scheduler makes of these decisions within that plan's peak; beside both
+stands the linear program's bound for the plan's own peak. Of every tenth step the planner's plan for that budget, and
+the integer program's bound, are held against each other too.
 """
 
 from __future__ import annotations
@@ -15,17 +22,28 @@ import random
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from functools import partial
+from itertools import chain
+from statistics import median
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import Row, facts_of_run, parser_of, write_results
+from benchmarks.plans import budget_of, decisions_of, predicted
 from poochplan.formats.profile import PointKind, Profile
-from poochplan.planner.planning import plan, smallest_budget
+from poochplan.planner.planning import plan
+from poochplan.planner.search.bound import integral_bound, lower_bound
+from poochplan.planner.search.solvers import SolverLimits
+from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.simulate import Candidate, simulate, try_decisions
 from tests.planner.checker import Violation, check  # a judge of the tests, on purpose none of the package
 from tests.planner.random_profiles import random_profile
+from tests.planner.random_schedules import interfering_profile, random_schedule
 
 LEAST_OPS = 3
+ROUNDING = 1e-9
+SOLVER, LIMITS = "highs", SolverLimits(60)
+EVERY = 10
 
 
 def instance(seed: int, most_ops: int) -> tuple[Profile, int]:
@@ -35,43 +53,33 @@ def instance(seed: int, most_ops: int) -> tuple[Profile, int]:
         profile = random_profile(rng.randrange(2**32), rng.randint(LEAST_OPS, most_ops))
         if any(point.kind is PointKind.SAVE for point in profile.points):
             break
-    smallest = smallest_budget(profile)
-    share = 0.0 if rng.random() < 0.2 else rng.random()
-    return profile, int(smallest + share * (profile.in_core_peak_bytes - smallest))
+    return profile, budget_of(profile, 0.0 if rng.random() < 0.2 else rng.random())
 
 
-def one(seed: int, most_ops: int, time_limit_s: float) -> dict[str, Any]:
-    """Plans one instance and has the plan checked."""
+def one(seed: int, most_ops: int, time_limit_s: float) -> Row:
     profile, budget = instance(seed, most_ops)
     started_s = time.perf_counter()
     found = plan(profile, budget, threads=1, time_limit_s=time_limit_s)
-    wall_s = time.perf_counter() - started_s
-    decisions = [str(value.decision) for value in found.values]
-    row: dict[str, Any] = {
+    row: Row = {
         "seed": seed,
         "ops": len(profile.ops),
         "budget_bytes": budget,
         "in_core_peak_bytes": profile.in_core_peak_bytes,
-        "decisions": {kind: decisions.count(kind) for kind in ("keep", "swap", "recompute")},
-        "wall_s": wall_s,
+        "decisions": decisions_of(found),
+        "wall_s": time.perf_counter() - started_s,
         "violation": "",
     }
     try:
         verdict = check(profile, found)
     except Violation as violation:
         return {**row, "violation": str(violation) or "unnamed", "within_budget": None, "as_predicted": None}
-    predicted = found.prediction
-    bytes_seen = (verdict.peak_bytes, verdict.first_step_peak_bytes, verdict.out_bytes, verdict.in_bytes)
-    said = (predicted.peak_bytes, predicted.first_step_peak_bytes, predicted.out_bytes, predicted.in_bytes)
-    return {
-        **row,
-        "peak_bytes": max(verdict.peak_bytes, verdict.first_step_peak_bytes),
-        "within_budget": max(verdict.peak_bytes, verdict.first_step_peak_bytes) <= budget,
-        "as_predicted": bytes_seen == said,
-    }
+    most = max(verdict.peak_bytes, verdict.first_step_peak_bytes)
+    said = predicted(found, "peak_bytes", "first_step_peak_bytes", "out_bytes", "in_bytes")
+    is_so = all(getattr(verdict, name) == size_bytes for name, size_bytes in said.items())
+    return {**row, "peak_bytes": most, "within_budget": most <= budget, "as_predicted": is_so}
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(rows: list[Row]) -> Row:
     """Counts over all plans, and the seeds of those that failed."""
     mixes = [{kind for kind, count in row["decisions"].items() if count} for row in rows]
     return {
@@ -88,33 +96,74 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def passed(row: dict[str, Any]) -> bool:
+def passed(row: Row) -> bool:
     return bool(row["within_budget"] and row["as_predicted"] and not row["violation"])
 
 
+def bounds_of(seed: int) -> list[Row]:
+    """The plans of one step: the seconds of each, of its bound, and of the step that keeps everything."""
+    profile = interfering_profile(seed)
+    problem = build_problem(profile)
+    drawn = random_schedule(problem, seed)
+    at_random = Candidate("random", drawn.decisions, drawn, simulate(problem, drawn))
+    scheduled = try_decisions(problem, "scheduled", drawn.decisions, at_random.peak_bytes)
+    found = [
+        (one.policy, one.simulation.step_s, lower_bound(problem, one.peak_bytes, SOLVER, LIMITS))
+        for one in (at_random, scheduled)
+    ]
+    if seed % EVERY == 0:
+        budget_bytes = at_random.peak_bytes
+        best_s = plan(profile, budget_bytes, evaluations=500, arena="off").prediction.step_s
+        found.append(("planned", best_s, integral_bound(problem, budget_bytes, SOLVER, LIMITS, is_whole=True)))
+    kept_s = problem.keep_all_s
+    return [{"seed": seed, "plan": kind, "step_s": step_s, "bound_s": bound_s, "kept_s": kept_s}
+            for kind, step_s, bound_s in found]  # fmt: skip
+
+
+def summary_of_bounds(rows: list[Row]) -> Row:
+    """How many plans are faster than their bound, and how near the nearest come."""
+    slack = [row["step_s"] / row["bound_s"] - 1 for row in rows]
+    return {
+        "plans": len(rows),
+        "faster_than_the_bound": sum(one < -ROUNDING for one in slack),
+        "seeds": sorted({row["seed"] for row, one in zip(rows, slack, strict=True) if one < -ROUNDING}),
+        "bounds_above_keeping_all": sum(row["bound_s"] > row["kept_s"] * (1 + ROUNDING) for row in rows),
+        "plans_at_the_bound": sum(abs(one) <= ROUNDING for one in slack),
+        "median_slack": round(median(slack), 5),
+    }
+
+
+def judged_by_bounds(rows: list[Row], arguments: argparse.Namespace) -> int:
+    kinds = dict.fromkeys(row["plan"] for row in rows)
+    found = {kind: summary_of_bounds([row for row in rows if row["plan"] == kind]) for kind in kinds}
+    for kind, told in found.items():
+        print(kind, told)
+    write_results(arguments.output, facts_of_run(arguments) | {"kinds": found})
+    return int(any(told["faster_than_the_bound"] for told in found.values()))
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=2000)
-    parser.add_argument("--first", type=int, default=0, help="first seed")
-    parser.add_argument(
-        "--most-ops", type=int, default=14, help="forward ops of the largest steps, the loss not counted"
+    parser = parser_of(
+        __doc__,
+        count=2000,
+        first=0,
+        most_ops=(14, "forward ops of the largest steps, the loss not counted"),
+        time_limit=2.0,
+        jobs=os.cpu_count() or 1,
+        bound=(False, "judge by the proven bound"),
     )
-    parser.add_argument("--time-limit", type=float, default=2.0, help="seconds for the solver, per plan")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("-o", "--output", default=None, help="write the summary and what failed as JSON here")
     arguments = parser.parse_args()
     seeds = range(arguments.first, arguments.first + arguments.count)
     with ProcessPoolExecutor(arguments.jobs) as pool:
-        rows = list(
-            pool.map(one, seeds, [arguments.most_ops] * len(seeds), [arguments.time_limit] * len(seeds), chunksize=4)
-        )
+        if arguments.bound:
+            return judged_by_bounds(list(chain.from_iterable(pool.map(bounds_of, seeds, chunksize=20))), arguments)
+        tried = partial(one, most_ops=arguments.most_ops, time_limit_s=arguments.time_limit)
+        rows = list(pool.map(tried, seeds, chunksize=4))
     found = summary(rows)
     failed = [row for row in rows if not passed(row)]
     for row in failed:
         print(json.dumps(row))
-    if arguments.output:
-        results = {**facts_of_run(arguments), "summary": found, "failed": failed}
-        write_results(arguments.output, results)
+    write_results(arguments.output, {**facts_of_run(arguments), "summary": found, "failed": failed})
     print(json.dumps(found, indent=1))
     print(f"{len(rows) - len(failed)} of {len(rows)} plans within budget, carried out, and as predicted")
     return 1 if failed else 0

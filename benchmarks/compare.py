@@ -7,8 +7,7 @@ Ours (``ours``: policy ``ilp``, from an arena) and other policies run at each bu
 peak of checkpointing and of selective checkpointing.
 
 A budget of 50% is the smallest possible one and 50% of the way to the in-core peak of allocated bytes. Step times are
-compared in pairs with the method's own in-core step: each side is a process of its own that is started once for a row,
-warms up, and then steps when it is its turn, asleep while the other one steps. The order is drawn anew for each pair.
+compared in pairs with the method's own in-core step, each side a process of its own, asleep while the other one steps.
 Peaks and bits come from runs that are not timed, by the tests' meter, which shares no code with the package.
 
     python -m benchmarks.compare --pairs 20 --picture docs/images/compare.png -o benchmarks/results/compare.json
@@ -31,30 +30,31 @@ from benchmarks.against.compared_networks import NETWORKS, TINY
 from benchmarks.against.methods import METHODS, method_of
 from benchmarks.against.rows import Effort, Wanted
 from benchmarks.against.short_table import short_table
-from benchmarks.facts import PACKAGES, facts_of_run
+from benchmarks.facts import PACKAGES, facts_of_run, parser_of
 from poochplan.planner.policies import policy_names
 
 COMPILED_NETWORKS = ("gpt2", "resnet50")
 
 
 def arguments_of() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(
+        __doc__,
+        budgets=("50%,30%", "shares of what decisions can move"),
+        pairs=3,
+        threads=(os.cpu_count(), "of each process; all cores unless told otherwise"),
+        time_limit=12.0,
+        redo=(False, "take rows anew that the file has already"),
+        note=("", "said of the rows that this run takes, such as: other work ran beside them"),
+        show=(False, "take nothing; table, page and picture from the file"),
+        picture=(None, "write the picture here"),
+        page=(None, "put the table between the marks of this Markdown page"),
+        readme=(None, "put a short table between the marks of this Markdown page"),
+    )
     add = parser.add_argument
     add("networks", nargs="*", default=list(NETWORKS), metavar="MODEL", help=f"of {', '.join(NETWORKS | TINY)}")
-    add("--budgets", default="50%,30%", help="shares of what decisions can move")
     add("--policies", default="", help=f"other policies of ours: {', '.join(policy_names())}")
     add("--methods", default="", help=f"only these: {', '.join(METHODS)}, compile:0.5, graph:0.6 or a policy")
     add("--compile", action="store_true", help=f"torch.compile too, on {' and '.join(COMPILED_NETWORKS)}; takes long")
-    add("--pairs", type=int, default=3)
-    add("--threads", type=int, default=os.cpu_count(), help="of each process; all cores unless told otherwise")
-    add("--time-limit", type=float, default=12.0, help="seconds for a plan")
-    add("--redo", action="store_true", help="take rows anew that the file has already")
-    add("--note", default="", help="said of the rows that this run takes, such as: other work ran beside them")
-    add("--show", action="store_true", help="take nothing; table, page and picture from the file")
-    add("--picture", help="write the picture here")
-    add("--page", help="put the table between the marks of this Markdown page")
-    add("--readme", help="put a short table between the marks of this Markdown page")
-    add("-o", "--output", help="the results file, to begin or to go on with")
     return parser.parse_args()
 
 

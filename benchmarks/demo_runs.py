@@ -10,7 +10,6 @@ Each takes some minutes, and adds to the results file. The environment (`make se
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -20,15 +19,16 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import Row, facts_of_run, known_rows, parser_of, write_results
+from benchmarks.plans import costs_of
+from poochplan import Plan
 
 ROOT = Path(__file__).parents[1]
 BUSY = "while True: pass"
 
 
-def demo(*, busy: bool) -> dict[str, Any]:
+def demo(*, busy: bool) -> Row:
     """One `make demo`: its exit status and seconds, and what its files say."""
     shutil.rmtree(ROOT / "demo-output", ignore_errors=True)
     with tempfile.TemporaryDirectory() as cache:
@@ -41,27 +41,25 @@ def demo(*, busy: bool) -> dict[str, Any]:
         finally:
             if job is not None:
                 job.kill()
-    found = {"busy": busy, "status": done.returncode, "seconds": round(time.perf_counter() - start_s, 1)}
+    found: Row = {"busy": busy, "status": done.returncode, "seconds": round(time.perf_counter() - start_s, 1)}
     if done.returncode:
         return found | {"said": done.stderr.strip().splitlines()[-3:]}
-    plan = json.loads((ROOT / "demo-output" / "plan.json").read_text())
+    plan = Plan.load(ROOT / "demo-output" / "plan.json")
     run = {line.partition("  ")[0].strip(): line.partition("  ")[2].strip() for line in done.stdout.splitlines()}
+    said = {"in_core": "in-core step time", "planned": "planned step time", "measured_overhead": "measured overhead"}
+    costs = {name: round(cost or 0.0, 4) for name, cost in costs_of(plan).items()}
+    found |= {key: run.get(name, "") for key, name in (said | {"peak": "measured peak"}).items()}
     return found | {
-        "plain_step_s": round(plan["prediction"]["in_core_step_s"], 3),
-        "predicted_step_s": round(plan["prediction"]["step_s"], 3),
-        "predicted_overhead": round(plan["prediction"]["overhead"], 4),
-        "gap": round(plan["solve"]["gap"], 4),
-        "plan_s": round(plan["solve"]["wall_s"], 1),
-        "in_core": run.get("in-core step time", ""),
-        "planned": run.get("planned step time", ""),
-        "measured_overhead": run.get("measured overhead", ""),
+        "plain_step_s": round(plan.prediction.in_core_step_s, 3),
+        "predicted_step_s": round(plan.prediction.step_s, 3),
+        "predicted_overhead": costs["overhead"],
+        "gap": costs["gap"],
+        "plan_s": costs["wall_s"],
         "bitwise": run.get("gradients bitwise equal", "").startswith("yes"),
-        "peak": run.get("measured peak", ""),
     }
 
 
-def planned(cache: str, budget: str, limit_s: float) -> dict[str, Any]:
-    """`pooch plan` of the demo's profile."""
+def planned(cache: str, budget: str, limit_s: float) -> Row:
     command = [str(ROOT / ".venv/bin/pooch"), "plan", "demo-output/profile.json", "--budget", budget]
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -71,36 +69,28 @@ def planned(cache: str, budget: str, limit_s: float) -> dict[str, Any]:
             cwd=ROOT, env=os.environ | {"XDG_CACHE_HOME": cache}, capture_output=True, check=True,
         )  # fmt: skip
         seconds = time.perf_counter() - start_s
-        said = json.loads(plan.read_text())
-    return {"seconds": round(seconds, 1), "overhead": round(said["prediction"]["overhead"], 4)}
+        overhead = Plan.load(plan).prediction.overhead
+    return {"seconds": round(seconds, 1), "overhead": round(overhead, 4)}
 
 
 def main() -> None:
-    """Runs them all and writes what they say."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=0)
-    parser.add_argument("--busy", action="store_true", help="beside a process that keeps one core busy")
-    parser.add_argument("--plans", type=int, default=0)
-    parser.add_argument("-o", "--output", type=Path)
+    parser = parser_of(__doc__, runs=0, busy=(False, "beside a process that keeps one core busy"), plans=0)
     options = parser.parse_args()
     facts = facts_of_run(options)
-    known = json.loads(options.output.read_text()) if options.output and options.output.exists() else {}
-    runs, plans = known.get("runs", []), known.get("plans", [])
+    found = {part: known_rows(options.output, part) for part in ("runs", "plans")}
 
-    def add(to: list[dict[str, Any]], found: dict[str, Any]) -> None:
-        to.append(found | {"commit": facts["commit"]})
-        print(json.dumps(found), flush=True)
-        alone = [run["seconds"] for run in runs if not run["busy"]]
-        passed, median_s = sum(run["status"] == 0 for run in runs), median(alone) if alone else None
-        write_results(
-            options.output, facts | {"passed": passed, "median_alone_s": median_s, "runs": runs, "plans": plans}
-        )
+    def add(part: str, row: Row) -> None:
+        found[part].append(row | {"commit": facts["commit"]})
+        print(json.dumps(row), flush=True)
+        alone = [run["seconds"] for run in found["runs"] if not run["busy"]]
+        told = {"passed": sum(run["status"] == 0 for run in found["runs"])}
+        write_results(options.output, facts | told | {"median_alone_s": median(alone) if alone else None} | found)
 
     for _ in range(options.runs):
-        add(runs, demo(busy=options.busy))
+        add("runs", demo(busy=options.busy))
     for _ in range(options.plans):
         with tempfile.TemporaryDirectory() as cache:
-            add(plans, {"cold": planned(cache, "60%", 20.0), "warm": planned(cache, "60%", 20.0)})
+            add("plans", {"cold": planned(cache, "60%", 20.0), "warm": planned(cache, "60%", 20.0)})
 
 
 if __name__ == "__main__":

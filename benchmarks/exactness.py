@@ -1,14 +1,9 @@
 """Gradients bitwise equal, the peak within budget, by an outside meter: every ready workload at three budgets.
 
-Each workload is profiled once and planned at 80%, 60% and the smallest budget there is. Every run is a process of its
-own, forked from one that has installed the allocator hook of the tests and done nothing else; see
-``benchmarks/hooked.py``. Loss, gradients, buffers, parameters and the generator are compared after each step.
-
-The hook sees all that torch has of the C library: parameters, inputs, what ops take and give back inside, and what the
-session takes for itself. Plans are made without an arena (the budget is on allocated bytes) and with one (on the arena,
-which counts whole from the first step that it serves, and what lies outside it). With ``--meter live`` the meter is
-``tests/live_bytes.py``, without an arena, and peaks have to be as predicted as well. Neither shares code with the
-package.
+Each workload is profiled once and planned at 80%, 60% and the smallest budget there is, without an arena and with one.
+Every run is a process of its own under the allocator hook of the tests (``benchmarks/hooked.py``). Loss, gradients,
+buffers, parameters and the generator are compared after each step. With ``--meter live`` the meter is
+``tests/live_bytes.py``, without an arena, and peaks have to be as predicted as well.
 
 ``--small`` takes the small sizes of the tests, a profile without memory with a roofline's durations, and plans that
 count simulations: then every column repeats exactly, and two versions of the code can be compared. Such a profile
@@ -23,57 +18,54 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 import poochplan
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import MIB, Row, parser_of, table_row, taken, yes
 from benchmarks.hooked import Trained, digest, ready_to_fork, train
-from benchmarks.resident import in_a_process
+from benchmarks.pairs import load, profiled
+from benchmarks.plans import decisions_of
+from benchmarks.processes import in_a_process
 from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.runtime.metering.step_meter import When
-from poochplan.workload import Workload, load_workload
+from poochplan.workload import Workload
 from tests.live_bytes import LiveBytes  # a meter of the tests, on purpose none of the package
 from tests.workloads.small import SMALL
 
-CONFIGS = Path(__file__).parent.parent / "configs"
 WORKLOADS = ("resnet50", "gpt2", "bert", "unet3d", "seq2seq", "char_rnn")
 BUDGETS = ("80%", "60%", "smallest")
 STEPS = {"off": 3, "on": 6}
 """With an arena two are metered by their ops, and one to three are learned from."""
 EVALUATIONS = 200
-_MIB = 1 << 20
 Arena = Literal["off", "on"]
 
 
 def fresh(name: str, *, small: bool) -> Workload:
     """The workload, built anew from the same seed."""
-    torch.manual_seed(0)
-    return load_workload(str(CONFIGS / f"{name}.toml"), SMALL[name] if small else {}).workload
+    return load(name, SMALL[name] if small else {})
 
 
 def profile_of(name: str, asked: argparse.Namespace) -> Profile:
     """The profile; of a small one no clock has a part in it."""
-    workload = fresh(name, small=asked.small)
-    how: dict[str, Any] = {"iterations": 2, "throttle": asked.throttle}
+    how: Row = {"iterations": 2, "throttle": asked.throttle}
     how = {"mode": "fake", "roofline": "v100"} if asked.small else how
-    model, optimizer = workload.model, workload.optimizer
-    return poochplan.profile(workload.step, model=model, optimizer=optimizer, workload=name, **how)
+    return profiled(fresh(name, small=asked.small), name, **how)
 
 
-def make(name: str, asked: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+def make(name: str, asked: argparse.Namespace, folder: Path) -> list[Row]:
     """Profiles and plans; a row for each plan, which lies in the folder by its number."""
     profile = profile_of(name, asked)
     arenas: tuple[Arena, ...] = ("off",) if asked.meter == "live" else ("off", "on")
-    effort: dict[str, Any] = {"evaluations": EVALUATIONS} if asked.small else {"time_limit_s": asked.plan_s}
-    rows: list[dict[str, Any]] = []
+    effort: Row = {"evaluations": EVALUATIONS} if asked.small else {"time_limit_s": asked.plan_s}
+    rows: list[Row] = []
     for arena in arenas:
         smallest = poochplan.smallest_budget(profile, arena=arena)
         for label in BUDGETS:
-            row: dict[str, Any] = {"workload": name, "budget": label, "arena": arena, "memory": str(profile.memory)}
+            row: Row = {"workload": name, "budget": label, "arena": arena, "memory": str(profile.memory)}
             try:
                 plan = poochplan.plan(profile, smallest if label == "smallest" else label, arena=arena, **effort)
             except InfeasibleError as error:
@@ -87,16 +79,16 @@ def make(name: str, asked: argparse.Namespace, folder: Path) -> list[dict[str, A
     return rows
 
 
-def _promises(plan: Plan) -> dict[str, Any]:
-    decisions = [str(value.decision) for value in plan.values]
+def _promises(plan: Plan) -> Row:
+    promised = plan.prediction
     return {
         "budget_bytes": plan.budget_bytes,
-        "decisions": {kind: decisions.count(kind) for kind in ("keep", "swap", "recompute")},
-        "predicted_first": plan.prediction.first_step_peak_bytes,
-        "predicted_peak_bytes": plan.prediction.peak_bytes,
-        "predicted_arena_bytes": plan.prediction.arena_bytes,
-        "predicted_arena_peak_bytes": plan.prediction.arena_peak_bytes,
-        "predicted_overhead": plan.prediction.overhead,
+        "decisions": decisions_of(plan),
+        "predicted_first": promised.first_step_peak_bytes,
+        "predicted_peak_bytes": promised.peak_bytes,
+        "predicted_arena_bytes": promised.arena_bytes,
+        "predicted_arena_peak_bytes": promised.arena_peak_bytes,
+        "predicted_overhead": promised.overhead,
     }
 
 
@@ -135,10 +127,9 @@ def live_bytes_of(workload: Workload, steps: int) -> Trained:
     return found
 
 
-def rows_of(name: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of one workload."""
+def rows_of(name: str, asked: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory() as scratch:
-        rows: list[dict[str, Any]] = in_a_process(make, name, asked, Path(scratch))
+        rows: list[Row] = in_a_process(make, name, asked, Path(scratch))
         reference: Trained = in_a_process(run, name, "off", None, asked)
         for number, row in enumerate(rows):
             if "refused_smallest_bytes" in row:
@@ -149,17 +140,16 @@ def rows_of(name: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
             row |= {"bitwise": planned.digests == expected, "within_budget": max(planned.peaks) <= row["budget_bytes"]}
             if asked.meter == "live":
                 row["predicted_well"] = predicted_well(row)
-            print(table_row(row), flush=True)
     return rows
 
 
-def predicted_well(row: dict[str, Any]) -> bool:
+def predicted_well(row: Row) -> bool:
     """Whether each step's peak is within 1% + 1 MiB of its prediction."""
     predicted = [row["predicted_first"], *[row["predicted_peak_bytes"]] * (len(row["peaks"]) - 1)]
-    return all(abs(peak - least) <= 0.01 * peak + _MIB for peak, least in zip(row["peaks"], predicted, strict=True))
+    return all(abs(peak - least) <= 0.01 * peak + MIB for peak, least in zip(row["peaks"], predicted, strict=True))
 
 
-def passed(row: dict[str, Any]) -> bool:
+def passed(row: Row) -> bool:
     """Whether a row is as promised; an arena that was not used is not."""
     if "refused_smallest_bytes" in row:
         return True
@@ -169,43 +159,38 @@ def passed(row: dict[str, Any]) -> bool:
     return bool(row["bitwise"] and row["within_budget"] and served and not row["fallbacks"])
 
 
-def table_row(row: dict[str, Any]) -> str:
-    """One line of the Markdown table in README.md."""
+def line(row: Row) -> str:
     if "refused_smallest_bytes" in row:
-        return f"| {row['workload']} | {row['arena']} | {row['budget']}: refused, {row['refused_smallest_bytes']} |"
+        return table_row(row["workload"], row["arena"], f"{row['budget']}: refused, {row['refused_smallest_bytes']}")
     with_arena = row["arena"] == "on"
     predicted = row["predicted_arena_peak_bytes" if with_arena else "predicted_peak_bytes"]
-    told = (
-        f"{row['arena_bytes'] / _MIB:.1f} | {row['served_bytes'] / _MIB:.0f} | {row['large_once_learned']}"
-        if with_arena
-        else "- | - | -"
-    )
-    return (
-        f"| {row['workload']} | {row['arena']} | {row['budget']} ({row['share']:.1%}) "
-        f"| {'/'.join(map(str, row['decisions'].values()))} | {row['in_core_peak_bytes'] / _MIB:.1f} "
-        f"| {row['budget_bytes'] / _MIB:.1f} | {predicted / _MIB:.1f} / {max(row['peaks']) / _MIB:.1f} "
-        f"| {told} | {'yes' if row['bitwise'] else 'NO'} | {'yes' if row['within_budget'] else 'NO'} "
-        f"| {row['fallbacks']} |"
+    arena = [f"{row['arena_bytes'] / MIB:.1f}", f"{row['served_bytes'] / MIB:.0f}", row["large_once_learned"]]
+    return table_row(
+        row["workload"],
+        row["arena"],
+        f"{row['budget']} ({row['share']:.1%})",
+        "/".join(map(str, row["decisions"].values())),
+        *(f"{row[name] / MIB:.1f}" for name in ("in_core_peak_bytes", "budget_bytes")),
+        f"{predicted / MIB:.1f} / {max(row['peaks']) / MIB:.1f}",
+        *(arena if with_arena else ["-"] * 3),
+        *(yes(row["bitwise"]), yes(row["within_budget"]), row["fallbacks"]),
     )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser = parser_of(
+        __doc__,
+        workloads=",".join(WORKLOADS),
+        throttle="400MB/s",
+        plan_s=3.0,
+        small=(False, "the tests' sizes, and nothing that a clock decides"),
+    )
     parser.add_argument("--meter", default="allocated", choices=("allocated", "live"))
-    parser.add_argument("--throttle", default="400MB/s", help="hold copies to this rate")
-    parser.add_argument("--plan-s", type=float, default=3.0, help="seconds for each plan")
-    parser.add_argument("--small", action="store_true", help="the tests' sizes, and nothing that a clock decides")
-    parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
-    arguments = parser.parse_args()
-    if arguments.small and arguments.meter == "allocated":
+    asked = parser.parse_args()
+    if asked.small and asked.meter == "allocated":
         parser.error("--small: expected --meter live beside it; a profile without memory promises live bytes")
     ready_to_fork()
-    rows: list[dict[str, Any]] = []
-    facts = facts_of_run(arguments)  # of the code that is loaded now
-    for name in arguments.workloads.split(","):
-        rows += rows_of(name, arguments)
-        write_results(arguments.output, facts | {"rows": rows})
+    rows = taken(asked, asked.workloads.split(","), lambda name: rows_of(name, asked), line)
     good = sum(map(passed, rows))
     print(f"{good} of {len(rows)} as promised")
     return 0 if good == len(rows) else 1

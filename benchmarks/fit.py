@@ -3,22 +3,18 @@
     python -m benchmarks.fit v100 -o benchmarks/results/fit.json     # 15.5 GiB, nvlink2: no step is run
     python -m benchmarks.fit cpu -o benchmarks/results/fit-cpu.json  # real profiles; the value found is run, bit by bit
 
-Of the memory 0.5 GiB is set aside, as in PoocH's setting (``planning.py pooch``). Beside the ladder of ``pooch fit``
+Of the memory 0.5 GiB is set aside, as in PoocH's setting (``settings.py``). Beside the ladder of ``pooch fit``
 there are rungs at 2 and 4.7 times the largest in-core batch; the latter is what TFLMS reached with ResNet-50. Rows that
 the results file has of other networks than ``--networks`` stay in it.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,11 +22,11 @@ import torch
 from torch import nn
 
 from benchmarks import networks
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import Row, facts_of_run, known_rows, parser_of, table_row, write_results
 from benchmarks.instances import classifier
 from poochplan import Workload, fit
 from poochplan.fitting.family import Machine, bytes_alone, family_of
-from poochplan.fitting.probes import Probes, Rung, rung_at
+from poochplan.fitting.probes import Probes, rung_at
 from poochplan.workloads import sequence, unrolled, volume
 
 MEMORY, MARGIN, LINK, DEVICE = "16GiB", "0.5GiB", "nvlink2", "v100"
@@ -99,77 +95,55 @@ LARGE: dict[str, Callable[..., Workload]] = {
     "seq2seq-steps": seq2seq_steps,
     "resnet164-cifar": cifar_resnet,
 }
+_GPT2 = {"batch_size": 2, "sequence_length": 128, "width": 128, "heads": 4, "vocabulary": 512}
 HERE: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "seq2seq": ("seq2seq", "batch_size", "48MiB", {"width": 64, "sequence_length": 64}),
     "char_rnn": ("char_rnn", "sequence_length", "24MiB", {"batch_size": 8, "width": 128}),
-    "gpt2": (
-        "gpt2",
-        "layers",
-        "48MiB",
-        {"batch_size": 2, "sequence_length": 128, "width": 128, "heads": 4, "vocabulary": 512},
-    ),
+    "gpt2": ("gpt2", "layers", "48MiB", _GPT2),
 }
 
 
-def large(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def large(name: str, limits: Row) -> Row:
     """One network on the V100: the fit, and rungs at the multiples of the in-core batch."""
-    started_s = time.perf_counter()
-    limits = {"time_limit_s": arguments.time_limit, "gap": arguments.gap}
     found = fit(
         LARGE[name], "batch_size", MEMORY, roofline=DEVICE, link=LINK, margin=MARGIN, progress=print, **limits,
     )  # fmt: skip
     family = family_of(LARGE[name], "batch_size")
     machine = Machine(found.budget_bytes, DEVICE, LINK)
     probes = Probes(bytes_alone(family, machine, print), found.budget_bytes, limits)
-    in_core = found.in_core_value or 0
-    wanted = {multiple: round(multiple * in_core) for multiple in MULTIPLES}
+    wanted = {str(multiple): round(multiple * (found.in_core_value or 0)) for multiple in MULTIPLES}
     at = {
-        str(multiple): rung_at(family, value, probes, is_measured=False)
+        multiple: asdict(rung_at(family, value, probes, is_measured=False))
         for multiple, value in wanted.items()
         if 0 < value <= found.value
     }
-    return row_of(name, found, at) | {"asked": ASKED.get(name), "wall_s": time.perf_counter() - started_s}
+    return figures_of(found) | {"at": at, "asked": ASKED.get(name)}
 
 
-def here(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def here(name: str, limits: Row) -> Row:
     """One workload on this machine: what real profiles found, and the run of it."""
-    started_s = time.perf_counter()
     workload, parameter, memory, settings = HERE[name]
-    found = fit(
-        workload, parameter, memory, settings=settings, time_limit_s=arguments.time_limit, gap=arguments.gap,
-        progress=print,
-    )  # fmt: skip
+    found = fit(workload, parameter, memory, settings=settings, progress=print, **limits)
     assert found.trial is not None
-    return row_of(name, found, {}) | {"trial": asdict(found.trial), "wall_s": time.perf_counter() - started_s}
+    return figures_of(found) | {"at": {}, "trial": asdict(found.trial)}
 
 
-def row_of(name: str, found: Any, at: dict[str, Rung]) -> dict[str, Any]:
-    """The figures of one fit."""
-    return {
-        "network": name,
-        "parameter": found.parameter,
-        "budget_bytes": found.budget_bytes,
-        "in_core_value": found.in_core_value,
-        "value": found.value,
+def figures_of(found: Any) -> Row:
+    return {name: getattr(found, name) for name in ("parameter", "budget_bytes", "in_core_value", "value", "best")} | {
         "ratio": found.times_in_core,
-        "best": found.best,
         "following": None if found.following is None else asdict(found.following),
         "rungs": [asdict(rung) for rung in found.rungs],
-        "at": {multiple: asdict(rung) for multiple, rung in at.items()},
         "notes": list(found.notes),
     }
 
 
 def line(row: dict[str, Any]) -> str:
-    """One row of the table, as Markdown."""
     largest = row["rungs"][-1]
     at = [row["at"].get(str(multiple)) for multiple in MULTIPLES]
-    cells = [
-        row["network"], str(row["in_core_value"]), str(row["value"]),
-        "" if row["ratio"] is None else f"{row['ratio']:.1f}",
-        *("" if rung is None else _overhead(rung) for rung in at), _overhead(largest), str(row["best"] or ""),
-    ]  # fmt: skip
-    return f"| {' | '.join(cells)} |"
+    return table_row(
+        row["network"], row["in_core_value"], row["value"], "" if row["ratio"] is None else f"{row['ratio']:.1f}",
+        *("" if rung is None else _overhead(rung) for rung in at), _overhead(largest), row["best"] or "",
+    )  # fmt: skip
 
 
 def _overhead(rung: dict[str, Any]) -> str:
@@ -177,25 +151,21 @@ def _overhead(rung: dict[str, Any]) -> str:
     return f"{rung['overhead']:.1%}{bound}"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = parser_of(__doc__, time_limit=10.0, gap=(0.005, "a plan is done within this of the bound"))
     parser.add_argument("what", choices=("v100", "cpu"))
     parser.add_argument("--networks", nargs="+", choices=[*LARGE, *HERE], help="default: all")
-    parser.add_argument("--time-limit", type=float, default=10.0, help="seconds per plan")
-    parser.add_argument("--gap", type=float, default=0.005, help="a plan is done within this of the bound")
-    parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
     arguments = parser.parse_args()
     every, one = (LARGE, large) if arguments.what == "v100" else (HERE, here)
-    path = Path(arguments.output) if arguments.output else None
-    known = json.loads(path.read_text())["rows"] if path is not None and path.exists() else []
-    rows = {row["network"]: row for row in known}
+    rows = {row["network"]: row for row in known_rows(arguments.output)}
+    facts, limits = facts_of_run(arguments), {"time_limit_s": arguments.time_limit, "gap": arguments.gap}
     for name in arguments.networks or every:
-        facts = facts_of_run(arguments)
-        rows[name] = one(name, arguments) | {"commit": facts["commit"], "time_limit_s": arguments.time_limit}
+        started_s = time.perf_counter()
+        row = {"network": name, **one(name, limits), "wall_s": time.perf_counter() - started_s}
+        rows[name] = row | {"commit": facts["commit"], "time_limit_s": arguments.time_limit}
         print(line(rows[name]), flush=True)
         write_results(arguments.output, {**facts, "rows": [rows[name] for name in every if name in rows]})
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

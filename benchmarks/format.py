@@ -8,7 +8,6 @@ real profiles. Medians over the repeats; the files are in the page cache when th
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -17,9 +16,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
-from benchmarks.facts import facts_of_run
+from benchmarks.facts import Row, facts_of_run, parser_of, write_results
 from poochplan.formats.profile import Op, Profile, Value
 from tests.planner.random_profiles import transformer_like
 
@@ -29,31 +28,21 @@ SHAPE = (32, 12, 1024, 1024)
 def synthetic_profile(op_count: int) -> Profile:
     """At least ``op_count`` ops: a step of 8 layers, one after the other as often as that takes."""
     step = transformer_like(8, mib=4)
-    copies = range(-(-op_count // len(step.ops)))
-    return msgspec.structs.replace(
-        step,
-        ops=tuple(_op(op, copy, step) for copy in copies for op in step.ops),
-        values=tuple(_value(value, copy, step) for copy in copies for value in step.values),
-        handles=tuple(
-            msgspec.structs.replace(
-                handle, value=handle.value + copy * len(step.values), layer=_path(handle.layer, copy), shape=SHAPE
-            )
-            for copy in copies
-            for handle in step.handles
-        ),
-        points=tuple(
-            msgspec.structs.replace(
-                point, handle=point.handle + copy * len(step.handles), op=point.op + copy * len(step.ops)
-            )
-            for copy in copies
-            for point in step.points
-        ),
-    )
+    values, handles, ops = len(step.values), len(step.handles), len(step.ops)
+    made: dict[str, list[Any]] = {"ops": [], "values": [], "handles": [], "points": []}
+    for copy in range(-(-op_count // ops)):
+        made["ops"] += (_op(op, copy, step) for op in step.ops)
+        made["values"] += (_value(value, copy, step) for value in step.values)
+        for handle in step.handles:
+            layer = _path(handle.layer, copy)
+            made["handles"].append(replace(handle, value=handle.value + copy * values, layer=layer, shape=SHAPE))
+        made["points"] += (replace(p, handle=p.handle + copy * handles, op=p.op + copy * ops) for p in step.points)
+    return replace(step, **{name: tuple(parts) for name, parts in made.items()})
 
 
 def _op(op: Op, copy: int, step: Profile) -> Op:
     shift = copy * len(step.values)
-    return msgspec.structs.replace(
+    return replace(
         op,
         name=f"aten.{op.name}.default",
         layer=_path(op.layer, copy),
@@ -67,7 +56,7 @@ def _op(op: Op, copy: int, step: Profile) -> Op:
 
 def _value(value: Value, copy: int, step: Profile) -> Value:
     layer = _path(value.layer, copy)
-    return msgspec.structs.replace(
+    return replace(
         value,
         name=f"{layer}/{value.name}",
         layer=layer,
@@ -82,15 +71,10 @@ def _path(layer: str, copy: int) -> str:
     return f"encoder.{copy}.{layer}.attention.output.dense"
 
 
-def measure(op_count: int, repeats: int) -> dict[str, Any]:
+def measure(op_count: int, repeats: int) -> Row:
     """Bytes, and median seconds of writing and of reading, for each kind of file."""
     profile = synthetic_profile(op_count)
-    result: dict[str, Any] = {
-        "ops": len(profile.ops),
-        "values": len(profile.values),
-        "points": len(profile.points),
-        "repeats": repeats,
-    }
+    result: Row = {name: len(getattr(profile, name)) for name in ("ops", "values", "points")} | {"repeats": repeats}
     with tempfile.TemporaryDirectory() as folder:
         for name in ("profile.json", "profile.json.gz"):
             path = Path(folder) / name
@@ -112,15 +96,10 @@ def _median_s(repeats: int, call: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ops", type=int, default=100_000)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("-o", "--output", type=Path)
-    options = parser.parse_args()
-    text = json.dumps(facts_of_run(options) | measure(options.ops, options.repeats), indent=2)
-    print(text)
-    if options.output:
-        options.output.write_text(text + "\n")
+    asked = parser_of(__doc__, ops=100_000, repeats=5).parse_args()
+    found = facts_of_run(asked) | measure(asked.ops, asked.repeats)
+    print(json.dumps(found, indent=2))
+    write_results(asked.output, found)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,9 @@
     python -m benchmarks.full_volume --table benchmarks/results/full-volume.json    prints the table of the page
 
 Both ways have the same seconds and seeds, and the bytes that training on patches takes in-core: they are the budget of
-the plan. Seconds are those of CPU, of all threads of a process, in its training steps. Of each seed both run at the
-same time, each in a process of one compute thread on one core; every two seconds the two change cores, so that what
-else runs on the machine meets both alike. Bytes are those that torch has allocated, by the allocator hook of the tests,
-with an arena whole on top. Cases: ``benchmarks/volume_cases.py``.
+the plan. Seconds are those of CPU in training steps. Of each seed both run at the same time, each in a process of one
+compute thread on one core; every two seconds the two change cores, so that what else runs meets both alike. Bytes are
+by the allocator hook of the tests, with an arena whole on top. Cases: ``benchmarks/volume_cases.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import argparse
 import contextlib
 import json
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -30,8 +28,11 @@ from typing import Any
 import torch
 
 import poochplan
-from benchmarks.facts import PACKAGES, facts_of_run, write_results
+from benchmarks.facts import PACKAGES, Row, facts_of_run, parser_of, write_results
+from benchmarks.measured_steps import arena_bytes
 from benchmarks.pairs import Planned
+from benchmarks.plans import decisions_of, predicted
+from benchmarks.processes import in_a_process
 from benchmarks.volume_cases import GRID, Case, deformed, other_scanner, template
 from benchmarks.volume_tables import lines
 from benchmarks.volume_training import METHODS, Method, Setting, Training, dice, train
@@ -65,7 +66,7 @@ def in_core_bytes(method: Method, cases: list[Case]) -> int:
     return meter.peak
 
 
-def planned(cases: list[Case], budget_bytes: int, pairs: int, file: Path) -> dict[str, Any]:
+def planned(cases: list[Case], budget_bytes: int, pairs: int, file: Path) -> Row:
     """Profiles steps on whole volumes, plans them within the budget, and compares planned with in-core steps."""
     torch.set_num_threads(1)
     training = Training("whole", SETTING, cases, seed=0)
@@ -75,46 +76,31 @@ def planned(cases: list[Case], budget_bytes: int, pairs: int, file: Path) -> dic
     plan = poochplan.plan(profile, budget_bytes, time_limit_s=PLANNER_S)
     planned_s = time.perf_counter()
     plan.save(file, force=True)
-    decisions = [str(value.decision) for value in plan.values]
     workload = Workload(training.model, training.forward, training.optimizer)
     return {
         "profile_s": round(profiled_s - begin_s, 1),
         "plan_s": round(planned_s - profiled_s, 1),
         "smallest_budget_bytes": poochplan.smallest_budget(profile),
-        "decisions": {kind: decisions.count(kind) for kind in ("keep", "swap", "recompute")},
-        "predicted_peak_bytes": plan.prediction.peak_bytes,
-        "predicted_arena_peak_bytes": plan.prediction.arena_peak_bytes,
-        "predicted_overhead": plan.prediction.overhead,
+        "decisions": decisions_of(plan),
+        "predicted": predicted(plan, "peak_bytes", "arena_peak_bytes", "overhead"),
         "pairs": Planned(workload, plan).measure(pairs, 0)["planned_over_plain"],
     }
 
 
 def one(
-    method: Method,
-    seed: int,
-    cases: list[Case],
-    held_out: list[Case],
-    other: Case,
-    plan_file: Path,
-    budget_s: float,
-    looks: int,
-) -> dict[str, Any]:
-    """One training, in a process of its own."""
+    method: Method, seed: int, cases: list[Case], held_out: list[Case], other: Case, plan_file: Path, limits: Row
+) -> Row:
+    """One training, in a process of its own. ``limits``: its seconds, and looks at held-out cases."""
     take_turns(METHODS.index(method))
     torch.set_num_threads(1)
     meter = allocated_bytes()
     training = Training(method, SETTING, cases, seed)
-    with contextlib.ExitStack() as stack:
-        session = None
-        if method == "whole":
-            session = stack.enter_context(poochplan.apply(Plan.load(plan_file), training.model))
-
-        def arena_bytes() -> int:
-            arena = session.report().arena if session is not None else None
-            return arena.size_bytes if arena is not None else 0
-
-        course = train(training, held_out, budget_s=budget_s, looks=looks, meter=meter, arena_bytes=arena_bytes)
-        told = session_facts(session.report()) if session is not None else {}
+    if method == "whole":
+        with poochplan.apply(Plan.load(plan_file), training.model) as session:
+            course = train(training, held_out, meter=meter, arena_bytes=lambda: arena_bytes(session), **limits)
+            told = session_facts(session.report())
+    else:
+        course, told = train(training, held_out, meter=meter, **limits), {}
     return {
         "method": method,
         "seed": seed,
@@ -131,7 +117,7 @@ def one(
     }
 
 
-def predictions(training: Training, held_out: list[Case], other: Case, meter: AllocatedBytes) -> dict[str, Any]:
+def predictions(training: Training, held_out: list[Case], other: Case, meter: AllocatedBytes) -> Row:
     """What a trained network says when nothing of its training is held any more, and what that takes."""
     training.optimizer.zero_grad(set_to_none=True)
     meter.restart()
@@ -150,8 +136,7 @@ def predictions(training: Training, held_out: list[Case], other: Case, meter: Al
     }
 
 
-def session_facts(report: Any) -> dict[str, Any]:
-    """What the session tells of a training under its plan."""
+def session_facts(report: Any) -> Row:
     return {
         "steps_followed": report.steps_followed,
         "fallbacks": report.total.fallbacks,
@@ -177,64 +162,53 @@ def take_turns(number: int) -> None:
     threading.Thread(target=move, daemon=True).start()
 
 
-def fresh_process() -> ProcessPoolExecutor:
-    """For one call, in an interpreter of its own."""
-    return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=110.0, help="of CPU, of training steps, for each way and seed")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--cases", type=int, default=16, help="to train on")
-    parser.add_argument("--held-out", type=int, default=4)
-    parser.add_argument("--looks", type=int, default=11, help="at the held-out cases, evenly spaced in time")
-    parser.add_argument("--pairs", type=int, default=8, help="of planned and in-core steps")
-    parser.add_argument("-o", "--output", default=None, help="write what was found as JSON here")
+def main() -> None:
+    parser = parser_of(
+        __doc__,
+        seconds=(110.0, "of CPU, of training steps, for each way and seed"),
+        seeds=3,
+        cases=(16, "to train on"),
+        held_out=4,
+        looks=(11, "at the held-out cases, evenly spaced in time"),
+        pairs=(8, "of planned and in-core steps"),
+    )
     parser.add_argument("--table", metavar="FILE", help="run nothing, print the table of these results")
     arguments = parser.parse_args()
     if arguments.table:
         print("\n".join(lines(json.loads(Path(arguments.table).read_text()))))
-        return 0
-    measure(arguments)
-    return 0
+    else:
+        measure(arguments)
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """All of it; what is found so far is written after each seed."""
     begin_s = time.perf_counter()
     cases, held_out = cases_of(arguments.cases, arguments.held_out)
     other, alike = other_scanner()
-    found: dict[str, Any] = facts_of_run(arguments, (*PACKAGES, "monai", "nibabel", "nilearn")) | {
+    found: Row = facts_of_run(arguments, (*PACKAGES, "monai", "nibabel", "nilearn")) | {
         "setting": asdict(SETTING) | {"grid": asdict(GRID)},
         "other_scanner_correlation": round(alike, 4),
         "in_core_peak_bytes": {},
         "runs": [],
     }
     for method in METHODS:
-        with fresh_process() as process:
-            found["in_core_peak_bytes"][method] = process.submit(in_core_bytes, method, cases).result()
+        found["in_core_peak_bytes"][method] = in_a_process(in_core_bytes, method, cases, start="spawn")
     budget_bytes = found["in_core_peak_bytes"]["patches"]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
-        with fresh_process() as process:
-            found["plan"] = process.submit(planned, cases, budget_bytes, arguments.pairs, file).result()
+        found["plan"] = in_a_process(planned, cases, budget_bytes, arguments.pairs, file, start="spawn")
         print(json.dumps(found), flush=True)
         for seed in range(arguments.seeds):
-            given = seed, cases, held_out, other, file, arguments.seconds, arguments.looks
-            with fresh_process() as first, fresh_process() as second:
-                both = zip((first, second), METHODS, strict=True)
-                calls = [process.submit(one, method, *given) for process, method in both]
+            limits = {"budget_s": arguments.seconds, "looks": arguments.looks}
+            with ProcessPoolExecutor(len(METHODS), get_context("spawn"), max_tasks_per_child=1) as both:
+                calls = [both.submit(one, method, seed, cases, held_out, other, file, limits) for method in METHODS]
                 rows = [call.result() for call in calls]
             said = [row.pop("other_found") for row in rows]
             found["runs"] += [row | {"agreement_on_other": dice(said[0], said[1])} for row in rows]
             found["wall_s"] = round(time.perf_counter() - begin_s, 1)
             write_results(arguments.output, found)
             for row in rows:
-                print(
-                    json.dumps({key: value for key, value in row.items() if key not in ("looks", "slice")}), flush=True
-                )
+                print(json.dumps({key: row[key] for key in row if key not in ("looks", "slice")}), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

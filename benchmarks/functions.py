@@ -8,34 +8,25 @@ the element, the least of seven runs, less what adding 1 takes; and what ``profi
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from benchmarks.facts import facts_of_run, write_results
+import torch
+
+from benchmarks.facts import facts_of_run, parser_of, write_results
+from poochplan.profiler.fake.roofline import DEVICES
 
 ELEMENTS, CALLS, RUNS = 1 << 15, 200, 7
 
 
 def found() -> list[dict[str, float | str]]:
     """Of each function, measured and told nanoseconds by the element."""
-    import torch
-
-    from poochplan.profiler.fake.roofline import DEVICES
-
+    names = ("tanh", "log1p", "erf", "log", "sigmoid", "exp", "sin", "cos")
     functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "prims.inductor_random": torch.rand_like,
         "aten.pow": lambda x: x**1.7,
-        "aten.tanh": torch.tanh,
-        "aten.log1p": torch.log1p,
-        "aten.erf": torch.erf,
-        "aten.log": torch.log,
-        "aten.sigmoid": torch.sigmoid,
-        "aten.exp": torch.exp,
-        "aten.sin": torch.sin,
-        "aten.cos": torch.cos,
+        **{f"aten.{name}": getattr(torch, name) for name in names},
     }
     torch.set_num_threads(1)
     numbers = torch.rand(ELEMENTS) + 0.5
@@ -53,8 +44,6 @@ def found() -> list[dict[str, float | str]]:
 
 
 def _nanoseconds(function: Callable[..., object], numbers: object) -> float:
-    import torch
-
     torch._dynamo.reset()
     compiled = torch.compile(function, dynamic=False)
     compiled(numbers)
@@ -68,13 +57,10 @@ def _nanoseconds(function: Callable[..., object], numbers: object) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path)
-    given = parser.parse_args()
+    asked = parser_of(__doc__).parse_args()
     rows = found()
-    for row in rows:
-        print(json.dumps(row))
-    write_results(given.output, facts_of_run(given) | {"rows": rows})
+    print(*map(json.dumps, rows), sep="\n")
+    write_results(asked.output, facts_of_run(asked) | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.facts import Row, table_head, table_row
 from poochplan.runtime.replays.bits import narrow, on_device, widen
 from poochplan.tensors.storages import on_whole
 from poochplan.units import format_bytes, format_seconds
@@ -28,7 +29,7 @@ def seconds(where: torch.device, run: Callable[..., object], *given: Any) -> flo
     return (time.perf_counter() - start_s) / RUNS
 
 
-def rows(where: torch.device, *, is_tiny: bool) -> Iterator[dict[str, Any]]:
+def rows(where: torch.device, *, is_tiny: bool) -> Iterator[Row]:
     """One for each type of elements and each way: seconds, and the bytes of mask and bits, which each pass moves.
 
     A copy of the mask to another place shows how many bytes the GPU can read and write in a second.
@@ -52,12 +53,11 @@ def rows(where: torch.device, *, is_tiny: bool) -> Iterator[dict[str, Any]]:
             }
 
 
-def table(found: list[dict[str, Any]]) -> Iterator[str]:
+def table(found: list[Row]) -> Iterator[str]:
     """The rows for the suite's page."""
-    yield "| mask | by | narrowing | widening | a copy |"
-    yield "|---|---|---|---|---|"
+    yield table_head("mask", "by", "narrowing", "widening", "a copy")
     for row in found:
         both = row["narrow_s"], row["widen_s"]
         rates = [f"{format_seconds(one)}, {format_bytes(int(row['bytes'] / one))}/s" for one in both]
         copy = f"{format_bytes(int(row['copied_bytes_per_s']))}/s"
-        yield f"| {row['dtype']} | {row['way']} | {rates[0]} | {rates[1]} | {copy} |"
+        yield table_row(row["dtype"], row["way"], *rates, copy)

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,8 +16,6 @@ from torch import nn
 from benchmarks import networks
 from poochplan.workload import Workload
 from poochplan.workloads.common import make_optimizer
-
-Blocks = Callable[[nn.Module], list[nn.Module]]
 
 
 @dataclass(frozen=True)
@@ -113,8 +111,9 @@ def resnet50(where: torch.device, tiny: bool) -> Net:
     images, labels = torch.randn(batch, 3, side, side).to(where), torch.randint(classes, (batch,)).to(where)
     model = model.train().to(where)
     blocks = [module for module in model.modules() if type(module).__name__ == "Bottleneck"]
-    step = _classified(model, images, labels)
-    return Net(Workload(model, step, make_optimizer("sgd", model, 0.01)), blocks, source)
+    optimizer = make_optimizer("sgd", model, 0.01)
+    workload = Workload(model, lambda: nn.functional.cross_entropy(model(images), labels), optimizer)
+    return Net(workload, blocks, source)
 
 
 def unet3d(where: torch.device, tiny: bool) -> Net:
@@ -138,15 +137,8 @@ def gpt2(where: torch.device, tiny: bool) -> Net:
     if not tiny and importlib.util.find_spec("transformers") is not None:
         from poochplan.workloads.text import gpt2 as theirs
 
-        workload = theirs(
-            batch_size=batch,
-            sequence_length=length,
-            layers=layers,
-            width=width,
-            heads=heads,
-            vocabulary=words,
-            device=str(where),
-        )
+        sizes: Any = {"layers": layers, "width": width, "heads": heads, "vocabulary": words}
+        workload = theirs(batch_size=batch, sequence_length=length, device=str(where), **sizes)
         return Net(workload, list(workload.model.get_submodule("transformer.h").children()), "transformers")
     model = Gpt(words, length, layers, width, heads).train().to(where)
     tokens = torch.randint(words, (batch, length)).to(where)
@@ -170,13 +162,4 @@ def gpt2_bf16(where: torch.device, tiny: bool) -> Net:
     return Net(Workload(net.workload.model, cast, net.workload.optimizer), net.blocks, net.source)
 
 
-def _classified(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return lambda: nn.functional.cross_entropy(model(inputs), labels)
-
-
-NETS: dict[str, Callable[[torch.device, bool], Net]] = {
-    "resnet50": resnet50,
-    "gpt2-bf16": gpt2_bf16,
-    "unet3d": unet3d,
-    "gpt2": gpt2,
-}
+NETS = {"resnet50": resnet50, "gpt2-bf16": gpt2_bf16, "unet3d": unet3d, "gpt2": gpt2}

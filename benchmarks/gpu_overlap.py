@@ -31,7 +31,6 @@ def total_s(intervals: Iterable[Interval]) -> float:
 
 
 def shared_s(left: Iterable[Interval], right: Iterable[Interval]) -> float:
-    """Seconds in both."""
     left, right = united(left), united(right)
     return total_s(left) + total_s(right) - total_s([*left, *right])
 
@@ -94,7 +93,6 @@ class TimedCuda(CudaDevice):
             self._log.copies.append((begin, _mark(stream.stream)))
 
     def begin(self) -> None:
-        """What comes now is marked."""
         self.synchronize()
         self._log.is_on = True
         self._base = _mark(super().compute.stream)

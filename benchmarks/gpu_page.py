@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
+from benchmarks.facts import Row, table_head, table_row
 from benchmarks.gpu_bits import table
 from poochplan.units import format_bytes, format_seconds
 
-Row = dict[str, Any]
 COLUMNS = (
     *("way", "step", "in-core", "overhead", "drift", "peak / predicted / budget"),
     *("allocated / reserved", "out / back", "overlapped", "waits", "fell back"),
 )
 
 
-def page(results: dict[str, Any]) -> str:
+def page(results: Row) -> str:
     """Device, versions and commit; what passed, failed and was left out; a table for each network."""
     return "\n".join([*_head(results), *_verdicts(results), *_profiles(results), *_tables(results)]) + "\n"
 
 
-def _head(results: dict[str, Any]) -> Iterator[str]:
+def _head(results: Row) -> Iterator[str]:
     device, versions = results["device"], results["versions"]
     yield f"# GPU suite on {device['name']}"
     yield ""
@@ -36,7 +35,7 @@ def _head(results: dict[str, Any]) -> Iterator[str]:
     yield ""
 
 
-def _verdicts(results: dict[str, Any]) -> Iterator[str]:
+def _verdicts(results: Row) -> Iterator[str]:
     yield "## What passed"
     yield ""
     tests = results["tests"]
@@ -55,35 +54,28 @@ def _verdicts(results: dict[str, Any]) -> Iterator[str]:
     yield ""
 
 
-def _profiles(results: dict[str, Any]) -> Iterator[str]:
+def _profiles(results: Row) -> Iterator[str]:
     if results["bits"]:
         yield from ("## Bits of masks", "", *table(results["bits"]), "")
     if not results["profiles"]:
         return
     yield "## Networks"
     yield ""
-    yield "| network | from | step | in-core peak | smallest budget | ops | link out / in |"
-    yield "|---|---|---|---|---|---|---|"
+    yield table_head("network", "from", "step", "in-core peak", "smallest budget", "ops", "link out / in")
     for row in results["profiles"]:
         rates = [f"{format_bytes(row['link'][way])}/s" for way in ("out_bytes_per_s", "in_bytes_per_s")]
-        cells = (
-            *(row["net"], row["source"], format_seconds(row["step_s"]), format_bytes(row["in_core_peak_bytes"])),
-            *(format_bytes(row["smallest_budget_bytes"]), row["ops"], " / ".join(rates)),
-        )
-        yield "| " + " | ".join(str(cell) for cell in cells) + " |"
+        sizes = (format_bytes(row[f"{name}_bytes"]) for name in ("in_core_peak", "smallest_budget"))
+        yield table_row(row["net"], row["source"], format_seconds(row["step_s"]), *sizes, row["ops"], " / ".join(rates))
     yield ""
 
 
-def _tables(results: dict[str, Any]) -> Iterator[str]:
+def _tables(results: Row) -> Iterator[str]:
     timed = [row for row in results["rows"] if "step_s" in row]
     for net in dict.fromkeys(row["net"] for row in timed):
         yield f"## {net}"
         yield ""
-        yield "| " + " | ".join(COLUMNS) + " |"
-        yield "|" + "---|" * len(COLUMNS)
-        for row in timed:
-            if row["net"] == net:
-                yield "| " + " | ".join(_cells(row)) + " |"
+        yield table_head(*COLUMNS)
+        yield from (table_row(*_cells(row)) for row in timed if row["net"] == net)
         yield ""
     yield "Overhead is step / in-core - 1. Drift is how much slower in-core steps were after than before: the noise."
     yield "Overlapped is the share of the copies' time in which compute did not wait for a copy."

@@ -24,9 +24,10 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 # Read by torch's allocator and by cuBLAS when they are first used. The first of the allocator's two names goes first.
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
@@ -38,11 +39,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import poochplan
-from benchmarks.facts import facts_of_run
+from benchmarks.facts import Row, facts_of_run
 from benchmarks.gpu_bits import rows as rows_of_bits
 from benchmarks.gpu_nets import NETS, Net
 from benchmarks.gpu_overlap import TimedCuda, overlap, total_s
 from benchmarks.gpu_page import page
+from benchmarks.pairs import profiled as profile_steps
+from benchmarks.plans import part_budget, predicted
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
@@ -66,7 +69,8 @@ RAN_ON = "GPU tests ran on: "
 EXACT = ("a fifth",)
 """The plans that are compared bit by bit."""
 Enter = Callable[[], contextlib.AbstractContextManager[Any]]
-Last = Callable[[Any], dict[str, Any]]
+T = TypeVar("T")
+Last = Callable[[Any], Row]
 
 
 class Suite:
@@ -81,7 +85,7 @@ class Suite:
         self.plan_s: float = arguments.plan_seconds
         self.evaluations = 50 if arguments.tiny else None
         self.path = Path(arguments.out) / "gpu-suite.json"
-        self.results: dict[str, Any] = {
+        self.results: Row = {
             **facts_of_run(arguments),
             "device": device_facts(self.where),
             "tests": None,
@@ -102,25 +106,28 @@ class Suite:
         self.path.write_text(json.dumps(self.results, indent=1) + "\n")
         self.path.with_suffix(".md").write_text(page(self.results))
 
-    @contextlib.contextmanager
-    def case(self, name: str) -> Iterator[bool]:
-        """Yields whether there is time for it; what it raises is noted, and the next one goes on."""
+    def case(self, name: str, work: Callable[[], T]) -> T | None:
+        """What it gives, if there is time for it; what it raises is noted, and the next one goes on."""
         if self.left_s < LEAST_S:
             self.results["skipped"].append(name)
             print(f"{name}: skipped, the time is up", flush=True)
-            yield False
-            return
+            return None
         begun_s = time.monotonic()
+        found: T | None = None
         try:
-            yield True
+            found = work()
             print(f"{name}: {time.monotonic() - begun_s:.0f} s", flush=True)
         except Exception as error:
             self.results["failed"].append({"case": name, "error": f"{type(error).__name__}: {error}"[:2000]})
             print(f"{name}: FAILED {type(error).__name__}: {error}", flush=True)
         self.write()
+        return found
+
+    def add(self, net: str, way: str, row: Row) -> None:
+        self.results["rows"].append({"net": net, "way": way, **row})
 
 
-def device_facts(where: torch.device) -> dict[str, Any]:
+def device_facts(where: torch.device) -> Row:
     """Which device and driver, and the libraries that only a GPU uses."""
     if where.type != "cuda":
         return {"kind": "cpu", "name": platform.machine()}
@@ -216,29 +223,24 @@ def peaks(where: torch.device) -> dict[str, int | None]:
     }
 
 
-def block(suite: Suite, net: Net, enter: Enter, last: Last = lambda _: {}) -> tuple[list[float], dict[str, Any]]:
+def block(suite: Suite, net: Net, enter: Enter, last: Last = lambda _: {}) -> tuple[list[float], Row]:
     """Seconds of each timed step within ``enter()``, and the peaks of all of them; ``last`` is asked before it ends."""
     forget_peaks(suite.where)
     with enter() as session:
         for _ in range(WARM_STEPS):
             one_step(net, suite.where)
         seconds = [one_step(net, suite.where) for _ in range(suite.steps)]
-        found: dict[str, Any] = dict(peaks(suite.where))
+        found: Row = dict(peaks(suite.where))
         if isinstance(session, Session):
             report = session.report()
-            found |= {
-                "metered_peak_bytes": report.total.peak_bytes,
-                "out_bytes": report.last_step.out_bytes,
-                "in_bytes": report.last_step.in_bytes,
-                "replayed_values": report.last_step.replayed_values,
-                "fallbacks": report.total.fallbacks,
-                "fallback_reasons": report.total.fallback_reasons,
-            }
+            found["metered_peak_bytes"] = report.total.peak_bytes
+            found |= {name: getattr(report.last_step, name) for name in ("out_bytes", "in_bytes", "replayed_values")}
+            found |= {name: getattr(report.total, name) for name in ("fallbacks", "fallback_reasons")}
         found |= last(session)
     return seconds, found
 
 
-def beside_in_core(suite: Suite, net: Net, enter: Enter, last: Last = lambda _: {}) -> dict[str, Any]:
+def beside_in_core(suite: Suite, net: Net, enter: Enter, last: Last = lambda _: {}) -> Row:
     """Step time, spread and peaks of a way to train, and the step time in-core just before and after it."""
     before, _ = block(suite, net, contextlib.nullcontext)
     seconds, found = block(suite, net, enter, last)
@@ -256,7 +258,7 @@ def beside_in_core(suite: Suite, net: Net, enter: Enter, last: Last = lambda _: 
     }
 
 
-def overlapped(suite: Suite, net: Net, session: Session, device: TimedCuda | None) -> dict[str, Any]:
+def overlapped(suite: Suite, net: Net, session: Session, device: TimedCuda | None) -> Row:
     """Share of the copies that ran beside compute, and seconds compute waited, in one more step."""
     if device is None:
         one_step(net, suite.where)
@@ -267,7 +269,7 @@ def overlapped(suite: Suite, net: Net, session: Session, device: TimedCuda | Non
     return {"copies_s": total_s(copies), "overlapped": overlap(copies, stalls), "stall_s": total_s(stalls)}
 
 
-def bitwise(suite: Suite, name: str, plan: Plan) -> dict[str, Any]:
+def bitwise(suite: Suite, name: str, plan: Plan) -> Row:
     """Two steps in-core and under the plan from one start, with deterministic algorithms, compared bit by bit."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -304,14 +306,7 @@ def checkpointed(blocks: list[torch.nn.Module]) -> Iterator[None]:
             del module.forward  # the class's shows again
 
 
-def budget_for(profile: Profile, divisor: int) -> int:
-    """In-core less all but one part in ``divisor`` of what is not there all step long, or the least that has a plan."""
-    static = sum(static_bytes(profile).values())
-    wanted = static + (profile.in_core_peak_bytes - static) // divisor
-    return max(wanted, smallest_budget(profile))
-
-
-def planned(suite: Suite, net: Net, plan: Plan) -> dict[str, Any]:
+def planned(suite: Suite, net: Net, plan: Plan) -> Row:
     """What one plan promised, and what came of it."""
     prediction = plan.prediction
     opened: list[TimedCuda] = []
@@ -324,8 +319,7 @@ def planned(suite: Suite, net: Net, plan: Plan) -> dict[str, Any]:
     return {
         "budget_bytes": plan.budget_bytes,
         "predicted_peak_bytes": max(prediction.peak_bytes, prediction.first_step_peak_bytes),
-        "arena_bytes": prediction.arena_bytes,
-        "arena_live_bytes": prediction.arena_live_bytes,
+        **predicted(plan, "arena_bytes", "arena_live_bytes"),
         "predicted_step_s": prediction.step_s,
         "predicted_overhead": prediction.overhead,
         "predicted_stall_s": prediction.stall_s,
@@ -342,63 +336,58 @@ def planned(suite: Suite, net: Net, plan: Plan) -> dict[str, Any]:
 def run_net(suite: Suite, name: str) -> None:
     plans = compare_ways(suite, name)
     forget_peaks(suite.where)
+
+    def exact(label: str) -> None:
+        found = bitwise(suite, name, plans[label])
+        suite.add(name, f"{label}, deterministic", found)
+        if not found["bitwise_equal"]:
+            raise AssertionError(found["difference"])
+
     for label in [label for label in EXACT if label in plans]:
-        with suite.case(f"{name}: {label}, bit by bit") as there_is_time:
-            if there_is_time:
-                exact = bitwise(suite, name, plans[label])
-                suite.results["rows"].append({"net": name, "way": f"{label}, deterministic", **exact})
-                if not exact["bitwise_equal"]:
-                    raise AssertionError(exact["difference"])
+        suite.case(f"{name}: {label}, bit by bit", partial(exact, label))
 
 
 def compare_ways(suite: Suite, name: str) -> dict[str, Plan]:
     """All ways to train one network, on one instance of it; returns the plans."""
     plans: dict[str, Plan] = {}
-    net: Net | None = None
-    profile: Profile | None = None
-    with suite.case(f"{name}: profile") as there_is_time:
-        if there_is_time:
-            torch.manual_seed(0)
-            net = NETS[name](suite.where, suite.tiny)
-            profile = profiled(suite, net, name)
-    if net is None or profile is None:
+
+    def made() -> tuple[Net, Profile]:
+        torch.manual_seed(0)
+        net = NETS[name](suite.where, suite.tiny)
+        return net, profiled(suite, net, name)
+
+    begun = suite.case(f"{name}: profile", made)
+    if begun is None:
         return plans
+    net, profile = begun
+    limits: Row = {"time_limit_s": suite.plan_s, "evaluations": suite.evaluations, "gap": 0.01}
+
+    def under_plan(label: str, divisor: int, policy: str) -> None:
+        plans[label] = poochplan.plan(profile, part_budget(profile, divisor), policy=policy, **limits)
+        suite.add(name, label, planned(suite, net, plans[label]))
+
     for label, (divisor, policy) in PLANS.items():
-        with suite.case(f"{name}: {label}") as there_is_time:
-            if there_is_time:
-                budget_bytes = budget_for(profile, divisor)
-                plan = poochplan.plan(
-                    profile,
-                    budget_bytes,
-                    time_limit_s=suite.plan_s,
-                    evaluations=suite.evaluations,
-                    gap=0.01,
-                    policy=policy,
-                )
-                plans[label] = plan
-                suite.results["rows"].append({"net": name, "way": label, **planned(suite, net, plan)})
-    blocks, pinned = net.blocks, suite.where.type == "cuda"
+        suite.case(f"{name}: {label}", partial(under_plan, label, divisor, policy))
     others: dict[str, Enter] = {
-        "checkpoint": lambda: checkpointed(blocks),
-        "save_on_cpu": lambda: torch.autograd.graph.save_on_cpu(pin_memory=pinned),
+        "checkpoint": lambda: checkpointed(net.blocks),
+        "save_on_cpu": lambda: torch.autograd.graph.save_on_cpu(pin_memory=suite.where.type == "cuda"),
     }
-    for label, enter in others.items():
-        with suite.case(f"{name}: {label}") as there_is_time:
-            if there_is_time:
-                suite.results["rows"].append({"net": name, "way": label, **beside_in_core(suite, net, enter)})
+
+    def unplanned(label: str) -> None:
+        suite.add(name, label, beside_in_core(suite, net, others[label]))
+
+    for label in others:
+        suite.case(f"{name}: {label}", partial(unplanned, label))
     return plans
 
 
 def profiled(suite: Suite, net: Net, name: str) -> Profile:
-    workload = net.workload
-    profile = poochplan.profile(
-        workload.step, model=workload.model, optimizer=workload.optimizer, workload=name, iterations=3
-    )
+    profile = profile_steps(net.workload, name, iterations=3)
     suite.results["profiles"].append(profile_facts(suite, net, name, profile))
     return profile
 
 
-def profile_facts(suite: Suite, net: Net, name: str, profile: Profile) -> dict[str, Any]:
+def profile_facts(suite: Suite, net: Net, name: str, profile: Profile) -> Row:
     """The in-core step: what was profiled, beside what the allocator says of a step without instruments."""
     seconds, found = block(suite, net, contextlib.nullcontext)
     return {
@@ -440,13 +429,9 @@ def main(argv: list[str] | None = None) -> int:
     suite = Suite(arguments)
     suite.write()
     if not arguments.no_tests:
-        with suite.case("GPU tests") as there_is_time:
-            if there_is_time:
-                run_tests(suite, arguments.tests)
+        suite.case("GPU tests", lambda: run_tests(suite, arguments.tests))
     if suite.where.type == "cuda":
-        with suite.case("bits of masks") as there_is_time:
-            if there_is_time:
-                suite.results["bits"] += rows_of_bits(suite.where, is_tiny=suite.tiny)
+        suite.case("bits of masks", lambda: suite.results["bits"].extend(rows_of_bits(suite.where, is_tiny=suite.tiny)))
         forget_peaks(suite.where)
     for name in arguments.nets:
         run_net(suite, name)

@@ -7,8 +7,8 @@ import, so that each begins at the same bytes. Bits are told by digests, which t
 
 from __future__ import annotations
 
+import gc
 import hashlib
-import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.resident import IMPORTED
+from benchmarks.processes import import_all
 from poochplan.runtime.session import Session
+from poochplan.workload import Workload
 from tests.allocated_bytes import allocated_bytes
 
 LARGE_BYTES = 64 << 10
@@ -32,6 +33,7 @@ class Trained:
     """Of loss, gradients, buffers, parameters and the generator after each."""
     parts: list[dict[str, str]] = field(default_factory=list)
     """Digests of the same by themselves: loss and ``gradients``, ``buffers``, ``parameters``, ``generator``."""
+    losses: list[float] = field(default_factory=list)
     outside: list[int] = field(default_factory=list)
     """Most bytes that torch had of the C library at once in each, but for the small blocks."""
     small: int = 0
@@ -54,6 +56,11 @@ class Trained:
     def peaks(self) -> list[int]:
         """Most bytes of each step, the arena whole."""
         return [outside + arena for outside, arena in zip(self.outside, self.arenas, strict=True)]
+
+    @property
+    def gradients(self) -> list[str]:
+        """Digests of loss and gradients after each."""
+        return [part["gradients"] for part in self.parts]
 
     @property
     def large_once_learned(self) -> int:
@@ -94,8 +101,7 @@ class Trained:
 def ready_to_fork() -> None:
     """The meter is there, and all that training may import."""
     allocated_bytes()
-    for module in IMPORTED:
-        importlib.import_module(module)
+    import_all()
 
 
 def train(
@@ -116,11 +122,28 @@ def train(
         peak_bytes = meter.peak
         found.parts.append(digests_apart(model, loss))
         found.digests.append(_together(found.parts[-1]))
+        found.losses.append(loss.item())
         meter.restart()
         optimizer.step()
         found.small = max(found.small, meter.small_peak)
         found.note(max(peak_bytes, meter.peak) - before_bytes, session)
     return found
+
+
+def train_anew(workload: Workload, steps: int, session: Session | None = None, input_bytes: int = 0) -> Trained:
+    """So many steps, without gradients and optimizer state before them. Bytes are those of the model, of its inputs
+    where these are told, and of what the steps take.
+    """
+    model, optimizer = workload.model, workload.optimizer
+    assert optimizer is not None
+    torch.manual_seed(1)
+    optimizer.state.clear()
+    optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
+    own_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    before_bytes = allocated_bytes().live - own_bytes - input_bytes
+    return train(model, workload.step, optimizer, steps, session, before_bytes)
 
 
 def digests_apart(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, str]:

@@ -5,25 +5,24 @@
 The network is an LSTM unrolled cell by cell, with a projection to a vocabulary behind it: thousands of ops of some tens
 of microseconds, hundreds of saved values of some tens of KiB, and a few large ones. Both plans are for the same budget
 and from the same profile; for the old one, what the thread takes (``Profile.runtime``) is removed first. The link is
-held to a known rate, as in ``prediction.py``. Each round opens a session for either plan, in alternating order, and in
-it runs plain and planned steps in turn.
+held to a known rate. Each round opens a session for either plan, in alternating order, and in it runs plain and planned
+steps in turn.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from statistics import median
-from typing import Any
 
 import msgspec
 import torch
 from torch import nn
 
 import poochplan
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import Row, facts_of_run, parser_of, write_results
 from benchmarks.pairs import Seconds, compared, one_step, profiled
+from benchmarks.plans import budget_of, decisions_of
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import Simulation, simulate
@@ -92,17 +91,16 @@ def a_round(task: Workload, plans: dict[str, poochplan.Plan], order: tuple[str, 
 
 
 def middle(steps: list[Seconds]) -> Seconds:
-    """Medians of both clocks."""
     return median(wall_s for wall_s, _ in steps), median(cpu_s for _, cpu_s in steps)
 
 
-def described(profile: poochplan.Profile, plan: poochplan.Plan) -> dict[str, Any]:
+def described(profile: poochplan.Profile, plan: poochplan.Plan) -> Row:
     """What a plan decides, and what the simulator that knows the thread says of it."""
     problem = build_problem(profile)
     found: Simulation = simulate(problem, schedule_of(plan, problem))
-    decisions = [str(value.decision) for value in plan.values]
-    return {
-        "decisions": {kind: decisions.count(kind) for kind in ("keep", "swap", "recompute")},
+    parts = {f"of_that_{name}": round(getattr(found, name), 5) for name in ("runtime_s", "stall_s", "replay_s")}
+    return parts | {
+        "decisions": decisions_of(plan),
         "swapped_bytes": found.out_bytes,
         "replays": len({v for action in plan.schedule for v in action.replay}),
         "recording": sum(action.record == "on" for action in plan.schedule) + plan.record_from_start,
@@ -110,24 +108,17 @@ def described(profile: poochplan.Profile, plan: poochplan.Plan) -> dict[str, Any
         "own_prediction_ratio": round(plan.prediction.step_s / problem.in_core_s, 4),
         "predicted_ratio": round(found.step_s / problem.in_core_s, 4),
         "predicted_step_s": round(found.step_s, 5),
-        "of_that_runtime_s": round(found.runtime_s, 5),
-        "of_that_stall_s": round(found.stall_s, 5),
-        "of_that_replay_s": round(found.replay_s, 5),
     }
 
 
 @freed_memory_given_back()  # as in a session: fresh memory costs the same in all steps
-def measured(arguments: argparse.Namespace) -> dict[str, Any]:
+def measured(arguments: argparse.Namespace) -> Row:
     task = workload(arguments)
     profile = quiet_profile(task, arguments)
     without = msgspec.structs.replace(profile, runtime=None)
-    smallest = poochplan.smallest_budget(profile)
-    budget = smallest + int(arguments.share * (profile.in_core_peak_bytes - smallest))
-    plans = {
-        name: poochplan.plan(one, budget, time_limit_s=arguments.seconds)
-        for name, one in zip(PLANS, (without, profile), strict=True)
-    }
-    row: dict[str, Any] = {
+    budget, limit = budget_of(profile, arguments.share), {"time_limit_s": arguments.seconds}
+    plans = {"old": poochplan.plan(without, budget, **limit), "new": poochplan.plan(profile, budget, **limit)}
+    row: Row = {
         "ops": len(profile.ops),
         "handles": len(profile.handles),
         "in_core_step_s": round(profile.times.step_s, 5),
@@ -148,22 +139,21 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vocabulary", type=int, default=512)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=96, help="cells (default: 96)")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument(
-        "--share", type=float, default=0.5, help="of the bytes between smallest budget and in-core peak"
+def main() -> None:
+    parser = parser_of(
+        __doc__,
+        vocabulary=512,
+        width=64,
+        steps=96,
+        batch=32,
+        share=(0.5, "of the bytes between smallest budget and in-core peak"),
+        throttle="200MB/s",
+        profiles=(4, "the quietest of so many is taken"),
+        pairs=40,
+        repeats=3,
+        seconds=20.0,
+        threads=1,
     )
-    parser.add_argument("--throttle", default="200MB/s", help="hold the link to this rate (default: 200MB/s)")
-    parser.add_argument("--profiles", type=int, default=4, help="the quietest of so many is taken (default: 4)")
-    parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument("--repeats", type=int, default=3, help="steps of each kind in a session (default: 3)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="time limit of each plan (default: 20)")
-    parser.add_argument("--threads", type=int, default=1, help="compute threads (default: 1)")
-    parser.add_argument("-o", "--output")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     row = measured(arguments)
@@ -171,8 +161,7 @@ def main() -> int:
         if name in row:
             print(name, json.dumps(row[name]))
     write_results(arguments.output, facts_of_run(arguments) | row)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -22,8 +22,10 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-import poochplan
 from benchmarks import networks
+from benchmarks.facts import table_row
+from benchmarks.pairs import profiled
+from benchmarks.plans import INSTANCES as FOLDER
 from poochplan.formats.profile import Phase, PointKind, Profile
 from poochplan.profiler.fake.fake import building
 from poochplan.units import format_bytes, format_seconds
@@ -32,24 +34,13 @@ from poochplan.workloads import sequence, volume
 from poochplan.workloads.common import require
 from poochplan.workloads.hugging_face import transformer
 
-HERE = Path(__file__).parent
 DEVICES = ("v100", "a100", "h200")
-QWEN2_7B = {
-    "hidden_size": 3584,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
-}
+QWEN2_7B = {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944}
+QWEN2_7B |= {"vocab_size": 152064}
 VIT_L = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096, "num_labels": 1000}
-WHISPER_LARGE = {
-    "d_model": 1280,
-    "encoder_attention_heads": 20,
-    "decoder_attention_heads": 20,
-    "encoder_ffn_dim": 5120,
-    "decoder_ffn_dim": 5120,
-    "num_mel_bins": 128,
-}
+WHISPER_LARGE = {"d_model": 1280, "num_mel_bins": 128}
+for _side in ("encoder", "decoder"):
+    WHISPER_LARGE |= {f"{_side}_attention_heads": 20, f"{_side}_ffn_dim": 5120}
 
 
 class Instance(NamedTuple):
@@ -169,15 +160,7 @@ def profile_of(instance: Instance, name: str, device: str, seed: int = 0) -> Pro
     torch.manual_seed(seed)
     with building(), default_dtype(dtype):
         workload = instance.build()
-    profile = poochplan.profile(
-        workload.step,
-        model=workload.model,
-        optimizer=workload.optimizer,
-        workload=name,
-        mode="fake",
-        roofline=device,
-    )
-    return rounded(profile)
+    return rounded(profiled(workload, name, mode="fake", roofline=device))
 
 
 @contextmanager
@@ -196,31 +179,24 @@ def rounded(profile: Profile, digits: int = 4) -> Profile:
     replace = msgspec.structs.replace
     ops = tuple(replace(op, duration_s=float(f"{op.duration_s:.{digits}g}")) for op in profile.ops)
     sums_s = {phase: sum(op.duration_s for op in ops if op.phase is phase) for phase in Phase}
-    times = replace(
-        profile.times,
-        forward_s=sums_s[Phase.FORWARD],
-        backward_s=sums_s[Phase.BACKWARD],
-        optimizer_s=sums_s[Phase.OPTIMIZER],
-        step_s=sum(sums_s.values()),
-    )
-    return replace(profile, ops=ops, times=times)
+    by_phase = {f"{phase}_s": seconds for phase, seconds in sums_s.items()}
+    return replace(profile, ops=ops, times=replace(profile.times, **by_phase, step_s=sum(sums_s.values())))
 
 
 def row(name: str, device: str, profile: Profile, size_bytes: int) -> str:
     """A line of the table in ``instances/README.md``."""
     saved = {profile.handles[point.handle].value for point in profile.points if point.kind is PointKind.SAVE}
     saved_bytes = sum(profile.values[value].size_bytes for value in saved)
-    cells = (
+    return table_row(
         name, device, f"{len(saved):,}", f"{len(profile.ops):,}", format_bytes(profile.in_core_peak_bytes),
         format_bytes(saved_bytes), format_seconds(profile.times.step_s), f"{size_bytes / 1e3:.0f} kB",
     )  # fmt: skip
-    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(INSTANCES)} (default: all)")
-    parser.add_argument("--out", type=Path, default=HERE / "instances", help="folder (default: benchmarks/instances)")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder (default: benchmarks/instances)")
     options = parser.parse_args()
     unknown = [name for name in options.names if name not in INSTANCES]
     if unknown:

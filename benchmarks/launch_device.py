@@ -27,8 +27,6 @@ ON_GPU = torch.device("cuda", 0)
 
 
 class Event:
-    """Ended as soon as it is recorded."""
-
     def __init__(self, enable_timing: bool = False) -> None:
         self.stream: Stream | None = None
 
@@ -155,8 +153,6 @@ class _Instead:
 
 
 class _Pinned:
-    """``cupy.cuda.PinnedMemory``."""
-
     def __init__(self, size_bytes: int) -> None:
         self._bytes = (ctypes.c_ubyte * size_bytes)()
         self.ptr = ctypes.addressof(self._bytes)

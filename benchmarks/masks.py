@@ -20,7 +20,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from benchmarks.facts import facts_of_run, write_results
-from benchmarks.planning import budget_of
+from benchmarks.plans import budget_of
 from poochplan import Profile, plan
 from poochplan.formats import narrow
 from poochplan.formats.forms import BITS, form_of

@@ -1,19 +1,12 @@
-"""Training steps in a process of their own: seconds, page faults, resident memory and bits; and how such one answers.
-
-What ``benchmarks/arena.py`` and ``benchmarks/compare.py`` share.
-"""
+"""Training steps one after the other: their seconds, page faults, resident memory and bits."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import resource
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +26,7 @@ class MeasuredSteps:
         self._workload, self._meter = workload, meter
         self._digest = hashlib.sha256()
         self.seconds: list[float] = []
+        self.processor: list[float] = []
         self.faults: list[int] = []
         self.resident: list[int] = []
         self.losses: list[float] = []
@@ -51,6 +45,7 @@ class MeasuredSteps:
         loss = self._step()
         found = time.perf_counter() - began_s, time.process_time() - began_cpu_s
         self.seconds.append(found[0])
+        self.processor.append(found[1])
         self.faults.append(_faults() - faults)
         self.resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize())
         if self._meter is not None:
@@ -76,6 +71,7 @@ class MeasuredSteps:
             self._digest.update(parameter.detach().numpy().tobytes())
         return {
             "step_s": statistics.median(self.seconds[SETTLED:]),
+            "processor_s": statistics.median(self.processor[SETTLED:]),
             "faults": statistics.median(self.faults[SETTLED:]),
             "resident_growth_bytes": self.resident[-1] - self.resident[1],
             "resident_bytes": self.resident[-1],
@@ -92,16 +88,3 @@ def arena_bytes(session: Session) -> int:
     """Of the arena that serves the session's steps; 0 where none does."""
     arena = session.report().arena
     return arena.size_bytes if arena is not None else 0
-
-
-def answer_of(module: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What ``python -m module`` says in its last line, a JSON object; one that fails ends this process.
-
-    ``environment`` is beside that of this process.
-    """
-    command = [sys.executable, "-m", module, *arguments]
-    given = dict(os.environ) | dict(environment or {})
-    done = subprocess.run(command, env=given, check=False, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(arguments)}: {done.stderr.strip().splitlines()[-1:]}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))

@@ -42,8 +42,6 @@ class Bottleneck(nn.Module):
 
 
 class Space:
-    """The layers of two or three dimensions."""
-
     def __init__(self, dimensions: int) -> None:
         self.dimensions = dimensions
         self.conv = nn.Conv3d if dimensions == 3 else nn.Conv2d

@@ -12,18 +12,16 @@ Each workload in a process of its own, the planner with the same limits both tim
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
-import sys
 import tempfile
 import time
 from statistics import median
-from typing import Any
 
 import poochplan
-from benchmarks.facts import facts_of_run, write_results
-from benchmarks.pairs import Seconds, compared, in_pairs, load, one_step, profiled
+from benchmarks.arena import KEPT, WORKLOADS, fresh
+from benchmarks.facts import Row, parser_of, taken
+from benchmarks.pairs import Seconds, compared, in_pairs, one_step, profiled
+from benchmarks.plans import budget_of
+from benchmarks.processes import in_a_process
 from poochplan import Plan
 from poochplan.formats.plan import Instructions
 from poochplan.profiler.link import cached_link
@@ -35,16 +33,6 @@ from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
 from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.workload import Workload
 
-WORKLOADS: dict[str, dict[str, str]] = {
-    "gpt2": {},
-    "bert": {},
-    "resnet50": {"batch_size": "8"},
-    "unet3d": {},
-    "seq2seq": {},
-    "char_rnn": {},
-}
-KEPT = 0.6
-"""Of what decisions can move: the budget is the smallest possible one and so much of the way to the in-core peak."""
 MOST_SEGMENTS = 40
 ORDINARY = 5
 
@@ -63,8 +51,7 @@ class Turns(PlanSource):
         return Follow(self._plans[self.which], SwapEach())
 
 
-def online(workload: Workload, budget_bytes: int, time_limit_s: float) -> tuple[dict[str, Any], Plan]:
-    """How soon the plan is in force, and what that took."""
+def online(workload: Workload, budget_bytes: int, time_limit_s: float) -> tuple[Row, Plan]:
     ordinary_s = median(one_step(workload)[0] for _ in range(ORDINARY))
     steps_s, waited_s = [], 0.0
     with tempfile.TemporaryDirectory() as cache:
@@ -99,16 +86,11 @@ def online(workload: Workload, budget_bytes: int, time_limit_s: float) -> tuple[
     return row, plan
 
 
-def against(workload: Workload, offline: Plan, found: Plan, pairs: int) -> dict[str, Any]:
+def against(workload: Workload, offline: Plan, found: Plan, pairs: int) -> Row:
     """Steps under the online plan over steps under the offline one."""
     turns = Turns(offline, found)
     where = next(workload.model.parameters()).device
-    attachment = Attachment(
-        {"": workload.model},
-        where.type,
-        lambda: open_device(where),
-        turns,
-    )
+    attachment = Attachment({"": workload.model}, where.type, lambda: open_device(where), turns)
 
     def step(which: int) -> Seconds:
         turns.which = which
@@ -121,15 +103,13 @@ def against(workload: Workload, offline: Plan, found: Plan, pairs: int) -> dict[
         return compared(in_pairs(lambda: step(0), lambda: step(1), pairs))
 
 
-def one(name: str, pairs: int, time_limit_s: float) -> dict[str, Any]:
-    """One workload."""
-    workload = load(name, WORKLOADS[name])
+def one(name: str, pairs: int, time_limit_s: float) -> Row:
+    workload = fresh(name)
     where = next(workload.model.parameters()).device
     cached_link(where)
     cached_cost(where)
     before = profiled(workload, name)
-    smallest_bytes = poochplan.planner.smallest_budget(before)
-    budget_bytes = int(smallest_bytes + KEPT * (before.in_core_peak_bytes - smallest_bytes))
+    budget_bytes = budget_of(before, KEPT)
     offline = poochplan.plan(before, budget_bytes, time_limit_s=time_limit_s, threads=1)
     row, found = online(workload, budget_bytes, time_limit_s)
     return {
@@ -142,21 +122,16 @@ def one(name: str, pairs: int, time_limit_s: float) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
-    parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument("--time-limit", type=float, default=10.0, help="seconds of the planner, both times")
-    parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
-    arguments = parser.parse_args()
-    rows = []
-    for name in arguments.workloads:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            rows.append(pool.apply(one, (name, arguments.pairs, arguments.time_limit)))
-        print(json.dumps(rows[-1]), flush=True)
-        write_results(arguments.output, {**facts_of_run(arguments), "rows": rows})
-    return 0
+def main() -> None:
+    names = [name for name in WORKLOADS if name != "small-unet"]
+    parser = parser_of(__doc__, workloads=names, pairs=40, time_limit=(10.0, "seconds of the planner, both times"))
+    asked = parser.parse_args()
+
+    def row_of(name: str) -> Row:
+        return dict(in_a_process(one, name, asked.pairs, asked.time_limit, start="spawn"))
+
+    taken(asked, asked.workloads, row_of)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,11 +7,9 @@ python -m benchmarks.overhead all -o benchmarks/results/overhead.json
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,8 +21,9 @@ import torch
 from torch import nn
 
 import poochplan
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import facts_of_run, parser_of, write_results
 from benchmarks.pairs import CONFIGS, Planned, Seconds, in_pairs, load, one_step, profiled
+from benchmarks.processes import POOCH
 from poochplan.runtime.replays.tape import Recorder, Tape
 from poochplan.tensors.host_memory import freed_memory_given_back
 from poochplan.tensors.storages import static_keys
@@ -37,15 +36,13 @@ KEEP_ALL: dict[str, dict[str, str]] = {"gpt2": {}, "resnet50": {"batch_size": "8
 def keep_all_plan(name: str, settings: dict[str, str]) -> poochplan.Plan:
     """Made in a process of its own: a profile fixes the C library's allocator, and plain PyTorch does not."""
     with tempfile.TemporaryDirectory() as folder:
-        profile, plan = Path(folder) / "profile.json", Path(folder) / "plan.json"
+        profile, plan = str(Path(folder) / "profile.json"), str(Path(folder) / "plan.json")
         chosen = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-        config = str(CONFIGS / f"{name}.toml")
         for words in (
-            ["profile", config, *chosen, "--iterations", "1", "-o", str(profile)],
-            ["plan", str(profile), "--budget", "100%", "--policy", "keep-all", "-o", str(plan)],
+            ["profile", str(CONFIGS / f"{name}.toml"), *chosen, "--iterations", "1", "-o", profile],
+            ["plan", profile, "--budget", "100%", "--policy", "keep-all", "-o", plan],
         ):
-            command = [sys.executable, "-c", "import sys; from poochplan.cli import main; sys.exit(main())", *words]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            subprocess.run([*POOCH, *words], check=True, stdout=subprocess.DEVNULL)
         return poochplan.Plan.load(plan)
 
 
@@ -85,8 +82,12 @@ def hooks_share(workload: Workload, plan: poochplan.Plan, steps: int) -> dict[st
                 spent_s = 0.0
                 _, step_s = one_step(workload)
                 shares.append(spent_s / step_s)
-    low, middle, high = np.percentile(shares, [25, 50, 75])
-    return {"median": round(float(middle), 5), "low": round(float(low), 5), "high": round(float(high), 5)}
+    return quartiles(shares, 5)
+
+
+def quartiles(figures: list[float], digits: int) -> dict[str, float]:
+    low, middle, high = (round(float(one), digits) for one in np.percentile(figures, [25, 50, 75]))
+    return {"median": middle, "low": low, "high": high}
 
 
 class ManyOps(nn.Module):
@@ -143,29 +144,20 @@ def per_op(pairs: int) -> dict[str, Any]:
                 return step()
 
         steps = in_pairs(plain, step, pairs)
+    of_ops = [(first_s, second_s) for (_, first_s), (_, second_s) in recorded]
+    of_handles = [(second_s - first_s) / len(plan.handles) for (_, first_s), (_, second_s) in steps]
     return {
         "ops": ops,
         "handles": len(plan.handles),
-        "plain_us_per_op": microseconds([first for (_, first), _ in recorded], ops),
-        "recording_us_per_op": microseconds([second - first for (_, first), (_, second) in recorded], ops),
-        "pack_and_unpack_us_per_handle": microseconds(
-            [second - first for (_, first), (_, second) in steps], len(plan.handles)
-        ),
+        "plain_us_per_op": quartiles([1e6 * first_s / ops for first_s, _ in of_ops], 2),
+        "recording_us_per_op": quartiles([1e6 * (second_s - first_s) / ops for first_s, second_s in of_ops], 2),
+        "pack_and_unpack_us_per_handle": quartiles([1e6 * seconds for seconds in of_handles], 2),
     }
 
 
-def microseconds(seconds: list[float], count: int) -> dict[str, float]:
-    """Median and quartiles, for each of ``count``."""
-    low, middle, high = np.percentile(np.array(seconds) / count * 1e6, [25, 50, 75])
-    return {"median": round(float(middle), 2), "low": round(float(low), 2), "high": round(float(high), 2)}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = parser_of(__doc__, pairs=20, threads=1)
     parser.add_argument("what", choices=("keep-all", "per-op", "all"))
-    parser.add_argument("--pairs", type=int, default=20, help="pairs of steps (default: 20)")
-    parser.add_argument("--threads", type=int, default=1, help="compute threads (default: 1)")
-    parser.add_argument("-o", "--output")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     found: dict[str, Any] = facts_of_run(arguments)
@@ -175,8 +167,7 @@ def main() -> int:
         found["per_op"] = per_op(max(50, arguments.pairs))
         print(json.dumps(found["per_op"]), flush=True)
     write_results(arguments.output, found)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -3,11 +3,10 @@
     python -m benchmarks.packing -o benchmarks/results/packing.json
     python -m benchmarks.packing --source -o benchmarks/results/packing-source.json    # networks of 2018, in-core
 
-Plans of policy ``greedy`` at three budgets (``kept`` as in ``planning.py``) and in-core; nothing runs, no GPU is
-needed: the allocator is the model of ``planner/arena/caching_allocator.py``, fed three steps. Compared are everything
-through the allocator, and an arena of its own, allocated once, for the buffers of fetched values, or of fetched and
-replayed ones. One arena for the whole step is packed three times: quickly,
-as along with a plan, and with ``THOROUGH`` looks.
+Plans of policy ``greedy`` at three budgets (``kept`` as in ``planning.py``) and in-core. The allocator is the model of
+``planner/arena/caching_allocator.py``, fed three steps. Compared are everything through the allocator, and an arena of
+its own for the buffers of fetched values, or of fetched and replayed ones. One arena for the whole step is packed three
+times: quickly, as along with a plan, and with ``THOROUGH`` looks.
 
 Then, in-core, a training step and its forward pass alone: an arena, the allocator's model, a pool that gives a freed
 block only to one of its size, and all blocks laid apart. ``--source`` has this alone, of the networks that a paper of
@@ -16,7 +15,6 @@ block only to one of its size, and all blocks laid apart. ``--source`` has this 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -27,14 +25,14 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from itertools import accumulate, product
 from statistics import median
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks import fit, networks
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import Row, facts_of_run, parser_of, table_head, table_row, write_results
 from benchmarks.instances import Instance, classifier, profile_of
-from benchmarks.planning import NETWORKS, budget_of, instance
+from benchmarks.planning import NETWORKS, instance
+from benchmarks.plans import budget_of
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Phase, Profile
 from poochplan.planner.arena.caching_allocator import ROUND_LARGE_BYTES, peak_reserved
 from poochplan.planner.arena.packing import LOOKS_PER_BLOCK, THOROUGH, Block, Packing, live_peak, pack
@@ -53,6 +51,12 @@ SOURCE = {
 }
 """Networks for images, and the side of these. Beside them the Seq2Seq of ``fit.py``."""
 SOURCE_BATCHES = (1, 32, 128)
+PACKED = (
+    ("packed", "step_arena_bytes", "pack_s"),
+    ("along with a plan", "step_planned_bytes", "planned_s"),
+    ("quick", "step_quick_bytes", "quick_s"),
+)
+"""How thoroughly, and what the bytes and the seconds of it are called."""
 
 
 def timed(blocks: tuple[Block, ...], looks: int | None) -> tuple[Packing, float]:
@@ -69,18 +73,20 @@ def loaded_s() -> float:
     return timed(tuple(Block(start, end, 512 * size) for start, end, size in units), None)[1]
 
 
-def one(network: str, link: str, kept: float) -> dict[str, Any]:
+def one(network: str, link: str, kept: float) -> Row:
     """One plan: bytes live, packed and reserved; ``kept`` of 1 is the in-core step."""
     profile = instance(network, link)
     problem = PolicyInput.of(profile, 0).problem
     budget_bytes = budget_of(profile, kept)
     plan = run_policy("keep-all" if kept == 1 else "greedy", PolicyInput(profile, problem, budget_bytes))
     blocks = blocks_of(profile, problem, plan.schedule)
-    load_s = loaded_s()
-    quick, quick_s = timed(blocks.of_step, None)
-    planned, planned_s = timed(blocks.of_step, LOOKS_PER_BLOCK * len(blocks.of_step))
-    packing, pack_s = timed(blocks.of_step, THOROUGH)
-    everything = peak_reserved(blocks.before, blocks.of_step, blocks.end)
+    step = blocks.of_step
+    row: Row = {"network": network, "link": link, "kept": kept, "blocks": len(step), "load_s": loaded_s()}
+    looks = (THOROUGH, LOOKS_PER_BLOCK * len(step), None)
+    for (_, name, seconds), most in zip(PACKED, looks, strict=True):
+        packing, row[seconds] = timed(step, most)
+        row |= {name: packing.arena_bytes, "step_live_bytes": packing.lower_bound_bytes}
+    everything = peak_reserved(blocks.before, step, blocks.end)
 
     def apart(own: tuple[Block, ...], rest: tuple[Block, ...]) -> int:
         arena_bytes = -(-pack(own).arena_bytes // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
@@ -89,22 +95,10 @@ def one(network: str, link: str, kept: float) -> dict[str, Any]:
     def in_order(*parts: Iterable[Block]) -> tuple[Block, ...]:
         return tuple(sorted((block for part in parts for block in part), key=lambda block: block.start))
 
-    return {
-        "network": network,
-        "link": link,
-        "kept": kept,
-        "blocks": len(blocks.of_step),
+    return row | {
         "fetched": len(blocks.fetched),
         "replayed": len(blocks.replayed),
-        "live_bytes": live_peak(blocks.before + blocks.of_step),
-        "step_live_bytes": packing.lower_bound_bytes,
-        "step_arena_bytes": packing.arena_bytes,
-        "step_quick_bytes": quick.arena_bytes,
-        "pack_s": pack_s,
-        "quick_s": quick_s,
-        "step_planned_bytes": planned.arena_bytes,
-        "planned_s": planned_s,
-        "load_s": load_s,
+        "live_bytes": live_peak(blocks.before + step),
         "allocated_bytes": everything.allocated_bytes,
         "reserved_bytes": everything.reserved_bytes,
         "fetched_apart_bytes": apart(blocks.fetched, in_order(blocks.by_ops, blocks.replayed)),
@@ -145,12 +139,12 @@ def same_size_pool(blocks: Iterable[Block]) -> int:
     return sum(live_peak(tuple(alike)) for alike in by_size.values())
 
 
-def workload(network: str, phase: str) -> dict[str, Any]:
+def workload(network: str, phase: str) -> Row:
     """In-core: bytes of a step or of a pass alone, without what is there before; in an arena, cached, and apart."""
     return packed_row(instance(network, LINKS[0]), network, phase)
 
 
-def of_source(network: str, batch_size: int, phase: str) -> dict[str, Any]:
+def of_source(network: str, batch_size: int, phase: str) -> Row:
     """The same of a network of ``SOURCE`` or the Seq2Seq."""
 
     def made() -> Workload:
@@ -169,7 +163,7 @@ def source_network(network: str, batch_size: int) -> Workload:
     return classifier(model(), (batch_size, 3, side, side), 1000)
 
 
-def packed_row(profile: Profile, network: str, phase: str) -> dict[str, Any]:
+def packed_row(profile: Profile, network: str, phase: str) -> Row:
     if phase == PHASES[0]:
         given = PolicyInput.of(profile, 0)
         step = blocks_of(profile, given.problem, run_policy("keep-all", given).schedule)
@@ -189,55 +183,48 @@ def packed_row(profile: Profile, network: str, phase: str) -> dict[str, Any]:
     }
 
 
-def workload_table(rows: list[dict[str, Any]]) -> str:
+def workload_table(rows: list[Row]) -> str:
     """How much less memory an arena takes than the allocator's model, a pool by sizes, and all blocks apart."""
     against = {"reserved_bytes": "cached", "same_size_bytes": "by size", "apart_bytes": "apart"}
     heads = ("network", "batch", "phase", "blocks", "live GiB", "arena", *against.values())
     heads += tuple(f"less than {name}" for name in against.values())
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    lines = [table_head(*heads)]
     for row in rows:
         gib = [f"{row[name] / 2**30:.2f}" for name in ("live_bytes", "arena_bytes", *against)]
         less = [f"{1 - row['arena_bytes'] / row[name]:.1%}" for name in against]
-        cells = [row["network"], str(row.get("batch_size", "")), row["phase"], f"{row['blocks']:,}", *gib, *less]
-        lines.append("| " + " | ".join(cells) + " |")
+        cells = (row["network"], row.get("batch_size", ""), row["phase"], f"{row['blocks']:,}")
+        lines.append(table_row(*cells, *gib, *less))
     return "\n".join(lines)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[Row]) -> str:
     """The table of ``benchmarks/README.md``: percent above the live peak."""
     packed = ("packed", "s", "with plan", "s", "quick", "s")
     cached = ("all cached", "fetched apart", "fetched and replayed apart")
-    heads = ("network", "link", "kept", "blocks", "fetched / replayed", "live GiB", *packed, *cached)
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    lines = [table_head("network", "link", "kept", "blocks", "fetched / replayed", "live GiB", *packed, *cached)]
     for row in rows:
         live = row["live_bytes"]
-        above = [row[name] / live - 1 for name in ("reserved_bytes", "fetched_apart_bytes", "own_apart_bytes")]
         kept = "in-core" if row["kept"] == 1 else f"{row['kept']:.0%}"
         cells = [row["network"], row["link"], kept, f"{row['blocks']:,}", f"{row['fetched']} / {row['replayed']}"]
-        cells += [f"{live / 2**30:.2f}", f"{above_bound(row):.2%}", f"{row['pack_s']:.1f}"]
-        cells += [f"{above_bound(row, 'step_planned_bytes'):.2%}", f"{row['planned_s']:.2f}"]
-        cells += [f"{above_bound(row, 'step_quick_bytes'):.2%}", f"{row['quick_s']:.2f}"]
-        cells += [f"{share:.1%}" for share in above]
-        lines.append("| " + " | ".join(cells) + " |")
+        for _, name, seconds in PACKED:
+            cells += [f"{above_bound(row, name):.2%}", f"{row[seconds]:.2f}"]
+        above = (row[name] / live - 1 for name in ("reserved_bytes", "fetched_apart_bytes", "own_apart_bytes"))
+        lines.append(table_row(*cells[:5], f"{live / 2**30:.2f}", *cells[5:], *(f"{share:.1%}" for share in above)))
     return "\n".join(lines)
 
 
-def above_bound(row: dict[str, Any], what: str = "step_arena_bytes") -> float:
+def above_bound(row: Row, what: str) -> float:
     """By how much an arena for the whole step is above the live peak, as a part of it."""
     return float(row[what] / row["step_live_bytes"] - 1)
 
 
-def summary(rows: list[dict[str, Any]]) -> str:
+def summary(rows: list[Row]) -> str:
     """How close packing comes to its bound; and in how many of the planned cases an arena of its own lowers what is
     reserved, and by how much.
     """
     lines = []
     plans = [row for row in rows if row["kept"] != 1]
-    for name, what, seconds in (
-        ("packed", "step_arena_bytes", "pack_s"),
-        ("along with a plan", "step_planned_bytes", "planned_s"),
-        ("quick", "step_quick_bytes", "quick_s"),
-    ):
+    for name, what, seconds in PACKED:
         shares = [above_bound(row, what) for row in plans]
         lines.append(
             f"{name}: above the live peak {median(shares):.2%} in the median, {max(shares):.2%} at worst, nothing in "
@@ -257,13 +244,14 @@ def summary(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="+", default=[*NETWORKS, "gpt-96"])
-    parser.add_argument("--links", nargs="+", default=list(LINKS), help="for all networks but gpt-96, which has pcie5")
-    parser.add_argument("--source", action="store_true", help="the source's kind of networks alone, in-core")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("-o", "--output", default=None, help="write the figures as JSON here")
+def main() -> None:
+    parser = parser_of(
+        __doc__,
+        networks=[*NETWORKS, "gpt-96"],
+        links=(list(LINKS), "for all networks but gpt-96, which has pcie5"),
+        source=(False, "the source's kind of networks alone, in-core"),
+        jobs=2,
+    )
     arguments = parser.parse_args()
     with ProcessPoolExecutor(arguments.jobs) as pool:
         if arguments.source:
@@ -275,11 +263,9 @@ def main() -> int:
             print(summary(found["rows"]))
     print(workload_table(found["workloads"]))
     write_results(arguments.output, facts_of_run(arguments) | found)
-    return 0
 
 
-def of_plans(pool: ProcessPoolExecutor, names: list[str], asked: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """All plans, and the networks in-core."""
+def of_plans(pool: ProcessPoolExecutor, names: list[str], asked: list[str]) -> dict[str, list[Row]]:
     links = {network: ("pcie5",) if network == "gpt-96" else tuple(asked) for network in names}
     cases = [
         (network, link, kept)
@@ -295,4 +281,4 @@ def of_plans(pool: ProcessPoolExecutor, names: list[str], asked: list[str]) -> d
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -11,21 +11,21 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 import poochplan
-from poochplan.runtime.session import Session
 from poochplan.workload import Workload, load_workload
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 RESAMPLES = 10_000
 
 Seconds = tuple[float, float]
+"""On the wall, and those of CPU, which other users of the machine disturb less."""
 Step = Callable[[], Seconds]
-"""A step; its seconds on the wall, and those of CPU, which other users of the machine disturb less."""
+T = TypeVar("T")
 
 
 def compared(pairs: list[tuple[Seconds, Seconds]]) -> dict[str, Any]:
@@ -50,8 +50,8 @@ def ratio_of_pairs(pairs: list[tuple[float, float]]) -> dict[str, Any]:
 
 
 def in_pairs(
-    first: Step, second: Step, count: int, order: random.Random | None = None
-) -> list[tuple[Seconds, Seconds]]:
+    first: Callable[[], T], second: Callable[[], T], count: int, order: random.Random | None = None
+) -> list[tuple[T, T]]:
     """Seconds of ``count`` pairs, the order alternating, or drawn anew for each where ``order`` draws."""
     pairs = []
     for index in range(count):
@@ -65,7 +65,6 @@ def in_pairs(
 
 
 def one_step(workload: Workload) -> Seconds:
-    """Seconds of a training step."""
     assert workload.optimizer is not None
     workload.optimizer.zero_grad(set_to_none=True)
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
@@ -75,15 +74,16 @@ def one_step(workload: Workload) -> Seconds:
     return time.perf_counter() - start_s, time.process_time() - start_cpu_s
 
 
-def load(name: str, settings: dict[str, str]) -> Workload:
+def load(name: str, settings: dict[str, Any]) -> Workload:
+    """A file in ``configs/`` or any WORKLOAD, from the same seed each time."""
     torch.manual_seed(0)
-    return load_workload(str(CONFIGS / f"{name}.toml"), settings).workload
+    config = CONFIGS / f"{name}.toml"
+    return load_workload(str(config) if config.exists() else name, settings).workload
 
 
 def profiled(workload: Workload, name: str, **options: Any) -> poochplan.Profile:
-    return poochplan.profile(
-        workload.step, model=workload.model, optimizer=workload.optimizer, workload=name, **options
-    )
+    model, optimizer = workload.model, workload.optimizer
+    return poochplan.profile(workload.step, model=model, optimizer=optimizer, workload=name, **options)
 
 
 class Planned:
@@ -91,7 +91,7 @@ class Planned:
 
     def __init__(self, workload: Workload, plan: poochplan.Plan) -> None:
         self.workload = workload
-        self.session: Session = poochplan.apply(plan, workload.model, meter="never")
+        self.session: poochplan.Session = poochplan.apply(plan, workload.model, meter="never")
 
     def plain(self) -> Seconds:
         with self.session.away():
@@ -109,7 +109,6 @@ class Planned:
             noise = in_pairs(self.plain, self.plain, noise_pairs)
             found = in_pairs(self.plain, self.planned, pairs)
             total = self.session.report().total
-        return {
-            "planned_over_plain": compared(found),
-            "fallbacks": total.fallbacks,
-        } | ({"plain_over_plain": compared(noise)} if noise else {})
+        return {"planned_over_plain": compared(found), "fallbacks": total.fallbacks} | (
+            {"plain_over_plain": compared(noise)} if noise else {}
+        )

@@ -4,11 +4,11 @@
     python -m benchmarks.planning grid --networks llama-7b qwen2-7b vit-l whisper-large -o ...  # on an H100 and pcie5
     python -m benchmarks.planning wall -o benchmarks/results/planning-wall.json  # time to a wanted gap, one at a time
     python -m benchmarks.planning seeds -o benchmarks/results/planning-seeds.json  # the ten hardest, five seeds each
-    python -m benchmarks.planning pooch -o benchmarks/results/planning-pooch.json  # PoocH's setting
     python -m benchmarks.planning table benchmarks/results/planning.json         # the table of benchmarks/README.md
     python -m benchmarks.planning caps [--networks llama-7b ...]                 # PoocH's caps, raised
     python -m benchmarks.planning uses                                           # how far apart backward uses a value
     python -m benchmarks.planning ranks -o benchmarks/results/planning-ranks.json  # eight on a host, together and alone
+    python -m benchmarks.planning milp --time-limit 20 -o ...                    # what the integer program is worth
     python -m benchmarks.planning measured --profiles demo.json gpt2.json        # as measured on a machine, with arenas
 
 ``kept`` x means: of the bytes between the smallest feasible budget and the in-core peak, the budget has x. A link goes
@@ -25,25 +25,31 @@ import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from itertools import product
+from math import inf
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import Row, facts_of_run, parser_of, rows_in, table_head, table_row, write_results
+from benchmarks.plans import budget_of, costs_of, policy_overhead, stored
 from poochplan import Profile
 from poochplan.formats.profile import PointKind
-from poochplan.planner import for_machine, plan, smallest_budget
+from poochplan.peak import simulate_plan
+from poochplan.planner import for_machine, plan
 from poochplan.planner.policies import PolicyInput, policy_names, run_policy
 from poochplan.planner.policies import pooch as pooch_policy
 from poochplan.planner.policies.swapping import level_at, level_distances
+from poochplan.planner.search.allowance import Allowance
+from poochplan.planner.search.annealing import EvaluatedPlan, Incumbents, Walker
+from poochplan.planner.search.decide import solve_fluid
+from poochplan.planner.search.fluid import Request
+from poochplan.planner.search.solvers import SolverLimits
+from poochplan.planner.simulator.evaluator import STYLE_OF, codes_of
 from poochplan.planner.simulator.problem import build_problem
-from poochplan.planner.simulator.schedule import schedule_of
-from poochplan.planner.simulator.simulate import simulate
+from poochplan.planner.simulator.simulate import movable, swap_all
 from poochplan.planner.whatif import shared
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "planning.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "planning.json"
 HARDEST, SEEDS = 10, 5
 RANKS = 8
 RAISED = ((300, 200, 1000), (600, 200, 2000), (1200, 200, 4000), (600, 10**6, 4000), (20_000, 10**6, 100_000))
@@ -54,6 +60,9 @@ LINKS = {"pcie3": "v100", "pcie4": "a100", "pcie5": "h200", "nvlink2": "v100"}
 SHARES = ("60%", "70%", "80%")
 KEPT = (0.7, 0.5, 0.3, 0.2, 0.1)
 WANTED_GAP, WANTED_OF_TRANSFORMERS = 0.005, 0.01
+MILP_LINK, MILP_KEPT = "pcie4", (0.5, 0.1)
+DESCENT_S = 30.0
+EVALUATIONS_PER_VALUE = 250
 WALL_CASES = (
     ("resnet50-b256", 0.005, 10.0),
     ("unet3d-192", 0.005, 10.0),
@@ -63,58 +72,39 @@ WALL_CASES = (
 
 
 def instance(network: str, link: str) -> Profile:
-    """The step of ``network`` on the device that goes with ``link``."""
     device = "h200" if network == "gpt-96" else "h100" if network in OF_TODAY else LINKS[link]
-    return for_machine(Profile.load(ROOT / "benchmarks" / "instances" / f"{network}-{device}.json.gz"), link=link)
-
-
-def budget_of(profile: Profile, kept: float) -> int:
-    """The budget that keeps ``kept`` of what decisions can move."""
-    smallest = smallest_budget(profile)
-    return int(smallest + kept * (profile.in_core_peak_bytes - smallest))
+    return for_machine(stored(f"{network}-{device}"), link=link)
 
 
 def wanted_gap(network: str) -> float:
     return WANTED_OF_TRANSFORMERS if network in TRANSFORMERS else WANTED_GAP
 
 
-def one(
-    network: str, link: str, kept: float, time_limit_s: float, gap: float, policies: tuple[str, ...]
-) -> dict[str, Any]:
+def one(network: str, link: str, kept: float, time_limit_s: float, gap: float, policies: tuple[str, ...]) -> Row:
     """Plans one case, and asks ``policies`` for their plans."""
     profile = instance(network, link)
     budget_bytes = budget_of(profile, kept)
     started_s = time.perf_counter()
     found = plan(profile, budget_bytes, time_limit_s=time_limit_s, gap=gap)
-    wall_s = time.perf_counter() - started_s
-    in_core_s = found.prediction.in_core_step_s
-    bound_s = found.solve.bound_s
-    assert bound_s is not None
-    row: dict[str, Any] = {
+    row: Row = costs_of(found) | {"wall_s": time.perf_counter() - started_s}
+    in_core_s, objective_s = found.prediction.in_core_step_s, found.solve.objective_s
+    given = PolicyInput.of(profile, budget_bytes)
+    overheads = {name: policy_overhead(name, given) for name in policies}
+    others = [overhead for overhead in overheads.values() if overhead is not None]
+    return row | {
         "network": network,
         "link": link,
         "kept": kept,
         "values": len(found.values),
         "budget_bytes": budget_bytes,
         "peak_bytes": found.prediction.peak_bytes,
-        "overhead": found.prediction.overhead,
-        "bound": bound_s / in_core_s - 1,
-        "gap": found.solve.gap,
         "gap_wanted": wanted_gap(network),
-        "fluid": None if found.solve.objective_s is None else found.solve.objective_s / in_core_s,
+        "fluid": None if objective_s is None else objective_s / in_core_s,
         "status": found.solve.status,
-        "wall_s": wall_s,
-        "policies": {},
+        "policies": overheads,
+        "margin": min(others) - row["overhead"] if others else None,
+        "is_worse": any(other < row["overhead"] for other in others),
     }
-    given = PolicyInput.of(profile, budget_bytes)
-    for name in policies:
-        candidate = run_policy(name, given)
-        fits = candidate.peak_bytes <= budget_bytes
-        row["policies"][name] = candidate.simulation.step_s / in_core_s - 1 if fits else None
-    others = [overhead for overhead in row["policies"].values() if overhead is not None]
-    row["margin"] = min(others) - row["overhead"] if others else None
-    row["is_worse"] = any(other < row["overhead"] for other in others)
-    return row
 
 
 def cases_of(names: list[str]) -> list[tuple[str, str, float]]:
@@ -123,14 +113,13 @@ def cases_of(names: list[str]) -> list[tuple[str, str, float]]:
     return [(network, link, kept) for network, link in pairs for kept in KEPT]
 
 
-def grid(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def grid(arguments: argparse.Namespace) -> list[Row]:
     """All cases, or with ``--redo`` those of a results file whose gap was missed; the others are taken over."""
     cases = cases_of(arguments.networks)
-    found: dict[tuple[str, str, float], dict[str, Any]] = {}
-    if arguments.redo:
-        for row in json.loads(Path(arguments.redo).read_text())["rows"]:
-            if row["gap"] <= wanted_gap(row["network"]):
-                found[row["network"], row["link"], row["kept"]] = row
+    known = [
+        row for row in (rows_in(arguments.redo) if arguments.redo else []) if row["gap"] <= wanted_gap(row["network"])
+    ]
+    found = {(row["network"], row["link"], row["kept"]): row for row in known}
     names = tuple(name for name in policy_names() if name != "keep-all")
     with ProcessPoolExecutor(arguments.jobs) as pool:
         todo = [case for case in cases if case not in found]
@@ -142,7 +131,7 @@ def grid(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return [{**found[case], "gap_wanted": wanted_gap(case[0])} for case in cases]
 
 
-def wall(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def wall(arguments: argparse.Namespace) -> list[Row]:
     """The time until the plan is within the wanted gap, or the limit."""
     rows = []
     for network, gap, limit_s in WALL_CASES:
@@ -155,9 +144,9 @@ def wall(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def seeds(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def seeds(arguments: argparse.Namespace) -> list[Row]:
     """The cases of a results file with the largest gaps, with five seeds each: the spread of what is found."""
-    results = json.loads(Path(arguments.results or RESULTS).read_text())["rows"]
+    results = rows_in(arguments.results or RESULTS)
     rows = []
     for row in sorted(results, key=lambda row: -row["gap"])[:HARDEST]:
         profile = instance(row["network"], row["link"])
@@ -169,37 +158,11 @@ def seeds(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         overheads = sorted(one.prediction.overhead for one in found)
         rows.append({name: row[name] for name in ("network", "link", "kept")} | {"overheads": overheads})
         shown = " / ".join(f"{overhead:.2%}" for overhead in overheads)
-        print(f"| {row['network']} | {row['link']} | {row['kept']:.0%} | {shown} |", flush=True)
+        print(table_row(row["network"], row["link"], f"{row['kept']:.0%}", shown), flush=True)
     return rows
 
 
-def pooch_profile(link: str) -> Profile:
-    """The step of PoocH's setting on a V100 with that link."""
-    return for_machine(Profile.load(ROOT / "benchmarks" / "instances" / "resnet50-b590-v100.json.gz"), link=link)
-
-
-def pooch(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """ResNet-50, batch 590, fp32, V100 of 16 GiB with 0.5 GiB set aside (PoocH published +38% and +28%)."""
-    rows = []
-    for link in ("pcie3", "nvlink2"):
-        profile = pooch_profile(link)
-        found = plan(profile, "15.5GiB", time_limit_s=arguments.time_limit, gap=arguments.gap)
-        rows.append(
-            {
-                "network": "resnet50-b590",
-                "link": link,
-                "in_core_peak_bytes": profile.in_core_peak_bytes,
-                "overhead": found.prediction.overhead,
-                "bound": (found.solve.bound_s or 0.0) / found.prediction.in_core_step_s - 1,
-                "gap": found.solve.gap,
-                "wall_s": found.solve.wall_s,
-            }
-        )
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
-
-
-def caps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def caps(arguments: argparse.Namespace) -> list[Row]:
     """The policy PoocH as it is and with its caps raised: sets of keeps, groups of flips, flips."""
     rows = []
     own = (pooch_policy.KEEP_SETS, pooch_policy.FLIP_GROUPS, pooch_policy.FLIP_EVALUATIONS)
@@ -211,13 +174,12 @@ def caps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             pooch_policy.KEEP_SETS, pooch_policy.FLIP_GROUPS, pooch_policy.FLIP_EVALUATIONS = figures
             overheads.append(run_policy("pooch", given).simulation.step_s / given.problem.in_core_s - 1)
         rows.append({"network": network, "link": link, "kept": kept, "caps": [own, *RAISED], "overheads": overheads})
-        shown = " | ".join(f"{overhead:.2%}" for overhead in overheads)
-        print(f"| {network} | {link} | {kept:.0%} | {shown} |", flush=True)
+        print(table_row(network, link, f"{kept:.0%}", *(f"{one:.2%}" for one in overheads)), flush=True)
     pooch_policy.KEEP_SETS, pooch_policy.FLIP_GROUPS, pooch_policy.FLIP_EVALUATIONS = own
     return rows
 
 
-def uses(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def uses(arguments: argparse.Namespace) -> list[Row]:
     """Of the values that TFLMS may swap: how many levels backward's uses of one value are apart, at most."""
     rows = []
     for network in NETWORKS:
@@ -232,68 +194,111 @@ def uses(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         apart = [max(levels[value]) - min(levels[value]) for value in waits]
         row = {"values": len(waits), "apart": sum(map(bool, apart)), "most": max(apart), "wait": median(waits.values())}
         rows.append({"network": network, **row})
-        print(f"| {network} | {row['values']} | {row['apart']} | {row['most']} | {row['wait']:.0f} |", flush=True)
+        print(table_row(network, row["values"], row["apart"], row["most"], f"{row['wait']:.0f}"), flush=True)
     return rows
 
 
-def measured(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def measured(arguments: argparse.Namespace) -> list[Row]:
     """Profiles as ``pooch profile`` wrote them, with everything that ``pooch plan`` asks of them unasked."""
     rows = []
     for path, share in product(map(Path, arguments.profiles), SHARES):
         profile, started_s = Profile.load(path), time.perf_counter()
         found = plan(profile, share, time_limit_s=arguments.time_limit)
-        rows.append(
-            {
-                "network": path.name.split(".")[0],
-                "budget": share,
-                "overhead": found.prediction.overhead,
-                "gap": found.solve.gap,
-                "wall_s": time.perf_counter() - started_s,
-                "status": found.solve.status,
-                "holds_arena": found.holds_arena,
-            }
-        )
-        row = rows[-1]
-        shown = f"{row['overhead']:.2%} | {row['gap']:.2%} | {row['wall_s']:.1f} s | {row['status']}"
-        print(f"| {row['network']} | {share} | {shown} |", flush=True)
+        row: Row = {
+            "network": path.name.split(".")[0],
+            "budget": share,
+            **costs_of(found),
+            "status": found.solve.status,
+        }
+        rows.append(row | {"wall_s": time.perf_counter() - started_s, "holds_arena": found.holds_arena})
+        shown = (f"{row['overhead']:.2%}", f"{row['gap']:.2%}", f"{rows[-1]['wall_s']:.1f} s", row["status"])
+        print(table_row(row["network"], share, *shown), flush=True)
     return rows
 
 
-def ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def ranks(arguments: argparse.Namespace) -> list[Row]:
     """Ranks of one host that share its link: plans that each makes for itself, and plans that know of the others. Both
     are simulated on the shared link.
     """
     rows = []
     for network in ("resnet50-b256", "unet3d-192", "gpt2-medium", "bert-large"):
         profile = instance(network, "pcie5")
-        problem = build_problem(shared(profile, RANKS))
         for kept in (0.7, 0.5, 0.3):
             budget_bytes = budget_of(profile, kept)
             ask = partial(plan, profile, budget_bytes, time_limit_s=arguments.time_limit, gap=arguments.gap)
             alone, together = ask(), ask(ranks_per_host=RANKS)
             row = {"network": network, "kept": kept, "ranks": RANKS, "promised_alone": alone.prediction.overhead}
             for name, found in (("alone", alone), ("together", together)):
-                row[name] = simulate(problem, schedule_of(found, problem)).step_s / problem.in_core_s - 1
+                step_s = simulate_plan(shared(profile, RANKS), found).step_s
+                row[name] = step_s / found.prediction.in_core_step_s - 1
             rows.append(row | {"gap": together.solve.gap})
-            figures = " | ".join(f"{row[name]:.2%}" for name in ("promised_alone", "alone", "together"))
-            print(f"| {network} | {kept:.0%} | {figures} | {together.solve.gap:.2%} |", flush=True)
+            shown = (row["promised_alone"], row["alone"], row["together"], together.solve.gap)
+            print(table_row(network, f"{kept:.0%}", *(f"{figure:.2%}" for figure in shown)), flush=True)
     return rows
 
 
-def line(row: dict[str, Any]) -> str:
-    """One row of the table, as Markdown."""
+def milp(arguments: argparse.Namespace) -> list[Row]:
+    """What the integer program PLAN proposes, beside what the search ends with: the best plan of another policy, PLAN's
+    relaxation rounded (for a budget smaller by the largest value, as the search asks for it), the same after a descent,
+    PLAN with its integrality after ``--time-limit`` seconds and a descent, a walk of 250 evaluations per value from
+    everything swapped, and what a results file of grid says the whole search found.
+    """
+    searched = {(row["network"], row["link"], row["kept"]): row["overhead"] for row in rows_in(RESULTS)}
+    columns = ("policy", "rounded", "rounded_descended", "integral_descended", "walk", "search")
+    rows = []
+    print(table_head("network", "kept", *columns))
+    for network, kept in product(NETWORKS, MILP_KEPT):
+        row = proposed(network, kept, arguments.time_limit)
+        rows.append(row | {"search": searched.get((network, MILP_LINK, kept))})
+        cells = ("over budget" if rows[-1][name] is None else f"{rows[-1][name]:.2%}" for name in columns)
+        print(table_row(network, f"{kept:.0%}", *cells), flush=True)
+    return rows
+
+
+def proposed(network: str, kept: float, limit_s: float) -> Row:
+    profile = instance(network, MILP_LINK)
+    budget_bytes = budget_of(profile, kept)
+    problem = build_problem(profile)
+    values = tuple(movable(problem))
+    walker = Walker(values, Incumbents(problem, budget_bytes, None))
+    largest = max(int(problem.rounded_bytes[value]) for value in values)
+
+    def overhead(found: EvaluatedPlan) -> float | None:
+        return found.step_s / problem.in_core_s - 1 if found.peak_bytes <= budget_bytes else None
+
+    def solved(budget: int, is_relaxed: bool) -> EvaluatedPlan | None:
+        limits = SolverLimits(limit_s, gap=0.005, absolute_gap=5e-4 * problem.step_s)
+        found = solve_fluid(problem, Request(budget, values), "highs", limits, relaxed=is_relaxed)
+        return None if found.decisions is None else walker.try_styles(codes_of(found.decisions), "ilp")
+
+    given = PolicyInput(profile, problem, budget_bytes)
+    policies = (policy_overhead(name, given) for name in ("greedy", "pooch"))
+    rounded, integral = solved(budget_bytes - largest, True), solved(budget_bytes, False)
+    start = walker.try_styles(codes_of(swap_all(problem)), "swap-all", range(len(STYLE_OF)))
+    walked = walker.anneal(start, Allowance(evaluations=EVALUATIONS_PER_VALUE * len(values)), temperature=0.02, seed=0)
+    return {
+        "network": network,
+        "link": MILP_LINK,
+        "kept": kept,
+        "policy": min((one for one in policies if one is not None), default=inf),
+        "rounded": rounded and overhead(rounded),
+        "rounded_descended": rounded and overhead(walker.descend(rounded, Allowance(DESCENT_S))),
+        "integral_descended": integral and overhead(walker.descend(integral, Allowance(DESCENT_S))),
+        "walk": overhead(walker.descend(walked, Allowance(DESCENT_S))),
+    }
+
+
+def line(row: Row) -> str:
     fluid = "" if row["fluid"] is None else f"{row['fluid']:.2%}"
     margin = "" if row.get("margin") is None else f"{row['margin']:+.2%}"
     met = "" if row["gap"] <= row["gap_wanted"] else " (!)"
     best = min((v, k) for k, v in row["policies"].items() if v is not None)[1] if margin else ""
-    return (
-        f"| {row['network']} | {row['link']} | {row['kept']:.0%} | {row['overhead']:.2%} | {row['bound']:.2%} | "
-        f"{row['gap']:.2%}{met} | {fluid} | {margin} {best} | {row['wall_s']:.1f} s |"
-    )
+    overhead, bound, gap = (f"{row[name]:.2%}" for name in ("overhead", "bound", "gap"))
+    costs = (f"{row['kept']:.0%}", overhead, bound, gap + met, fluid, f"{margin} {best}", f"{row['wall_s']:.1f} s")
+    return table_row(row["network"], row["link"], *costs)
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts and medians over the cases."""
+def summary(rows: list[Row]) -> Row:
     margins = [row["margin"] for row in rows if row["margin"] is not None]
     return {
         "cases": len(rows),
@@ -308,37 +313,32 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-WHAT = {
-    "grid": grid, "wall": wall, "seeds": seeds, "pooch": pooch, "caps": caps, "uses": uses, "ranks": ranks,
-    "measured": measured,
-}  # fmt: skip
+WHAT = {one.__name__: one for one in (grid, wall, seeds, caps, uses, ranks, measured, milp)}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(
+        __doc__,
+        time_limit=25.0,
+        patience=(1.0, "wall: limit, as a multiple of the time asked for"),
+        gap=(0.001, "a plan is done within this of the bound"),
+        jobs=(os.cpu_count() or 1, "processes (grid)"),
+        redo=(None, "grid: a results file; only cases whose gap was missed are planned again"),
+    )
     parser.add_argument("what", choices=(*WHAT, "table"))
     parser.add_argument("results", nargs="?", help="for table and seeds: a results file of grid")
     parser.add_argument(
         "--networks", nargs="+", default=[*NETWORKS, "gpt-96"], choices=[*NETWORKS, "gpt-96", *OF_TODAY]
     )
     parser.add_argument("--profiles", nargs="+", default=[], metavar="FILE", help="measured: profiles to plan")
-    parser.add_argument("--time-limit", type=float, default=25.0, help="seconds per plan")
-    parser.add_argument("--patience", type=float, default=1.0, help="wall: limit, as a multiple of the time asked for")
-    parser.add_argument("--gap", type=float, default=0.001, help="a plan is done within this of the bound")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (grid)")
-    parser.add_argument("--redo", help="grid: a results file; only cases whose gap was missed are planned again")
-    parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
     arguments = parser.parse_args()
     if arguments.what == "table":
-        for row in json.loads(Path(arguments.results).read_text())["rows"]:
-            print(line(row))
+        print(*map(line, rows_in(arguments.results)), sep="\n")
         return 0
     rows = WHAT[arguments.what](arguments)
     found = summary(rows) if arguments.what == "grid" else {}
     print(json.dumps(found, indent=2))
-    if arguments.output:
-        data = {**facts_of_run(arguments), "summary": found, "rows": rows}
-        write_results(arguments.output, data)
+    write_results(arguments.output, {**facts_of_run(arguments), "summary": found, "rows": rows})
     return 0
 
 

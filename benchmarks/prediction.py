@@ -1,10 +1,8 @@
 """Do predictions come true: the step beside PyTorch alone, and the peak, of plans at three budgets for six networks.
 
 The link is held to a known rate, so that what is judged is the profile, the simulator and the runtime, not the disk.
-Each network (``models.py``) is profiled in a process of its own, as ``pooch profile`` does it, and planned at three
-budgets. Steps by PyTorch alone and planned ones run in a process each, and alternate (``against/rows.py``); so do two
-that both run PyTorch alone, once for each network. The ratio of processor seconds stands beside that of the clock, for
-other work on the machine disturbs it less. The peak is metered by the tests' own hook of the allocator.
+Steps by PyTorch alone and planned ones run in a process each, and alternate (``against/rows.py``); so do two that both
+run PyTorch alone, once for each network. The peak is metered by the tests' own hook of the allocator.
 
     python -m benchmarks.prediction [--models t5,swin] [-o benchmarks/results/prediction.json]
 
@@ -13,27 +11,21 @@ Networks that are left out stay in the results file as they are.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
-from pathlib import Path
-from typing import Any
 
 from benchmarks.against.asking import IN_CORE, OURS
 from benchmarks.against.campaign import budget_bytes
 from benchmarks.against.rows import Effort, Found, Wanted, base, facts_of, row_of
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import MIB, facts_of_run, known_rows, parser_of, table_row, write_results
 
 CHOSEN = ("llama", "t5", "swin", "mobilenet_v2", "whisper", "monai_basicunet")
 BUDGETS = ("75%", "40%", "10%")
 """Of the bytes between the smallest feasible budget and the in-core peak, the share that is there."""
 NEAR = 0.10
-MIB = 1 << 20
 
 
 def rows_of(name: str, effort: Effort) -> list[Found]:
-    """The three plans of one network."""
     network = f"models.{name}"
     facts, against = facts_of(network, effort), base(network, IN_CORE, effort)
     alone = row_of(Wanted(network, IN_CORE), 0, against, effort)
@@ -46,7 +38,6 @@ def rows_of(name: str, effort: Effort) -> list[Found]:
 
 
 def _judged(row: Found) -> Found:
-    """How the measured step and peak are beside the promised ones."""
     if "refused" in row:
         return {}
     wall, processor, ratio = row["time"]["wall"], row["time"]["cpu"]["median_ratio"], row["predicted_ratio"]
@@ -63,47 +54,41 @@ def _judged(row: Found) -> Found:
 
 
 def line_of(row: Found) -> str:
-    """A row of the table in README.md."""
     if "refused" in row:
-        return f"| {row['network']} | {row['at']} | {row['refused']} |"
+        return table_row(row["network"], row["at"], row["refused"])
     wall, alone = row["time"]["wall"], row["alone"]["wall"]
     seconds = [row["plain_step_s"], wall["median_s"][0], row["predicted_step_s"], wall["median_s"][1]]
-    return " | ".join(
-        [
-            f"| {row['network']}",
-            f"{row['at']} ({row['budget_bytes'] / MIB:.0f} MiB{'' if row['holds_arena'] else ', no arena'})",
-            f"{row['predicted_ratio']:.3f}",
-            f"{wall['median_ratio']:.3f}",
-            f"{row['measured_over_predicted']:.3f} ({row['interval_95'][0]:.3f} to {row['interval_95'][1]:.3f})",
-            f"{row['processor_over_predicted']:.3f}",
-            f"{alone['median_ratio']:.3f} ({alone['interval_95'][0]:.3f} to {alone['interval_95'][1]:.3f})",
-            ", ".join(f"{1000 * one:.0f}" for one in seconds),
-            f"{row['promised_bytes'] / MIB:.1f} / {row['peak_bytes'] / MIB:.1f}",
-            f"{row['fallbacks']} |",
-        ]
+    budget = f"{row['budget_bytes'] / MIB:.0f} MiB{'' if row['holds_arena'] else ', no arena'}"
+    return table_row(
+        row["network"],
+        f"{row['at']} ({budget})",
+        *(f"{ratio:.3f}" for ratio in (row["predicted_ratio"], wall["median_ratio"])),
+        "{:.3f} ({:.3f} to {:.3f})".format(row["measured_over_predicted"], *row["interval_95"]),
+        f"{row['processor_over_predicted']:.3f}",
+        "{:.3f} ({:.3f} to {:.3f})".format(alone["median_ratio"], *alone["interval_95"]),
+        ", ".join(f"{1000 * one:.0f}" for one in seconds),
+        f"{row['promised_bytes'] / MIB:.1f} / {row['peak_bytes'] / MIB:.1f}",
+        row["fallbacks"],
     )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--models", default=",".join(CHOSEN))
-    add("--throttle", default="400MB/s")
-    add("--pairs", type=int, default=20, help="pairs of steps for each plan (default: 20)")
-    add("--time-limit", type=float, default=10.0, help="seconds of each plan (default: 10)")
-    add("--threads", type=int, default=1, help="of each process (default: 1)")
-    add("-o", "--output", type=Path, help="the results file, to begin or to go on with")
+    parser = parser_of(
+        __doc__,
+        models=",".join(CHOSEN),
+        throttle="400MB/s",
+        pairs=(20, "pairs of steps for each plan"),
+        time_limit=10.0,
+        threads=1,
+    )
     arguments = parser.parse_args()
-    facts, output, rows = facts_of_run(arguments), arguments.output, []
-    names = arguments.models.split(",")
-    if output and output.exists():
-        known: list[dict[str, Any]] = json.loads(output.read_text(encoding="utf-8"))["rows"]
-        rows = [row for row in known if row["network"] not in names]
+    facts, names = facts_of_run(arguments), arguments.models.split(",")
+    rows = [row for row in known_rows(arguments.output) if row["network"] not in names]
     with tempfile.TemporaryDirectory() as folder:
         effort = Effort(arguments.pairs, arguments.threads, arguments.time_limit, folder, arguments.throttle)
         for name in names:
             rows += [row | {"commit": facts["commit"]} for row in rows_of(name, effort)]
-            write_results(output, facts | {"rows": rows})
+            write_results(arguments.output, facts | {"rows": rows})
     near, whole = (sum(row.get(key, False) for row in rows) for key in ("is_near", "peak_is_near"))
     print(f"of {len(rows)} plans, {near} steps came true within 10%, and {whole} peaks are at most 1% + 1 MiB above")
     return 0 if near == whole == len(rows) else 1

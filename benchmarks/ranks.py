@@ -11,7 +11,6 @@ steps.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import json
@@ -20,8 +19,8 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import poochplan
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import MIB, Row, parser_of, table_row, taken, yes
+from benchmarks.plans import decisions_of
 from tests.allocated_bytes import AllocatedBytes, allocated_bytes  # on purpose none of the package
 from tests.runtime.nets import LINK
 from tests.torchrun import torchrun
@@ -38,16 +38,10 @@ from tests.torchrun import torchrun
 BUDGETS = ("90%", "75%", "60%")
 WRAPPERS = ("ddp", "fsdp")
 STEPS, PLANNED_AT = 20, 14
-_MIB = 1 << 20
 
 
-@dataclass
-class Training:
-    """A model, the parts of it that FSDP2 shards as units, and the loss of this rank's next batch."""
-
-    model: nn.Module
-    units: list[nn.Module]
-    loss: Callable[[nn.Module], torch.Tensor]
+Made = tuple[nn.Module, list[nn.Module], Callable[[nn.Module], torch.Tensor]]
+"""A model, the parts of it that FSDP2 shards as units, and the loss of this rank's next batch."""
 
 
 class Block(nn.Module):
@@ -63,98 +57,71 @@ class Block(nn.Module):
         return found
 
 
-def blocks() -> Training:
-    model = nn.Sequential(*[Block(256) for _ in range(8)], nn.Linear(256, 10))
-
+def classified(units: list[nn.Module], *head: nn.Module, shape: tuple[int, ...]) -> Made:
     def loss(wrapped: nn.Module) -> torch.Tensor:
-        return nn.functional.cross_entropy(wrapped(torch.randn(512, 256)), torch.randint(10, (512,)))
+        return nn.functional.cross_entropy(wrapped(torch.randn(shape)), torch.randint(10, shape[:1]))
 
-    return Training(model, list(model)[:-1], loss)
+    return nn.Sequential(*units, *head), units, loss
 
 
-def convolutions() -> Training:
+def blocks() -> Made:
+    return classified([Block(256) for _ in range(8)], nn.Linear(256, 10), shape=(512, 256))
+
+
+def convolutions() -> Made:
     widths = (3, 32, 32, 64, 64, 64)
-    units = [
+    units: list[nn.Module] = [
         nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.Dropout(0.1))
         for a, b in pairwise(widths)
     ]
-    model = nn.Sequential(*units, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
-
-    def loss(wrapped: nn.Module) -> torch.Tensor:
-        return nn.functional.cross_entropy(wrapped(torch.randn(8, 3, 48, 48)), torch.randint(10, (8,)))
-
-    return Training(model, list(units), loss)
+    return classified(units, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10), shape=(8, 3, 48, 48))
 
 
-def language(model: nn.Module, blocks: Iterable[nn.Module]) -> Training:
-    def loss(wrapped: nn.Module) -> torch.Tensor:
-        tokens = torch.randint(512, (8, 128))
-        found: torch.Tensor = wrapped(input_ids=tokens, labels=tokens).loss
-        return found
+def hugging(kind: str, head: str, unit: str, inputs: Callable[[], dict[str, torch.Tensor]], **config: Any) -> Made:
+    """``AutoModelFor<head>`` of transformers; the units are its modules of the class ``unit``."""
+    import transformers
 
-    return Training(model, list(blocks), loss)
-
-
-def gpt2() -> Training:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=512, n_positions=128, n_embd=128, n_layer=4, n_head=4))
-    return language(model, model.transformer.h)
+    settings = transformers.AutoConfig.for_model(kind, **config)
+    model = getattr(transformers, f"AutoModelFor{head}").from_config(settings).train()
+    units = [module for module in model.modules() if type(module).__name__ == unit]
+    return model, units, lambda wrapped: wrapped(**inputs()).loss
 
 
-def bert() -> Training:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
-    model = BertForSequenceClassification(BertConfig(vocab_size=512, **sizes))
-
-    def loss(wrapped: nn.Module) -> torch.Tensor:
-        found: torch.Tensor = wrapped(input_ids=torch.randint(512, (8, 128)), labels=torch.randint(2, (8,))).loss
-        return found
-
-    return Training(model, list(model.bert.encoder.layer), loss)
+def _text() -> dict[str, torch.Tensor]:
+    tokens = torch.randint(512, (8, 128))
+    return {"input_ids": tokens, "labels": tokens}
 
 
-def llama() -> Training:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=512, max_position_embeddings=128, **sizes))
-    return language(model, model.model.layers)
+def _sentences() -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.randint(512, (8, 128)), "labels": torch.randint(2, (8,))}
 
 
-def vit() -> Training:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
-    model = ViTForImageClassification(ViTConfig(image_size=64, patch_size=8, num_labels=10, **sizes))
-
-    def loss(wrapped: nn.Module) -> torch.Tensor:
-        pixels, labels = torch.randn(16, 3, 64, 64), torch.randint(10, (16,))
-        found: torch.Tensor = wrapped(pixel_values=pixels, labels=labels).loss
-        return found
-
-    return Training(model, [one for one in model.modules() if type(one).__name__ == "ViTLayer"], loss)
+def _images() -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(16, 3, 64, 64), "labels": torch.randint(10, (16,))}
 
 
-NETWORKS: dict[str, Callable[[], Training]] = {
+_GPT2 = {"vocab_size": 512, "n_positions": 128, "n_embd": 128, "n_layer": 4, "n_head": 4}
+_WIDTH = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+_BERT = _WIDTH | {"intermediate_size": 512, "vocab_size": 512}
+_LLAMA = _WIDTH | {"intermediate_size": 352, "vocab_size": 512, "max_position_embeddings": 128}
+_VIT = _WIDTH | {"intermediate_size": 512, "image_size": 64, "patch_size": 8, "num_labels": 10}
+
+NETWORKS: dict[str, Callable[[], Made]] = {
     "blocks": blocks,
-    "gpt2": gpt2,
-    "bert": bert,
+    "gpt2": partial(hugging, "gpt2", "CausalLM", "GPT2Block", _text, **_GPT2),
+    "bert": partial(hugging, "bert", "SequenceClassification", "BertLayer", _sentences, **_BERT),
     "convolutions": convolutions,
-    "llama": llama,
-    "vit": vit,
+    "llama": partial(hugging, "llama", "CausalLM", "LlamaDecoderLayer", _text, **_LLAMA),
+    "vit": partial(hugging, "vit", "ImageClassification", "ViTLayer", _images, **_VIT),
 }
 
 
-def wrapped(training: Training, wrapper: str) -> nn.Module:
-    """The model as the ranks train it."""
+def wrapped(model: nn.Module, units: list[nn.Module], wrapper: str) -> nn.Module:
     if wrapper == "ddp":
-        return nn.parallel.DistributedDataParallel(training.model)
-    for unit in training.units:
+        return nn.parallel.DistributedDataParallel(model)
+    for unit in (*units, model):
         fully_shard(unit)
-    fully_shard(training.model)
-    return training.model
+    return model
 
 
 def no_session(*_: object) -> Any:
@@ -165,8 +132,8 @@ def trained(name: str, wrapper: str, meter: AllocatedBytes, session_of: Callable
     """What came of one training on this rank, and its session."""
     gc.collect()
     torch.manual_seed(0)
-    training = NETWORKS[name]()
-    model = wrapped(training, wrapper)
+    plain, units, loss_of = NETWORKS[name]()
+    model = wrapped(plain, units, wrapper)
     optimizer = torch.optim.AdamW(model.parameters())
     torch.manual_seed(1 + torch.distributed.get_rank())
     losses, gradients, peak_bytes = [], [], 0
@@ -176,7 +143,7 @@ def trained(name: str, wrapper: str, meter: AllocatedBytes, session_of: Callable
             if session is not None and number == PLANNED_AT:
                 session.wait_until_planned()
             meter.restart()
-            loss = training.loss(model)
+            loss = loss_of(model)
             loss.backward()
             gradients.append(digest(one.grad for one in model.parameters() if one.grad is not None))
             optimizer.step()
@@ -194,9 +161,9 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def planned(name: str, wrapper: str, meter: AllocatedBytes, budget: str, folder: Path) -> dict[str, Any]:
+def planned(name: str, wrapper: str, meter: AllocatedBytes, budget: str, folder: Path) -> Row:
     """What came of the training under ``auto``, and in ``applied`` of that under ``apply``."""
-    options: dict[str, Any] = {"quiet": True, "link": LINK, "time_limit_s": 2, "arena": "off", "cache": folder / budget}
+    options: Row = {"quiet": True, "link": LINK, "time_limit_s": 2, "arena": "off", "cache": folder / budget}
     found, session = trained(name, wrapper, meter, lambda *both: poochplan.auto(*both, budget=budget, **options))
     if session.plan is None:
         return found  # type: ignore[no-any-return]
@@ -210,15 +177,13 @@ def planned(name: str, wrapper: str, meter: AllocatedBytes, budget: str, folder:
     return found  # type: ignore[no-any-return]
 
 
-def facts_of(session: Any) -> dict[str, Any]:
-    """Of the plan that this rank follows."""
+def facts_of(session: Any) -> Row:
     plan, total = session.plan, session.total
     if plan is None:
         return {"plan": ""}
-    decisions = [value.decision for value in plan.values]
     return {
         "plan": hashlib.sha256(repr(plan).encode()).hexdigest()[:16],
-        "decisions": "/".join(str(decisions.count(one)) for one in ("keep", "swap", "recompute")),
+        "decisions": "/".join(map(str, decisions_of(plan).values())),
         "budget_bytes": plan.budget_bytes,
         "predicted_bytes": plan.prediction.peak_bytes,
         "in_core_predicted_bytes": plan.prediction.in_core_peak_bytes,
@@ -237,14 +202,13 @@ def on_this_rank(folder: Path, name: str, wrapper: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def rows_of(name: str, wrapper: str, count: int) -> list[dict[str, Any]]:
-    """One for each budget, of all ranks."""
+def rows_of(wrapper: str, name: str, count: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         ranks = torchrun("benchmarks.ranks", Path(folder), name, wrapper, ranks=count)
     rows = []
     for budget in BUDGETS:
         plain, found = [rank[""] for rank in ranks], [rank[budget] for rank in ranks]
-        row: dict[str, Any] = {"wrapper": wrapper, "network": name, "budget": budget}
+        row: Row = {"wrapper": wrapper, "network": name, "budget": budget}
         row["in_core_bytes"] = [one["peak_bytes"] for one in plain]
         row["equal"] = are_equal(plain, found)
         if found[0]["plan"]:
@@ -256,12 +220,11 @@ def rows_of(name: str, wrapper: str, count: int) -> list[dict[str, Any]]:
     return rows
 
 
-def are_equal(plain: list[dict[str, Any]], found: list[dict[str, Any]]) -> bool:
-    """Whether all bits of all ranks are."""
+def are_equal(plain: list[Row], found: list[Row]) -> bool:
     return all(a[key] == b[key] for a, b in zip(plain, found, strict=True) for key in ("losses", "gradients", "bits"))
 
 
-def in_force(found: list[dict[str, Any]]) -> dict[str, Any]:
+def in_force(found: list[Row]) -> Row:
     """What the ranks did under the plan."""
     return {
         "peak_bytes": [one["peak_bytes"] for one in found],
@@ -271,54 +234,43 @@ def in_force(found: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def is_in_force(row: dict[str, Any]) -> bool:
+def is_in_force(row: Row) -> bool:
     return bool(row["one_plan"] and min(row["followed"]) > 0 and not row["fallbacks"])
 
 
-def line(row: dict[str, Any]) -> str:
-    """Of the table."""
+def line(row: Row) -> str:
     start = [row["wrapper"], row["network"], row["budget"]]
-    in_core = " ".join(f"{one / _MIB:.1f}" for one in row["in_core_bytes"])
-    equal = "yes" if row["equal"] else "NO"
+    in_core, equal = mib(*row["in_core_bytes"]), yes(row["equal"])
     if "peak_bytes" not in row:
-        return "| " + " | ".join([*start, "no plan fits", in_core, "-", "-", "-", "-", equal, "-"]) + " |"
-    worst, predicted, applied = max(row["peak_bytes"]), row["predicted_bytes"], row["applied"]
+        return table_row(*start, "no plan fits", in_core, "-", "-", "-", "-", equal, "-")
+    over_bytes, predicted = max(row["peak_bytes"]) - row["budget_bytes"], row["predicted_bytes"]
     off = max((one / predicted - 1 for one in row["peak_bytes"]), key=abs)
-    cells = [
-        row["decisions"],
-        f"{in_core} / {row['in_core_predicted_bytes'] / _MIB:.1f}",
-        f"{row['budget_bytes'] / _MIB:.1f}",
-        " ".join(f"{one / _MIB:.1f}" for one in row["peak_bytes"]) + f" / {predicted / _MIB:.1f} ({off:+.1%})",
-        "yes" if worst <= row["budget_bytes"] else f"NO, by {worst - row['budget_bytes']} bytes",
-        "yes" if is_in_force(row) else "NO",
-        equal,
-        told_of_applied(applied, row["budget_bytes"]),
-    ]
-    return "| " + " | ".join([*start, *cells]) + " |"
+    return table_row(
+        *(*start, row["decisions"], f"{in_core} / {mib(row['in_core_predicted_bytes'])}", mib(row["budget_bytes"])),
+        f"{mib(*row['peak_bytes'])} / {mib(predicted)} ({off:+.1%})",
+        "yes" if over_bytes <= 0 else f"NO, by {over_bytes} bytes",
+        *(yes(is_in_force(row)), equal, told_of_applied(row["applied"], row["budget_bytes"])),
+    )
 
 
-def told_of_applied(applied: dict[str, Any], budget_bytes: int) -> str:
+def mib(*sizes_bytes: int) -> str:
+    return " ".join(f"{one / MIB:.1f}" for one in sizes_bytes)
+
+
+def told_of_applied(applied: Row, budget_bytes: int) -> str:
     """Whether the plan was in force in every step under ``apply``, within the budget and bitwise; and the peaks."""
     is_followed = is_in_force(applied) and min(applied["followed"]) == STEPS
     is_within = max(applied["peak_bytes"]) <= budget_bytes
     failed = {"plan": is_followed, "budget": is_within, "bits": applied["equal"]}
     wrong = " ".join(name for name, holds in failed.items() if not holds)
-    return (f"NO ({wrong}): " if wrong else "yes: ") + " ".join(f"{one / _MIB:.1f}" for one in applied["peak_bytes"])
+    return (f"NO ({wrong}): " if wrong else "yes: ") + mib(*applied["peak_bytes"])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wrappers", default=",".join(WRAPPERS))
-    parser.add_argument("--networks", default=",".join(NETWORKS))
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("-o", "--output")
+    parser = parser_of(__doc__, wrappers=",".join(WRAPPERS), networks=",".join(NETWORKS), ranks=2)
     asked = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    for wrapper in asked.wrappers.split(","):
-        for name in asked.networks.split(","):
-            rows += rows_of(name, wrapper, asked.ranks)
-            print(*map(line, rows[-len(BUDGETS) :]), sep="\n", flush=True)
-            write_results(asked.output, {**facts_of_run(asked), "rows": rows})
+    cases = product(asked.wrappers.split(","), asked.networks.split(","))
+    taken(asked, cases, lambda case: rows_of(*case, asked.ranks), line)
 
 
 if __name__ == "__main__":

@@ -22,14 +22,12 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.facts import facts_of_run, write_results
-from benchmarks.planning import budget_of
-from poochplan import Plan, Profile, plan
+from benchmarks.facts import facts_of_run, parser_of, write_results
+from benchmarks.plans import INSTANCES, budget_of, stored
+from poochplan import Plan, plan
 from poochplan.errors import InfeasibleError
 from poochplan.planner.policies import policy_names
 
-ROOT = Path(__file__).resolve().parent.parent
-INSTANCES = ROOT / "benchmarks" / "instances"
 EVALUATIONS = 5000
 """Of each plan; greedy and pooch, which are asked for theirs, count by themselves."""
 SEED = 20
@@ -50,8 +48,6 @@ ACTIONS = ("at", "index", "swap_out", "release", "prefetch", "replay", "record")
 
 
 class Case(NamedTuple):
-    """One plan to make."""
-
     instance: str
     kept: float
     policy: str = "ilp"
@@ -74,7 +70,7 @@ def all_cases() -> list[Case]:
 def make(case: Case) -> tuple[str, dict[str, Any], float]:
     """The case's name, the record of its plan, and the seconds that it took."""
     started_s = time.perf_counter()
-    profile = Profile.load(INSTANCES / f"{case.instance}.json.gz")
+    profile = stored(case.instance)
     budget_bytes = budget_of(profile, case.kept)
     try:
         gap = LARGE_GAP if case.instance.startswith(LARGE) else GAP
@@ -103,7 +99,6 @@ def record_of(made: Plan) -> dict[str, Any]:
 
 
 def digest(data: Any) -> str:
-    """Of anything that JSON holds."""
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
 
 
@@ -126,11 +121,9 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, jobs=(2, "processes; the plans are the same with any"))
     parser.add_argument("--check", metavar="FILE", type=Path, help="compare with this file, and name every difference")
     parser.add_argument("--only", metavar="TEXT", default="", help="only cases whose name holds this")
-    parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2); the plans are the same with any")
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write the records as JSON here")
     arguments = parser.parse_args()
     expected = json.loads(arguments.check.read_text())["cases"] if arguments.check else {}
     cases = [case for case in all_cases() if arguments.only in case.name]
@@ -142,10 +135,8 @@ def main() -> int:
             found[name] = record
             print(f"{wall_s:6.1f} s  {name}  {record.get('status', 'infeasible')}", file=sys.stderr, flush=True)
     print(f"{len(found)} cases in {time.perf_counter() - started_s:.0f} s", file=sys.stderr)
-    if arguments.output:
-        facts = facts_of_run(argparse.Namespace(evaluations=EVALUATIONS, seed=SEED, gap=GAP))
-        found = {case.name: found[case.name] for case in cases}
-        write_results(arguments.output, {**facts, "cases": found})
+    facts = facts_of_run(argparse.Namespace(evaluations=EVALUATIONS, seed=SEED, gap=GAP))
+    write_results(arguments.output, {**facts, "cases": {case.name: found[case.name] for case in cases}})
     if not arguments.check:
         return 0
     lines = differences(expected, found)

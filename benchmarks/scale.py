@@ -10,21 +10,18 @@ has held. A whole plan is searched for until its gap is that of ``WANTED`` or th
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import resource
-import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from typing import Any
+from collections.abc import Callable
+from itertools import product
+from typing import TypeVar
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import Row, parser_of, table_row, taken
 from benchmarks.instances import gpt_blocks
-from benchmarks.planning import budget_of
-from poochplan.formats.profile import Profile
+from benchmarks.plans import budget_of
+from benchmarks.processes import in_a_process
 from poochplan.planner import for_machine, plan
 from poochplan.planner.search.bound import bound_model, bound_seconds
 from poochplan.planner.search.decide import build_fluid_model
@@ -39,88 +36,66 @@ KEPT = (0.5, 0.1)
 WANTED = {25: (0.01, 60.0), 112: (0.01, 60.0), 280: (0.02, 180.0)}
 """Layers -> gap, and seconds, for a whole plan."""
 LIMIT_S = 300.0
+T = TypeVar("T")
 
 
-def one(layers: int, kept: float, seed: int, is_planned: bool) -> dict[str, Any]:
+def one(layers: int, kept: float, seed: int, is_planned: bool) -> Row:
     """Builds and solves BOUND and PLAN's relaxation of one size at one budget, and plans it where asked."""
     profile = for_machine(gpt_blocks(layers, seed=seed), link="pcie3")
     budget_bytes = budget_of(profile, kept)
-    started_s = time.perf_counter()
-    problem = build_problem(profile)
-    row: dict[str, Any] = {"layers": layers, "values": problem.value_count, "kept": kept, "budget_bytes": budget_bytes}
-    row["problem_s"] = time.perf_counter() - started_s
-    started_s = time.perf_counter()
-    bound = bound_model(problem, budget_bytes)
-    row["bound_build_s"] = time.perf_counter() - started_s
-    row |= {f"bound_{name}": figure for name, figure in solved(bound).items()}
-    found_s = bound_seconds(bound, row.pop("bound_proven"))
-    row["bound"] = found_s / problem.in_core_s - 1
-    started_s = time.perf_counter()
-    model = build_fluid_model(problem, Request(budget_bytes, tuple(movable(problem))))
-    row["plan_build_s"] = time.perf_counter() - started_s
-    row |= {f"plan_{name}": figure for name, figure in solved(model).items() if name != "proven"}
+    problem, problem_s = timed(lambda: build_problem(profile))
+    bound, bound_s = timed(lambda: bound_model(problem, budget_bytes))
+    row: Row = {"layers": layers, "values": problem.value_count, "kept": kept, "budget_bytes": budget_bytes}
+    row |= {"problem_s": problem_s, "bound_build_s": bound_s} | solved("bound", bound)
+    row["bound"] = bound_seconds(bound, row.pop("bound_proven")) / problem.in_core_s - 1
+    model, row["plan_build_s"] = timed(
+        lambda: build_fluid_model(problem, Request(budget_bytes, tuple(movable(problem))))
+    )
+    row |= solved("plan", model)
+    del row["plan_proven"]
     if is_planned:
-        row |= planned(profile, budget_bytes, *WANTED.get(layers, (0.01, 60.0)))
+        gap, limit_s = WANTED.get(layers, (0.01, 60.0))
+        found, row["planned_s"] = timed(lambda: plan(profile, budget_bytes, time_limit_s=limit_s, gap=gap))
+        row |= {"gap": found.solve.gap, "gap_wanted": gap, "limit_s": limit_s, "overhead": found.prediction.overhead}
     row["largest_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return row
 
 
-def solved(model: FluidModel) -> dict[str, Any]:
+def timed(made: Callable[[], T]) -> tuple[T, float]:
+    started_s = time.perf_counter()
+    return made(), time.perf_counter() - started_s
+
+
+def solved(name: str, model: FluidModel) -> Row:
     """Seconds of the linear program, its size, and what it proves."""
     arrays = model.linear.arrays()
-    started_s = time.perf_counter()
-    found = solve_linear(arrays, "highs", SolverLimits(LIMIT_S), relaxed=True)
-    return {
-        "solve_s": time.perf_counter() - started_s,
-        "columns": len(arrays.cost),
-        "entries": len(arrays.column),
-        "is_solved": found.values is not None,
-        "proven": found.bound,
-    }
+    found, solve_s = timed(lambda: solve_linear(arrays, "highs", SolverLimits(LIMIT_S), relaxed=True))
+    told: Row = {"solve_s": solve_s, "columns": len(arrays.cost), "entries": len(arrays.column)}
+    told |= {"is_solved": found.values is not None, "proven": found.bound}
+    return {f"{name}_{key}": value for key, value in told.items()}
 
 
-def planned(profile: Profile, budget_bytes: int, gap: float, limit_s: float) -> dict[str, Any]:
-    """A whole plan, as a user asks for it."""
-    started_s = time.perf_counter()
-    found = plan(profile, budget_bytes, time_limit_s=limit_s, gap=gap)
-    return {
-        "planned_s": time.perf_counter() - started_s,
-        "gap": found.solve.gap,
-        "gap_wanted": gap,
-        "limit_s": limit_s,
-        "overhead": found.prediction.overhead,
-    }
-
-
-def line(row: dict[str, Any]) -> str:
-    """One row of the table, as Markdown."""
-    whole = f"{row['planned_s']:.0f} s | {row['gap']:.2%}" if "planned_s" in row else " | "
-    seconds = [f"{row[name]:.1f} s" for name in ("problem_s", "bound_build_s", "bound_solve_s")]
-    others = [f"{row[name]:.1f} s" for name in ("plan_build_s", "plan_solve_s")]
+def line(row: Row) -> str:
+    whole = (f"{row['planned_s']:.0f} s", f"{row['gap']:.2%}") if "planned_s" in row else ("", "")
+    seconds = [f"{row[f'{name}_s']:.1f} s" for name in ("problem", "bound_build", "bound_solve")]
+    others = [f"{row[f'plan_{name}_s']:.1f} s" for name in ("build", "solve")]
     cells = (f"{row['values']:,}", f"{row['kept']:.0%}", *seconds, f"{row['bound']:.2%}", *others)
-    return f"| {' | '.join(cells)} | {row['largest_gib']:.2f} GiB | {whole} |"
+    return table_row(*cells, f"{row['largest_gib']:.2f} GiB", *whole)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, nargs="+", default=list(LAYERS))
-    parser.add_argument("--kept", type=float, nargs="+", default=list(KEPT))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plan", action="store_true", help="make a whole plan of each case too")
-    parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
-    arguments = parser.parse_args()
+def main() -> None:
+    parser = parser_of(
+        __doc__, layers=list(LAYERS), kept=list(KEPT), seed=0, plan=(False, "make a whole plan of each case too")
+    )
+    asked = parser.parse_args()
     print("| values | kept | problem | BOUND built | solved | bound | PLAN built | solved | memory | planned | gap |")
     print("|" + "---|" * 11)
-    rows = []
-    for layers in arguments.layers:
-        for kept in arguments.kept:  # a process of its own each, so that its memory is its own
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-                rows.append(pool.submit(one, layers, kept, arguments.seed, arguments.plan).result())
-            print(line(rows[-1]), flush=True)
-            write_results(arguments.output, {**facts_of_run(arguments), "rows": rows})
-    print(json.dumps({"cases": len(rows)}))
-    return 0
+
+    def row_of(case: tuple[int, float]) -> Row:  # in a process of its own, so that its memory is its own
+        return dict(in_a_process(one, *case, asked.seed, asked.plan, start="spawn"))
+
+    taken(asked, product(asked.layers, asked.kept), row_of, line)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from benchmarks import fit, monet, networks, planning
-from benchmarks.instances import classifier
+import torch
+
+from benchmarks import fit, networks
+from benchmarks.instances import Instance, classifier, profile_of
+from benchmarks.plans import stored
 from poochplan import Profile, Workload
+from poochplan.planner import for_machine
 
 MARGIN = "0.5GiB"
 """Of every memory, left to what is no part of the step: as in PoocH's setting."""
@@ -58,19 +62,35 @@ def small(batch_size: int = 16) -> Workload:
     return fit.cifar_resnet(batch_size=batch_size, blocks=2)
 
 
+def segmentation() -> Workload:
+    """Cross entropy over pixels, two classes, SGD with momentum."""
+    model, images = networks.unet(), torch.randn(11, 3, 416, 608)
+    labels = torch.randint(2, (11, 416, 608))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return Workload(model, lambda: torch.nn.functional.cross_entropy(model(images), labels), optimizer)
+
+
 def _pooch(link: str, published: str) -> Setting:
     return Setting(
-        "PoocH", "ResNet-50", published, link=link, batch=590, profile=lambda: planning.pooch_profile(link),
+        "PoocH", "ResNet-50", published, link=link, batch=590,
+        profile=lambda: for_machine(stored("resnet50-b590-v100"), link=link),
         assumed="batch 590 for the 50 GB that the source names",
     )  # fmt: skip
 
 
-def _monet(case: str, network: str, batch: int, host_budget: int | None, published: str) -> Setting:
-    share = monet.CASES[case][1]
-    return Setting(
-        "MONeT", network, published, batch=batch, profile=lambda: monet.profile_of_case(case), share=share,
-        host_budget=host_budget, patience=3.0, assumed="V100 for a P100",
+def _monet(
+    key: str, build: Callable[[], Workload], network: str, batch: int, share: float, published: str
+) -> dict[str, Setting]:
+    """Shah et al., "Memory Optimization for Deep Networks", 2021, table 1: recomputing alone, and with swaps."""
+
+    def profile() -> Profile:
+        return for_machine(profile_of(Instance(build, network), network, "v100"), link="pcie3")
+
+    alone = Setting(
+        "MONeT", f"{network}, recomputing alone", published, batch=batch, profile=profile, share=share, host_budget=0,
+        patience=3.0, assumed="V100 for a P100",
     )  # fmt: skip
+    return {key: alone, f"{key}-hybrid": alone._replace(network=network, host_budget=None)}
 
 
 def _tuned(link: str) -> Setting:
@@ -80,8 +100,6 @@ def _tuned(link: str) -> Setting:
     )  # fmt: skip
 
 
-MONET_RESNET = "+11.95%, recomputing alone, 15.06 -> 4.99 GB"
-MONET_UNET = "+11.5%, recomputing alone, 14.32 -> 5.01 GB"
 TFLMS_UNET = "192^3 at batch 4, where one 144^3 image fitted"
 
 SETTINGS = {
@@ -112,10 +130,14 @@ SETTINGS = {
     ),
     "unet3d-tuned-pcie3": _tuned("pcie3"),
     "unet3d-tuned-nvlink2": _tuned("nvlink2"),
-    "monet-resnet50": _monet("resnet50-b184", "ResNet-50, recomputing alone", 184, 0, MONET_RESNET),
-    "monet-resnet50-hybrid": _monet("resnet50-b184", "ResNet-50", 184, None, MONET_RESNET),
-    "monet-unet": _monet("unet-b11", "U-Net 416x608, recomputing alone", 11, 0, MONET_UNET),
-    "monet-unet-hybrid": _monet("unet-b11", "U-Net 416x608", 11, None, MONET_UNET),
+    **_monet(
+        "monet-resnet50", lambda: classifier(networks.resnet50(), (184, 3, 224, 224), 1000), "ResNet-50", 184,
+        4.99 / 15.06, "+11.95%, recomputing alone, 15.06 -> 4.99 GB",
+    ),
+    **_monet(
+        "monet-unet", segmentation, "U-Net 416x608", 11, 5.01 / 14.32,
+        "+11.5%, recomputing alone, 14.32 -> 5.01 GB",
+    ),
     "vdnn-vgg16": Setting(
         "vDNN", "VGG-16", "28 GB on 12 GB at 18% less speed", "titan-x", memory="12GiB", build=vgg16, batch=256
     ),

@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import msgspec
 
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import Row, facts_of_run, known_rows, parser_of, rows_in, table_row, write_results
+from benchmarks.plans import costs_of, predicted
 from benchmarks.settings import MARGIN, SETTINGS, SMALL, Setting
 from poochplan import Plan, Profile, Workload
 from poochplan.errors import InfeasibleError
@@ -74,13 +72,13 @@ def step_of(setting: Setting, batch: int) -> Profile:
     return bytes_alone(family(setting.build), machine, say)(batch)
 
 
-def row_of(setting: Setting, arguments: argparse.Namespace) -> dict[str, Any]:
+def row_of(setting: Setting, arguments: argparse.Namespace) -> Row:
     """Bytes, overhead and bound of one setting, of the largest batch that has a plan where its own has none."""
     started_s = time.perf_counter()
     memory_bytes = parse_bytes(setting.memory) - parse_bytes(MARGIN)
     in_core, most = batches(setting.build, memory_bytes) if setting.build and not setting.share else (None, None)
     batch = setting.batch or round((setting.multiple or 1.0) * (in_core or 1))
-    row: dict[str, Any] = {
+    row: Row = {
         **{name: getattr(setting, name) for name in ("system", "network", "device", "link", "memory", "published")},
         "assumed": setting.assumed,
         "batch": batch,
@@ -108,7 +106,7 @@ def peaks(profile: Profile) -> dict[str, int]:
 
 def planned(
     profile: Profile, budget_bytes: int, host_budget: int | None, limit_s: float, arguments: argparse.Namespace
-) -> dict[str, Any] | None:
+) -> Row | None:
     """Figures of the plan; None where none was found."""
     try:
         found = plan(
@@ -121,26 +119,22 @@ def planned(
     return figures(found)
 
 
-def figures(found: Plan) -> dict[str, Any]:
+def figures(found: Plan) -> Row:
     """Times as shares of the in-core step."""
-    prediction, solve = found.prediction, found.solve
+    prediction, costs = found.prediction, costs_of(found)
     in_core_s = prediction.in_core_step_s
-    return {
-        "in_core_step_s": in_core_s,
-        "peak_bytes": prediction.peak_bytes,
-        "overhead": prediction.overhead,
-        "bound": None if solve.bound_s is None else solve.bound_s / in_core_s - 1,
-        "gap": solve.gap,
-        "status": str(solve.status),
+    return predicted(found, "in_core_step_s", "peak_bytes", "overhead", "out_bytes") | {
+        "bound": costs["bound"],
+        "gap": costs["gap"],
+        "status": str(found.solve.status),
         "stall_share": prediction.stall_s / in_core_s,
         "replay_share": prediction.replay_s / in_core_s,
-        "out_bytes": prediction.out_bytes,
-        "solve_s": solve.wall_s,
+        "solve_s": costs["wall_s"],
     }
 
 
 def exposed(
-    profile: Profile, budget_bytes: int, ours: dict[str, Any] | None, limit_s: float, arguments: argparse.Namespace
+    profile: Profile, budget_bytes: int, ours: Row | None, limit_s: float, arguments: argparse.Namespace
 ) -> dict[str, float | None]:
     """How long the step waits for copies, as a share of the in-core step: each swapping policy's plan, and ours.
 
@@ -164,20 +158,18 @@ def without_replays(profile: Profile) -> Profile:
     return replace(profile, ops=tuple(replace(op, opaque=True) for op in profile.ops))
 
 
-def line(row: dict[str, Any]) -> str:
-    """One row of the table, as Markdown."""
+def line(row: Row) -> str:
     found = row["plan"]
     cost = "no plan found" if found is None else f"{found['overhead']:.2%} (bound {_share(found['bound'])})"
     if row["planned_batch"] != row["batch"]:
         cost += f" at {row['planned_batch']}"
     largest_batch = "" if row["largest_batch"] is None else _times(row["largest_batch"], row["in_core_batch"])
     verdict = "" if row["fits"] else ", above the memory: **no plan**"
-    cells = (
+    return table_row(
         row["system"], f"{row['network']}, batch {_times(row['batch'], row['in_core_batch'])}",
         f"{row['device']}, {row['link']}, {_gib(row['budget_bytes'])}", _gib(row["in_core_peak_bytes"]),
         _gib(row["smallest_peak_bytes"]) + verdict, largest_batch, cost, row["published"],
     )  # fmt: skip
-    return f"| {' | '.join(cells)} |"
 
 
 def _times(batch: int, in_core: int | None) -> str:
@@ -192,7 +184,7 @@ def _share(share: float | None) -> str:
     return "none" if share is None else f"{share:.2%}"
 
 
-def waits(row: dict[str, Any]) -> str:
+def waits(row: Row) -> str:
     """How long each plan waits for copies, as a line of Markdown; empty where nobody was asked."""
     shares = row.get("exposed", {})
     text = ", ".join(
@@ -202,36 +194,31 @@ def waits(row: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(
+        __doc__,
+        time_limit=20.0,
+        gap=(0.001, "a plan is done within this of the bound"),
+        seed=0,
+        threads=2,
+        table=(None, "print the table of these results, and plan nothing"),
+    )
     every = SETTINGS | SMALL
     parser.add_argument(
         "--settings", nargs="+", choices=every, default=[*SETTINGS], metavar="NAME", help="default: all"
     )
-    parser.add_argument("--time-limit", type=float, default=20.0, help="seconds per plan")
-    parser.add_argument("--gap", type=float, default=0.001, help="a plan is done within this of the bound")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--table", type=Path, help="print the table of these results, and plan nothing")
-    parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
     arguments = parser.parse_args()
     if arguments.table:
-        rows = json.loads(arguments.table.read_text())["rows"]
-        print("\n".join([*map(line, rows), "", *filter(None, map(waits, rows))]))
+        known = rows_in(arguments.table)
+        print("\n".join([*map(line, known), "", *filter(None, map(waits, known))]))
         return 0
-    facts, rows = facts_of_run(arguments), known_rows(arguments.output)
+    facts = facts_of_run(arguments)
+    rows = {row["setting"]: row for row in known_rows(arguments.output)}
     for name in arguments.settings:
         row = {"setting": name, "commit": facts["commit"], **row_of(every[name], arguments)}
         rows[name] = row
         print("\n".join(filter(None, (line(row), waits(row)))), flush=True)
         write_results(arguments.output, {**facts, "rows": [rows[name] for name in every if name in rows]})
     return 0
-
-
-def known_rows(path: str | None) -> dict[str, dict[str, Any]]:
-    """Rows of a results file by setting; none where there is no such file."""
-    if not path or not Path(path).exists():
-        return {}
-    return {row["setting"]: row for row in json.loads(Path(path).read_text())["rows"]}
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ Trained = tuple[list[float], torch.nn.Module, Any]
 
 
 def main_of(name: str) -> Callable[..., Any]:
-    """The main function of an example."""
     return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]  # type: ignore[no-any-return]
 
 
@@ -40,7 +39,6 @@ def run_library(name: str, options: dict[str, Any] | None) -> Run:
 
 
 def transformers_trainer(options: dict[str, Any] | None, folder: str) -> Trained:
-    """The example."""
     from poochplan.integrations.hf import PlanCallback
 
     plans = PlanCallback(**options) if options is not None else None
@@ -86,7 +84,6 @@ def _waiting(plans: Any) -> Any:
 
 
 def lightning_trainer(options: dict[str, Any] | None, folder: str) -> Trained:
-    """The example."""
     from lightning.pytorch import Callback
 
     from poochplan.integrations.lightning import PlanCallback

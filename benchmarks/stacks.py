@@ -9,7 +9,6 @@ tried in its place, and the row says so.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -22,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import facts_of_run, parser_of, write_results
 from benchmarks.stack_frameworks import LIBRARIES, run_library
 from tests.online.networks import NETWORKS
 from tests.online.runs import Run, run_auto, run_plain
@@ -54,7 +53,6 @@ class Row:
 
 
 def measured(name: str, share: float) -> Row:
-    """The row of one stack."""
     if name == RANKS:
         return ranks_row()
     plain = run_plain(LOOPS[name]) if name in LOOPS else run_library(name, None)
@@ -116,10 +114,8 @@ def ranks_row() -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path)
+    parser = parser_of(__doc__, share=0.6)
     parser.add_argument("--only", nargs="*", choices=STACKS)
-    parser.add_argument("--share", type=float, default=0.6)
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for name in arguments.only or STACKS:

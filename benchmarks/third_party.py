@@ -16,21 +16,19 @@ are compared bitwise after each step. Each network has a process of its own.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import sys
 import time
 from collections import Counter
-from typing import Any
 
 import msgspec
 import torch
 
 import poochplan
-from benchmarks.facts import PACKAGES, facts_of_run, write_results
+from benchmarks.facts import PACKAGES, Row, facts_of_run, parser_of, write_results
 from benchmarks.hooked import Trained, ready_to_fork, train
-from benchmarks.resident import in_a_process
+from benchmarks.processes import in_a_process
 from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
@@ -52,7 +50,7 @@ SHARE = "60%"
 EVALUATIONS = 30
 
 
-def session_rows(name: str, plans: int) -> list[dict[str, Any]]:
+def session_rows(name: str, plans: int) -> list[Row]:
     """One row for each random plan of a network, on each device."""
     case = NETWORKS[name]
     reference, _ = nets.train(case, STEPS["off"])
@@ -95,16 +93,16 @@ def on_device(case: nets.Case, plan: Plan, device: str) -> tuple[list[list[torch
     return seen, report, adversarial.violations if adversarial else []
 
 
-def allocated_rows(name: str, plans: int) -> list[dict[str, Any]]:
+def allocated_rows(name: str, plans: int) -> list[Row]:
     """One row for each plan of a network, the random ones from an arena and without one."""
     case = NETWORKS[name]
     profile = case.profile()
     problem = build_problem(profile)
     reference = trained(case, None, "off")
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for kind in (*(f"random {seed}" for seed in range(plans)), "planner"):
         for arena in STEPS if kind != "planner" else ("on",):
-            row: dict[str, Any] = {"network": name, "plan": kind, "arena": arena, "memory": str(profile.memory)}
+            row: Row = {"network": name, "plan": kind, "arena": arena, "memory": str(profile.memory)}
             plan = planned(profile, row) if kind == "planner" else random_plan(profile, problem, int(kind[7:]), arena)
             found = trained(case, plan, arena)
             row |= found.facts() | {"bitwise": found.digests == reference.digests[: len(found.digests)]}
@@ -118,7 +116,6 @@ def allocated_rows(name: str, plans: int) -> list[dict[str, Any]]:
 
 
 def random_plan(profile: Profile, problem: Problem, seed: int, arena: str) -> Plan:
-    """A plan for a random schedule, whose budget is what it promises."""
     schedule = random_schedule(profile, problem, seed)
     best = Candidate(BY_HAND, schedule.decisions, schedule, simulate(problem, schedule))
     plan = write_plan(PolicyInput(profile, problem, 0), Optimum(best, BY_HAND), 0.0, is_laid_out=True)
@@ -128,7 +125,7 @@ def random_plan(profile: Profile, problem: Problem, seed: int, arena: str) -> Pl
     return msgspec.structs.replace(plan, budget_bytes=least)
 
 
-def planned(profile: Profile, row: dict[str, Any]) -> Plan:
+def planned(profile: Profile, row: Row) -> Plan:
     """The planner's own; notes in the row whether the budget was refused, and whether a byte less than the least is."""
     smallest = poochplan.smallest_budget(profile, arena="on")
     try:
@@ -155,37 +152,27 @@ def trained(case: nets.Case, plan: Plan | None, arena: str) -> Trained:
         return train(model, loss_of, optimizer, STEPS[arena], session, before_bytes)
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, int]:
+def summary(rows: list[Row]) -> dict[str, int]:
+    found = {"networks": len({row["network"] for row in rows}), "plans": len(rows)}
+    found |= {name: sum(row[name] for row in rows) for name in ("as_promised", "bitwise")}
     served = [row for row in rows if row.get("arena") == "on"]
-    found = {
-        "networks": len({row["network"] for row in rows}),
-        "plans": len(rows),
-        "as_promised": sum(row["as_promised"] for row in rows),
-        "bitwise": sum(row["bitwise"] for row in rows),
+    if not served:
+        return found
+    return found | {
+        "within_budget": sum(row["over_bytes"] <= 0 for row in rows),
+        "with_an_arena": len(served),
+        "arena_used": sum(row["arena_bytes"] > 0 for row in served),
+        "refused_and_planned_at_the_smallest": sum("refused_smallest_bytes" in row for row in rows),
     }
-    return (
-        found
-        if not served
-        else found
-        | {
-            "within_budget": sum(row["over_bytes"] <= 0 for row in rows),
-            "with_an_arena": len(served),
-            "arena_used": sum(row["arena_bytes"] > 0 for row in served),
-            "refused_and_planned_at_the_smallest": sum("refused_smallest_bytes" in row for row in rows),
-        }
-    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, networks=",".join(NETWORKS), plans=(1, "random plans for each network"))
     parser.add_argument("--meter", default="session", choices=("session", "allocated"))
-    parser.add_argument("--networks", default=",".join(NETWORKS))
-    parser.add_argument("--plans", type=int, default=1, help="random plans for each network")
-    parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
     arguments = parser.parse_args()
     ready_to_fork()
     rows_of = session_rows if arguments.meter == "session" else allocated_rows
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     facts = facts_of_run(arguments, (*PACKAGES, "transformers", "monai"))  # of the code that is loaded now
     for name in arguments.networks.split(","):
         start_s = time.perf_counter()

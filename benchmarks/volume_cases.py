@@ -65,11 +65,7 @@ def template(grid: Grid = GRID) -> Floats:
         nilearn is not installed.
     """
     datasets = require("nilearn.datasets", "volume")
-    loaders = (
-        datasets.load_mni152_template,
-        datasets.load_mni152_gm_template,
-        datasets.load_mni152_wm_template,
-    )
+    loaders = (datasets.load_mni152_template, datasets.load_mni152_gm_template, datasets.load_mni152_wm_template)
     return np.stack([_sampled(load(resolution=1), grid) for load in loaders])
 
 
@@ -81,7 +77,6 @@ def _sampled(volume: object, grid: Grid) -> Floats:
 
 
 def labels_of(grey: Floats, white: Floats) -> Labels:
-    """The class that most of each voxel is."""
     most: Labels = np.stack([1 - grey - white, grey, white]).argmax(axis=0).astype(np.uint8)
     return most
 

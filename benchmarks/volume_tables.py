@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from statistics import mean, median
-from typing import Any
 
+from benchmarks.facts import MIB, Row
 from benchmarks.volume_cases import CLASSES
 from benchmarks.volume_training import METHODS, Method, seconds_to
 
 SCORES = (0.75, 0.80, 0.85)
 """Of which the seconds are told: means of the classes' Dice over the held-out cases. Set before the run."""
 _NAMED = tuple(enumerate(CLASSES[1:]))
-_MIB = 1 << 20
-Row = dict[str, Any]
 
 
 def runs_of(found: Row, method: Method) -> list[Row]:
-    """The trainings of one way, by seed."""
     return sorted((run for run in found["runs"] if run["method"] == method), key=lambda run: run["seed"])
 
 
@@ -37,56 +34,43 @@ def summary(found: Row) -> list[tuple[str, str, str, str]]:
 
     Mean over the seeds, then the least and the most in brackets.
     """
-    rows = [_spread(found, f"Dice of {name}, held-out copies", held_out_dice, at) for at, name in _NAMED]
-    rows.append(_spread(found, "Dice, mean of both", lambda run: [mean(held_out_dice(run))], 0))
-    rows += [
-        _spread(found, f"Dice of {name}, other scanner", lambda run: run["other_scanner"], at) for at, name in _NAMED
+
+    def each(name: str, cell: Callable[[list[Row]], str]) -> tuple[str, str, str, str]:
+        patches, whole = (cell(runs_of(found, method)) for method in METHODS)
+        return name, patches, whole, ""
+
+    def spread(name: str, score: Callable[[Row], float]) -> tuple[str, str, str, str]:
+        def cell(runs: list[Row]) -> str:
+            scores = [score(run) for run in runs]
+            return f"{mean(scores):.3f} ({min(scores):.3f} to {max(scores):.3f})"
+
+        return (*each(name, cell)[:3], ", ".join(f"{100 * less:+.1f}" for less in differences(found, score)))
+
+    def seconds(score: float) -> Callable[[list[Row]], str]:
+        def cell(runs: list[Row]) -> str:
+            reached = (seconds_to(run["looks"], score) for run in runs)
+            return ", ".join("never" if found_s is None else f"{found_s:.0f}" for found_s in reached)
+
+        return cell
+
+    def most(name: str) -> Callable[[list[Row]], str]:
+        return lambda runs: f"{max(float(run[name]) for run in runs) / MIB:.2f}"
+
+    patches, whole = (f"{found['in_core_peak_bytes'][method] / MIB:.2f}" for method in METHODS)
+    return [
+        *(spread(f"Dice of {name}, held-out copies", lambda run, at=at: held_out_dice(run)[at]) for at, name in _NAMED),
+        spread("Dice, mean of both", lambda run: mean(held_out_dice(run))),
+        *(spread(f"Dice of {name}, other scanner", lambda run, at=at: run["other_scanner"][at]) for at, name in _NAMED),
+        *(each(f"CPU seconds to a mean Dice of {score:.2f}, each seed", seconds(score)) for score in SCORES),
+        each("steps", lambda runs: f"{mean(run['steps'] for run in runs):,.0f}"),
+        each("CPU seconds of a step, median", lambda runs: f"{median(run['median_step_s'] for run in runs):.3f}"),
+        each("peak in training, MiB", most("peak_bytes")),
+        each("peak of predicting one volume, MiB", most("predicting_peak_bytes")),
+        each("CPU seconds to predict one volume", lambda runs: f"{median(run['predicting_s'] for run in runs):.2f}"),
+        ("peak in-core, MiB", patches, whole, ""),
     ]
-    for score in SCORES:
-        rows.append((f"CPU seconds to a mean Dice of {score:.2f}, each seed", *_seconds(found, score), ""))
-    rows += [
-        _each(found, "steps", lambda runs: f"{mean(run['steps'] for run in runs):,.0f}"),
-        _each(found, "CPU seconds of a step, median", lambda runs: f"{median(r['median_step_s'] for r in runs):.3f}"),
-        _each(found, "peak in training, MiB", lambda runs: f"{_most(runs, 'peak_bytes'):.2f}"),
-        _each(found, "peak of predicting one volume, MiB", lambda runs: f"{_most(runs, 'predicting_peak_bytes'):.2f}"),
-        _each(
-            found, "CPU seconds to predict one volume", lambda runs: f"{median(r['predicting_s'] for r in runs):.2f}"
-        ),
-    ]
-    in_core = found["in_core_peak_bytes"]
-    patches, whole = (f"{in_core[method] / _MIB:.2f}" for method in METHODS)
-    return [*rows, ("peak in-core, MiB", patches, whole, "")]
-
-
-def _spread(found: Row, name: str, scores: Callable[[Row], list[float]], at: int) -> tuple[str, str, str, str]:
-    cells = [[scores(run)[at] for run in runs_of(found, method)] for method in METHODS]
-    shown = [f"{mean(cell):.3f} ({min(cell):.3f} to {max(cell):.3f})" for cell in cells]
-    return (
-        name,
-        shown[0],
-        shown[1],
-        ", ".join(f"{100 * less:+.1f}" for less in differences(found, lambda run: scores(run)[at])),
-    )
-
-
-def _seconds(found: Row, score: float) -> tuple[str, str]:
-    shown = []
-    for method in METHODS:
-        each = [seconds_to(run["looks"], score) for run in runs_of(found, method)]
-        shown.append(", ".join("never" if found_s is None else f"{found_s:.0f}" for found_s in each))
-    return shown[0], shown[1]
-
-
-def _each(found: Row, name: str, cell: Callable[[list[Row]], str]) -> tuple[str, str, str, str]:
-    patches, whole = (cell(runs_of(found, method)) for method in METHODS)
-    return name, patches, whole, ""
-
-
-def _most(runs: list[Row], name: str) -> float:
-    return max(float(run[name]) for run in runs) / _MIB
 
 
 def lines(found: Row) -> list[str]:
-    """A Markdown table of the :func:`summary`."""
     head = "| measured | patches, in-core | whole, planned | whole less patches, hundredths, each seed |"
     return [head, "|---|---|---|---|", *(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in summary(found))]

@@ -11,7 +11,8 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,26 +22,10 @@ from poochplan.workloads.common import require
 
 Method = Literal["patches", "whole"]
 METHODS: tuple[Method, ...] = ("patches", "whole")
+NO_METER = SimpleNamespace(peak=0, restart=lambda: None)
+"""In place of ``tests/allocated_bytes.py``, where nobody asks for bytes."""
 HALVED = 16
 """Sides are multiples of this: four levels halve them."""
-
-
-class Meter(Protocol):
-    """Of allocated bytes; ``tests/allocated_bytes.py`` has one."""
-
-    @property
-    def peak(self) -> int: ...
-
-    def restart(self) -> None: ...
-
-
-class NoMeter:
-    """Where nobody asks for bytes."""
-
-    peak = 0
-
-    def restart(self) -> None:
-        pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +75,6 @@ class Training:
         return Case(name=case.name, image=case.image[box], labels=case.labels[box])
 
     def forward(self) -> torch.Tensor:
-        """The loss of one batch."""
         images, labels = self.batch()
         loss: torch.Tensor = self.loss(self.model(images), labels)
         return loss
@@ -156,8 +140,6 @@ def dice(found: Labels, labels: Labels) -> list[float]:
 
 @dataclass
 class Course:
-    """What came of one training."""
-
     seconds: float = 0.0
     """By the clock, of its steps; looks at held-out cases are left out."""
     wall_s: float = 0.0
@@ -178,7 +160,7 @@ def train(
     *,
     budget_s: float,
     looks: int,
-    meter: Meter | None = None,
+    meter: Any = NO_METER,
     arena_bytes: Callable[[], int] = lambda: 0,
     clock: Callable[[], float] = time.process_time,
 ) -> Course:
@@ -189,7 +171,6 @@ def train(
     ``arena_bytes`` are those that the meter does not see; they count whole, in every step that ends with an arena.
     """
     course = Course()
-    meter = meter or NoMeter()
     for number in range(1, looks + 1):
         while course.seconds < budget_s * number / looks:
             meter.restart()

@@ -23,6 +23,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the plan's file in the folder."""
     budget_bytes: int = 0
     time_limit_s: float = 0.0
+    steps: int = METERED_STEPS
+    """That are metered."""
     throttle: str = ""
     """The rate to which the profile's link is held; empty for none."""
 

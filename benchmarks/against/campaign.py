@@ -47,7 +47,6 @@ class Campaign:
         self._facts = facts
 
     def take(self, wanted: Wanted, redo: bool = False) -> Found:
-        """The row, as the file has it or anew."""
         known = self._row(wanted)
         if known is not None and not redo and self._serves(known):
             return known

@@ -6,31 +6,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.facts import MIB, table_head, table_row
+
 from .asking import OURS
 from .campaign import MATCHED, budget_bytes
 from .methods import SAVE_ON_CPU
 from .rows import EQUAL, Found, changes_gradients, exceeds, is_honest, meets
 
-MIB = 2**20
 BEGIN, END = "<!-- compare: written by benchmarks/compare.py -->", "<!-- compare: end -->"
 HEAD = (
-    "network",
-    "method",
-    "budget",
-    "peak (of in-core)",
-    "host copies counted",
-    "step / in-core",
-    "processor",
-    "predicted",
-    "out, in MiB",
-    "gradients",
-    "allocator, page faults (in-core)",
-    "pairs",
+    *("network", "method", "budget", "peak (of in-core)", "host copies counted", "step / in-core", "processor"),
+    *("predicted", "out, in MiB", "gradients", "allocator, page faults (in-core)", "pairs"),
 )
 
 
 def one_line(row: Found) -> str:
-    """A row for the terminal."""
     name = f"{row['network']:9} {row['method']:20} {row['at']:10}"
     return f"{name} {row['refused']}" if "refused" in row else f"{name} {_time(row, 'wall')}  {_peak(row)}  {bits(row)}"
 
@@ -64,15 +54,10 @@ def table(found: dict[str, Any], shares: list[str]) -> str:
     head = [*HEAD[:5], *shares, *HEAD[5:]]
     names = list(dict.fromkeys(row["network"] for row in found["rows"]))
     rows = sorted(found["rows"], key=lambda row: names.index(row["network"]))
-    lines = [_line(head), _line(["---"] * len(head))]
-    lines += [_line(_cells(row, found, shares)) for row in rows if "refused" not in row]
+    lines = [table_head(*head), *(table_row(*_cells(row, found, shares)) for row in rows if "refused" not in row)]
     notes = [f"Rows with `*`: {note}." for note in sorted({row["note"] for row in rows if row.get("note")})]
     refused = dict.fromkeys(f"Not run: {row['method']} ({row['refused']})." for row in rows if "refused" in row)
     return "\n".join([*lines, "", *notes, *refused])
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _cells(row: Found, found: dict[str, Any], shares: list[str]) -> list[str]:

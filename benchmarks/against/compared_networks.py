@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.epochs.recurrent_networks import ALL as RECURRENT
-from benchmarks.models import CLASSES, MODELS, WIDTH, Made, build, hugging, images
+from benchmarks.models import MODELS, SWIN, VIT, Made, build, image_model
 from benchmarks.pairs import CONFIGS
 from poochplan.tensors.operators import past_first_calls
 from poochplan.workload import Workload, load_workload
@@ -25,23 +24,17 @@ _TEXT = {"batch_size": 4, "sequence_length": 256, "layers": 6, "width": 256, "he
 
 @dataclass(frozen=True)
 class Network:
-    """A network and its blocks."""
-
     make: Callable[[], Workload]
     blocks: tuple[str, ...]
     """Names of their classes; of those that lie in each other, the outermost count."""
 
 
 class TinyBlock(nn.Sequential):
-    """A linear layer with dropout."""
-
     def __init__(self, width: int) -> None:
         super().__init__(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1), nn.Linear(width, width), nn.Tanh())
 
 
 class TinyConvBlock(nn.Sequential):
-    """A convolution with batch norm."""
-
     def __init__(self, width: int) -> None:
         super().__init__(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
 
@@ -66,35 +59,58 @@ def _adamw(make: Callable[[], Made]) -> Callable[[], Workload]:
     return workload
 
 
-_SWIN: dict[str, Any] = {
-    "image_size": 112,
-    "patch_size": 4,
-    "embed_dim": 48,
-    "depths": [2, 2, 4],
-    "num_heads": [3, 6, 12],
-    "window_size": 7,
-    "num_labels": CLASSES,
-}
-_VIT = WIDTH | {"image_size": 112, "patch_size": 8, "num_labels": CLASSES}
-
 NETWORKS: dict[str, Network] = {
     "resnet50": Network(_shipped("resnet50", batch_size=8, image_size=112), ("ResNetBottleNeckLayer",)),
     "gpt2": Network(_shipped("gpt2", **_TEXT), ("GPT2Block",)),
     "unet3d": Network(_shipped("unet3d", side=48, features=[16, 16, 32, 64, 128, 16]), ("TwoConv", "Down", "UpCat")),
     "seq2seq": Network(_shipped("seq2seq"), ("LSTM", "MultiheadAttention")),
     "bert": Network(_shipped("bert", **_TEXT), ("BertLayer",)),
-    "vit": Network(_adamw(hugging("vit", "ImageClassification", images(10, 112), **_VIT)), ("ViTLayer",)),
-    "swin": Network(_adamw(hugging("swin", "ImageClassification", images(16, 112), **_SWIN)), ("SwinLayer",)),
+    "vit": Network(_adamw(image_model("vit", 10, 112, **VIT)), ("ViTLayer",)),
+    "swin": Network(_adamw(image_model("swin", 16, 112, **SWIN)), ("SwinLayer",)),
 }
 TINY: dict[str, Network] = {
     "tiny-mlp": Network(lambda: _tiny(TinyBlock, (256, 64)), ("TinyBlock",)),
     "tiny-conv": Network(lambda: _tiny(TinyConvBlock, (8, 8, 32, 32)), ("TinyConvBlock",)),
 }
 
-OF_EPOCHS = {name: Network(_shipped(one.config, **one.settings), ()) for name, one in RECURRENT.items()}
+
+@dataclass(frozen=True)
+class Recurrent:
+    """A ready workload at one size."""
+
+    config: str
+    settings: dict[str, Any]
+    epoch_steps: int
+    """Of one epoch: as many as the text has chunks; of data without an end, as many as are called one."""
+    curve_steps: int
+    """Steps of the loss curve."""
+    policies: tuple[str, ...]
+    large: dict[str, Any] = field(default_factory=dict)
+    """What is otherwise where it is simulated: sizes of a GPU."""
+
+
+_TEXT_OF_EPOCHS = {"batch_size": 50, "sequence_length": 100, "width": 128, "chunks": 0, "unrolled": True}
+"""Two layers of 128 and 50 rows of text, as char-rnn has it by itself; its own chunks are of 50 characters."""
+_OF_TEXT = ("earliest-first", "latest-first", "swap-all", "ilp")
+_LARGE_TEXT = {"batch_size": 256, "sequence_length": 256, "width": 512, "chunks": 2, "text": "large"}
+
+_SMALL = _TEXT_OF_EPOCHS | {"text": "small"}
+_STEPS: dict[str, Any] = {"sequence_length": 40, "width": 192}
+_LARGE_STEPS = {"batch_size": 128, "sequence_length": 64, "width": 512}
+_TINY_STEPS: dict[str, Any] = {"batch_size": 8, "sequence_length": 8, "width": 32}
+
+RECURRENT: dict[str, Recurrent] = {
+    "char-rnn-small": Recurrent("char_rnn", _SMALL, 56, 28, _OF_TEXT, _LARGE_TEXT),
+    "char-rnn-large": Recurrent("char_rnn", _TEXT_OF_EPOCHS | {"text": "large"}, 879, 28, _OF_TEXT),
+    "seq2seq-steps": Recurrent("seq2seq_steps", _STEPS, 10, 10, ("seq2seq", "swap-all", "ilp"), _LARGE_STEPS),
+}
+TINY_RECURRENT: dict[str, Recurrent] = {
+    "tiny-text": Recurrent("char_rnn", _SMALL | _TINY_STEPS | {"chunks": 3}, 3, 4, _OF_TEXT),
+    "tiny-steps": Recurrent("seq2seq_steps", _TINY_STEPS, 2, 3, ("seq2seq",)),
+}
+"""For tests."""
+OF_EPOCHS = RECURRENT | TINY_RECURRENT
 """Those of ``benchmarks/char_rnn.py``, which nobody checkpoints by blocks."""
-
-
 OF_MODELS = {f"models.{name}": Network(functools.partial(build, name), ()) for name in MODELS}
 """Those of ``benchmarks/prediction.py``."""
 
@@ -103,7 +119,9 @@ def fresh(name: str) -> Workload:
     """The network of that name with its step, from the same seed each time."""
     past_first_calls()
     torch.manual_seed(0)
-    return (NETWORKS | TINY | OF_EPOCHS | OF_MODELS)[name].make()
+    if name in OF_EPOCHS:
+        return _shipped(OF_EPOCHS[name].config, **OF_EPOCHS[name].settings)()
+    return (NETWORKS | TINY | OF_MODELS)[name].make()
 
 
 def blocks_of(name: str, model: nn.Module) -> Iterator[nn.Module]:

@@ -27,21 +27,10 @@ from .compared_networks import blocks_of
 BROKEN_CHECKPOINT = "checkpoint-without-rng"
 """Checkpointing that draws other dropout masks in backward; the harness has to find it out."""
 COMPILED_CHECKPOINT = "compiled-checkpoint"
-CHECKPOINT, SAC, SAVE_ON_CPU, OFFLOAD, ROCKMATE = (
-    "checkpoint",
-    "sac",
-    "save-on-cpu",
-    "offload-activations",
-    "rockmate",
-)
-WITHOUT_A_BUDGET = (CHECKPOINT, SAC, SAVE_ON_CPU, OFFLOAD, ROCKMATE)
+WITHOUT_A_BUDGET = ("checkpoint", "sac", "save-on-cpu", "offload-activations", "rockmate")
+CHECKPOINT, SAC, SAVE_ON_CPU, OFFLOAD, ROCKMATE = WITHOUT_A_BUDGET
 SAVED_BY_SAC = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "convolution",
-    "mkldnn_rnn_layer",
+    *("mm", "addmm", "bmm", "baddbmm", "convolution", "mkldnn_rnn_layer"),
     "_scaled_dot_product_flash_attention_for_cpu",
 )
 
@@ -95,7 +84,6 @@ def _in_core(workload: Workload, _: Ask) -> Iterator[Running]:
 
 @contextlib.contextmanager
 def _planned(workload: Workload, ask: Ask) -> Iterator[Running]:
-    """Under the plan that was made for it."""
     with poochplan.apply(Plan.load(Path(ask.folder) / ask.plan), workload.model) as session:
         yield Running(workload, session)
 

@@ -19,8 +19,6 @@ EQUAL = "equal"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a row is of."""
-
     network: str
     method: str
     at: str = ""
@@ -37,8 +35,6 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Effort:
-    """How each row is taken."""
-
     pairs: int
     threads: int
     time_limit_s: float
@@ -132,7 +128,6 @@ def exceeds(row: Found) -> bool:
 
 
 def meets(row: Found, budget_bytes: int) -> bool:
-    """Whether the method is within a budget, by its measured peak."""
     return "peak_bytes" in row and row["peak_bytes"] <= budget_bytes
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.facts import MIB, table_head, table_row
+
 from .asking import OURS
 from .campaign import MATCHED
-from .compare_table import MIB, with_host_copies
+from .compare_table import with_host_copies
 from .methods import SAVE_ON_CPU
 from .rows import Found
 
@@ -19,11 +21,7 @@ def short_table(found: dict[str, Any], share: str) -> str:
     head += [cell for method in MATCHED for cell in (NAMES[method], "**ours** at that peak")]
     head += [f"`{SAVE_ON_CPU.replace('-', '_')}`", f"**ours** at {share}, with its file"]
     names = list(dict.fromkeys(row["network"] for row in found["rows"]))
-    return "\n".join(map(_line, [head, ["---"] * len(head), *(_cells(found, name, share) for name in names)]))
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    return "\n".join([table_head(*head), *(table_row(*_cells(found, name, share)) for name in names)])
 
 
 def _cells(found: dict[str, Any], network: str, share: str) -> list[str]:

@@ -18,12 +18,14 @@ import torch
 import poochplan
 from benchmarks.hooked import train
 from benchmarks.measured_steps import MeasuredSteps
+from benchmarks.pairs import profiled as profile_steps
 from poochplan.errors import PoochError
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import ILP
+from poochplan.workload import Workload
 from tests.allocated_bytes import allocated_bytes
 
-from .asking import KEPT, METERED_STEPS, OURS, WARM_STEPS, Ask
+from .asking import KEPT, OURS, WARM_STEPS, Ask
 from .compared_networks import fresh
 from .methods import NotRunError, method_of
 
@@ -36,26 +38,12 @@ Say = Callable[[dict[str, Any]], None]
 
 def profiled(ask: Ask, say: Say) -> None:
     """Writes the network's profile to the folder, and says what budgets there are."""
-    workload = fresh(ask.network)
-    profile = poochplan.profile(
-        workload.step,
-        model=workload.model,
-        optimizer=workload.optimizer,
-        workload=ask.network,
-        iterations=ITERATIONS,
-        throttle=ask.throttle or None,
-    )
+    profile = profile_steps(fresh(ask.network), ask.network, iterations=ITERATIONS, throttle=ask.throttle or None)
     profile.save(_profile_file(ask), force=True)
-    say(
-        {
-            "memory": str(profile.memory),
-            "plain_step_s": profile.times.plain_step_s,
-            "unserved_step_s": profile.times.unserved_step_s,
-            "step_s": profile.times.step_s,
-            "profile_peak_bytes": profile.in_core_peak_bytes,
-            "smallest_budget_bytes": poochplan.smallest_budget(profile),
-        }
-    )
+    seconds = ("plain_step_s", "unserved_step_s", "step_s")
+    bytes_told = {"profile_peak_bytes": profile.in_core_peak_bytes, "memory": str(profile.memory)}
+    bytes_told["smallest_budget_bytes"] = poochplan.smallest_budget(profile)
+    say({name: getattr(profile.times, name) for name in seconds} | bytes_told)
 
 
 def planned(ask: Ask, say: Say) -> None:
@@ -68,15 +56,9 @@ def planned(ask: Ask, say: Say) -> None:
     )
     plan.save(Path(ask.folder) / ask.plan, force=True)
     told = plan.prediction
-    say(
-        {
-            "predicted_ratio": 1 + told.overhead,
-            "predicted_step_s": told.step_s,
-            "holds_arena": plan.holds_arena,
-            "predicted_peak_bytes": told.peak_bytes,
-            "arena_peak_bytes": told.arena_peak_bytes,
-        }
-    )
+    promised = {"predicted_step_s": told.step_s, "predicted_peak_bytes": told.peak_bytes}
+    arena = {"holds_arena": plan.holds_arena, "arena_peak_bytes": told.arena_peak_bytes}
+    say({"predicted_ratio": 1 + told.overhead, **promised, **arena})
 
 
 def _profile_file(ask: Ask) -> Path:
@@ -84,17 +66,23 @@ def _profile_file(ask: Ask) -> Path:
 
 
 def metered(ask: Ask, say: Say) -> None:
-    """Some steps that are not timed: peak of allocated bytes with the arena whole, and bits after each."""
-    meter = allocated_bytes()
-    before_bytes = meter.live
+    """Some steps that are not timed: peak of allocated bytes with the arena whole, losses, and bits after each."""
+    before_bytes = allocated_bytes().live
     workload = fresh(ask.network)
+    before_bytes += _waiting_bytes(workload)
     torch.manual_seed(1)
     with method_of(ask.method)(workload, ask) as running:
         work = running.workload
         assert work.optimizer is not None
-        found = train(work.model, work.step, work.optimizer, METERED_STEPS, running.session, before_bytes)
+        found = train(work.model, work.step, work.optimizer, ask.steps, running.session, before_bytes)
         facts = running.facts()
-    say({"peak_bytes": max(found.peaks), "peaks": found.peaks, "bits": found.parts} | facts)
+    say({"peak_bytes": max(found.peaks), "peaks": found.peaks, "bits": found.parts, "losses": found.losses} | facts)
+
+
+def _waiting_bytes(workload: Workload) -> int:
+    """Of the chunks of text that are not a step's own: data that waits beside it, and that no budget is for."""
+    batches = getattr(workload.step, "batches", ())
+    return sum(tensor.nbytes for batch in batches[1:] for tensor in batch)
 
 
 def taking_turns(ask: Ask, say: Say) -> None:
@@ -113,12 +101,7 @@ def taking_turns(ask: Ask, say: Say) -> None:
         say(steps.found() | running.facts())
 
 
-WORK: dict[str, Callable[[Ask, Say], None]] = {
-    "profile": profiled,
-    "plan": planned,
-    "metered": metered,
-    "turns": taking_turns,
-}
+WORK = {"profile": profiled, "plan": planned, "metered": metered, "turns": taking_turns}
 
 
 def main() -> None:

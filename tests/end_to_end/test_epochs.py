@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.against.compared_networks import RECURRENT
+from benchmarks.against.compared_networks import TINY_RECURRENT as TINY
 from benchmarks.against.rows import Effort
-from benchmarks.char_rnn import joined
-from benchmarks.epochs.epoch_rows import measured
-from benchmarks.epochs.epoch_table import measured_lines, simulated_lines, tables
-from benchmarks.epochs.recurrent_networks import ALL, OURS, RECURRENT, TINY
-from benchmarks.epochs.simulated_links import GAP, LINKS, SHARES
+from benchmarks.char_rnn import ALL, GAP, LINKS, OURS, SHARES, joined, measured, measured_lines, simulated_lines, tables
 from tests.runtime.served import needs_compiler
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ import torch
 
 import poochplan
 from benchmarks import launch
+from benchmarks.launch import load_plan, network
 from benchmarks.launch_device import stand_in
-from benchmarks.launch_network import load_plan, network
 
 pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread")]
 

@@ -1,1 +1,0 @@
-"""Recurrent networks over an epoch: what ``benchmarks/char_rnn.py`` is made of."""
