@@ -20,7 +20,7 @@ import torch
 
 import poochplan
 from benchmarks.facts import Row, facts_of_run, parser_of, write_results
-from benchmarks.pairs import Seconds, Step, compared, in_pairs, load, one_step, profiled
+from benchmarks.pairs import Seconds, compared, in_pairs, load, one_step, profiled
 from benchmarks.processes import in_a_process
 from poochplan.tensors.host_memory import freed_memory_given_back
 
@@ -57,7 +57,7 @@ def steps_of(kind: str, name: str, plan_file: Path, asked: Connection) -> None:
 def measure(name: str, pairs: int) -> Row:
     """Seconds of steps after a session over those of steps without, and the same of the kind ``held``."""
     context = multiprocessing.get_context("spawn")
-    steps: dict[str, Step] = {}
+    steps: dict[str, partial[Seconds]] = {}
     with tempfile.TemporaryDirectory() as folder:
         plan_file = Path(folder) / "plan.json"
         in_a_process(write_plan, name, plan_file, start="spawn")
@@ -66,7 +66,10 @@ def measure(name: str, pairs: int) -> Row:
             context.Process(target=steps_of, args=(kind, name, plan_file, theirs), daemon=True).start()
             ours.recv()
             steps[kind] = partial(_step_of, ours)
-    return {f"{kind}_over_untouched": compared(in_pairs(steps[KINDS[0]], steps[kind], pairs)) for kind in KINDS[1:]}
+    found = {f"{kind}_over_untouched": compared(in_pairs(steps[KINDS[0]], steps[kind], pairs)) for kind in KINDS[1:]}
+    for step in steps.values():
+        step.args[0].send(False)
+    return found
 
 
 def _step_of(process: Connection) -> Seconds:
