@@ -31,7 +31,7 @@ class OverBudget(StrEnum):
 
 
 class ActivePlan:
-    """State: how many steps have begun under it, the peaks of the last ones, and whether an excess was reported. A plan
+    """State: how many steps have begun under it, their largest peaks, and whether an excess was reported. A plan
     that replaces it starts with new state.
 
     Parameters
@@ -49,8 +49,8 @@ class ActivePlan:
         """Whether a step above the budget was reported. It is reported once."""
         self._ended = 0
         self._is_settled = self._is_to_check = False
-        self._last_peak_bytes: dict[bool, int] = {}
-        """Peaks of the last step without, and with, gradients that existed before it."""
+        self._most_bytes: dict[bool, int] = {}
+        """The largest peaks of steps without, and with, gradients that existed before them."""
 
     @property
     def is_due(self) -> bool:
@@ -72,15 +72,15 @@ class ActivePlan:
     def ended(self, peak_bytes: int | None, *, has_gradients: bool) -> None:
         """A step under this plan is over. ``peak_bytes``: its peak without an arena's holes; None if not metered.
 
-        Steps are settled once none takes more than the previous one of its kind, or more than predicted. The first step
-        of a kind that follows steps of another kind has no previous one.
+        Steps are settled once none takes more than all others of its kind before, or more than predicted. The first
+        step of a kind that follows steps of another kind has none before.
         """
         self._ended += 1
         if peak_bytes is None:
             return
-        before_bytes = self._last_peak_bytes.get(has_gradients, peak_bytes if self._last_peak_bytes else 0)
-        self._last_peak_bytes[has_gradients] = peak_bytes
-        grows = peak_bytes > max(before_bytes, self.plan.prediction.peak_bytes)
+        most_bytes = self._most_bytes.get(has_gradients, peak_bytes if self._most_bytes else 0)
+        self._most_bytes[has_gradients] = max(most_bytes, peak_bytes)
+        grows = peak_bytes > max(most_bytes, self.plan.prediction.peak_bytes)
         self._is_settled = self._ended >= FIRST_STEPS and (self.is_told or not grows)
 
 

@@ -4,6 +4,7 @@ PlanSource decides what its steps do: which plan they follow, if any.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
@@ -337,11 +338,16 @@ def together(models: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
 def around_optimizer_steps(model: torch.nn.Module, before: OptimizerHook, after: OptimizerHook) -> Iterator[None]:
     """In a block, calls ``before`` and ``after`` around each step of an optimizer with a parameter of ``model``."""
 
+    known = weakref.WeakSet[torch.optim.Optimizer]()  # one for each parameter would look through the model as often
+
     def told(tell: OptimizerHook) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
         def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            own = set(map(id, model.parameters()))
-            if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-                tell(optimizer)
+            if optimizer not in known:
+                own = set(map(id, model.parameters()))
+                if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+                    return
+                known.add(optimizer)
+            tell(optimizer)
 
         return hook
 
@@ -355,6 +361,16 @@ def around_optimizer_steps(model: torch.nn.Module, before: OptimizerHook, after:
 
 _ENTERED: weakref.WeakSet[Attachment] = weakref.WeakSet()
 """The open sessions. A thread, and a model, can have one: the hooks of a later one would take all saved tensors."""
+
+
+def _leave_in_child() -> None:
+    """In a forked process, such as a data loader's worker, no thread copies. So its steps run in-core."""
+    for session in tuple(_ENTERED):
+        session._unhook()
+        session.state = "away"
+
+
+os.register_at_fork(after_in_child=_leave_in_child)
 
 
 def check_no_session(what: str, models: Iterable[torch.nn.Module]) -> None:

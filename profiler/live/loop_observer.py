@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,8 @@ class LoopObserver(PlanSource):
     ) -> None:
         self.kinds = StepKinds()
         self._optimizer_steps = 0
-        self._optimizers = list(optimizers)
+        self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, int](zip(optimizers, itertools.count()))
+        """With their places. A new optimizer gets that of one that is gone."""
         self._after = 0
         self._observer: SegmentObserver | None = None
         self._kind: StepKind | None = None
@@ -97,7 +100,9 @@ class LoopObserver(PlanSource):
         if segment.inputs is None and not segment.saves_next:
             return None
         has_gradients = bool(segment.gradient_bytes)
-        own = Key(self._after, segment.ordinal, segment.inputs or (), has_gradients, self._switches.now())
+        is_updated = self._optimizer_steps or self._segments < MOST_WARMUP
+        place = segment.ordinal if is_updated else 0  # where no known optimizer steps, there are no places
+        own = Key(self._after, place, segment.inputs or (), has_gradients, self._switches.now())
         self._key, key = own, self.kinds.key_of(own)
         known = self.known(key, segment)
         if isinstance(known, SegmentObserver):
@@ -116,8 +121,8 @@ class LoopObserver(PlanSource):
         if kind is None or kind.next_observer is None:
             return self.policy(kind)
         self._kind = kind
-        self._attachment.engine.fallbacks.silent = True
         self._observer = kind.next_observer()
+        self._attachment.engine.fallbacks.silent = True
         return self._observer.policy
 
     def begins(self, segment: Segment) -> None:
@@ -157,7 +162,7 @@ class LoopObserver(PlanSource):
         self._attachment, engine = attachment, attachment.engine
 
         def pack(tensor: torch.Tensor) -> SavedHandle:
-            if attachment.state == "closed":
+            if attachment.state != "open":
                 attachment.take_hooks_off()
                 return SavedHandle.untouched(tensor)
             if engine.cursor.save_begins_one():
@@ -182,12 +187,13 @@ class LoopObserver(PlanSource):
         return call if self._observer is None else self._observer.around_call(path, call)
 
     def optimizing(self, optimizer: torch.optim.Optimizer) -> None:
-        if not any(optimizer is one for one in self._optimizers):
-            self._optimizers.append(optimizer)
+        if optimizer not in self._optimizers:
+            taken = set(self._optimizers.values())
+            self._optimizers[optimizer] = next(place for place in itertools.count() if place not in taken)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer_steps += 1
-        self._after = next(index for index, one in enumerate(self._optimizers) if one is optimizer)
+        self._after = self._optimizers[optimizer]
         if not self._attachment.engine.cursor.is_open:
             self._take_off(stepped=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ class StudyContext:
     where: torch.device
     clock: Clock
     spill_dir: str | Path | None
-    optimizers: Sequence[torch.optim.Optimizer]
+    optimizers: Iterable[torch.optim.Optimizer]
     """The optimizers that have stepped or were named."""
     there_before: Callable[[], Sequence[Any]] | None = None
     """For a step function, whose gradients are discarded: the memory before a step besides model and optimizers. None

@@ -244,6 +244,18 @@ def test_a_part_of_a_sequence_is_that_of_the_tensor(sizes: np.ndarray, wanted: n
     assert torch.equal(found, torch.tensor(wanted))
 
 
+def test_a_causal_frontier_does_not_depend_on_the_shape_of_the_mask(tmp_path: Path) -> None:
+    """The reference implementation takes it from the mask; the operator's text says that it is computed apart."""
+    padding = np.array([[[[True] * 5 + [False]]]])
+    wanted, found = (
+        load(written(Case("Attention", [IMAGE, IMAGE, IMAGE, mask], {"is_causal": 1}, held=3, opset=23), tmp_path))(
+            *map(torch.tensor, [IMAGE] * 3)
+        )
+        for mask in (np.broadcast_to(padding, (1, 1, 6, 6)).copy(), padding)
+    )
+    assert torch.equal(wanted, found)
+
+
 @pytest.mark.parametrize("kind", ["Transpose", "Flatten", "Relu", "Softmax"])
 def test_a_constant_of_one_number_may_have_dimensions(kind: str, tmp_path: Path) -> None:
     path = written(Case(kind, [np.full((1, 1), 0.5, np.float32)], held=0), tmp_path)

@@ -128,7 +128,8 @@ def auto(
     spills = None if folder is None else str(folder)
     request = PlanRequest(time_limit_s, arena, spills, ranks=ranks_here())
     measures_here = before is Unplanned.IN_CORE
-    kept = PlanCache(Path(cache) if cache is not None else cache_folder() / "auto", whole, where, budget, arena)
+    entries = Path(cache) if cache is not None else cache_folder() / "auto"
+    kept = PlanCache(entries, whole, where, budget, arena, link, rate)
     source = StudiedPlans(
         whole,
         _listed(optimizer),

@@ -48,6 +48,8 @@ class BackgroundPlan:
         self._profile = profile
         self._request = msgspec.structs.replace(request, is_complete=not self.lacks_facts)
         self._process: subprocess.Popen[bytes] | None = None
+        self._failed = ""
+        """Why no process could be started."""
         self._folder = tempfile.TemporaryDirectory(prefix="poochplan-")
         self._at = Path(self._folder.name)
         profile.save(self._at / "profile.json")
@@ -64,23 +66,26 @@ class BackgroundPlan:
 
     def start(self) -> None:
         """Starts planning. Idempotent."""
-        if self._process is not None:
+        if self._process is not None or self._failed:
             return
-        (self._at / "request.json").write_bytes(msgspec.json.encode(self._request))
-        with (self._at / "messages").open("wb") as told:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "poochplan.online.planning_process", str(self._at), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=told,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C is for the loop
-            )
+        try:
+            (self._at / "request.json").write_bytes(msgspec.json.encode(self._request))
+            with (self._at / "messages").open("wb") as told:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "poochplan.online.planning_process", str(self._at), str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=told,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    start_new_session=True,  # Ctrl-C is for the loop
+                )
+        except OSError as error:  # too many processes, or no room for files
+            self._failed = f"planning could not begin ({error.strerror})"
 
     def is_done(self, wait_s: float | None = 0.0) -> bool:
         """Whether planning was started and has ended, after waiting at most ``wait_s`` (None: without limit)."""
         if self._process is None:
-            return False
+            return bool(self._failed)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(wait_s)
         return self._process.returncode is not None
@@ -93,7 +98,8 @@ class BackgroundPlan:
         """The plan, once planning is done. Raises ``PoochError`` with the process's message if there is none."""
         if (self._at / "plan.json").exists():
             return Plan.load(self._at / "plan.json")
-        assert self._process is not None
+        if self._process is None:
+            raise PoochError(self._failed)
         said = (self._at / "messages").read_text(errors="replace").strip().splitlines()
         why = said[-1] if said else f"exit code {self._process.returncode}"
         raise PoochError(f"planning ended without a plan: {why}")

@@ -20,7 +20,7 @@ from poochplan.formats.files import encode_readable, package_version, write_cach
 from poochplan.formats.plan import SCHEMA_VERSION as PLAN_VERSION
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import SCHEMA_VERSION as PROFILE_VERSION
-from poochplan.formats.profile import Profile
+from poochplan.formats.profile import Link, Profile
 from poochplan.profiler.assembly.assemble import this_machine
 from poochplan.profiler.live.step_kinds import Key
 from poochplan.runtime.applying import model_signature
@@ -49,18 +49,25 @@ class PlanCache:
     * the code that defines the model's classes, and the program (a plan's replays were tried with that code);
     * the model: its tensors, flags, compiled and wrapped calls;
     * the kind of segment, with torch's switches when it begins;
-    * device, threads, host, its ranks, budget, arena, whether the allocator counts the memory inside ops, and whether
-      gradients are scaled;
+    * device, threads, host, its ranks, budget, arena, a given link or throttle, whether the allocator counts the memory
+      inside ops, and whether gradients are scaled;
+    * the classes of the model's optimizers, and which of their settings are not zero: they decide about their state;
     * the versions of torch and of poochplan.
 
     An entry that still does not fit is left and not deleted: another run may need it.
     """
 
     def __init__(
-        self, folder: Path, model: torch.nn.Module, where: torch.device, budget: str | int | float, arena: ArenaMode
+        self,
+        folder: Path,
+        model: torch.nn.Module,
+        where: torch.device,
+        budget: str | int | float,
+        arena: ArenaMode,
+        *given: Link | float | None,
     ) -> None:
-        self._folder, self._where = folder, where
-        self._model = model_signature(model)
+        self._folder, self._where, self._given = folder, where, given
+        self._whole, self._model = model, model_signature(model)
         self._digests = self._model.fingerprint, code_digest(model), switches_digest(model)
         self.budget, self._arena = budget, arena
         self._at: dict[Key, Path] = {}
@@ -73,7 +80,7 @@ class PlanCache:
         machine, tells = this_machine(self._where), self._where.type == "cpu" and step_scope() is not None
         return (
             *(machine.kind, machine.name, machine.memory_bytes, machine.threads, platform.node(), tells),
-            ranks_here(),
+            *(ranks_here(), optimizers_of(self._whole)),
             *(scales_gradients(), torch.__version__, package_version(), PROFILE_VERSION, PLAN_VERSION, VERSION),
         )
 
@@ -127,7 +134,7 @@ class PlanCache:
                 os.utime(self._at[key] / "profile.json")
 
     def _folders(self, key: Key) -> list[Path]:
-        text = "\n".join(map(str, (*self._digests, repr(self.budget), self._arena, *self._process, *key)))
+        text = "\n".join(map(str, (*self._digests, repr(self.budget), self._arena, *self._given, *self._process, *key)))
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
         return [self._folder / (name if number == 0 else f"{name}-{number}") for number in range(MOST_KEPT)]
 
@@ -137,6 +144,20 @@ def _kept_at(folder: Path) -> float:
     with contextlib.suppress(OSError):
         return (folder / "profile.json").stat().st_mtime
     return 0.0
+
+
+def optimizers_of(model: torch.nn.Module) -> list[str]:
+    """Their classes, and which numbers among their settings are not zero, such as a momentum. A schedule may begin with
+    a learning rate of zero.
+    """
+    found, own = set[str](), set(map(id, model.parameters()))
+    for optimizer in live(torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            if any(id(parameter) in own for parameter in group["params"]):
+                settings = (name for name, one in group.items() if isinstance(one, int | float) and one)
+                counting = sorted(name for name in settings if not name.endswith("lr"))
+                found.add(f"{type(optimizer).__qualname__} {counting}")
+    return sorted(found)
 
 
 def scales_gradients() -> bool:

@@ -55,7 +55,9 @@ def _attention(node: Node, query: torch.Tensor, key: torch.Tensor, value: torch.
     if mask is not None:
         mask = to_tensor(mask, query.device)
         if is_causal:
-            later = torch.ones(mask.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
+            sizes = query.shape[-2], key.shape[-2]  # the mask's own may be broadcast
+            later = torch.ones(sizes, dtype=torch.bool, device=query.device).triu(1)
+            mask = mask.expand(torch.broadcast_shapes(mask.shape, sizes))
             mask = mask & ~later if mask.dtype == torch.bool else mask.masked_fill(later, -math.inf)
     found = functional.scaled_dot_product_attention(
         *(query, key, value, mask),

@@ -1,0 +1,217 @@
+"""Loops that step without an optimizer of torch, make new optimizers, fork workers or vary: planned, and not slowed."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import poochplan
+from poochplan.online.plan_cache import optimizers_of
+from poochplan.runtime.active_plan import ActivePlan
+from tests.online.runs import QUICK, planning
+from tests.online.trainings import blocks, plain
+from tests.processes import python
+from tests.runtime.nets import CASES
+
+BATCH = torch.linspace(-1, 1, 256 * 64).reshape(256, 64)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
+
+
+def by_hand(model: nn.Module) -> Callable[[], None]:
+    def update() -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.01 * parameter.grad
+                parameter.grad = None
+
+    return update
+
+
+def by_master_weights(model: nn.Module) -> Callable[[], None]:
+    masters = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.01)
+
+    def update() -> None:
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            master.grad, parameter.grad = parameter.grad, None
+        optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                parameter.copy_(master)
+
+    return update
+
+
+@pytest.mark.parametrize("updating", [by_hand, by_master_weights])
+def test_a_loop_whose_optimizer_is_not_seen_is_planned(
+    updating: Callable[[nn.Module], Callable[[], None]], tmp_path: Path
+) -> None:
+    losses = []
+    for budget in (None, "60%"):
+        model = network()
+        update, found = updating(model), list[float]()
+        session = None if budget is None else poochplan.auto(model, budget=budget, cache=tmp_path, **QUICK).__enter__()
+        for number in range(32):
+            loss = model(BATCH).square().mean()
+            loss.backward()
+            update()
+            found.append(loss.item())
+            if number == 28 and session is not None:
+                session.wait_until_planned(60)
+        losses.append(found)
+    assert session is not None
+    session.close()
+    assert losses[0] == losses[1]
+    assert len(session.plans) == 1
+    assert session.report().steps_followed > 0
+    assert not session._source.kinds.alike
+
+
+def test_a_new_optimizer_for_each_task_takes_the_place_of_the_last_one(tmp_path: Path) -> None:
+    model, made = network(), list[weakref.ref[torch.optim.Optimizer]]()
+    with poochplan.auto(model, budget="60%", cache=tmp_path, **QUICK) as session:
+        for _ in range(4):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+            made.append(weakref.ref(optimizer))
+            for _ in range(8):
+                model(BATCH).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            del optimizer
+            gc.collect()
+            session.wait_until_planned(60)
+        assert [reference() for reference in made] == [None] * 4
+        assert len(session._source.kinds) == len(session.plans) == 1
+
+
+FORKS = """
+import sys, torch, poochplan
+from torch.utils.data import DataLoader, Dataset
+from tests.online.test_unusual_loops import QUICK, network
+
+class Sharpened(Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, number):
+        inputs = torch.full((512, 64), 0.1 * number).requires_grad_()
+        (gradient,) = torch.autograd.grad((inputs.exp() * inputs).sum(), inputs)
+        return (inputs + 0.1 * gradient).detach()
+
+def losses(budget):
+    model, found = network(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    def train():
+        for _ in range(3):
+            loader = DataLoader(Sharpened(), batch_size=4, num_workers=1, multiprocessing_context="fork", timeout=60)
+            for batch in loader:
+                loss = model(batch).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+    if budget is None:
+        train()
+        return found
+    if sys.argv[2] == "apply":
+        step = lambda: model(torch.ones(4, 512, 64)).square().mean()
+        profile = poochplan.profile(step, model=model, optimizer=optimizer, iterations=1, link=QUICK["link"])
+        with poochplan.apply(poochplan.plan(profile, budget, evaluations=50), model):
+            train()
+        return found
+    with poochplan.auto(model, optimizer, budget=budget, cache=sys.argv[1], before_plan=sys.argv[2], **QUICK):
+        train()
+    return found
+
+torch.set_num_threads(1)
+print(losses(None) == losses("80%"))
+"""
+
+
+@pytest.mark.parametrize("opened", ["in-core", "swap", "apply"])
+def test_a_worker_that_is_forked_in_a_session_computes_gradients_of_its_own(opened: str, tmp_path: Path) -> None:
+    assert python(FORKS, tmp_path, opened).splitlines()[-1] == "True"
+
+
+def test_steps_whose_peaks_vary_are_settled_under_their_largest_one() -> None:
+    plan = poochplan.plan(CASES["residual"].profile(), "200%")
+    active, most = ActivePlan("", plan), plan.prediction.peak_bytes
+    due = []
+    for more in (0, 5, 1, 4, 2, 5, 3, 5):
+        active.begins()
+        active.ended(most + more, has_gradients=False)
+        due.append(active.is_due)
+    assert due[-5:] == [False] * 5
+    active.ended(most + 6, has_gradients=False)
+    assert active.is_due
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working folder: a script of the user's has the name of a module."""
+    (tmp_path / "random.py").write_text("raise SystemExit('a script of the user')")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_process_that_plans_runs_nothing_of_the_working_folder(elsewhere: Path) -> None:
+    session = planning(plain(blocks()), elsewhere / "cache")
+    assert session.wait_until_planned(60)
+    session.close()
+    assert len(session.plans) == 1
+
+
+def test_a_second_planning_process_that_cannot_be_started_ends_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, started = list[object](), subprocess.Popen
+
+    def refused(*arguments: Any, **options: Any) -> Any:
+        begun.append(arguments)
+        if len(begun) > 1:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return started(*arguments, **options)
+
+    monkeypatch.setattr("poochplan.online.background.subprocess.Popen", refused)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    options = QUICK | {"quiet": False}
+    told = pytest.warns(RuntimeWarning, match=r"planning could not begin \(Resource temporarily unavailable\)")
+    with told, poochplan.auto(model, optimizer, budget="60%", cache=tmp_path, **options) as session:
+        for number in range(30):
+            for _ in range(2):  # the second accumulates gradients, and is another kind
+                model(BATCH).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number > 24:
+                session.wait_until_planned(60)
+    assert len(session.plans) == 1
+
+
+def test_a_cache_knows_the_classes_of_optimizers_and_what_they_keep() -> None:
+    model, found = network(), list[list[str]]()
+    kinds: list[Callable[[Any], torch.optim.Optimizer]] = [
+        lambda given: torch.optim.SGD(given, lr=0.1),
+        lambda given: torch.optim.SGD(given, lr=0.0),
+        lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9),
+        lambda given: torch.optim.AdamW(given, lr=0.1),
+        lambda given: torch.optim.AdamW(given, lr=0.1, amsgrad=True),
+    ]
+    for kind in kinds:
+        optimizer = kind(model.parameters())
+        found.append(optimizers_of(model))
+        del optimizer
+        gc.collect()
+    assert found[0] == found[1]
+    assert len({tuple(one) for one in found}) == 4
