@@ -47,6 +47,8 @@ class ActivePlan:
         self.begun = 0
         self.is_told = False
         """Whether a step above the budget was reported. It is reported once."""
+        self.has_exceeded = False
+        """Whether any step was above the budget, as an error tells too."""
         self._ended = 0
         self._is_settled = self._is_to_check = False
         self._most_bytes: dict[bool, int] = {}

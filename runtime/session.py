@@ -420,6 +420,7 @@ class Session:
 
     def _is_above(self, plan: ActivePlan, segment: Segment, peak_bytes: int) -> None:
         """Reports the excess, raises, or requests another plan."""
+        plan.has_exceeded = True
         held = held_beside(self._engine, segment, plan.plan)
         text = over_budget_text(peak_bytes, plan.plan, described(self._meter.moment, plan.plan), held)
         if self._on_over_budget is OverBudget.ERROR:

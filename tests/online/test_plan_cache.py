@@ -115,6 +115,19 @@ def test_what_has_come_to_live_beside_the_step_since_is_planned_for(expected: Ru
     assert found.session._source.kinds == {}
 
 
+def test_a_plan_that_ends_a_run_by_an_error_is_not_the_first_that_the_next_run_tries(
+    expected: Run, first: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(first, tmp_path, dirs_exist_ok=True)
+    (kept,) = tmp_path.rglob("profile.json")
+    before_s = kept.stat().st_mtime
+    beside = torch.zeros(int(expected.peak_bytes * 0.5 / 4))
+    with pytest.raises(poochplan.BudgetExceededError):
+        again(expected, tmp_path, on_over_budget="error")
+    del beside
+    assert kept.stat().st_mtime == before_s
+
+
 @pytest.mark.parametrize("damage", ["truncated", "of another model", "no json"])
 def test_a_cache_that_is_damaged_is_as_good_as_none(damage: str, expected: Run, first: Path, tmp_path: Path) -> None:
     entry = next(path.parent for path in first.rglob("plan.json"))

@@ -254,13 +254,9 @@ class StudiedPlans(LoopObserver):
         self._want_meanwhile(key, profile)
 
     def _want_meanwhile(self, key: Key, profile: Profile) -> None:
-        """Another plan; until it is there, steps follow the present one."""
+        """Another plan; until it is there, steps follow the present one. The profile has the bytes ahead already."""
         self._known.doubted.add(key)
-        self._want(key, profile)
-
-    def _want(self, key: Key, profile: Profile) -> None:
-        ahead_bytes = self._beside[key].ahead_bytes(self._number, self._foreseen_bytes)
-        self._known.want(key, profile, ahead_bytes, arena_room_bytes=self._arena_room_bytes[key])
+        self._known.want(key, profile, 0, arena_room_bytes=self._arena_room_bytes[key])
 
     # -- making plans ---------------------------------------------------------------------------------------------
 
@@ -297,7 +293,9 @@ class StudiedPlans(LoopObserver):
 
     def _want_another(self, key: Key, profile: Profile, more_bytes: int) -> None:
         self._known.withdraw(key)
-        self._want(key, with_bytes_beside(profile, more_bytes))
+        profile = with_bytes_beside(profile, more_bytes)
+        ahead_bytes = self._beside[key].ahead_bytes(self._number, self._foreseen_bytes)
+        self._known.want(key, profile, ahead_bytes, arena_room_bytes=self._arena_room_bytes[key])
 
     def _is_outgrown(self, plan: ActivePlan, number: int) -> bool:
         """Whether the memory outside the step now makes the plan exceed its budget. If so, another plan is made."""
