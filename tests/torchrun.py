@@ -14,12 +14,14 @@ ROOT = Path(__file__).parents[1]
 
 
 TORCHRUN = ("torch.distributed.run", "--standalone")
+FORKED = ("tests.forked_ranks",)
+"""Starts what torchrun starts, with one import of torch for all ranks."""
 
 
 def torchrun(
-    module: str, folder: Path, *arguments: str, ranks: int = 2, launcher: Sequence[str] = TORCHRUN
+    module: str, folder: Path, *arguments: str, ranks: int = 2, launcher: Sequence[str] = FORKED
 ) -> list[dict[str, Any]]:
-    """What the processes that torchrun, or another launcher, started have written."""
+    """What the ranks that the launcher started have written."""
     done = started(module, str(folder), *arguments, ranks=ranks, launcher=launcher)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
@@ -29,8 +31,8 @@ def started(
     module: str, *arguments: str, ranks: int = 2, launcher: Sequence[str] = TORCHRUN, cwd: Path = ROOT, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """How the launcher ended, with what its processes have printed."""
-    count = ["--nproc-per-node", str(ranks)] if launcher is TORCHRUN else []
-    command = [sys.executable, "-m", *launcher, *count, "-m", module, *arguments]
+    counts = {TORCHRUN: ["--nproc-per-node", str(ranks), "-m"], FORKED: [str(ranks)]}
+    command = [sys.executable, "-m", *launcher, *counts.get(tuple(launcher), ["-m"]), module, *arguments]
     return run(command, cwd=cwd, **variables)
 
 

@@ -1,6 +1,6 @@
 """Loops under FSDP2 or DDP on several processes: ``torchrun ... -m tests.online.sharded FOLDER NAME ...``.
 
-Each of the named kinds trains without a session, then with ``auto``. Those under FSDP2 that have one plan train with a
+Each of the named kinds trains with ``auto`` and without a session. Those under FSDP2 that have one plan train with a
 plan that recomputes all that may be, too. What came of it goes to ``rankN.json`` in the FOLDER.
 """
 
@@ -32,9 +32,11 @@ from poochplan.planner.writing import with_decisions
 from tests.allocated_bytes import AllocatedBytes, allocated_bytes
 from tests.runtime.nets import LINK
 
-WIDTH, BATCH, STEPS, PLANNED_AT = 64, 512, 26, 21
+WIDTH, BATCH = 64, 512
 GIVEN_STEPS = 8
 """Those that follow a given plan, from the first one on."""
+MOST_STEPS, PLANNED_STEPS = 40, 6
+"""The most until ``auto`` has a plan, and those afterwards."""
 
 
 class Block(nn.Module):
@@ -148,30 +150,41 @@ def train(
     look: Callable[[Any], object] = lambda session: None,
     *,
     are_alike: bool = False,
-    steps: int = STEPS,
+    steps: int = 0,
 ) -> dict[str, Any]:
     """What came of it, bits behind each step. The peak is that of the last steps, which follow the plan. ``look`` is
-    given the session when it has ended. Batches are the same on all ranks if ``are_alike``.
+    given the session when it has ended. Batches are the same on all ranks if ``are_alike``. Without ``steps`` there
+    are as many as ``auto`` needs.
     """
     gc.collect()
     model = build()
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3, foreach=False)
     losses, digests, peak_bytes = list[float](), list[str](), 0
-    planned_at = PLANNED_AT if steps == STEPS else 0
+    last = steps or MOST_STEPS
     torch.manual_seed(1 + torch.distributed.get_rank() * (not are_alike))
     with session_of(model, optimizer) as session:
-        for number in range(steps):
-            if session is not None and number == PLANNED_AT:
-                session.wait_until_planned()
+        while len(digests) < last:
+            if not steps and last == MOST_STEPS and is_planned(session):
+                last = len(digests) + PLANNED_STEPS
+            is_late = len(digests) >= last - (PLANNED_STEPS if steps else PLANNED_STEPS - 2)
             meter.restart()
-            losses += step_of(model, optimizer, number)
-            peak_bytes = max(peak_bytes, meter.peak if number > planned_at + 1 else 0)
+            losses += step_of(model, optimizer, len(digests))
+            peak_bytes = max(peak_bytes, meter.peak if is_late else 0)
             digests.append(digest_of(model))
-    found = {"losses": losses, "parameters": digests, "peak_bytes": peak_bytes}
+    found = {"losses": losses, "parameters": digests, "peak_bytes": peak_bytes, "steps": last}
     if session is None:
         return found
     look(session)
     return found | facts_of(session)
+
+
+def is_planned(session: Any) -> bool:
+    """Whether all kinds of segment have a plan on rank 0, which makes them."""
+    session.wait_until_planned()
+    source = session._source
+    found = [0 < len(source.kinds) <= len(source.plans)]
+    torch.distributed.broadcast_object_list(found, 0)
+    return found[0]
 
 
 def digest_of(model: nn.Module) -> str:
@@ -239,8 +252,9 @@ def main(folder: Path, kinds: list[str]) -> None:
                 if writes and torch.distributed.get_rank() == 0:
                     all_that_may_be(session, "recompute").save(file)
 
-            found[kind] = {"plain": trained(plain), "planned": trained(with_auto(folder / kind), write)}
-            torch.distributed.barrier()
+            first = {} if kind in SHARDED else {"plain": trained(plain, steps=MOST_STEPS)}
+            planned = trained(with_auto(folder / kind), write)
+            found[kind] = {"planned": planned} | (first or {"plain": trained(plain, steps=planned["steps"])})
             if has_one_plan:
                 found[kind]["recomputed"] = trained(with_plan(Plan.load(file)), steps=GIVEN_STEPS)
 

@@ -91,8 +91,8 @@ def main(folder: Path, layout: str) -> None:
             plans["applied"] = session.plan
             plans.update({f"all {one}": all_that_may_be(session, one) for one in ("swap", "recompute")})
 
-        found["plain"] = trained(plain)
         found["planned"] = trained(with_auto(folder / f"cache{torch.distributed.get_rank()}"), look=plan_others)
+        found["plain"] = trained(plain, steps=found["planned"]["steps"])
         found |= {name: trained(with_plan(plan), steps=GIVEN_STEPS) for name, plan in plans.items()}
 
 

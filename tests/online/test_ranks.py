@@ -21,8 +21,8 @@ room for that.
 """
 
 
-IN_DEPTH = "not_resharded", "frozen"
-"""Tried with ``DEEP=1`` only, since each takes two processes some 14 s."""
+IN_DEPTH = "not_resharded", "frozen", "resharded"
+"""Tried with ``DEEP=1`` only, since each takes two processes some 14 s. ``loading`` reshards too."""
 
 
 def test_two_ranks_are_bitwise_the_same_within_what_was_predicted(tmp_path: Path) -> None:
@@ -74,47 +74,52 @@ def is_as_plain(found: dict[str, Any], plain: dict[str, Any]) -> bool:
     return len(parameters) >= GIVEN_STEPS and (losses, parameters) == (found["losses"], found["parameters"])
 
 
-def test_the_budget_is_the_smallest_of_all_ranks(tmp_path: Path) -> None:
-    for rank in torchrun("tests.online.unequal", tmp_path, "budgets"):
-        planned = rank["planned"]
+@pytest.fixture(scope="module")
+def unequal(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks that differ have found and told, by how they differ."""
+    kinds = "budgets", "later", "applied", "wrapped", "shapes"
+    return torchrun("tests.online.unequal", tmp_path_factory.mktemp("unequal"), *kinds)
+
+
+def test_the_budget_is_the_smallest_of_all_ranks(unequal: list[dict[str, Any]]) -> None:
+    for rank in unequal:
+        plain, planned = rank["budgets"]["plain"], rank["budgets"]["planned"]
         assert planned["budget_bytes"] == parse_budget("75%", planned["in_core_bytes"])
         assert planned["followed"] > 0
         assert planned["ranks"] == 2, "they share the host's link and memory"
-        assert {name: planned[name] for name in rank["plain"]} == rank["plain"]
+        assert {name: planned[name] for name in plain} == plain
 
 
-def test_a_rank_that_has_larger_shapes_later_trains_on_without_the_plan_that_the_others_follow(tmp_path: Path) -> None:
-    first, second = torchrun("tests.online.unequal", tmp_path, "later")
-    for rank in (first, second):
-        assert {name: rank["planned"][name] for name in rank["plain"]} == rank["plain"]
-    assert first["planned"]["followed"] > second["planned"]["followed"] > 0
+def test_a_rank_that_has_larger_shapes_later_trains_on_without_the_plan_that_the_others_follow(
+    unequal: list[dict[str, Any]],
+) -> None:
+    for rank in unequal:
+        plain, planned = rank["later"]["plain"], rank["later"]["planned"]
+        assert {name: planned[name] for name in plain} == plain
+    first, second = (rank["later"]["planned"]["followed"] for rank in unequal)
+    assert first > second > 0
 
 
-def test_a_rank_with_larger_shapes_from_the_start_is_one_error_on_all_before_they_follow_a_plan(tmp_path: Path) -> None:
-    first, second = torchrun("tests.online.unequal", tmp_path, "shapes")
-    assert first["told"] == second["told"]
-    assert first["told"] == [
+def test_a_rank_with_larger_shapes_from_the_start_is_one_error_on_all_before_they_follow_a_plan(
+    unequal: list[dict[str, Any]],
+) -> None:
+    first, second = (rank["shapes"]["told"] for rank in unequal)
+    assert first == second
+    assert first == [
         "UsageError: steps: expected the same ones on all ranks, with 0 float32[256, 64] as on rank 0, found "
         "0 float32[320, 64] on rank 1; give all ranks the same, or rank 0 the largest inputs, or train without a "
         "session"
     ]
 
 
-@pytest.fixture(scope="module")
-def applied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """A folder with the plan of two ranks, and what ranks that differ tell under it."""
-    folder = tmp_path_factory.mktemp("applied")
-    return folder, torchrun("tests.online.unequal", folder, "applied")
+def test_a_wrapper_from_before_the_session_is_within_the_budget_when_it_makes_other_buckets(
+    unequal: list[dict[str, Any]],
+) -> None:
+    assert [rank["wrapped"]["told"] for rank in unequal] == [[], []]
 
 
-def test_a_wrapper_from_before_the_session_is_within_the_budget_when_it_makes_other_buckets(applied: Any) -> None:
-    folder, _ = applied
-    for rank in torchrun("tests.online.unequal", folder, "wrapped"):
-        assert rank["told"] == []
-
-
-def test_ranks_that_differ_under_a_given_plan_all_tell_the_same_line(applied: Any) -> None:
-    _, (first, second) = applied
+def test_ranks_that_differ_under_a_given_plan_all_tell_the_same_line(unequal: list[dict[str, Any]]) -> None:
+    first, second = (rank["applied"] for rank in unequal)
     assert first == second
     assert first["alike"] == []
     for policy, start in (("warn", "poochplan: "), ("error", "DivergenceError: ")):

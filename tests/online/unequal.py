@@ -1,4 +1,4 @@
-"""Ranks that are not alike: ``torchrun ... -m tests.online.unequal FOLDER KIND``; results go to ``rankN.json``.
+"""Ranks that are not alike: ``torchrun ... -m tests.online.unequal FOLDER KIND ...``; results go to ``rankN.json``.
 
 ``budgets``: rank 1 has a smaller budget. ``shapes``: rank 1 has a larger batch; ``later``: once there is a plan.
 ``applied``: the plan of two alike ranks, ``plan.json``, is given to ranks that differ. ``wrapped``: it is given to
@@ -106,9 +106,11 @@ def threads() -> dict[str, str]:
     return {one.name: (one / "comm").read_text() for one in Path("/proc/self/task").iterdir()}
 
 
-def main(folder: Path, kind: str) -> None:
+def main(folder: Path, kinds: list[str]) -> None:
     with group(folder) as facts:
-        facts |= facts_of(folder, kind, torch.distributed.get_rank())
+        for kind in kinds:
+            facts[kind] = facts_of(folder, kind, torch.distributed.get_rank())
+            torch.distributed.barrier()
 
 
 def facts_of(folder: Path, kind: str, rank: int) -> dict[str, Any]:
@@ -122,7 +124,7 @@ def facts_of(folder: Path, kind: str, rank: int) -> dict[str, Any]:
     def auto(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         limit_s = 60 if kind == "killed" else 1
         options: dict[str, Any] = {"quiet": True, "link": LINK, "time_limit_s": limit_s, "before_plan": "swap"}
-        return poochplan.auto(model, optimizer, budget=budget, arena="off", cache=folder / "cache", **options)
+        return poochplan.auto(model, optimizer, budget=budget, arena="off", cache=folder / kind, **options)
 
     if kind == "killed" and rank == 1:
         threading.Thread(target=die_while_planning, args=(Path(os.environ["TMPDIR"]),), daemon=True).start()
@@ -145,4 +147,4 @@ def facts_of(folder: Path, kind: str, rank: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2:])
