@@ -28,7 +28,6 @@ class Verdict:
 
     peak_bytes: int = 0
     first_step_peak_bytes: int = 0
-    replayed_ops: list[int] = field(default_factory=list)
     out_bytes: int = 0
     in_bytes: int = 0
     host_slab_bytes: int = 0
@@ -452,7 +451,6 @@ class _Judge:
                     del rebuilt[value]
         for target in targets:
             _ensure(rebuilt.get(self.saved[target]) == self.version_saved[target], f"{target} not rebuilt")
-        self.verdict.replayed_ops += [int(op) for op in ops if op == int(op)]
 
     def _found_elsewhere(self, value: int, op: float, wanted: set[int]) -> bool:
         is_entry = value not in wanted and self._is_entry(value, self._version_read(value, op))

@@ -103,11 +103,3 @@ def test_without_evaluations_the_schedule_stays_and_gets_its_recording() -> None
     assert found.simulation is unrecorded.simulation
     assert found.schedule == fit(problem, start.wish, budget)
     assert any(action.record for action in found.schedule.actions) or found.schedule.record_from_start
-
-
-def test_the_waits_of_a_simulation_add_up_to_its_stall() -> None:
-    profile = unet_like(3, link_gb_per_s=0.2)
-    problem = build_problem(profile)
-    simulation = try_decisions(problem, "test", random_decisions(problem, 3), smallest_budget(profile)).simulation
-    assert simulation.stall_s > 0
-    assert sum(wait.seconds for wait in simulation.waits) == pytest.approx(simulation.stall_s)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from poochplan.formats.plan import Plan, PointActions, Prediction
 from poochplan.formats.profile import LinkDirection, Profile
 
-from .clock import Clock, run, take, wait_in, wait_out
+from .clock import Clock, run, take, wait
 
 ROUNDING = 1e-9
 """Relative difference that the order of additions may make."""
@@ -78,7 +78,7 @@ class _Thread:
 
     def wait(self, index: int, *, is_out: bool) -> None:
         """Waits for the copy of a value, if it is not done."""
-        self.times.stall_s += self._until((wait_out if is_out else wait_in)(self.link, self.clock, index))
+        self.times.stall_s += self._until(wait(self.link, self.clock, index, is_out=is_out))
 
     def _compute(self, work_s: float) -> None:
         """Computes, and loses seconds to the copies beside it."""
