@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-import pytest
-
-from poochplan.errors import InputFileError
-from poochplan.formats.narrow import as_planned
-from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Kind, Profile
 from poochplan.formats.sources import sources_of, with_sources
 from poochplan.planner.simulator.evaluator import STYLE_OF
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import swap_all, try_style
-from poochplan.planner.writing import with_decisions
-from poochplan.report.differences import differences
-from tests.planner.checker import check
-from tests.planner.plans import held
 from tests.planner.random_profiles import Recorder, link
 
 KEEP, SWAP, RECOMPUTE = Decision
@@ -64,34 +53,3 @@ def test_an_idle_source_costs_nothing_whatever_is_decided_about_it() -> None:
         swapped = try_style(problem, "", (SWAP, SWAP, SWAP), 0, style)
         assert swapped.schedule == kept.schedule
         assert swap_all(problem)[0] is KEEP
-
-
-def test_decisions_about_sources_can_be_changed_by_hand() -> None:
-    profile = norm()
-    made = held(profile, with_sources, peaks=1)
-    assert [(value.source, value.until) for value in made.values] == [(True, 1), (False, -1), (False, -1)]
-    swapped = with_decisions(profile, made, {made.values[0].name: "swap"})
-    assert check(profile, swapped).peak_bytes == swapped.prediction.peak_bytes
-    assert differences(made, swapped).data["same_step"]
-    assert made.sources()[KEEP] == [4096]
-    assert made.decided()[RECOMPUTE] == [8192]
-    assert any(value.source for value in made.values)
-    assert as_planned(profile, made) == with_sources(profile)
-
-
-BROKEN: dict[str, dict[str, Any]] = {
-    "values[0].until: expected a later save point": {"until": 0},
-    "values[0].until: expected -1 for a value that is no source": {"source": False},
-}
-
-
-@pytest.mark.parametrize("fault", BROKEN)
-def test_a_plan_file_with_a_wrong_source_is_refused(fault: str, tmp_path: Any) -> None:
-    made = held(norm(), with_sources)
-    made.save(tmp_path / "right.json")
-    assert Plan.load(tmp_path / "right.json") == made
-    values = (msgspec.structs.replace(made.values[0], **BROKEN[fault]), *made.values[1:])
-    msgspec.structs.replace(made, values=values).save(tmp_path / "plan.json")
-    with pytest.raises(InputFileError) as error:
-        Plan.load(tmp_path / "plan.json")
-    assert fault in str(error.value)

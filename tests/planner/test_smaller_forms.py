@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
-from poochplan.formats.narrow import with_bits
-from poochplan.formats.plan import Decision
+from poochplan.errors import InputFileError
+from poochplan.formats.narrow import as_planned, with_bits
+from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
 from poochplan.formats.sources import with_sources
 from poochplan.planner.arena.packing import live_peak
@@ -21,6 +24,7 @@ from poochplan.planner.search.solvers import SolverLimits
 from poochplan.planner.simulator.evaluator import STYLE_OF, Evaluator
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import simulate, try_style
+from poochplan.planner.writing import with_decisions
 from poochplan.report.differences import differences
 from tests.depth import seeds, tries
 from tests.planner.checker import Violation, check
@@ -109,6 +113,45 @@ def test_a_checked_plan_holds_only_what_may_be_held(step: Step) -> None:
     values = (msgspec.structs.replace(made.values[0], until=-1), *made.values[1:])
     with pytest.raises(Violation, match="away"):
         check(step.profile, msgspec.structs.replace(made, values=values))
+
+
+@of_a_step
+def test_decisions_about_it_can_be_changed_by_hand(step: Step) -> None:
+    has_bits = step.added is with_bits
+    made = held(step.profile, step.added)
+    assert [(value.source, value.bits, value.until) for value in made.values] == [
+        (True, has_bits, 1), (False, False, -1), (False, False, -1)
+    ]  # fmt: skip
+    assert as_planned(step.profile, made) == step.added(step.profile)
+    assert made.sources(bits=has_bits)[KEEP] == [step.own_bytes]
+    assert not any(made.sources(bits=not has_bits).values())
+    assert made.decided()[RECOMPUTE] == [step.saved_bytes + step.own_bytes]
+    for decision in ("swap", "recompute"):
+        changed = with_decisions(step.profile, made, {made.values[0].name: decision})
+        assert check(step.profile, changed).peak_bytes == changed.prediction.peak_bytes
+        assert differences(made, changed).data["same_step"]
+    assert changed.sources(bits=has_bits)[RECOMPUTE] == ([] if has_bits else [step.own_bytes])  # drawn with its mask
+
+
+@of_a_step
+@pytest.mark.parametrize(
+    ("place", "changes", "fault"),
+    [
+        (0, {"until": 0}, "values[0].until: expected a later save point"),
+        (0, {"source": False, "bits": False}, "values[0].until: expected -1 for a value that is no source"),
+        (1, {"bits": True}, "values[1].bits: expected false for a value that is no source"),
+    ],
+)
+def test_a_plan_file_with_a_wrong_form_is_refused(
+    step: Step, place: int, changes: dict[str, Any], fault: str, tmp_path: Path
+) -> None:
+    made = held(step.profile, step.added)
+    assert Plan.load(made.save(tmp_path / "right.json")) == made
+    values = list(made.values)
+    values[place] = msgspec.structs.replace(values[place], **changes)
+    path = msgspec.structs.replace(made, values=tuple(values)).save(tmp_path / "plan.json")
+    with pytest.raises(InputFileError, match=re.escape(fault)):
+        Plan.load(path)
 
 
 of_each = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
