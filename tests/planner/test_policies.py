@@ -105,6 +105,7 @@ def test_swapping_policies_replay_nothing_and_checkpointing_ones_move_nothing(sh
         assert run_policy(name, step).simulation.replay_s == 0, name
     for name in ("keep-all", "recompute-all", "sqrt-n", "checkpoint-greedy"):
         assert run_policy(name, step).simulation.out_bytes == 0, name
+    assert set(values_with(run_policy("recompute-all", step), Decision.RECOMPUTE)) == step.replayable
 
 
 # -- swapping ------------------------------------------------------------------------------------------------------
@@ -131,18 +132,20 @@ def test_vdnn_swaps_inputs_of_convolutions_awaited_at_the_end_of_their_layer_and
         assert sum(step.profile.ops[op].name == "conv_backward" for op in between) <= 1
 
 
-def test_vdnn_leaves_a_network_without_convolutions_as_it_is() -> None:
-    assert run_policy("vdnn", input_at(SHAPES["gpt"], 0.5)).schedule.actions == ()
-
-
-def test_tflms_without_need_swaps_nothing() -> None:
-    found = run_policy("tflms", input_at(as_matrices(SHAPES["resnet"]), 1.0))
+@pytest.mark.parametrize(
+    ("policy", "profile", "share"),
+    [
+        ("vdnn", SHAPES["gpt"], 0.5),  # without convolutions
+        ("tflms", as_matrices(SHAPES["resnet"]), 1.0),  # without need
+        ("tflms", SHAPES["resnet"], 0.3),  # vectors
+    ],
+)
+def test_a_step_that_a_policy_has_nothing_to_do_with_stays_as_it_is(
+    policy: str, profile: Profile, share: float
+) -> None:
+    found = run_policy(policy, input_at(profile, share))
+    assert found.schedule.actions == ()
     assert set(found.schedule.decisions) == {Decision.KEEP}
-
-
-def test_tflms_swaps_no_vectors() -> None:
-    assert run_policy("tflms", input_at(SHAPES["resnet"], 0.3)).schedule.actions == ()
-    assert values_with(run_policy("tflms", input_at(as_matrices(SHAPES["resnet"]), 0.3)), Decision.SWAP)
 
 
 def test_tflms_swaps_what_is_used_the_most_levels_later() -> None:
@@ -204,11 +207,6 @@ def test_greedy_checkpoints_replay_less_where_memory_allows_and_still_fit_where_
     roomy, tight = input_at(chain(40), 0.8), input_at(chain(40), 0.35)
     assert run_policy("sqrt-n", roomy).simulation.replay_s > run_policy("checkpoint-greedy", roomy).simulation.replay_s
     assert run_policy("checkpoint-greedy", tight).peak_bytes <= tight.budget_bytes
-
-
-def test_recompute_all_recomputes_all_that_can_be() -> None:
-    step = input_at(SHAPES["gpt"], 0.5)
-    assert set(values_with(run_policy("recompute-all", step), Decision.RECOMPUTE)) == step.replayable
 
 
 def test_superneurons_recomputes_the_cheap_and_never_a_convolution_a_join_or_a_fork() -> None:
