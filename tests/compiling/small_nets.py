@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
 from poochplan.formats.profile import Link, LinkDirection
-from tests.runtime.nets import snapshot
+from tests.runtime.nets import Case, of, snapshot
 
 _SLOW = LinkDirection(latency_s=0.1, bandwidth_bytes_per_s=1e4)
 SLOW_LINK = Link(name="slow", outward=_SLOW, inward=_SLOW)
@@ -33,13 +34,12 @@ class Broken(nn.Module):
         return self.last(batch.exp().log1p())
 
 
-def fresh() -> tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer]:
-    """The same each time."""
-    torch.manual_seed(0)
-    model = Broken()
-    batch, labels = torch.randn(ROWS, WIDTH), torch.randint(8, (ROWS,))
-    step = lambda: nn.functional.cross_entropy(model(batch), labels)  # noqa: E731
-    return model, step, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def _broken() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    model, batch, labels = Broken(), torch.randn(ROWS, WIDTH), torch.randint(8, (ROWS,))
+    return model, lambda model: nn.functional.cross_entropy(model(batch), labels)
+
+
+fresh = Case(_broken, partial(torch.optim.SGD, lr=0.1, momentum=0.9)).fresh
 
 
 def train(
@@ -81,8 +81,4 @@ class Products(nn.Module):
         return batch
 
 
-def products() -> tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer]:
-    """The same each time."""
-    torch.manual_seed(0)
-    model, batch = Products(), torch.randn(1024, Products.widths[0])
-    return model, lambda: model(batch).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1)
+products = of(Products, 1024, Products.widths[0], optimizer=partial(torch.optim.SGD, lr=0.1)).fresh

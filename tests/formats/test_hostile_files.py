@@ -26,7 +26,6 @@ from poochplan.formats.plan import Departure, Plan, PointActions
 from poochplan.formats.profile import Device, ModelSignature, Profile
 from poochplan.formats.run_record import RunRecord
 from poochplan.planner.planning import plan
-from poochplan.planner.simulator.problem import check_profile
 from poochplan.planner.writing import with_decisions
 from poochplan.profiler import link as link_module
 from poochplan.report.tables import file_data, file_rows, load_any
@@ -142,18 +141,9 @@ def test_files_that_nothing_was_done_to_load(profile: Profile, whole: Plan, tmp_
     assert Plan.load(whole.save(tmp_path / "plan.json.gz")) == whole
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "benchmarks" / "instances").glob("*.json.gz")), ids=lambda path: path.name
-)
-def test_committed_profiles_are_sound(path: Path) -> None:
-    check_profile(Profile.load(path))
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "benchmarks" / "launch_plans").glob("*.gz")), ids=lambda path: path.name
-)
-def test_committed_plans_are_sound(path: Path) -> None:
-    Plan.load(path)
+def test_committed_plans_are_sound() -> None:
+    for path in (ROOT / "benchmarks" / "launch_plans").glob("*.gz"):
+        Plan.load(path)
 
 
 # -- what takes more than one field ------------------------------------------------------------------------------------
@@ -231,17 +221,14 @@ def test_a_schedule_that_nothing_could_follow_is_refused(
     """Values are counted from the one that is swapped, which is saved at ``last``."""
     first = swapped(whole)
     places = {"save": ("save", 0), "last": ("save", len(whole.values) - 1), "use": ("use", 0)}
-    made = tuple(
-        PointActions(
-            at=places[where][0],  # type: ignore[arg-type]
-            index=places[where][1],
-            **{name: (value if "saved by then" in message else first,) for name, value in actions.items()},  # type: ignore[arg-type]
-        )
-        for where, actions in schedule
-    )
+    made = []
+    for where, actions in schedule:
+        at, index = places[where]
+        named = {name: (value if "saved by then" in message else first,) for name, value in actions.items()}
+        made.append(PointActions(at=at, index=index, **named))  # type: ignore[arg-type]
     if "release of" in message:
-        made = (msgspec.structs.replace(made[0], index=first),)
-    refused(tmp_path, whole, re.escape(message.format(swap=first)), schedule=made)
+        made = [msgspec.structs.replace(made[0], index=first)]
+    refused(tmp_path, whole, re.escape(message.format(swap=first)), schedule=tuple(made))
 
 
 def test_a_throttle_under_which_a_step_would_never_end_is_refused(whole: Plan, tmp_path: Path) -> None:
