@@ -442,3 +442,12 @@ def profiles(max_ops: int = 16) -> st.SearchStrategy[Profile]:
     return st.builds(random_profile, st.integers(0, 2**32), st.integers(3, max_ops)).filter(
         lambda profile: any(point.kind is PointKind.USE for point in profile.points)
     )
+
+
+def profiles_with_thread(max_ops: int = 16) -> st.SearchStrategy[Profile]:
+    """The same, half of them with a random launching thread."""
+    return st.builds(
+        lambda profile, seed: with_random_thread(profile, seed) if seed % 2 else profile,
+        profiles(max_ops),
+        st.integers(0, 2**32),
+    )

@@ -16,19 +16,20 @@ from poochplan.planner.simulator.schedule import AS_STYLED, Style
 from poochplan.planner.simulator.simulate import simulate
 from tests.depth import tries
 from tests.planner.checker import Violation, check
-from tests.planner.plans import assert_bytes, budget_at, random_decisions, random_tuning
-from tests.planner.random_profiles import QUICK, profiles, transformer_like
+from tests.planner.plans import assert_judged, budget_at, random_decisions, random_tuning
+from tests.planner.random_profiles import QUICK, profiles, profiles_with_thread, transformer_like
 from tests.planner.test_gathered import gathered, whole
+from tests.planner.time_checker import check_times
 
 STYLES = [Style(), Style(in_order=False), Style(release="early"), Style(release="early", prefetch="on_demand")]
 
 
 @settings(QUICK, max_examples=tries(20, 500))
-@given(profile=profiles(), share=st.floats(0.0, 1.0))
+@given(profile=profiles_with_thread(), share=st.floats(0.0, 1.0))
 def test_a_plan_for_any_feasible_budget_fits_it_and_finds_every_input(profile: Profile, share: float) -> None:
     budget = budget_at(profile, share)
     found = plan(profile, budget, evaluations=100)
-    verdict = check(profile, found)
+    verdict = check_times(profile, found, found.prediction)
     assert max(verdict.peak_bytes, verdict.first_step_peak_bytes) <= budget
     assert verdict.peak_bytes == found.prediction.peak_bytes
     assert verdict.first_step_peak_bytes == found.prediction.first_step_peak_bytes
@@ -38,7 +39,7 @@ def test_a_plan_for_any_feasible_budget_fits_it_and_finds_every_input(profile: P
 
 @settings(QUICK, max_examples=tries(100, 2000))
 @given(
-    profile=st.one_of(profiles(30), profiles(30), st.just(gathered(whole()))),
+    profile=st.one_of(profiles(30), profiles_with_thread(30), st.just(gathered(whole()))),
     seed=st.integers(0, 2**32),
     style=st.sampled_from(STYLES),
     is_tuned=st.booleans(),
@@ -52,7 +53,7 @@ def test_any_decisions_can_be_scheduled_and_their_simulated_bytes_are_exact(
     tuning = random_tuning(problem, seed) if is_tuned else AS_STYLED
     schedule = fit(problem, random_decisions(problem, seed), int(share * profile.in_core_peak_bytes), style, tuning)
     simulation = simulate(problem, schedule, trace=True)
-    assert_bytes(profile, schedule, simulation)
+    assert_judged(profile, schedule, simulation)
     assert simulation.step_s >= problem.step_s
 
 

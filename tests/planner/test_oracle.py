@@ -13,7 +13,7 @@ from poochplan.planner.simulator.simulate import movable
 from tests.depth import seeds, tries
 from tests.planner.clock import is_plain
 from tests.planner.oracle import Freedom, Optimum, best_decisions, best_schedule
-from tests.planner.plans import assert_bytes
+from tests.planner.plans import assert_judged
 from tests.planner.random_profiles import with_random_thread
 from tests.planner.tiny_profiles import tiny_budget, tiny_instance, tiny_profile
 from tests.planner.toys import MB, one_value, small_from_large, two_values
@@ -98,7 +98,7 @@ def test_the_rules_of_the_plain_link_lose_nothing_against_every_choice(seed: int
 def test_the_independent_checker_carries_the_best_schedule_out_within_the_budget(seed: int) -> None:
     profile, _, budget = plain_instance(seed)
     found = best(profile, budget)
-    assert assert_bytes(profile, found.schedule, found.simulation).peak_bytes <= budget
+    assert assert_judged(profile, found.schedule, found.simulation).peak_bytes <= budget
 
 
 def test_less_freedom_is_never_faster() -> None:

@@ -20,8 +20,16 @@ from poochplan.planner.simulator.schedule import points_of
 from poochplan.planner.simulator.simulate import ON_DEMAND, Candidate, try_style
 from tests.depth import tries
 from tests.planner.checker import check
-from tests.planner.plans import assert_bytes, input_at
-from tests.planner.random_profiles import QUICK, Recorder, link, profiles, resnet_like, transformer_like, unet_like
+from tests.planner.plans import assert_judged, input_at
+from tests.planner.random_profiles import (
+    QUICK,
+    Recorder,
+    link,
+    profiles_with_thread,
+    resnet_like,
+    transformer_like,
+    unet_like,
+)
 
 ALWAYS_FITTING = ("swap-all", "swap-all-on-demand", "earliest-first", "latest-first", "greedy", "pooch", "seq2seq")
 SHAPES = {"resnet": resnet_like(4), "unet": unet_like(3), "gpt": transformer_like(2)}
@@ -51,14 +59,14 @@ def chain(length: int) -> Profile:
 
 
 @settings(QUICK, max_examples=tries(15, 500))
-@given(profile=profiles(24), share=st.floats(0.0, 1.0))
-def test_the_checker_carries_out_what_a_policy_plans_and_sees_the_predicted_bytes(
+@given(profile=profiles_with_thread(24), share=st.floats(0.0, 1.0))
+def test_the_checkers_carry_out_what_a_policy_plans_and_see_the_predicted_bytes_and_seconds(
     profile: Profile, share: float
 ) -> None:
     step = input_at(as_matrices(profile), share)
     for name in policy_names():
         found = run_policy(name, step)
-        assert_bytes(step.profile, found.schedule, found.simulation)
+        assert_judged(step.profile, found.schedule, found.simulation)
         if name in ALWAYS_FITTING:
             assert found.peak_bytes <= step.budget_bytes, name
 

@@ -17,7 +17,7 @@ from poochplan.planner.policies.seq2seq import Group, TimeLoop, groups_of, loops
 from poochplan.planner.simulator.simulate import Candidate
 from poochplan.planner.whatif import for_machine
 from poochplan.workload import load_workload
-from tests.planner.plans import assert_bytes, input_at
+from tests.planner.plans import assert_judged, input_at
 from tests.planner.random_profiles import Recorder, link, resnet_like, transformer_like, unet_like
 from tests.workloads.small import SMALL
 
@@ -206,7 +206,7 @@ def test_steps_are_swapped_whole_once_all_attention_is_dropped() -> None:
 def test_the_plan_fits_and_the_checker_can_carry_it_out(attention: str, share: float) -> None:
     given = input_at(profile_of("seq2seq_steps", attention=attention), share)
     found = run_policy("seq2seq", given)
-    assert assert_bytes(given.profile, found.schedule, found.simulation).peak_bytes <= given.budget_bytes
+    assert assert_judged(given.profile, found.schedule, found.simulation).peak_bytes <= given.budget_bytes
 
 
 @pytest.mark.parametrize("share", [0.2, 0.0])
