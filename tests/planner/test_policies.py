@@ -140,20 +140,12 @@ def test_vdnn_swaps_inputs_of_convolutions_awaited_at_the_end_of_their_layer_and
         assert sum(step.profile.ops[op].name == "conv_backward" for op in between) <= 1
 
 
-@pytest.mark.parametrize(
-    ("policy", "profile", "share"),
-    [
-        ("vdnn", SHAPES["gpt"], 0.5),  # without convolutions
-        ("tflms", as_matrices(SHAPES["resnet"]), 1.0),  # without need
-        ("tflms", SHAPES["resnet"], 0.3),  # vectors
-    ],
-)
-def test_a_step_that_a_policy_has_nothing_to_do_with_stays_as_it_is(
-    policy: str, profile: Profile, share: float
-) -> None:
-    found = run_policy(policy, input_at(profile, share))
-    assert found.schedule.actions == ()
-    assert set(found.schedule.decisions) == {Decision.KEEP}
+def test_a_step_that_a_policy_has_nothing_to_do_with_stays_as_it_is() -> None:
+    no_convolutions, vectors, matrices = SHAPES["gpt"], SHAPES["resnet"], as_matrices(SHAPES["resnet"])
+    for name, profile, share in (("vdnn", no_convolutions, 0.5), ("tflms", matrices, 1.0), ("tflms", vectors, 0.3)):
+        found = run_policy(name, input_at(profile, share))
+        assert found.schedule.actions == ()
+        assert set(found.schedule.decisions) == {Decision.KEEP}
 
 
 def test_tflms_swaps_what_is_used_the_most_levels_later() -> None:
