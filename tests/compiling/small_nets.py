@@ -15,6 +15,7 @@ _SLOW = LinkDirection(latency_s=0.1, bandwidth_bytes_per_s=1e4)
 SLOW_LINK = Link(name="slow", outward=_SLOW, inward=_SLOW)
 """Over which nothing is swapped that can be recomputed."""
 WIDTH, ROWS = 128, 512
+Made = tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer]
 
 
 class Broken(nn.Module):
@@ -58,9 +59,9 @@ def train(
     return seen
 
 
-def stock(steps: int = 3) -> list[list[torch.Tensor]]:
-    """The same of the model as Inductor compiles it by itself."""
-    model, step, optimizer = fresh()
+def stock(steps: int = 3, made: Callable[[], Made] = fresh) -> list[list[torch.Tensor]]:
+    """The same of a model as Inductor compiles it by itself."""
+    model, step, optimizer = made()
     model.compile(dynamic=False)
     return train(model, step, optimizer, steps)
 
