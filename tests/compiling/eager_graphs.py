@@ -14,9 +14,9 @@ from poochplan.runtime.compiled.partitioner import Replays
 from poochplan.runtime.compiled.rewriting import Split
 from poochplan.tensors.storages import Geometry
 from poochplan.torch_private.compiler_internals import boxed, stock_partition
-from tests.runtime.graph_nets import Noting
+from tests.runtime.graph_nets import Make, Noting
+from tests.runtime.nets import Attention, Net, Residual
 
-Make = Callable[[], tuple[nn.Module, torch.Tensor]]
 Lies = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 """How a tensor lies: its dtype, shape and strides."""
 
@@ -25,62 +25,20 @@ def lies(tensor: torch.Tensor) -> Lies:
     return tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-class Residual(nn.Module):
-    """Convolutions, batch statistics and an addition around them; gives the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.middle, self.last = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.head = nn.Linear(8, 10)
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        hidden = self.norm(self.first(batch)).relu()
-        hidden = (hidden + self.last(self.middle(hidden))).relu()
-        return self.head(hidden.mean((2, 3))).logsumexp(1).square().mean()  # type: ignore[no-any-return]
-
-
-class Block(nn.Module):
-    """Causal attention of two heads, and a product behind it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.before, self.behind = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.all_three, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.drop = nn.Dropout(0.0)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        query, key, value = (
-            one.unflatten(-1, (2, -1)).transpose(1, 2) for one in self.all_three(self.before(hidden)).chunk(3, -1)
-        )
-        seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.drop(self.out(seen.transpose(1, 2).flatten(2)))
-        return hidden + self.drop(self.down(nn.functional.gelu(self.up(self.behind(hidden)))))
-
-
-class Toy(nn.Module):
-    """A language model whose head is its embedding; gives the loss."""
-
-    def __init__(self, words: int = 31, width: int = 16, length: int = 12) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(Block(width), Block(width))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
-        self.head.weight = self.words.weight
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        hidden = self.words(batch) + self.places(torch.arange(batch.shape[1]))
-        logits = self.head(self.norm(self.blocks(hidden)))
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+def with_loss(model: nn.Module) -> nn.Module:
+    """The model with its loss in one graph, and nothing that chance decides."""
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    return Net(lambda self, batch: self.model(batch).square().mean(), model=model)
 
 
 def residual() -> tuple[nn.Module, torch.Tensor]:
-    return Residual(), torch.randn(4, 3, 12, 12)
+    return with_loss(Residual()), torch.randn(4, 8, 12, 12)
 
 
-def toy() -> tuple[nn.Module, torch.Tensor]:
-    return Toy(), torch.randint(31, (4, 12))
+def attention() -> tuple[nn.Module, torch.Tensor]:
+    return with_loss(Attention()), torch.randint(50, (4, 12))
 
 
 class Moved:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
 from poochplan.formats.profile import Link, LinkDirection
-from tests.runtime.nets import snapshot
+from tests.runtime.nets import Case, of, snapshot
 
 _SLOW = LinkDirection(latency_s=0.1, bandwidth_bytes_per_s=1e4)
 SLOW_LINK = Link(name="slow", outward=_SLOW, inward=_SLOW)
 """Over which nothing is swapped that can be recomputed."""
 WIDTH, ROWS = 128, 512
+Made = tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer]
 
 
 class Broken(nn.Module):
@@ -33,13 +35,12 @@ class Broken(nn.Module):
         return self.last(batch.exp().log1p())
 
 
-def fresh() -> tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer]:
-    """The same each time."""
-    torch.manual_seed(0)
-    model = Broken()
-    batch, labels = torch.randn(ROWS, WIDTH), torch.randint(8, (ROWS,))
-    step = lambda: nn.functional.cross_entropy(model(batch), labels)  # noqa: E731
-    return model, step, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def _broken() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    model, batch, labels = Broken(), torch.randn(ROWS, WIDTH), torch.randint(8, (ROWS,))
+    return model, lambda model: nn.functional.cross_entropy(model(batch), labels)
+
+
+fresh = Case(_broken, partial(torch.optim.SGD, lr=0.1, momentum=0.9)).fresh
 
 
 def train(
@@ -58,9 +59,9 @@ def train(
     return seen
 
 
-def stock(steps: int = 3) -> list[list[torch.Tensor]]:
-    """The same of the model as Inductor compiles it by itself."""
-    model, step, optimizer = fresh()
+def stock(steps: int = 3, made: Callable[[], Made] = fresh) -> list[list[torch.Tensor]]:
+    """The same of a model as Inductor compiles it by itself."""
+    model, step, optimizer = made()
     model.compile(dynamic=False)
     return train(model, step, optimizer, steps)
 
@@ -81,8 +82,4 @@ class Products(nn.Module):
         return batch
 
 
-def products() -> tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer]:
-    """The same each time."""
-    torch.manual_seed(0)
-    model, batch = Products(), torch.randn(1024, Products.widths[0])
-    return model, lambda: model(batch).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1)
+products = of(Products, 1024, Products.widths[0], optimizer=partial(torch.optim.SGD, lr=0.1)).fresh

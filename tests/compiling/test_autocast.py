@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,14 +11,13 @@ from torch import nn
 import poochplan
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Link
-from tests.compiling.small_nets import SLOW_LINK, train
+from tests.compiling.small_nets import SLOW_LINK, Made, stock, train
 from tests.runtime.nets import LINK, equal
 from tests.runtime.served import needs_compiler
 
 TOO_MUCH = pytest.mark.filterwarnings("error:poochplan. a step that follows the plan took:RuntimeWarning")
 """A step above its budget fails."""
 pytestmark = [needs_compiler, pytest.mark.cpu_device, TOO_MUCH]
-Made = tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer]
 
 
 class Mixed(nn.Module):
@@ -44,34 +43,28 @@ def fresh() -> Made:
     return model, step, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def steps_of_stock() -> list[list[torch.Tensor]]:
-    model, step, optimizer = fresh()
-    model.compile(dynamic=False)
-    return train(model, step, optimizer, 2)
-
-
 @pytest.fixture(scope="module")
-def stock() -> Iterator[list[list[torch.Tensor]]]:
+def in_core() -> Iterator[list[list[torch.Tensor]]]:
     torch._dynamo.reset()
-    yield steps_of_stock()  # whose model is let go of
+    yield stock(2, fresh)  # whose model is let go of
     torch._dynamo.reset()
 
 
-def planned(stock: list[list[torch.Tensor]], link: Link, budget: str) -> Plan:
+def planned(in_core: list[list[torch.Tensor]], link: Link, budget: str) -> Plan:
     """A plan for that budget, whose steps give the bits of stock Inductor."""
     model, step, optimizer = fresh()
     made = poochplan.compile(model, step, optimizer=optimizer, budget=budget, link=link, iterations=1, time_limit_s=1)
     with made as session:
-        assert equal(train(model, step, optimizer, 2), stock)
+        assert equal(train(model, step, optimizer, 2), in_core)
         assert session.report().total.fallbacks == 0
     assert made.plan.prediction.peak_bytes <= made.plan.budget_bytes < made.plan.prediction.in_core_peak_bytes
     return made.plan
 
 
 @pytest.mark.deep
-def test_what_is_swapped_under_autocast_gives_the_same_bits(stock: list[list[torch.Tensor]]) -> None:
-    assert Decision.SWAP in {value.decision for value in planned(stock, LINK, "85%").values}
+def test_what_is_swapped_under_autocast_gives_the_same_bits(in_core: list[list[torch.Tensor]]) -> None:
+    assert Decision.SWAP in {value.decision for value in planned(in_core, LINK, "85%").values}
 
 
-def test_what_is_recomputed_under_autocast_gives_the_same_bits(stock: list[list[torch.Tensor]]) -> None:
-    assert planned(stock, SLOW_LINK, "85%").replays
+def test_what_is_recomputed_under_autocast_gives_the_same_bits(in_core: list[list[torch.Tensor]]) -> None:
+    assert planned(in_core, SLOW_LINK, "85%").replays

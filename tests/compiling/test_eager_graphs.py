@@ -13,12 +13,12 @@ import torch
 
 from poochplan.runtime.compiled.deferred_unpack import deferring, waiting
 from poochplan.tensors.modes import uncompiled_hooks
-from tests.compiling.eager_graphs import Compiled, Make, Moved, OneGraph, op_by_op, residual, toy
-from tests.runtime.graph_nets import same
+from tests.compiling.eager_graphs import Compiled, Moved, OneGraph, attention, op_by_op, residual
+from tests.runtime.graph_nets import Make, same
 from tests.runtime.served import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.cpu_device]
-MAKES: dict[str, Make] = {"residual": residual, "toy": toy}
+MAKES: dict[str, Make] = {"residual": residual, "attention": attention}
 Hooks = Callable[[torch.nn.Module, Moved], contextlib.AbstractContextManager[object]]
 
 

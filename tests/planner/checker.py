@@ -28,7 +28,6 @@ class Verdict:
 
     peak_bytes: int = 0
     first_step_peak_bytes: int = 0
-    replayed_ops: list[int] = field(default_factory=list)
     out_bytes: int = 0
     in_bytes: int = 0
     host_slab_bytes: int = 0
@@ -48,7 +47,7 @@ class _Entry:
 
 def check(profile: Profile, plan: Plan) -> Verdict:
     """Walks through the step; raises :class:`Violation`."""
-    return _Judge(profile, plan).walk()
+    return Judge(profile, plan).walk()
 
 
 def _ensure(condition: bool, message: str) -> None:
@@ -56,7 +55,9 @@ def _ensure(condition: bool, message: str) -> None:
         raise Violation(message)
 
 
-class _Judge:
+class Judge:
+    """State: where each value of the plan is, tick by tick."""
+
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self.profile, self.plan = profile, plan
         self.values = list(profile.values)
@@ -83,6 +84,11 @@ class _Judge:
         self.entries: dict[int, _Entry] = {}
         self.recorded = self._recorded_ops()
         self.needs: dict[int, tuple[set[float], set[int]]] = {}
+        self.lives = [(self._born(record), self._bytes(value)) for value, record in enumerate(self.values)]
+        of_optimizer = (n for n, op in enumerate(profile.ops) if op.phase.value == "optimizer")
+        self.first_optimizer = min((self.tick_of_op[number] for number in of_optimizer), default=-1)
+        states = (n for n, v in enumerate(self.values) if v.kind.value == "optimizer_state" and v.born < 0)
+        self.state_bytes = sum(map(self._bytes, states))
 
     def _saves(self) -> tuple[list[int], list[int]]:
         """Per value of the plan: the profile's value, and the ops completed before its save point. A source has the
@@ -313,31 +319,30 @@ class _Judge:
     def _bytes(self, value: int) -> int:
         return self._rounded(self.values[value].size_bytes)
 
+    def _born(self, record: Value) -> int:
+        return self.tick_of_op.get(record.born, 0) if record.born_tick is None else record.born_tick
+
     def _live_bytes(self, tick: int) -> int:
         total = 0
-        for value, record in enumerate(self.values):
-            born = self.tick_of_op[record.born] if record.born >= 0 else 0
-            born = born if record.born_tick is None else record.born_tick
+        for value, (born, size_bytes) in enumerate(self.lives):
             if tick < born:
                 continue
-            entry = self.entries.get(self.entry_of.get(value, -1))
-            if value not in self.entry_of:
+            record, index = self.values[value], self.entry_of.get(value)
+            if index is None:
                 copies = int(tick <= record.freed)
-            elif entry is None:
+            elif index not in self.entries:
                 copies = 1  # not packed yet
             else:
+                entry = self.entries[index]
                 copies = int(tick <= record.forward_death or entry.in_forward_storage) + int(entry.in_new_storage)
-            total += copies * self._bytes(value)
+            total += copies * size_bytes
         return total
 
     def _note(self, tick: int, extra_bytes: int = 0) -> None:
         live = self._live_bytes(tick) + extra_bytes
         self.verdict.peak_bytes = max(self.verdict.peak_bytes, live)
-        first_optimizer = [self.tick_of_op[n] for n, op in enumerate(self.profile.ops) if op.phase.value == "optimizer"]
-        if first_optimizer and tick < first_optimizer[0]:
-            live -= sum(
-                self._bytes(n) for n, v in enumerate(self.values) if v.kind.value == "optimizer_state" and v.born < 0
-            )
+        if tick < self.first_optimizer:
+            live -= self.state_bytes
         self.verdict.first_step_peak_bytes = max(self.verdict.first_step_peak_bytes, live)
 
     def _end_of_tick(self, tick: int) -> None:
@@ -452,7 +457,6 @@ class _Judge:
                     del rebuilt[value]
         for target in targets:
             _ensure(rebuilt.get(self.saved[target]) == self.version_saved[target], f"{target} not rebuilt")
-        self.verdict.replayed_ops += [int(op) for op in ops if op == int(op)]
 
     def _found_elsewhere(self, value: int, op: float, wanted: set[int]) -> bool:
         is_entry = value not in wanted and self._is_entry(value, self._version_read(value, op))
@@ -463,11 +467,8 @@ class _Judge:
         return self.values[value].born < 0 or self.values[value].stretch_of >= 0
 
     def _is_gathered(self, storage: int, tick: int) -> bool:
-        for record in self.values:
-            born = self.tick_of_op.get(record.born, 0) if record.born_tick is None else record.born_tick
-            if record.stretch_of == storage and born <= tick <= record.freed:
-                return True
-        return False
+        stretches = (record for record in self.values if record.stretch_of == storage)
+        return any(self._born(record) <= tick <= record.freed for record in stretches)
 
     def _check_input(self, tick: int, value: int, op: float, rebuilt: dict[int, int], wanted: set[int]) -> None:
         record = self.values[value]

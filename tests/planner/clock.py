@@ -64,16 +64,9 @@ def take(link: Link, is_compute: bool, clock: Clock, seconds: float) -> Clock:
     return clock
 
 
-def wait_out(link: Link, clock: Clock, value: int) -> Clock:
-    """Waits for a value's copy to the host."""
-    while any(queued == value for queued, _ in clock.out):
-        clock = _until(link, clock, float("inf"))[0]
-    return clock
-
-
-def wait_in(link: Link, clock: Clock, value: int) -> Clock:
-    """Waits for a value's copy back, if it is on its way."""
-    while any(queued == value for queued, _ in clock.inward):
+def wait(link: Link, clock: Clock, value: int, *, is_out: bool) -> Clock:
+    """Waits for a value's copy to the host or back, if it is on its way."""
+    while any(queued == value for queued, _ in (clock.out if is_out else clock.inward)):
         clock = _until(link, clock, float("inf"))[0]
     return clock
 

@@ -11,7 +11,7 @@ from poochplan.formats.plan import Decision
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import assemble
 from poochplan.planner.simulator.simulate import movable
-from tests.planner.clock import Clock, is_plain, run, take, wait_in, wait_out
+from tests.planner.clock import Clock, is_plain, run, take, wait
 
 FUTURE, HERE, LEAVING, AWAY, DROPPED, BACK = range(6)
 """Where a value is: not saved yet; in forward's storage (still to leave, or on its way); on the host; waiting for its
@@ -353,7 +353,7 @@ class Search:
             clock = take(link, cost.is_compute, clock, cost.out_s)
             clock = clock._replace(out=(*clock.out, (value, problem.out_seconds(value))))
         for value in actions.release:
-            clock = wait_out(link, clock, value)
+            clock = wait(link, clock, value, is_out=True)
 
         def fetch(clock: Clock, value: int) -> Clock:
             clock = take(link, cost.is_compute, clock, cost.fetch_s)
@@ -363,7 +363,7 @@ class Search:
             if value in away:
                 away.remove(value)
                 clock = fetch(clock, value)
-            return wait_in(link, clock, value)
+            return wait(link, clock, value, is_out=False)
 
         for value in actions.prefetch:
             clock = fetch(clock, value)

@@ -16,7 +16,8 @@ from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import Schedule, Tuning
 from poochplan.planner.simulator.simulate import Simulation
 from poochplan.planner.writing import last_recipes, with_decisions
-from tests.planner.checker import Verdict, check
+from tests.planner.checker import Verdict
+from tests.planner.time_checker import check_times
 
 
 def budget_at(profile: Profile, share: float) -> int:
@@ -46,9 +47,9 @@ def plan_with(profile: Profile, schedule: Schedule) -> Plan:
     )
 
 
-def assert_bytes(profile: Profile, schedule: Schedule, said: Simulation) -> Verdict:
-    """The independent checker carries the schedule out, and sees the bytes that were simulated."""
-    verdict = check(profile, plan_with(profile, schedule))
+def assert_judged(profile: Profile, schedule: Schedule, said: Simulation) -> Verdict:
+    """The independent checkers carry the schedule out, and see the bytes and the seconds that were simulated."""
+    verdict = check_times(profile, plan_with(profile, schedule), said)
     assert verdict.peak_bytes == said.peak_bytes
     assert verdict.first_step_peak_bytes == said.first_step_peak_bytes
     assert (verdict.out_bytes, verdict.in_bytes) == (said.out_bytes, said.in_bytes)

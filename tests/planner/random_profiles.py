@@ -9,6 +9,7 @@ import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from poochplan.formats.occupancy import live_bytes
 from poochplan.formats.profile import (
     Device,
     Handle,
@@ -25,7 +26,6 @@ from poochplan.formats.profile import (
     StepTimes,
     Value,
 )
-from poochplan.formats.profile_parts import rounded_up
 
 
 def link(
@@ -212,7 +212,7 @@ class Recorder:
     def _profile(self, link: Link) -> Profile:
         ops = tuple(self.ops)
         points = tuple(Point(kind=kind, handle=handle, op=op) for kind, handle, op in self.points)
-        ticks = _op_ticks(len(ops), points)
+        ticks = [index + sum(point.op <= index for point in points) for index in range(len(ops))]
         last_tick = len(ops) + len(points) - 1
         values = []
         for value in self.values:
@@ -234,7 +234,7 @@ class Recorder:
                 )
             )
         seconds = {phase: sum(op.duration_s for op in ops if op.phase is phase) for phase in Phase}
-        return Profile(
+        made = Profile(
             workload="test",
             mode="run",
             device=Device(kind="cpu", name="test", memory_bytes=2**40),
@@ -252,7 +252,7 @@ class Recorder:
                 backward_scale=1.0,
                 optimizer_scale=1.0,
             ),
-            in_core_peak_bytes=_peak(ops, values, ticks, last_tick),
+            in_core_peak_bytes=0,
             in_core_peak_layer="",
             static_bytes={},
             gradients_live_through_forward=False,
@@ -265,23 +265,7 @@ class Recorder:
             ),
             points=points,
         )
-
-
-def _op_ticks(op_count: int, points: tuple[Point, ...]) -> list[int]:
-    return [index + sum(point.op <= index for point in points) for index in range(op_count)]
-
-
-def _peak(ops: tuple[Op, ...], values: list[Value], ticks: list[int], last_tick: int) -> int:
-    change = [0] * (last_tick + 2)
-    for value in values:
-        change[ticks[value.born] if value.born >= 0 else 0] += rounded_up(value.size_bytes)
-        change[value.freed + 1] -= rounded_up(value.size_bytes)
-    live, peak = 0, 0
-    workspace = {tick: rounded_up(op.workspace_bytes) for tick, op in zip(ticks, ops, strict=True)}
-    for tick in range(last_tick + 1):
-        live += change[tick]
-        peak = max(peak, live + workspace.get(tick, 0))
-    return peak
+        return msgspec.structs.replace(made, in_core_peak_bytes=int(live_bytes(made).max()))
 
 
 def resnet_like(blocks: int = 8, *, link_gb_per_s: float = 1.0) -> Profile:
@@ -457,4 +441,13 @@ def profiles(max_ops: int = 16) -> st.SearchStrategy[Profile]:
     """Random DAG profiles that have at least one saved value that backward uses."""
     return st.builds(random_profile, st.integers(0, 2**32), st.integers(3, max_ops)).filter(
         lambda profile: any(point.kind is PointKind.USE for point in profile.points)
+    )
+
+
+def profiles_with_thread(max_ops: int = 16) -> st.SearchStrategy[Profile]:
+    """The same, half of them with a random launching thread."""
+    return st.builds(
+        lambda profile, seed: with_random_thread(profile, seed) if seed % 2 else profile,
+        profiles(max_ops),
+        st.integers(0, 2**32),
     )

@@ -12,6 +12,8 @@ from poochplan.formats.plan import Decision, PointActions
 from poochplan.formats.profile import PointKind, Profile
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Schedule
+from poochplan.planner.simulator.simulate import swap_all
+from tests.planner.plans import random_decisions
 from tests.planner.random_profiles import link, random_profile, with_random_thread
 
 
@@ -36,8 +38,7 @@ def interfering_profile(seed: int) -> Profile:
 def random_schedule(problem: Problem, seed: int) -> Schedule:
     """Each value is kept, swapped or recomputed where that can be, released and brought back at points of its own."""
     rng = random.Random(f"schedule {seed}")
-    weights = rng.choice([(1, 2, 2), (1, 4, 0), (4, 2, 1), (0, 1, 0), (1, 1, 4)])
-    decisions = [_decision(problem, value, rng, weights) for value in range(problem.value_count)]
+    decisions = random_decisions(problem, seed) if rng.random() < 0.8 else swap_all(problem)
     at: dict[tuple[bool, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for value, decision in enumerate(decisions):
         use = problem.point_index[problem.first_use_point[value]] if problem.first_use_point[value] >= 0 else -1
@@ -57,12 +58,3 @@ def random_schedule(problem: Problem, seed: int) -> Schedule:
         for is_use, index in sorted(at)
     )
     return Schedule(tuple(decisions), actions, Decision.RECOMPUTE in decisions)
-
-
-def _decision(problem: Problem, value: int, rng: random.Random, weights: tuple[int, int, int]) -> Decision:
-    drawn = rng.choices([Decision.KEEP, Decision.SWAP, Decision.RECOMPUTE], weights)[0]
-    if problem.must_keep[value]:
-        return Decision.KEEP
-    if drawn is Decision.RECOMPUTE and problem.replay.replays[value] is None:
-        return Decision.SWAP
-    return drawn

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,21 +73,18 @@ def open_nodes(made: Branching) -> list[BranchNode]:
 # -- the bound --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_bound_is_never_above_the_optimum_and_never_falls(seed: int) -> None:
-    _, problem, budget_bytes = tiny_instance(seed)
-    bounds = take_all(started(problem, budget_bytes))
-    assert bounds == sorted(bounds)
-    assert problem.keep_all_s <= bounds[0]
-    assert bounds[-1] <= optimum_s(problem, budget_bytes) * ABOVE
-
-
-def test_branching_proves_more_than_the_relaxation_alone() -> None:
+def test_it_ends_and_the_bound_never_falls_and_is_above_that_of_the_relaxation_but_not_above_the_optimum() -> None:
     more = 0
     for seed in SEEDS:
         _, problem, budget_bytes = tiny_instance(seed)
-        bounds = take_all(started(problem, budget_bytes))
+        made = started(problem, budget_bytes)
+        bounds = take_all(made)
+        assert bounds == sorted(bounds)
+        assert problem.keep_all_s <= bounds[0]
+        assert bounds[-1] <= optimum_s(problem, budget_bytes) * ABOVE
         more += bounds[-1] > bounds[0] * ABOVE
+        assert made.solved <= (3 ** (len(made.large) + 1) - 1) // 2
+        assert not made.step(plenty(), inf) or not made._open
     assert more > 0
 
 
@@ -134,15 +132,6 @@ def test_beside_a_plan_the_proof_is_never_above_the_optimum(seed: int) -> None:
             proof.branch(plenty(), solves, found_s)
             assert before_s <= proof.bound_s <= best_s * ABOVE
             before_s = proof.bound_s
-
-
-def test_a_node_that_is_no_better_than_the_plan_found_is_not_looked_into() -> None:
-    made, said = scripted({(): 2.0, (K,): 3.0, (S,): 4.0, (R,): 5.0})
-    assert not made.step(plenty(), 2.0)
-    assert said.asked == [()]
-    assert made.step(plenty(), 3.0)
-    assert not made.step(plenty(), 3.0)
-    assert said.asked == [(), (K,), (S,), (R,)]
 
 
 # -- basins -----------------------------------------------------------------------------------------------------------
@@ -219,26 +208,44 @@ def scripted(bounds: Mapping[tuple[Decision, ...], float], *, is_unsolved: bool 
 K, S, R = DECISIONS
 
 
-def test_children_without_a_plan_are_dropped() -> None:
-    made, _ = scripted({(): 1.0, (K,): inf, (S,): 3.0, (R,): inf})
-    assert made.step(plenty(), inf)
-    assert [dict(node.fixed) for node in open_nodes(made)] == [{made.large[0]: S}]
-    assert made.bound_s == 3.0
+BY_HAND: dict[str, tuple[Mapping[tuple[Decision, ...], float], list[tuple[float, bool, float, int]], set[Any]]] = {
+    "children without a plan are dropped": (
+        {(): 1.0, (K,): inf, (S,): 3.0, (R,): inf}, [(inf, True, 3.0, 4)], {(S,)},
+    ),
+    "the least node is branched on first and the bound is that of all that is left": (
+        {(): 1.0, (K,): 5.0, (S,): 2.0, (R,): 4.0, (S, K): 6.0, (S, S): 7.0, (S, R): inf},
+        [(inf, True, 2.0, 4), (inf, True, 4.0, 7)], {(K,), (R,), (S, K), (S, S)},
+    ),
+    "a child is never below its parent": (
+        {(): 2.0, (K,): 1.0, (S,): 1.0, (R,): 1.0}, [(inf, True, 2.0, 4)], {(K,), (S,), (R,)},
+    ),
+    "where no child has a plan it ends and proves no more than before": (
+        {(): 1.0, (K,): inf, (S,): inf, (R,): inf}, [(inf, False, 1.0, 4)], set(),
+    ),
+    "a node that is no better than the plan found is not looked into": (
+        {(): 2.0, (K,): 3.0, (S,): 4.0, (R,): 5.0},
+        [(2.0, False, 2.0, 1), (3.0, True, 3.0, 4), (3.0, False, 3.0, 4)], {(K,), (S,), (R,)},
+    ),
+    "a decided node stays in the bound": (
+        {(): 1.0, **{(a,): 2.0 for a in DECISIONS}, **{(a, b): 2.5 for a in DECISIONS for b in DECISIONS}},
+        [*((inf, True, 2.0, asked) for asked in (4, 7, 10)), *[(inf, True, 2.5, 13)] * 9, (inf, False, 2.5, 13)],
+        {(a, b) for a in DECISIONS for b in DECISIONS},
+    ),
+}  # fmt: skip
+"""What the programs say; of each step the time of the plan found, whether there was something to do, the bound behind
+it and how many programs were solved by then; and the decisions of the nodes that are left.
+"""
 
 
-def test_the_least_node_is_branched_on_first_and_the_bound_is_that_of_all_that_is_left() -> None:
-    made, said = scripted({(): 1.0, (K,): 5.0, (S,): 2.0, (R,): 4.0, (S, K): 6.0, (S, S): 7.0, (S, R): inf})
-    assert made.step(plenty(), inf)
-    assert made.bound_s == 2.0
-    assert made.step(plenty(), inf)
-    assert said.asked[-3:] == [(S, K), (S, S), (S, R)]
-    assert made.bound_s == 4.0
-
-
-def test_a_child_is_never_below_its_parent() -> None:
-    made, _ = scripted({(): 2.0, (K,): 1.0, (S,): 1.0, (R,): 1.0})
-    made.step(plenty(), inf)
-    assert {node.bound_s for node in open_nodes(made)} == {2.0}
+@pytest.mark.parametrize("name", BY_HAND)
+def test_nodes_are_branched_on_as_worked_out_by_hand(name: str) -> None:
+    bounds, steps, left = BY_HAND[name]
+    made, said = scripted(bounds)
+    for found_s, is_taken, bound_s, asked in steps:
+        assert made.step(plenty(), found_s) == is_taken
+        assert (made.bound_s, len(said.asked)) == (bound_s, asked)
+    assert {tuple(node.fixed.values()) for node in open_nodes(made)} == left
+    assert bool(made.basins()) == bool(left)
 
 
 def test_a_value_without_a_replay_is_not_recomputed() -> None:
@@ -250,23 +257,6 @@ def test_a_value_without_a_replay_is_not_recomputed() -> None:
     assert said.asked == [(), (K,), (S,)]
 
 
-def test_where_no_child_has_a_plan_it_ends_and_proves_no_more_than_before() -> None:
-    made, _ = scripted({(): 1.0, (K,): inf, (S,): inf, (R,): inf})
-    assert not made.step(plenty(), inf)
-    assert made.bound_s == 1.0
-    assert made.basins() == []
-
-
-def test_a_decided_node_stays_in_the_bound() -> None:
-    """Both values decided: nothing is left to branch on, and the bound does not rise over it."""
-    made, _ = scripted(
-        {(): 1.0, **{(a,): 2.0 for a in DECISIONS}, **{(a, b): 2.5 for a in DECISIONS for b in DECISIONS}}
-    )
-    bounds = take_all(made)
-    assert max(bounds) == 2.5
-    assert len(made._leaves) == 9
-
-
 def test_a_child_whose_program_was_not_solved_in_time_is_as_good_as_its_parent_and_decides_as_it_is_fixed() -> None:
     made, _ = scripted({(): 1.0}, is_unsolved=True)
     take_all(made)
@@ -276,15 +266,6 @@ def test_a_child_whose_program_was_not_solved_in_time_is_as_good_as_its_parent_a
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", SEEDS[: tries(4, 40)])
-def test_it_ends(seed: int) -> None:
-    _, problem, budget_bytes = tiny_instance(seed)
-    made = started(problem, budget_bytes)
-    take_all(made)
-    assert made.solved <= (3 ** (len(made.large) + 1) - 1) // 2
-    assert not made.step(plenty(), inf) or not made._open
 
 
 def begun(monkeypatch: pytest.MonkeyPatch) -> tuple[Proof, list[Mapping[int, Decision]]]:
@@ -314,16 +295,16 @@ def test_a_spent_allowance_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
         assert proof.bound_s == before_s
 
 
-def test_programs_are_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("evaluations", "asked", "most"),
+    [(3 * EVALUATIONS_PER_SOLVE, 60, 3 * len(DECISIONS)), (10_000, 10, 10 + len(DECISIONS) - 1)],
+)
+def test_programs_are_paid_for_and_about_as_many_as_it_was_told(
+    evaluations: int, asked: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     proof, solved = begun(monkeypatch)
-    proof.branch(Allowance(evaluations=3 * EVALUATIONS_PER_SOLVE), 60, inf)
-    assert 0 < len(solved) <= 3 * len(DECISIONS)
-
-
-def test_it_solves_about_as_many_programs_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    proof, solved = begun(monkeypatch)
-    proof.branch(plenty(), 10, inf)
-    assert 0 < len(solved) < 10 + len(DECISIONS)
+    proof.branch(Allowance(evaluations=evaluations), asked, inf)
+    assert 0 < len(solved) <= most
 
 
 def test_a_proof_that_was_ended_solves_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:

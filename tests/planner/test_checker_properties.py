@@ -7,27 +7,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import plan
 from poochplan.planner.simulator.construct import fit
 from poochplan.planner.simulator.problem import build_problem
-from poochplan.planner.simulator.schedule import AS_STYLED, Style, schedule_of
+from poochplan.planner.simulator.schedule import AS_STYLED, Style
 from poochplan.planner.simulator.simulate import simulate
 from tests.depth import tries
 from tests.planner.checker import Violation, check
-from tests.planner.plans import assert_bytes, budget_at, random_decisions, random_tuning
-from tests.planner.random_profiles import QUICK, profiles, resnet_like, transformer_like, unet_like
+from tests.planner.plans import assert_judged, budget_at, random_decisions, random_tuning
+from tests.planner.random_profiles import QUICK, profiles, profiles_with_thread, transformer_like
+from tests.planner.test_gathered import gathered, whole
+from tests.planner.time_checker import check_times
 
 STYLES = [Style(), Style(in_order=False), Style(release="early"), Style(release="early", prefetch="on_demand")]
 
 
 @settings(QUICK, max_examples=tries(20, 500))
-@given(profile=profiles(), share=st.floats(0.0, 1.0))
+@given(profile=profiles_with_thread(), share=st.floats(0.0, 1.0))
 def test_a_plan_for_any_feasible_budget_fits_it_and_finds_every_input(profile: Profile, share: float) -> None:
     budget = budget_at(profile, share)
     found = plan(profile, budget, evaluations=100)
-    verdict = check(profile, found)
+    verdict = check_times(profile, found, found.prediction)
     assert max(verdict.peak_bytes, verdict.first_step_peak_bytes) <= budget
     assert verdict.peak_bytes == found.prediction.peak_bytes
     assert verdict.first_step_peak_bytes == found.prediction.first_step_peak_bytes
@@ -37,7 +39,7 @@ def test_a_plan_for_any_feasible_budget_fits_it_and_finds_every_input(profile: P
 
 @settings(QUICK, max_examples=tries(100, 2000))
 @given(
-    profile=profiles(30),
+    profile=st.one_of(profiles(30), profiles_with_thread(30), st.just(gathered(whole()))),
     seed=st.integers(0, 2**32),
     style=st.sampled_from(STYLES),
     is_tuned=st.booleans(),
@@ -46,24 +48,13 @@ def test_a_plan_for_any_feasible_budget_fits_it_and_finds_every_input(profile: P
 def test_any_decisions_can_be_scheduled_and_their_simulated_bytes_are_exact(
     profile: Profile, seed: int, style: Style, is_tuned: bool, share: float
 ) -> None:
-    """In any style, and as any tuning has them carried out."""
+    """In any style, and as any tuning has them carried out; replays find the weights that FSDP2 gathers."""
     problem = build_problem(profile)
     tuning = random_tuning(problem, seed) if is_tuned else AS_STYLED
     schedule = fit(problem, random_decisions(problem, seed), int(share * profile.in_core_peak_bytes), style, tuning)
     simulation = simulate(problem, schedule, trace=True)
-    assert_bytes(profile, schedule, simulation)
+    assert_judged(profile, schedule, simulation)
     assert simulation.step_s >= problem.step_s
-
-
-@pytest.mark.parametrize("make", [resnet_like, unet_like, transformer_like])
-def test_a_plan_that_was_written_and_read_again_does_the_same(make, tmp_path) -> None:
-    profile = make(2)
-    problem = build_problem(profile)
-    found = plan(profile, "75%", evaluations=100)
-    again = Plan.load(found.save(tmp_path / "plan.json"))
-    assert again == found
-    assert simulate(problem, schedule_of(again, problem)).step_s == found.prediction.step_s
-    assert check(profile, again).peak_bytes == found.prediction.peak_bytes
 
 
 def test_the_checker_sees_a_missing_replay_input_a_missing_record_and_an_early_release() -> None:
@@ -72,10 +63,7 @@ def test_the_checker_sees_a_missing_replay_input_a_missing_record_and_an_early_r
     decisions = [value.decision for value in found.values]
     assert Decision.RECOMPUTE in decisions
     assert Decision.SWAP in decisions
-    without_replay = [msgspec.structs.replace(action, replay=()) for action in found.schedule]
-    without_record = [msgspec.structs.replace(action, record="") for action in found.schedule]
-    without_prefetch = [msgspec.structs.replace(action, prefetch=()) for action in found.schedule]
-    without_swap_out = [msgspec.structs.replace(action, swap_out=()) for action in found.schedule]
-    for broken in (without_replay, without_record, without_prefetch, without_swap_out):
+    for without in ({"replay": ()}, {"record": ""}, {"prefetch": ()}, {"swap_out": ()}):
+        broken = tuple(msgspec.structs.replace(action, **without) for action in found.schedule)  # type: ignore[arg-type]
         with pytest.raises(Violation):
-            check(profile, msgspec.structs.replace(found, schedule=tuple(broken), record_from_start=False))
+            check(profile, msgspec.structs.replace(found, schedule=broken, record_from_start=False))

@@ -6,6 +6,7 @@ import random
 import time
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,14 +20,7 @@ from tests.planner.random_profiles import random_profile, resnet_like, transform
 from tests.processes import python
 
 EVALUATIONS = 2000
-PROFILES = {
-    "unet": unet_like(3),
-    "gpt": transformer_like(2),
-    "resnet": resnet_like(2),
-    "random": random_profile(3),
-}
-
-
+UNET = unet_like(3)
 tight = partial(budget_at, share=0.1)
 
 
@@ -43,13 +37,14 @@ def content(made: Plan) -> bytes:
 @cache
 def first() -> Plan:
     """The plan that others are compared with."""
-    return counted(PROFILES["unet"])
+    return counted(UNET)
 
 
-@pytest.mark.parametrize("name", PROFILES)
-def test_the_same_call_makes_the_same_plan(name: str) -> None:
-    again = content(counted(PROFILES[name]))
-    assert again == content(first() if name == "unet" else counted(PROFILES[name]))
+@pytest.mark.parametrize(
+    "profile", [transformer_like(2), resnet_like(2), random_profile(3)], ids=["gpt", "resnet", "random"]
+)
+def test_the_same_call_makes_the_same_plan(profile: Profile) -> None:
+    assert content(counted(profile)) == content(counted(profile))
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -57,14 +52,13 @@ def test_no_clock_decides(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     calm = content(first())
     rng = random.Random(seed)  # hours pass between two looks at the clock, now forwards and now backwards
     monkeypatch.setattr(time, "perf_counter", lambda: rng.uniform(-1e6, 1e6))
-    assert content(counted(PROFILES["unet"])) == calm
+    assert content(counted(UNET)) == calm
 
 
 def test_with_a_time_limit_that_clock_does_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     hours = iter(range(0, 10**9, 3600))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(hours)))
-    profile = PROFILES["unet"]
-    assert plan(profile, tight(profile), threads=1, gap=1e-6).solve.status == "time limit"
+    assert plan(UNET, tight(UNET), threads=1, gap=1e-6).solve.status == "time limit"
 
 
 PLAN_ELSEWHERE = """\
@@ -76,48 +70,43 @@ plan(Profile.load(profile), int(budget), evaluations=int(evaluations), gap=1e-6)
 
 
 def test_two_processes_with_other_hash_seeds_make_the_same_plan(tmp_path: Path) -> None:
-    profile = PROFILES["unet"]
-    given = profile.save(tmp_path / "profile.json"), tight(profile), EVALUATIONS
+    given = UNET.save(tmp_path / "profile.json"), tight(UNET), EVALUATIONS
     for seed in ("1", "2"):
         python(PLAN_ELSEWHERE, *given, tmp_path / seed, PYTHONHASHSEED=seed)
         assert content(Plan.load(tmp_path / seed)) == content(first())
 
 
 def test_the_seed_changes_the_walk() -> None:
-    decided = {tuple(value.decision for value in counted(PROFILES["unet"], seed=seed).values) for seed in range(3)}
+    decided = {tuple(value.decision for value in counted(UNET, seed=seed).values) for seed in range(3)}
     assert len(decided) > 1
 
 
 def test_what_is_counted_limits_the_search() -> None:
-    assert first().prediction.step_s < counted(PROFILES["unet"], 4).prediction.step_s
+    assert first().prediction.step_s < counted(UNET, 4).prediction.step_s
 
 
 def test_the_plan_says_what_ended_the_search_and_what_was_asked() -> None:
-    solve = counted(PROFILES["unet"], seed=5).solve
+    solve = counted(UNET, seed=5).solve
     assert (solve.status, solve.evaluations, solve.seed) == ("evaluation limit", EVALUATIONS, 5)
-    timed = plan(PROFILES["unet"], tight(PROFILES["unet"]), time_limit_s=0.1).solve
+    timed = plan(UNET, tight(UNET), time_limit_s=0.1).solve
     assert (timed.evaluations, timed.seed) == (None, 0)
 
 
-def refused(**options: int | str) -> str:
-    """The message with which planning refuses these options."""
-    profile = PROFILES["unet"]
-    with pytest.raises(UsageError) as caught:
-        plan(profile, tight(profile), **options)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"evaluations": 9, "threads": 2}, "expected 1 with evaluations, found 2"),
+        ({"evaluations": 0}, "evaluations: expected at least 1, found 0"),
+        ({"seed": -1}, "seed: expected at least 0, found -1"),
+        ({"evaluations": 9, "solver": "cbc"}, "expected highs with evaluations, found 'cbc'"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused_in_one_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        plan(UNET, tight(UNET), **options)
     assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
-def test_a_second_thread_is_refused() -> None:
-    assert "expected 1 with evaluations, found 2" in refused(evaluations=9, threads=2)
+def test_limits_of_a_second_thread_are_refused() -> None:
     with pytest.raises(UsageError, match="expected 1 with evaluations, found 2"):
         SearchLimits(evaluations=9)
-
-
-def test_counts_that_mean_nothing_are_refused() -> None:
-    assert refused(evaluations=0) == "evaluations: expected at least 1, found 0"
-    assert refused(seed=-1) == "seed: expected at least 0, found -1"
-
-
-def test_a_solver_whose_work_cannot_be_counted_is_refused() -> None:
-    assert "expected highs with evaluations, found 'cbc'" in refused(evaluations=9, solver="cbc")

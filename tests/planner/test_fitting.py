@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Decision, Plan, SolveStatus
 from poochplan.formats.profile import Memory
 from poochplan.planner.arena import packing, step_layout
@@ -188,13 +187,3 @@ def test_a_plan_that_recomputes_has_room_for_a_generators_state_beside_its_arena
     with_room_bytes = taken_bytes(candidate)
     monkeypatch.setattr(step_layout, "GENERATOR_STATE_BYTES", 0)
     assert with_room_bytes - taken_bytes(candidate) == (5120 if wish is Decision.RECOMPUTE else 0)
-
-
-@pytest.mark.parametrize("seed", [NO_SMALLER, 0])
-def test_a_byte_less_than_the_smallest_budget_is_refused_by_its_name(seed: int) -> None:
-    profile = random_profile(seed)
-    smallest = smallest_budget(profile, arena="on")
-    with pytest.raises(InfeasibleError) as refused:
-        plan(profile, smallest - 1, arena="on", evaluations=1)
-    assert refused.value.smallest_budget_bytes == smallest
-    assert plan(profile, smallest, arena="on", evaluations=1).budget_bytes == smallest

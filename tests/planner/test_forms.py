@@ -7,8 +7,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from poochplan.formats.forms import form_of
-from poochplan.formats.narrow import as_planned, bits_bytes, faster_masks, masks_of, moved_by_both, narrowed, with_bits
+from poochplan.formats.forms import CASTING, form_of
+from poochplan.formats.narrow import (
+    DROPOUT,
+    as_planned,
+    bits_bytes,
+    faster_masks,
+    masks_of,
+    moved_by_both,
+    narrowed,
+    with_bits,
+)
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Kind, Profile
 from poochplan.formats.sources import with_sources
@@ -19,6 +28,7 @@ from tests.planner.form_profiles import POOL, cast, pool, with_types
 from tests.planner.mask_profiles import on_cuda
 from tests.planner.plans import held
 from tests.planner.random_profiles import Recorder, link
+from tests.planner.test_masks import fused_dropout
 
 COUNT = 16384
 
@@ -139,7 +149,15 @@ def test_what_is_made_again_in_less_time_has_no_narrow_form() -> None:
     assert faster_masks(replace(profile, ops=ops)) == {}
 
 
-@pytest.mark.parametrize("profile", [pooled(), pooled(64), pooled(512), casted(), on_cuda(pooled()), on_cuda(casted())])
+FORMS = {
+    "integers of indices": (pooled(), pooled(64), pooled(512), on_cuda(pooled())),
+    "upper halves of casts": (casted(), on_cuda(casted())),
+    "bits of masks": (fused_dropout(), on_cuda(fused_dropout())),
+}
+"""By their rows in a plan's table."""
+
+
+@pytest.mark.parametrize("profile", [*FORMS["integers of indices"], *FORMS["upper halves of casts"]])
 def test_a_narrow_form_is_the_only_recipe_of_a_value_and_is_never_recomputed(profile: Profile) -> None:
     planned = with_bits(profile)
     assert with_bits(planned) is planned
@@ -153,8 +171,10 @@ def test_a_narrow_form_is_the_only_recipe_of_a_value_and_is_never_recomputed(pro
     assert not any(value.name.startswith("tables") for value in planned.values)
 
 
-@pytest.mark.parametrize("profile", [pooled(), pooled(64), pooled(512), casted(), on_cuda(pooled()), on_cuda(casted())])
-def test_a_checked_plan_holds_the_forms_of_what_the_right_ops_have_made(profile: Profile, tmp_path: Any) -> None:
+@pytest.mark.parametrize(("row", "profile"), [(row, one) for row, profiles in FORMS.items() for one in profiles])
+def test_a_checked_plan_holds_the_forms_of_what_the_right_ops_have_made(
+    row: str, profile: Profile, tmp_path: Any
+) -> None:
     made = held(profile, with_bits)
     place = next(number for number, value in enumerate(made.values) if value.bits)
     swapped = with_decisions(profile, made, {made.values[place].name: "swap"})
@@ -162,13 +182,12 @@ def test_a_checked_plan_holds_the_forms_of_what_the_right_ops_have_made(profile:
         assert check(profile, one).peak_bytes == one.prediction.peak_bytes
         assert Plan.load(one.save(tmp_path / "plan.json", force=True)) == one
     assert as_planned(profile, made) == with_bits(profile)
-    (row,) = (row for row in made.rows() if row in ("upper halves of casts", "integers of indices"))
-    assert row == ("upper halves of casts" if made.values[place].dtype == "bfloat16" else "integers of indices")
-    wrong = {POOL: "aten.other.default", "aten._to_copy.default": "aten.other.default"}
-    ops = tuple(replace(op, name=wrong.get(op.name, op.name)) for op in profile.ops)
+    assert [one for one in made.rows() if one in FORMS] == [row]
+    makers = (POOL, CASTING, DROPOUT)
+    ops = tuple(replace(op, name="aten.other.default" if op.name in makers else op.name) for op in profile.ops)
     with pytest.raises(Violation, match=r"other.default makes no"):
         check(replace(profile, ops=ops), made)
     values = list(made.values)
     values[place] = replace(values[place], decision=Decision.RECOMPUTE)
-    with pytest.raises(Violation):
+    with pytest.raises(Violation, match=" as "):
         check(profile, replace(made, values=tuple(values)))

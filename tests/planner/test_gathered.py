@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from poochplan.errors import UsageError
 from poochplan.formats.occupancy import live_bytes
@@ -16,13 +14,10 @@ from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.simulator.construct import fit, may_replay_at
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import Style
-from poochplan.planner.simulator.simulate import simulate
 from poochplan.planner.writing import with_decisions
-from tests.depth import tries
 from tests.planner.checker import Violation, check
-from tests.planner.plans import assert_bytes, plan_with, random_decisions
-from tests.planner.random_profiles import QUICK, Recorder, link
-from tests.planner.test_checker_properties import STYLES
+from tests.planner.plans import plan_with
+from tests.planner.random_profiles import Recorder, link
 
 WEIGHT_BYTES, UNITS, OPS_OF_UNIT = 1 << 20, 4, 4
 
@@ -40,13 +35,13 @@ def whole() -> Profile:
     return r.finish(link(1.0), optimizer_s=1e-3)
 
 
-def gathered(profile: Profile) -> Profile:
-    """The same under FSDP2: a unit's weights have memory in its forward and in its backward."""
+def gathered(profile: Profile, of_unit: int = 2) -> Profile:
+    """The same under FSDP2: a unit's weights, so many, have memory in its forward and in its backward."""
     weights = [number for number, value in enumerate(profile.values) if value.kind is Kind.PARAMETER]
     backward = [number for number, op in enumerate(profile.ops) if op.phase == "backward"]
     values, more = list(profile.values), list[Value]()
     for place, weight in enumerate(weights):
-        unit = place // 2
+        unit = place // of_unit
         first = 1 + unit * OPS_OF_UNIT
         behind = backward[(UNITS - unit - 1) * OPS_OF_UNIT]
         values[weight] = stretch(profile, weight, first, first + OPS_OF_UNIT - 1)
@@ -106,37 +101,17 @@ def test_a_value_is_recomputed_only_where_its_first_use_finds_the_weights(profil
 def test_a_value_that_another_replay_may_start_from_too_early_is_not_recomputed() -> None:
     r = Recorder()
     (x,) = r.op("stem", [r.before(4096, Kind.INPUT)], [1 << 20])
-    for _ in range(4):  # what the activation gives is the next unit's to save
+    for _ in range(UNITS):  # what the activation gives is the next unit's to save
         (wide,) = r.op("up", [x, r.before(WEIGHT_BYTES)], [1 << 20], saves=[x])
         r.op("pass", [wide], [512])
         r.op("pass", [wide], [512])
         (x,) = r.op("gelu", [wide], [1 << 20], saves=[wide])
-    r.op("loss", [x], [512], saves=[x])
-    step = r.finish(link(1.0))
-    weights = [number for number, value in enumerate(step.values) if value.kind is Kind.PARAMETER]
-    values, more = list(step.values), list[Value]()
-    backward = next(number for number, op in enumerate(step.ops) if op.phase == "backward")
-    for unit, weight in enumerate(weights):
-        values[weight] = stretch(step, weight, 1 + unit * OPS_OF_UNIT, (unit + 1) * OPS_OF_UNIT)
-        behind = backward + 1 + (3 - unit) * OPS_OF_UNIT
-        more.append(stretch(step, weight, behind, behind + 3))
-    replay = build_problem(msgspec.structs.replace(step, values=(*values, *more))).replay
+    step = gathered(r.finish(link(1.0)), 1)
+    replay = build_problem(step).replay
     names = [step.values[value].name.split("/")[0] for value in replay.value_of]
     assert {reason for name, reason in zip(names, replay.reasons, strict=True) if name.startswith("gelu")} == {""}
-    assert all(
-        "may start from it" in replay.reasons[place] for place, name in enumerate(names) if name.startswith("up")
-    )
-
-
-@settings(QUICK, max_examples=tries(10, 200))
-@given(seed=st.integers(0, 2**32), style=st.sampled_from(STYLES), share=st.floats(0.4, 1.0))
-def test_whatever_is_decided_replays_find_their_weights_and_bytes_are_exact(
-    seed: int, style: Style, share: float
-) -> None:
-    profile = gathered(whole())
-    problem = build_problem(profile)
-    schedule = fit(problem, random_decisions(problem, seed), int(share * profile.in_core_peak_bytes), style)
-    assert_bytes(profile, schedule, simulate(problem, schedule))
+    ups = [reason for name, reason in zip(names, replay.reasons, strict=True) if name.startswith("up")]
+    assert ["may start from it" in reason for reason in ups] == [True] * 3 + [False]  # from the last one none starts
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
@@ -152,7 +127,7 @@ def of_whole_weights() -> Plan:
     problem = build_problem(whole())
     names = [problem.names[value].startswith("down") for value in range(problem.value_count)]
     decisions = [Decision.RECOMPUTE if one else Decision.KEEP for one in names]
-    return plan_with(whole(), fit(problem, decisions, 2**40, STYLES[0]))
+    return plan_with(whole(), fit(problem, decisions, 2**40, Style()))
 
 
 def test_the_checker_and_the_planner_refuse_a_replay_outside(profile: Profile) -> None:

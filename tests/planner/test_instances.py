@@ -8,6 +8,7 @@ import pytest
 
 import poochplan
 from poochplan.formats.profile import PointKind, Profile
+from poochplan.planner.simulator.problem import check_profile
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "instances"
 FILES = sorted(FOLDER.glob("*.json.gz"))
@@ -16,6 +17,7 @@ FILES = sorted(FOLDER.glob("*.json.gz"))
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.removesuffix(".json.gz"))
 def test_every_instance_is_a_profile_of_its_name(path: Path) -> None:
     profile = Profile.load(path)
+    check_profile(profile)
     network, _, device = path.name.removesuffix(".json.gz").rpartition("-")
     assert profile.mode == "fake"
     assert (profile.workload, profile.device.name) == (network, f"{device} (roofline)")

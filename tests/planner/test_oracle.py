@@ -13,9 +13,9 @@ from poochplan.planner.simulator.simulate import movable
 from tests.depth import seeds, tries
 from tests.planner.clock import is_plain
 from tests.planner.oracle import Freedom, Optimum, best_decisions, best_schedule
-from tests.planner.plans import assert_bytes
+from tests.planner.plans import assert_judged
 from tests.planner.random_profiles import with_random_thread
-from tests.planner.tiny_profiles import tiny_instance
+from tests.planner.tiny_profiles import tiny_budget, tiny_instance, tiny_profile
 from tests.planner.toys import MB, one_value, small_from_large, two_values
 
 WITHIN = 0.02
@@ -72,7 +72,7 @@ def test_an_early_replay_lets_go_of_the_larger_value_it_starts_from() -> None:
 
 def test_a_budget_below_the_smallest_has_no_schedule_and_the_in_core_peak_costs_nothing() -> None:
     for seed in range(5):
-        profile, problem, _ = tiny_instance(seed)
+        profile, problem, _ = tiny_instance(seed, 2, 4)
         assert best_schedule(problem, smallest_budget(profile) - 1) is None
         assert best(profile, profile.in_core_peak_bytes).step_s == pytest.approx(problem.step_s)
 
@@ -98,7 +98,7 @@ def test_the_rules_of_the_plain_link_lose_nothing_against_every_choice(seed: int
 def test_the_independent_checker_carries_the_best_schedule_out_within_the_budget(seed: int) -> None:
     profile, _, budget = plain_instance(seed)
     found = best(profile, budget)
-    assert assert_bytes(profile, found.schedule, found.simulation).peak_bytes <= budget
+    assert assert_judged(profile, found.schedule, found.simulation).peak_bytes <= budget
 
 
 def test_less_freedom_is_never_faster() -> None:
@@ -113,14 +113,23 @@ def test_less_freedom_is_never_faster() -> None:
 # -- the planner against the oracle ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", seeds(day=8, deep=100))
-def test_the_plan_is_near_the_best_of_all_schedules_and_never_better(seed: int) -> None:
-    profile, problem, budget = tiny_instance(seed)
-    plan_s = plan(profile, budget, evaluations=EVALUATIONS).prediction.step_s
-    found = best_schedule(problem, budget, at_most_s=plan_s)
-    assert found is not None, "the plan is better than the oracle's best: the oracle misses a schedule"
-    assert plan_s <= found.step_s * (1 + WITHIN)
+STEPS = [*((seed, False) for seed in seeds(day=8, deep=100)), *((seed, True) for seed in seeds(day=24, deep=300))]
+
+
+@pytest.mark.parametrize(("seed", "has_thread"), STEPS)
+def test_the_plan_is_near_the_best_of_all_schedules_and_never_better_and_the_bound_is_below(
+    seed: int, has_thread: bool
+) -> None:
+    """The oracle asserts that its own clock and the simulator agree on its best schedule."""
+    profile = with_random_thread(tiny_profile(seed, 2, 4), seed) if has_thread else tiny_profile(seed)
+    problem, budget = build_problem(profile), tiny_budget(profile, seed)
     assert 2 <= len(movable(problem)) <= 5
+    made = plan(profile, budget, evaluations=EVALUATIONS)
+    found = best_schedule(problem, budget, at_most_s=made.prediction.step_s)
+    assert found is not None, "the plan is better than the oracle's best: the oracle misses a schedule"
+    assert made.prediction.step_s <= found.step_s * (1 + WITHIN)
+    assert made.solve.bound_s is not None
+    assert problem.keep_all_s * (1 - 1e-9) <= made.solve.bound_s <= found.step_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", seeds(day=4, deep=50))

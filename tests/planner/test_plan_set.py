@@ -21,18 +21,12 @@ def _plan(*inputs: str, **changes: Any) -> Plan:
     return msgspec.structs.replace(PLAN, inputs=inputs, **changes)
 
 
-SMALL, MIDDLE, LARGE = (_plan(f"0 float32[{size}, 3]", f"1.mask bool[{size}]") for size in (4, 8, 16))
+def sized(size: int) -> tuple[str, str]:
+    return f"0 float32[{size}, 3]", f"1.mask bool[{size}]"
+
+
+SMALL, MIDDLE, LARGE = (_plan(*sized(size)) for size in (4, 8, 16))
 SET = PlanSet([MIDDLE, LARGE, SMALL])
-
-
-@pytest.mark.parametrize("wanted", [SMALL, MIDDLE, LARGE], ids=["small", "middle", "large"])
-def test_inputs_of_a_plan_choose_it(wanted: Plan) -> None:
-    assert SET.choose(wanted.inputs) is wanted
-
-
-@pytest.mark.parametrize(("size", "wanted"), [(1, SMALL), (3, SMALL), (5, MIDDLE), (9, LARGE), (15, LARGE)])
-def test_other_inputs_choose_the_nearest_larger_plan(size: int, wanted: Plan) -> None:
-    assert SET.choose((f"0 float32[{size}, 3]", f"1.mask bool[{size}]")) is wanted
 
 
 def test_the_nearest_has_the_fewest_elements_among_those_that_are_as_large_in_every_dimension() -> None:
@@ -44,22 +38,23 @@ def test_the_nearest_has_the_fewest_elements_among_those_that_are_as_large_in_ev
     assert plans.choose(("ids int64[17, 17]",)) is None
 
 
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        ("0 float32[17, 3]", "1.mask bool[8]"),
-        ("0 float32[8, 4]", "1.mask bool[8]"),
-        ("0 float64[8, 3]", "1.mask bool[8]"),
-        ("0 float32[8, 3, 1]", "1.mask bool[8]"),
-        ("0 float32[8]", "1.mask bool[8]"),
-        ("0 float32[8, 3]", "1.other bool[8]"),
-        ("0 float32[8, 3]",),
-        (),
-    ],
-    ids=["larger", "wider", "dtype", "more dimensions", "fewer dimensions", "path", "fewer inputs", "no inputs"],
-)
-def test_inputs_that_no_plan_holds_choose_none(inputs: tuple[str, ...]) -> None:
-    assert SET.choose(inputs) is None
+CHOSEN = {
+    "its own": [(one.inputs, one) for one in (SMALL, MIDDLE, LARGE)],
+    "the nearest larger": [(sized(1), SMALL), (sized(3), SMALL), (sized(5), MIDDLE), (sized(9), LARGE)],
+    "larger": [(("0 float32[17, 3]", "1.mask bool[8]"), None)],
+    "wider": [(("0 float32[8, 4]", "1.mask bool[8]"), None)],
+    "dtype": [(("0 float64[8, 3]", "1.mask bool[8]"), None)],
+    "more dimensions": [(("0 float32[8, 3, 1]", "1.mask bool[8]"), None)],
+    "fewer dimensions": [(("0 float32[8]", "1.mask bool[8]"), None)],
+    "path": [(("0 float32[8, 3]", "1.other bool[8]"), None)],
+    "fewer inputs": [(("0 float32[8, 3]",), None), ((), None)],
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_inputs_choose_the_plan_for_just_these_else_the_nearest_larger_else_none(name: str) -> None:
+    for inputs, wanted in CHOSEN[name]:
+        assert SET.choose(inputs) is wanted
 
 
 def test_scalars_and_empty_tensors_and_odd_names_are_read() -> None:

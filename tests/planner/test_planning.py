@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Literal
 
 import msgspec
 import pytest
@@ -37,12 +38,18 @@ def test_a_budget_that_holds_the_in_core_peak_keeps_everything_and_says_so() -> 
     assert "everything is kept" in found.notes[0]
 
 
-@pytest.mark.parametrize("profile", [resnet_like(3), unet_like(3), transformer_like(2)], ids=["resnet", "unet", "gpt"])
-def test_the_smallest_budget_has_a_plan_and_one_byte_less_has_none(profile: Profile) -> None:
-    smallest = smallest_budget(profile)
-    assert plan(profile, smallest, evaluations=100).prediction.peak_bytes <= smallest
+LEAST = [resnet_like(3), unet_like(3), transformer_like(2), random_profile(0), random_profile(11)]
+
+
+@pytest.mark.parametrize("profile", LEAST, ids=["resnet", "unet", "gpt", "random", "no arena as small as all in-core"])
+@pytest.mark.parametrize("arena", ["off", "on"])
+def test_the_smallest_budget_has_a_plan_and_one_byte_less_has_none(
+    profile: Profile, arena: Literal["on", "off"]
+) -> None:
+    smallest = smallest_budget(profile, arena=arena)
+    assert plan(profile, smallest, arena=arena, evaluations=20).prediction.peak_bytes <= smallest
     with pytest.raises(InfeasibleError) as caught:
-        plan(profile, smallest - 1)
+        plan(profile, smallest - 1, arena=arena, evaluations=1)
     assert caught.value.smallest_budget_bytes == smallest
 
 
@@ -185,16 +192,12 @@ def test_the_host_budget_holds() -> None:
     assert limited.prediction.out_bytes <= most
     assert limited.prediction.peak_bytes <= limited.budget_bytes
     assert check(profile, limited).peak_bytes == limited.prediction.peak_bytes
+    nothing = plan(profile, "80%", host_budget=0, evaluations=1000)
+    assert nothing.prediction.out_bytes == 0
+    assert decisions_of(nothing) == {Decision.KEEP, Decision.RECOMPUTE}
+    assert check(profile, nothing).peak_bytes == nothing.prediction.peak_bytes
     with pytest.raises(InfeasibleError, match="swaps at most 1 B; pass a larger host budget"):
         plan(profile, smallest_budget(profile), host_budget=1, evaluations=1000)
-
-
-def test_a_host_budget_of_nothing_recomputes_alone() -> None:
-    profile = transformer_like(2, link_gb_per_s=4.0)
-    found = plan(profile, "80%", host_budget=0, evaluations=1000)
-    assert found.prediction.out_bytes == 0
-    assert decisions_of(found) == {Decision.KEEP, Decision.RECOMPUTE}
-    assert check(profile, found).peak_bytes == found.prediction.peak_bytes
 
 
 def test_by_default_the_host_has_what_it_had_left_when_a_gpu_was_profiled() -> None:

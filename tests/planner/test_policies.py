@@ -20,8 +20,16 @@ from poochplan.planner.simulator.schedule import points_of
 from poochplan.planner.simulator.simulate import ON_DEMAND, Candidate, try_style
 from tests.depth import tries
 from tests.planner.checker import check
-from tests.planner.plans import assert_bytes, input_at
-from tests.planner.random_profiles import QUICK, Recorder, link, profiles, resnet_like, transformer_like, unet_like
+from tests.planner.plans import assert_judged, input_at
+from tests.planner.random_profiles import (
+    QUICK,
+    Recorder,
+    link,
+    profiles_with_thread,
+    resnet_like,
+    transformer_like,
+    unet_like,
+)
 
 ALWAYS_FITTING = ("swap-all", "swap-all-on-demand", "earliest-first", "latest-first", "greedy", "pooch", "seq2seq")
 SHAPES = {"resnet": resnet_like(4), "unet": unet_like(3), "gpt": transformer_like(2)}
@@ -51,14 +59,14 @@ def chain(length: int) -> Profile:
 
 
 @settings(QUICK, max_examples=tries(15, 500))
-@given(profile=profiles(24), share=st.floats(0.0, 1.0))
-def test_the_checker_carries_out_what_a_policy_plans_and_sees_the_predicted_bytes(
+@given(profile=profiles_with_thread(24), share=st.floats(0.0, 1.0))
+def test_the_checkers_carry_out_what_a_policy_plans_and_see_the_predicted_bytes_and_seconds(
     profile: Profile, share: float
 ) -> None:
     step = input_at(as_matrices(profile), share)
     for name in policy_names():
         found = run_policy(name, step)
-        assert_bytes(step.profile, found.schedule, found.simulation)
+        assert_judged(step.profile, found.schedule, found.simulation)
         if name in ALWAYS_FITTING:
             assert found.peak_bytes <= step.budget_bytes, name
 
@@ -105,6 +113,7 @@ def test_swapping_policies_replay_nothing_and_checkpointing_ones_move_nothing(sh
         assert run_policy(name, step).simulation.replay_s == 0, name
     for name in ("keep-all", "recompute-all", "sqrt-n", "checkpoint-greedy"):
         assert run_policy(name, step).simulation.out_bytes == 0, name
+    assert set(values_with(run_policy("recompute-all", step), Decision.RECOMPUTE)) == step.replayable
 
 
 # -- swapping ------------------------------------------------------------------------------------------------------
@@ -131,18 +140,12 @@ def test_vdnn_swaps_inputs_of_convolutions_awaited_at_the_end_of_their_layer_and
         assert sum(step.profile.ops[op].name == "conv_backward" for op in between) <= 1
 
 
-def test_vdnn_leaves_a_network_without_convolutions_as_it_is() -> None:
-    assert run_policy("vdnn", input_at(SHAPES["gpt"], 0.5)).schedule.actions == ()
-
-
-def test_tflms_without_need_swaps_nothing() -> None:
-    found = run_policy("tflms", input_at(as_matrices(SHAPES["resnet"]), 1.0))
-    assert set(found.schedule.decisions) == {Decision.KEEP}
-
-
-def test_tflms_swaps_no_vectors() -> None:
-    assert run_policy("tflms", input_at(SHAPES["resnet"], 0.3)).schedule.actions == ()
-    assert values_with(run_policy("tflms", input_at(as_matrices(SHAPES["resnet"]), 0.3)), Decision.SWAP)
+def test_a_step_that_a_policy_has_nothing_to_do_with_stays_as_it_is() -> None:
+    no_convolutions, vectors, matrices = SHAPES["gpt"], SHAPES["resnet"], as_matrices(SHAPES["resnet"])
+    for name, profile, share in (("vdnn", no_convolutions, 0.5), ("tflms", matrices, 1.0), ("tflms", vectors, 0.3)):
+        found = run_policy(name, input_at(profile, share))
+        assert found.schedule.actions == ()
+        assert set(found.schedule.decisions) == {Decision.KEEP}
 
 
 def test_tflms_swaps_what_is_used_the_most_levels_later() -> None:
@@ -204,11 +207,6 @@ def test_greedy_checkpoints_replay_less_where_memory_allows_and_still_fit_where_
     roomy, tight = input_at(chain(40), 0.8), input_at(chain(40), 0.35)
     assert run_policy("sqrt-n", roomy).simulation.replay_s > run_policy("checkpoint-greedy", roomy).simulation.replay_s
     assert run_policy("checkpoint-greedy", tight).peak_bytes <= tight.budget_bytes
-
-
-def test_recompute_all_recomputes_all_that_can_be() -> None:
-    step = input_at(SHAPES["gpt"], 0.5)
-    assert set(values_with(run_policy("recompute-all", step), Decision.RECOMPUTE)) == step.replayable
 
 
 def test_superneurons_recomputes_the_cheap_and_never_a_convolution_a_join_or_a_fork() -> None:

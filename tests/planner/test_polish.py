@@ -16,7 +16,7 @@ from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.simulate import Candidate, least_step_s, simulate, try_decisions
 from tests.depth import tries
 from tests.planner.oracle import best_schedule
-from tests.planner.plans import assert_bytes, budget_at, random_decisions
+from tests.planner.plans import assert_judged, budget_at, random_decisions
 from tests.planner.random_profiles import QUICK, profiles, unet_like
 from tests.planner.tiny_profiles import tiny_budget, tiny_profile
 from tests.planner.toys import MB, replay_beside_a_copy, small_from_large
@@ -87,7 +87,7 @@ def test_polishing_never_loses_and_the_checker_carries_the_schedule_out(
     found = polish(problem, start, budget, Allowance(evaluations=120))
     assert found.rank(budget)[:2] <= start.rank(budget)[:2]
     assert found.wish == start.wish
-    assert_bytes(profile, found.schedule, found.simulation)
+    assert_judged(profile, found.schedule, found.simulation)
     assert simulate(problem, found.schedule).step_s == found.simulation.step_s
     assert found.simulation.step_s >= least_step_s(problem, found.schedule.decisions) - 1e-9
     assert found.simulation.peak_bytes >= least_peak_bytes(problem, found.schedule.decisions)
@@ -103,11 +103,3 @@ def test_without_evaluations_the_schedule_stays_and_gets_its_recording() -> None
     assert found.simulation is unrecorded.simulation
     assert found.schedule == fit(problem, start.wish, budget)
     assert any(action.record for action in found.schedule.actions) or found.schedule.record_from_start
-
-
-def test_the_waits_of_a_simulation_add_up_to_its_stall() -> None:
-    profile = unet_like(3, link_gb_per_s=0.2)
-    problem = build_problem(profile)
-    simulation = try_decisions(problem, "test", random_decisions(problem, 3), smallest_budget(profile)).simulation
-    assert simulation.stall_s > 0
-    assert sum(wait.seconds for wait in simulation.waits) == pytest.approx(simulation.stall_s)

@@ -23,60 +23,27 @@ def why_not(problem: Problem, name: str) -> str:
     return problem.replay.reasons[problem.names.index(name)]
 
 
-def test_a_replay_runs_through_values_that_are_not_saved_and_starts_from_saved_ones() -> None:
+def test_a_replay_runs_the_writers_of_what_it_reads_through_unsaved_values_and_starts_from_saved_ones() -> None:
     r = Recorder()
     (x,) = r.op("conv", [r.before(KB, Kind.INPUT)], [KB], seconds=1)
-    (h,) = r.op("norm", [x], [KB], saves=[x], seconds=2)
-    (h,) = r.op("scale", [h], [KB], seconds=3)
-    r.op("conv", [h], [KB], saves=[h], seconds=1)
-    replay = replay_of(problem_of(r), "scale2/out1")
-    assert (replay.ops, replay.inputs, replay.seconds) == ((1, 2), (0,), 5)
-
-
-def test_an_in_place_chain_is_replayed_by_all_its_writers() -> None:
-    r = Recorder()
-    (x,) = r.op("conv", [r.before(KB, Kind.INPUT)], [KB])
-    (y,) = r.op("bn", [x], [KB], saves=[x])
-    r.op("relu_", [y], writes=[y], saves_outputs=True)
-    replay = replay_of(problem_of(r), "bn1/out1")
-    assert (replay.ops, replay.inputs) == ((1, 2), (0,))
-
-
-def test_a_reader_of_an_older_version_gets_it_from_the_writers_not_from_the_entry() -> None:
-    r = Recorder()
-    (x,) = r.op("conv", [r.before(KB, Kind.INPUT)], [KB])
-    (y,) = r.op("bn", [x], [KB], saves=[x])
-    (side,) = r.op("square", [y], [KB])  # reads y before the ReLU
-    r.op("relu_", [y], writes=[y], saves_outputs=True)
-    r.op("use", [side], [KB], saves=[side])
-    replay = replay_of(problem_of(r), "square2/out1")
-    assert (replay.ops, replay.inputs) == ((1, 2), (0,))
-
-
-def test_bytes_inside_a_replay_are_its_temporaries_until_their_last_reader() -> None:
-    r = Recorder()
-    (x,) = r.op("conv", [r.before(KB, Kind.INPUT)], [KB])
-    (a,) = r.op("a", [x], [4 * KB], saves=[x])
+    (y,) = r.op("bn", [x], [KB], saves=[x], seconds=2)
+    (side,) = r.op("square", [y], [KB], seconds=3)  # reads y before the ReLU
+    r.op("relu_", [y], writes=[y], saves_outputs=True, seconds=4)
+    (a,) = r.op("a", [y], [4 * KB])
     (b,) = r.op("b", [a], [8 * KB], workspace_bytes=512)
     (c,) = r.op("c", [b], [2 * KB])
-    r.op("use", [c], [KB], saves=[c])
+    r.op("use", [side, c], [KB], saves=[side, c])
     problem = problem_of(r)
-    merged = problem.replay.merged((problem.names.index("c3/out1"),))
-    assert merged.peak_bytes == 4 * KB + 8 * KB + 512
-    assert merged.inputs == (0,)
-
-
-def test_replays_together_run_shared_ops_once() -> None:
-    r = Recorder()
-    (x,) = r.op("conv", [r.before(KB, Kind.INPUT)], [KB])
-    (h,) = r.op("norm", [x], [KB], saves=[x], seconds=2)
-    (a,) = r.op("a", [h], [KB], seconds=1)
-    (b,) = r.op("b", [h], [KB], seconds=1)
-    r.op("use", [a, b], [KB], saves=[a, b])
-    problem = problem_of(r)
-    both = tuple(sorted(problem.names.index(name) for name in ("a2/out1", "b3/out1")))
-    assert problem.replay.merged(both).seconds == 4
-    assert sum(problem.replay.merged((one,)).seconds for one in both) == 6
+    found = {name.split("/")[0]: replay_of(problem, name) for name in problem.names[1:]}
+    assert {name: (replay.ops, replay.inputs) for name, replay in found.items()} == {
+        "bn1": ((1, 3), (0,)),  # all writers of a chain in place
+        "square2": ((1, 2), (0,)),  # an older version comes from the writers, not from the entry
+        "c6": ((4, 5, 6), (1,)),
+    }
+    assert found["square2"].seconds == 5
+    both = problem.replay.merged((1, 2))  # a shared op runs once
+    assert (both.ops, both.seconds) == ((1, 2, 3), 9)
+    assert problem.replay.merged((3,)).peak_bytes == 4 * KB + 8 * KB + 512  # temporaries until their last reader
 
 
 def test_values_that_cannot_be_recomputed_say_why() -> None:

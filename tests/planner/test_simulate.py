@@ -39,14 +39,13 @@ def use(index: int, **actions) -> PointActions:
     return PointActions(at="use", index=index, **actions)
 
 
-def run(the_link: Link, decisions: tuple[Decision, ...], *actions: PointActions, trace: bool = False) -> Simulation:
-    return simulate(build_problem(three_values(the_link)), Schedule(decisions, actions), trace=trace)
+SWAP_X = (SWAP, KEEP, KEEP), (save(X, swap_out=(X,)), save(Y, release=(X,)), use(0, prefetch=(X,)))
+"""x leaves at 1 s, is released at the save point of y (2 s), and comes back from the first use point (4 s)."""
+Plan = tuple[tuple[Decision, ...], tuple[PointActions, ...]]
 
 
-def swap_x(the_link: Link) -> Simulation:
-    """x leaves at 1 s, is released at the save point of y (2 s), and comes back from the first use point (4 s)."""
-    out, gone, back = save(X, swap_out=(X,)), save(Y, release=(X,)), use(0, prefetch=(X,))
-    return run(the_link, (SWAP, KEEP, KEEP), out, gone, back)
+def run(the_link: Link, plan: Plan = SWAP_X) -> Simulation:
+    return simulate(build_problem(three_values(the_link)), Schedule(*plan), trace=True)
 
 
 def test_keeping_everything_takes_the_in_core_step_and_its_peak() -> None:
@@ -60,80 +59,62 @@ def test_keeping_everything_takes_the_in_core_step_and_its_peak() -> None:
         assert (simulation.stall_s, simulation.replay_s, simulation.interference_s) == (0, 0, 0)
 
 
-def test_copies_that_fit_beside_compute_cost_nothing() -> None:
-    simulation = swap_x(link(gb_per_s=0.001))  # 1 s each way: out 1..2 s, in 4..5 s, used at 6 s
-    assert simulation.step_s == pytest.approx(7.0)
-    assert simulation.stall_s == pytest.approx(0.0)
-    assert (simulation.out_bytes, simulation.in_bytes) == (MB, MB)
+Z_LEAVES_TOO = (
+    (SWAP, KEEP, SWAP),
+    (*SWAP_X[1][:2], use(0, swap_out=(Z,), prefetch=(X,)), use(2, release=(Z,))),
+)
+X_AND_Y_LEAVE = (SWAP, SWAP, KEEP), (SWAP_X[1][0], save(Y, swap_out=(Y,)), save(Z, release=(X,)), use(0, release=(Y,)))
+Z_IS_REPLAYED = (KEEP, SWAP, RECOMPUTE), (save(Y, swap_out=(Y,)), save(Z, release=(Y,)), use(0, replay=(Z,)))
+BY_HAND: dict[str, tuple[Link, Plan, dict[str, float], list[tuple[Lane, float, float]]]] = {
+    "copies that fit beside compute cost nothing": (
+        link(gb_per_s=0.001), SWAP_X, {}, [(Lane.OUT, 1, 2), (Lane.IN, 4, 5)],
+    ),
+    "a release and a use wait for the rest of their copy": (  # from 2 s and from 7.5 s
+        link(gb_per_s=0.0005, latency_s=0.5), SWAP_X, {"stall_s": 1.5 + 0.5}, [(Lane.OUT, 1, 3.5), (Lane.IN, 5.5, 8)],
+    ),
+    "compute beside a copy runs slower by the interference of its direction": (  # at the release the copy is over
+        link(gb_per_s=0.001, interference_out=0.25, interference_in=1.0), SWAP_X, {"interference_s": 0.2 + 0.5}, [],
+    ),
+    "two directions at once do not share a link of full duplex": (
+        link(gb_per_s=0.001), Z_LEAVES_TOO, {}, [(Lane.OUT, 1, 2), (Lane.OUT, 4, 5), (Lane.IN, 4, 5)],
+    ),
+    "of half duplex they do": (
+        link(gb_per_s=0.001, duplex=0.5), Z_LEAVES_TOO, {}, [(Lane.OUT, 1, 2), (Lane.OUT, 4, 6), (Lane.IN, 4, 6)],
+    ),
+    "and are awaited": (  # at 6 s
+        link(gb_per_s=0.001, duplex=0.25), Z_LEAVES_TOO, {"stall_s": 2},
+        [(Lane.OUT, 1, 2), (Lane.OUT, 4, 8), (Lane.IN, 4, 8)],
+    ),
+    "copies in one direction run one after another": (  # y is fetched only when it is used, at 6 s instead of 5; then x
+        link(gb_per_s=0.0005), X_AND_Y_LEAVE, {"stall_s": 1 + 2 + 2},
+        [(Lane.OUT, 1, 3), (Lane.OUT, 3, 5), (Lane.IN, 6, 8), (Lane.IN, 9, 11)],
+    ),
+    "a replay takes the time of its ops and waits for what it reads": (  # y comes back at 4 s, then 1 s of f2
+        link(gb_per_s=0.001), Z_IS_REPLAYED, {"stall_s": 1, "replay_s": 1},
+        [(Lane.OUT, 2, 3), (Lane.IN, 4, 5), (Lane.STALL, 4, 5), (Lane.REPLAY, 5, 6)],
+    ),
+}  # fmt: skip
+"""A link and a plan; the seconds that are lost, and spans in the order of lanes."""
 
 
-def test_a_release_and_a_use_wait_for_the_rest_of_their_copy() -> None:
-    # 0.5 s latency + 2 s: out 1..3.5 s, awaited from 2 s; in from 5.5 s to 8 s, awaited from 7.5 s.
-    simulation = swap_x(link(gb_per_s=0.0005, latency_s=0.5))
-    assert simulation.stall_s == pytest.approx(1.5 + 0.5)
-    assert simulation.step_s == pytest.approx(9.0)
-
-
-def test_compute_beside_a_copy_runs_slower_by_the_interference_of_its_direction() -> None:
-    # Out runs 1..2 s, where compute gets 1/1.25 = 0.8 s done; in runs for 1 s, where it gets 1/2 = 0.5 s done.
-    simulation = swap_x(link(gb_per_s=0.001, interference_out=0.25, interference_in=1.0))
-    # At the release (work 2 s, reached at 2.2 s) the copy is over.
-    assert simulation.stall_s == pytest.approx(0.0)
-    assert simulation.interference_s == pytest.approx(0.2 + 0.5)
-    assert simulation.step_s == pytest.approx(7.7)
-
-
-def test_two_directions_at_once_share_the_link_by_the_duplex_factor() -> None:
-    # z leaves at 4 s while x comes back: 1 s alone each, 2 s together at half their rate. x is awaited at 6 s.
-    actions = (
-        save(X, swap_out=(X,)),
-        save(Y, release=(X,)),
-        use(0, swap_out=(Z,), prefetch=(X,)),
-        use(2, release=(Z,)),
-    )
-    for duplex, copies_end_s in ((1.0, 5.0), (0.5, 6.0), (0.25, 8.0)):
-        simulation = run(link(gb_per_s=0.001, duplex=duplex), (SWAP, KEEP, SWAP), *actions, trace=True)
-        ends = [span.end_s for span in simulation.trace if span.lane in (Lane.OUT, Lane.IN)][-2:]
-        assert ends == [pytest.approx(copies_end_s)] * 2
-        assert simulation.stall_s == pytest.approx(max(0.0, copies_end_s - 6))
-
-
-def test_copies_in_one_direction_run_one_after_another() -> None:
-    simulation = run(
-        link(gb_per_s=0.0005),  # 2 s each: x out 1..3, y out 3..5 although queued at 2
-        (SWAP, SWAP, KEEP),
-        save(X, swap_out=(X,)),
-        save(Y, swap_out=(Y,)),
-        save(Z, release=(X,)),
-        use(0, release=(Y,)),
-        trace=True,
-    )
-    copies = [(span.start_s, span.end_s) for span in simulation.trace if span.lane is Lane.OUT]
-    assert copies == [(pytest.approx(1), pytest.approx(3)), (pytest.approx(3), pytest.approx(5))]
-    # y is fetched only when it is used, at 6 s instead of 5; then x, at 9 s.
-    assert simulation.stall_s == pytest.approx(1 + 2 + 2)
-
-
-def test_a_replay_takes_the_time_of_its_ops_and_waits_for_what_it_reads() -> None:
-    # z is made from y by f2; y is on the host and comes back for the replay: 1 s at 4 s, then 1 s of f2.
-    actions = (
-        save(Y, swap_out=(Y,)),
-        save(Z, release=(Y,)),
-        use(0, replay=(Z,)),
-    )
-    simulation = run(link(gb_per_s=0.001), (KEEP, SWAP, RECOMPUTE), *actions, trace=True)
-    assert (simulation.stall_s, simulation.replay_s) == (pytest.approx(1), pytest.approx(1))
-    assert simulation.step_s == pytest.approx(9)
-    lanes = [
-        (span.lane, span.start_s, span.end_s) for span in simulation.trace if span.lane in (Lane.STALL, Lane.REPLAY)
-    ]
-    assert lanes == [(Lane.STALL, 4, 5), (Lane.REPLAY, 5, 6)]
+@pytest.mark.parametrize("name", BY_HAND)
+def test_times_are_those_worked_out_by_hand(name: str) -> None:
+    the_link, plan, lost, spans = BY_HAND[name]
+    found = run(the_link, plan)
+    for field in ("stall_s", "replay_s", "interference_s"):
+        assert getattr(found, field) == pytest.approx(lost.get(field, 0.0), abs=1e-12)
+    assert found.step_s == pytest.approx(7 + sum(lost.values()))
+    for lane in dict.fromkeys(lane for lane, _, _ in spans):
+        wanted = [(pytest.approx(start), pytest.approx(end)) for here, start, end in spans if here is lane]
+        assert [(span.start_s, span.end_s) for span in found.trace if span.lane is lane] == wanted
+    assert found.out_bytes == plan[0].count(SWAP) * MB
+    assert found.in_bytes == sum(span.lane is Lane.IN for span in found.trace) * MB
 
 
 def test_released_bytes_are_gone_from_the_release_and_back_from_the_prefetch() -> None:
     problem = build_problem(three_values(link()))
     kept = simulate(problem, keep_all(problem)).memory_bytes
-    swapped = swap_x(link()).memory_bytes
+    swapped = run(link()).memory_bytes
     gone, back = problem.point_ticks[problem.save_points[Y]], problem.point_ticks[problem.use_points[0]]
     dead = problem.forward_death[X] + 1
     absent = kept - swapped
@@ -142,29 +123,7 @@ def test_released_bytes_are_gone_from_the_release_and_back_from_the_prefetch() -
     assert (absent[back:] == 0).all()
 
 
-def test_a_value_whose_own_last_use_is_over_is_held_for_a_later_replay() -> None:
-    r = Recorder()
-    (x,) = r.op("f0", [r.before(512, Kind.INPUT)], [MB], seconds=1, backward_s=0)
-    (y,) = r.op("f1", [x], [MB], seconds=1, backward_s=1)
-    r.op("late", [y], [512], saves=[y], seconds=1)  # y is used last in backward
-    r.nodes.insert(0, r.nodes.pop())
-    r.op("side", [x], [512], saves=[x], seconds=1)  # x is used first, and let go of
-    problem = build_problem(r.finish(link()))
-    at = {name: number for number, name in enumerate(problem.names)}
-    saved_x, saved_y = at["f00/out1"], at["f11/out1"]
-    assert problem.freed[saved_x] < problem.first_use[saved_y]
-    decisions = [KEEP] * 2
-    decisions[saved_y] = RECOMPUTE
-    kept = simulate(problem, keep_all(problem)).memory_bytes
-    replayed = simulate(problem, Schedule(tuple(decisions), (use(1, replay=(saved_y,)),))).memory_bytes
-    between = slice(problem.freed[saved_x] + 1, problem.first_use[saved_y])
-    # y is away and x is there instead of y
-    assert (replayed[between] == kept[between]).all()
-
-
 def test_the_trace_tells_when_each_tick_begins() -> None:
-    problem = build_problem(three_values(link(gb_per_s=0.0005, latency_s=0.5)))
-    actions = (save(X, swap_out=(X,)), save(Y, release=(X,)), use(0, prefetch=(X,)))
-    simulation = simulate(problem, Schedule((SWAP, KEEP, KEEP), actions), trace=True)
-    starts = simulation.tick_start_s[problem.op_ticks]
+    the_link = link(gb_per_s=0.0005, latency_s=0.5)
+    starts = run(the_link).tick_start_s[build_problem(three_values(the_link)).op_ticks]
     assert starts.tolist() == [pytest.approx(t) for t in (0, 1, 3.5, 4.5, 5.5, 6.5, 8, 9)]

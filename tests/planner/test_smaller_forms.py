@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
-from poochplan.formats.narrow import with_bits
-from poochplan.formats.plan import Decision
-from poochplan.formats.profile import Profile
-from poochplan.formats.sources import with_sources
+from poochplan.errors import InputFileError
+from poochplan.formats.narrow import as_planned, with_bits
+from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.profile import Kind, Profile
+from poochplan.formats.sources import sources_of, with_sources
 from poochplan.planner.arena.packing import live_peak
 from poochplan.planner.arena.step_layout import blocks_of
 from poochplan.planner.planning import plan
@@ -20,22 +23,34 @@ from poochplan.planner.search.bound import integral_bound, lower_bound
 from poochplan.planner.search.solvers import SolverLimits
 from poochplan.planner.simulator.evaluator import STYLE_OF, Evaluator
 from poochplan.planner.simulator.problem import build_problem
-from poochplan.planner.simulator.simulate import simulate, try_style
+from poochplan.planner.simulator.simulate import simulate, swap_all, try_style
+from poochplan.planner.writing import with_decisions
 from poochplan.report.differences import differences
 from tests.depth import seeds, tries
 from tests.planner.checker import Violation, check
 from tests.planner.oracle import best_schedule
 from tests.planner.plans import held, plan_with, random_decisions
-from tests.planner.random_profiles import with_random_thread
+from tests.planner.random_profiles import Recorder, link, with_random_thread
 from tests.planner.random_schedules import random_schedule
-from tests.planner.test_casts import norm
 from tests.planner.test_masks import SIZE, dropout
 from tests.planner.tiny_profiles import FORMS, Form, tiny_with
 
-KEEP, RECOMPUTE = Decision.KEEP, Decision.RECOMPUTE
+KEEP, SWAP, RECOMPUTE = Decision
 SAME = 1 + 1e-9
 FAR = 1e-3
 """Share of the step by which a plan may be longer than the best: in 150 tiny steps one was, by 3.5e-4."""
+
+
+def norm(written: bool = False, name: str = "aten._to_copy.default", opaque: bool = False, widths: int = 2) -> Profile:
+    """A residual, its copy that a norm saves, and a layer behind it."""
+    r = Recorder()
+    (stem,) = r.op("linear", [r.before(4096, Kind.INPUT)], [4096], seconds=1.0, opaque=opaque)
+    (wide,) = r.op(name, [stem], [widths * 4096], saves_outputs=True, seconds=0.1)
+    (narrow,) = r.op("mul", [wide], [4096], saves=[wide], seconds=0.1)
+    if written:
+        r.op("add_", [stem], writes=[stem], seconds=0.1)
+    r.op("add", [stem, narrow], [512], saves=[narrow], seconds=1.0)
+    return r.finish(link(1e-3))
 
 
 class Step(NamedTuple):
@@ -61,6 +76,36 @@ STEPS = {
     ),
 }  # fmt: skip
 of_a_step = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+
+
+def test_a_source_is_the_smaller_tensor_that_a_cast_or_a_clone_reads() -> None:
+    for name in ("aten._to_copy.default", "aten.clone.default"):
+        ((_, source),) = sources_of(norm(name=name)).items()
+        assert norm().values[source].kind is Kind.TEMPORARY
+    assert sources_of(norm(name="aten.relu.default")) == {}
+
+
+def test_a_source_that_is_written_later_or_is_no_smaller_is_none() -> None:
+    assert sources_of(norm(written=True)) == {}
+    assert sources_of(norm(widths=1)) == {}
+
+
+def test_a_copy_can_be_replayed_from_its_source_where_nothing_else_makes_it() -> None:
+    assert build_problem(norm(opaque=True)).replay.replays[0] is None
+    graph = build_problem(with_sources(norm(opaque=True))).replay
+    assert graph.replays[0] is None  # the source itself
+    replay = graph.of(1)
+    assert (replay.ops, replay.inputs) == ((1,), (0,))
+
+
+def test_an_idle_source_costs_nothing_whatever_is_decided_about_it() -> None:
+    profile = with_sources(norm())
+    problem = build_problem(profile)
+    for style in STYLE_OF:
+        kept = try_style(problem, "", (KEEP, SWAP, SWAP), 0, style)
+        swapped = try_style(problem, "", (SWAP, SWAP, SWAP), 0, style)
+        assert swapped.schedule == kept.schedule
+        assert swap_all(problem)[0] is KEEP
 
 
 @of_a_step
@@ -109,6 +154,45 @@ def test_a_checked_plan_holds_only_what_may_be_held(step: Step) -> None:
     values = (msgspec.structs.replace(made.values[0], until=-1), *made.values[1:])
     with pytest.raises(Violation, match="away"):
         check(step.profile, msgspec.structs.replace(made, values=values))
+
+
+@of_a_step
+def test_decisions_about_it_can_be_changed_by_hand(step: Step) -> None:
+    has_bits = step.added is with_bits
+    made = held(step.profile, step.added)
+    assert [(value.source, value.bits, value.until) for value in made.values] == [
+        (True, has_bits, 1), (False, False, -1), (False, False, -1)
+    ]  # fmt: skip
+    assert as_planned(step.profile, made) == step.added(step.profile)
+    assert made.sources(bits=has_bits)[KEEP] == [step.own_bytes]
+    assert not any(made.sources(bits=not has_bits).values())
+    assert made.decided()[RECOMPUTE] == [step.saved_bytes + step.own_bytes]
+    for decision in ("swap", "recompute"):
+        changed = with_decisions(step.profile, made, {made.values[0].name: decision})
+        assert check(step.profile, changed).peak_bytes == changed.prediction.peak_bytes
+        assert differences(made, changed).data["same_step"]
+    assert changed.sources(bits=has_bits)[RECOMPUTE] == ([] if has_bits else [step.own_bytes])  # drawn with its mask
+
+
+@of_a_step
+@pytest.mark.parametrize(
+    ("place", "changes", "fault"),
+    [
+        (0, {"until": 0}, "values[0].until: expected a later save point"),
+        (0, {"source": False, "bits": False}, "values[0].until: expected -1 for a value that is no source"),
+        (1, {"bits": True}, "values[1].bits: expected false for a value that is no source"),
+    ],
+)
+def test_a_plan_file_with_a_wrong_form_is_refused(
+    step: Step, place: int, changes: dict[str, Any], fault: str, tmp_path: Path
+) -> None:
+    made = held(step.profile, step.added)
+    assert Plan.load(made.save(tmp_path / "right.json")) == made
+    values = list(made.values)
+    values[place] = msgspec.structs.replace(values[place], **changes)
+    path = msgspec.structs.replace(made, values=tuple(values)).save(tmp_path / "plan.json")
+    with pytest.raises(InputFileError, match=re.escape(fault)):
+        Plan.load(path)
 
 
 of_each = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)

@@ -84,7 +84,8 @@ def test_a_cell_that_fails_loses_no_other(profile: Profile, monkeypatch: pytest.
         return run_policy(name, given)
 
     monkeypatch.setattr(sweeping, "run_policy", broken)
-    points = sweep(profile, [profile.in_core_peak_bytes], FAST, processes=1)
+    budget = profile.in_core_peak_bytes
+    points = sweep(profile, [budget, budget], (*FAST, "keep-all"), processes=1)  # each is solved once
     assert [point.failed for point in points] == [False, True, False]
     assert points[1].outcome == "failed: ArithmeticError: two lines"
 
@@ -121,38 +122,19 @@ def test_an_interrupt_ends_the_processes_and_is_raised_again(profile: Profile) -
         assert multiprocessing.connection.wait([worker.sentinel], timeout=10), "still running"
 
 
-def test_a_cell_asked_for_twice_is_solved_once(profile: Profile) -> None:
-    budget = profile.in_core_peak_bytes
-    assert len(sweep(profile, [budget, budget], ["keep-all", "keep-all"], processes=1)) == 1
-
-
-def point_of_plan(profile: Profile, monkeypatch: pytest.MonkeyPatch, **solve: object) -> SweepPoint:
-    """The point of a plan whose solve has these facts."""
-
-    def changed(*arguments: object, **options: object) -> object:
-        made = plan(*arguments, **options)  # type: ignore[arg-type]
-        return msgspec.structs.replace(made, solve=msgspec.structs.replace(made.solve, **solve))
-
-    monkeypatch.setattr(sweeping, "plan", changed)
-    (point,) = sweep(profile, [profile.in_core_peak_bytes], [ILP], processes=1)
-    return point
-
-
 @pytest.mark.parametrize("status", SolveStatus)
 def test_however_a_search_ended_its_plan_is_a_point_that_says_so(
     profile: Profile, monkeypatch: pytest.MonkeyPatch, status: SolveStatus
 ) -> None:
-    point = point_of_plan(profile, monkeypatch, status=status)
-    assert (point.status, point.outcome) == (status, str(status))
+    made = plan(profile, profile.in_core_peak_bytes)
+    facts = {"status": status, "bound_s": 1.25 * made.prediction.in_core_step_s, "gap": 0.01}
+    made = msgspec.structs.replace(made, solve=msgspec.structs.replace(made.solve, **facts))
+    monkeypatch.setattr(sweeping, "plan", lambda *_, **__: made)
+    (point,) = sweep(profile, [profile.in_core_peak_bytes], [ILP], processes=1)
+    assert (point.status, point.outcome, point.gap) == (status, str(status), 0.01)
+    assert point.bound_overhead == pytest.approx(0.25)
     assert point.feasible
     assert not point.failed
-
-
-def test_a_bound_that_a_plan_proves_is_an_overhead_too(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
-    step_s = plan(profile, profile.in_core_peak_bytes).prediction.in_core_step_s
-    point = point_of_plan(profile, monkeypatch, bound_s=1.25 * step_s, gap=0.01)
-    assert point.bound_overhead == pytest.approx(0.25)
-    assert point.gap == 0.01
 
 
 def test_what_cannot_be_swept_is_said_before_anything_is_solved(profile: Profile) -> None:
@@ -190,17 +172,11 @@ def test_no_policy_is_shown_below_the_bound_where_its_steps_have_no_arena(profil
 # -- all policies side by side, at the budget of one plan ------------------------------------------------------------
 
 
-def test_every_policy_is_compared_and_the_ilp_is_the_first_of_all() -> None:
-    profile = unet_like(2)
-    assert all_policies() == ("ilp", *policy_names())
-    rows = compare_policies(profile, plan(profile, profile.in_core_peak_bytes))
-    assert sorted(row.policy for row in rows) == sorted(all_policies())
-
-
-def test_rows_that_fit_come_first_and_the_fastest_of_them_first() -> None:
+def test_every_policy_is_compared_and_rows_that_fit_come_first_and_the_fastest_of_them_first() -> None:
     profile = unet_like(3)
     budget = int(0.75 * profile.in_core_peak_bytes)
     rows = compare_policies(profile, plan(profile, budget, evaluations=1000))
+    assert sorted(row.policy for row in rows) == sorted(all_policies()) == sorted(("ilp", *policy_names()))
     assert [row.fits for row in rows] == sorted((row.peak_bytes <= budget for row in rows), reverse=True)
     fitting = [row.step_s for row in rows if row.fits]
     assert fitting == sorted(fitting)

@@ -7,21 +7,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Plan, Prediction
 from poochplan.formats.profile import PointKind, Profile
-from poochplan.planner.planning import ILP, plan
 from poochplan.planner.simulator.construct import fit
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import simulate
-from poochplan.planner.sweep import all_policies
 from tests.depth import seeds, tries
 from tests.planner.plans import budget_at, plan_with, random_decisions, random_tuning
 from tests.planner.random_profiles import random_profile, with_random_thread
 from tests.planner.time_checker import WrongTime, check_times
-from tests.planner.tiny_profiles import tiny_budget, tiny_profile
 
-EVALUATIONS = 200
 TIMES = ("step_s", "stall_s", "replay_s", "interference_s", "runtime_s")
 
 
@@ -46,8 +41,13 @@ def any_schedule(profile: Profile, seed: int) -> tuple[Plan, Prediction]:
     problem = build_problem(profile)
     tuning = random_tuning(problem, seed)
     schedule = fit(problem, random_decisions(problem, seed), budget_at(profile, 0.5), tuning=tuning)
-    made, simulation = plan_with(profile, schedule), simulate(problem, schedule)
-    times = {name: getattr(simulation, name) for name in TIMES}
+    made = plan_with(profile, schedule)
+    found, traced = (simulate(problem, schedule, trace=trace) for trace in (False, True))
+    times = {name: getattr(found, name) for name in TIMES}
+    assert found.step_s == pytest.approx(problem.in_core_s + sum(times[part] for part in TIMES[1:]), rel=1e-9)
+    assert max(span.end_s for span in traced.trace) == pytest.approx(found.step_s, rel=1e-9)
+    assert sum(wait.seconds for wait in found.waits) == pytest.approx(found.stall_s)
+    assert traced.step_s == pytest.approx(found.step_s, rel=1e-9)
     return made, msgspec.structs.replace(made.prediction, **times)
 
 
@@ -60,22 +60,6 @@ def test_the_prediction_of_any_schedule_is_the_time_it_takes() -> None:
         for name in TIMES:
             lost[name] += getattr(prediction, name) > 0
     assert min(lost.values()) > 20  # the cases stall, replay and are slowed
-
-
-@pytest.mark.parametrize("policy", all_policies())
-def test_the_prediction_of_a_policys_plan_is_the_time_it_takes(policy: str) -> None:
-    planned = 0
-    for seed in range(tries(day=6, deep=60)):
-        profile = tiny_profile(seed) if policy == ILP else random_step(seed)
-        budget = tiny_budget(profile, seed) if policy == ILP else int(0.9 * profile.in_core_peak_bytes)
-        count = EVALUATIONS if policy == ILP else None
-        try:
-            made = plan(profile, budget, policy=policy, evaluations=count)
-        except InfeasibleError:
-            made = plan(profile, 2 * profile.in_core_peak_bytes, policy=policy, evaluations=count)  # replays add
-        check_times(profile, made, made.prediction)
-        planned += 1
-    assert planned > 0
 
 
 @pytest.mark.parametrize("name", TIMES)

@@ -111,19 +111,14 @@ def test_freed_memory_is_given_back_while_a_session_or_a_profile_lasts_and_not_o
     assert (mapped[within], mapped[outside]) == (True, False)
 
 
-def test_the_last_of_several_blocks_ends_it_in_any_order() -> None:
-    script = """
+SEVERAL = """
 first, second = freed_memory_given_back(), freed_memory_given_back()
 first.__enter__(); second.__enter__(); first.__exit__(None, None, None)
 print(mapped())
 second.__exit__(None, None, None)
 print(mapped())
 """
-    assert said(script) == ["True", "False"]
-
-
-def test_blocks_on_many_threads_end_when_the_last_of_them_has() -> None:
-    script = """
+ON_THREADS = """
 import threading
 def often():
     for _ in range(200):
@@ -136,6 +131,10 @@ with freed_memory_given_back():
     print(mapped())
 print(mapped())
 """
+
+
+@pytest.mark.parametrize("script", [SEVERAL, ON_THREADS], ids=["in any order", "on many threads"])
+def test_the_last_of_several_blocks_ends_it(script: str) -> None:
     assert said(script) == ["True", "False"]
 
 

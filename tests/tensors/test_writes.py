@@ -25,25 +25,14 @@ def batch_norm(means: torch.Tensor | None, variances: torch.Tensor | None, *, tr
     return torch.ones(4, 3), None, None, means, variances, training, 0.1, 1e-5
 
 
-def test_an_operator_that_declares_nothing_writes_nothing() -> None:
-    assert written(ATEN.add.Tensor, torch.ones(2), torch.ones(2)) == Writes([], {}, None, True)
-
-
-def test_an_operator_in_place_writes_its_first_argument() -> None:
-    tensor = torch.ones(2)
-    writes = written(ATEN.add_.Tensor, tensor, torch.ones(2))
-    assert same(writes.in_place, tensor)
+def test_what_an_operator_declares_is_written_in_place_by_name_and_each_of_a_list() -> None:
+    one, other = torch.ones(2), torch.ones(3)
+    assert written(ATEN.add.Tensor, one, one) == Writes([], {}, None, True)
+    writes = written(ATEN.add_.Tensor, one, torch.ones(2))
+    assert same(writes.in_place, one)
     assert writes.overwritten is None  # it is read
-
-
-def test_an_out_argument_is_written_whether_it_comes_by_name() -> None:
-    out = torch.empty(2)
-    assert same(written(ATEN.add.out, torch.ones(2), torch.ones(2), out=out).in_place, out)
-
-
-def test_the_tensors_of_a_list_are_written_each() -> None:
-    tensors = [torch.ones(2), torch.ones(3)]
-    assert same(written(ATEN._foreach_mul_.Scalar, tensors, 2.0).in_place, *tensors)
+    assert same(written(ATEN.add.out, torch.ones(2), torch.ones(2), out=one).in_place, one)
+    assert same(written(ATEN._foreach_mul_.Scalar, [one, other], 2.0).in_place, one, other)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +44,7 @@ def test_the_tensors_of_a_list_are_written_each() -> None:
         (torch.empty(6)[::2], False),
         (torch.empty(1).expand(1), True),
         (torch.empty(3, 2).as_strided((6,), (0,)), False),
+        (torch.zeros(2, dtype=torch.complex64).conj(), False),
     ],
 )
 def test_a_fill_overwrites_the_storage_that_its_target_covers(target: torch.Tensor, whole: bool) -> None:
@@ -63,21 +53,11 @@ def test_a_fill_overwrites_the_storage_that_its_target_covers(target: torch.Tens
     assert (writes.overwritten is target) == whole
 
 
-def test_what_is_stored_conjugated_is_not_taken_for_overwritten() -> None:
-    target = torch.zeros(2, dtype=torch.complex64).conj()
-    assert written(ATEN.fill_.Scalar, target, 1.0).overwritten is None
-
-
-def test_running_statistics_of_the_model_are_scratch_to_a_replay() -> None:
+def test_running_statistics_are_scratch_to_a_replay_or_no_buffers_are_written_and_the_call_is_not_repeated() -> None:
     means, variances = torch.zeros(3), torch.ones(3)
     args = batch_norm(means, variances, training=True)
     writes = written(ATEN.native_batch_norm.default, *args, static=(means, variances))
     assert writes == Writes([], {3: means, 4: variances}, None, True)
-
-
-def test_running_statistics_that_are_no_buffers_are_written_and_the_call_is_not_repeated() -> None:
-    means, variances = torch.zeros(3), torch.ones(3)
-    args = batch_norm(means, variances, training=True)
     writes = written(ATEN.native_batch_norm.default, *args, static=(means,))
     assert same(writes.in_place, variances)
     assert set(writes.scratch) == {3, 4}

@@ -26,6 +26,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "bert": {**TEXT, "intermediate_size": 48},
     "t5": {"length": 8, "layers": 2, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "vocab_size": 64},
     "vit": {"layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "image_size": 32},
+    "resnet": {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 2], "layer_type": "basic"},  # of any size
     "whisper": {
         "length": 8,
         "layers": 2,

@@ -129,7 +129,8 @@ def _inputs(config: Any, main: str, batch_size: int, length: int, data: torch.Ge
     frames]``, or tokens ``[batch, length]``.
     """
     if main == "pixel_values":
-        sides = config.image_size if isinstance(config.image_size, (list, tuple)) else [config.image_size] * 2
+        size = getattr(config, "image_size", 224)  # ImageNet's, for networks that take any
+        sides = size if isinstance(size, (list, tuple)) else [size] * 2
         pixels = torch.randn(batch_size, config.num_channels, *sides, generator=data)
         return {main: pixels, "labels": torch.randint(config.num_labels, (batch_size,), generator=data)}
     tokens = torch.randint(1, config.vocab_size, (batch_size, length), generator=data)
