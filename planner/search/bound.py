@@ -21,7 +21,7 @@ from poochplan.planner.search.allowance import EVALUATIONS_PER_SOLVE, Allowance
 from poochplan.planner.search.decide import build_fluid_model
 from poochplan.planner.search.fluid import FluidModel, Request
 from poochplan.planner.search.memory_constraints import large_values
-from poochplan.planner.search.solvers import Cancel, SolverLimits, SolverStatus, Warm, proven_bound, solve_linear
+from poochplan.planner.search.solvers import Cancel, SolverLimits, Warm, proven_bound, solve_linear
 from poochplan.planner.simulator.evaluator import DECISIONS
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import movable
@@ -75,8 +75,8 @@ class Relaxation:
         ``limits`` counts from now. If it ends the run, the bound is what was proven by then.
         """
         self._fix(fixed)
-        status, values, duals = self._warm.solve(limits)
-        if status is SolverStatus.INFEASIBLE and self._is_proven_empty():
+        is_infeasible, values, duals = self._warm.solve(limits)
+        if is_infeasible and self._is_proven_empty():
             return Relaxed(inf, None)
         bound = None if duals is None else proven_bound(self._arrays, duals)
         shares = None if values is None else self._shares(values)
@@ -95,7 +95,7 @@ class Relaxation:
                     low = high = float(fixed[value] is chosen)
                 if (low, high) != (arrays.low[column], arrays.high[column]):
                     arrays.low[column], arrays.high[column] = low, high
-                    self._warm.bound_column(column, low, high)
+                    self._warm.highs.changeColBounds(column, low, high)
 
     def _is_proven_empty(self) -> bool:
         ray = self._warm.ray()

@@ -107,6 +107,13 @@ class FluidModel:
         """``a`` and ``v``, per backward slot: bytes that are back before they are needed, after its points; bytes that
         arrive during its compute.
         """
+        self.released, self.issued = dict[int, list[tuple[int, int]]](), dict[int, list[tuple[int, int]]]()
+        """Per value that moves in one piece, at slots of a grid: columns "its copy is out and its buffer released by
+        the end of the slot's points", and "its copy back has been issued by then".
+        """
+        self.rest_out, self.rest_ahead = dict[int, int](), dict[int, int]()
+        """Per slot, and per backward slot: bytes of the other values that are out, and that are back before their
+        need."""
         self._measure(candidates)
 
     def _measure(self, candidates: list[int]) -> None:
