@@ -118,22 +118,22 @@ def bound_model(problem: Problem, budget_bytes: int, *, whole: tuple[int, ...] =
     candidates = movable(problem)
     request = Request(budget_bytes, tuple(candidates), is_bound=True, whole=whole)
     if len(candidates) > FEW:
-        free = _smallest(problem, [value for value in candidates if value not in whole], FREE_SHARE)
+        free, _ = smallest_values(problem, [value for value in candidates if value not in whole], FREE_SHARE)
         rest = tuple(value for value in candidates if value not in free)
         request = replace(request, candidates=rest, free=tuple(sorted(free)), window=SHORT_WINDOW)
     return build_fluid_model(problem, request)
 
 
-def _smallest(problem: Problem, candidates: list[int], share: float) -> set[int]:
-    """The smallest values, together at most this share of the saved bytes."""
-    sizes, found = problem.rounded_bytes, set[int]()
-    left = share * float(sizes.sum())
-    for value in sorted(candidates, key=lambda value: (int(sizes[value]), value)):
-        left -= float(sizes[value])
-        if left < 0:
+def smallest_values(problem: Problem, candidates: Sequence[int], share: float) -> tuple[set[int], int]:
+    """The smallest values, together at most this share of the saved bytes; and their bytes with the next one's."""
+    sizes, found, held = problem.rounded_bytes.tolist(), set[int](), 0
+    most = share * sum(sizes)
+    for value in sorted(candidates, key=lambda value: (sizes[value], value)):
+        held += sizes[value]
+        if held > most:
             break
         found.add(value)
-    return found
+    return found, held
 
 
 def bound_seconds(model: FluidModel, bound: float | None) -> float:

@@ -205,7 +205,7 @@ class _PlanSearch:
         walk: list[Callable[[], None]] = [partial(self._propose, walkers[1])]
         if self.is_small:
             prove.append(self._integrate)
-            walk.append(partial(self._integrate_whole, walkers[1]))
+            walk.append(partial(self._integrate, walkers[1]))
         return [[*prove, walks[0]], [*walk, walks[1]], *([more] for more in walks[2:])]
 
     @property
@@ -253,17 +253,13 @@ class _PlanSearch:
         self.programs_solved += 1
         self.walking.look_in(basins)
 
-    def _integrate(self, *, is_whole: bool = False) -> None:
-        """Solves BOUND with its integrality; ``is_whole``: large values in one piece."""
-        self.proof.integral(self.allowance, is_whole=is_whole)
-        self.programs_solved += 1
-
-    def _integrate_whole(self, walker: Walker) -> None:
-        """The same with large values in one piece, after some walks."""
-        while not self.is_over and not self.walking.has_walked(WALKS_FIRST):
+    def _integrate(self, walker: Walker | None = None) -> None:
+        """Solves BOUND with its integrality; with a walker after some walks, and with large values in one piece."""
+        while walker is not None and not self.is_over and not self.walking.has_walked(WALKS_FIRST):
             self.walking.once(walker)
-        if not self.is_over:
-            self._integrate(is_whole=True)
+        if walker is None or not self.is_over:
+            self.proof.integral(self.allowance, is_whole=walker is not None)
+            self.programs_solved += 1
 
     def _start_from_plan_model(self, walker: Walker) -> None:
         """Starting points by PLAN: its relaxation for a budget smaller by the largest buffer, rounded; on small steps
@@ -347,7 +343,7 @@ class _PlanSearch:
         self.is_polished = not self.whole.is_spent
 
     def _offer(self, candidate: Candidate) -> None:
-        if not self.incumbents.fits(candidate):
+        if not self.incumbents.fits(codes_of(candidate.schedule.decisions)):
             return
         if self.incumbents.fitting is None:
             self.offered.append(candidate)
