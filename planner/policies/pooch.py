@@ -23,13 +23,10 @@ FLIP_EVALUATIONS = 500
 """Most flips to recompute that the second search simulates."""
 
 
-@policy(
-    "pooch",
-    "searches which values to keep of those whose swaps stall; then flips swaps to recomputes while that gains",
-    "Ito et al., Profiling based Out-of-core Hybrid Method, PPoPP 2019; search details reconstructed",
-)
+@policy("pooch")
 def run_pooch(given: PolicyInput) -> Candidate:
-    """The two searches of the paper, by simulation.
+    """The two searches of Ito et al., Profiling based Out-of-core Hybrid Method, PPoPP 2019, by simulation; details are
+    reconstructed.
 
     1. A step that swaps everything is simulated. ``L_I`` and ``L_O`` are the values whose copy in, or out, the step
        waits for. Sets of values of ``L_I`` that fit the budget, and to which none can be added, are tried: first the

@@ -76,8 +76,12 @@ class Relaxation:
         """
         self._fix(fixed)
         is_infeasible, values, duals = self._warm.solve(limits)
-        if is_infeasible and self._is_proven_empty():
-            return Relaxed(inf, None)
+        ray = self._warm.ray() if is_infeasible else None
+        if ray is not None:
+            least, no_cost = PROOF * float(np.abs(ray).max(initial=0.0)), np.zeros_like(self._arrays.cost)
+            model = replace(self._arrays, cost=no_cost)
+            if max(proven_bound(model, ray), proven_bound(model, -ray)) > least:
+                return Relaxed(inf, None)
         bound = None if duals is None else proven_bound(self._arrays, duals)
         shares = None if values is None else self._shares(values)
         return Relaxed(bound_seconds(self._model, bound), shares)
@@ -96,14 +100,6 @@ class Relaxation:
                 if (low, high) != (arrays.low[column], arrays.high[column]):
                     arrays.low[column], arrays.high[column] = low, high
                     self._warm.highs.changeColBounds(column, low, high)
-
-    def _is_proven_empty(self) -> bool:
-        ray = self._warm.ray()
-        if ray is None:
-            return False
-        least, no_cost = PROOF * float(np.abs(ray).max(initial=0.0)), np.zeros_like(self._arrays.cost)
-        model = replace(self._arrays, cost=no_cost)
-        return max(proven_bound(model, ray), proven_bound(model, -ray)) > least
 
     def _shares(self, values: Floats) -> Floats:
         count = self.problem.value_count

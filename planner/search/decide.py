@@ -76,10 +76,12 @@ def _add_decisions(model: FluidModel) -> None:
             slowed_s = out_s * link.interference_out / (1 + link.interference_out)
             slowed_s += in_s * link.interference_in / (1 + link.interference_in)
             swap_cost = (slowed_s + SWAP_PREFERENCE * (out_s + in_s)) / model.time_unit_s + model.swap_time(value)
-            recompute_cost = SWAP_PREFERENCE * model.replay_time[value] + model.recording_time(value)
+            recompute_cost = SWAP_PREFERENCE * model.replay_time[value]
         model.swap[value] = linear.column(1.0, cost=swap_cost, integer=True)
-        replay = problem.replay.replays[value]
-        if replay is not None:
+        if problem.replay.replays[value] is not None:
+            if model.record_s and not model.is_bound:  # as if it shared no op and no window with others
+                recorded = len(problem.replay.recorded_for([value]))
+                recompute_cost += model.record_s * recorded / model.time_unit_s
             model.recompute[value] = linear.column(1.0, cost=recompute_cost, integer=True)
             linear.row([(model.swap[value], 1), (model.recompute[value], 1)], high=1)
     for value in model.recompute:

@@ -169,12 +169,6 @@ class FluidModel:
         back_s = self.fetch_s if self.use_slot[value] < self.slots.count else 0.0
         return (self.out_s + back_s) / self.time_unit_s
 
-    def recording_time(self, value: int) -> float:
-        """Seconds of recording for a value's replay, as if it shared no op and no window with others."""
-        if not self.record_s or self.problem.replay.replays[value] is None:
-            return 0.0
-        return self.record_s * len(self.problem.replay.recorded_for([value])) / self.time_unit_s
-
     def replayed_by(self, value: int, slot: int) -> int | None:
         """Column "recomputed by the end of ``slot``'s points" before the value's own use; None if there is none."""
         return next((one.replayed for one in reversed(self.early.get(value, ())) if one.slot <= slot), None)

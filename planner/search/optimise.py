@@ -18,7 +18,7 @@ from math import inf
 import numpy as np
 
 from poochplan.errors import InfeasibleError, UsageError
-from poochplan.formats.plan import Decision, SolveStatus
+from poochplan.formats.plan import SolveStatus
 from poochplan.planner.arena.step_layout import NO_ARENA, Fitting, Laid
 from poochplan.planner.search.allowance import Allowance, Progress, SearchCallback, SearchLimits
 from poochplan.planner.search.annealing import Incumbents, Walker
@@ -300,21 +300,17 @@ class _PlanSearch:
         walker.try_styles(keep_all, "keep-all", (0,))  # it fits any host, so there is always a plan
         every_way = all_decisions(self.problem, EXHAUSTIVE)
         if every_way is not None:
-            self._try_all(walker, every_way)
+            for _ in range(MOST_REPACKS):  # again if packing has reduced the live bytes meanwhile
+                within_bytes = self.incumbents.within_bytes
+                for wish in every_way:
+                    walker.try_styles(codes_of(wish), "ilp", range(len(STYLE_OF)))
+                if self.incumbents.within_bytes == within_bytes:
+                    break
             self.is_exhausted = True
             return
         for name, wish in simple_decisions(self.problem):
             walker.try_styles(codes_of(wish), name, range(len(STYLE_OF)))
         self.walking.begin()
-
-    def _try_all(self, walker: Walker, every_way: Sequence[tuple[Decision, ...]]) -> None:
-        """Tries every way, and again if packing has reduced the live bytes meanwhile."""
-        for _ in range(MOST_REPACKS):
-            within_bytes = self.incumbents.within_bytes
-            for wish in every_way:
-                walker.try_styles(codes_of(wish), "ilp", range(len(STYLE_OF)))
-            if self.incumbents.within_bytes == within_bytes:
-                return
 
     def _propose(self, walker: Walker) -> None:
         """Includes the plans of other policies, so that none of them is better."""
