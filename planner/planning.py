@@ -125,8 +125,7 @@ def plan(
             found = replace(found, best=swap_all_on_demand(problem), notes=())
     found = replace(found, notes=(*found.notes, *_shares(measured, profile.link, host_bytes, ranks_per_host)))
     wall_s = time.perf_counter() - started_s
-    is_laid_out = arena != "off" and profile.device.kind == "cpu"
-    return write_plan(given, found, wall_s, is_laid_out=is_laid_out, workload=workload)
+    return write_plan(given, found, wall_s, is_laid_out=arena != "off", workload=workload)
 
 
 def _shares(measured: Link, link: Link, host_bytes: int | None, ranks_per_host: int) -> Iterator[str]:

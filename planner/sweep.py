@@ -32,7 +32,6 @@ from poochplan.planner.policies.registry import unknown_policy
 from poochplan.planner.search.optimise import Optimum
 from poochplan.planner.search.solvers import choose_solver
 from poochplan.planner.simulator.problem import build_problem
-from poochplan.planner.simulator.simulate import Candidate
 from poochplan.planner.writing import write_plan
 
 
@@ -131,19 +130,14 @@ def _facts_of(profile: Profile, solving: Solving, policy: str, budget_bytes: int
         candidate = run_policy(policy, given)
         if candidate.peak_bytes > budget_bytes:
             return {"status": CellStatus.INFEASIBLE, "peak_bytes": candidate.peak_bytes}
-        does = _written(given, candidate, solving.arena)
-        return {"status": CellStatus.FITS, **_figures(does, "out_bytes", "in_bytes")}
+        found = Optimum(candidate, policy)
+        made = write_plan(given, found, 0.0, is_laid_out=solving.arena != "off")
+        return {"status": CellStatus.FITS, **_figures(made.prediction, "out_bytes", "in_bytes")}
     made = plan(profile, budget_bytes, threads=1, **asdict(solving))
     bound_s, in_core_s = made.solve.bound_s, made.prediction.in_core_step_s
     bound = bound_s / in_core_s - 1 if bound_s is not None and in_core_s > 0 else None
     proven = {"status": made.solve.status, "bound_overhead": bound, "gap": made.solve.gap}
     return proven | _figures(made.prediction, "out_bytes", "in_bytes")
-
-
-def _written(given: PolicyInput, candidate: Candidate, arena: Literal["auto", "on", "off"]) -> Prediction:
-    """The prediction for a policy's plan, made as for the ILP: without an arena if none fits the budget."""
-    is_laid_out = arena != "off" and given.profile.device.kind == "cpu"
-    return write_plan(given, Optimum(candidate, candidate.policy), 0.0, is_laid_out=is_laid_out).prediction
 
 
 def _figures(does: Prediction, *more: str) -> dict[str, Any]:
@@ -341,7 +335,6 @@ class ComparisonRow:
 def compare_policies(profile: Profile, made: Plan) -> tuple[ComparisonRow, ...]:
     """A row for each policy at the budget of ``made``, the ILP's plan. Fitting plans come first, the fastest first."""
     given = PolicyInput.of(profile, made.budget_bytes)
-    arena: Literal["auto", "off"] = "auto" if made.layout is not None else "off"
 
     def row(policy: str, does: Prediction, wall_s: float) -> ComparisonRow:
         figures = _figures(does, "interference_s")
@@ -358,7 +351,8 @@ def compare_policies(profile: Profile, made: Plan) -> tuple[ComparisonRow, ...]:
     rows = [row(ILP, made.prediction, made.solve.wall_s)]
     for name in policy_names():
         started_s = time.perf_counter()
-        found = run_policy(name, given)
+        found = Optimum(run_policy(name, given), name)
         wall_s = time.perf_counter() - started_s
-        rows.append(row(name, _written(given, found, arena), wall_s))
+        written = write_plan(given, found, wall_s, is_laid_out=made.layout is not None)
+        rows.append(row(name, written.prediction, wall_s))
     return tuple(sorted(rows, key=lambda row: (not row.fits, row.step_s if row.fits else row.peak_bytes)))

@@ -1,7 +1,7 @@
 """Rectangle packing: an offset in one arena for each block, so that no two blocks that live at the same time overlap.
 
 A block is a rectangle: its width is its lifetime, its height its bytes. No arena is smaller than the peak of live
-bytes. First fit in several orders gives a first arena, and searches then make it smaller (:class:`Portfolio`). Work is
+bytes. First fit in several orders gives a first arena, and searches then make it smaller (:func:`improved`). Work is
 counted, not timed: the same blocks get the same places.
 """
 
@@ -81,52 +81,49 @@ MANNERS = (
 )
 
 
-class Portfolio:
-    """The best places of blocks so far, and searches for better ones."""
+def improved(spans: Ints, bound: int, offsets: Ints, looks: int, enough: int) -> Ints:
+    """Better places of blocks than ``offsets``, by searches until ``looks`` are used up (:func:`place_all`), or the
+    ``bound``, which is proven, or ``enough`` is reached. ``spans`` has rows start, end, size, (3, blocks).
+    """
+    share = min(max(looks // FEWEST_SEARCHES, 1), TURNS * len(offsets))
+    number = failed = 0
+    while looks > 0 and (top := _top(spans, offsets)) > max(bound, enough):
+        above = int((top - bound) * LOWERED[failed % len(LOWERED)])
+        height = max(bound + (above if above > CLOSE * bound else 0), enough)
+        found, taken = _search(spans, offsets, height, MANNERS[number % len(MANNERS)], min(share, looks), number)
+        looks -= max(taken, 1)
+        number += 1
+        failed += 1
+        if found is not None:
+            offsets, failed = settled(spans, found), 0
+    return offsets
 
-    def __init__(self, spans: Ints, bound: int, offsets: Ints) -> None:
-        """``spans`` has rows start, end, size, (3, blocks); ``offsets`` are their places; ``bound`` is proven."""
-        self.spans, self.bound, self.best = spans, bound, offsets
-        self.life = (spans[1] - spans[0]).astype(np.float64)
 
-    def improve(self, looks: int, enough: int = 0) -> None:
-        """Searches until ``looks`` are used up (:func:`place_all`), or the bound or ``enough`` is reached."""
-        share = min(max(looks // FEWEST_SEARCHES, 1), TURNS * len(self.best))
-        number = failed = 0
-        while looks > 0 and self.top > max(self.bound, enough):
-            above = int((self.top - self.bound) * LOWERED[failed % len(LOWERED)])
-            height = max(self.bound + (above if above > CLOSE * self.bound else 0), enough)
-            offsets, taken = self._search(height, MANNERS[number % len(MANNERS)], min(share, looks), number)
-            looks -= max(taken, 1)
-            number += 1
-            failed += 1
-            if offsets is not None:
-                self.best, failed = settled(self.spans, offsets), 0
+def _top(spans: Ints, offsets: Ints) -> int:
+    """Height of an arena."""
+    return int((offsets + spans[2]).max(initial=0))
 
-    @property
-    def top(self) -> int:
-        """Height of the best arena so far."""
-        return int((self.best + self.spans[2]).max(initial=0))
 
-    def _search(self, height: int, manner: Manner, allowance: int, seed: int) -> tuple[Ints | None, int]:
-        """(Places below ``height``, or None; looks taken)."""
-        areas = (self.spans[2] * self.life) ** manner.cost
-        costs = 1 + (areas * (DEAREST / areas.max())).astype(np.int64)
-        hard = np.lexsort((-self.life, -(self.spans[2] * self.life**manner.life)))
-        offsets = self.best.copy() if manner is WARM else np.full(len(self.best), WAITS, dtype=np.int64)
-        taken, count = 0, len(hard) if manner is WARM else min(COARSEST, len(hard))
-        while True:
-            some = hard[:count]
-            places = offsets[some]
-            spans = np.ascontiguousarray(self.spans[:, some])
-            left, looks = place_all(spans, places, height, costs[some], allowance - taken, seed)
-            offsets[some] = places
-            taken += looks
-            if left:
-                return None, taken
-            if count == len(hard):
-                return offsets, taken
-            count = min(len(hard), int(count * manner.growth) + 1)
+def _search(spans: Ints, best: Ints, height: int, manner: Manner, allowance: int, seed: int) -> tuple[Ints | None, int]:
+    """(Places below ``height``, or None; looks taken)."""
+    life = (spans[1] - spans[0]).astype(np.float64)
+    areas = (spans[2] * life) ** manner.cost
+    costs = 1 + (areas * (DEAREST / areas.max())).astype(np.int64)
+    hard = np.lexsort((-life, -(spans[2] * life**manner.life)))
+    offsets = best.copy() if manner is WARM else np.full(len(best), WAITS, dtype=np.int64)
+    taken, count = 0, len(hard) if manner is WARM else min(COARSEST, len(hard))
+    while True:
+        some = hard[:count]
+        places = offsets[some]
+        placed = np.ascontiguousarray(spans[:, some])
+        left, looks = place_all(placed, places, height, costs[some], allowance - taken, seed)
+        offsets[some] = places
+        taken += looks
+        if left:
+            return None, taken
+        if count == len(hard):
+            return offsets, taken
+        count = min(len(hard), int(count * manner.growth) + 1)
 
 
 def settled(spans: Ints, offsets: Ints) -> Ints:
@@ -205,13 +202,11 @@ def pack(blocks: Sequence[Block], looks: int | None = None, enough_bytes: int = 
     if len(taken):
         size, life = spans[2], spans[1] - spans[0]
         orders = np.lexsort((-life, -size)), np.lexsort((-life, -size * life)), np.lexsort((-size, -life))
-        fits = [first_fit(spans, order) for order in orders]
-        portfolio = Portfolio(spans, bound, min(fits, key=lambda places: int((places + spans[2]).max())))
-        enough = enough_bytes // ALLOCATION_UNIT_BYTES
-        wanted = QUICK_PER_BLOCK * len(taken) if looks is None else looks
+        best = min((first_fit(spans, order) for order in orders), key=lambda places: _top(spans, places))
         if library(None) is not None:
-            portfolio.improve(min(wanted, PER_PAIR * len(taken) ** 2), enough)
-        offsets[taken] = portfolio.best
+            wanted = min(QUICK_PER_BLOCK * len(taken) if looks is None else looks, PER_PAIR * len(taken) ** 2)
+            best = improved(spans, bound, best, wanted, enough_bytes // ALLOCATION_UNIT_BYTES)
+        offsets[taken] = best
     top = int((offsets + units).max(initial=0))
     return Packing(
         tuple((offsets * ALLOCATION_UNIT_BYTES).tolist()), top * ALLOCATION_UNIT_BYTES, bound * ALLOCATION_UNIT_BYTES

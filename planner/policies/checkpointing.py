@@ -19,19 +19,16 @@ _HEAVY_PARTS = ("conv", "softmax", "attention")
 """SuperNeurons does not recompute the results of ``_HEAVY`` operators, or of those with a part in their names."""
 
 
-@policy("recompute-all", "recomputes every value that can be recomputed, from the inputs of the step")
+@policy("recompute-all")
 def run_recompute_all(given: PolicyInput) -> Candidate:
     """Recomputes every value that can be recomputed and keeps the others. The link is not used."""
     return given.candidate(given.wish(recompute=sorted(given.replayable)))
 
 
-@policy(
-    "sqrt-n",
-    "keeps every k-th articulation point of the forward graph, k the root of their number; recomputes the rest",
-    "Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, section 4",
-)
+@policy("sqrt-n")
 def run_sqrt_n(given: PolicyInput) -> Candidate:
-    """Places checkpoints at articulation points. The budget does not matter.
+    """Keeps every k-th articulation point. The budget does not matter. (Chen et al., Training Deep Nets with Sublinear
+    Memory Cost, 2016, section 4)
 
     An articulation point is an op with a saved result that every path of the forward graph passes. k is the integer
     part of the root of their number. Values that cannot be recomputed are kept. A segment is replayed as a whole, at
@@ -42,13 +39,11 @@ def run_sqrt_n(given: PolicyInput) -> Candidate:
     return _checkpointed(given, set(points[every - 1 :: every]))
 
 
-@policy(
-    "checkpoint-greedy",
-    "keeps an articulation point whenever the bytes since the last one exceed a segment budget, which is searched",
-    "Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, algorithm 3",
-)
+@policy("checkpoint-greedy")
 def run_checkpoint_greedy(given: PolicyInput) -> Candidate:
-    """The best plan from a geometric grid of segment budgets. Values that cannot be recomputed are kept."""
+    """The best plan from a geometric grid of segment budgets (algorithm 3 of the same paper). Values that cannot be
+    recomputed are kept.
+    """
     total_bytes = int(given.problem.rounded_bytes.sum())
     smallest_bytes = int(given.problem.rounded_bytes.min())
     tried: dict[frozenset[int], Candidate] = {}
@@ -59,13 +54,10 @@ def run_checkpoint_greedy(given: PolicyInput) -> Candidate:
     return min(tried.values(), key=given.rank)
 
 
-@policy(
-    "superneurons",
-    "swaps results of convolution, linear, attention, softmax, join, fork and concat; recomputes the rest, once each",
-    "Wang et al., SuperNeurons, PPoPP 2018, sections 3.3 and 3.4",
-)
+@policy("superneurons")
 def run_superneurons(given: PolicyInput) -> Candidate:
-    """Swaps checkpoints as far as memory is short. Recomputes the other values from the checkpoint before them.
+    """Swaps checkpoints as far as memory is short. Recomputes the other values from the checkpoint before them (Wang et
+    al., SuperNeurons, PPoPP 2018, sections 3.3 and 3.4).
 
     The paper recomputes a segment once and keeps it if it has at most ``l_peak`` bytes (those of the largest backward
     layer). It recomputes larger segments again for each of their layers. This runtime replays a value at most once. So

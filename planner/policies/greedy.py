@@ -27,10 +27,7 @@ Moves: TypeAlias = tuple[Move, ...]
 """Moves of the same kind that are taken together."""
 
 
-@policy(
-    "greedy",
-    "swaps or recomputes one value after another, the one that frees most peak bytes per second of overhead first",
-)
+@policy("greedy")
 def run_greedy(given: PolicyInput) -> Candidate:
     """Takes the decision that frees the most bytes at the peak per second of simulated overhead, until the plan fits.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, islice
 
@@ -11,8 +11,7 @@ from poochplan.formats.occupancy import Ints
 from poochplan.formats.plan import Decision
 from poochplan.planner.simulator.evaluator import Evaluation
 from poochplan.planner.simulator.schedule import Style
-from poochplan.planner.simulator.simulate import Candidate, simulate, swap_all, swap_all_on_demand, try_style
-from poochplan.planner.simulator.streams import Lane, Span
+from poochplan.planner.simulator.simulate import Candidate, swap_all, swap_all_on_demand, try_style
 
 from .registry import PolicyInput, policy
 
@@ -24,13 +23,10 @@ FLIP_EVALUATIONS = 500
 """Most flips to recompute that the second search simulates."""
 
 
-@policy(
-    "pooch",
-    "searches which values to keep of those whose swaps stall; then flips swaps to recomputes while that gains",
-    "Ito et al., Profiling based Out-of-core Hybrid Method, PPoPP 2019; search details reconstructed",
-)
+@policy("pooch")
 def run_pooch(given: PolicyInput) -> Candidate:
-    """The two searches of the paper, by simulation.
+    """The two searches of Ito et al., Profiling based Out-of-core Hybrid Method, PPoPP 2019, by simulation; details are
+    reconstructed.
 
     1. A step that swaps everything is simulated. ``L_I`` and ``L_O`` are the values whose copy in, or out, the step
        waits for. Sets of values of ``L_I`` that fit the budget, and to which none can be added, are tried: first the
@@ -68,11 +64,10 @@ def _tried(given: PolicyInput, wish: Sequence[Decision]) -> _Tried:
 def _search_keeps(given: PolicyInput) -> _Tried:
     problem = given.problem
     start = try_style(problem, "", swap_all(problem), given.budget_bytes, Style())
-    spans = simulate(problem, start.schedule, trace=True).trace
-    by_name = {problem.names[value]: value for value in given.movable}
-    waited_in = [by_name[name] for name in _waited_for(spans, Lane.IN)]
+    waits = start.simulation.waits
+    waited_in = list(dict.fromkeys(wait.value for wait in waits if not wait.is_out))
     waited_in.sort(key=lambda value: int(problem.first_use[value]))
-    waited_out = [by_name[name] for name in _waited_for(spans, Lane.OUT)]
+    waited_out = list(dict.fromkeys(wait.value for wait in waits if wait.is_out))
     waited_out.sort(key=lambda value: -int(problem.save_tick[value]))
     free_bytes: Ints = given.budget_bytes - swap_all_on_demand(problem).simulation.memory_bytes
     best = _tried(given, start.wish)
@@ -94,14 +89,6 @@ def _search_keeps(given: PolicyInput) -> _Tried:
     return best
 
 
-def _waited_for(spans: Iterable[Span], lane: Lane) -> list[str]:
-    """Names of the values whose copy on ``lane`` ends a stall, in order of the stalls."""
-    spans = list(spans)
-    ends = {(span.label, span.end_s) for span in spans if span.lane is lane}
-    stalls = [span.label for span in spans if span.lane is Lane.STALL and (span.label, span.end_s) in ends]
-    return list(dict.fromkeys(stalls))
-
-
 def _filled(given: PolicyInput, free_bytes: Ints, values: Iterable[int]) -> list[int]:
     """Those of the values, in order, that can be kept within the bytes that are free at each tick."""
     free_bytes = free_bytes.copy()
@@ -117,8 +104,13 @@ def _filled(given: PolicyInput, free_bytes: Ints, values: Iterable[int]) -> list
 
 def _flip_to_recompute(given: PolicyInput, start: _Tried) -> _Tried:
     """Step 2: flips swaps to recomputes, the largest r(X) first, until no flip makes the step faster."""
-    best, flips = start, 0
-    bounds = sorted((-bound, value) for value, bound in _ratio_bounds(given, start) if bound > 1)
+    best, flips, problem, bounds = start, 0, given.problem, list[tuple[float, int]]()
+    for value in given.replayable:
+        link_s = problem.out_seconds(value) + problem.in_seconds(value)
+        bound = link_s / max(problem.replay.of(value).seconds, 1e-12)  # of r(X), from all seconds on the link
+        if start.actual[value] is Decision.SWAP and bound > 1:
+            bounds.append((-bound, value))
+    bounds.sort()
     together = max(1, -(-len(bounds) // FLIP_GROUPS))
     groups = [bounds[first : first + together] for first in range(0, len(bounds), together)]
     waiting = [(group[0][0], tuple(value for _, value in group), -1) for group in groups]
@@ -134,7 +126,9 @@ def _flip_to_recompute(given: PolicyInput, start: _Tried) -> _Tried:
                 wish[value] = Decision.RECOMPUTE
             known[values] = _tried(given, wish)
             evaluations += 1
-            heapq.heappush(waiting, (-_ratio(best, known[values]), values, flips))
+            added_s = known[values].found.replay_s - best.found.replay_s
+            removed_s = best.found.step_s - known[values].found.step_s + added_s
+            heapq.heappush(waiting, (-removed_s / max(added_s, 1e-12), values, flips))
         elif known[values].rank(given.budget_bytes)[:2] < best.rank(given.budget_bytes)[:2]:
             best, flips = known[values], flips + 1
             for again in without_gain:
@@ -143,20 +137,3 @@ def _flip_to_recompute(given: PolicyInput, start: _Tried) -> _Tried:
         else:
             without_gain.append(entry)
     return best
-
-
-def _ratio_bounds(given: PolicyInput, start: _Tried) -> Iterator[tuple[int, float]]:
-    """Each swapped value that can be recomputed, with a bound on its r(X) from all its seconds on the link."""
-    problem = given.problem
-    for value in sorted(given.replayable):
-        replay = problem.replay.replays[value]
-        if start.actual[value] is Decision.SWAP and replay is not None:
-            link_s = problem.out_seconds(value) + problem.in_seconds(value)
-            yield value, link_s / max(replay.seconds, 1e-12)
-
-
-def _ratio(before: _Tried, after: _Tried) -> float:
-    """r(X): seconds of swap overhead removed over seconds of replay added."""
-    added_s = after.found.replay_s - before.found.replay_s
-    removed_s = before.found.step_s - after.found.step_s + added_s
-    return removed_s / max(added_s, 1e-12)

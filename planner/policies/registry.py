@@ -173,39 +173,21 @@ class PolicyInput:
         return tuple(wish(first))
 
 
-@dataclass(frozen=True)
-class Policy:
-    """A named way to decide."""
-
-    name: str
-    summary: str
-    source: str
-    """Paper and section; empty for a plain baseline."""
-    run: Callable[[PolicyInput], Candidate]
+_POLICIES: dict[str, Callable[[PolicyInput], Candidate]] = {}
 
 
-_POLICIES: dict[str, Policy] = {}
-
-
-def policy(
-    name: str, summary: str, source: str = ""
-) -> Callable[[Callable[[PolicyInput], Candidate]], Callable[[PolicyInput], Candidate]]:
+def policy(name: str) -> Callable[[Callable[[PolicyInput], Candidate]], Callable[[PolicyInput], Candidate]]:
     """Registers a function as the policy ``name``."""
 
     def register(run: Callable[[PolicyInput], Candidate]) -> Callable[[PolicyInput], Candidate]:
-        _POLICIES[name] = Policy(name, summary, source, run)
+        _POLICIES[name] = run
         return run
 
     return register
 
 
-def policies() -> tuple[Policy, ...]:
-    """All policies but the ILP, sorted by name."""
-    return tuple(_POLICIES[name] for name in sorted(_POLICIES))
-
-
 def policy_names() -> tuple[str, ...]:
-    """Names that :func:`run_policy` accepts."""
+    """Names that :func:`run_policy` accepts: all policies but the ILP."""
     return tuple(sorted(_POLICIES))
 
 
@@ -218,7 +200,7 @@ def run_policy(name: str, given: PolicyInput, allowance: Allowance | None = None
     if found is None:
         raise unknown_policy(name)
     given = given if allowance is None else replace(given, allowance=allowance)
-    return replace(found.run(given), policy=name)
+    return replace(found(given), policy=name)
 
 
 def unknown_policy(name: str) -> UsageError:

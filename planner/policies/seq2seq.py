@@ -127,13 +127,10 @@ class Group(NamedTuple):
     is_attention: bool = False
 
 
-@policy(
-    "seq2seq",
-    "gives up attention's saved values by time steps, earliest first, then swaps the steps' other values",
-    "Meng et al., Training Deeper Models by GPU Memory Optimization on TensorFlow, 2017, section on Seq2Seq",
-)
+@policy("seq2seq")
 def run_seq2seq(given: PolicyInput) -> Candidate:
-    """Gives up the groups of :func:`groups_of` in order, as few as fit: drops those of attention, swaps the others.
+    """Gives up the groups of :func:`groups_of` in order, as few as fit: drops those of attention, swaps the others
+    (Meng et al., Training Deeper Models by GPU Memory Optimization on TensorFlow, 2017, section on Seq2Seq).
 
     Known of the paper: its abstract, the beginning of a summary, and the captions of its figures. It swaps over the
     dataflow graph in general, and has a memory-efficient attention layer for Seq2Seq, drawn as a change of that op's

@@ -39,63 +39,51 @@ def _schedule(given: PolicyInput, trips: Sequence[_Trip]) -> Schedule:
     return assemble(given.problem, given.wish(swap=[trip.value for trip in trips]), lists)
 
 
-@policy("keep-all", "keeps everything: the in-core step")
+@policy("keep-all")
 def run_keep_all(given: PolicyInput) -> Candidate:
+    """Keeps everything: the in-core step."""
     return simulated(given.problem, "", keep_all(given.problem))
 
 
-@policy("swap-all", "swaps out values for which the budget has no room, and in as early as the budget permits")
+@policy("swap-all")
 def run_swap_all(given: PolicyInput) -> Candidate:
     """Swaps every value that may be swapped. The schedule keeps values whose release the budget does not need."""
     return given.candidate(swap_all(given.problem))
 
 
-@policy("swap-all-on-demand", "swaps every value out at its forward death, and in when backward needs it")
+@policy("swap-all-on-demand")
 def run_swap_all_on_demand(given: PolicyInput) -> Candidate:
     """The plan with the least peak of all; see :func:`swap_all_on_demand`."""
     return swap_all_on_demand(given.problem)
 
 
-@policy(
-    "earliest-first",
-    "swaps values in the order of their production until the peak fits",
-    "Alvaro and Kistijantoro, Improving TensorFlow's Memory Swapping by Prioritizing Earlier Tensors, 2019",
-)
+@policy("earliest-first")
 def run_earliest_first(given: PolicyInput) -> Candidate:
-    """Swaps the first produced values, as few as fit."""
-    return _shortest_run(given, _by_production(given))
+    """Swaps the first produced values, as few as fit (Alvaro and Kistijantoro, Improving TensorFlow's Memory Swapping
+    by Prioritizing Earlier Tensors, 2019).
+    """
+    return _shortest_run(given, 1)
 
 
-@policy(
-    "latest-first",
-    "swaps values against the order of their production until the peak fits",
-    "the comparison for earliest-first by Alvaro and Kistijantoro, 2019",
-)
+@policy("latest-first")
 def run_latest_first(given: PolicyInput) -> Candidate:
-    """Swaps the last produced values, as few as fit."""
-    return _shortest_run(given, _by_production(given)[::-1])
+    """Swaps the last produced values, as few as fit: their comparison for earliest-first."""
+    return _shortest_run(given, -1)
 
 
-def _by_production(given: PolicyInput) -> list[int]:
-    return sorted(given.movable, key=lambda value: (int(given.problem.born[value]), value))
-
-
-def _shortest_run(given: PolicyInput, order: Sequence[int]) -> Candidate:
-    """Swaps values in this order, as few as fit.
+def _shortest_run(given: PolicyInput, step: int) -> Candidate:
+    """Swaps values in the order of their production (``step`` 1) or against it (-1), as few as fit.
 
     One more value never raises the peak of the schedule on demand, so bisection finds their number.
     """
-
+    order = sorted(given.movable, key=lambda value: (int(given.problem.born[value]), value))[::step]
     return given.candidate(given.fewest_that_fit(len(order) + 1, lambda count: given.wish(swap=order[:count])))
 
 
-@policy(
-    "vdnn",
-    "swaps the inputs of convolutions, each waited for at the end of its layer",
-    "Rhu et al., vDNN, MICRO 2016, section III (vDNN_conv)",
-)
+@policy("vdnn")
 def run_vdnn(given: PolicyInput) -> Candidate:
-    """Swaps the inputs of convolutions. The budget does not matter; without convolutions, every value is kept.
+    """Swaps the inputs of convolutions (Rhu et al., vDNN, MICRO 2016, section III, vDNN_conv). The budget does not
+    matter; without convolutions, every value is kept.
 
     A value that several convolutions read is swapped out at the last of them. The copy starts at the last save point
     before that convolution ends, and ends at the first point after it. So an input that backward uses at once is kept.
@@ -149,13 +137,10 @@ def _backward_convolution_points(given: PolicyInput) -> list[int]:
     return sorted(entered.values())
 
 
-@policy(
-    "tflms",
-    "swaps values that are used many levels of the graph later; tunes the threshold, then the lead of copies back",
-    "Le et al., TFLMS, 2018, sections 4 and 5, and its autotune",
-)
+@policy("tflms")
 def run_tflms(given: PolicyInput) -> Candidate:
-    """Swaps a value of two or more dimensions that is used more than ``swapout_threshold`` levels after its production.
+    """Swaps a value of two or more dimensions that is used more than ``swapout_threshold`` levels after its production
+    (Le et al., TFLMS, 2018, sections 4 and 5).
 
     The copy back starts ``swapin_ahead`` levels before that use. As in the autotune, no value is swapped if that fits.
     Otherwise the largest threshold that fits with ``swapin_ahead`` 1 is taken, and then the largest ``swapin_ahead``.
@@ -213,13 +198,8 @@ def _lead(given: PolicyInput, schedule: Schedule, ahead: int) -> list[_Trip]:
     trips = []
     for value, decision in enumerate(schedule.decisions):
         if decision is Decision.SWAP:
-            prefetch = _lead_point(given, gone[value], problem.first_use_point[value], ahead)
+            used = problem.first_use_point[value]
+            level, points = level_at(given, used) - ahead, [p for p in problem.use_points if gone[value] < p <= used]
+            prefetch = next((point for point in reversed(points) if level_at(given, point) <= level), points[0])
             trips.append(_Trip(value, out[value], gone[value], prefetch))
     return sorted(trips, key=lambda trip: (trip.swap_out, problem.forward_death[trip.value], trip.value))
-
-
-def _lead_point(given: PolicyInput, release: int, used: int, ahead: int) -> int:
-    """The last use point whose op is at least ``ahead`` levels before the op at ``used``; else the first use point."""
-    level = level_at(given, used) - ahead
-    points = [point for point in given.problem.use_points if release < point <= used]
-    return next((point for point in reversed(points) if level_at(given, point) <= level), points[0])

@@ -22,7 +22,7 @@ import numpy as np
 from poochplan.formats.occupancy import Codes
 from poochplan.planner.arena.step_layout import Fitting
 from poochplan.planner.search.allowance import Allowance
-from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, STYLE_OF, SWAP, Evaluator, codes_of, decisions_of
+from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, STYLE_OF, SWAP, Evaluator, decisions_of
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import STYLES, Candidate, try_style
 
@@ -88,7 +88,7 @@ class Incumbents:
         A plan that would be the best one is packed first. If its arena does not fit, it is returned with the bytes that
         the arena takes, or is estimated to take.
         """
-        if not self._fits_host(found.decisions):
+        if not self.fits(found.decisions):
             return found
         fitting = self.fitting
         if fitting is not None and found.peak_bytes <= self.budget_bytes and found.step_s < self.step_s:
@@ -124,11 +124,8 @@ class Incumbents:
         wish = decisions_of(found.wish)
         return try_style(self.problem, found.origin, wish, found.within_bytes, STYLE_OF[found.style])
 
-    def fits(self, candidate: Candidate) -> bool:
+    def fits(self, decisions: Codes) -> bool:
         """Whether the host has room for the values that a plan swaps."""
-        return self._fits_host(codes_of(candidate.schedule.decisions))
-
-    def _fits_host(self, decisions: Codes) -> bool:
         return self.host_bytes < 0 or int(self.problem.size_bytes[decisions == SWAP].sum()) <= self.host_bytes
 
     def rank(self, found: EvaluatedPlan) -> tuple[int, float, bool, int, bytes]:

@@ -21,7 +21,7 @@ from poochplan.planner.search.allowance import EVALUATIONS_PER_SOLVE, Allowance
 from poochplan.planner.search.decide import build_fluid_model
 from poochplan.planner.search.fluid import FluidModel, Request
 from poochplan.planner.search.memory_constraints import large_values
-from poochplan.planner.search.solvers import Cancel, SolverLimits, SolverStatus, Warm, proven_bound, solve_linear
+from poochplan.planner.search.solvers import Cancel, SolverLimits, Warm, proven_bound, solve_linear
 from poochplan.planner.simulator.evaluator import DECISIONS
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import movable
@@ -75,9 +75,13 @@ class Relaxation:
         ``limits`` counts from now. If it ends the run, the bound is what was proven by then.
         """
         self._fix(fixed)
-        status, values, duals = self._warm.solve(limits)
-        if status is SolverStatus.INFEASIBLE and self._is_proven_empty():
-            return Relaxed(inf, None)
+        is_infeasible, values, duals = self._warm.solve(limits)
+        ray = self._warm.ray() if is_infeasible else None
+        if ray is not None:
+            least, no_cost = PROOF * float(np.abs(ray).max(initial=0.0)), np.zeros_like(self._arrays.cost)
+            model = replace(self._arrays, cost=no_cost)
+            if max(proven_bound(model, ray), proven_bound(model, -ray)) > least:
+                return Relaxed(inf, None)
         bound = None if duals is None else proven_bound(self._arrays, duals)
         shares = None if values is None else self._shares(values)
         return Relaxed(bound_seconds(self._model, bound), shares)
@@ -95,15 +99,7 @@ class Relaxation:
                     low = high = float(fixed[value] is chosen)
                 if (low, high) != (arrays.low[column], arrays.high[column]):
                     arrays.low[column], arrays.high[column] = low, high
-                    self._warm.bound_column(column, low, high)
-
-    def _is_proven_empty(self) -> bool:
-        ray = self._warm.ray()
-        if ray is None:
-            return False
-        least, no_cost = PROOF * float(np.abs(ray).max(initial=0.0)), np.zeros_like(self._arrays.cost)
-        model = replace(self._arrays, cost=no_cost)
-        return max(proven_bound(model, ray), proven_bound(model, -ray)) > least
+                    self._warm.highs.changeColBounds(column, low, high)
 
     def _shares(self, values: Floats) -> Floats:
         count = self.problem.value_count
@@ -118,22 +114,22 @@ def bound_model(problem: Problem, budget_bytes: int, *, whole: tuple[int, ...] =
     candidates = movable(problem)
     request = Request(budget_bytes, tuple(candidates), is_bound=True, whole=whole)
     if len(candidates) > FEW:
-        free = _smallest(problem, [value for value in candidates if value not in whole], FREE_SHARE)
+        free, _ = smallest_values(problem, [value for value in candidates if value not in whole], FREE_SHARE)
         rest = tuple(value for value in candidates if value not in free)
         request = replace(request, candidates=rest, free=tuple(sorted(free)), window=SHORT_WINDOW)
     return build_fluid_model(problem, request)
 
 
-def _smallest(problem: Problem, candidates: list[int], share: float) -> set[int]:
-    """The smallest values, together at most this share of the saved bytes."""
-    sizes, found = problem.rounded_bytes, set[int]()
-    left = share * float(sizes.sum())
-    for value in sorted(candidates, key=lambda value: (int(sizes[value]), value)):
-        left -= float(sizes[value])
-        if left < 0:
+def smallest_values(problem: Problem, candidates: Sequence[int], share: float) -> tuple[set[int], int]:
+    """The smallest values, together at most this share of the saved bytes; and their bytes with the next one's."""
+    sizes, found, held = problem.rounded_bytes.tolist(), set[int](), 0
+    most = share * sum(sizes)
+    for value in sorted(candidates, key=lambda value: (sizes[value], value)):
+        held += sizes[value]
+        if held > most:
             break
         found.add(value)
-    return found
+    return found, held
 
 
 def bound_seconds(model: FluidModel, bound: float | None) -> float:

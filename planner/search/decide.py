@@ -7,9 +7,8 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from poochplan.formats.occupancy import Floats
 from poochplan.formats.plan import Decision
 from poochplan.planner.search.fluid import Early, FluidModel, Request, Stretch, is_written_out, running_sums
 from poochplan.planner.search.memory_constraints import add_memory
@@ -29,16 +28,6 @@ def build_fluid_model(problem: Problem, request: Request) -> FluidModel:
     return model
 
 
-@dataclass(frozen=True)
-class Solution:
-    """The solver's result for PLAN."""
-
-    decisions: tuple[Decision, ...] | None
-    """None if it found none."""
-    objective_s: float | None
-    """Overhead in seconds by the fluid model."""
-
-
 def solve_fluid(
     problem: Problem,
     request: Request,
@@ -47,8 +36,9 @@ def solve_fluid(
     *,
     relaxed: bool = False,
     cancel: Cancel | None = None,
-) -> Solution:
-    """The best decisions by PLAN; values outside ``request.candidates`` are kept.
+) -> tuple[tuple[Decision, ...] | None, float | None]:
+    """The best decisions by PLAN, and its objective: overhead in seconds by the fluid model; None for what the solver
+    did not find. Values outside ``request.candidates`` are kept.
 
     ``relaxed`` solves without integrality and takes for each value the decision with the largest share.
     ``limits.absolute_gap`` is in seconds.
@@ -57,23 +47,19 @@ def solve_fluid(
     model = build_fluid_model(problem, request)
     scaled = replace(limits.since(started_s), absolute_gap=limits.absolute_gap / model.time_unit_s)
     found = solve_linear(model.linear.arrays(), solver, scaled, relaxed=relaxed, cancel=cancel)
-    return Solution(
-        decisions=None if found.values is None else _decisions(model, found.values),
-        objective_s=None if found.objective is None else found.objective * model.time_unit_s,
-    )
-
-
-def _decisions(model: FluidModel, values: Floats) -> tuple[Decision, ...]:
+    objective_s = None if found.objective is None else found.objective * model.time_unit_s
+    if found.values is None:
+        return None, objective_s
     decisions = []
-    for value in range(model.problem.value_count):
-        swap = float(values[model.swap[value]]) if value in model.swap else 0.0
-        recompute = float(values[model.recompute[value]]) if value in model.recompute else 0.0
+    for value in range(problem.value_count):
+        swap = float(found.values[model.swap[value]]) if value in model.swap else 0.0
+        recompute = float(found.values[model.recompute[value]]) if value in model.recompute else 0.0
         keep = 1.0 - swap - recompute
         if recompute >= max(swap, keep):
             decisions.append(Decision.RECOMPUTE)
         else:
             decisions.append(Decision.SWAP if swap >= keep else Decision.KEEP)
-    return tuple(decisions)
+    return tuple(decisions), objective_s
 
 
 SWAP_PREFERENCE = 1e-4
@@ -90,10 +76,12 @@ def _add_decisions(model: FluidModel) -> None:
             slowed_s = out_s * link.interference_out / (1 + link.interference_out)
             slowed_s += in_s * link.interference_in / (1 + link.interference_in)
             swap_cost = (slowed_s + SWAP_PREFERENCE * (out_s + in_s)) / model.time_unit_s + model.swap_time(value)
-            recompute_cost = SWAP_PREFERENCE * model.replay_time[value] + model.recording_time(value)
+            recompute_cost = SWAP_PREFERENCE * model.replay_time[value]
         model.swap[value] = linear.column(1.0, cost=swap_cost, integer=True)
-        replay = problem.replay.replays[value]
-        if replay is not None:
+        if problem.replay.replays[value] is not None:
+            if model.record_s and not model.is_bound:  # as if it shared no op and no window with others
+                recorded = len(problem.replay.recorded_for([value]))
+                recompute_cost += model.record_s * recorded / model.time_unit_s
             model.recompute[value] = linear.column(1.0, cost=recompute_cost, integer=True)
             linear.row([(model.swap[value], 1), (model.recompute[value], 1)], high=1)
     for value in model.recompute:

@@ -107,6 +107,13 @@ class FluidModel:
         """``a`` and ``v``, per backward slot: bytes that are back before they are needed, after its points; bytes that
         arrive during its compute.
         """
+        self.released, self.issued = dict[int, list[tuple[int, int]]](), dict[int, list[tuple[int, int]]]()
+        """Per value that moves in one piece, at slots of a grid: columns "its copy is out and its buffer released by
+        the end of the slot's points", and "its copy back has been issued by then".
+        """
+        self.rest_out, self.rest_ahead = dict[int, int](), dict[int, int]()
+        """Per slot, and per backward slot: bytes of the other values that are out, and that are back before their
+        need."""
         self._measure(candidates)
 
     def _measure(self, candidates: list[int]) -> None:
@@ -161,12 +168,6 @@ class FluidModel:
         """Seconds of the compute stream for a swap of a value, in addition to its copies."""
         back_s = self.fetch_s if self.use_slot[value] < self.slots.count else 0.0
         return (self.out_s + back_s) / self.time_unit_s
-
-    def recording_time(self, value: int) -> float:
-        """Seconds of recording for a value's replay, as if it shared no op and no window with others."""
-        if not self.record_s or self.problem.replay.replays[value] is None:
-            return 0.0
-        return self.record_s * len(self.problem.replay.recorded_for([value])) / self.time_unit_s
 
     def replayed_by(self, value: int, slot: int) -> int | None:
         """Column "recomputed by the end of ``slot``'s points" before the value's own use; None if there is none."""

@@ -13,9 +13,9 @@ values only there, and BOUND uses the more favourable of the two neighbouring sl
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from operator import itemgetter
 
 import numpy as np
 
@@ -26,42 +26,39 @@ from poochplan.planner.simulator.problem import Problem
 
 
 def add_memory(model: FluidModel) -> None:
-    fixed, movable = _fixed_bytes(model)
+    problem, death, saved = model.problem, model.problem.forward_death, model.save_slot
+    live = problem.born, np.maximum(death, problem.freed), problem.rounded_bytes
+    movable, free = _gap_bytes(model, model.request.candidates), _gap_bytes(model, model.request.free)
+    fixed = problem.base_bytes + occupancy(problem.tick_count, live) - movable - free
     inside = _inside_replays(model)
     ticks = _row_ticks(model, fixed, movable, inside)
     slots = [model.slots.at_tick(tick) for tick in ticks]
     kept = _kept_columns(model, ticks)
     early = running_sums(model, len(ticks), [*_claims(model, ticks), *_returned(model, ticks, slots)])
-    alive = running_sums(model, len(ticks), _saved_and_alive(model, ticks, slots))
-    whole = _add_whole_buffers(model, ticks) if model.request.whole else None
+    may_be_out = [  # while forward still holds them
+        Stretch(bisect_left(slots, saved[value]), bisect_right(ticks, int(death[value])), column, model.moved[value])
+        for value, column in model.swap.items()
+    ]
+    alive = running_sums(model, len(ticks), may_be_out)
+    if model.request.whole:
+        grid = _grid(model, ticks)
+        for value in model.request.whole:
+            _add_steps(model, value, grid)
+            _add_copy_times(model, value)
+        _add_totals(model)
     for row, (tick, slot) in enumerate(zip(ticks, slots, strict=True)):
         room = (model.request.budget_bytes - float(fixed[tick])) / model.unit
         terms: list[Term] = [(kept[row], 1.0), *inside.get(tick, ()), *early[row]]
         terms += model.replayed_ahead.get(slot, ())
-        if whole is None or model.is_bound:  # both kinds of row hold for every plan
+        added = list[tuple[list[Term], list[Term]]]()
+        if not model.request.whole or model.is_bound:  # both kinds of row hold for every plan
             ahead = [(columns[slot], 1.0) for columns in (model.ahead, model.arriving) if slot in columns]
-            fluid = [*terms, *ahead]
-            backlog: list[Term] = [(model.not_out[slot], 1.0), *((column, -size) for column, size in alive[row])]
-            _add_rows(model, fluid, backlog, room)
-        if whole is not None:
-            terms += _resident_whole(model, whole, tick, slot)
-            if slot in whole.rest_ahead:
-                terms.append((whole.rest_ahead[slot], 1.0))
-            _add_rows(model, terms, _resident_rest(model, whole, tick, slot), room)
-
-
-def _add_rows(model: FluidModel, terms: list[Term], more: list[Term], room: float) -> None:
-    """Adds rows: ``terms``, plus ``more`` if that is positive, are at most ``room``."""
-    model.linear.row(terms, high=room)
-    model.linear.row([*terms, *more], high=room)
-
-
-def _fixed_bytes(model: FluidModel) -> tuple[Ints, Ints]:
-    """Per tick: bytes that no decision moves, and bytes of candidates that some decision moves."""
-    problem, free = model.problem, model.request.free
-    live = (problem.born, np.maximum(problem.forward_death, problem.freed), problem.rounded_bytes)
-    gap, free_gap = _gap_bytes(model, model.request.candidates), _gap_bytes(model, free)
-    return problem.base_bytes + occupancy(problem.tick_count, live) - gap - free_gap, gap
+            added.append((ahead, [(model.not_out[slot], 1.0), *((column, -size) for column, size in alive[row])]))
+        if model.request.whole:
+            added.append(_resident(model, tick, slot))
+        for more, if_positive in added:
+            model.linear.row([*terms, *more], high=room)
+            model.linear.row([*terms, *more, *if_positive], high=room)
 
 
 def _gap_bytes(model: FluidModel, values: tuple[int, ...]) -> Ints:
@@ -120,15 +117,6 @@ def _kept_columns(model: FluidModel, ticks: list[int]) -> list[int]:
                 terms.append((model.recompute[value], scaled))
         model.linear.row(terms, low=constant, high=constant)
     return columns
-
-
-def _saved_and_alive(model: FluidModel, ticks: list[int], slots: list[int]) -> list[Stretch]:
-    """Swappable values that may have left for the host while forward still holds them."""
-    death, saved = model.problem.forward_death, model.save_slot
-    return [
-        Stretch(bisect_left(slots, saved[value]), bisect_right(ticks, int(death[value])), column, model.moved[value])
-        for value, column in model.swap.items()
-    ]
 
 
 def _returned(model: FluidModel, ticks: list[int], slots: list[int]) -> list[Stretch]:
@@ -228,43 +216,9 @@ def _inside_replays(model: FluidModel) -> dict[int, list[Term]]:
 
 SHORT_COPIES = 1.5
 """Rows "this copy cannot be complete yet" reach this many copy times from the save, or from the use."""
-
-
 MOST_LARGE = 12
 GRID, GRID_OF_BOUND = 30, 60
 """Most slots at which whole values leave and return."""
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Columns of a variable that goes from 0 to 1 once, one for each slot of the grid."""
-
-    slots: tuple[int, ...]
-    columns: tuple[int, ...]
-
-    def by(self, slot: int) -> int | None:
-        """Column of the last grid slot at or before ``slot``."""
-        index = bisect_right(self.slots, slot) - 1
-        return self.columns[index] if index >= 0 else None
-
-    def later(self, slot: int) -> int | None:
-        """Column of the first grid slot at or after ``slot``."""
-        index = bisect_left(self.slots, slot)
-        return self.columns[index] if index < len(self.slots) else None
-
-
-@dataclass(eq=False)
-class WholeBuffers:
-    """Columns of the values that move as whole buffers, and of the other values."""
-
-    released: dict[int, Steps] = field(default_factory=dict)
-    """Per value: whether its copy is out and its buffer released by the end of the slot's points."""
-    issued: dict[int, Steps] = field(default_factory=dict)
-    """Per value: whether its copy back has been issued by the end of the slot's points."""
-    rest_out: dict[int, int] = field(default_factory=dict)
-    """Per slot: bytes of the other values that are out."""
-    rest_ahead: dict[int, int] = field(default_factory=dict)
-    """Per backward slot: bytes of the other values that are back before they are needed."""
 
 
 def large_values(problem: Problem, candidates: Iterable[int], share: float) -> tuple[int, ...]:
@@ -273,17 +227,6 @@ def large_values(problem: Problem, candidates: Iterable[int], share: float) -> t
     least = share * float(sizes.sum())
     large = sorted((v for v in candidates if float(sizes[v]) > least), key=lambda v: (-int(sizes[v]), v))
     return tuple(sorted(large[:MOST_LARGE]))
-
-
-def _add_whole_buffers(model: FluidModel, row_ticks: list[int]) -> WholeBuffers:
-    """Adds the columns and rows for ``model.request.whole``."""
-    whole = WholeBuffers()
-    grid = _grid(model, row_ticks)
-    for value in model.request.whole:
-        _add_steps(model, whole, value, grid)
-        _add_copy_times(model, whole, value)
-    _add_totals(model, whole)
-    return whole
 
 
 def _grid(model: FluidModel, row_ticks: list[int]) -> list[int]:
@@ -300,7 +243,8 @@ def _grid(model: FluidModel, row_ticks: list[int]) -> list[int]:
     return sorted(chosen)
 
 
-def _add_steps(model: FluidModel, whole: WholeBuffers, value: int, grid: list[int]) -> None:
+def _add_steps(model: FluidModel, value: int, grid: list[int]) -> None:
+    """Adds the columns of a whole buffer: each goes from 0 to 1 once, at one of the slots of the grid."""
     linear, first_backward = model.linear, model.slots.first_backward
     save, use = model.save_slot[value], min(model.use_slot[value], model.slots.count)
     slots = [slot for slot in grid if save <= slot < use]
@@ -314,34 +258,45 @@ def _add_steps(model: FluidModel, whole: WholeBuffers, value: int, grid: list[in
         linear.row([(gone[-1], 1.0), (model.swap[value], -1.0)], high=0)
     for column, is_gone in zip(back, gone[len(gone) - len(back) :], strict=True):
         linear.row([(column, 1.0), (is_gone, -1.0)], high=0)
-    whole.released[value] = Steps(tuple(slots), tuple(gone))
-    whole.issued[value] = Steps(tuple(back_slots), tuple(back))
+    model.released[value] = list(zip(slots, gone, strict=True))
+    model.issued[value] = list(zip(back_slots, back, strict=True))
 
 
-def _add_copy_times(model: FluidModel, whole: WholeBuffers, value: int) -> None:
+def _by(steps: Sequence[tuple[int, int]], slot: int) -> int | None:
+    """Column of the last grid slot at or before ``slot``."""
+    index = bisect_right(steps, slot, key=itemgetter(0)) - 1
+    return steps[index][1] if index >= 0 else None
+
+
+def _later(steps: Sequence[tuple[int, int]], slot: int) -> int | None:
+    """Column of the first grid slot at or after ``slot``."""
+    index = bisect_left(steps, slot, key=itemgetter(0))
+    return steps[index][1] if index < len(steps) else None
+
+
+def _add_copy_times(model: FluidModel, value: int) -> None:
     """Adds rows for the duration of copies: out, counted from the save; in, counted back from the use."""
     size, seconds = model.moved[value], (model.slots.seconds / model.time_unit_s).tolist()
-    released, issued, save = whole.released[value], whole.issued[value], model.save_slot[value]
-    for slot, column in zip(released.slots, released.columns, strict=True):
+    released, save, use = model.released[value], model.save_slot[value], model.use_slot[value]
+    for slot, column in released:
         passed = sum(seconds[save:slot])
         if passed * model.out_rate > SHORT_COPIES * size:
             break
         extra = [(model.extra[between], -model.out_rate) for between in range(save, slot + 1)]
         model.linear.row([(column, size), *extra], high=passed * model.out_rate)
-    use = model.use_slot[value]
     if use >= model.slots.count:
         return
-    for slot, column in reversed(list(zip(issued.slots, issued.columns, strict=True))):
+    for slot, column in reversed(model.issued[value]):
         left = sum(seconds[slot + 1 : use])
         if left * model.in_rate > SHORT_COPIES * size:
             break
         extra = [(model.extra[between], -model.in_rate) for between in range(slot + 1, use + 1)]
         # In BOUND, a value that has not left by its use was not swapped at all.
-        moved = released.columns[-1] if model.is_bound else model.swap[value]
+        moved = released[-1][1] if model.is_bound else model.swap[value]
         model.linear.row([(moved, size), (column, -size), *extra], high=left * model.in_rate)
 
 
-def _add_totals(model: FluidModel, whole: WholeBuffers) -> None:
+def _add_totals(model: FluidModel) -> None:
     """Adds rows: all released bytes are out, and all bytes that are back were issued."""
     linear, slots = model.linear, model.slots
     saved, saved_rest = list[Term](), list[Term]()
@@ -352,63 +307,46 @@ def _add_totals(model: FluidModel, whole: WholeBuffers) -> None:
         for value in by_slot.get(slot, ()):
             term = (model.swap[value], -model.moved[value])
             saved.append(term)
-            if value not in whole.released:
+            if value not in model.released:
                 saved_rest.append(term)
-        out = linear.column(model.all_bytes)
+        out = model.rest_out[slot] = linear.column(model.all_bytes)
         linear.row([(out, 1.0), *saved_rest], high=0)
         terms: list[Term] = [(out, 1.0), (model.not_out[slot], 1.0), *saved]
-        for value, steps in whole.released.items():
-            column = steps.by(slot)
-            if slot >= model.use_slot[value]:
-                column = model.swap[value]
+        for value, steps in model.released.items():
+            column = model.swap[value] if slot >= model.use_slot[value] else _by(steps, slot)
             if column is not None:
                 terms.append((column, model.moved[value]))
         linear.row(terms, high=0)
-        whole.rest_out[slot] = out
         if slot >= slots.first_backward:
-            rest = linear.column(model.all_bytes)
-            linear.row([*_arrived(model, whole, slot), (rest, -1.0)], high=0)
-            whole.rest_ahead[slot] = rest
+            rest = model.rest_ahead[slot] = linear.column(model.all_bytes)
+            arrived: list[Term] = [(model.ahead[slot], 1.0), (model.arriving[slot], 1.0)]
+            for value, steps in model.issued.items():
+                column = _later(steps, slot) if model.is_bound else _by(steps, slot)
+                if column is None and model.is_bound:
+                    column = model.swap[value]
+                if column is not None and slot < model.use_slot[value]:
+                    arrived.append((column, -model.moved[value]))
+            linear.row([*arrived, (rest, -1.0)], high=0)
 
 
-def _arrived(model: FluidModel, whole: WholeBuffers, slot: int) -> list[Term]:
-    """Bytes that are back before their use, minus those of issued whole buffers."""
-    terms: list[Term] = [(model.ahead[slot], 1.0), (model.arriving[slot], 1.0)]
-    for value, steps in whole.issued.items():
-        if slot < model.use_slot[value]:
-            column = steps.later(slot) if model.is_bound else steps.by(slot)
-            if column is None and model.is_bound:
-                column = model.swap[value]
-            if column is not None:
-                terms.append((column, -model.moved[value]))
-    return terms
-
-
-def _resident_whole(model: FluidModel, whole: WholeBuffers, tick: int, slot: int) -> list[Term]:
-    """Bytes of swapped whole buffers that are on the device at ``tick`` and that no use holds."""
-    problem, terms = model.problem, list[Term]()
-    for value, released in whole.released.items():
-        if not problem.forward_death[value] < tick < model.first_use[value] or model.save_slot[value] > slot:
+def _resident(model: FluidModel, tick: int, slot: int) -> tuple[list[Term], list[Term]]:
+    """Bytes of swapped whole buffers, and of the other swapped values, that are on the device at ``tick`` and that no
+    use holds.
+    """
+    death, save, terms = model.problem.forward_death, model.save_slot, list[Term]()
+    for value, released in model.released.items():
+        if not death[value] < tick < model.first_use[value] or save[value] > slot:
             continue
-        gone = released.later(slot) if model.is_bound else released.by(slot)
+        gone = _later(released, slot) if model.is_bound else _by(released, slot)
         if gone is None and model.is_bound:
             continue  # it may be released before the next slot of the grid
-        terms.append((model.swap[value], model.moved[value]))
-        if gone is not None:
-            terms.append((gone, -model.moved[value]))
-        back = whole.issued[value].by(slot)
-        if back is not None:
-            terms.append((back, model.moved[value]))
-    return terms
-
-
-def _resident_rest(model: FluidModel, whole: WholeBuffers, tick: int, slot: int) -> list[Term]:
-    """Bytes of the other swapped values that are on the device at ``tick`` and that no use holds."""
-    death, save = model.problem.forward_death, model.save_slot
-    terms: list[Term] = [
+        columns = (model.swap[value], 1.0), (gone, -1.0), (_by(model.issued[value], slot), 1.0)
+        terms += [(column, sign * model.moved[value]) for column, sign in columns if column is not None]
+    if slot in model.rest_ahead:
+        terms.append((model.rest_ahead[slot], 1.0))
+    rest: list[Term] = [
         (column, model.moved[value])
         for value, column in model.swap.items()
-        if value not in whole.released and death[value] < tick and save[value] <= slot
+        if value not in model.released and death[value] < tick and save[value] <= slot
     ]
-    terms.append((whole.rest_out[slot], -1.0))
-    return terms
+    return terms, [*rest, (model.rest_out[slot], -1.0)]

@@ -18,7 +18,7 @@ from math import inf
 import numpy as np
 
 from poochplan.errors import InfeasibleError, UsageError
-from poochplan.formats.plan import Decision, SolveStatus
+from poochplan.formats.plan import SolveStatus
 from poochplan.planner.arena.step_layout import NO_ARENA, Fitting, Laid
 from poochplan.planner.search.allowance import Allowance, Progress, SearchCallback, SearchLimits
 from poochplan.planner.search.annealing import Incumbents, Walker
@@ -205,7 +205,7 @@ class _PlanSearch:
         walk: list[Callable[[], None]] = [partial(self._propose, walkers[1])]
         if self.is_small:
             prove.append(self._integrate)
-            walk.append(partial(self._integrate_whole, walkers[1]))
+            walk.append(partial(self._integrate, walkers[1]))
         return [[*prove, walks[0]], [*walk, walks[1]], *([more] for more in walks[2:])]
 
     @property
@@ -253,17 +253,13 @@ class _PlanSearch:
         self.programs_solved += 1
         self.walking.look_in(basins)
 
-    def _integrate(self, *, is_whole: bool = False) -> None:
-        """Solves BOUND with its integrality; ``is_whole``: large values in one piece."""
-        self.proof.integral(self.allowance, is_whole=is_whole)
-        self.programs_solved += 1
-
-    def _integrate_whole(self, walker: Walker) -> None:
-        """The same with large values in one piece, after some walks."""
-        while not self.is_over and not self.walking.has_walked(WALKS_FIRST):
+    def _integrate(self, walker: Walker | None = None) -> None:
+        """Solves BOUND with its integrality; with a walker after some walks, and with large values in one piece."""
+        while walker is not None and not self.is_over and not self.walking.has_walked(WALKS_FIRST):
             self.walking.once(walker)
-        if not self.is_over:
-            self._integrate(is_whole=True)
+        if walker is None or not self.is_over:
+            self.proof.integral(self.allowance, is_whole=walker is not None)
+            self.programs_solved += 1
 
     def _start_from_plan_model(self, walker: Walker) -> None:
         """Starting points by PLAN: its relaxation for a budget smaller by the largest buffer, rounded; on small steps
@@ -280,13 +276,15 @@ class _PlanSearch:
 
     def _solve(self, walker: Walker, request: Request, *, is_relaxed: bool) -> None:
         limits = self.allowance.part(PLAN_SHARE).limits(gap=SOLVER_GAP, absolute_gap=ABSOLUTE_GAP * self.problem.step_s)
-        solution = solve_fluid(self.problem, request, self.solver, limits, relaxed=is_relaxed, cancel=self.cancel)
+        decisions, objective_s = solve_fluid(
+            self.problem, request, self.solver, limits, relaxed=is_relaxed, cancel=self.cancel
+        )
         self.programs_solved += 1
-        if self.objective_s is None or solution.decisions is not None:
-            self.objective_s = solution.objective_s
-        if solution.decisions is None:
+        if self.objective_s is None or decisions is not None:
+            self.objective_s = objective_s
+        if decisions is None:
             return
-        codes = codes_of(solution.decisions)
+        codes = codes_of(decisions)
         self.walking.descend(walker, walker.try_styles(codes, "ilp"))
         self.walking.look_near(codes)
 
@@ -302,21 +300,17 @@ class _PlanSearch:
         walker.try_styles(keep_all, "keep-all", (0,))  # it fits any host, so there is always a plan
         every_way = all_decisions(self.problem, EXHAUSTIVE)
         if every_way is not None:
-            self._try_all(walker, every_way)
+            for _ in range(MOST_REPACKS):  # again if packing has reduced the live bytes meanwhile
+                within_bytes = self.incumbents.within_bytes
+                for wish in every_way:
+                    walker.try_styles(codes_of(wish), "ilp", range(len(STYLE_OF)))
+                if self.incumbents.within_bytes == within_bytes:
+                    break
             self.is_exhausted = True
             return
         for name, wish in simple_decisions(self.problem):
             walker.try_styles(codes_of(wish), name, range(len(STYLE_OF)))
         self.walking.begin()
-
-    def _try_all(self, walker: Walker, every_way: Sequence[tuple[Decision, ...]]) -> None:
-        """Tries every way, and again if packing has reduced the live bytes meanwhile."""
-        for _ in range(MOST_REPACKS):
-            within_bytes = self.incumbents.within_bytes
-            for wish in every_way:
-                walker.try_styles(codes_of(wish), "ilp", range(len(STYLE_OF)))
-            if self.incumbents.within_bytes == within_bytes:
-                return
 
     def _propose(self, walker: Walker) -> None:
         """Includes the plans of other policies, so that none of them is better."""
@@ -345,7 +339,7 @@ class _PlanSearch:
         self.is_polished = not self.whole.is_spent
 
     def _offer(self, candidate: Candidate) -> None:
-        if not self.incumbents.fits(candidate):
+        if not self.incumbents.fits(codes_of(candidate.schedule.decisions)):
             return
         if self.incumbents.fitting is None:
             self.offered.append(candidate)

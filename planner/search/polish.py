@@ -67,8 +67,10 @@ class ScheduleMoves:
         yield from self._by_rule()
         waits = sorted(self.candidate.simulation.waits, key=lambda wait: (-wait.seconds, wait.point))
         for wait in waits[:WAITS]:
-            if wait.is_out:
-                yield from self._around_release(wait.value)
+            if wait.is_out:  # the copy goes ahead in the queue, or another value leaves instead
+                for order in _ahead(tuple(self.out), wait.value):
+                    yield replace(self.tuning, out_order=order)
+                yield from self._leaves_later(wait.value)
             else:
                 yield from self._around_fetch(wait.value, wait.point)
 
@@ -108,13 +110,6 @@ class ScheduleMoves:
             for point in self.use_points:
                 if first < point <= self.problem.first_use_point[value]:
                     yield replace(tuning, fetch_from={**tuning.fetch_from, value: point})
-
-    def _around_release(self, value: int) -> Iterator[Tuning]:
-        """For a wait for a copy out: the copy goes ahead in the queue, or another value leaves instead."""
-        tuning = self.tuning
-        for order in _ahead(tuple(self.out), value):
-            yield replace(tuning, out_order=order)
-        yield from self._leaves_later(value)
 
     def _around_fetch(self, value: int, point: int) -> Iterator[Tuning]:
         """For a wait for a copy back: a replay during it, its copy ahead in the queue, or less time away."""

@@ -14,23 +14,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Any
 
 import numpy as np
 
 from poochplan.errors import SolverError, UsageError
 from poochplan.formats.occupancy import Floats, Ints
-
-
-class SolverStatus(StrEnum):
-    """How a run of HiGHS ended."""
-
-    OPTIMAL = "optimal"  # within the gap
-    TIME_LIMIT = "time limit"
-    INFEASIBLE = "infeasible"
-    NOT_SOLVED = "not solved"  # anything else
-
 
 Term = tuple[int, float]
 """A column and its coefficient."""
@@ -245,37 +234,34 @@ class Warm:
     """
 
     def __init__(self, model: Arrays, cancel: Cancel | None = None, *, is_solved_again: bool = True) -> None:
-        self._highs = _highs(SolverLimits())
+        self.highs = _highs(SolverLimits())
         if cancel is not None:
-            cancel.attach(self._highs)
-        self._highs.passModel(_highs_model(model, is_integral=False))
-        self._highs.setOptionValue("solver", "ipm")
-        self._highs.setOptionValue("run_crossover", "on" if is_solved_again else "off")
+            cancel.attach(self.highs)
+        self.highs.passModel(_highs_model(model, is_integral=False))
+        self.highs.setOptionValue("solver", "ipm")
+        self.highs.setOptionValue("run_crossover", "on" if is_solved_again else "off")
 
-    def bound_column(self, column: int, low: float, high: float) -> None:
-        """Changes the bounds of one column."""
-        self._highs.changeColBounds(column, low, high)
+    def solve(self, limits: SolverLimits) -> tuple[bool, Floats | None, Floats | None]:
+        """Whether it is infeasible, values of the columns (None without a solution), duals of the rows (or None)."""
+        from highspy import HighsModelStatus, SolutionStatus
 
-    def solve(self, limits: SolverLimits) -> tuple[SolverStatus, Floats | None, Floats | None]:
-        """Status of the run, values of the columns (None without a solution), duals of the rows (None without any)."""
-        import highspy
-
-        highs = self._highs
+        highs, infeasible = self.highs, (HighsModelStatus.kInfeasible, HighsModelStatus.kUnboundedOrInfeasible)
+        ends = HighsModelStatus.kOptimal, HighsModelStatus.kTimeLimit, HighsModelStatus.kInterrupt, *infeasible
         highs.setOptionValue("time_limit", highs.getRunTime() + _seconds(limits))  # its clock counts all runs
         highs.run()
-        if _highs_status(highs) is SolverStatus.NOT_SOLVED:  # the simplex failed from this basis
+        if highs.getModelStatus() not in ends:  # the simplex failed from this basis
             highs.clearSolver()
             highs.run()
         highs.setOptionValue("solver", "simplex")
         info, solution = highs.getInfo(), highs.getSolution()
-        is_solved = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+        is_solved = info.primal_solution_status == SolutionStatus.kSolutionStatusFeasible
         values = np.array(solution.col_value) if is_solved else None
         duals = np.array(solution.row_dual) if solution.dual_valid else None
-        return _highs_status(highs), values, duals
+        return highs.getModelStatus() in infeasible, values, duals
 
     def ray(self) -> Floats | None:
         """Row duals that prove that there is no solution; None if HiGHS has none."""
-        highs = self._highs
+        highs = self.highs
         if highs.getDualRayExist()[1]:
             return np.array(highs.getDualRay()[2])
         # If HiGHS has no ray, it would run the program without its cost and keep the interpreter's lock: no other
@@ -328,19 +314,6 @@ def _highs_model(model: Arrays, is_integral: bool) -> Any:
         kinds = highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger
         lp.integrality_ = [kinds[integer] for integer in model.is_integer]
     return lp
-
-
-def _highs_status(highs: Any) -> SolverStatus:
-    import highspy
-
-    statuses = {
-        highspy.HighsModelStatus.kOptimal: SolverStatus.OPTIMAL,
-        highspy.HighsModelStatus.kTimeLimit: SolverStatus.TIME_LIMIT,
-        highspy.HighsModelStatus.kInterrupt: SolverStatus.TIME_LIMIT,
-        highspy.HighsModelStatus.kInfeasible: SolverStatus.INFEASIBLE,
-        highspy.HighsModelStatus.kUnboundedOrInfeasible: SolverStatus.INFEASIBLE,
-    }
-    return statuses.get(highs.getModelStatus(), SolverStatus.NOT_SOLVED)
 
 
 @functools.cache

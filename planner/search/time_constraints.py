@@ -75,11 +75,7 @@ def _add_replay_time(model: FluidModel) -> None:
     runs: list[Term] = [(column, -seconds) for column, seconds in shared]
     if shared:
         linear.row([*all_shared, *runs], low=0)
-    _add_total(model, own, runs)
-
-
-def _add_total(model: FluidModel, own: list[float], runs: list[Term]) -> None:
-    """All added time pays for the replays, and for the compute time that swaps take; ``runs``: of shared ops."""
+    # All added time pays for the replays, and for the compute time that swaps take.
     lost_out, lost_in = seconds_lost(model.problem.link)
     if not (model.out_s or model.fetch_s or lost_out or lost_in):
         return
@@ -167,8 +163,15 @@ def _add_runs(model: FluidModel) -> tuple[list[float], list[Term]]:
     own = list(model.replay_time)
     groups = dict[tuple[int, ...], float]()
     op_seconds, replays = model.problem.replay.op_seconds, model.problem.replay.replays
-    for op, values in _shared_ops(model).items():
-        groups[values] = groups.get(values, 0.0) + (op_seconds[op] + model.replay_op_s) / model.time_unit_s
+    users = dict[int, list[int]]()  # by op: the values that backward uses and whose replays run it
+    for value in model.recompute:
+        if model.use_slot[value] < model.slots.count:
+            for op in model.problem.replay.of(value).ops:
+                users.setdefault(op, []).append(value)
+    for op, several in users.items():
+        if len(several) > 1:
+            seconds = (op_seconds[op] + model.replay_op_s) / model.time_unit_s
+            groups[tuple(several)] = groups.get(tuple(several), 0.0) + seconds
     beyond: list[Term] = []
     movable = (replays[value] for value in (*model.request.candidates, *model.request.free))
     inputs = {source for replay in movable if replay is not None for source in replay.inputs}
@@ -178,16 +181,6 @@ def _add_runs(model: FluidModel) -> tuple[list[float], list[Term]]:
             own[value] -= seconds if value != largest else 0.0
         beyond += [(_runs_of(model, values, inputs), seconds), (model.recompute[largest], -seconds)]
     return [max(0.0, seconds) for seconds in own], beyond
-
-
-def _shared_ops(model: FluidModel) -> dict[int, tuple[int, ...]]:
-    """Ops that the replays of several values run, among values that backward uses, with these values."""
-    users = dict[int, list[int]]()
-    for value in model.recompute:
-        if model.use_slot[value] < model.slots.count:
-            for op in model.problem.replay.of(value).ops:
-                users.setdefault(op, []).append(value)
-    return {op: tuple(values) for op, values in users.items() if len(values) > 1}
 
 
 def _runs_of(model: FluidModel, values: tuple[int, ...], inputs: set[int]) -> int:

@@ -12,7 +12,7 @@ from poochplan.formats.occupancy import Codes
 from poochplan.formats.plan import Decision
 from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.search.annealing import EvaluatedPlan, Incumbents, Walker
-from poochplan.planner.search.bound import values_to_branch_on
+from poochplan.planner.search.bound import smallest_values, values_to_branch_on
 from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, codes_of
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import movable, swap_all
@@ -53,15 +53,8 @@ def _choices(problem: Problem, value: int) -> tuple[Decision, ...]:
 
 def tiny_values(problem: Problem, room_bytes: int, share: float) -> frozenset[int]:
     """Values that together hold less than a share of the saved bytes; none if ``room_bytes`` cannot hold them."""
-    total = int(problem.rounded_bytes.sum())
-    tiny: set[int] = set()
-    held = 0
-    for value in sorted(movable(problem), key=lambda v: (int(problem.rounded_bytes[v]), v)):
-        held += int(problem.rounded_bytes[value])
-        if held > total * share:
-            break
-        tiny.add(value)
-    return frozenset(tiny) if held <= room_bytes else frozenset()
+    tiny, held_bytes = smallest_values(problem, movable(problem), share)
+    return frozenset(tiny) if held_bytes <= room_bytes else frozenset()
 
 
 BASINS = 4

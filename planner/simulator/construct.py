@@ -38,7 +38,11 @@ def needs_of(
     points: list[list[int]] = [[] for _ in range(count)]
     claim = np.full(count, -1, dtype=np.int64)
     replays = []
-    for point, _, value in _in_order(problem, decisions, replay_at):
+    requests = [(point, len(replay_at), value) for value, point in enumerate(problem.first_use_point) if point >= 0]
+    for position, (value, point) in enumerate(replay_at.items()):
+        if decisions[value] is Decision.RECOMPUTE and may_replay_at(problem, value, point):
+            requests.append((point, position, value))
+    for point, _, value in sorted(requests):
         if decisions[value] is not Decision.RECOMPUTE:
             points[value].append(point)
             continue
@@ -58,23 +62,14 @@ def needs_of(
     return points, claim, replays
 
 
-def _in_order(
-    problem: Problem, decisions: Sequence[Decision], replay_at: Mapping[int, int]
-) -> list[tuple[int, int, int]]:
-    """(point, order at the point, value) of each request for a value. At one point, replays come before the use."""
-    order = [(point, len(replay_at), value) for value, point in enumerate(problem.first_use_point) if point >= 0]
-    for position, (value, point) in enumerate(replay_at.items()):
-        if decisions[value] is Decision.RECOMPUTE and may_replay_at(problem, value, point):
-            order.append((point, position, value))
-    return sorted(order)
-
-
 def may_replay_at(problem: Problem, value: int, point: int) -> bool:
     """Whether a replay of ``value`` may run at a use point: its inputs are still held, and the gathered weights that it
     reads have memory.
     """
     use, tick = problem.first_use_point[value], problem.point_tick_list[point]
-    return problem.replay.may_run(value, tick) and (point <= use if use >= 0 else tick <= problem.freed[value])
+    earliest = problem.replay.earliest_tick
+    is_gathered = not earliest or tick >= earliest[value]
+    return is_gathered and (point <= use if use >= 0 else tick <= problem.freed[value])
 
 
 def replay_for(problem: Problem, decisions: Sequence[Decision], value: int, back: Sequence[int]) -> MergedReplay:
@@ -172,11 +167,11 @@ class _Scheduler:
 
     def actions(self) -> Lists:
         """The actions at each point, in the form for ``assemble``. Afterwards ``decisions`` are final."""
-        swapped = [
-            value
-            for value, decision in enumerate(self.decisions)
-            if decision is Decision.SWAP and not self._is_idle(value)
-        ]
+        copies, swapped = self.problem.copies, list[int]()
+        for value, decision in enumerate(self.decisions):
+            # Nothing holds a source after its forward death if no replay starts from it.
+            if decision is Decision.SWAP and (value not in copies or int(self.end[value]) > self.death[value]):
+                swapped.append(value)
         if self.style.release == "early":
             for value in swapped:
                 self._release_at(value, self._early_point(value))
@@ -194,10 +189,6 @@ class _Scheduler:
         )
 
     # -- releases -----------------------------------------------------------------------------------------------------
-
-    def _is_idle(self, value: int) -> bool:
-        """Whether it is a source from which no replay starts: nothing holds it after its forward death."""
-        return value in self.problem.copies and int(self.end[value]) <= self.death[value]
 
     def _need_after(self, value: int, point: int) -> int:
         """The first point that needs a value released at ``point``; -1 if none does."""
@@ -262,7 +253,9 @@ class _Scheduler:
         over_bytes = int(self.curve[tick]) - self.budget_bytes
         helping, helped_bytes = [], 0
         for value in waiting:
-            if self._helps(value, tick, point):
+            is_there = self.death[value] < tick and self.problem.save_points[value] <= point
+            may_leave = self.tuning.stay_until.get(value, 0) <= point
+            if is_there and may_leave and tick <= self._last_absent_tick(value, point):
                 helping.append(value)
                 helped_bytes += self.size[value]
                 if helped_bytes >= over_bytes:
@@ -275,14 +268,6 @@ class _Scheduler:
             else:
                 released.append(value)
         return released[::-1]
-
-    def _helps(self, value: int, tick: int, point: int) -> bool:
-        return (
-            self.death[value] < tick
-            and self.problem.save_points[value] <= point
-            and self.tuning.stay_until.get(value, 0) <= point
-            and tick <= self._last_absent_tick(value, point)
-        )
 
     # -- copies -------------------------------------------------------------------------------------------------------
 

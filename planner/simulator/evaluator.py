@@ -223,8 +223,17 @@ def _added(lists: list[int], items: Iterable[int]) -> tuple[int, int]:
 def flat_problem_of(problem: Problem) -> FlatProblem:
     """The arrays of a problem; they are copies."""
     lists: list[int] = []
-    values, ops, facts = _values(problem, lists), _ops(problem, lists), _facts(problem, lists)
+    values, ops = _values(problem, lists), _ops(problem, lists)
     count, link, cost = problem.value_count, problem.link, problem.launch_cost
+    never = sorted(
+        (replay.ops[-1], value)
+        for value, replay in enumerate(problem.replay.replays)
+        if replay is not None and problem.first_use_point[value] < 0
+    )
+    facts = not cost.is_compute, cost.last_save_op, *_added(lists, (value for _, value in reversed(never)))
+    op_s = np.zeros((len(ops) + 1, 4))
+    op_s[:-1, 0], op_s[:-1, 1] = problem.replay.op_seconds, cost.launch_s
+    op_s[:, 2], op_s[:, 3] = cost.before_op_s, problem.work_before_op_s
     of_link = link.duplex, link.interference_out, link.interference_in
     rates = *of_link, cost.out_s, cost.fetch_s, cost.record_s, cost.replay_s, problem.step_s
     return FlatProblem(
@@ -234,11 +243,11 @@ def flat_problem_of(problem: Problem) -> FlatProblem:
         uses=_table(problem.use_points, problem.use_ticks),
         ticks=_table(problem.base_bytes, problem.first_step_less_bytes),
         ops=ops,
-        op_s=_op_seconds(problem),
+        op_s=op_s,
         lists=np.array(lists, dtype=np.int64),
         value_bytes=np.array(problem.replay.value_bytes, dtype=np.int64),
         rates=np.array(rates),
-        facts=facts,
+        facts=np.array(facts, dtype=np.int64),
     )
 
 
@@ -291,27 +300,6 @@ def _ops(problem: Problem, lists: list[int]) -> Ints:
     on = np.searchsorted(save_op, numbers, side="left") - 1
     off = np.searchsorted(save_op, numbers, side="right")
     return _table(graph.op_workspace_bytes, *outputs.T, *temporaries.T, on, off)
-
-
-def _op_seconds(problem: Problem) -> Floats:
-    cost, durations = problem.launch_cost, problem.replay.op_seconds
-    found = np.zeros((len(durations) + 1, 4))
-    found[:-1, 0] = durations
-    found[:, 3] = problem.work_before_op_s
-    found[:-1, 1] = cost.launch_s
-    found[:, 2] = cost.before_op_s
-    return found
-
-
-def _facts(problem: Problem, lists: list[int]) -> Ints:
-    cost = problem.launch_cost
-    never = sorted(
-        (replay.ops[-1], value)
-        for value, replay in enumerate(problem.replay.replays)
-        if replay is not None and problem.first_use_point[value] < 0
-    )
-    held = _added(lists, (value for _, value in reversed(never)))
-    return np.array([not cost.is_compute, cost.last_save_op, *held], dtype=np.int64)
 
 
 def _table(*columns: Iterable[int] | Ints) -> Ints:

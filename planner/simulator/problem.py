@@ -57,14 +57,6 @@ class LaunchCost:
         launched: Floats = np.concatenate(([0.0], np.cumsum(self.launch_s)))
         return launched + np.cumsum(self.handles_s)
 
-    def keep_all_s(self, work_before_op_s: Floats) -> float:
-        """Seconds of the step that keeps everything."""
-        step_s = float(work_before_op_s[-1])
-        if self.is_compute or not len(self.launch_s):
-            return step_s
-        lead_s = float((self.before_op_s[:-1] - work_before_op_s[:-1]).max())
-        return max(step_s + max(0.0, lead_s), float(self.before_op_s[-1]))
-
     def replay_of(self, replay: MergedReplay, op_seconds: tuple[float, ...]) -> tuple[float, float]:
         """Seconds in which the thread launches the ops of a replay, and the largest delay with which it reaches one of
         them, compared with a device that never waits.
@@ -84,27 +76,25 @@ def launch_cost_of(profile: Profile) -> LaunchCost:
     measured = profile.runtime or RuntimeCost(handle_s=0.0, swap_s=0.0, record_s=0.0)
     is_compute = profile.runtime is None or profile.device.kind == "cpu"
     durations = np.array([op.duration_s for op in profile.ops])
-    saves = [point.op for point in profile.points if point.kind is PointKind.SAVE]
+    handles_of = Counter(handle.value for handle in profile.handles if not is_source(profile.values[handle.value]))
+    saves, handles_s = [0], np.zeros(len(profile.ops) + 1)
+    for point in profile.points:
+        if point.kind is PointKind.SAVE:  # packs all handles of its value
+            saves.append(point.op)
+            count = handles_of[profile.handles[point.handle].value]
+            handles_s[point.op] += (measured.handle_s - measured.unpack_s) * count
+        else:
+            handles_s[point.op] += measured.unpack_s
     return LaunchCost(
         is_compute=is_compute,
         out_s=measured.swap_s - measured.fetch_s,
         fetch_s=measured.fetch_s,
         record_s=measured.record_s,
         replay_s=measured.replay_s,
-        handles_s=_handle_seconds(profile, measured.handle_s - measured.unpack_s, measured.unpack_s),
+        handles_s=handles_s,
         launch_s=np.zeros(len(durations)) if is_compute else np.minimum(durations, measured.launch_s),
-        last_save_op=max(saves, default=0),
+        last_save_op=max(saves),
     )
-
-
-def _handle_seconds(profile: Profile, pack_s: float, unpack_s: float) -> Floats:
-    """Per op: the packs of all handles of the values saved before it, and the unpacks of those used there."""
-    handles_of = Counter(handle.value for handle in profile.handles if not is_source(profile.values[handle.value]))
-    seconds = np.zeros(len(profile.ops) + 1)
-    for point in profile.points:
-        is_save = point.kind is PointKind.SAVE
-        seconds[point.op] += pack_s * handles_of[profile.handles[point.handle].value] if is_save else unpack_s
-    return seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,7 +191,11 @@ class Problem:
     @cached_property
     def keep_all_s(self) -> float:
         """Seconds of the step that keeps everything; no plan's step is shorter."""
-        return self.launch_cost.keep_all_s(self.work_before_op_s)
+        cost, before_op_s = self.launch_cost, self.launch_cost.before_op_s
+        if cost.is_compute or not len(cost.launch_s):
+            return self.step_s
+        lead_s = float((before_op_s[:-1] - self.work_before_op_s[:-1]).max())
+        return max(self.step_s + max(0.0, lead_s), float(before_op_s[-1]))
 
     def out_seconds(self, value: int) -> float:
         """Seconds of a value's copy to the host, alone on the link."""
@@ -328,13 +322,13 @@ def check_profile(profile: Profile) -> None:
     without bandwidth, invalid seconds of the launching thread.
     """
     _check_points(profile)
-    _check_handles(profile)
     _check_ticks(profile)
     _check_ops(profile)
     _check_costs(profile)
 
 
 def _check_points(profile: Profile) -> None:
+    """Each value is saved once, at its first handle. Each handle is used at most once, after that."""
     what = {
         PointKind.SAVE: "saved value: expected values that forward keeps for backward, found none, so there is nothing "
         "to plan",
@@ -344,10 +338,6 @@ def _check_points(profile: Profile) -> None:
     for kind, fault in what.items():
         if kind not in kinds:
             raise PoochError(f"the profile has no {fault}; profile a whole training step")
-
-
-def _check_handles(profile: Profile) -> None:
-    """Each value is saved once, at its first handle. Each handle is used at most once, after that."""
     values = [handle.value for handle in profile.handles]
     first = {value: len(values) - 1 - place for place, value in enumerate(reversed(values))}
     saved, used = set[int](), set[int]()
@@ -376,14 +366,10 @@ def _check_handles(profile: Profile) -> None:
 
 def _check_ticks(profile: Profile) -> None:
     for number, value in enumerate(profile.values):
-        born = (
-            value.born_tick if value.born_tick is not None else profile.op_ticks[value.born] if value.born >= 0 else 0
-        )
-        for name, first, tick in (
-            ("born_tick", 0, born),
-            ("forward_death", 0, value.forward_death),
-            ("freed", born, value.freed),
-        ):
+        born = 0 if value.born < 0 else profile.op_ticks[value.born]
+        born = born if value.born_tick is None else value.born_tick
+        ticks = ("born_tick", 0, born), ("forward_death", 0, value.forward_death), ("freed", born, value.freed)
+        for name, first, tick in ticks:
             if not first <= tick < profile.tick_count:
                 raise PoochError(
                     f"values[{number}].{name} ({value.name}): expected a tick from {first} to "

@@ -86,10 +86,6 @@ class ReplayGraph:
         assert replay is not None
         return replay
 
-    def may_run(self, value: int, tick: int) -> bool:
-        """Whether all gathered weights that a replay of the value may read have memory then, and to its first use."""
-        return not self.earliest_tick or tick >= self.earliest_tick[value]
-
     def to_record(self, ops: Iterable[int]) -> set[int]:
         """Everything that must be recorded so that ``ops`` can be replayed: these ops, and every other writer of their
         temporaries.

@@ -51,23 +51,15 @@ MERGE_GAP_OPS = 4
 """Two windows with fewer ops between them become one: a switch takes about as long as recording these ops."""
 
 
-@dataclass(frozen=True)
-class Recording:
-    """Windows in which ops are recorded."""
-
-    from_start: bool
-    switches: dict[int, Literal["on", "off"]]
-    """By save point (saved value): the switch there."""
-
-
-NOTHING_RECORDED = Recording(from_start=False, switches={})
+Recording: TypeAlias = tuple[bool, dict[int, Literal["on", "off"]]]
+"""Windows in which ops are recorded: whether one begins with the step; the switches by save point (saved value)."""
 
 
 def recording_of(problem: Problem, decisions: Sequence[Decision]) -> Recording:
     """Windows with all ops that must be recorded for replays of the recomputed values."""
     chosen = [value for value, decision in enumerate(decisions) if decision is Decision.RECOMPUTE]
     chosen = [value for value in chosen if problem.replay.replays[value] is not None]
-    return recording_for(problem.replay.recorded_for(chosen), problem.save_op_array) if chosen else NOTHING_RECORDED
+    return recording_for(problem.replay.recorded_for(chosen), problem.save_op_array) if chosen else (False, {})
 
 
 def recording_for(ops: Ints, save_ops: Ints) -> Recording:
@@ -78,7 +70,7 @@ def recording_for(ops: Ints, save_ops: Ints) -> Recording:
     also ``MERGE_GAP_OPS``.
     """
     if not len(ops):
-        return NOTHING_RECORDED
+        return False, {}
     count = len(save_ops)
     on = np.searchsorted(save_ops, ops, side="left") - 1
     off = np.searchsorted(save_ops, ops, side="right")
@@ -93,7 +85,7 @@ def recording_for(ops: Ints, save_ops: Ints) -> Recording:
             switches[begin] = "on"
         if end < count:
             switches[end] = "off"
-    return Recording(from_start=int(on[0]) < 0, switches=switches)
+    return int(on[0]) < 0, switches
 
 
 MOVES = ("swap_out", "release", "prefetch", "replay")
@@ -133,8 +125,8 @@ def keep_all(problem: Problem) -> Schedule:
 def assemble(problem: Problem, decisions: Sequence[Decision], lists: Lists, *, recorded: bool = True) -> Schedule:
     """A schedule with the actions of ``lists`` and, with ``recorded``, its recording windows."""
     is_paid_for = problem.launch_cost.record_s > 0
-    recording = recording_of(problem, decisions) if recorded or is_paid_for else NOTHING_RECORDED
-    switches = {problem.save_points[value]: switch for value, switch in recording.switches.items()}
+    from_start, found = recording_of(problem, decisions) if recorded or is_paid_for else (False, {})
+    switches = {problem.save_points[value]: switch for value, switch in found.items()}
     actions = tuple(
         PointActions(
             at="save" if problem.point_is_save[point] else "use",
@@ -144,7 +136,7 @@ def assemble(problem: Problem, decisions: Sequence[Decision], lists: Lists, *, r
         )
         for point in sorted({*lists, *switches})
     )
-    return Schedule(tuple(decisions), actions, recording.from_start)
+    return Schedule(tuple(decisions), actions, from_start)
 
 
 def with_recording(problem: Problem, schedule: Schedule) -> Schedule:

@@ -232,18 +232,11 @@ def _tick_starts(problem: Problem, streams: Streams, work_before_op_s: Floats) -
     return starts
 
 
-@dataclass(frozen=True)
-class Held:
-    """The moment of a tick at which most bytes are live."""
-
-    saved: tuple[int, ...]
-    """Saved values on the device, each as often as it is there (a copy may be back before the first life has ended)."""
-    replay: MergedReplay | None
-    """The replay that contains that moment; its targets are in its ``peak_bytes``, and not in ``saved``."""
-
-
-def held_at(problem: Problem, schedule: Schedule, tick: int) -> Held:
-    """The saved values and the replay that the simulator counts at ``tick`` in addition to ``problem.base_bytes``."""
+def held_at(problem: Problem, schedule: Schedule, tick: int) -> tuple[list[int], MergedReplay | None]:
+    """What the simulator counts, in addition to ``problem.base_bytes``, when most bytes are live at ``tick``: saved
+    values on the device, each as often as it is there (a copy may be back before the first life has ended); and the
+    replay that contains that moment, whose targets are in its ``peak_bytes``, and not in the list.
+    """
     walk = Walk(problem, schedule)
     first_end, back, end = walk.lives
     first = np.flatnonzero((problem.born <= tick) & (tick <= first_end))
@@ -253,12 +246,12 @@ def held_at(problem: Problem, schedule: Schedule, tick: int) -> Held:
     after_bytes = int(problem.base_bytes[tick]) + int(problem.rounded_bytes[saved].sum())
     inside = inside_replays(problem, there, after_bytes)
     if not inside or max(inside) <= after_bytes:
-        return Held(tuple(saved), None)
+        return saved, None
     at = inside.index(max(inside))
     for replay in there[at:]:
         for target in replay.targets:
             saved.remove(target)
-    return Held(tuple(saved), there[at])
+    return saved, there[at]
 
 
 ON_DEMAND = Style(release="early", prefetch="on_demand")

@@ -200,19 +200,19 @@ def simulate_plan(profile: Profile, plan: Plan) -> Simulation:
 def _planned(profile: Profile, plan: Plan, tick: int) -> Iterator[Holder]:
     """``profile`` has the points of the plan."""
     problem = build_problem(profile)
-    held = held_at(problem, schedule_of(plan, problem), tick)
+    on_device, replay = held_at(problem, schedule_of(plan, problem), tick)
     saved = saved_values(profile)
     others = sorted(set(range(len(profile.values))) - set(saved))
     yield from _values(profile, others, tick)
-    for place in held.saved:
+    for place in on_device:
         value = profile.values[saved[place]]
         size_bytes = profile.rounded_bytes(value.size_bytes)
         if size_bytes:
             yield Holder(value.name, value.layer, str(value.kind), size_bytes, str(plan.values[place].decision))
-    if held.replay is not None:
-        first, *more = held.replay.targets
+    if replay is not None:
+        first, *more = replay.targets
         name = f"replay of {problem.names[first]}{f' and {len(more)} more' if more else ''}"
-        yield Holder(name, problem.layers[first], REPLAY, held.replay.peak_bytes)
+        yield Holder(name, problem.layers[first], REPLAY, replay.peak_bytes)
 
 
 def _values(profile: Profile, values: range | list[int], tick: int) -> Iterator[Holder]:

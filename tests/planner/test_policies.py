@@ -14,7 +14,7 @@ from poochplan.errors import InfeasibleError, UsageError
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Kind, Phase, Profile
 from poochplan.planner.planning import plan
-from poochplan.planner.policies import greedy, policies, policy_names, pooch, run_policy
+from poochplan.planner.policies import greedy, policy_names, pooch, run_policy
 from poochplan.planner.simulator.evaluator import Evaluation, Evaluator
 from poochplan.planner.simulator.schedule import points_of
 from poochplan.planner.simulator.simulate import ON_DEMAND, Candidate, try_style
@@ -101,9 +101,8 @@ def test_an_unknown_policy_is_answered_with_those_there_are() -> None:
 
 def test_the_documentation_lists_every_policy() -> None:
     text = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
-    for policy in policies():
-        assert f"| {policy.name} |" in text
-        assert policy.summary
+    for name in policy_names():
+        assert f"| {name} |" in text
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -84,15 +84,12 @@ def test_all_writers_of_what_a_replay_rebuilds_are_recorded() -> None:
 
 def test_recording_is_on_from_a_save_point_before_the_op_before_it() -> None:
     # Save points after 2, 5 and 9 ops. A switch at the point after 5 ops records from op 6 on.
-    recording = recording_for(ints([6, 7]), ints((2, 5, 9)))
-    assert (recording.from_start, recording.switches) == (False, {1: "on", 2: "off"})
-    recording = recording_for(ints([5]), ints((2, 5, 9)))
-    assert recording.switches == {0: "on", 2: "off"}
-    recording = recording_for(ints([1]), ints((2, 5, 9)))
-    assert (recording.from_start, recording.switches) == (True, {0: "off"})
+    assert recording_for(ints([6, 7]), ints((2, 5, 9))) == (False, {1: "on", 2: "off"})
+    assert recording_for(ints([5]), ints((2, 5, 9))) == (False, {0: "on", 2: "off"})
+    assert recording_for(ints([1]), ints((2, 5, 9))) == (True, {0: "off"})
 
 
 def test_windows_with_a_short_gap_are_one() -> None:
     saves = tuple(range(1, 40))
-    assert recording_for(ints([10, 14]), ints(saves)).switches == {8: "on", 14: "off"}
-    assert recording_for(ints([10, 30]), ints(saves)).switches == {8: "on", 10: "off", 28: "on", 30: "off"}
+    assert recording_for(ints([10, 14]), ints(saves)) == (False, {8: "on", 14: "off"})
+    assert recording_for(ints([10, 30]), ints(saves)) == (False, {8: "on", 10: "off", 28: "on", 30: "off"})

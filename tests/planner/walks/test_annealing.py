@@ -92,7 +92,7 @@ def test_what_is_offered_fits_the_host() -> None:
         for found in walker.incumbents.ranked():
             swapped = [v for v, d in enumerate(found.decisions.tolist()) if d == SWAP]
             assert sum(int(problem.size_bytes[value]) for value in swapped) <= host_bytes
-            assert walker.incumbents.fits(walker.incumbents.simulated(found))
+            assert walker.incumbents.fits(codes_of(walker.incumbents.simulated(found).schedule.decisions))
         began = sum(int(problem.size_bytes[v]) for v, d in enumerate(begin.decisions.tolist()) if d == SWAP)
         limited += began > host_bytes and bool(walker.incumbents.ranked())
     assert limited > 0
