@@ -10,7 +10,7 @@ import torch
 
 from poochplan.runtime.devices.cuda import ComputeStream, CudaDevice, CudaStream
 from poochplan.runtime.devices.device import Event
-from poochplan.runtime.devices.pinned import Part, PinnedMemory
+from poochplan.runtime.devices.pinned import Part
 
 Interval = tuple[float, float]
 
@@ -84,9 +84,7 @@ class TimedCuda(CudaDevice):
         stream = super().compute
         return TimedCompute(stream, self._log)
 
-    def _queue(
-        self, storage: torch.UntypedStorage, parts: list[Part[PinnedMemory]], kind: int, stream: CudaStream
-    ) -> None:
+    def _queue(self, storage: torch.UntypedStorage, parts: list[Part], kind: int, stream: CudaStream) -> None:
         begin = _mark(stream.stream)
         super()._queue(storage, parts, kind, stream)
         if self._log.is_on:

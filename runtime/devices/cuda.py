@@ -204,9 +204,7 @@ class CudaDevice:
         self._host.reserve(size_bytes, first)
 
     def trim_host(self, taken: Sequence[Interval]) -> None:
-        """Blocks the calling thread if there is memory to release: the values there are dead, but perhaps not their
-        last copies.
-        """
+        """Blocks the calling thread if there is memory to release: copies of the dead values there may still run."""
         self._host.forget_ahead()
         if self._host.idle(taken):
             self.synchronize()
@@ -231,9 +229,7 @@ class CudaDevice:
         self._queue(storage, parts, _TO_DEVICE, self.inward)
         return self.compute.queued
 
-    def _queue(
-        self, storage: torch.UntypedStorage, parts: list[Part[PinnedMemory]], kind: int, stream: CudaStream
-    ) -> None:
+    def _queue(self, storage: torch.UntypedStorage, parts: list[Part], kind: int, stream: CudaStream) -> None:
         if self._memcpy is not None:
             at = storage.data_ptr()
             for memory, offset, size_bytes in parts:
@@ -257,9 +253,7 @@ class CudaDevice:
     # -- the user's streams -----------------------------------------------------------------------------------
 
     def use(self, storage: torch.UntypedStorage, home: Stream) -> None:
-        """Makes the current stream wait for the stream on which the storage came back, and tells the allocator about
-        both.
-        """
+        """Makes the current stream wait for the one on which the storage came back; tells the allocator about both."""
         now = self.compute
         if home is now or home == now:
             return
@@ -269,9 +263,7 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
-        """Inputs may belong to any stream of forward, and results go back to it. So all streams wait for each other
-        before and after.
-        """
+        """All streams wait for each other before and after: inputs and results may belong to any stream of forward."""
         now = self.compute
         others = [stream for stream in tuple(now.seen.values()) if stream != now.stream]
         for stream in others:
@@ -367,9 +359,7 @@ def refuse_capture() -> None:
 
 @contextlib.contextmanager
 def hard_cap(where: torch.device, cap_bytes: int) -> Iterator[None]:
-    """Within the block the caching allocator takes at most ``cap_bytes`` of the GPU; a request beyond that is out of
-    memory.
-    """
+    """A block in which the caching allocator takes at most ``cap_bytes``; a request beyond that is out of memory."""
     where = with_index(where)
     total_bytes = torch.cuda.get_device_properties(where).total_memory
     before = torch.cuda.get_per_process_memory_fraction(where)
@@ -467,9 +457,7 @@ _installed: HighWater | None = None
 
 
 def high_water() -> HighWater:
-    """The object of this process. Once made, it stays in front of torch's calls, because the user may read the marks
-    long after.
-    """
+    """The object of this process. It stays in front of torch's calls, for the user may read the marks long after."""
     global _installed
     with _LOCK:
         if _installed is None or memory_stats_calls()[0] != _installed.stats:

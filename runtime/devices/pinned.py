@@ -29,17 +29,16 @@ import errno
 import functools
 import mmap
 import os
-import warnings
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from poochplan.runtime.messages import users_line
+from poochplan.runtime.messages import warn
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.torch_private.tensor_internals import without_modes
 from poochplan.units import format_bytes
@@ -56,36 +55,27 @@ _LEAST_BYTES_A_THREAD = 16 << 20
 _TRIED_BYTES = 4096
 
 
-class HostBlock(Protocol):
-    """``size_bytes`` of host memory; see ``PinnedMemory``."""
-
-    size_bytes: int
-
-    def free(self) -> None:
-        """Releases it; no copy may be running. Idempotent."""
-
-
-M = TypeVar("M", bound=HostBlock)
 T = TypeVar("T")
 
 
-class Part(NamedTuple, Generic[M]):
+class Part(NamedTuple):
     """Bytes of a value in one piece of memory: ``size_bytes`` at ``offset`` of ``memory``."""
 
-    memory: M
+    memory: Any
+    """A :class:`PinnedMemory`, or what a test has in its place."""
     offset: int
     size_bytes: int
 
 
-class Piece(NamedTuple, Generic[M]):
+class Piece(NamedTuple):
     """Bytes of the tier that are pinned together: from ``first`` to before ``behind``."""
 
     first: int
     behind: int
-    memory: M
+    memory: Any
 
 
-class PinnedTier(Generic[M]):
+class PinnedTier:
     """The memory at each offset of the host tier. State: the pinned pieces in order, the bytes prepared for a plan, and
     the pages being pinned ahead.
 
@@ -98,7 +88,7 @@ class PinnedTier(Generic[M]):
 
     def __init__(
         self,
-        pin: Callable[[int], M],
+        pin: Callable[[int], Any],
         *,
         limit_bytes: int | None = None,
         page_bytes: int = PAGE_BYTES,
@@ -108,10 +98,10 @@ class PinnedTier(Generic[M]):
         self._most_ahead = most_ahead
         self._limit_bytes = limit_bytes
         self._page_bytes = page_bytes
-        self._pieces: list[Piece[M]] = []
+        self._pieces: list[Piece] = []
         self._room: Interval = (0, 0)
         self._pages_pinned = 0
-        self._ahead: deque[Future[M]] = deque()
+        self._ahead: deque[Future[Any]] = deque()
         self._thread: ThreadPoolExecutor | None = None
 
     @property
@@ -127,7 +117,7 @@ class PinnedTier(Generic[M]):
         self.forget_ahead()  # few steps of a plan need more
         self._room = (first, first + size_bytes)
 
-    def parts(self, offset: int, size_bytes: int) -> list[Part[M]]:
+    def parts(self, offset: int, size_bytes: int) -> list[Part]:
         """The pieces of memory for the ``size_bytes`` at ``offset``, in order.
 
         Raises ``OSError`` if pages are missing that cannot be pinned, or that exceed the limit.
@@ -146,7 +136,7 @@ class PinnedTier(Generic[M]):
         """Index of the last piece that begins at or before ``offset``; -1 if there is none."""
         return bisect_right(self._pieces, offset, key=lambda piece: piece.first) - 1
 
-    def _parts(self, offset: int, end: int) -> Iterator[Part[M]]:
+    def _parts(self, offset: int, end: int) -> Iterator[Part]:
         """The parts of bytes that are all pinned."""
         at, index = offset, self._index(offset)
         while at < end:
@@ -220,7 +210,7 @@ class PinnedTier(Generic[M]):
             if not page.cancelled() and page.exception() is None:
                 page.result().free()
 
-    def idle(self, taken: Sequence[Interval]) -> list[Piece[M]]:
+    def idle(self, taken: Sequence[Interval]) -> list[Piece]:
         """The pieces that contain none of these intervals."""
         return [
             piece
@@ -277,7 +267,7 @@ def tried(trial: Callable[[], tuple[T, str]], where: torch.device, what: str, in
         reason = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
     if not reason:
         return found
-    warnings.warn(f"poochplan: {what} ({reason}): {instead}", RuntimeWarning, stacklevel=users_line())
+    warn(f"{what} ({reason}): {instead}")
     return None
 
 

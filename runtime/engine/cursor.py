@@ -144,9 +144,7 @@ class Cursor:
         return self._whole is not None and self._whole() is not None
 
     def lease(self) -> Lease:
-        """The object that each handle of the segment holds. When the last holder of any lease is gone, ``on_idle`` is
-        called.
-        """
+        """The object that each handle of the segment holds. ``on_idle`` is called when no lease is held any more."""
         segment = self.segment
         lease = segment.lease() if segment.lease is not None else None
         if lease is None:

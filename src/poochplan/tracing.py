@@ -28,7 +28,7 @@ from poochplan.runtime.devices.cpu import CallingThread, CpuDevice, SpillCopy
 from poochplan.runtime.devices.cuda import CudaDevice, CudaStream
 from poochplan.runtime.devices.device import CudaStopwatch, Event
 from poochplan.runtime.devices.opening import model_device
-from poochplan.runtime.devices.pinned import Part, PinnedMemory
+from poochplan.runtime.devices.pinned import Part
 from poochplan.runtime.session import Session
 from poochplan.tensors.modes import ToggledMode, around_compiled
 from poochplan.tensors.operators import traits
@@ -318,9 +318,7 @@ class TracedCudaDevice(CudaDevice):
     def stopwatch(self) -> CudaStopwatch:
         return TracedStopwatch(self._log, self.where)
 
-    def _queue(
-        self, storage: torch.UntypedStorage, parts: list[Part[PinnedMemory]], kind: int, stream: CudaStream
-    ) -> None:
+    def _queue(self, storage: torch.UntypedStorage, parts: list[Part], kind: int, stream: CudaStream) -> None:
         if not self._log.is_on:
             super()._queue(storage, parts, kind, stream)
             return

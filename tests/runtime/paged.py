@@ -29,7 +29,7 @@ class OrdinaryMemory:
         self._taken.remove(self)
 
 
-def pinned_bytes(tier: PinnedTier[Any]) -> int:
+def pinned_bytes(tier: PinnedTier) -> int:
     """Bytes of all pieces of the tier."""
     return sum(piece.behind - piece.first for piece in tier._pieces)
 

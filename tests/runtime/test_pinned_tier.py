@@ -18,7 +18,7 @@ from tests.runtime.random_plans import random_plan
 pytestmark = pytest.mark.cpu_device
 
 
-class Tier(PinnedTier[OrdinaryMemory]):
+class Tier(PinnedTier):
     """Of pages of 100 bytes; ``taken`` is what is not given back yet, of which there can be ``most`` at once."""
 
     def __init__(self, slab_bytes: int = 150, most: int = 1000, **options: int) -> None:
