@@ -35,6 +35,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
+from weakref import KeyedRef
 
 import msgspec
 import torch
@@ -120,6 +121,8 @@ class Engine:
         """The last storage that was to be narrowed, and could not be."""
         self._tables: Tables = {}
         """By these bits are widened on CUDA, as long as plans have sources."""
+        self._static: list[KeyedRef[int, torch.UntypedStorage]] = []
+        """Storages of ``tape.static``: a forward may replace a buffer."""
         self._ungathered: list[Any] = []
         """FSDP2's weights that have no storages yet."""
         self._lock = threading.RLock()
@@ -244,13 +247,19 @@ class Engine:
 
     def _look_at_model(self, segment: Segment) -> None:
         kind, static = self.device.kind, dict[int, int]()
+
+        def gone(storage: KeyedRef[int, torch.UntypedStorage]) -> None:  # another storage may get its identity
+            static.pop(storage.key, None)
+
         segment.gradient_bytes = 0
+        self._static = []
         model = self.model_of(segment)
         for tensor in own_tensors(model):
             storage = plain_storage(tensor, kind)
             if storage is not None:
                 key = storage_identity(storage)
                 static[key] = max(version_of(tensor), static.get(key, 0))
+                self._static.append(KeyedRef(storage, gone, key))
             else:
                 static.update(dict.fromkeys(keys_of(tensor, kind), 0))
             grad = tensor.grad if tensor.is_leaf else None
