@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from tests.runtime.nets import Case
+from tests.runtime.nets import Case, Net
 
 Tensor = torch.Tensor
-Body = Callable[["Net", Tensor], Tensor]
-
-
-class Net(nn.Module):
-    """A linear layer, what is to be tried, and a loss; ``a`` and ``b`` are the modules that ``body`` calls."""
-
-    generator: torch.Generator
-
-    def __init__(self, body: Body, width: int, parts: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.first = nn.Linear(width, width)
-        self.body = body
-        self.generator = torch.Generator().manual_seed(7)
-        self.tokens = torch.tensor([[1, 4, 0, 2, 2, 7], [3, 0, 5, 6, 1, 1]])
-        for name, part in zip("ab", parts, strict=False):
-            self.add_module(name, part)
-
-    def forward(self, batch: Tensor) -> Tensor:
-        return self.body(self, self.first(batch).tanh())
+Body = Callable[[Net, Tensor], Tensor]
+"""``net.a`` and ``net.b`` are the modules that it calls."""
+TOKENS = torch.tensor([[1, 4, 0, 2, 2, 7], [3, 0, 5, 6, 1, 1]])
 
 
 @dataclass
@@ -68,7 +53,10 @@ def kind(
     """Enters a network: ``body`` between a linear layer on the last dimension of ``shape`` and a sum of squares."""
 
     def make() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-        net, batch = Net(body, shape[-1], parts()), torch.randn(shape)
+        named: dict[str, Any] = dict(zip("ab", parts(), strict=False))
+        named |= {"generator": torch.Generator().manual_seed(7), "tokens": TOKENS.clone()}
+        net = Net(lambda net, batch: body(net, net.first(batch).tanh()), first=nn.Linear(shape[-1], shape[-1]), **named)
+        batch = torch.randn(shape)
         if memory_format is not None:
             net, batch = net.to(memory_format=memory_format), batch.to(memory_format=memory_format)
 

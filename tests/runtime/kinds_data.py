@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.runtime.kinds import IMAGE, ONEDNN, WRITTEN_LATER, Net, Tensor, kind
+from tests.runtime.kinds import IMAGE, ONEDNN, WRITTEN_LATER, Tensor, kind
+from tests.runtime.nets import Net
 
 # -- recurrent networks ---------------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.runtime.kinds import IMAGE, VOLUME, Body, Net, Tensor, kind
+from tests.runtime.kinds import IMAGE, VOLUME, Body, Tensor, kind
+from tests.runtime.nets import Net
 
 # -- normalisation --------------------------------------------------------------------------------------------
 

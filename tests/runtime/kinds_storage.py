@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from tests.runtime.kinds import WRITTEN_LATER, Net, Tensor, kind
+from tests.runtime.kinds import WRITTEN_LATER, Tensor, kind
+from tests.runtime.nets import Net
 
 # -- in-place chains ------------------------------------------------------------------------------------------
 

@@ -291,13 +291,13 @@ def our_warnings() -> Iterator[list[str]]:
 Use = Callable[[nn.Module, Callable[[], torch.Tensor], "Session | None"], Sequence[torch.Tensor] | None]
 
 
-def either_way(case: Case, plan: Plan, use: Use, *, is_followed: bool = True) -> Report:
+def either_way(case: Case, plan: Plan, use: Use, *, is_followed: bool = True, **options: Any) -> Report:
     """``use(model, step, session)`` gives the same, and leaves the same gradients, in-core and under the plan."""
     found = []
     for given in (None, plan):
         model, step, _ = case.fresh()
         torch.manual_seed(3)
-        with contextlib.nullcontext() if given is None else poochplan.apply(given, model) as session:
+        with contextlib.nullcontext() if given is None else poochplan.apply(given, model, **options) as session:
             results = use(model, step, session) or ()
         found.append([*results, *gradients(model)])
     assert equal(found[:1], found[1:])

@@ -14,6 +14,7 @@ import poochplan
 from poochplan.formats.plan import Decision, Plan
 from poochplan.runtime.arena.library import library, why_unavailable
 from poochplan.runtime.run_report import ArenaReport
+from poochplan.runtime.session import Session
 from tests.runtime import nets
 from tests.runtime.nets import CASES
 from tests.runtime.random_plans import decided
@@ -73,6 +74,11 @@ def plain(name: str, steps: int) -> Loop:
     loop = Loop(CASES[name])
     loop.steps(steps)
     return loop
+
+
+def follow(session: Session, plan: Plan) -> None:
+    """Steps follow this plan from now on."""
+    session._source._of[""].follow(plan)
 
 
 def arenas_mapped() -> int:

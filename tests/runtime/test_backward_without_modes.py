@@ -17,28 +17,19 @@ from poochplan.runtime.metering import allocated
 from poochplan.runtime.metering.step_meter import When
 from poochplan.runtime.run_report import Report
 from poochplan.torch_private.tensor_internals import mode_count
-from tests.runtime.nets import Case, Loop, followed
+from tests.runtime.nets import Case, Loop, Net, followed
 from tests.runtime.random_plans import decided
 
 pytestmark = pytest.mark.cpu_device  # the other one has a mode of its own
 STEPS, WIDTH = 60, 16
 
 
-class NoisyOr(nn.Module):
-    """The product of what each cause leaves out: its backward asks whether a mode looks on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = [nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8), nn.Sigmoid()]
-        self.causes = nn.Sequential(*layers)
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return (1 - self.causes(batch)).prod(dim=1)
-
-
 def make() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    """A noisy or, the product of what each cause leaves out: its backward asks whether a mode looks on."""
+    layers = [nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8), nn.Sigmoid()]
+    net = Net(lambda net, batch: (1 - net.causes(batch)).prod(dim=1), causes=nn.Sequential(*layers))
     numbers = torch.Generator().manual_seed(1)
-    return NoisyOr(), lambda model: model(torch.randn(64, WIDTH, generator=numbers)).mean()
+    return net, lambda model: model(torch.randn(64, WIDTH, generator=numbers)).mean()
 
 
 CASE = Case(make, functools.partial(torch.optim.SGD, lr=0.1))

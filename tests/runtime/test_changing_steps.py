@@ -16,7 +16,7 @@ from torch import nn
 import poochplan
 from poochplan.formats.plan import Decision, Plan
 from tests.runtime.detours import Step, fresh_model, gradients_of, profile_of, under
-from tests.runtime.nets import equal
+from tests.runtime.nets import Net, equal
 from tests.runtime.random_plans import random_plan
 
 PLANNED = "as planned"
@@ -45,19 +45,16 @@ BETWEEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """What runs between two saves, of which the plan knows nothing: shapes and bytes of what is saved are the same."""
 
 
-class Square(nn.Module):
+def square() -> Net:
     """Saves the same in every step; ``between`` is what it computes from."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
-        self.between = BETWEEN[PLANNED]
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        low = torch.tanh(self.between(self.linear(batch)))
-        high = torch.sigmoid(torch.tanh(low * 3 + self.scale) * 2)
+    def body(net: Net, batch: torch.Tensor) -> torch.Tensor:
+        low = torch.tanh(net.between(net.linear(batch)))
+        high = torch.sigmoid(torch.tanh(low * 3 + net.scale) * 2)
         return (high @ high.t()).sum()
+
+    scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+    return Net(body, linear=nn.Linear(8, 8), scale=scale, between=BETWEEN[PLANNED])
 
 
 @functools.cache
@@ -75,14 +72,14 @@ def _step(name: str, rows: int = 8) -> Step:
 
 @functools.cache
 def _plan() -> Plan:
-    plan = random_plan(profile_of(Square, _step(PLANNED)), 0, (0, 0, 1))
+    plan = random_plan(profile_of(square, _step(PLANNED)), 0, (0, 0, 1))
     assert [value.decision for value in plan.values].count(Decision.RECOMPUTE) >= 3
     return plan
 
 
 def _replayed(steps: list[Step]) -> tuple[list[int], list[str]]:
     """How many values each step has replayed, and what was told."""
-    reports, told = under(_plan(), Square, steps)
+    reports, told = under(_plan(), square, steps)
     return [one.last_step.replayed_values for one in reports], told
 
 
@@ -102,21 +99,21 @@ def test_a_step_of_another_shape_between_is_exact_and_the_next_follows_again() -
     assert replayed[0] == replayed[2] == replayed[3] >= 3
 
 
-def _swapped(model: Square) -> None:
+def _swapped(model: Net) -> None:
     """Another tensor behind the same object."""
     torch.utils.swap_tensors(model.scale, nn.Parameter(model.scale.detach() * 2))
 
 
-def _replaced(model: Square) -> None:
+def _replaced(model: Net) -> None:
     model.scale = nn.Parameter(model.scale.detach() * 2)
 
 
-def _reseated(model: Square) -> None:
+def _reseated(model: Net) -> None:
     """The same tensor in another memory."""
     model.scale.data = model.scale.detach() * 2
 
 
-def _stepped(model: Square) -> None:
+def _stepped(model: Net) -> None:
     with torch.no_grad():
         model.scale.add_(1)
 
@@ -126,9 +123,9 @@ CHANGES = [lambda model: None, _swapped, _replaced, _reseated, _stepped]
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_parameter_that_changes_between_steps_is_read_as_it_is_now_and_written_before_a_replay_an_error(
-    change: Callable[[Square], None],
+    change: Callable[[Net], None],
 ) -> None:
-    model, step = fresh_model(Square), _step(PLANNED)
+    model, step = fresh_model(square), _step(PLANNED)
     with poochplan.apply(_plan(), model) as session:
         for _ in range(3):
             gradients_of(model, step(model))

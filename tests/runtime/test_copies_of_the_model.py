@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import io
@@ -100,38 +99,6 @@ def test_the_session_goes_on_undisturbed(name: str, way: str) -> None:
     assert [_hooks(copied) for copied in copies] == [[]] * 2 * STEPS
 
 
-def test_a_mean_of_the_model_is_called_within_the_session() -> None:
-    """It is made in the middle of training, and looks at each batch before, between and after forward and backward."""
-    case = NETS["residual"]
-    batch = torch.randn(4, 8, 16, 16)
-
-    def looks(plan: poochplan.Plan | None) -> list[list[torch.Tensor]]:
-        seen: list[torch.Tensor] = []
-        means: list[nn.Module] = []
-
-        @torch.no_grad()
-        def at(place: str) -> None:
-            if place != "updated":
-                seen.extend(mean(batch) for mean in means)
-                return
-            if not means:
-                means.append(copy.deepcopy(loop.model).eval())
-            for averaged, parameter in zip(means[0].parameters(), loop.model.parameters(), strict=True):
-                averaged.lerp_(parameter, 0.1)
-
-        loop = Loop(case, at=at)
-        with contextlib.nullcontext() if plan is None else poochplan.apply(plan, loop.model) as session:
-            for _ in range(STEPS + 1):
-                loop.step()
-        if session is not None:
-            assert session.report().total.steps == STEPS + 1
-            assert session.report().total.fallbacks == 0, session.report().total.fallback_reasons
-        assert len(seen) == 3 * STEPS
-        return [*loop.seen, seen]
-
-    assert equal(looks(None), looks(_plan(case)))
-
-
 @pytest.mark.cpu_device
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_a_pickle_names_nothing_of_this_package(protocol: int) -> None:
@@ -146,20 +113,6 @@ def test_a_pickle_names_nothing_of_this_package(protocol: int) -> None:
         words = [argument for _, argument, _ in pickletools.genops(within) if isinstance(argument, str)]
         assert any("torch" in word for word in words)
         assert not any("poochplan" in word for word in words)
-
-
-@each_way
-def test_weights_saved_within_a_session_are_those_of_the_model(way: str) -> None:
-    case = NETS["residual"]
-    model = case.fresh()[0]
-    names = list(model.state_dict())
-    with poochplan.apply(_plan(case), model):
-        state = model.state_dict()
-        copied = COPIES[way](state)
-        fresh = case.fresh()[0]
-        fresh.load_state_dict(copied)
-    assert list(state) == names
-    assert all(torch.equal(x, y) for x, y in zip(state.values(), fresh.state_dict().values(), strict=True))
 
 
 def a_users_hook(module: nn.Module, args: Any) -> None:

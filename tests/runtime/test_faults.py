@@ -24,8 +24,9 @@ from poochplan.formats.plan import Plan
 from poochplan.runtime.devices.cpu import SMALL_BYTES, CpuDevice, SpillFile, choose_spill_dir, file_system_type
 from poochplan.runtime.devices.transfers import copy_in, copy_out, raise_held_back
 from poochplan.runtime.run_report import FallbackKind
+from poochplan.runtime.session import Session
 from tests.runtime.faults import CASE, _ctrl_c_is_heard, leaves_nothing, plan, swaps
-from tests.runtime.nets import CASES, equal, followed, in_core, our_warnings, snapshot, train
+from tests.runtime.nets import CASES, either_way, equal, followed, in_core, our_warnings, snapshot, train
 from tests.runtime.random_plans import random_plan
 
 pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread")]
@@ -104,7 +105,7 @@ def test_a_read_that_fails_is_one_clear_error_and_the_next_step_is_right(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return 0
 
-    expected = one_step_in_core(skipped=1)
+    expected = second_step_in_core()
     model, step, _ = CASE.fresh()
     torch.manual_seed(1)
     with poochplan.apply(swaps, model) as session:
@@ -123,12 +124,11 @@ def one_step(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[t
     return snapshot(model, loss)
 
 
-def one_step_in_core(*, skipped: int) -> list[torch.Tensor]:
-    """A step after ``skipped`` ones that only ran forward as far as buffers and generators are concerned."""
+def second_step_in_core() -> list[torch.Tensor]:
+    """A step after one that only ran forward as far as buffers and generators are concerned."""
     model, step, _ = CASE.fresh()
     torch.manual_seed(1)
-    for _ in range(skipped):
-        step()
+    step()
     return one_step(model, step)
 
 
@@ -146,7 +146,7 @@ def kill(thread: threading.Thread) -> None:
 def test_a_copying_thread_that_is_killed_between_steps_gives_an_error_or_keeps_values(
     swaps: Plan, direction: str
 ) -> None:
-    expected = one_step_in_core(skipped=1)
+    expected = second_step_in_core()
     model, step, _ = CASE.fresh()
     torch.manual_seed(1)
     with poochplan.apply(swaps, model) as session:
@@ -188,30 +188,22 @@ def test_a_copying_thread_that_is_killed_in_a_copy_gives_an_error_or_keeps_the_v
 # -- the user's own errors, processes and exits ---------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("leaves_nothing")
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_after_an_exception_in_the_model_the_next_steps_of_the_session_are_right(plan: Plan, where: str) -> None:
-    class Breaks(Exception):
-        pass
+class Breaks(Exception):
+    pass
 
+
+@pytest.mark.usefixtures("leaves_nothing")
+@pytest.mark.parametrize("where", ["register_forward_hook", "register_full_backward_hook"])
+def test_after_an_exception_in_the_model_the_next_steps_of_the_session_are_right(plan: Plan, where: str) -> None:
     def breaks(*_: object) -> None:
         raise Breaks
 
-    def steps(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[list[torch.Tensor]]:
-        torch.manual_seed(1)
-        block = model.blocks[1]  # type: ignore[index,union-attr]
-        register = block.register_forward_hook if where == "forward" else block.register_full_backward_hook
-        hook = register(breaks)
-        with pytest.raises(Breaks):
-            step().backward()
-        hook.remove()
-        return [one_step(model, step) for _ in range(2)]
+    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor], _: Session | None) -> list[torch.Tensor]:
+        with getattr(model.blocks[1], where)(breaks), pytest.raises(Breaks):  # type: ignore[index,union-attr]
+            step().backward()  # type: ignore[no-untyped-call]
+        return [*one_step(model, step), *one_step(model, step)]
 
-    expected = steps(*CASE.fresh()[:2])
-    model, step, _ = CASE.fresh()
-    with poochplan.apply(plan, model) as session:
-        assert equal(expected, steps(model, step))
-        assert session.report().total.fallbacks == 0
+    either_way(CASE, plan, use)
 
 
 class Numbers(Dataset[int]):
@@ -227,18 +219,15 @@ class Numbers(Dataset[int]):
 
 @pytest.mark.usefixtures("leaves_nothing")
 def test_worker_processes_forked_within_a_step_neither_disturb_it_nor_hang(swaps: Plan) -> None:
-    expected = one_step_in_core(skipped=0)
-    model, step, _ = CASE.fresh()
-    torch.manual_seed(1)
-    with poochplan.apply(swaps, model):
+    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor], _: Session | None) -> list[torch.Tensor]:
         loss = step()
-        state = torch.get_rng_state()
-        loader = DataLoader(Numbers(), num_workers=2, multiprocessing_context="fork")
-        assert sorted(int(batch) for batch in loader) == [0, 1, 2, 3]
-        torch.set_rng_state(state)
-        loss.backward()
-        assert equal([expected], [snapshot(model, loss)])
-    del loader
+        with torch.random.fork_rng(devices=[]):
+            loader = DataLoader(Numbers(), num_workers=2, multiprocessing_context="fork")
+            assert sorted(int(batch) for batch in loader) == [0, 1, 2, 3]
+        loss.backward()  # type: ignore[no-untyped-call]
+        return snapshot(model, loss)
+
+    either_way(CASE, swaps, use)
 
 
 @pytest.mark.usefixtures("leaves_nothing")
@@ -281,14 +270,9 @@ print("reached the end")
 def test_a_process_that_ends_inside_a_session_with_copies_under_way_ends(swaps: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     swaps.save(path)
-    script = ENDS_INSIDE.format(plan=str(path))
-    command, root = [sys.executable, "-c", script], Path(__file__).parents[2]
+    command, root = [sys.executable, "-c", ENDS_INSIDE.format(plan=str(path))], Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stdout) == (0, "reached the end\n")
-    assert done.stderr == ""
-
-
-SWAP_ALL = (0, 1, 0)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "reached the end\n", "")
 
 
 def test_the_spill_file_is_private_and_has_no_name(tmp_path: Path) -> None:
@@ -326,20 +310,6 @@ def test_a_directory_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 def test_the_directory_can_be_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POOCH_SPILL_DIR", str(tmp_path))
     assert choose_spill_dir() == tmp_path
-
-
-def test_bytes_survive_the_way_out_and_back(tmp_path: Path) -> None:
-    device = CpuDevice(tmp_path)
-    values = [torch.randn(100_000 + index) for index in range(5)]
-    copies = [copy_out(device, value.untyped_storage(), index << 20) for index, value in enumerate(values)]
-    back = []
-    for index, value in enumerate(values):
-        copies[index].wait()
-        storage = device.allocate(value.untyped_storage().nbytes())
-        copy_in(device, storage, index << 20).wait()
-        back.append(torch.empty(0).set_(storage, 0, value.shape))
-    device.close()
-    assert all(torch.equal(left, right) for left, right in zip(values, back, strict=True))
 
 
 def test_a_small_copy_has_ended_when_the_call_returns_unless_others_are_before_it(
@@ -389,16 +359,14 @@ def test_a_throttle_holds_copies_to_its_rate(tmp_path: Path) -> None:
     device.close()
 
 
-def test_short_writes_and_reads_are_completed(monkeypatch: pytest.MonkeyPatch) -> None:
-    pwrite, preadv = os.pwrite, os.preadv
-    plan = random_plan(CASE.profile(), 0, SWAP_ALL)
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[: max(1, len(data) // 3)], at))
-    monkeypatch.setattr(os, "preadv", lambda fd, data, at: preadv(fd, [data[0][: max(1, len(data[0]) // 3)]], at))
-    followed(CASE, plan)
+def test_short_writes_and_reads_are_completed(swaps: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: PWRITE(fd, data[: max(1, len(data) // 3)], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, data, at: PREADV(fd, [data[0][: max(1, len(data[0]) // 3)]], at))
+    followed(CASE, swaps)
 
 
-def test_a_closed_session_cannot_be_entered_again() -> None:
-    session = poochplan.apply(random_plan(CASE.profile(), 0, SWAP_ALL), CASE.fresh()[0])
+def test_a_closed_session_cannot_be_entered_again(swaps: Plan) -> None:
+    session = poochplan.apply(swaps, CASE.fresh()[0])
     with session:
         pass
     with pytest.raises(poochplan.PoochError, match="this session is closed"), session:

@@ -7,7 +7,7 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,9 +29,10 @@ from poochplan.runtime.replays.tape import Tape
 from poochplan.runtime.run_report import FallbackKind
 from poochplan.runtime.session import Session
 from tests.runtime.adversarial import AdversarialDevice, OpClock
-from tests.runtime.nets import Residual, equal, gradients, of, our_warnings
-from tests.runtime.paged import PagedDevice, paged
+from tests.runtime.nets import Residual, Use, either_way, equal, gradients, of, our_warnings
+from tests.runtime.paged import PagedDevice, paged, pinned_bytes
 from tests.runtime.random_plans import random_plan
+from tests.runtime.served import follow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLANNED, LONGEST = 4, 9
@@ -190,6 +191,139 @@ def test_values_that_could_not_be_written_leave_their_places(swaps: Plan, monkey
         host = session._engine.host
         assert max(behind for _, behind in host.taken()) <= host_aligned(host.planned_bytes) + host_aligned(largest)
         del loss
+
+
+# -- plans of several sizes ----------------------------------------------------------------------------------------
+
+
+def host_bytes(plan: Plan) -> int:
+    return HostTier([plan.instructions]).planned_bytes
+
+
+@pytest.fixture(scope="module")
+def plans() -> list[Plan]:
+    """Three plans of one step: they swap the fewest bytes, more, and all."""
+    profile = CASE.profile()
+    found = sorted((random_plan(profile, seed, (3, 1, 0)) for seed in range(8)), key=host_bytes)
+    chosen = [found[0], found[-1], random_plan(profile, 0, (0, 1, 0))]
+    assert 0 < host_bytes(chosen[0]) < host_bytes(chosen[1]) < host_bytes(chosen[2])
+    return chosen
+
+
+def in_turn(order: Sequence[Plan]) -> Use:
+    """Under each plan two steps, and a third that is left over: its backward runs under the next plan, and once more
+    under the last one. The first plan's runs once, at the very end, when memory has been given back.
+    """
+
+    def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> list[torch.Tensor]:
+        seen: list[torch.Tensor] = []
+        left: list[torch.Tensor] = []
+
+        def forward() -> torch.Tensor:
+            if session is not None:
+                session.step()
+            return step()
+
+        def backward(loss: torch.Tensor, *, again: bool = False) -> None:
+            loss.backward(retain_graph=again)  # type: ignore[no-untyped-call]
+            seen.extend(gradients(model))
+            model.zero_grad(set_to_none=True)
+
+        for plan in order:
+            if session is not None:
+                follow(session, plan)
+            for _ in range(2):
+                backward(forward())
+            if len(left) > 1:
+                backward(left[-1], again=True)
+            left.append(forward())
+        while len(left) > 1:
+            backward(left.pop())
+        for _ in range(QUIET_STEPS + 1):
+            backward(forward())
+        backward(left.pop())
+        return seen
+
+    return use
+
+
+ORDERS = {"larger": (0, 1, 2), "smaller": (2, 1, 0), "up_and_down": (0, 2, 1, 0, 2)}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("order", ORDERS)
+def test_plans_of_any_sizes_follow_each_other_while_earlier_steps_wait_for_their_backward(
+    order: str, plans: list[Plan]
+) -> None:
+    chosen = [plans[index] for index in ORDERS[order]]
+    either_way(CASE, chosen[0], in_turn(chosen))
+
+
+@pytest.mark.cpu_device
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("order", ORDERS)
+def test_they_do_on_pinned_slabs_and_pages(order: str, plans: list[Plan]) -> None:
+    chosen = [plans[index] for index in ORDERS[order]]
+    with paged() as device:
+        either_way(CASE, chosen[0], in_turn(chosen), device=lambda: device)
+
+
+def turn(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> None:
+    step().backward()  # type: ignore[no-untyped-call]
+    model.zero_grad(set_to_none=True)
+
+
+@pytest.mark.cpu_device
+def test_a_larger_plan_takes_over_what_is_pinned_and_no_more_than_its_bytes_are(plans: list[Plan]) -> None:
+    model, step, _ = CASE.fresh()
+    with paged() as device, poochplan.apply(plans[0], model, device=lambda: device) as session:
+        turn(model, step)
+        for plan in plans[1:]:
+            before = list(device.taken)
+            follow(session, plan)
+            turn(model, step)
+            assert device.taken[: len(before)] == before
+            assert pinned_bytes(device.tier) == host_bytes(plan)
+
+
+@pytest.mark.cpu_device
+def test_a_slab_that_nobody_is_on_any_more_is_given_back(plans: list[Plan]) -> None:
+    model, step, _ = CASE.fresh()
+    with paged() as device, poochplan.apply(plans[0], model, device=lambda: device) as session:
+        left = step()
+        follow(session, plans[2])
+        session.step()
+        turn(model, step)
+        both = host_aligned(host_bytes(plans[0])) + host_bytes(plans[2])
+        assert host_bytes(plans[2]) < pinned_bytes(device.tier) <= both
+        left.backward()
+        model.zero_grad(set_to_none=True)
+        del left
+        for _ in range(12):
+            session.step()
+            turn(model, step)
+        assert pinned_bytes(device.tier) == host_bytes(plans[2])
+
+
+@pytest.mark.cpu_device
+def test_the_file_grows_beside_values_that_are_in_it_or_on_their_way(tmp_path: Path, plans: list[Plan]) -> None:
+    """A plan's room is written ahead when the first of two is in the file, and the second one on its way there."""
+    device, tier = CpuDevice(tmp_path, throttle_bytes_per_s=1e6), HostTier([])
+    values = [_value(100_000, fill) for fill in (1, 2)]
+    for value in values:
+        value.host_offset = tier.place(value)
+        value.out_copy = copy_out(device, value.storage, value.host_offset)
+        if value is values[0]:
+            value.out_copy.wait()
+    room = tier.grow([plans[2].instructions])
+    device.reserve_host(room[1] - room[0], room[0])
+    for fill, value in enumerate(values, 1):
+        value.out_copy.wait()
+        device.trim_host(tier.taken())
+        back = torch.zeros(100_000, dtype=torch.uint8)
+        copy_in(device, back.untyped_storage(), value.host_offset).wait()
+        assert back.unique().tolist() == [fill]
+    device.close()
 
 
 # -- nobody in another's place ------------------------------------------------------------------------------------

@@ -65,12 +65,6 @@ def test_every_byte_has_a_place_of_its_own() -> None:
     assert whole == single
 
 
-def test_without_a_slab_pages_serve_from_the_first_byte() -> None:
-    tier = Tier(slab_bytes=0)
-    assert tier.places(90, 20) == [(90, 10), (0, 10)]
-    assert tier.sizes == [100, 100]
-
-
 def test_pages_beyond_the_limit_are_refused_and_those_within_it_stay() -> None:
     tier = Tier(limit_bytes=250)
     tier.parts(150, 100)

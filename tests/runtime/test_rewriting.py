@@ -29,18 +29,6 @@ def test_gradients_and_statistics_keep_their_bits_whatever_is_replayed(name: str
         assert same(found, reference), replays
 
 
-def test_what_is_replayed_is_saved_no_longer_and_what_it_starts_from_is() -> None:
-    _, noted = node_by_node(of(Chain))
-    ((key, names),) = noted.replayable().items()
-    _, replayed = node_by_node(of(Chain), {key: names})
-    split = replayed.splits[key]
-    saved = [node.name for node in split.saved()]
-    assert names
-    assert not set(names).intersection(saved)
-    assert [node.name for node in split.backward.graph.find_nodes(op="placeholder")][: len(saved)] == saved
-    assert set(saved) - {node.name for node in noted.splits[key].saved()} <= split.static
-
-
 def test_a_replay_stands_before_its_first_reader_and_its_nodes_nowhere_else() -> None:
     _, noted = node_by_node(of(Chain))
     ((key, names),) = noted.replayable().items()

@@ -18,19 +18,15 @@ from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy, Swa
 from poochplan.tensors.modes import around_calls, uncompiled_hooks
 from poochplan.tensors.signatures import input_signature
 from poochplan.torch_private.tensor_internals import in_backward
-from tests.runtime.nets import CASES, gradients
+from tests.runtime.nets import CASES, Net, gradients
 from tests.runtime.random_plans import random_plan
 
 pytestmark = pytest.mark.cpu_device
 
 
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return self.layers(batch).square().mean()
+def chain() -> Net:
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    return Net(lambda net, batch: net.layers(batch).square().mean(), layers=layers)
 
 
 class InTurn:
@@ -78,7 +74,7 @@ def _gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
 
 
 def test_each_segment_has_the_step_policy_that_was_chosen_for_it_and_the_same_gradients() -> None:
-    model, batch, chooser = Chain(), torch.ones(4, 8), InTurn()
+    model, batch, chooser = chain(), torch.ones(4, 8), InTurn()
     wanted = _gradients(model, model(batch))
     moved = []
     with under(chooser, model) as engine:
@@ -92,7 +88,7 @@ def test_each_segment_has_the_step_policy_that_was_chosen_for_it_and_the_same_gr
 
 
 def test_the_bytes_and_the_seconds_of_a_segment_are_told_when_it_is_over() -> None:
-    model, batch, chooser = Chain(), torch.ones(4, 8), InTurn()
+    model, batch, chooser = chain(), torch.ones(4, 8), InTurn()
     with under(chooser, model):
         for _ in range(2):
             model(batch).backward()
@@ -106,7 +102,7 @@ def test_the_bytes_and_the_seconds_of_a_segment_are_told_when_it_is_over() -> No
 
 
 def test_what_a_checkpoint_saves_in_backward_begins_no_segment_though_nothing_of_the_step_is_held_any_more() -> None:
-    model, batch, chooser = Chain(), torch.ones(4, 8, requires_grad=True), InTurn()
+    model, batch, chooser = chain(), torch.ones(4, 8, requires_grad=True), InTurn()
 
     def inner(rows: torch.Tensor) -> torch.Tensor:
         if not in_backward():  # the outer checkpoint has saved its input, for which a segment has begun
@@ -121,7 +117,7 @@ def test_what_a_checkpoint_saves_in_backward_begins_no_segment_though_nothing_of
 
 
 def test_a_segment_counts_from_the_last_step_of_an_optimizer_of_the_models() -> None:
-    model, batch = Chain(), torch.ones(4, 8)
+    model, batch = chain(), torch.ones(4, 8)
     plan = random_plan(CASES["residual"].profile(), 0, (0, 1, 0))
     planned, step, optimizer = CASES["residual"].fresh()
     other = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -151,7 +147,7 @@ def test_a_segment_ends_with_the_optimizers_step_once_it_was_used_and_not_before
 
 
 def test_handles_that_outlive_their_segment_are_left_over_and_count_as_there_before_the_next() -> None:
-    model, batch, chooser = Chain(), torch.ones(4, 8), InTurn()
+    model, batch, chooser = chain(), torch.ones(4, 8), InTurn()
     with under(chooser, model) as engine:
         loss = model(batch)
         loss.backward(retain_graph=True)
@@ -165,7 +161,7 @@ def test_handles_that_outlive_their_segment_are_left_over_and_count_as_there_bef
 
 
 def test_a_step_behind_one_that_was_dropped_is_a_new_one_though_handles_of_earlier_ones_live() -> None:
-    model, batch, chooser = Chain(), torch.ones(4, 8), InTurn()
+    model, batch, chooser = chain(), torch.ones(4, 8), InTurn()
     with under(chooser, model) as engine:
         kept = model(batch)
         kept.backward(retain_graph=True)
@@ -192,7 +188,7 @@ def _raises(*_: object) -> None:
 
 
 def test_a_forward_that_nobody_uses_is_an_unused_segment() -> None:
-    model, batch, chooser = Chain(), torch.ones(4, 8), InTurn()
+    model, batch, chooser = chain(), torch.ones(4, 8), InTurn()
     with under(chooser, model):
         model(batch)
         model(batch)
@@ -201,7 +197,7 @@ def test_a_forward_that_nobody_uses_is_an_unused_segment() -> None:
 
 
 def test_gradients_that_are_live_as_a_segment_begins_are_known() -> None:
-    model, batch, chooser = Chain(), torch.ones(4, 8), InTurn()
+    model, batch, chooser = chain(), torch.ones(4, 8), InTurn()
     with under(chooser, model):
         model(batch).backward()
         model(batch).backward()
@@ -210,7 +206,7 @@ def test_gradients_that_are_live_as_a_segment_begins_are_known() -> None:
 
 
 def test_a_chooser_may_wait_for_the_inputs_and_is_asked_again_when_the_model_is_called() -> None:
-    model, chooser = Chain(), InTurn(needs_inputs=True)
+    model, chooser = chain(), InTurn(needs_inputs=True)
     with under(chooser, model):
         for rows in (4, 2):
             model(torch.ones(rows, 8)).backward()
@@ -218,7 +214,7 @@ def test_a_chooser_may_wait_for_the_inputs_and_is_asked_again_when_the_model_is_
 
 
 def test_a_chooser_has_to_say_at_the_first_save_also_before_the_model_is_called() -> None:
-    model, chooser = Chain(), InTurn(needs_inputs=True)
+    model, chooser = chain(), InTurn(needs_inputs=True)
     scale = torch.ones(4, 8, requires_grad=True)
     with under(chooser, model):
         (model(scale.square()) * 1.0).backward()

@@ -6,7 +6,7 @@ import gc
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,8 +23,7 @@ from poochplan.runtime.arena import step_arena
 from poochplan.runtime.run_report import ArenaReport
 from poochplan.runtime.session import Session
 from tests.runtime.nets import CASES, Attention, Case, equal, in_core, snapshot, train
-from tests.runtime.served import SETTLED, Loop, arenas_mapped, needs_compiler, plan_of, served
-from tests.runtime.switching import follow
+from tests.runtime.served import SETTLED, Loop, arenas_mapped, follow, needs_compiler, plan_of, served
 
 pytestmark = pytest.mark.cpu_device
 
@@ -269,54 +268,28 @@ class Accumulating:
         return all(one is not None and one.served > 0 and not one.unplanned + one.taken for one in self.found)
 
 
-@contextmanager
-def _accumulating(name: str, micro_batches: int, meter: str) -> Iterator[tuple[Accumulating, Session]]:
-    loop = Accumulating(name, micro_batches)
-    with poochplan.apply(plan_of(name), loop.model, arena="on", meter=meter) as session:  # type: ignore[arg-type]
-        yield loop, session
-
-
 @needs_compiler
-@pytest.mark.parametrize("meter", ["first-steps", "always"])
-@pytest.mark.parametrize("micro_batches", [2, 5])
-@pytest.mark.parametrize("name", ["attention", "residual"])
-def test_every_micro_batch_is_served_whole_from_one_arena(name: str, micro_batches: int, meter: str) -> None:
+@pytest.mark.parametrize("meter", ["first-steps", "always", "never"])
+def test_micro_batches_are_served_whole_from_one_arena_as_large_as_the_largest_and_changes_cost_no_bit(
+    meter: Any,
+) -> None:
+    """The last micro-batches of an epoch are fewer, so that the optimizer steps where it did not."""
     gc.collect()
     before = arenas_mapped()
-    with _accumulating(name, micro_batches, meter) as (loop, session):
-        loop.steps(6, session)
-        for _ in range(4):
-            loop.steps(1, session)
-            assert loop.is_served_whole, loop.found
-            assert arenas_mapped() == before + 1
-    reference = Accumulating(name, micro_batches)
-    reference.steps(10)
-    assert equal(loop.seen, reference.seen)
-
-
-@needs_compiler
-def test_an_arena_of_several_kinds_is_no_larger_than_the_largest_of_them() -> None:
-    with _accumulating("attention", 2, "never") as (loop, session):
-        loop.steps(6, session)
-        assert session._step_arena is not None
-        sizes = [one.size_bytes for one in loop.found if one is not None]
-        assert len(sizes) == 2
-        arena = session._step_arena._runs.arena
-        assert arena is not None
-        assert arena.size_bytes == max(sizes)
-
-
-@needs_compiler
-def test_one_step_more_or_less_in_between_changes_no_bit_and_is_served_again() -> None:
-    """The last micro-batches of an epoch are fewer, so that the optimizer steps where it did not."""
     seen = []
     for is_served in (True, False):
         loop = Accumulating("attention", 3)
-        session = poochplan.apply(plan_of("attention"), loop.model, arena="on" if is_served else "off")
+        session = poochplan.apply(plan_of("attention"), loop.model, arena="on" if is_served else "off", meter=meter)
         with session:
             for micro_batches in (3, 3, 3, 3, 3, 1, 3, 2, 3, 3, 3):
                 loop._micro_batches = micro_batches
                 loop.steps(1, session)
+            if is_served:
+                assert arenas_mapped() == before + 1
+                assert session._step_arena is not None
+                arena = session._step_arena._runs.arena
+                assert arena is not None
+                assert arena.size_bytes == max(one.size_bytes for one in loop.found if one is not None)
         assert loop.is_served_whole is is_served
         seen.append(loop.seen)
     assert equal(*seen)

@@ -45,24 +45,16 @@ def test_eight_steps_are_bitwise_those_in_core_and_from_the_fifth_on_served_whol
     assert equal(loop.seen, in_core(CASES[name], 8))
 
 
-@pytest.mark.parametrize("when", ["between steps", "before the optimizer"])
-def test_an_evaluation_takes_no_place_and_the_next_step_misses_none(when: str) -> None:
+def test_an_evaluation_before_the_optimizer_takes_no_place_and_the_next_step_misses_none() -> None:
     with served("attention") as loop:
-        assert loop.is_served_whole
         before = loop.arena.served
         for _ in range(3):
-            if when == "between steps":
-                with torch.no_grad():
-                    loop.loss_of()
-                assert loop.arena.served == before
-                loop.step()
-            else:
-                loop.optimizer.zero_grad(set_to_none=True)
-                loop.loss_of().backward()
-                with torch.no_grad():
-                    loop.loss_of()
-                loop.optimizer.step()
-                assert loop.arena.unplanned + loop.arena.taken == 0
+            loop.optimizer.zero_grad(set_to_none=True)
+            loop.loss_of().backward()
+            with torch.no_grad():
+                loop.loss_of()
+            loop.optimizer.step()
+            assert loop.arena.unplanned + loop.arena.taken == 0
         loop.step()
         assert loop.is_served_whole
         assert loop.arena.served == before
@@ -212,30 +204,33 @@ def test_an_activation_that_is_kept_is_never_overwritten_and_the_report_says_wha
 
 
 def test_gradients_that_are_zeroed_in_place_stay_the_users() -> None:
-    losses = []
-    for is_served in (False, True):
+    losses: dict[str, list[float]] = {"off": [], "on": []}
+    for arena, seen in losses.items():
         loop = Loop(CASES["attention"])
-        session = poochplan.apply(plan_of("attention"), loop.model, arena="on" if is_served else "off")
-        with session as loop.session:
+        with poochplan.apply(plan_of("attention"), loop.model, arena=arena) as loop.session:
             for _ in range(SETTLED + 3):
                 loop.optimizer.zero_grad(set_to_none=False)
                 loss = loop.loss_of()
                 loss.backward()
                 loop.optimizer.step()
-                losses.append(loss.item())
-        if is_served:
-            assert loop.is_served_whole
-    half = len(losses) // 2
-    assert losses[:half] == losses[half:]
+                seen.append(loss.item())
+    assert loop.is_served_whole
+    assert losses["off"] == losses["on"]
 
 
 ARENA_BYTES, SERVED_BYTES, OUTSIDE_BYTES = 1 << 20, 8192, 4608
 
 
-def test_an_arena_counts_whole_and_its_blocks_do_not_count_beside_it() -> None:
-    peak = AllocatedPeak()
-    peak.step_begins()
-    peak.looked_around({})
+@pytest.fixture
+def peak() -> AllocatedPeak:
+    """Of a step that has begun, before which there was nothing."""
+    found = AllocatedPeak()
+    found.step_begins()
+    found.looked_around({})
+    return found
+
+
+def test_an_arena_counts_whole_and_its_blocks_do_not_count_beside_it(peak: AllocatedPeak) -> None:
     arena = Arena(places((SERVED_BYTES, 0, 0)), ARENA_BYTES)
     with arena.step():
         inside = filled(SERVED_BYTES, 1)
@@ -249,10 +244,9 @@ def test_an_arena_counts_whole_and_its_blocks_do_not_count_beside_it() -> None:
     arena.close()
 
 
-def test_what_is_gone_before_there_is_an_arena_does_not_count_beside_it_and_one_that_rests_has_counted() -> None:
-    peak = AllocatedPeak()
-    peak.step_begins()
-    peak.looked_around({})
+def test_what_is_gone_before_there_is_an_arena_does_not_count_beside_it_and_one_that_rests_has_counted(
+    peak: AllocatedPeak,
+) -> None:
     gone = filled(OUTSIDE_BYTES, 2)
     del gone
     peak.arena_bytes = ARENA_BYTES
