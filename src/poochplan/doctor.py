@@ -163,16 +163,13 @@ def _copy_seconds(where: Path, size_bytes: int) -> tuple[float, float]:
     file = SpillFile(where)
     try:
         file.write_ahead(size_bytes)
-        buffer = bytearray(size_bytes)
-        start_s = time.perf_counter()
-        moved = 0
-        while moved < size_bytes:
-            moved += os.pwrite(file.descriptor, memoryview(buffer)[moved:], moved)
-        between_s = time.perf_counter()
-        moved = 0
-        while moved < size_bytes:
-            moved += os.preadv(file.descriptor, [memoryview(buffer)[moved:]], moved)
-        return between_s - start_s, time.perf_counter() - between_s
+        buffer, times_s = memoryview(bytearray(size_bytes)), [time.perf_counter()]
+        for move in (os.pwritev, os.preadv):
+            moved = 0
+            while moved < size_bytes:
+                moved += move(file.descriptor, [buffer[moved:]], moved)
+            times_s.append(time.perf_counter())
+        return times_s[1] - times_s[0], times_s[2] - times_s[1]
     finally:
         file.close()
 

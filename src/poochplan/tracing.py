@@ -29,7 +29,6 @@ from poochplan.runtime.devices.cuda import CudaDevice, CudaStream
 from poochplan.runtime.devices.device import CudaStopwatch, Event
 from poochplan.runtime.devices.opening import model_device
 from poochplan.runtime.devices.pinned import Part
-from poochplan.runtime.session import Session
 from poochplan.tensors.modes import ToggledMode, around_compiled
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import has_storage
@@ -79,30 +78,20 @@ def traced_step(
         log.live(meter.live_bytes)
         _train(workload, log)
         end = log.clock.mark()
-        log.stop()
+        log.is_on = False
         if where.type == "cuda":
             torch.cuda.synchronize(where)
-        return _trace_of(session, log, log.since_origin(log.clock, end))
-
-
-def _trace_of(session: Session, log: StepLog, step_s: float) -> StepTrace:
-    report, plan, memory = session.report().last_step, session.plan, log.memory(step_s)
-    assert plan is not None, "it was given"
-    return StepTrace(
-        workload=plan.workload,
-        source="measured",
-        budget_bytes=plan.budget_bytes,
-        step_s=step_s,
-        bars=log.bars(),
-        memory=memory,
-        facts={
+        step_s, report, followed = log.since_origin(log.clock, end), session.report().last_step, session.plan
+        assert followed is not None, "it was given"
+        memory = log.memory(step_s)
+        facts: dict[str, str | int | float] = {
             "peak_bytes": memory.peak_bytes,
-            "predicted_peak_bytes": plan.prediction.peak_bytes,
+            "predicted_peak_bytes": followed.prediction.peak_bytes,
             "out_bytes": report.out_bytes,
             "in_bytes": report.in_bytes,
             "fallbacks": report.fallbacks,
-        },
-    )
+        }
+        return StepTrace(followed.workload, "measured", followed.budget_bytes, step_s, log.bars(), memory, facts)
 
 
 def _train(workload: Workload, log: StepLog) -> None:
@@ -119,22 +108,22 @@ def _train(workload: Workload, log: StepLog) -> None:
 
 
 class StepLog:
-    """State: whether it records, and its records. ``clock`` is the compute stream's, ``host`` the thread's."""
+    """State: whether it records, its records, and the value of the mechanism's innermost action (``label``).
+
+    ``clock`` is the compute stream's, ``host`` the thread's.
+    """
 
     def __init__(self, where: torch.device) -> None:
         self.host = Clock()
         self.clock = self.host if where.type == "cpu" else clock_of(where)
         self._origins: dict[Clock, Any] = {}
-        self.is_on = False
+        self.is_on, self.label = False, ""
         self._entries: list[tuple[str, str, str, Callable[[], tuple[float, float]]]] = []
         self._sizes: list[tuple[Any, int]] = []
 
     def start(self) -> None:
         self._origins = {clock: clock.mark() for clock in (self.host, self.clock)}
         self.is_on = True
-
-    def stop(self) -> None:
-        self.is_on = False
 
     def since_origin(self, clock: Clock, mark: Any) -> float:
         """Seconds from the beginning of the record to a mark that has been passed."""
@@ -152,6 +141,20 @@ class StepLog:
             yield
         finally:
             self.between(row, what, label, begin, clock.mark(), clock)
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """An action: ``"swap out NAME"``, ``"prefetch NAME"`` or ``"replay NAME"``. The thread queues it inside, except
+        for a replay, which runs on the compute stream.
+        """
+        what = next((known for known in (*_QUEUED, "replay") if name.startswith(known)), name)
+        outer, self.label = self.label, name.removeprefix(what).strip()
+        row, shown = (COMPUTE, "replay") if what == "replay" else (THREAD, f"queue {_QUEUED.get(what, what)}")
+        try:
+            with self.block(row, shown, self.label):
+                yield
+        finally:
+            self.label = outer
 
     def took(self, row: str, what: str, label: str, seconds: Callable[[], tuple[float, float]]) -> None:
         """Work that may not have run yet: ``seconds`` is called for its beginning and end, in seconds since the origin,
@@ -242,28 +245,6 @@ class TracingMeter(ToggledMode):
             self._log.live(self.live_bytes)
 
 
-class Named:
-    """The present action of the mechanism: ``"swap out NAME"``, ``"prefetch NAME"`` or ``"replay NAME"``. State: the
-    innermost action.
-    """
-
-    def __init__(self, log: StepLog) -> None:
-        self._log = log
-        self.label = ""
-
-    @contextlib.contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """The thread queues the action inside, except for a replay, which runs on the compute stream."""
-        what = next((known for known in (*_QUEUED, "replay") if name.startswith(known)), name)
-        outer, self.label = self.label, name.removeprefix(what).strip()
-        row, shown = (COMPUTE, "replay") if what == "replay" else (THREAD, f"queue {_QUEUED.get(what, what)}")
-        try:
-            with self._log.block(row, shown, self.label):
-                yield
-        finally:
-            self.label = outer
-
-
 class WaitingThread(CallingThread):
     """The compute stream of the CPU, which reports each wait. State: the name of each copy's value."""
 
@@ -284,10 +265,10 @@ class TracedCpuDevice(CpuDevice):
     def __init__(self, spill_dir: str | Path | None, throttle_bytes_per_s: float | None, log: StepLog) -> None:
         super().__init__(spill_dir, throttle_bytes_per_s=throttle_bytes_per_s)
         self.compute: WaitingThread = WaitingThread(log)
-        self._log, self._named = log, Named(log)
+        self._log = log
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        return self._named.span(name)
+        return self._log.span(name)
 
     def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> SpillCopy:
         return self._told("swap out", super().copy_out(storage, host_offset))
@@ -296,10 +277,10 @@ class TracedCpuDevice(CpuDevice):
         return self._told("swap in", super().copy_in(storage, host_offset))
 
     def _told(self, what: str, job: SpillCopy) -> SpillCopy:
-        self.compute.labels[job] = self._named.label
+        self.compute.labels[job] = self._log.label
         log, row = self._log, OUT_LINK if what == "swap out" else IN_LINK
         read = partial(log.since_origin, log.host)
-        log.took(row, what, self._named.label, lambda: (read(job.began_s), read(job.ended_s)))
+        log.took(row, what, log.label, lambda: (read(job.began_s), read(job.ended_s)))
         return job
 
 
@@ -308,12 +289,10 @@ class TracedCudaDevice(CudaDevice):
 
     def __init__(self, where: torch.device, log: StepLog) -> None:
         super().__init__(where, spans=True)
-        self._log, self._named = log, Named(log)
+        self._log = log
 
-    @contextlib.contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        with self._named.span(name):
-            yield
+    def span(self, name: str) -> contextlib._GeneratorContextManager[None]:
+        return self._log.span(name)
 
     def stopwatch(self) -> CudaStopwatch:
         return TracedStopwatch(self._log, self.where)
@@ -325,7 +304,7 @@ class TracedCudaDevice(CudaDevice):
         what, row = ("swap out", OUT_LINK) if stream is self.outward else ("swap in", IN_LINK)
         begin = self._log.clock.mark(stream.stream)
         super()._queue(storage, parts, kind, stream)
-        self._log.between(row, what, self._named.label, begin, self._log.clock.mark(stream.stream))
+        self._log.between(row, what, self._log.label, begin, self._log.clock.mark(stream.stream))
 
 
 class TracedStopwatch(CudaStopwatch):

@@ -208,8 +208,10 @@ def read_workload_file(path: Path) -> WorkloadFile:
         ) from None
 
 
-def parse_override(text: str) -> Any:
-    """The value of ``--set key=TEXT``: a TOML boolean, number, quoted string or array; else the text itself."""
+def parse_override(text: Any) -> Any:
+    """The value of ``--set key=TEXT``: a TOML boolean, number, quoted string or array; else what is given itself."""
+    if not isinstance(text, str):
+        return text
     try:
         table = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -217,10 +219,6 @@ def parse_override(text: str) -> Any:
     value = table.pop("value")
     # dates are text, and so is a text whose line break would set another key
     return value if not table and isinstance(value, (bool, int, float, str, list)) else text
-
-
-def _read(value: Any) -> Any:
-    return parse_override(value) if isinstance(value, str) else value
 
 
 def _find_function(python_target: str, folder: Path, asked: str) -> tuple[Callable[..., object], str]:
@@ -354,7 +352,7 @@ def _arguments(
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins have no signature; the call will raise
-        return {**given, **{key: _read(value) for key, value in overrides.items()}}
+        return {**given, **{key: parse_override(value) for key, value in overrides.items()}}
     known = {key: parameter for key, parameter in signature.parameters.items() if parameter.kind in _SETTABLE}
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     for key in (*given, *overrides):
@@ -365,7 +363,7 @@ def _arguments(
     values = {key: _converted(value, None, hints.get(key), key, what) for key, value in given.items()}
     for key, value in overrides.items():
         text = value if isinstance(value, str) else None
-        values[key] = _converted(_read(value), text, hints.get(key), key, what)
+        values[key] = _converted(parse_override(value), text, hints.get(key), key, what)
     for key, parameter in known.items():
         if parameter.default is parameter.empty and key not in values:
             raise UsageError(
@@ -420,18 +418,15 @@ def _checked(workload: object, what: str) -> Workload:
         raise UsageError(f"{what}: expected a poochplan.Workload, found {_type_name(workload)}; {remedy}")
     import torch  # here, because a function that returned a Workload has loaded it already
 
-    if not isinstance(workload.model, torch.nn.Module):
-        raise UsageError(f"{what}: Workload.model: expected a torch.nn.Module, found {_type_name(workload.model)}")
-    if not callable(workload.step):
-        raise UsageError(
-            f"{what}: Workload.step: expected a function that runs forward and returns the scalar loss, "
-            f"found {_type_name(workload.step)}"
-        )
-    if workload.optimizer is not None and not isinstance(workload.optimizer, torch.optim.Optimizer):
-        raise UsageError(
-            f"{what}: Workload.optimizer: expected a torch.optim.Optimizer or None, "
-            f"found {_type_name(workload.optimizer)}"
-        )
+    wanted: tuple[tuple[str, Any, str], ...] = (
+        ("model", torch.nn.Module, "a torch.nn.Module"),
+        ("step", Callable, "a function that runs forward and returns the scalar loss"),
+        ("optimizer", torch.optim.Optimizer | None, "a torch.optim.Optimizer or None"),
+    )
+    for name, kind, expected in wanted:
+        found = getattr(workload, name)
+        if not isinstance(found, kind):
+            raise UsageError(f"{what}: Workload.{name}: expected {expected}, found {_type_name(found)}")
     return workload
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -82,9 +83,7 @@ def family_of(target: Target, parameter: str, settings: Mapping[str, Any] | None
     UsageError
         The parameter is set as well, or its value is no whole number; or the workload is not found.
     """
-    given = {
-        name: parse_override(value) if isinstance(value, str) else value for name, value in (settings or {}).items()
-    }
+    given = {name: parse_override(value) for name, value in (settings or {}).items()}
     if parameter in given:
         raise UsageError(
             f"{parameter}: expected it to be varied alone, found it set to {given[parameter]!r} as well; "
@@ -150,14 +149,7 @@ def with_times(family: Family, machine: Machine, say: ProgressCallback) -> Take:
 
 
 def _profiled(
-    family: Family,
-    value: int,
-    machine: Machine,
-    say: ProgressCallback,
-    what: str,
-    *,
-    mode: Literal["auto", "fake"],
-    **how: Any,
+    family: Family, value: int, machine: Machine, say: ProgressCallback, what: str, *, mode: str, **how: Any
 ) -> Profile:
     say(f"{family.parameter} {value}, {what}")
     # Measured once for this machine; a roofline has its own.
@@ -188,18 +180,12 @@ def tried(
     value: int,
     made: Plan,
     steps: int,
-    *,
     in_core: bool,
     spill_dir: str | None,
     say: ProgressCallback,
 ) -> Trial:
-    """Runs ``steps`` steps under the plan and, with ``in_core``, the same steps without one; raises what ``apply``
-    raises.
-    """
-
-    def build() -> Workload:
-        return family.workload(value)
-
+    """Runs steps under the plan and, with ``in_core``, the same ones without it; raises what ``apply`` raises."""
+    build = partial(family.workload, value)
     say(f"{family.parameter} {value}, {steps} steps under its plan")
     difference = None
     shared: dict[str, Any] = {"steps": steps, "timed_steps": 0, "seed": family.seed, "spill_dir": spill_dir}

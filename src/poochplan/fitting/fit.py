@@ -128,10 +128,16 @@ def fit(
     family = family_of(workload, vary, settings, seed)
     limits = {"time_limit_s": time_limit_s, "gap": gap, "evaluations": evaluations}
     search = _Search(family, machine, limits, max_overhead, low, high, progress or (lambda _: None))
-    found = search.run()
+    found, judge, is_here = search.run(), search.judge, machine.is_here
     assert found.value is not None
-    trial = search.trial(found.value, steps)
-    rungs = search.ladder(found.value)
+    trial = None
+    if is_here and steps:
+        in_core = judge.profile(found.value).mode == "run"
+        trial = tried(family, found.value, judge.plan(found.value), steps, in_core, spill_dir, search.say)
+    values = ladder_values(search.in_core, found.value, min(search.start, found.value))
+    taken = [value for value in values if judge.has_plan(value) is not None]
+    rungs = tuple(rung_at(family, value, judge, is_measured=is_here) for value in taken)
+    after = found.following
     rates = [(rung.items_per_s, rung.value) for rung in rungs if rung.items_per_s is not None and rung.fits]
     return Fit(
         workload=family.name,
@@ -143,11 +149,11 @@ def fit(
         most_overhead=max_overhead,
         value=found.value,
         in_core_value=search.in_core,
-        following=search.following(found),
+        following=None if after is None else bytes_of(after, judge, is_measured=is_here),
         best=max(rates)[1] if rates and family.is_comparable else None,
         rungs=rungs,
-        plan=search.judge.plan(found.value),
-        profile=search.judge.profile(found.value),
+        plan=judge.plan(found.value),
+        profile=judge.profile(found.value),
         trial=trial,
         notes=tuple(search.notes(found)),
     )
@@ -237,32 +243,6 @@ class _Search:
             "workload smaller elsewhere",
             smallest_budget_bytes=peak_bytes,
         )
-
-    def trial(self, value: int, steps: int) -> Trial | None:
-        """Steps of the value under its plan, if the machine is this one."""
-        if not self.machine.is_here or not steps:
-            return None
-        in_core = self.judge.profile(value).mode == "run"
-        return tried(
-            self.family,
-            value,
-            self.judge.plan(value),
-            steps,
-            in_core=in_core,
-            spill_dir=self.machine.spill_dir,
-            say=self.say,
-        )
-
-    def ladder(self, value: int) -> tuple[Rung, ...]:
-        values = ladder_values(self.in_core, value, min(self.start, value))
-        taken = [value for value in values if self.judge.has_plan(value) is not None]
-        is_here = self.machine.is_here
-        return tuple(rung_at(self.family, value, self.judge, is_measured=is_here) for value in taken)
-
-    def following(self, found: Found) -> Rung | None:
-        if found.following is None:
-            return None
-        return bytes_of(found.following, self.judge, is_measured=self.machine.is_here)
 
     def notes(self, found: Found) -> list[str]:
         name, lines = self.family.parameter, []

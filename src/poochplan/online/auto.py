@@ -19,7 +19,6 @@ from poochplan.runtime.active_plan import OverBudget
 from poochplan.runtime.arena.step_arena import ArenaMode, StepArena, why_no_arena
 from poochplan.runtime.attachment import together
 from poochplan.runtime.devices.cpu import choose_spill_dir
-from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.opening import check_cap, open_device
 from poochplan.runtime.messages import Messages
 from poochplan.runtime.session import Session
@@ -116,9 +115,6 @@ def auto(
     rate = None if throttle is None else parse_rate(throttle, "throttle")
     folder = choose_spill_dir(spill_dir) if where.type == "cpu" else None
 
-    def opened() -> ComputeDevice:
-        return open_device(where, folder, rate)
-
     def measured() -> Link:
         """On the CPU later, in the process that plans."""
         return unmeasured(rate) if where.type == "cpu" else measure_link(where, folder, rate)
@@ -145,7 +141,7 @@ def auto(
     return Session(
         models,
         where,
-        opened,
+        lambda: open_device(where, folder, rate),
         source,
         on_over_budget=policy,
         cap_bytes=cap_bytes,

@@ -226,8 +226,8 @@ class KnownPlans:
                 self.profiles[key] = profile
                 self._cache.keep(key, profile, plan)
             pending.close()
-        for key, plan in self.active.items():
-            if not plan.has_exceeded:
+        for key, active in self.active.items():
+            if not active.has_exceeded:
                 self._cache.was_right(key)
         for key, like in alike:
             if like in self.active and like in self.profiles:

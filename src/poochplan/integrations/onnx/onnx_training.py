@@ -83,7 +83,7 @@ def _training(
     inputs = [given.draw(sizes, own["device"]) for given in inputs_of(path, read)]
     if custom is None:
         shape = _output_shape(path, model, inputs, read.graph.output, sizes)
-        loss = _mean_squared(shape, own["device"]) if name == "mse" else _cross_entropy(path, shape, own["device"])
+        loss = _own_loss(path, name, shape, own["device"])
     else:
         loss = custom
 
@@ -121,13 +121,11 @@ def _output_shape(
         return list(model.eval()(*inputs).shape)
 
 
-def _mean_squared(shape: list[int], device: str) -> Loss:
-    target = torch.randn(shape, device=device)
-    return lambda found: functional.mse_loss(found, target)
-
-
-def _cross_entropy(path: Path, shape: list[int], device: str) -> Loss:
+def _own_loss(path: Path, name: str, shape: list[int], device: str) -> Loss:
     """Cross-entropy over the last dimension of (batch, classes) and (batch, length, classes), else over the second."""
+    if name == "mse":
+        target = torch.randn(shape, device=device)
+        return lambda found: functional.mse_loss(found, target)
     if len(shape) < 2:
         raise UsageError(
             f"{path}: cross-entropy: expected an output with classes, found shape {shape}; give --loss mse"
