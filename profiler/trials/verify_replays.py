@@ -106,7 +106,8 @@ class Verify(Follow):
     def _rebuild_one(self, value: SavedValue, mechanism: Mechanism) -> None:
         assert value.recipe is not None
         assert value.index is not None
-        away = [source for source in value.recipe.values if source.storage is None]
+        sources = [source for source in value.recipe.values if isinstance(source, SavedValue)]
+        away = [source for source in sources if source.storage is None]
         self._changed = []
         try:
             back = mechanism.run_replay(value, self._run)
@@ -184,7 +185,7 @@ def _waiting_for(value: SavedValue) -> list[SavedValue]:
             order[one] = None
             continue
         pending.append((one, True))
-        pending += [(source, False) for source in one.recipe.values]
+        pending += [(source, False) for source in one.recipe.values if isinstance(source, SavedValue)]
     return list(order)
 
 

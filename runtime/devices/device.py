@@ -36,7 +36,9 @@ class Stream(Protocol):
         """The place after all work that is queued now."""
 
     def wait(self, event: Event) -> float:
-        """Work queued from now on runs after ``event``. Returns the seconds that the calling thread was blocked."""
+        """Work queued from now on runs after ``event``. Returns the seconds for which the calling thread was
+        blocked.
+        """
 
 
 class Job(Protocol):
@@ -68,7 +70,9 @@ class ComputeDevice(Protocol):
         """The stream on which the calling thread's ops are queued."""
 
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
-        """A storage of exactly ``size_bytes`` with undefined contents, on the calling thread's compute stream."""
+        """A device storage of exactly ``size_bytes`` with undefined contents. It belongs to the calling thread's
+        stream.
+        """
 
     def reserve_host(self, size_bytes: int, first: int = 0) -> None:
         """Prepares the ``size_bytes`` of the host tier from ``first`` on for their use.
@@ -93,7 +97,9 @@ class ComputeDevice(Protocol):
         """Queues a copy of the whole storage from the host tier, on ``inward``. The caller keeps the storage alive."""
 
     def use(self, storage: torch.UntypedStorage, home: Stream) -> None:
-        """Ops on the calling thread's stream are about to use a storage that was made or came back on ``home``."""
+        """Ops on the calling thread's stream are about to use a storage that was made or came back on the stream
+        ``home``.
+        """
 
     def replaying(self) -> AbstractContextManager[None]:
         """Ops of forward run again inside, on the calling thread's stream."""
@@ -101,8 +107,10 @@ class ComputeDevice(Protocol):
     def span(self, name: str) -> AbstractContextManager[None]:
         """Names the work queued inside, for a timeline."""
 
-    def stopwatch(self) -> CudaStopwatch | None:
-        """Measures how long the compute stream spends in waits or replays; None if it is the calling thread."""
+    def stopwatch(self) -> Stopwatch | None:
+        """Measures how long the compute stream spends in waits or replays; None if the calling thread is that
+        stream.
+        """
 
     def synchronize(self) -> None:
         """Blocks the calling thread until all queued work has ended."""
@@ -123,10 +131,21 @@ class ComputeDevice(Protocol):
         """Ends the streams and gives the host tier back. Idempotent."""
 
 
+class Stopwatch(Protocol):
+    """Seconds that the compute stream spends on the work queued inside the blocks."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Counts the work queued inside, including waits for other streams."""
+
+    def take(self) -> float:
+        """Seconds of the blocks that have been passed since the last call. A later call returns those of the others.
+
+        It never blocks the calling thread. After ``ComputeDevice.synchronize`` none are missing.
+        """
+
+
 class CudaStopwatch:
-    """Seconds that the stream which ``current`` returns spends on the work queued inside the blocks, by two timing
-    events around each. Events are reused.
-    """
+    """Two timing events around each block, on the stream that ``current`` returns. Events are reused."""
 
     def __init__(self, current: Callable[[], torch.cuda.Stream]) -> None:
         self._current = current
@@ -135,7 +154,6 @@ class CudaStopwatch:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Counts the work queued inside, including waits for other streams."""
         stream = self._current()
         begin = self._mark(stream)
         try:
@@ -144,10 +162,6 @@ class CudaStopwatch:
             self._running.append((begin, self._mark(stream)))
 
     def take(self) -> float:
-        """Seconds of the blocks that have been passed since the last call. A later call returns those of the others.
-
-        It never blocks the calling thread. After ``ComputeDevice.synchronize`` none are missing.
-        """
         seconds = 0.0
         while self._running and self._running[0][1].query():
             begin, end = self._running.popleft()

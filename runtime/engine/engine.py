@@ -66,7 +66,7 @@ from poochplan.torch_private.sharding import gathered_weights, has_storages
 from poochplan.torch_private.tensor_internals import in_backward, mode_count, storage_identity, version_of
 
 from .cursor import NO_EVENTS, Cursor, Segment, StepEvents
-from .held_sources import held_bits, held_source
+from .held_sources import held_bits, held_source, wants_bits
 from .host_tier import HostTier
 from .mechanism import Mechanism, Rebuild, rebuild_together
 from .saved_value import SavedHandle, SavedValue
@@ -274,7 +274,7 @@ class Engine:
         if not self.cursor.holds_values:
             return []
         values = self.tape.earlier_values()
-        return [one.storage for one in values if one is not None and one.storage is not None]
+        return [one.storage for one in values if isinstance(one, SavedValue) and one.storage is not None]
 
     # -- pack -------------------------------------------------------------------------------------------------
 
@@ -314,17 +314,17 @@ class Engine:
         assert self._policy is not None, "a chooser has to say at the first save"
         record = self.tape.met(tensor, storage, self.recorder.window)
         known = record.value() if record.value is not None else None
-        if known is not None and not known.stands_for(tensor):  # Rule 1
-            known = None
-        if known is None and self._policy.sources and not record.packed:
+        is_new = not isinstance(known, SavedValue) or not known.stands_for(tensor)  # Rule 1
+        if is_new and self._policy.sources and not record.packed:
             self._pass_source(record, tensor.dtype)
         ordinal, shell = segment.packs, None if tensor is whole else Shell.of(whole)
         segment.packs += 1
-        if known is None:
+        if is_new:
             value = self._save(record, tensor, ordinal)  # its first handle shares its fields
             number = segment.number  # no local has the lease: the traceback of an error would keep it
             first = value.probe, value.version, value.geometry, value
             return SavedHandle(*first, cursor.lease(), number, ordinal, shell=shell)
+        assert isinstance(known, SavedValue)
         try:
             self._policy.handle(ordinal, record.save_point, tensor)
         except Diverged as reason:
@@ -342,7 +342,7 @@ class Engine:
         value, home = None, self.device.compute
         if not planned.bits:
             value = held_source(record, planned, home)
-        elif planned.until >= 0 and planned.decision is not Decision.RECOMPUTE:  # a replay starts from them
+        elif wants_bits(planned):
             self.tape.count += 1
             value = held_bits(record, dtype, planned, home, self.tape.count, self._tables)
             self._no_mask = record if value is None else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from poochplan.formats.plan import PlannedValue
+from poochplan.formats.plan import Decision, PlannedValue
 from poochplan.runtime.devices.device import Stream
 from poochplan.runtime.replays.bits import Tables, bits_of
 from poochplan.runtime.replays.replay import StorageRecord, source_of
@@ -28,6 +28,11 @@ def held_source(record: StorageRecord, planned: PlannedValue, home: Stream | Non
     )
     read.record.attach(value)
     return value
+
+
+def wants_bits(planned: PlannedValue) -> bool:
+    """Whether the bits are to be made: a replay starts from them, and does not draw the mask again."""
+    return planned.until >= 0 and planned.decision is not Decision.RECOMPUTE
 
 
 def held_bits(

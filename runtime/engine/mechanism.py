@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 
 from poochplan.formats.plan import Decision
-from poochplan.runtime.devices.device import ComputeDevice, CudaStopwatch
+from poochplan.runtime.devices.device import ComputeDevice, Stopwatch
 from poochplan.runtime.devices.transfers import copy_in, copy_out
-from poochplan.runtime.replays.replay import RunOps, replay, run_ops
+from poochplan.runtime.replays.replay import Content, RunOps, replay, run_ops
 from poochplan.runtime.run_report import StepReport
 from poochplan.runtime.step_policies.step_policy import Actions
 
@@ -113,7 +113,7 @@ class Mechanism:
 
     def run_replay(self, value: SavedValue, run: RunOps) -> list[SavedValue]:
         """One replay, whose ops ``run`` runs; brings back all values that it rebuilds."""
-        back = replay(value, self.resident, self.device.kind, run)
+        back = [_saved(one) for one in replay(value, lambda one: self.resident(_saved(one)), self.device.kind, run)]
         for rebuilt in back:
             rebuilt.home = self.device.compute
         self.report.replayed_values += len(back)
@@ -139,7 +139,7 @@ class Mechanism:
             self.report.stall_s += self._stalls.take()
             self.report.replay_s += self._replays.take()
 
-    def _times(self, stopwatch: CudaStopwatch | None) -> contextlib.AbstractContextManager[None]:
+    def _times(self, stopwatch: Stopwatch | None) -> contextlib.AbstractContextManager[None]:
         return stopwatch.running() if stopwatch is not None and self.timed else _NOTHING
 
     def _named(self, what: str, value: SavedValue) -> contextlib.AbstractContextManager[None]:
@@ -147,3 +147,8 @@ class Mechanism:
 
 
 _NOTHING = contextlib.nullcontext()
+
+
+def _saved(content: Content) -> SavedValue:
+    assert isinstance(content, SavedValue)
+    return content

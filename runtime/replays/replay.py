@@ -13,7 +13,7 @@ import contextlib
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -23,11 +23,26 @@ from poochplan.tensors.operators import ArgumentTree, Flat, outputs_of, unflatte
 from poochplan.tensors.storages import Geometry
 from poochplan.torch_private.tensor_internals import WIDENING, outside_transforms, version_of
 
-if TYPE_CHECKING:  # it is made of what this module has
-    from poochplan.runtime.engine.saved_value import SavedValue
-
 OFF = 0
 """Stands for the number of a window when nothing is recorded."""
+
+
+class Content(Protocol):
+    """A saved value, as the tape sees it."""
+
+    record: StorageRecord
+    generation: int
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether it was not written since it was saved."""
+
+    @property
+    def waits_for_replay(self) -> bool:
+        """Whether only a replay brings it back."""
+
+    def came_back(self, storage: torch.UntypedStorage) -> None:
+        """A replay has rebuilt it, in ``storage``."""
 
 
 # A tape makes several of these for each op. The garbage collector ignores them (``gc=False``), because its work on them
@@ -108,7 +123,7 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
     """Whether one of the writes was not recorded or cannot be run again."""
     seen_in: int = OFF
     """The window of recording in which it was last seen."""
-    value: weakref.ref[SavedValue] | None = None
+    value: weakref.ref[Content] | None = None
     packed: bool = False
     """Whether it has had its save point."""
     save_point: int | None = None
@@ -139,7 +154,7 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
         self.writes = (*self.writes, op)
         self.broken |= op is None or not op.usable
 
-    def attach(self, value: SavedValue) -> None:
+    def attach(self, value: Content) -> None:
         """The storage has become a saved value: recipes that read it now claim the value instead of what they held."""
         self.value = weakref.ref(value)
         waiting, self.waiting = self.waiting, None
@@ -155,7 +170,7 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
             self.waiting = {}
         self.waiting[id(recipe)] = weakref.ref(recipe)
 
-    def value_at(self, generation: int) -> SavedValue | None:
+    def value_at(self, generation: int) -> Content | None:
         """The saved value of this storage, if it still exists and has exactly this content."""
         value = self.value() if self.value is not None else None
         return value if value is not None and value.generation == generation and value.unwritten else None
@@ -243,10 +258,10 @@ class Closure:
 
     def __init__(self) -> None:
         self.ops: dict[int, RecordedOp] = {}
-        self.leaves: dict[tuple[StorageRecord, int], SavedValue | None] = {}
+        self.leaves: dict[tuple[StorageRecord, int], Content | None] = {}
         """Contents that exist already: saved values, or (None) storages found in place."""
         self.rebuilt: dict[StorageRecord, None] = {}
-        self.targets: list[tuple[StorageRecord, SavedValue]] = []
+        self.targets: list[tuple[StorageRecord, Content]] = []
         """Saved values that wait for a replay themselves and are brought back along the way."""
 
 
@@ -316,7 +331,7 @@ class Recipe(msgspec.Struct, eq=False, weakref=True):
 
     record: StorageRecord
     generation: int
-    values: Sequence[SavedValue] = ()
+    values: Sequence[Content] = ()
     storages: Sequence[torch.UntypedStorage] = ()
 
     def __post_init__(self) -> None:
@@ -354,8 +369,8 @@ def _with_memory(record: StorageRecord) -> torch.UntypedStorage:
 
 
 def replay(
-    value: SavedValue, resident: Callable[[SavedValue], torch.UntypedStorage], device_type: str, run: RunOps
-) -> list[SavedValue]:
+    value: Content, resident: Callable[[Content], torch.UntypedStorage], device_type: str, run: RunOps
+) -> list[Content]:
     """Brings ``value``, and every saved value on the way that waits for a replay, back onto the device.
 
     ``resident(other)`` gives the storage of a saved value that is not waiting for a replay, waiting for its copy;

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,10 +22,7 @@ from poochplan.tensors.operators import (
 from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, plain_storage, version_probe
 from poochplan.torch_private.tensor_internals import WIDENING, called_below_autograd, storage_identity, version_of
 
-from .replay import OFF, Birth, CounterBefore, RecordedOp, Scratch, StorageRecord, View, state_of
-
-if TYPE_CHECKING:
-    from poochplan.runtime.engine.saved_value import SavedValue
+from .replay import OFF, Birth, Content, CounterBefore, RecordedOp, Scratch, StorageRecord, View, state_of
 
 
 class Recorder(ToggledMode):
@@ -225,7 +222,7 @@ class Tape:
                 record = StorageRecord(weakref.ref(storage), version_of(tensor))
                 self._earlier[storage_identity(storage)] = record
 
-    def earlier_values(self) -> list[SavedValue | None]:
+    def earlier_values(self) -> list[Content | None]:
         """Saved values of earlier steps; None for those that are not alive."""
         return [record.value() for record in self._earlier.values() if record.value is not None]
 
