@@ -19,7 +19,7 @@ from poochplan.formats import profile as formats
 from poochplan.formats.occupancy import Floats
 from poochplan.formats.profile import Memory, Phase, PointKind
 from poochplan.formats.profile_parts import rounded_up
-from poochplan.profiler.capture.node_hooks import Gradients, Stretches
+from poochplan.profiler.capture.node_ops import Stretches
 from poochplan.profiler.capture.workspace import Workspace, workspace_of
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.compiled.points import told_of_points
@@ -51,6 +51,8 @@ class Capture(ToggledMode):
     """Dispatch mode of the capturing step. The engine reports its packs and unpacks to it. State: ticks so far, values
     by storage, live handles, and the profile's value for each of the engine's values.
     """
+
+    sees_values = True
 
     def __init__(self, model: torch.nn.Module, where: torch.device, workspace: Workspace | None = None) -> None:
         """``workspace``: instead of the device's own."""
@@ -238,10 +240,6 @@ class Capture(ToggledMode):
         for part in self.ordinary([tensor]):
             if self.value_if_known(part) < 0:
                 self._new_value(part, self.ops[behind].layer, range(len(self.ops))[behind])
-
-    def gradients_arrive(self, gradients: Gradients) -> None:
-        """A compiled backward is about to use these."""
-        self.nodes.gradients_arrive(gradients)
 
     def _born(self, op: CapturedOp, outputs: Any, partly_unwritten: frozenset[int]) -> None:
         leaves = pytree.tree_leaves(outputs)

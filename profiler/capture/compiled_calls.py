@@ -11,48 +11,20 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from poochplan.formats.profile import Phase
 from poochplan.formats.queries import COMPILED_REGION
-from poochplan.profiler.capture.node_hooks import Gradients, Stretches, around_backward
+from poochplan.profiler.capture.node_ops import around_backward
 from poochplan.profiler.capture.op_blocks import Taker
-from poochplan.profiler.capture.workspace import Workspace
-from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.tensors.storages import is_plain
 from poochplan.torch_private.tensor_internals import last_sequence_number, pytree, version_of
 
-from .captured import CapturedOp, Lifetimes
-from .clock import Clock
+from .captured import CapturedOp
 
-
-class Noting(Protocol):
-    """What compiled calls and nodes of a backward report to a capture, and ask of it."""
-
-    device_type: str
-    model: torch.nn.Module
-    workspace: Workspace
-    clock: Clock
-    tracker: LayerTracker
-    phase: Phase
-    ops: list[CapturedOp]
-    lifetimes: Lifetimes
-
-    def look_for_checkpoint(self, compiled: str | None = None) -> None: ...
-    def gradients_arrive(self, gradients: Gradients) -> None: ...
-    def ordinary(self, leaves: list[Any]) -> list[torch.Tensor]: ...
-    def value_of(self, tensor: torch.Tensor) -> int: ...
-    def value_if_known(self, tensor: torch.Tensor) -> int: ...
-    def written(self, tensors: list[torch.Tensor]) -> list[int]: ...
-    def bear(self, op: CapturedOp, leaves: list[Any], born: int) -> None: ...
-    def arise(self, tensor: torch.Tensor, behind: int = -1) -> None: ...
-    def rounded_bytes(self, number: int) -> int: ...
-    def away(self) -> contextlib.AbstractContextManager[None]: ...
-    def unseen(self) -> contextlib.AbstractContextManager[None]: ...
-    def timed(self, op: CapturedOp) -> contextlib.AbstractContextManager[None]: ...
-    def took(self, op: CapturedOp, stretches: Stretches) -> None: ...
+if TYPE_CHECKING:
+    from .capture import Capture
 
 
 class CallPart(NamedTuple):
@@ -77,7 +49,7 @@ class Half:
 class CompiledCalls:
     """State: the values that the running compiled code has saved, and the bytes that a compiled backward has freed."""
 
-    def __init__(self, capture: Noting) -> None:
+    def __init__(self, capture: Capture) -> None:
         self._capture, self._workspace = capture, capture.workspace
         self._meter = capture.workspace.compiled_meter()
         self._running: list[CapturedOp] = []
@@ -209,7 +181,7 @@ class CompiledCalls:
             yield
 
     def _backward_begins(self, path: str, gradients: list[torch.Tensor]) -> None:
-        self._capture.gradients_arrive(gradients)
+        self._capture.nodes.gradients_arrive(gradients)
         self._backward.parts.clear()
         self._part_begins(self._backward, self._new_op(path))
 

@@ -1,4 +1,7 @@
-"""NodeOps: the nodes of a backward as ops of a capture, one op each.
+"""NodeOps: the nodes of a backward as ops of a capture, one op each; hooks on each node report its beginning and end.
+
+No mode observes a backward whose gradients are used. Under a mode torch computes some gradients by other formulas
+(``prod(dim=)``, ``linalg.lstsq``), and does not add gradients in place.
 
 Torch writes the sum of several gradients for one place into the first of them if nothing else holds its memory, as a
 view's base does, and otherwise into new memory. A capture that has looked at a gradient's storage holds it, so all sums
@@ -8,9 +11,10 @@ are new. The sums that torch makes without a capture are therefore derived.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,21 +23,34 @@ from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.capture.op_blocks import Taker
 from poochplan.runtime.metering.census import census
 from poochplan.tensors.storages import bytes_of
-from poochplan.torch_private.tensor_internals import is_dense, is_view, last_sequence_number, tensors_in
+from poochplan.torch_private.compiler_internals import is_compiled_backward
+from poochplan.torch_private.tensor_internals import is_dense, is_view, last_sequence_number, nodes_behind, tensors_in
 
 from .captured import CapturedOp, Lifetimes, shapes_of
-from .compiled_calls import Noting
-from .node_hooks import Gradients, NodeClock, NodeListener, name_of
+from .clock import Clock
 
+if TYPE_CHECKING:
+    from .capture import Capture
+
+Gradients = Sequence[torch.Tensor | None]
 Edge = tuple[Any, int]
 """The node that gets a gradient, and the place in it."""
+Stretches = list[tuple[Any, Any]]
+"""Pairs of clock marks; each pair delimits a stretch of time."""
 
 
-class NodeOps(NodeListener):
-    """State: the op of the running node, and whether a node has run in this backward."""
+class NodeOps:
+    """State: whether nodes are observed, which of them runs, and its op; and whether one has run in this backward. Code
+    inside a node is part of it.
+    """
 
-    def __init__(self, capture: Noting) -> None:
-        super().__init__()
+    def __init__(self, capture: Capture) -> None:
+        self.failure: Exception | None = None
+        """The exception raised while listening. It ends the listening and never the backward, whose gradients are
+        used.
+        """
+        self._is_on = False
+        self._node: Any = None
         self._capture, self._workspace = capture, capture.workspace
         self._meter, self._clock = capture.workspace.compiled_meter(), NodeClock(capture.clock)
         self._op: CapturedOp | None = None
@@ -43,23 +60,63 @@ class NodeOps(NodeListener):
         self._ran_another = False
         self._sums = Sums(capture.lifetimes)
 
+    @property
+    def is_inside(self) -> bool:
+        return self._node is not None
+
     def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
-        self._has_run = False
-        with self.told_of(outputs):
+        """The result of ``run()``, a backward from the outputs, under hooks on its nodes. Other code reports compiled
+        nodes. Nodes such as those that accumulate may outlive the backward; no hook does.
+        """
+        self._has_run, handles = False, []
+        self._is_on = True
+        try:
+            for node in nodes_behind(outputs):
+                if is_compiled_backward(node):
+                    handles.append(node.register_hook(partial(self._passes, node)))
+                else:
+                    handles.append(node.register_prehook(partial(self._begins, node)))
+                    handles.append(node.register_hook(partial(self._ends, node)))
             results = run()
             if self.failure is None:
-                self.tell(self.gradients_arrive, tensors_in(results))
-        return results
+                self._tell(self.gradients_arrive, tensors_in(results))
+            return results
+        finally:
+            self.leave()
+            for handle in handles:
+                handle.remove()
+
+    def _tell(self, told: Callable[..., None], *args: Any) -> None:
+        """Calls that with these arguments. If it raises, listening ends."""
+        try:
+            told(*args)
+        except Exception as error:
+            self._is_on, self._node, self.failure = False, None, error
+
+    def _begins(self, node: Any, gradients: Gradients) -> None:
+        if self._is_on and self._node is None:
+            self._node = node
+            self._tell(self.node_begins, node, gradients)
+
+    def _ends(self, node: Any, gradients: Gradients, _: Gradients) -> None:
+        if self._node is node:
+            self._node = None
+            self._tell(self.node_ends, node, gradients)
+            self._passes(node, gradients)
+
+    def _passes(self, node: Any, gradients: Gradients, _: Gradients = ()) -> None:
+        if self._is_on:
+            self._tell(self.passes_on, node, gradients)
 
     def leave(self) -> None:
-        """Also called in the middle of a node, for example when it raises: then it is no op."""
+        """Nodes are no longer observed. In the middle of a node, for example when it raises, that is no op."""
         if self._op is not None:
             self._meter.end()
             self._workspace.end(self._op, Taker.BACKWARD_COMPILED)
             self._op = None
         self._clock.forget()
         self._sums.clear()
-        super().leave()
+        self._is_on, self._node = False, None
 
     def runs_another(self) -> None:
         """A backward begins within the node that runs."""
@@ -81,6 +138,7 @@ class NodeOps(NodeListener):
         self._has_run = True
 
     def passes_on(self, node: Any, gradients: Gradients) -> None:
+        """A node, also a compiled one, has run and returns these gradients."""
         for gradient, edge in zip(gradients, node.next_functions, strict=False):
             parts = [] if gradient is None else self._capture.ordinary([gradient])
             if gradient is not None and parts:
@@ -112,7 +170,7 @@ class NodeOps(NodeListener):
         born = len(capture.ops)
         capture.ops.append(op)  # first, because what it leaves may die at once, as the buffer of a collective does
         capture.bear(op, [*gradients, accumulated], born)
-        if self._ran_another or last_sequence_number() != self._nodes_before:
+        if capture.sees_values and (self._ran_another or last_sequence_number() != self._nodes_before):
             capture.bear(op, self._left_behind(), born)
         op.shapes = shapes_of(gradients)
         if taken_bytes is not None:
@@ -175,3 +233,64 @@ class Sums(dict[Edge, Pending]):
                 pending.own = self._lifetimes.storage_of(pending.number)
             if pending.own is None:
                 pending.made_behind = behind
+
+
+def around_backward(
+    outputs: Any,
+    node_before: int,
+    begins: Callable[[list[torch.Tensor]], Any],
+    ends: Callable[[list[torch.Tensor]], Any],
+) -> None:
+    """Calls ``begins(gradients)`` before each backward of the code that a call has just compiled, with its input
+    gradients, and ``ends(gradients)`` after it, with its results.
+
+    ``outputs`` are the call's; ``node_before`` is the number of the last autograd node that was made before it.
+    """
+    tensors = [one for one in tensors_in(outputs) if one.grad_fn is not None]
+    for node in filter(is_compiled_backward, nodes_behind(tensors, node_before)):
+        node.register_prehook(lambda gradients: begins([one for one in gradients if one is not None]))
+        node.register_hook(lambda gradients, _: ends([one for one in gradients if one is not None]))
+
+
+def name_of(node: Any) -> str:
+    """The node's name in a profile: ``autograd.AddmmBackward0``."""
+    return f"autograd.{str(node.name()).rsplit('::', 1)[-1]}"
+
+
+class NodeClock:
+    """Times of nodes. A node's time includes torch's work up to the next node, such as adding gradients."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._began: Any = None
+        self.stretches: Stretches = []
+        """Stretches of the node that began last; it may get another one."""
+
+    def begins(self) -> None:
+        self.stretches = []
+        self.goes_on()
+
+    def stops(self) -> None:
+        """The following code does not belong to the node."""
+        if self._began is not None:
+            self.stretches.append((self._began, self._clock.end()))
+            self._began = None
+
+    def goes_on(self) -> None:
+        """The following code belongs to the node, or is torch's own after it."""
+        self._began = self._clock.begin()
+
+    def forget(self) -> None:
+        """Discards the last begin, because no node followed it."""
+        self._began = None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """A block that does not belong to the node."""
+        was_on = self._began is not None
+        self.stops()
+        try:
+            yield
+        finally:
+            if was_on:
+                self.goes_on()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -13,145 +10,44 @@ import torch
 
 from poochplan.formats.occupancy import Floats
 from poochplan.formats.profile import Phase
-from poochplan.formats.queries import COMPILED_REGION
 from poochplan.profiler.assembly.reconcile import PhaseSeconds
-from poochplan.profiler.capture.node_hooks import (
-    Gradients,
-    NodeClock,
-    NodeListener,
-    Stretches,
-    around_backward,
-    name_of,
-)
-from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import traits
-from poochplan.torch_private.tensor_internals import last_sequence_number
 
-from .captured import CapturedOp, Shapes, shapes_of
-from .clock import Clock
-
-
-@dataclass(frozen=True)
-class DispatchedOp:
-    """The facts that identify an op of one step in another step."""
-
-    name: str
-    layer: str
-    """Empty in backward, because hooks of the capture influence it there."""
-    shapes: Shapes
-
-    def __str__(self) -> str:
-        shapes = f" {list(self.shapes)}".replace("(", "[").replace(")", "]")
-        return f"{self.name}{f' in {self.layer}' if self.layer else ''}{shapes if self.shapes else ''}"
+from .capture import Capture
+from .captured import CapturedOp, shapes_of
+from .workspace import CompiledMeter, Workspace
 
 
-class OpTimer(ToggledMode):
-    """Seconds of each op (pure views left out, as in the capture), in order of dispatch. State: the phase."""
+class OpTimer(Capture):
+    """Seconds of each op (pure views left out), in the order of a capture, which knows no values and no memory."""
 
-    def __init__(self, clock: Clock, tracker: LayerTracker) -> None:
-        super().__init__()
-        self.ops: list[DispatchedOp] = []
-        self.phase = Phase.FORWARD
-        self.clock, self._tracker = clock, tracker
-        self.marks: list[Stretches] = []
-        self.nodes = NodeTimes(self)
-        self._part_began: Any = None
-        self._in_compiled_backward = False
-        self._forward_path: str | None = None
-        """Path of the running compiled callable; None outside one."""
+    sees_values = False
+
+    def __init__(self, model: torch.nn.Module, where: torch.device) -> None:
+        super().__init__(model, where, _Unmeasured())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = traits(func)
-        if facts.pure_view or self._in_compiled_backward:
+        if facts.pure_view or self._paused:
             return func(*args, **(kwargs or {}))
-        layer = "" if self.phase is Phase.BACKWARD else self._tracker.current()
+        op = CapturedOp(facts.name, "" if self.phase is Phase.BACKWARD else self.tracker.current(), self.phase)
         begin = self.clock.begin()
         outputs = func(*args, **(kwargs or {}))
-        self.marks.append([(begin, self.clock.end())])
-        self.ops.append(DispatchedOp(facts.name, layer, shapes_of(outputs)))
+        self.took(op, [(begin, self.clock.end())])
+        op.shapes = shapes_of(outputs)
+        self.ops.append(op)
         return outputs
 
-    def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def compiled(*args: Any, **kwargs: Any) -> Any:
-            if self.nodes.is_inside:
-                return call(*args, **kwargs)
-            node_before = last_sequence_number()
-            outer, self._forward_path = self._forward_path, "" if self.phase is Phase.BACKWARD else path
-            self._part_began = self.clock.begin()
-            try:
-                with self.away():
-                    outputs = call(*args, **kwargs)
-                self._part_ends(self._forward_path)
-            finally:
-                self._forward_path = outer
-            around_backward(outputs, node_before, self._compiled_backward_begins, self._compiled_backward_ends)
-            return outputs
+    def ordinary(self, leaves: list[Any]) -> list[torch.Tensor]:
+        return []
 
-        return compiled
-
-    def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
-        """The result of ``run()``, a backward from the outputs that is observed node by node."""
-        with self.away(), self.nodes.told_of(outputs):
-            return run()
-
-    def paused(self) -> contextlib.AbstractContextManager[None]:
-        return self.nodes.clock.paused()
-
-    def switch_off(self) -> None:
-        super().switch_off()
-        self.nodes.leave()
-
-    def _part_ends(self, path: str) -> None:
-        self.marks.append([(self._part_began, self.clock.end())])
-        self.ops.append(DispatchedOp(COMPILED_REGION, path, ()))
-
-    def _compiled_backward_begins(self, _: list[torch.Tensor]) -> None:
-        self.nodes.clock.stops()
-        self._part_began, self._in_compiled_backward = self.clock.begin(), True
-
-    def _compiled_backward_ends(self, _: list[torch.Tensor]) -> None:
-        self._in_compiled_backward = False
-        self._part_ends("")
-
-    @contextlib.contextmanager
-    def point(self) -> Iterator[None]:
-        """A block in which compiled code saves or gets a tensor. One part ends before it, and the next begins."""
-        path = self._forward_path if self._forward_path is not None else "" if self._in_compiled_backward else None
-        if path is None:
-            yield
-            return
-        in_backward, self._in_compiled_backward = self._in_compiled_backward, False
-        self._part_ends(path)
-        yield
-        self._in_compiled_backward = in_backward
-        self._part_began = self.clock.begin()
-
-    def durations_s(self) -> list[float]:
-        self.clock.synchronize()
-        return [sum(self.clock.seconds(*stretch) for stretch in stretches) for stretches in self.marks]
+    def resized(self, storage: torch.UntypedStorage, before_bytes: int) -> None:
+        pass
 
 
-class NodeTimes(NodeListener):
-    """Reports name, gradient shapes and time of each node."""
-
-    def __init__(self, timer: OpTimer) -> None:
-        super().__init__()
-        self._timer, self.clock = timer, NodeClock(timer.clock)
-
-    def node_begins(self, node: Any, gradients: Gradients) -> None:
-        self.clock.stops()
-        self.clock.begins()
-
-    def node_ends(self, node: Any, gradients: Gradients) -> None:
-        self.clock.stops()
-        self._timer.marks.append(self.clock.stretches)
-        self._timer.ops.append(DispatchedOp(name_of(node), "", shapes_of(gradients)))
-        self.clock.goes_on()
-
-    def leave(self) -> None:
-        self.clock.forget()
-        super().leave()
+class _Unmeasured(Workspace):
+    def compiled_meter(self) -> CompiledMeter:
+        return CompiledMeter()
 
 
 class OpRuns:
@@ -159,18 +55,18 @@ class OpRuns:
 
     def __init__(self, captured: list[CapturedOp]) -> None:
         self.steps: list[PhaseSeconds] = []
-        self._wanted = _dispatched(captured)
-        self._runs: list[list[float]] = []
+        self._captured = captured
+        self._runs: list[Floats] = []
         self._differences: dict[str, str] = {}
 
     def add(self, timer: OpTimer, seconds: PhaseSeconds) -> None:
         """Adds a step with its times. It is used if it dispatched the same ops, even if their shapes differ."""
         self.steps.append(seconds)
-        what, difference = _first_difference(self._wanted, timer.ops)
+        what, difference = _first_difference(self._captured, timer.ops)
         if what:
             self._differences.setdefault(what, difference)
         if what != "ops":
-            self._runs.append(timer.durations_s())
+            self._runs.append(timer.durations()[0])
 
     @property
     def seconds(self) -> Floats | None:
@@ -192,23 +88,31 @@ class OpRuns:
 
 def difference_note(captured: list[CapturedOp], timer: OpTimer) -> list[str]:
     """A note, if that step dispatched other ops than the captured one, or ops of other shapes."""
-    what, difference = _first_difference(_dispatched(captured), timer.ops)
+    what, difference = _first_difference(captured, timer.ops)
     return [f"steps differ in {_DIFFER_IN[what]}, first at {difference}; this is one of them"] if what else []
 
 
 _DIFFER_IN = {"ops": "the ops they dispatch", "shapes": "shapes"}
 
 
-def _dispatched(captured: list[CapturedOp]) -> list[DispatchedOp]:
-    return [DispatchedOp(op.name, "" if op.phase is Phase.BACKWARD else op.layer, op.shapes) for op in captured]
-
-
-def _first_difference(wanted: list[DispatchedOp], found: list[DispatchedOp]) -> tuple[str, str]:
+def _first_difference(captured: list[CapturedOp], found: list[CapturedOp]) -> tuple[str, str]:
     """``"ops"``, ``"shapes"`` or nothing, and the first op that differs in it."""
-    for index, (one, other) in enumerate(zip_longest(wanted, found)):
-        if one is None or other is None or (one.name, one.layer) != (other.name, other.layer):
-            return "ops", f"op {index}: {one or 'no op'}, then {other or 'no op'}"
-    for index, (one, other) in enumerate(zip(wanted, found, strict=True)):
-        if one != other:
-            return "shapes", f"op {index}: {one}, then {other}"
+    for index, (one, other) in enumerate(zip_longest(captured, found)):
+        if one is None or other is None or (one.name, _layer(one)) != (other.name, _layer(other)):
+            return "ops", f"op {index}: {_said(one)}, then {_said(other)}"
+    for index, (one, other) in enumerate(zip(captured, found, strict=True)):
+        if one.shapes != other.shapes:
+            return "shapes", f"op {index}: {_said(one)}, then {_said(other)}"
     return "", ""
+
+
+def _layer(op: CapturedOp) -> str:
+    """Empty in backward, because hooks of the capture influence it there."""
+    return "" if op.phase is Phase.BACKWARD else op.layer
+
+
+def _said(op: CapturedOp | None) -> str:
+    if op is None:
+        return "no op"
+    shapes = f" {list(op.shapes)}".replace("(", "[").replace(")", "]") if op.shapes else ""
+    return f"{op.name}{f' in {_layer(op)}' if _layer(op) else ''}{shapes}"

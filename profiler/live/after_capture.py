@@ -15,11 +15,9 @@ from poochplan.formats.profile import Phase
 from poochplan.planner.arena.packing import packed
 from poochplan.profiler.assembly.reconcile import PhaseSeconds, typical_phases
 from poochplan.profiler.capture.timing import OpRuns, OpTimer
-from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.trials.late_writes import checksum
 from poochplan.profiler.trials.verify_replays import HostStore, Verify
 from poochplan.runtime.arena.step_arena import RepeatedStep
-from poochplan.runtime.compiled.points import told_of_points
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.saved_value import SavedHandle
 from poochplan.runtime.step_policies.follow import Follow
@@ -129,25 +127,19 @@ class OpTiming(PhaseTiming):
 
     def __init__(self, context: StudyContext, policy: StepPolicy | None, arena: RepeatedStep | None = None) -> None:
         super().__init__(context, policy, arena)
-        self._tracker = LayerTracker()
-        self.instrument = self.timer = OpTimer(context.clock, self._tracker)
+        self.instrument = self.timer = OpTimer(context.model, context.where)
 
     @contextlib.contextmanager
     def instruments(self, segment: Segment) -> Iterator[None]:
-        points = told_of_points(self.timer.point, self.context.where.type)
-        with self._tracker.on(self.context.model), points, super().instruments(segment):
-            self.timer.switch_on()
-            try:
-                yield
-            finally:
-                self.timer.switch_off()
+        with super().instruments(segment), self.timer.running():
+            yield
 
     def enter(self, phase: Phase) -> None:
         super().enter(phase)
         self.timer.phase = phase
 
     def aside(self, hook: Hook, argument: Any) -> Any:
-        with self.timer.paused():
+        with self.timer.nodes.set_aside():
             return super().aside(hook, argument)
 
 

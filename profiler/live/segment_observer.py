@@ -17,7 +17,6 @@ from poochplan.formats.profile import Phase, Profile
 from poochplan.profiler.assembly.reconcile import PhaseSeconds
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.clock import Clock
-from poochplan.profiler.capture.timing import OpTimer
 from poochplan.profiler.step.forward_only import is_the_compilers
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together
@@ -75,7 +74,7 @@ class SegmentObserver:
         """Wall-clock seconds spent in hooks."""
         self.seconds: PhaseSeconds = dict.fromkeys(Phase, 0.0)
         """Seconds of each phase, if they are timed."""
-        self.instrument: Capture | OpTimer | None = None
+        self.instrument: Capture | None = None
         """Sees the ops, compiled callables and nodes of the segment."""
         self._thread = threading.get_ident()
         self._is_in_backward = False

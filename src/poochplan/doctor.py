@@ -27,7 +27,7 @@ from poochplan.native import NativeBuild
 from poochplan.planner.simulator.evaluator import EVALUATOR
 from poochplan.planner.sweep import usable_processors
 from poochplan.profiler.assembly.assemble import model_notes, this_host
-from poochplan.profiler.capture.node_hooks import name_of
+from poochplan.profiler.capture.node_ops import name_of
 from poochplan.profiler.fake.fake_profile import needed_without_memory
 from poochplan.profiler.live.step_function import StepFunction
 from poochplan.runtime.arena.library import ALLOCATOR
