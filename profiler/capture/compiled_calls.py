@@ -11,20 +11,17 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from poochplan.formats.queries import COMPILED_REGION
-from poochplan.profiler.capture.node_ops import around_backward
+from poochplan.profiler.capture.node_ops import Noting, around_backward
 from poochplan.profiler.capture.op_blocks import Taker
 from poochplan.tensors.storages import is_plain
 from poochplan.torch_private.tensor_internals import last_sequence_number, pytree, version_of
 
 from .captured import CapturedOp
-
-if TYPE_CHECKING:
-    from .capture import Capture
 
 
 class CallPart(NamedTuple):
@@ -49,7 +46,7 @@ class Half:
 class CompiledCalls:
     """State: the values that the running compiled code has saved, and the bytes that a compiled backward has freed."""
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: Noting) -> None:
         self._capture, self._workspace = capture, capture.workspace
         self._meter = capture.workspace.compiled_meter()
         self._running: list[CapturedOp] = []

@@ -14,13 +14,15 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from poochplan.formats.profile import Phase
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.capture.op_blocks import Taker
+from poochplan.profiler.capture.workspace import Workspace
+from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.metering.census import census
 from poochplan.tensors.storages import bytes_of
 from poochplan.torch_private.compiler_internals import is_compiled_backward
@@ -29,9 +31,6 @@ from poochplan.torch_private.tensor_internals import is_dense, is_view, last_seq
 from .captured import CapturedOp, Lifetimes, shapes_of
 from .clock import Clock
 
-if TYPE_CHECKING:
-    from .capture import Capture
-
 Gradients = Sequence[torch.Tensor | None]
 Edge = tuple[Any, int]
 """The node that gets a gradient, and the place in it."""
@@ -39,12 +38,40 @@ Stretches = list[tuple[Any, Any]]
 """Pairs of clock marks; each pair delimits a stretch of time."""
 
 
+class Noting(Protocol):
+    """What compiled calls and nodes of a backward report to a capture, and ask of it."""
+
+    device_type: str
+    model: torch.nn.Module
+    workspace: Workspace
+    clock: Clock
+    tracker: LayerTracker
+    phase: Phase
+    ops: list[CapturedOp]
+    lifetimes: Lifetimes
+    sees_values: bool
+    nodes: NodeOps
+
+    def look_for_checkpoint(self, compiled: str | None = None) -> None: ...
+    def ordinary(self, leaves: list[Any]) -> list[torch.Tensor]: ...
+    def value_of(self, tensor: torch.Tensor) -> int: ...
+    def value_if_known(self, tensor: torch.Tensor) -> int: ...
+    def written(self, tensors: list[torch.Tensor]) -> list[int]: ...
+    def bear(self, op: CapturedOp, leaves: list[Any], born: int) -> None: ...
+    def arise(self, tensor: torch.Tensor, behind: int = -1) -> None: ...
+    def rounded_bytes(self, number: int) -> int: ...
+    def away(self) -> contextlib.AbstractContextManager[None]: ...
+    def unseen(self) -> contextlib.AbstractContextManager[None]: ...
+    def timed(self, op: CapturedOp) -> contextlib.AbstractContextManager[None]: ...
+    def took(self, op: CapturedOp, stretches: Stretches) -> None: ...
+
+
 class NodeOps:
     """State: whether nodes are observed, which of them runs, and its op; and whether one has run in this backward. Code
     inside a node is part of it.
     """
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: Noting) -> None:
         self.failure: Exception | None = None
         """The exception raised while listening. It ends the listening and never the backward, whose gradients are
         used.
