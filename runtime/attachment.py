@@ -370,7 +370,8 @@ def _leave_in_child() -> None:
         session.state = "away"
 
 
-os.register_at_fork(after_in_child=_leave_in_child)
+if hasattr(os, "register_at_fork"):  # not on Windows, where plans are made
+    os.register_at_fork(after_in_child=_leave_in_child)
 
 
 def check_no_session(what: str, models: Iterable[torch.nn.Module]) -> None:

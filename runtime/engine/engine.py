@@ -32,10 +32,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
-from weakref import KeyedRef
 
 import msgspec
 import torch
@@ -121,8 +122,8 @@ class Engine:
         """The last storage that was to be narrowed, and could not be."""
         self._tables: Tables = {}
         """By these bits are widened on CUDA, as long as plans have sources."""
-        self._static: list[KeyedRef[int, torch.UntypedStorage]] = []
-        """Storages of ``tape.static``: a forward may replace a buffer."""
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """Storages of ``tape.static``, by identity: another may get that of a buffer that a forward replaces."""
         self._ungathered: list[Any] = []
         """FSDP2's weights that have no storages yet."""
         self._lock = threading.RLock()
@@ -246,20 +247,20 @@ class Engine:
             self._diverge(reason)
 
     def _look_at_model(self, segment: Segment) -> None:
-        kind, static = self.device.kind, dict[int, int]()
-
-        def gone(storage: KeyedRef[int, torch.UntypedStorage]) -> None:  # another storage may get its identity
-            static.pop(storage.key, None)
-
+        kind, static, before = self.device.kind, self.tape.static, self._alive
+        static.clear()
+        self._alive = {}
         segment.gradient_bytes = 0
-        self._static = []
         model = self.model_of(segment)
         for tensor in own_tensors(model):
             storage = plain_storage(tensor, kind)
             if storage is not None:
                 key = storage_identity(storage)
                 static[key] = max(version_of(tensor), static.get(key, 0))
-                self._static.append(KeyedRef(storage, gone, key))
+                reference = before.get(key)
+                if reference is None or reference() is not storage:
+                    reference = weakref.ref(storage, partial(static.pop, key))  # its default is the reference
+                self._alive[key] = reference
             else:
                 static.update(dict.fromkeys(keys_of(tensor, kind), 0))
             grad = tensor.grad if tensor.is_leaf else None
@@ -267,7 +268,6 @@ class Engine:
                 segment.gradient_bytes += grad.untyped_storage().nbytes()
         gathered, self._ungathered = gathered_weights(model)
         static.update((storage_key(one), version_of(one)) for one in gathered if one.device.type == kind)
-        self.tape.static = static
 
     def left_over_storages(self) -> list[torch.UntypedStorage]:
         """Device storages of values that earlier segments saved and that are still held."""
