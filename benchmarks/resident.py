@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from benchmarks.facts import parser_of, write_results
-from benchmarks.pairs import load, one_step, profiled
+from benchmarks.pairs import load, profiled
 from benchmarks.processes import import_all, in_a_process
 
 STEPS = 3
@@ -33,9 +33,13 @@ def growth_bytes(name: str, settings: dict[str, str], plan_file: Path | None = N
     plan = poochplan.Plan.load(plan_file) if plan_file else None
     baseline = max_resident_bytes()
     workload = load(name, settings)
+    assert workload.optimizer is not None
     with poochplan.apply(plan, workload.model, meter="never") if plan else nullcontext():
         for _ in range(STEPS):
-            one_step(workload)
+            workload.optimizer.zero_grad(set_to_none=True)
+            loss = workload.step()  # lives on into the next step, as in most loops
+            loss.backward()
+            workload.optimizer.step()
     return max_resident_bytes() - baseline
 
 

@@ -72,7 +72,11 @@ from .host_tier import HostTier
 from .mechanism import Mechanism, Rebuild, rebuild_together
 from .saved_value import SavedHandle, SavedValue
 
-_SAFELY = "the rest of this step swaps every saved value, which is slower and may take more; its gradients are right"
+_SAFELY = "the rest of this step swaps every saved value: slower, perhaps above the budget; its gradients are right"
+CANNOT_WRITE = (
+    "swapped values stay on the device, and steps may exceed the budget: they cannot be written ({}); free disk space "
+    "or host memory, or name another spill_dir"
+)
 _KEPT = "values saved before the model is called are kept, and the call begins a step"
 
 
@@ -456,16 +460,22 @@ class Engine:
     # -- actions at points (Rule 7) ---------------------------------------------------------------------------
 
     def _carry_out(self, actions: Actions) -> None:
-        self.mechanism.carry_out(actions)
-        if actions.record is True:
-            self.recorder.switch_on()
-        elif actions.record is False:
-            self.recorder.switch_off()
+        mechanism = self.mechanism
+        for act, values in (
+            (mechanism.swap_out, actions.swap_out),
+            (mechanism.release, actions.release),
+            (mechanism.prefetch, actions.prefetch),
+            (mechanism.replay, actions.replay),
+        ):
+            for value in values:
+                act(value)
+        if actions.record is not None:
+            (self.recorder.switch_on if actions.record else self.recorder.switch_off)()
 
     def _copy_failed(self, value: SavedValue, error: OSError) -> None:
         if self._policy is not None:
             self._policy.copy_failed(value, error)
-        self._fell_back(FallbackKind.HOST_TIER, f"values are kept: the host tier cannot be written ({error.strerror})")
+        self._fell_back(FallbackKind.HOST_TIER, CANNOT_WRITE.format(error.strerror))
 
     # -- divergence (Rule 8) ----------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from poochplan.cli import main
 sys.exit(main())
 """
-SEARCHING = b"proven within"
+SEARCHING = b"slower than any possible plan"
 
 
 def interrupted(arguments: list[str]) -> tuple[int, str, str]:
@@ -73,6 +73,6 @@ def test_an_interrupt_writes_the_best_plan_says_so_in_one_line_and_prints_its_da
 
 def test_the_progress_line_says_how_far_it_is() -> None:
     progress = Progress(step_s=1.1, bound_s=1.0, overhead=0.1234, gap=0.0567, left=12.3, is_counted=False)
-    assert progress_line(progress) == "best +12.34%, proven within 5.67% of the best there is, 12 s left"
+    assert progress_line(progress) == "best so far +12.34%, at most 5.67% slower than any possible plan, 12 s left"
     counted = Progress(step_s=1.1, bound_s=1.0, overhead=0.1234, gap=0.0567, left=12345, is_counted=True)
     assert progress_line(counted).endswith("12,345 simulations left")

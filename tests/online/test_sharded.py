@@ -128,7 +128,7 @@ def test_a_replay_that_finds_a_weight_without_memory_raises() -> None:
         def storage(self) -> torch.UntypedStorage:
             return torch.UntypedStorage(0)
 
-    with pytest.raises(NotReplayable, match="a weight that the replay reads is not gathered now"):
+    with pytest.raises(NotReplayable, match="a sharded weight that it needs is not gathered"):
         _with_memory(Record())  # type: ignore[arg-type]
 
 
