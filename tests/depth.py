@@ -25,7 +25,7 @@ def seeds(day: int = 1, deep: int = 20) -> range:
 
 HERE = Path(__file__).parent
 REST = {
-    "cli": "arena_shown fake_profile fit link on_ranks run_compiled sweep",
+    "cli": "arena_shown fit link on_ranks sweep",
     "compiling": "autocast caches compiling eager_graphs",
     "cuda_rules": "auto_on_cuda room_before_plan",
     "docs": "stacks",

@@ -138,17 +138,24 @@ class Result:
         return json.loads(self.out)
 
 
+@dataclass(frozen=True)
 class Pooch:
-    """``pooch`` as a function: of a command line, in one or several parts."""
+    """``pooch`` as a function, of a command line in one or several parts; and the files of the tests."""
 
-    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
-        self._capfd = capfd
+    capfd: pytest.CaptureFixture[str]
+    workloads: Path
+    profile: Path
+    plan: Path
+
+    @property
+    def small(self) -> str:
+        """The name of the workload that the profile and the plan are of."""
+        return f"{self.workloads}:small"
 
     def __call__(self, command: str, *arguments: object) -> Result:
-        self._capfd.readouterr()
+        self.capfd.readouterr()
         code = main([word for part in (command, *arguments) for word in shlex.split(str(part))])
-        captured = self._capfd.readouterr()
-        return Result(code, captured.out, captured.err)
+        return Result(code, *self.capfd.readouterr())
 
     def ok(self, command: str, *arguments: object) -> Result:
         """The result of a command that ends with code 0."""
@@ -168,10 +175,17 @@ class Pooch:
 
 
 @pytest.fixture
-def pooch(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pooch:
+def pooch(
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    workloads: Path,
+    profile_path: Path,
+    plan_path: Path,
+) -> Pooch:
     """Runs ``pooch`` in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    return Pooch(capfd)
+    return Pooch(capfd, workloads, profile_path, plan_path)
 
 
 @pytest.fixture(scope="session")
@@ -183,31 +197,23 @@ def workloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small(workloads: Path) -> str:
-    """The name of the workload that ``profile_path`` and ``plan_path`` are of."""
-    return f"{workloads}:small"
-
-
-@pytest.fixture(scope="session")
-def profile_path(small: str, workloads: Path) -> Path:
-    """A profile of ``small``."""
+def profile_path(workloads: Path) -> Path:
+    """A profile of the workload ``small``."""
     path = workloads.with_name("small.profile.json")
-    assert _quietly(["profile", small, "-o", str(path), "--iterations", "1", "--warmup", "1"]) == 0
-    return path
+    return _written(path, "profile", f"{workloads}:small", "--iterations", "1", "--warmup", "1")
 
 
 @pytest.fixture(scope="session")
 def plan_path(profile_path: Path) -> Path:
     """A plan for ``small`` at 85% of its in-core peak."""
-    path = profile_path.with_name("small.plan.json")
-    assert _quietly(["plan", str(profile_path), "--budget", "85%", "-o", str(path)]) == 0
-    return path
+    return _written(profile_path.with_name("small.plan.json"), "plan", str(profile_path), "--budget", "85%")
 
 
-def _quietly(arguments: list[str]) -> int:
+def _written(path: Path, *command: str) -> Path:
     with open(os.devnull, "w") as nowhere, pytest.MonkeyPatch.context() as patch:  # noqa: PTH123
         patch.setattr("sys.stdout", nowhere)
-        return main(arguments)
+        assert main([*command, "-o", str(path)]) == 0
+    return path
 
 
 def outside(figure: Figure, *labels: Artist) -> list[Artist]:

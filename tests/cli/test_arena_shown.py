@@ -37,8 +37,8 @@ def live_profile(profile_path: Path, tmp_path: Path) -> Path:
 
 
 @needs_compiler
-def test_a_plan_says_what_its_budget_is_on_and_what_its_arena_takes(pooch: Pooch, profile_path: Path) -> None:
-    shown = rows(pooch(f"plan {profile_path} --budget 90% -o on.json").out)
+def test_a_plan_says_what_its_budget_is_on_and_what_its_arena_takes(pooch: Pooch) -> None:
+    shown = rows(pooch(f"plan {pooch.profile} --budget 90% -o on.json").out)
     plan = poochplan.Plan.load("on.json")
     assert plan.prediction.arena_peak_bytes is not None
     assert plan.prediction.arena_peak_bytes <= plan.budget_bytes
@@ -49,11 +49,11 @@ def test_a_plan_says_what_its_budget_is_on_and_what_its_arena_takes(pooch: Pooch
 
 
 @needs_compiler
-def test_the_budget_that_is_offered_keeps_everything_in_its_arena(pooch: Pooch, profile_path: Path) -> None:
-    offer = rows(pooch(f"plan {profile_path} --budget 90% -o on.json").out)["everything kept"]
+def test_the_budget_that_is_offered_keeps_everything_in_its_arena(pooch: Pooch) -> None:
+    offer = rows(pooch(f"plan {pooch.profile} --budget 90% -o on.json").out)["everything kept"]
     asked = re.fullmatch(r"--budget (\S+%): the same step from one arena of (\S+ \w+)", offer)
     assert asked is not None
-    found = pooch.json(f"plan {profile_path} --budget {asked[1]} -o kept.json")
+    found = pooch.json(f"plan {pooch.profile} --budget {asked[1]} -o kept.json")
     assert found["arena_within_budget"] is True
     assert found["arena_peak_bytes"] == found["kept_arena_peak_bytes"] <= found["budget_bytes"]
     assert {name for name, row in found["decisions"].items() if row["values"]} == {"keep"}
@@ -61,14 +61,14 @@ def test_the_budget_that_is_offered_keeps_everything_in_its_arena(pooch: Pooch, 
 
 
 @needs_compiler
-def test_without_an_arena_the_smallest_budget_is_the_smallest_peak(pooch: Pooch, profile_path: Path) -> None:
-    profile = poochplan.Profile.load(profile_path)
+def test_without_an_arena_the_smallest_budget_is_the_smallest_peak(pooch: Pooch) -> None:
+    profile = poochplan.Profile.load(pooch.profile)
     on, off = (poochplan.smallest_budget(profile, arena=arena) for arena in ("on", "off"))
     assert on >= off
     for arena, smallest in (("on", on), ("off", off)):
-        made = pooch.json(f"plan {profile_path} --evaluations 50 --min --arena {arena} -o {arena}.json")
+        made = pooch.json(f"plan {pooch.profile} --evaluations 50 --min --arena {arena} -o {arena}.json")
         assert made["budget_bytes"] == smallest
-    swept = pooch.json(f"sweep {profile_path} --policies ilp --points 2 --arena off -o swept.csv")
+    swept = pooch.json(f"sweep {pooch.profile} --policies ilp --points 2 --arena off -o swept.csv")
     assert swept["smallest_budget_bytes"] == off
 
 
@@ -79,8 +79,8 @@ def test_a_plan_from_live_bytes_says_what_to_install(pooch: Pooch, live_profile:
 
 
 @needs_compiler
-def test_a_run_says_what_was_served_and_its_file_has_it(pooch: Pooch, small: str, plan_path: Path) -> None:
-    shown = rows(pooch(f"run {small} --plan {plan_path} --timed 3 --check -o run.json --arena on").out)
+def test_a_run_says_what_was_served_and_its_file_has_it(pooch: Pooch) -> None:
+    shown = rows(pooch(f"run {pooch.small} --plan {pooch.plan} --timed 3 --check -o run.json --arena on").out)
     served = re.fullmatch(r"(\d+) blocks, .* a step, from one arena of \S+ \w+", shown["served from the arena"])
     assert served is not None
     assert shown["gradients bitwise equal"].startswith("yes")
@@ -92,10 +92,8 @@ def test_a_run_says_what_was_served_and_its_file_has_it(pooch: Pooch, small: str
     assert f"{served[1]} blocks" in rows(pooch("show run.json").out)["served from the arena"]
 
 
-def test_a_run_without_an_arena_says_why(
-    pooch: Pooch, small: str, plan_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = f"run {small} --plan {plan_path} --steps 1 --timed 1"
+def test_a_run_without_an_arena_says_why(pooch: Pooch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = f"run {pooch.small} --plan {pooch.plan} --steps 1 --timed 1"
     assert rows(pooch(run, "--arena", "off").out)["served from the arena"] == "nothing: --arena off"
     monkeypatch.setenv("CXX", "nonesuch")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))

@@ -39,8 +39,8 @@ def only(**there: str) -> Any:
     return {name.replace("_", "-"): version for name, version in there.items()}.get
 
 
-def test_every_line_is_ok_or_says_what_to_do(pooch: Pooch, small: str) -> None:
-    result = pooch.ok("doctor", small)
+def test_every_line_is_ok_or_says_what_to_do(pooch: Pooch) -> None:
+    result = pooch.ok("doctor", pooch.small)
     assert result.err == ""
     machine = "threads", "huge pages", "spill disk", "noise"
     for name in ("torch", "CuPy", "solvers", "evaluator", "allocator", *machine, "model", "under a mode"):

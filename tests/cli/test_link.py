@@ -80,9 +80,9 @@ def test_a_cache_that_cannot_be_written_is_no_error(pooch: Pooch, cache: Path) -
     assert pooch.json(LINK)["cached"] is False
 
 
-def test_the_profile_takes_the_cached_link(pooch: Pooch, small: str) -> None:
+def test_the_profile_takes_the_cached_link(pooch: Pooch) -> None:
     shown = pooch.json(LINK)
-    pooch.ok(f"profile {small} --throttle 50MB/s --iterations 1 --cached-link -o p.json")
+    pooch.ok(f"profile {pooch.small} --throttle 50MB/s --iterations 1 --cached-link -o p.json")
     link = Profile.load("p.json").link
     assert link.outward.bandwidth_bytes_per_s == shown["outward"]["bandwidth_bytes_per_s"]
     assert link.throttle_bytes_per_s == 50e6

@@ -1,16 +1,20 @@
-"""Profiles, plans and reports show themselves in notebooks and on a terminal."""
+"""Profiles, plans and reports show themselves in notebooks and on a terminal; files keep to the published schemas."""
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import msgspec
 import pytest
 from IPython.lib.pretty import pretty
 
 import poochplan
 from poochplan.formats.files import html_table, text_table
+from poochplan.formats.json_schema import FILES, json_schema
 from poochplan.formats.profile import Profile
 from poochplan.peak import explain_peak
 from poochplan.runtime.run_report import MemoryPeaks, Report, StepReport
@@ -102,3 +106,40 @@ def test_files_load_without_torch_pandas_and_matplotlib(module: str) -> None:
     heavy = "{'torch', 'pandas', 'matplotlib', 'rich'}"
     code = f"import sys, {module}; print(*{heavy} & sys.modules.keys())"
     assert python(code) == "\n"
+
+
+PUBLISHED = Path(__file__).parents[2] / "docs" / "schemas"
+
+
+def schema(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((PUBLISHED / name).read_bytes())
+    jsonschema.Draft202012Validator.check_schema(found)
+    return found
+
+
+@pytest.mark.parametrize("name", list(FILES))
+def test_what_is_published_is_up_to_date(name: str) -> None:
+    hint = "run python -m poochplan.formats.json_schema docs/schemas"
+    assert (PUBLISHED / name).read_bytes() == json_schema(FILES[name]), hint
+
+
+def test_nothing_else_is_published() -> None:
+    assert sorted(path.name for path in PUBLISHED.iterdir()) == sorted(FILES)
+
+
+def test_a_real_profile_and_a_real_plan_validate_and_one_with_a_wrong_field_does_not(
+    profile_path: Path, plan_path: Path
+) -> None:
+    of_profiles = schema("profile.schema.json")
+    profile, plan = (json.loads(path.read_bytes()) for path in (profile_path, plan_path))
+    jsonschema.validate(profile, of_profiles)
+    jsonschema.validate(plan, schema("plan.schema.json"))
+    for spoilt in (
+        plan,
+        {name: value for name, value in profile.items() if name != "ops"},
+        profile | {"kind": "plan"},
+        profile | {"ops": [profile["ops"][0] | {"phase": "sideways"}]},
+        profile | {"values": [profile["values"][0] | {"size_bytes": "much"}]},
+    ):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(spoilt, of_profiles)

@@ -124,8 +124,8 @@ def checked(path: Path) -> Certificate:
     return Certificate.load(path)
 
 
-def test_a_certificate_has_the_digests_of_every_step_of_both_runs(pooch: Pooch, small: str, plan_path: Path) -> None:
-    pooch.ok(f"run {small} --plan {plan_path} --check --certificate certificate.json")
+def test_a_certificate_has_the_digests_of_every_step_of_both_runs(pooch: Pooch) -> None:
+    pooch.ok(f"run {pooch.small} --plan {pooch.plan} --check --certificate certificate.json")
     found = checked(Path("certificate.json"))
     assert found.equal
     assert len(found.in_core) == 3
@@ -136,8 +136,8 @@ def test_a_certificate_has_the_digests_of_every_step_of_both_runs(pooch: Pooch, 
     assert first.parameters != found.in_core[1].parameters
 
 
-def test_a_certificate_of_another_seed_is_another(pooch: Pooch, small: str, plan_path: Path) -> None:
-    command = f"run {small} --plan {plan_path} --check --timed 1 --steps 1 --certificate c.json --force --seed"
+def test_a_certificate_of_another_seed_is_another(pooch: Pooch) -> None:
+    command = f"run {pooch.small} --plan {pooch.plan} --check --timed 1 --steps 1 --certificate c.json --force --seed"
     losses = []
     for seed in (0, 0, 1):
         pooch.ok(command, seed)
