@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.artist import Artist
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from poochplan.cli import main
 
@@ -214,11 +211,3 @@ def _written(path: Path, *command: str) -> Path:
         patch.setattr("sys.stdout", nowhere)
         assert main([*command, "-o", str(path)]) == 0
     return path
-
-
-def outside(figure: Figure, *labels: Artist) -> list[Artist]:
-    """The texts, legends and labels of a figure that are not wholly inside it, once it is drawn."""
-    FigureCanvasAgg(figure).draw()
-    boxes = {one: one.get_window_extent() for one in (*figure.texts, *figure.legends, *labels)}
-    width, height = figure.bbox.x1, figure.bbox.y1
-    return [one for one, box in boxes.items() if not (0 <= box.x0 < box.x1 <= width and 0 <= box.y0 < box.y1 <= height)]

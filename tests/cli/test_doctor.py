@@ -12,18 +12,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import poochplan
+from poochplan import doctor
 from poochplan.doctor import (
     TESTED_TORCH,
     CheckpointCalls,
     Finding,
     Status,
-    cupy,
-    huge_pages,
-    memory,
-    noise,
-    solvers,
     spill_disk,
-    threads,
     torch_version,
     workload_findings,
 )
@@ -73,26 +68,26 @@ def test_the_spill_disk_is_left_as_it_was(tmp_path: Path) -> None:
 NOISY, EVEN = [0.005, 0.0051, 0.0052, 0.02], [0.005, 0.0051, 0.0052, 0.0051]
 OTHER = {"cupy_cuda12x": "13.6"}
 FINDINGS = [
-    (threads(2, 2), OK, ""),
-    (threads(8, 2), WARNING, "OMP_NUM_THREADS=2"),
-    (noise(EVEN), OK, ""),
-    (noise(NOISY), WARNING, ""),
-    (huge_pages("[always] madvise never"), OK, ""),
-    (huge_pages("always [madvise] never"), OK, ""),
-    (huge_pages("always madvise [never]"), WARNING, "echo madvise | sudo tee"),
-    (huge_pages(""), WARNING, "echo madvise | sudo tee"),
+    (doctor.threads(2, 2), OK, ""),
+    (doctor.threads(8, 2), WARNING, "OMP_NUM_THREADS=2"),
+    (doctor.noise(EVEN), OK, ""),
+    (doctor.noise(NOISY), WARNING, ""),
+    (doctor.huge_pages("[always] madvise never"), OK, ""),
+    (doctor.huge_pages("always [madvise] never"), OK, ""),
+    (doctor.huge_pages("always madvise [never]"), WARNING, "echo madvise | sudo tee"),
+    (doctor.huge_pages(""), WARNING, "echo madvise | sudo tee"),
     (torch_version("2.99.0"), WARNING, ""),
     (torch_version("2.1.0"), WARNING, ""),
-    (cupy(None, only()), OK, ""),
-    (cupy("12.8", only(**OTHER)), OK, ""),
-    (cupy("13.0", only()), WARNING, "pip install 'poochplan[cuda13]'"),
-    (cupy("13.0", only(**OTHER)), WARNING, "pip uninstall cupy-cuda12x; pip install 'poochplan[cuda13]'"),
-    (solvers(only(pulp="3.3", highspy="1.10")), OK, ""),
-    (solvers(only(pulp="3.3")), WARNING, "pip install highspy"),
-    (solvers(only()), MISSING, ""),
-    (memory(1 << 30, 2 << 30), OK, ""),
-    (memory(2 << 30, 1 << 30), WARNING, "--mode swap-all"),
-    (memory(None, 1), OK, ""),
+    (doctor.cupy(None, only()), OK, ""),
+    (doctor.cupy("12.8", only(**OTHER)), OK, ""),
+    (doctor.cupy("13.0", only()), WARNING, "pip install 'poochplan[cuda13]'"),
+    (doctor.cupy("13.0", only(**OTHER)), WARNING, "pip uninstall cupy-cuda12x; pip install 'poochplan[cuda13]'"),
+    (doctor.solvers(only(pulp="3.3", highspy="1.10")), OK, ""),
+    (doctor.solvers(only(pulp="3.3")), WARNING, "pip install highspy"),
+    (doctor.solvers(only()), MISSING, ""),
+    (doctor.memory(1 << 30, 2 << 30), OK, ""),
+    (doctor.memory(2 << 30, 1 << 30), WARNING, "--mode swap-all"),
+    (doctor.memory(None, 1), OK, ""),
 ]
 
 
@@ -127,23 +122,26 @@ def fails(folder: Path) -> str:
     return str(compiler)
 
 
+def findings_under(pooch: Pooch, command: str) -> dict[str, Any]:
+    """By name, what it printed of the parts that are compiled on their first use."""
+    found = {one["name"]: one for one in pooch(command).data["findings"]}
+    return {name: (found[name]["status"], found[name]["found"]) for name in PARTS}
+
+
 def test_what_is_compiled_is_a_line_that_builds_nothing_unless_asked(
     pooch: Pooch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("CXX", fails(tmp_path))
-    found = {one["name"]: one for one in pooch.json("doctor")["findings"]}
-    for part in PARTS:
-        assert found[part]["status"] == "ok"
-        assert found[part]["found"].startswith(f"not built yet; {fails(tmp_path)} will do it on first use")
+    monkeypatch.setenv("CXX", compiler := fails(tmp_path))
+    for status, said in findings_under(pooch, "doctor --json").values():
+        assert status == "ok"
+        assert said.startswith(f"not built yet; {compiler} will do it on first use")
     assert not (tmp_path / "cache" / "poochplan" / "native").exists()
-    result = pooch("doctor --build --json")
-    assert result.code == 1
-    found = {one["name"]: one for one in result.data["findings"]}
-    for part in PARTS:
-        assert found[part]["status"] == "missing"
-        line = f"{fails(tmp_path)} could not build the {part}: source.cpp:1:1: error: no such header"
-        assert found[part]["found"] == line
+    assert pooch("doctor --build").code == 1
+    assert findings_under(pooch, "doctor --build --json") == {
+        part: ("missing", f"{compiler} could not build the {part}: source.cpp:1:1: error: no such header")
+        for part in PARTS
+    }
 
 
 def test_without_a_compiler_what_is_compiled_says_what_to_install(

@@ -42,9 +42,8 @@ def test_a_plan_says_what_it_is_for_where_it_was_made_and_what_it_decides(pooch:
     data = pooch.json("show", pooch.plan)
     plan = poochplan.Plan.load(pooch.plan)
     assert (data["kind"], data["budget_bytes"], data["fingerprint"]) == ("plan", plan.budget_bytes, plan.fingerprint)
-    assert sum(layer[name] for layer in data["layers"] for name in ("keep", "swap", "recompute")) == sum(
-        value.size_bytes for value in plan.saved
-    )
+    shown = sum(layer[name] for layer in data["layers"] for name in ("keep", "swap", "recompute"))
+    assert shown == sum(value.size_bytes for value in plan.saved)
 
 
 def test_a_profile_says_its_layers(pooch: Pooch) -> None:
@@ -126,12 +125,8 @@ def test_two_plans_differ_in_what_the_values_and_points_of_both_say(pooch: Pooch
     assert figures["budget"] == (first.budget_bytes, second.budget_bytes)
     assert figures["predicted peak"] == (first.prediction.peak_bytes, second.prediction.peak_bytes)
     changed = {value["name"]: (value["first"], value["second"]) for value in data["values"]}
-    expected = {
-        ours.name: (ours.decision, theirs.decision)
-        for ours, theirs in zip(first.values, second.values, strict=True)
-        if ours.decision is not theirs.decision
-    }
-    assert changed == expected
+    pairs = zip(first.values, second.values, strict=True)
+    assert changed == {one.name: (one.decision, two.decision) for one, two in pairs if one.decision is not two.decision}
     assert data["points"]
     assert "Decisions that changed, by layer" in pooch("diff", pooch.plan, tighter).out
 
@@ -175,24 +170,24 @@ def test_two_profiles_differ_in_their_times_and_in_the_op_at_which_the_steps_par
 # -- runs ----------------------------------------------------------------------------------------------------------
 
 
-def run(pooch: Pooch, small: str, plan_path: Path, *more: object) -> Result:
-    return pooch(f"run {small} --plan {plan_path} --steps 2 --timed 1 -o run.json", *more)
+def run(pooch: Pooch, plan_path: Path, *more: object) -> Result:
+    return pooch(f"run {pooch.small} --plan {plan_path} --steps 2 --timed 1 -o run.json", *more)
 
 
 def test_a_run_that_kept_to_its_plan_says_so_and_is_told_from_one_of_another_plan(pooch: Pooch, tighter: Path) -> None:
-    result = run(pooch, pooch.small, pooch.plan, "--json")
+    result = run(pooch, pooch.plan, "--json")
     assert (result.code, result.data["steps"], result.data["left_steps"]) == (0, 3, 0)
     assert result.data == json.loads(Path("run.json").read_text())
     assert isinstance(load_any("run.json"), RunRecord)
     assert "The run kept to its plan." in pooch.ok("diff", pooch.plan, "run.json").out
     assert "Run of small" in pooch("show run.json").out
     error = pooch.refused("diff", tighter, "run.json")
-    assert f"found one of plan {poochplan.Plan.load(plan_path).fingerprint}" in error
+    assert f"found one of plan {poochplan.Plan.load(pooch.plan).fingerprint}" in error
 
 
 def test_a_run_that_left_its_plan_says_at_which_point_and_in_which_layer(pooch: Pooch) -> None:
     plan = poochplan.Plan.load(pooch.plan)
-    left = run(pooch, pooch.small, pooch.plan, "--set batch_size=96")
+    left = run(pooch, pooch.plan, "--set batch_size=96")
     assert left.code == 6
     assert "within the budget; 3 of 3 steps LEFT THE PLAN" in left.out
     line = "3 of 3 steps left the plan: in 0, expected float32[128, 64] of 32768 bytes, found float32[96, 64] of 24576"
@@ -210,16 +205,14 @@ def test_a_run_that_left_its_plan_says_at_which_point_and_in_which_layer(pooch: 
     assert "float32[96, 64]" in out
     record = json.loads(Path("run.json").read_text())
     assert (record["steps"], record["left_steps"]) == (3, 3)
-
-
-def test_asked_to_end_at_the_first_departure_the_run_has_the_same_code(pooch: Pooch) -> None:
-    assert run(pooch, pooch.small, pooch.plan, "--set batch_size=96 --on-divergence error").code == 6
+    again = "--set batch_size=96 --on-divergence error --force"
+    assert run(pooch, pooch.plan, again).code == 6, "asked to end at the first departure it has the same code"
 
 
 def test_a_run_over_its_budget_ends_with_code_5_and_writes_what_it_found(pooch: Pooch, tmp_path: Path) -> None:
     plan = poochplan.Plan.load(pooch.plan)
     less = msgspec.structs.replace(plan, budget_bytes=plan.prediction.peak_bytes - 512).save(tmp_path / "less.json")
-    result = run(pooch, pooch.small, less, "--json")
+    result = run(pooch, less, "--json")
     assert result.code == 5
     assert f"over the budget: expected at most {plan.prediction.peak_bytes - 512} bytes" in result.err.splitlines()[-1]
     assert result.data["measured_peak_bytes"] == plan.prediction.peak_bytes
@@ -232,12 +225,12 @@ def test_a_step_that_contradicts_its_plan_is_noted(pooch: Pooch, tmp_path: Path)
     plan = poochplan.Plan.load(pooch.plan)
     prediction = msgspec.structs.replace(plan.prediction, in_core_step_s=1000.0, step_s=1000.0)
     other = msgspec.structs.replace(plan, prediction=prediction).save(tmp_path / "other.json")
-    result = run(pooch, pooch.small, other)
+    result = run(pooch, other)
     assert result.code == 0
     assert re.search(r"^note +the planned step took", result.out, re.MULTILINE)
     told = " ".join(result.out.split())
     assert "where the plan predicts 1e+03 s: the machine was busy during one of the two; profile again" in told
-    left = run(pooch, pooch.small, other, "--set batch_size=96 --force --json")
+    left = run(pooch, other, "--set batch_size=96 --force --json")
     assert (left.code, left.data["contradiction"]) == (6, "")  # another step takes another time
     assert left.data["why_not_served"] == "steps left the plan"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from poochplan.cli.plan import progress_line
+from poochplan.cli.plan import progress_line, share_done
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner import smallest_budget
@@ -177,3 +177,4 @@ def test_the_progress_line_says_how_far_it_is() -> None:
     assert progress_line(progress) == "best +12.34%, proven within 5.67% of the best there is, 12 s left"
     counted = Progress(step_s=1.1, bound_s=1.0, overhead=0.1234, gap=0.0567, left=12345, is_counted=True)
     assert progress_line(counted).endswith("12,345 simulations left")
+    assert (share_done(counted, 4 * 12345), share_done(counted, 12344)) == (0.75, 0.0), "used of what it may"

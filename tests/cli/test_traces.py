@@ -100,12 +100,6 @@ def test_a_plan_of_another_profile_is_not_simulated(pooch: Pooch) -> None:
     assert not Path("trace.json").exists()
 
 
-def test_a_plan_for_another_machine_is_not_simulated_at_this_one_s_seconds(pooch: Pooch) -> None:
-    pooch.ok(f"plan {pooch.profile} --budget 80% --compute-scale 0.1 --evaluations 20 -o fast.plan.json")
-    error = pooch.refused(f"simulate {pooch.profile} fast.plan.json")
-    assert f"expected one for the machine of {pooch.profile}, found one for another (compute takes 0.1 times" in error
-
-
 def test_a_trace_goes_over_no_file(profile_path: Path, plan_path: Path, tmp_path: Path) -> None:
     trace = predicted_trace(poochplan.Profile.load(profile_path), poochplan.Plan.load(plan_path))
     path = write_trace(trace, tmp_path / "trace.json")
