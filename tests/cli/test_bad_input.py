@@ -63,6 +63,9 @@ REFUSED = """
   ^nowhere/out.json: the folder nowhere does not exist; create it or name another$
 2 plan none.json --budget 60% | ^none.json: no such profile file; make one with `pooch profile`$
 2 plan {profile} -o p.json --budget 60 | ^budget: expected 60%, 8GiB, 800MB or bytes, found '60'; did you mean 60%?$
+2 plan {profile} -o p.json --budget 0% | ^budget: | found '0%'; a budget is more than nothing$
+2 plan {profile} -o p.json --budget 0 | ^budget: | found '0'; a budget is more than nothing$
+2 plan {profile} -o p.json --budget 0.0 | ^budget: | found '0.0'; a budget is more than nothing$
 2 plan {profile} -o p.json --budget 60% --max-gap wide | --max-gap: expected a share such as 30% or 0.3, found 'wide'
 2 plan {profile} -o p.json --budget 60% --evaluations 20 --threads 2 | threads: expected 1 with evaluations, found 2
 2 plan {profile} -o p.json --budget 60% --link 0GB/s | a rate above 0 such as 12GB/s
