@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
+import poochplan
 from poochplan.cli import main
 
 WORKLOADS = '''
 """Workloads of the tests: a small network of linear layers, and functions that return the wrong thing."""
+
+import collections
 
 import torch
 
@@ -47,10 +50,8 @@ def boxed() -> poochplan.Workload:
 
 
 def nested() -> poochplan.Workload:
-    block = torch.nn.Sequential()
-    block.add_module("expand", torch.nn.Linear(64, 256))
-    block.add_module("activation", torch.nn.GELU())
-    block.add_module("contract", torch.nn.Linear(256, 64))
+    layers = {"expand": torch.nn.Linear(64, 256), "activation": torch.nn.GELU(), "contract": torch.nn.Linear(256, 64)}
+    block = torch.nn.Sequential(collections.OrderedDict(layers))
     for depth in range(12):
         block = torch.nn.Sequential(*[torch.nn.Sequential()] * depth, block)
     return _of(block, 128, 64, is_trained=False)
@@ -204,6 +205,16 @@ def profile_path(workloads: Path) -> Path:
 def plan_path(profile_path: Path) -> Path:
     """A plan for ``small`` at 85% of its in-core peak."""
     return _written(profile_path.with_name("small.plan.json"), "plan", str(profile_path), "--budget", "85%")
+
+
+@pytest.fixture(scope="session")
+def profile(profile_path: Path) -> poochplan.Profile:
+    return poochplan.Profile.load(profile_path)
+
+
+@pytest.fixture(scope="session")
+def plan(plan_path: Path) -> poochplan.Plan:
+    return poochplan.Plan.load(plan_path)
 
 
 def _written(path: Path, *command: str) -> Path:

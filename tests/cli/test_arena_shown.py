@@ -48,8 +48,7 @@ def test_a_plan_says_what_its_budget_is_on_what_its_arena_takes_and_which_budget
 
 
 @needs_compiler
-def test_without_an_arena_the_smallest_budget_is_the_smallest_peak(pooch: Pooch) -> None:
-    profile = poochplan.Profile.load(pooch.profile)
+def test_without_an_arena_the_smallest_budget_is_the_smallest_peak(pooch: Pooch, profile: poochplan.Profile) -> None:
     on, off = (poochplan.smallest_budget(profile, arena=arena) for arena in ("on", "off"))
     assert on >= off
     for arena, smallest in (("on", on), ("off", off)):
@@ -59,8 +58,9 @@ def test_without_an_arena_the_smallest_budget_is_the_smallest_peak(pooch: Pooch)
     assert swept["smallest_budget_bytes"] == off
 
 
-def test_a_plan_from_live_bytes_as_where_no_allocator_can_be_built_says_what_to_install(pooch: Pooch) -> None:
-    profile = poochplan.Profile.load(pooch.profile)
+def test_a_plan_from_live_bytes_as_where_no_allocator_can_be_built_says_what_to_install(
+    pooch: Pooch, profile: poochplan.Profile
+) -> None:
     ops = tuple(msgspec.structs.replace(op, blocks=(), workspace_bytes=0) for op in profile.ops)
     msgspec.structs.replace(profile, ops=ops, memory=Memory.LIVE).save("live.profile.json")
     shown = rows(pooch.ok("plan live.profile.json --budget 90% -o live.json").out)

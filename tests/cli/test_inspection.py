@@ -22,9 +22,8 @@ DATA = Path(__file__).parents[1] / "data"
 
 
 @pytest.fixture(scope="module")
-def tighter(profile_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tighter(tmp_path_factory: pytest.TempPathFactory, profile: poochplan.Profile) -> Path:
     """A plan of the same profile for the smallest budget."""
-    profile = poochplan.Profile.load(profile_path)
     plan = poochplan.plan(profile, poochplan.smallest_budget(profile), evaluations=100)
     return plan.save(tmp_path_factory.mktemp("plans") / "tighter.plan.json")
 
@@ -32,7 +31,7 @@ def tighter(profile_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 # -- show ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_says_what_it_is_for_where_it_was_made_and_what_it_decides(pooch: Pooch) -> None:
+def test_a_plan_says_what_it_is_for_where_it_was_made_and_what_it_decides(pooch: Pooch, plan: poochplan.Plan) -> None:
     result = pooch.ok("show", pooch.plan)
     assert result.err == ""
     names = "for", "inputs", "versions", "host", "budget", "predicted peak", "predicted step", "decisions", "points"
@@ -40,18 +39,16 @@ def test_a_plan_says_what_it_is_for_where_it_was_made_and_what_it_decides(pooch:
     assert "0 float32[128, 64]" in result.out
     assert "Decisions by layer" in result.out
     data = pooch.json("show", pooch.plan)
-    plan = poochplan.Plan.load(pooch.plan)
     assert (data["kind"], data["budget_bytes"], data["fingerprint"]) == ("plan", plan.budget_bytes, plan.fingerprint)
     shown = sum(layer[name] for layer in data["layers"] for name in ("keep", "swap", "recompute"))
     assert shown == sum(value.size_bytes for value in plan.saved)
 
 
-def test_a_profile_says_its_layers(pooch: Pooch) -> None:
+def test_a_profile_says_its_layers(pooch: Pooch, profile: poochplan.Profile) -> None:
     result = pooch.ok(f"show {pooch.profile} --layers 2")
     assert result.err == ""
     assert re.search(r"What layers save and cost \(2 of \d+\)", result.out)
     data = pooch.json("show", pooch.profile)
-    profile = poochplan.Profile.load(pooch.profile)
     assert data["counts"] == {name: len(getattr(profile, name)) for name in ("ops", "values", "points")}
     assert data["in_core_peak_bytes"] == profile.in_core_peak_bytes
 
@@ -61,8 +58,7 @@ def test_a_file_of_an_earlier_release_says_what_it_does_not_know(pooch: Pooch) -
         assert re.search(r"^host +not written in this file", pooch.ok("show", DATA / name).out, re.MULTILINE)
 
 
-def test_several_plans_are_shown_as_the_set_that_they_make(pooch: Pooch, tmp_path: Path) -> None:
-    plan = poochplan.Plan.load(pooch.plan)
+def test_several_plans_are_shown_as_the_set_that_they_make(pooch: Pooch, tmp_path: Path, plan: poochplan.Plan) -> None:
     other = msgspec.structs.replace(plan, inputs=("0 float32[96, 64]",)).save(tmp_path / "96.json")
     out = pooch.ok("show", pooch.plan, other).out
     assert "Set of 2 plans for small" in out
@@ -131,8 +127,7 @@ def test_two_plans_differ_in_what_the_values_and_points_of_both_say(pooch: Pooch
     assert "Decisions that changed, by layer" in pooch("diff", pooch.plan, tighter).out
 
 
-def test_one_changed_decision_is_the_only_difference_of_values(plan_path: Path) -> None:
-    plan = poochplan.Plan.load(plan_path)
+def test_one_changed_decision_is_the_only_difference_of_values(plan: poochplan.Plan) -> None:
     number = next(n for n, value in enumerate(plan.values) if value.decision is Decision.KEEP)
     value = msgspec.structs.replace(plan.values[number], decision=Decision.RECOMPUTE)
     other = msgspec.structs.replace(plan, values=(*plan.values[:number], value, *plan.values[number + 1 :]))
@@ -151,8 +146,7 @@ def test_plans_of_different_steps_do_not_compare_their_points(pooch: Pooch) -> N
     assert "The plans are for steps that save or use other values" in result.out
 
 
-def test_two_profiles_differ_in_their_times_and_in_the_op_at_which_the_steps_part(profile_path: Path) -> None:
-    profile = poochplan.Profile.load(profile_path)
+def test_two_profiles_differ_in_their_times_and_in_the_op_at_which_the_steps_part(profile: poochplan.Profile) -> None:
     times = msgspec.structs.replace(profile.times, step_s=2 * profile.times.step_s)
     slower = differences(profile, msgspec.structs.replace(profile, times=times))
     assert [figure.name for figure in slower.figures] == ["step"]
@@ -185,8 +179,7 @@ def test_a_run_that_kept_to_its_plan_says_so_and_is_told_from_one_of_another_pla
     assert f"found one of plan {poochplan.Plan.load(pooch.plan).fingerprint}" in error
 
 
-def test_a_run_that_left_its_plan_says_at_which_point_and_in_which_layer(pooch: Pooch) -> None:
-    plan = poochplan.Plan.load(pooch.plan)
+def test_a_run_that_left_its_plan_says_at_which_point_and_in_which_layer(pooch: Pooch, plan: poochplan.Plan) -> None:
     left = run(pooch, pooch.plan, "--set batch_size=96")
     assert left.code == 6
     assert "within the budget; 3 of 3 steps LEFT THE PLAN" in left.out
@@ -209,8 +202,9 @@ def test_a_run_that_left_its_plan_says_at_which_point_and_in_which_layer(pooch: 
     assert run(pooch, pooch.plan, again).code == 6, "asked to end at the first departure it has the same code"
 
 
-def test_a_run_over_its_budget_ends_with_code_5_and_writes_what_it_found(pooch: Pooch, tmp_path: Path) -> None:
-    plan = poochplan.Plan.load(pooch.plan)
+def test_a_run_over_its_budget_ends_with_code_5_and_writes_what_it_found(
+    pooch: Pooch, tmp_path: Path, plan: poochplan.Plan
+) -> None:
     less = msgspec.structs.replace(plan, budget_bytes=plan.prediction.peak_bytes - 512).save(tmp_path / "less.json")
     result = run(pooch, less, "--json")
     assert result.code == 5
@@ -221,8 +215,7 @@ def test_a_run_over_its_budget_ends_with_code_5_and_writes_what_it_found(pooch: 
     assert "OVER THE BUDGET" in result.out
 
 
-def test_a_step_that_contradicts_its_plan_is_noted(pooch: Pooch, tmp_path: Path) -> None:
-    plan = poochplan.Plan.load(pooch.plan)
+def test_a_step_that_contradicts_its_plan_is_noted(pooch: Pooch, tmp_path: Path, plan: poochplan.Plan) -> None:
     prediction = msgspec.structs.replace(plan.prediction, in_core_step_s=1000.0, step_s=1000.0)
     other = msgspec.structs.replace(plan, prediction=prediction).save(tmp_path / "other.json")
     result = run(pooch, other)
@@ -247,9 +240,8 @@ def test_a_step_that_contradicts_its_plan_is_noted(pooch: Pooch, tmp_path: Path)
     ],
 )
 def test_a_measured_time_contradicts_by_more_than_half_and_20_ms(
-    plan_path: Path, said_s: float, planned_s: float, in_core_s: float | None, told: str
+    said_s: float, planned_s: float, in_core_s: float | None, told: str, plan: poochplan.Plan
 ) -> None:
-    plan = poochplan.Plan.load(plan_path)
     prediction = msgspec.structs.replace(plan.prediction, in_core_step_s=said_s, step_s=said_s, is_timed_alone=True)
     plan = msgspec.structs.replace(plan, prediction=prediction)
     found = contradiction(plan, planned_s, in_core_s)

@@ -28,16 +28,6 @@ from poochplan.report.timeline import ROWS, draw_timeline, predicted_trace, time
 from tests.cli.conftest import Pooch
 
 
-@pytest.fixture(scope="module")
-def profile(profile_path: Path) -> Profile:
-    return Profile.load(profile_path)
-
-
-@pytest.fixture(scope="module")
-def plan(plan_path: Path) -> poochplan.Plan:
-    return poochplan.Plan.load(plan_path)
-
-
 def outside(figure: Figure, *labels: Artist) -> list[Artist]:
     """The texts, legends and labels of a figure that are not wholly inside it, once it is drawn."""
     FigureCanvasAgg(figure).draw()

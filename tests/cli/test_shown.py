@@ -29,16 +29,6 @@ def cells(html: str) -> list[str]:
     return [text for text in ElementTree.fromstring(html).itertext() if text]
 
 
-@pytest.fixture
-def profile(profile_path: Path) -> Profile:
-    return Profile.load(profile_path)
-
-
-@pytest.fixture
-def plan(plan_path: Path) -> Plan:
-    return Plan.load(plan_path)
-
-
 def test_a_profile_and_a_plan_are_some_lines_with_their_peaks_and_what_they_are_of(
     profile: Profile, plan: Plan
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+import poochplan
 from poochplan.formats.plan import SolveStatus
 from poochplan.formats.profile import Profile
 from poochplan.planner import sweep as sweeping
@@ -23,7 +24,7 @@ COLUMNS = [
 QUICK = "--policies swap-all,keep-all --processes 1"
 
 
-def test_every_policy_in_one_command(pooch: Pooch) -> None:
+def test_every_policy_in_one_command(pooch: Pooch, profile: poochplan.Profile) -> None:
     result = pooch.ok(f"sweep {pooch.profile} -o sweep.csv --png sweep.png --points 3")
     assert result.err == ""
     assert "Wrote sweep.csv\nWrote sweep.png" in result.out
@@ -35,7 +36,6 @@ def test_every_policy_in_one_command(pooch: Pooch) -> None:
     assert frame["feasible"].dtype == bool
     assert (frame["peak_bytes"] <= frame["budget_bytes"]).equals(frame["feasible"])
     assert frame["overhead"].notna().equals(frame["feasible"])
-    profile = Profile.load(pooch.profile)
     assert frame["budget_bytes"].min() == smallest_budget(profile)
     assert frame["budget_share"].max() == 1
     assert frame[frame["policy"] == "ilp"]["feasible"].all()

@@ -36,9 +36,8 @@ def live(profile: poochplan.Profile) -> poochplan.Profile:
 
 
 @pytest.fixture(scope="module")
-def mixed_plan(profile_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def mixed_plan(tmp_path_factory: pytest.TempPathFactory, profile: poochplan.Profile) -> Path:
     """A plan that swaps and recomputes."""
-    profile = poochplan.Profile.load(profile_path)
     drawn = random_plan(profile, 1, (1, 1, 1))
     found = simulate_plan(profile, drawn)
     prediction = msgspec.structs.replace(
@@ -75,11 +74,16 @@ def test_the_predicted_trace_has_every_op_every_copy_and_the_predicted_peak(pooc
     assert end_us == pytest.approx(plan.prediction.step_s * 1e6)
 
 
-def test_a_predicted_step_ends_with_itself_where_in_core_takes_longer(profile_path: Path, mixed_plan: Path) -> None:
+def test_a_predicted_step_ends_with_itself_where_in_core_takes_longer_and_goes_over_no_file(
+    profile_path: Path, mixed_plan: Path, tmp_path: Path
+) -> None:
     profile, plan = poochplan.Profile.load(profile_path), poochplan.Plan.load(mixed_plan)
     slow = msgspec.structs.replace(profile, times=msgspec.structs.replace(profile.times, plain_step_s=1.0))
     trace = predicted_trace(slow, plan)
     assert trace.step_s == max(bar.end_s for bar in trace.bars) == pytest.approx(plan.prediction.step_s)
+    path = write_trace(trace, tmp_path / "trace.json")
+    with pytest.raises(OutputExistsError):
+        write_trace(trace, path)
 
 
 def test_simulate_alone_prints_and_gives_what_the_plan_predicts(pooch: Pooch, tmp_path: Path) -> None:
@@ -98,13 +102,6 @@ def test_a_plan_of_another_profile_is_not_simulated(pooch: Pooch) -> None:
     error = pooch.refused(f"simulate p.json {pooch.plan} --trace trace.json", code=1)
     assert "the plan was made from another profile" in error
     assert not Path("trace.json").exists()
-
-
-def test_a_trace_goes_over_no_file(profile_path: Path, plan_path: Path, tmp_path: Path) -> None:
-    trace = predicted_trace(poochplan.Profile.load(profile_path), poochplan.Plan.load(plan_path))
-    path = write_trace(trace, tmp_path / "trace.json")
-    with pytest.raises(OutputExistsError):
-        write_trace(trace, path)
 
 
 def test_the_measured_trace_has_the_planned_copies_and_the_metered_peak(pooch: Pooch, mixed_plan: Path) -> None:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 
 import poochplan
 from poochplan.cli import VERBS
+from poochplan.formats.pass_profile import PassProfile
+from poochplan.formats.plan import OUTSIDE
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.sweep import all_policies
 from poochplan.profiler.request import STAGES, stage_share
 from poochplan.workload import shipped_configs
 from tests.cli.conftest import Pooch
+from tests.runtime.served import needs_compiler
 
 
 def test_the_three_steps_of_the_main_job(pooch: Pooch) -> None:
@@ -91,8 +96,7 @@ def test_a_plan_of_a_compressed_profile_says_what_was_asked_and_is_success_whate
     assert made.prediction.peak_bytes <= made.budget_bytes
 
 
-def test_a_plan_names_torch_the_package_the_host_and_the_inputs(plan_path: Path) -> None:
-    plan = poochplan.Plan.load(plan_path)
+def test_a_plan_names_torch_the_package_the_host_and_the_inputs(plan: poochplan.Plan) -> None:
     assert plan.versions["torch"] == torch.__version__
     assert plan.versions["poochplan"] == poochplan.__version__
     assert plan.inputs == ("0 float32[128, 64]",)
@@ -141,8 +145,7 @@ def test_a_model_in_eval_mode_is_warned_about_noted_and_advised_about(pooch: Poo
     assert "advice" not in result.out
 
 
-def test_the_budget_is_the_device_memory_less_the_margin(pooch: Pooch) -> None:
-    profile = Profile.load(pooch.profile)
+def test_the_budget_is_the_device_memory_less_the_margin(pooch: Pooch, profile: poochplan.Profile) -> None:
     budget_bytes = (smallest_budget(profile) + profile.in_core_peak_bytes) // 2
     memory = f"--device-memory {budget_bytes + (1 << 20)} --margin 1MiB"
     plan = f"plan {pooch.profile} --evaluations 50"
@@ -227,3 +230,29 @@ def test_the_stages_of_profiling_come_one_after_another() -> None:
     assert shares == sorted({share for share in shares if share is not None})
     assert len({*shares}) == len(told) <= len(STAGES)
     assert stage_share("mode auto chose run: it fits") is None
+
+
+SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "inference.schema.json"
+
+
+@needs_compiler
+def test_a_forward_pass_alone_is_shown_written_and_told_from_a_training_step(pooch: Pooch) -> None:
+    result = pooch.ok(f"profile {pooch.small} --inference --json")
+    for row in ("peak, with that", "one by one", "caching allocator", "arena", "saved by the arena"):
+        assert f"\n{row} " in result.err
+    assert "Forward pass of small" in result.err
+    assert "Wrote small.pass.json" in result.err
+    written, found = json.loads(Path("small.pass.json").read_bytes()), PassProfile.load("small.pass.json")
+    jsonschema.validate(written, json.loads(SCHEMA.read_bytes()))
+    figures = {name: value for name, value in written.items() if name not in ("blocks", "model")}
+    assert result.data == figures | {"profile": "small.pass.json"}
+    assert found.iterations == 5
+    inside_bytes = sum(-(-block.size_bytes // 512) * 512 for block in found.blocks if block.offset != OUTSIDE)
+    assert found.separate_bytes == inside_bytes > found.arena_bytes > 0
+    shown = pooch.ok("show small.pass.json").out
+    assert "Forward pass of small" in shown
+    assert "5 iterations" in shown
+    for verb in ("plan small.pass.json --budget 60%", "sweep small.pass.json", "simulate small.pass.json plan.json"):
+        line = pooch.refused(verb, code=1)
+        assert "found a forward pass alone, of which nothing has to be moved" in line
+        assert "poochplan.arena(model) serves it" in line
