@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.artist import Artist
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
+import poochplan
 from poochplan.cli import main
 
 WORKLOADS = '''
 """Workloads of the tests: a small network of linear layers, and functions that return the wrong thing."""
+
+import collections
 
 import torch
 
@@ -50,10 +50,8 @@ def boxed() -> poochplan.Workload:
 
 
 def nested() -> poochplan.Workload:
-    block = torch.nn.Sequential()
-    block.add_module("expand", torch.nn.Linear(64, 256))
-    block.add_module("activation", torch.nn.GELU())
-    block.add_module("contract", torch.nn.Linear(256, 64))
+    layers = {"expand": torch.nn.Linear(64, 256), "activation": torch.nn.GELU(), "contract": torch.nn.Linear(256, 64)}
+    block = torch.nn.Sequential(collections.OrderedDict(layers))
     for depth in range(12):
         block = torch.nn.Sequential(*[torch.nn.Sequential()] * depth, block)
     return _of(block, 128, 64, is_trained=False)
@@ -138,17 +136,24 @@ class Result:
         return json.loads(self.out)
 
 
+@dataclass(frozen=True)
 class Pooch:
-    """``pooch`` as a function: of a command line, in one or several parts."""
+    """``pooch`` as a function, of a command line in one or several parts; and the files of the tests."""
 
-    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
-        self._capfd = capfd
+    capfd: pytest.CaptureFixture[str]
+    workloads: Path
+    profile: Path
+    plan: Path
+
+    @property
+    def small(self) -> str:
+        """The name of the workload that the profile and the plan are of."""
+        return f"{self.workloads}:small"
 
     def __call__(self, command: str, *arguments: object) -> Result:
-        self._capfd.readouterr()
+        self.capfd.readouterr()
         code = main([word for part in (command, *arguments) for word in shlex.split(str(part))])
-        captured = self._capfd.readouterr()
-        return Result(code, captured.out, captured.err)
+        return Result(code, *self.capfd.readouterr())
 
     def ok(self, command: str, *arguments: object) -> Result:
         """The result of a command that ends with code 0."""
@@ -168,10 +173,17 @@ class Pooch:
 
 
 @pytest.fixture
-def pooch(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pooch:
+def pooch(
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    workloads: Path,
+    profile_path: Path,
+    plan_path: Path,
+) -> Pooch:
     """Runs ``pooch`` in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    return Pooch(capfd)
+    return Pooch(capfd, workloads, profile_path, plan_path)
 
 
 @pytest.fixture(scope="session")
@@ -183,36 +195,30 @@ def workloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small(workloads: Path) -> str:
-    """The name of the workload that ``profile_path`` and ``plan_path`` are of."""
-    return f"{workloads}:small"
-
-
-@pytest.fixture(scope="session")
-def profile_path(small: str, workloads: Path) -> Path:
-    """A profile of ``small``."""
+def profile_path(workloads: Path) -> Path:
+    """A profile of the workload ``small``."""
     path = workloads.with_name("small.profile.json")
-    assert _quietly(["profile", small, "-o", str(path), "--iterations", "1", "--warmup", "1"]) == 0
-    return path
+    return _written(path, "profile", f"{workloads}:small", "--iterations", "1", "--warmup", "1")
 
 
 @pytest.fixture(scope="session")
 def plan_path(profile_path: Path) -> Path:
     """A plan for ``small`` at 85% of its in-core peak."""
-    path = profile_path.with_name("small.plan.json")
-    assert _quietly(["plan", str(profile_path), "--budget", "85%", "-o", str(path)]) == 0
-    return path
+    return _written(profile_path.with_name("small.plan.json"), "plan", str(profile_path), "--budget", "85%")
 
 
-def _quietly(arguments: list[str]) -> int:
+@pytest.fixture(scope="session")
+def profile(profile_path: Path) -> poochplan.Profile:
+    return poochplan.Profile.load(profile_path)
+
+
+@pytest.fixture(scope="session")
+def plan(plan_path: Path) -> poochplan.Plan:
+    return poochplan.Plan.load(plan_path)
+
+
+def _written(path: Path, *command: str) -> Path:
     with open(os.devnull, "w") as nowhere, pytest.MonkeyPatch.context() as patch:  # noqa: PTH123
         patch.setattr("sys.stdout", nowhere)
-        return main(arguments)
-
-
-def outside(figure: Figure, *labels: Artist) -> list[Artist]:
-    """The texts, legends and labels of a figure that are not wholly inside it, once it is drawn."""
-    FigureCanvasAgg(figure).draw()
-    boxes = {one: one.get_window_extent() for one in (*figure.texts, *figure.legends, *labels)}
-    width, height = figure.bbox.x1, figure.bbox.y1
-    return [one for one, box in boxes.items() if not (0 <= box.x0 < box.x1 <= width and 0 <= box.y0 < box.y1 <= height)]
+        assert main([*command, "-o", str(path)]) == 0
+    return path

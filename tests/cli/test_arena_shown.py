@@ -28,17 +28,9 @@ def rows(text: str) -> dict[str, str]:
     return found
 
 
-@pytest.fixture
-def live_profile(profile_path: Path, tmp_path: Path) -> Path:
-    """The profile as it is taken where no allocator can be built."""
-    profile = poochplan.Profile.load(profile_path)
-    ops = tuple(msgspec.structs.replace(op, blocks=(), workspace_bytes=0) for op in profile.ops)
-    return msgspec.structs.replace(profile, ops=ops, memory=Memory.LIVE).save(tmp_path / "live.profile.json")
-
-
 @needs_compiler
-def test_a_plan_says_what_its_budget_is_on_and_what_its_arena_takes(pooch: Pooch, profile_path: Path) -> None:
-    shown = rows(pooch(f"plan {profile_path} --budget 90% -o on.json").out)
+def test_a_plan_says_what_its_budget_is_on_what_its_arena_takes_and_which_budget_keeps_everything(pooch: Pooch) -> None:
+    shown = rows(pooch(f"plan {pooch.profile} --budget 90% -o on.json").out)
     plan = poochplan.Plan.load("on.json")
     assert plan.prediction.arena_peak_bytes is not None
     assert plan.prediction.arena_peak_bytes <= plan.budget_bytes
@@ -46,14 +38,9 @@ def test_a_plan_says_what_its_budget_is_on_and_what_its_arena_takes(pooch: Pooch
     assert re.fullmatch(r"\S+ \w+ allocated, \S+ \w+ live", shown["predicted peak"])
     assert re.fullmatch(r".* above its live peak; \S+ \w+ with what lies outside", shown["arena"])
     assert "no allocator" not in shown
-
-
-@needs_compiler
-def test_the_budget_that_is_offered_keeps_everything_in_its_arena(pooch: Pooch, profile_path: Path) -> None:
-    offer = rows(pooch(f"plan {profile_path} --budget 90% -o on.json").out)["everything kept"]
-    asked = re.fullmatch(r"--budget (\S+%): the same step from one arena of (\S+ \w+)", offer)
+    asked = re.fullmatch(r"--budget (\S+%): the same step from one arena of (\S+ \w+)", shown["everything kept"])
     assert asked is not None
-    found = pooch.json(f"plan {profile_path} --budget {asked[1]} -o kept.json")
+    found = pooch.json(f"plan {pooch.profile} --budget {asked[1]} -o kept.json")
     assert found["arena_within_budget"] is True
     assert found["arena_peak_bytes"] == found["kept_arena_peak_bytes"] <= found["budget_bytes"]
     assert {name for name, row in found["decisions"].items() if row["values"]} == {"keep"}
@@ -61,26 +48,29 @@ def test_the_budget_that_is_offered_keeps_everything_in_its_arena(pooch: Pooch, 
 
 
 @needs_compiler
-def test_without_an_arena_the_smallest_budget_is_the_smallest_peak(pooch: Pooch, profile_path: Path) -> None:
-    profile = poochplan.Profile.load(profile_path)
+def test_without_an_arena_the_smallest_budget_is_the_smallest_peak(pooch: Pooch, profile: poochplan.Profile) -> None:
     on, off = (poochplan.smallest_budget(profile, arena=arena) for arena in ("on", "off"))
     assert on >= off
     for arena, smallest in (("on", on), ("off", off)):
-        made = pooch.json(f"plan {profile_path} --evaluations 50 --min --arena {arena} -o {arena}.json")
+        made = pooch.json(f"plan {pooch.profile} --evaluations 50 --min --arena {arena} -o {arena}.json")
         assert made["budget_bytes"] == smallest
-    swept = pooch.json(f"sweep {profile_path} --policies ilp --points 2 --arena off -o swept.csv")
+    swept = pooch.json(f"sweep {pooch.profile} --policies ilp --points 2 --arena off -o swept.csv")
     assert swept["smallest_budget_bytes"] == off
 
 
-def test_a_plan_from_live_bytes_says_what_to_install(pooch: Pooch, live_profile: Path) -> None:
-    shown = rows(pooch.ok(f"plan {live_profile} --budget 90% -o live.json").out)
+def test_a_plan_from_live_bytes_as_where_no_allocator_can_be_built_says_what_to_install(
+    pooch: Pooch, profile: poochplan.Profile
+) -> None:
+    ops = tuple(msgspec.structs.replace(op, blocks=(), workspace_bytes=0) for op in profile.ops)
+    msgspec.structs.replace(profile, ops=ops, memory=Memory.LIVE).save("live.profile.json")
+    shown = rows(pooch.ok("plan live.profile.json --budget 90% -o live.json").out)
     assert "install g++ or clang++" in shown["no allocator"]
     assert "allocated" not in shown["predicted peak"]
 
 
 @needs_compiler
-def test_a_run_says_what_was_served_and_its_file_has_it(pooch: Pooch, small: str, plan_path: Path) -> None:
-    shown = rows(pooch(f"run {small} --plan {plan_path} --timed 3 --check -o run.json --arena on").out)
+def test_a_run_says_what_was_served_and_its_file_has_it(pooch: Pooch) -> None:
+    shown = rows(pooch(f"run {pooch.small} --plan {pooch.plan} --timed 3 --check -o run.json --arena on").out)
     served = re.fullmatch(r"(\d+) blocks, .* a step, from one arena of \S+ \w+", shown["served from the arena"])
     assert served is not None
     assert shown["gradients bitwise equal"].startswith("yes")
@@ -92,10 +82,8 @@ def test_a_run_says_what_was_served_and_its_file_has_it(pooch: Pooch, small: str
     assert f"{served[1]} blocks" in rows(pooch("show run.json").out)["served from the arena"]
 
 
-def test_a_run_without_an_arena_says_why(
-    pooch: Pooch, small: str, plan_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = f"run {small} --plan {plan_path} --steps 1 --timed 1"
+def test_a_run_without_an_arena_says_why(pooch: Pooch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = f"run {pooch.small} --plan {pooch.plan} --steps 1 --timed 1"
     assert rows(pooch(run, "--arena", "off").out)["served from the arena"] == "nothing: --arena off"
     monkeypatch.setenv("CXX", "nonesuch")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))

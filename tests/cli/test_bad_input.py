@@ -63,6 +63,9 @@ REFUSED = """
   ^nowhere/out.json: the folder nowhere does not exist; create it or name another$
 2 plan none.json --budget 60% | ^none.json: no such profile file; make one with `pooch profile`$
 2 plan {profile} -o p.json --budget 60 | ^budget: expected 60%, 8GiB, 800MB or bytes, found '60'; did you mean 60%?$
+2 plan {profile} -o p.json --budget 0% | ^budget: | found '0%'; a budget is more than nothing$
+2 plan {profile} -o p.json --budget 0 | ^budget: | found '0'; a budget is more than nothing$
+2 plan {profile} -o p.json --budget 0.0 | ^budget: | found '0.0'; a budget is more than nothing$
 2 plan {profile} -o p.json --budget 60% --max-gap wide | --max-gap: expected a share such as 30% or 0.3, found 'wide'
 2 plan {profile} -o p.json --budget 60% --evaluations 20 --threads 2 | threads: expected 1 with evaluations, found 2
 2 plan {profile} -o p.json --budget 60% --link 0GB/s | a rate above 0 such as 12GB/s
@@ -141,12 +144,15 @@ CASES = re.split(r"\n+(?=\d)", REFUSED.strip())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.splitlines()[0])
-def test_bad_input_is_one_line_with_its_code_and_nothing_is_written(
-    pooch: Pooch, workloads: Path, profile_path: Path, plan_path: Path, tmp_path: Path, case: str
-) -> None:
+def test_bad_input_is_one_line_with_its_code_and_nothing_is_written(pooch: Pooch, tmp_path: Path, case: str) -> None:
     asked, *said = re.split(r" \| |\n  ", case)
     code, _, command = asked.partition(" ")
-    names = {"workloads": workloads, "small": f"{workloads}:small", "profile": profile_path, "plan": plan_path}
+    names = {
+        "workloads": pooch.workloads,
+        "small": f"{pooch.workloads}:small",
+        "profile": pooch.profile,
+        "plan": pooch.plan,
+    }
     error = pooch.refused(command.replace("{fit}", FIT).format(**names), code=int(code))
     assert [part for part in said if part not in f"^{error}$"] == [], error
     assert said
@@ -154,14 +160,14 @@ def test_bad_input_is_one_line_with_its_code_and_nothing_is_written(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there(pooch: Pooch, small: str) -> None:
-    error = pooch.refused(f"profile {small} --device cuda")
+def test_a_device_that_is_not_there(pooch: Pooch) -> None:
+    error = pooch.refused(f"profile {pooch.small} --device cuda")
     assert "expected a CUDA device, found none that torch can use" in error
     assert "a GPU that is not there with `pooch profile --mode fake --roofline h200` (or v100, a100)" in error
 
 
-def test_verbose_shows_the_traceback_as_well(pooch: Pooch, workloads: Path) -> None:
-    result = pooch(f"profile {workloads}:fails -v")
+def test_verbose_shows_the_traceback_as_well(pooch: Pooch) -> None:
+    result = pooch(f"profile {pooch.workloads}:fails -v")
     assert result.code == 1
     assert "Traceback (most recent call last)" in result.err
     assert "raise ValueError" in result.err
@@ -177,41 +183,37 @@ def edited(path: Path, target: Path, **changes: object) -> Path:
     return target
 
 
-def test_a_profile_with_a_wrong_field_names_it(pooch: Pooch, profile_path: Path, tmp_path: Path) -> None:
-    wrong = edited(profile_path, tmp_path / "wrong.json", in_core_peak_bytes="much")
+def test_a_profile_with_a_wrong_field_names_it(pooch: Pooch, tmp_path: Path) -> None:
+    wrong = edited(pooch.profile, tmp_path / "wrong.json", in_core_peak_bytes="much")
     assert "$.in_core_peak_bytes" in pooch.refused(f"plan {wrong} --budget 60%", code=1)
 
 
-def test_a_picture_needs_the_plans_own_profile(
-    pooch: Pooch, small: str, plan_path: Path, profile_path: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "lone.json").write_bytes(plan_path.read_bytes())
-    run = f"run {small} --plan lone.json --timeline run.png"
+def test_a_picture_needs_the_plans_own_profile(pooch: Pooch, tmp_path: Path) -> None:
+    (tmp_path / "lone.json").write_bytes(pooch.plan.read_bytes())
+    run = f"run {pooch.small} --plan lone.json --timeline run.png"
     assert "expected the profile that the plan was made from" in pooch.refused(run)
-    other = edited(profile_path, tmp_path / "other.json", ops_fingerprint="other")
+    other = edited(pooch.profile, tmp_path / "other.json", ops_fingerprint="other")
     assert "is of another step; name it with --profile" in pooch.refused(run, "--profile", other)
 
 
 # -- budgets -------------------------------------------------------------------------------------------------------
 
 
-def test_the_smallest_budget_has_a_plan_no_smaller_one_has_and_the_message_names_it(
-    pooch: Pooch, profile_path: Path
-) -> None:
-    smallest = smallest_budget(Profile.load(profile_path))
-    data = pooch.json(f"plan {profile_path} --evaluations 50 --min -o least.json")
+def test_the_smallest_budget_has_a_plan_no_smaller_one_has_and_the_message_names_it(pooch: Pooch) -> None:
+    smallest = smallest_budget(Profile.load(pooch.profile))
+    data = pooch.json(f"plan {pooch.profile} --evaluations 50 --min -o least.json")
     assert data["peak_bytes"] <= data["budget_bytes"] == smallest
-    pooch.ok(f"plan {profile_path} --evaluations 50 --budget {smallest} -o plan.json")
+    pooch.ok(f"plan {pooch.profile} --evaluations 50 --budget {smallest} -o plan.json")
     memory = f"--min --device-memory {smallest - 1} --margin 0"
     for less in ("--budget 1KiB", f"--budget {smallest - 1}", memory):
-        error = pooch.refused(f"plan {profile_path} -o less.json {less}", code=3)
+        error = pooch.refused(f"plan {pooch.profile} -o less.json {less}", code=3)
         assert f"{smallest} bytes" in error
         assert not Path("less.json").exists()
     assert f"leaves beside the margin: expected at least {smallest} bytes" in error
 
 
-def test_a_plan_that_keeps_all_predicts_the_cost_of_its_handles(pooch: Pooch, profile_path: Path) -> None:
-    data = pooch.json(f"plan {profile_path} --budget 120% -o plan.json")
+def test_a_plan_that_keeps_all_predicts_the_cost_of_its_handles(pooch: Pooch) -> None:
+    data = pooch.json(f"plan {pooch.profile} --budget 120% -o plan.json")
     assert Plan.load("plan.json").prediction.runtime_s > 0  # no copy and no replay
     assert any("everything is kept" in note for note in data["notes"])
 
@@ -219,65 +221,61 @@ def test_a_plan_that_keeps_all_predicts_the_cost_of_its_handles(pooch: Pooch, pr
 # -- outputs -------------------------------------------------------------------------------------------------------
 
 
-def test_an_existing_output_is_not_overwritten_without_force(
-    pooch: Pooch, small: str, profile_path: Path, plan_path: Path, tmp_path: Path
-) -> None:
+def test_an_existing_output_is_not_overwritten_without_force(pooch: Pooch, tmp_path: Path) -> None:
     for name in ("mine.png", "mine.json"):
         (tmp_path / name).write_text("mine")
     for command in (
-        f"profile {small} -o mine.png",
-        f"plan {profile_path} --budget 85% -o mine.png",
-        f"plan {profile_path} --budget 85% -o plan.json --timeline mine.png",
-        f"run {small} --plan {plan_path} --timeline mine.png",
-        f"run {small} --plan {plan_path} --trace mine.json",
-        f"simulate {profile_path} {plan_path} --trace mine.json",
-        f"show {plan_path} --picture mine.png",
-        f"sweep {profile_path} -o mine.png",
-        f"sweep {profile_path} -o sweep.csv --png mine.png",
+        f"profile {pooch.small} -o mine.png",
+        f"plan {pooch.profile} --budget 85% -o mine.png",
+        f"plan {pooch.profile} --budget 85% -o plan.json --timeline mine.png",
+        f"run {pooch.small} --plan {pooch.plan} --timeline mine.png",
+        f"run {pooch.small} --plan {pooch.plan} --trace mine.json",
+        f"simulate {pooch.profile} {pooch.plan} --trace mine.json",
+        f"show {pooch.plan} --picture mine.png",
+        f"sweep {pooch.profile} -o mine.png",
+        f"sweep {pooch.profile} -o sweep.csv --png mine.png",
     ):
         error = pooch.refused(command, code=1)
         assert re.search(r"mine\.(png|json) exists and will not be overwritten; pass --force", error)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"mine.png": "mine", "mine.json": "mine"}
-    pooch.ok(f"plan {profile_path} --budget 85% -o mine.png --force")
+    pooch.ok(f"plan {pooch.profile} --budget 85% -o mine.png --force")
     assert json.loads(Path("mine.png").read_text())["kind"] == "plan"
-    pooch.ok(f"sweep {profile_path} -o mine.png --policies keep-all --points 2 --force")
+    pooch.ok(f"sweep {pooch.profile} -o mine.png --policies keep-all --points 2 --force")
     assert Path("mine.png").read_text().startswith("policy,")
 
 
-def test_a_disk_that_is_full_is_one_line(pooch: Pooch, profile_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_is_one_line(pooch: Pooch, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    assert "No space left on device" in pooch.refused(f"plan {profile_path} --budget 85% -o plan.json", code=1)
+    assert "No space left on device" in pooch.refused(f"plan {pooch.profile} --budget 85% -o plan.json", code=1)
     assert list(Path().iterdir()) == []
 
 
-def test_an_interrupt_ends_with_code_130(pooch: Pooch, profile_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_with_code_130(pooch: Pooch, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("poochplan.cli.plan.plan", interrupt)
-    assert pooch.refused(f"plan {profile_path} --budget 85% -o plan.json", code=130) == "interrupted"
+    assert pooch.refused(f"plan {pooch.profile} --budget 85% -o plan.json", code=130) == "interrupted"
 
 
 # -- verification --------------------------------------------------------------------------------------------------
 
 
 def test_a_workload_that_returns_the_same_model_cannot_be_checked(
-    pooch: Pooch, workloads: Path, monkeypatch: pytest.MonkeyPatch
+    pooch: Pooch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(workloads.parent)
-    target = f"{workloads.stem}:same_model"
+    monkeypatch.syspath_prepend(pooch.workloads.parent)
+    target = f"{pooch.workloads.stem}:same_model"
     pooch.ok(f"profile {target} -o p.json --iterations 1")
     pooch.ok("plan p.json --budget 200% -o plan.json")
     assert "returned the same model twice" in pooch.refused(f"run {target} --plan plan.json --check --timed 1", code=1)
 
 
-def test_a_workload_that_ignores_the_seed_is_told_from_a_wrong_gradient(
-    pooch: Pooch, workloads: Path, plan_path: Path
-) -> None:
-    result = pooch(f"run {workloads}:unsteady --plan {plan_path} --check --steps 1 --timed 1")
+def test_a_workload_that_ignores_the_seed_is_told_from_a_wrong_gradient(pooch: Pooch) -> None:
+    result = pooch(f"run {pooch.workloads}:unsteady --plan {pooch.plan} --check --steps 1 --timed 1")
     assert result.code == 1
     assert "not bitwise equal to in-core: step 0: loss differs" in result.error
     assert "the workload itself is not deterministic" in result.error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -12,23 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import poochplan
-from poochplan.doctor import (
-    TESTED_TORCH,
-    CheckpointCalls,
-    Finding,
-    Status,
-    cupy,
-    huge_pages,
-    memory,
-    noise,
-    solvers,
-    spill_disk,
-    threads,
-    torch_version,
-    workload_findings,
-)
+from poochplan import doctor
+from poochplan.doctor import CheckpointCalls, Finding, Status, spill_disk, torch_version, workload_findings
 from poochplan.runtime.arena.library import compiler_name
 from tests.cli.conftest import Pooch
+from tests.runtime.nets import Net
 
 OK, WARNING, MISSING = Status
 ROOT = Path(__file__).parents[2]
@@ -39,8 +28,8 @@ def only(**there: str) -> Any:
     return {name.replace("_", "-"): version for name, version in there.items()}.get
 
 
-def test_every_line_is_ok_or_says_what_to_do(pooch: Pooch, small: str) -> None:
-    result = pooch.ok("doctor", small)
+def test_every_line_is_ok_or_says_what_to_do(pooch: Pooch) -> None:
+    result = pooch.ok("doctor", pooch.small)
     assert result.err == ""
     machine = "threads", "huge pages", "spill disk", "noise"
     for name in ("torch", "CuPy", "solvers", "evaluator", "allocator", *machine, "model", "under a mode"):
@@ -51,20 +40,10 @@ def test_every_line_is_ok_or_says_what_to_do(pooch: Pooch, small: str) -> None:
     assert "model" not in {one["name"] for one in data["findings"]}
 
 
-def test_operators_that_compute_otherwise_under_a_mode_are_named() -> None:
-    model = nn.Linear(4, 4)
-    step = lambda: model(torch.ones(2, 4)).sigmoid().prod(dim=1).mean()  # noqa: E731
-    found = {one.name: one.found for one in workload_findings(poochplan.Workload(model, step))}
-    assert found["under a mode"].startswith("autograd.ProdBackward1: torch uses another formula")
-
-
-def test_without_a_disk_to_spill_to_it_ends_with_code_1(pooch: Pooch, tmp_path: Path) -> None:
+def test_a_disk_to_spill_to_is_left_as_it_was_and_without_one_it_ends_with_code_1(pooch: Pooch, tmp_path: Path) -> None:
     result = pooch("doctor --spill-dir", tmp_path / "nowhere")
     assert result.code == 1
     assert re.search(r"^missing +spill disk +spill directory", result.out, re.MULTILINE)
-
-
-def test_the_spill_disk_is_left_as_it_was(tmp_path: Path) -> None:
     found = spill_disk(tmp_path)
     assert found.status in (OK, WARNING) or "tmpfs" in found.found
     assert list(tmp_path.iterdir()) == []
@@ -73,26 +52,26 @@ def test_the_spill_disk_is_left_as_it_was(tmp_path: Path) -> None:
 NOISY, EVEN = [0.005, 0.0051, 0.0052, 0.02], [0.005, 0.0051, 0.0052, 0.0051]
 OTHER = {"cupy_cuda12x": "13.6"}
 FINDINGS = [
-    (threads(2, 2), OK, ""),
-    (threads(8, 2), WARNING, "OMP_NUM_THREADS=2"),
-    (noise(EVEN), OK, ""),
-    (noise(NOISY), WARNING, ""),
-    (huge_pages("[always] madvise never"), OK, ""),
-    (huge_pages("always [madvise] never"), OK, ""),
-    (huge_pages("always madvise [never]"), WARNING, "echo madvise | sudo tee"),
-    (huge_pages(""), WARNING, "echo madvise | sudo tee"),
+    (doctor.threads(2, 2), OK, ""),
+    (doctor.threads(8, 2), WARNING, "OMP_NUM_THREADS=2"),
+    (doctor.noise(EVEN), OK, ""),
+    (doctor.noise(NOISY), WARNING, ""),
+    (doctor.huge_pages("[always] madvise never"), OK, ""),
+    (doctor.huge_pages("always [madvise] never"), OK, ""),
+    (doctor.huge_pages("always madvise [never]"), WARNING, "echo madvise | sudo tee"),
+    (doctor.huge_pages(""), WARNING, "echo madvise | sudo tee"),
     (torch_version("2.99.0"), WARNING, ""),
     (torch_version("2.1.0"), WARNING, ""),
-    (cupy(None, only()), OK, ""),
-    (cupy("12.8", only(**OTHER)), OK, ""),
-    (cupy("13.0", only()), WARNING, "pip install 'poochplan[cuda13]'"),
-    (cupy("13.0", only(**OTHER)), WARNING, "pip uninstall cupy-cuda12x; pip install 'poochplan[cuda13]'"),
-    (solvers(only(pulp="3.3", highspy="1.10")), OK, ""),
-    (solvers(only(pulp="3.3")), WARNING, "pip install highspy"),
-    (solvers(only()), MISSING, ""),
-    (memory(1 << 30, 2 << 30), OK, ""),
-    (memory(2 << 30, 1 << 30), WARNING, "--mode swap-all"),
-    (memory(None, 1), OK, ""),
+    (doctor.cupy(None, only()), OK, ""),
+    (doctor.cupy("12.8", only(**OTHER)), OK, ""),
+    (doctor.cupy("13.0", only()), WARNING, "pip install 'poochplan[cuda13]'"),
+    (doctor.cupy("13.0", only(**OTHER)), WARNING, "pip uninstall cupy-cuda12x; pip install 'poochplan[cuda13]'"),
+    (doctor.solvers(only(pulp="3.3", highspy="1.10")), OK, ""),
+    (doctor.solvers(only(pulp="3.3")), WARNING, "pip install highspy"),
+    (doctor.solvers(only()), MISSING, ""),
+    (doctor.memory(1 << 30, 2 << 30), OK, ""),
+    (doctor.memory(2 << 30, 1 << 30), WARNING, "--mode swap-all"),
+    (doctor.memory(None, 1), OK, ""),
 ]
 
 
@@ -110,7 +89,7 @@ def test_a_tmpfs_is_no_spill_disk() -> None:
 
 
 def test_the_tested_torches_begin_with_the_oldest_allowed_and_have_the_one_that_is_pinned() -> None:
-    assert f'"torch>={TESTED_TORCH[0]}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'"torch>={doctor.TESTED_TORCH[0]}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     (pinned,) = [line.removeprefix("torch==") for line in pins if line.startswith("torch==")]
     assert torch_version(f"{pinned}+cpu").status is OK
@@ -127,23 +106,26 @@ def fails(folder: Path) -> str:
     return str(compiler)
 
 
+def findings_under(pooch: Pooch, command: str) -> dict[str, Any]:
+    """By name, what it printed of the parts that are compiled on their first use."""
+    found = {one["name"]: one for one in pooch(command).data["findings"]}
+    return {name: (found[name]["status"], found[name]["found"]) for name in PARTS}
+
+
 def test_what_is_compiled_is_a_line_that_builds_nothing_unless_asked(
     pooch: Pooch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("CXX", fails(tmp_path))
-    found = {one["name"]: one for one in pooch.json("doctor")["findings"]}
-    for part in PARTS:
-        assert found[part]["status"] == "ok"
-        assert found[part]["found"].startswith(f"not built yet; {fails(tmp_path)} will do it on first use")
+    monkeypatch.setenv("CXX", compiler := fails(tmp_path))
+    for status, said in findings_under(pooch, "doctor --json").values():
+        assert status == "ok"
+        assert said.startswith(f"not built yet; {compiler} will do it on first use")
     assert not (tmp_path / "cache" / "poochplan" / "native").exists()
-    result = pooch("doctor --build --json")
-    assert result.code == 1
-    found = {one["name"]: one for one in result.data["findings"]}
-    for part in PARTS:
-        assert found[part]["status"] == "missing"
-        line = f"{fails(tmp_path)} could not build the {part}: source.cpp:1:1: error: no such header"
-        assert found[part]["found"] == line
+    assert pooch("doctor --build").code == 1
+    assert findings_under(pooch, "doctor --build --json") == {
+        part: ("missing", f"{compiler} could not build the {part}: source.cpp:1:1: error: no such header")
+        for part in PARTS
+    }
 
 
 def test_without_a_compiler_what_is_compiled_says_what_to_install(
@@ -191,10 +173,12 @@ def findings_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     return {one.name: one for one in workload_findings(workload)}
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_is_seen_in_the_step(reentrant: bool) -> None:
-    on = findings_of(Blocks(True, reentrant))["activation checkpointing"]
-    assert (on.status, "switch it off" in on.advice) == (WARNING, True)
+def test_activation_checkpointing_and_operators_that_compute_otherwise_under_a_mode_are_seen_in_the_step() -> None:
+    for reentrant in (False, True):
+        on = findings_of(Blocks(True, reentrant))["activation checkpointing"]
+        assert (on.status, "switch it off" in on.advice) == (WARNING, True)
+    model = Net(lambda its, batch: its.layer(batch).sigmoid().prod(dim=1), layer=nn.Linear(8, 8))
+    assert findings_of(model)["under a mode"].found.startswith("autograd.ProdBackward1: torch uses another formula")
 
 
 def test_calls_are_counted_on_this_thread_within_the_block_only() -> None:
@@ -207,8 +191,11 @@ def test_calls_are_counted_on_this_thread_within_the_block_only() -> None:
 
 def test_a_model_that_rests_and_an_optimizer_that_is_missing_or_lbfgs_are_warnings() -> None:
     model = Blocks(False)
-    found = findings_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert {one.status for one in found.values()} == {OK}
+    before, optimizer = copy.deepcopy(model.state_dict()), torch.optim.AdamW(model.parameters())
+    assert {one.status for one in findings_of(model, optimizer).values()} == {OK}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "it is as it was"
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not optimizer.state
     model.blocks[0].eval()
     assert "call model.train()" in findings_of(model)["train mode"].advice
     assert "return it in the Workload" in findings_of(model)["optimizer"].advice
@@ -224,13 +211,3 @@ def test_a_compiled_model_is_told_to_be_compiled_by_blocks() -> None:
     whole = findings_of(model)["compiled parts"]
     assert (whole.status, "compile its blocks instead" in whole.advice) == (WARNING, True)
     assert "have poochplan.compile compile it with a plan inside (pooch run --compile)" in whole.advice
-
-
-def test_the_workload_is_as_it_was() -> None:
-    model = Blocks(False)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = torch.optim.AdamW(model.parameters())
-    findings_of(model, optimizer)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert not optimizer.state

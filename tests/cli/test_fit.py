@@ -20,9 +20,9 @@ COLUMNS = [
 ]  # fmt: skip
 
 
-def test_the_value_fits_the_next_one_does_not_and_the_ladder_leads_from_in_core_to_it(pooch: Pooch, small: str) -> None:
+def test_the_value_fits_the_next_one_does_not_and_the_ladder_leads_from_in_core_to_it(pooch: Pooch) -> None:
     files = "-o big.plan.json --csv fit.csv --picture fit.png"
-    result = pooch.ok(f"fit {small} --vary batch_size --device-memory 2MiB {SIMULATED} {files} --json")
+    result = pooch.ok(f"fit {pooch.small} --vary batch_size --device-memory 2MiB {SIMULATED} {files} --json")
     data, err = result.data, result.err
     largest, following, in_core = data["rungs"][-1], data["following"], data["in_core_value"]
     assert (largest["value"], following["value"]) == (data["value"], data["value"] + 1)
@@ -53,15 +53,15 @@ def test_the_value_fits_the_next_one_does_not_and_the_ladder_leads_from_in_core_
     assert rungs[data["best"]]["items_per_s"] == max(rung["items_per_s"] for rung in data["rungs"])
 
 
-def test_a_range_that_ends_before_the_memory_does_is_no_largest_value(pooch: Pooch, small: str) -> None:
-    out = pooch.ok(f"fit {small} --vary depth --device-memory 1GiB {SIMULATED} --to 4").out
+def test_a_range_that_ends_before_the_memory_does_is_no_largest_value(pooch: Pooch) -> None:
+    out = pooch.ok(f"fit {pooch.small} --vary depth --device-memory 1GiB {SIMULATED} --to 4").out
     assert "depth 4 is the largest tried that trains within 1.00 GiB, with everything kept" in out
     assert "the range ends at 4: larger ones were not tried, and may fit too" in out
 
 
-def test_less_overhead_is_a_smaller_value(pooch: Pooch, small: str) -> None:
+def test_less_overhead_is_a_smaller_value(pooch: Pooch) -> None:
     slow = f"{SIMULATED} --link 100MB/s --max-overhead 0%"
-    held = pooch.json(f"fit {small} --vary batch_size --device-memory 2MiB {slow}")
+    held = pooch.json(f"fit {pooch.small} --vary batch_size --device-memory 2MiB {slow}")
     assert held["in_core_value"] <= held["value"]
     assert held["rungs"][-1]["overhead"] <= 0
     assert not held["following"]["fits"]
@@ -86,16 +86,16 @@ def test_a_function_serves_in_python() -> None:
     assert found.best is None  # networks of other widths are not the same work
 
 
-def test_here_the_value_runs_bitwise_within_the_limit_and_the_next_is_refused(pooch: Pooch, small: str) -> None:
+def test_here_the_value_runs_bitwise_within_the_limit_and_the_next_is_refused(pooch: Pooch) -> None:
     wide, limit = "--set width=128 --set depth=1", 2 << 20
-    data = pooch.json(f"fit {small} --vary batch_size --evaluations 200 {wide} --device-memory 2MiB -o plan.json")
+    data = pooch.json(f"fit {pooch.small} --vary batch_size --evaluations 200 {wide} --device-memory 2MiB -o plan.json")
     assert Path("profile.json").exists()
     trial, value = data["trial"], data["value"]
     assert (trial["value"], trial["is_within"], trial["is_bitwise"]) == (value, True, True)
     assert trial["peak_bytes"] <= limit == data["budget_bytes"]
     assert all(rung["is_measured"] for rung in (*data["rungs"], data["following"]))
     assert data["following"]["value"] == value + 1
-    pooch.ok(f"run {small} --plan plan.json {wide} --set batch_size={value} --check --json")
-    pooch.ok(f"profile {small} {wide} --set batch_size={value + 1} -o next.json --iterations 1")
+    pooch.ok(f"run {pooch.small} --plan plan.json {wide} --set batch_size={value} --check --json")
+    pooch.ok(f"profile {pooch.small} {wide} --set batch_size={value + 1} -o next.json --iterations 1")
     error = pooch.refused(f"plan next.json --budget {limit} -o next.plan.json", code=3)
     assert "no plan fits a budget of" in error

@@ -17,6 +17,7 @@ from poochplan.profiler.link import CURVE_SIZES_BYTES, cache_path, link_key, mea
 from poochplan.runtime.devices.opening import open_device
 from tests.cli.conftest import Pooch
 
+CPU = torch.device("cpu")
 LINK = "link --throttle 50MB/s"
 SIZES = (64 << 10, 256 << 10)
 
@@ -29,7 +30,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cache_path()
 
 
-def test_the_link_is_shown_measured_once_and_measured_again_when_asked(pooch: Pooch, cache: Path) -> None:
+def test_the_link_is_shown_measured_once_taken_by_a_profile_and_measured_again_when_asked(
+    pooch: Pooch, cache: Path
+) -> None:
     first = pooch.ok(LINK)
     assert first.err == ""
     for text in ("Link (spill), measured now", "held to", "both at once", "compute beside copies", "64.0 KiB"):
@@ -38,6 +41,10 @@ def test_the_link_is_shown_measured_once_and_measured_again_when_asked(pooch: Po
     second = pooch.json(LINK)
     assert second["cached"] is True
     assert [size for size, _ in second["outward"]["curve"]] == list(SIZES)
+    pooch.ok(f"profile {pooch.small} --throttle 50MB/s --iterations 1 --cached-link -o p.json")
+    link = Profile.load("p.json").link
+    assert link.outward.bandwidth_bytes_per_s == second["outward"]["bandwidth_bytes_per_s"]
+    assert link.throttle_bytes_per_s == 50e6
     assert cache.read_bytes() == before
     assert pooch.json(LINK, "--refresh")["cached"] is False
     assert cache.read_bytes() != before
@@ -58,7 +65,7 @@ def test_pageable_copies_are_shown_where_they_were_measured(pooch: Pooch, cache:
 
 def test_pageable_copies_have_a_curve_each_way() -> None:
     """On the CPU both ends are ordinary memory: what CUDA runs, without its device."""
-    device = open_device(torch.device("cpu"), None, None)
+    device = open_device(CPU, None, None)
     try:
         for curve in pageable_curves(device, SIZES, device.synchronize):
             assert [size for size, _ in curve] == list(SIZES)
@@ -67,49 +74,39 @@ def test_pageable_copies_have_a_curve_each_way() -> None:
         device.close()
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"version": 1, "links": 3}', '{"version": 99, "links": {}}', "\x00"])
-def test_a_broken_cache_is_measured_anew(pooch: Pooch, cache: Path, content: str) -> None:
-    cache.parent.mkdir(parents=True)
-    cache.write_text(content)
+@pytest.mark.parametrize("content", ["{", '{"version": 99, "links": {}}', None])
+def test_a_cache_that_is_broken_or_cannot_be_written_is_no_error(
+    pooch: Pooch, cache: Path, content: str | None
+) -> None:
+    """What else may be broken of one is in ``tests/test_files.py``."""
+    if content is None:
+        cache.parent.parent.write_text("a file where the folder should be")
+    else:
+        cache.parent.mkdir(parents=True)
+        cache.write_text(content)
     assert pooch.json(LINK)["cached"] is False
-    assert list(json.loads(cache.read_bytes())["links"]) == [link_key(torch.device("cpu"), None, 50e6)]
-
-
-def test_a_cache_that_cannot_be_written_is_no_error(pooch: Pooch, cache: Path) -> None:
-    cache.parent.parent.write_text("a file where the folder should be")
-    assert pooch.json(LINK)["cached"] is False
-
-
-def test_the_profile_takes_the_cached_link(pooch: Pooch, small: str) -> None:
-    shown = pooch.json(LINK)
-    pooch.ok(f"profile {small} --throttle 50MB/s --iterations 1 --cached-link -o p.json")
-    link = Profile.load("p.json").link
-    assert link.outward.bandwidth_bytes_per_s == shown["outward"]["bandwidth_bytes_per_s"]
-    assert link.throttle_bytes_per_s == 50e6
+    if content is not None:
+        assert list(json.loads(cache.read_bytes())["links"]) == [link_key(CPU, None, 50e6)]
 
 
 def test_another_throttle_or_torch_is_another_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
-    keys = {link_key(cpu, None, None), link_key(cpu, None, 50e6)}
+    keys = {link_key(CPU, None, None), link_key(CPU, None, 50e6)}
     monkeypatch.setattr(torch, "__version__", "99.0")
-    assert len(keys | {link_key(cpu, None, None)}) == 3
+    assert len(keys | {link_key(CPU, None, None)}) == 3
 
 
-def test_the_largest_sizes_are_left_out_where_the_disk_has_no_room(
+def test_the_largest_sizes_are_left_out_under_a_throttle_and_where_the_disk_has_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    throttled = measure_link(CPU, tmp_path, 2e6, CURVE_SIZES_BYTES)
+    assert [size for size, _ in throttled.outward.curve] == [64 << 10, 256 << 10]
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, 5 << 20))
-    link = measure_link(torch.device("cpu"), tmp_path, None, CURVE_SIZES_BYTES)
+    link = measure_link(CPU, tmp_path, None, CURVE_SIZES_BYTES)
     assert [size for size, _ in link.inward.curve] == [64 << 10, 256 << 10, 1 << 20]
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, 1000))
     with pytest.raises(SpillError, match=r"expected 256 KiB free in .*, found 1000 B; free space, or name another"):
-        measure_link(torch.device("cpu"), tmp_path, None, CURVE_SIZES_BYTES)
-
-
-def test_the_largest_sizes_are_left_out_under_a_throttle(tmp_path: Path) -> None:
-    link = measure_link(torch.device("cpu"), tmp_path, 2e6, CURVE_SIZES_BYTES)
-    assert [size for size, _ in link.outward.curve] == [64 << 10, 256 << 10]
+        measure_link(CPU, tmp_path, None, CURVE_SIZES_BYTES)
 
 
 def test_a_disk_that_is_too_slow_is_one_clear_error(pooch: Pooch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Pictures and frames say what the profile, the plan and the simulator say."""
+"""Timelines, frames and the holders of the peak say what the profile, the plan and the simulator say."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import LinkDirection, Profile
 from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, LEAST_COUNTED_BYTES
 from poochplan.formats.run_record import fragmentation_text
-from poochplan.peak import explain_peak
+from poochplan.peak import REPLAY, WORKSPACE, explain_peak
 from poochplan.planner.planning import smallest_budget
+from poochplan.planner.simulator.construct import fit
+from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.whatif import as_followed
-from poochplan.report.pictures import write_picture
 from poochplan.report.tables import decision_data, decisions_by_layer, overhead_by_layer, simulate_plan
-from poochplan.report.timeline import ROWS, draw_timeline, in_core_curve, predicted_trace, timeline_of
-from tests.cli.conftest import outside
+from poochplan.report.timeline import in_core_curve, predicted_trace, timeline_of
+from tests.planner.plans import plan_with, random_decisions
+from tests.planner.random_profiles import random_profile, resnet_like
 from tests.runtime.by_hand import held, planned, problem_of
 from tests.runtime.cast_nets import CASTS
 from tests.runtime.form_nets import FORMS
@@ -77,32 +79,6 @@ def test_the_timeline_covers_the_simulated_step(profile: Profile, plan: poochpla
     assert stall_s + replay_s > 0
 
 
-def test_the_picture_has_a_row_for_each_stream_and_names_the_budget(profile: Profile, plan: poochplan.Plan) -> None:
-    timeline = timeline_of(profile, plan, measured_peak_bytes=plan.prediction.peak_bytes, measured_overhead=0.07)
-    streams, memory = (figure := draw_timeline(timeline)).axes
-    shown = [label.get_text() for label in streams.get_yticklabels()][::-1]
-    assert shown == [row for row in ROWS if row in shown]
-    assert {"in-core", "compute"} < set(shown)
-    labels = memory.get_legend_handles_labels()[1]
-    for start in ("in-core, peak", "budget", "planned, peak", "measured peak", "always live"):
-        assert any(label.startswith(start) for label in labels), start
-    assert any("measured +7.0%" in text.get_text() for text in figure.texts)
-
-
-def test_everything_in_the_picture_is_inside_it(profile: Profile, plan: poochplan.Plan) -> None:
-    figure = draw_timeline(timeline_of(profile, plan, measured_peak_bytes=1, measured_overhead=0.123))
-    assert outside(figure, *figure.axes[0].get_yticklabels(), figure.axes[1].yaxis.label) == []
-
-
-def test_the_picture_is_a_real_png(profile: Profile, plan: poochplan.Plan, tmp_path: Path) -> None:
-    path = write_picture(draw_timeline(timeline_of(profile, plan)), tmp_path / "plan.png")
-    data = path.read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    assert data.endswith(b"IEND\xaeB`\x82")
-    assert (int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")) == (1600, 896)
-    assert len(data) > 20_000
-
-
 def test_a_plan_of_another_profile_names_the_first_value_that_differs(profile: Profile, plan: poochplan.Plan) -> None:
     values = (msgspec.structs.replace(plan.values[0], name="stem/out"), *plan.values[1:])
     with pytest.raises(ModelMismatchError, match="expected the saved value stem/out, found"):
@@ -153,19 +129,77 @@ def test_what_is_shown_of_plans_that_hold_smaller_forms_is_what_the_simulator_sa
     assert overhead_by_layer(profile, plan)["overhead_s"].sum() == pytest.approx(overhead_s)
 
 
+OLDER, NEWER = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+
+
 @pytest.mark.parametrize(
     ("reserved_bytes", "variable", "hint"),
-    [
-        (1100, "", False),
-        (2000, "", True),
-        (2000, "PYTORCH_ALLOC_CONF", False),
-        (2000, "PYTORCH_CUDA_ALLOC_CONF", False),
-    ],
+    [(1100, "", False), (2000, "", True), (2000, NEWER, False), (2000, OLDER, False)],
 )
 def test_much_fragmentation_names_the_setting_that_helps_unless_it_is_set(
     monkeypatch: pytest.MonkeyPatch, reserved_bytes: int, variable: str, hint: bool
 ) -> None:
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # an older name, which torch still reads
+    for name in (NEWER, OLDER):  # which torch still reads
         monkeypatch.setenv(name, "expandable_segments:True" if name == variable else "")
     text = fragmentation_text(1000, reserved_bytes)
     assert ("set PYTORCH_ALLOC_CONF=expandable_segments:True" in text) is hint
+
+
+def random_plan(profile: Profile, seed: int) -> poochplan.Plan:
+    """Whatever its peak is."""
+    problem = build_problem(profile)
+    return plan_with(profile, fit(problem, random_decisions(problem, seed), profile.in_core_peak_bytes // 2))
+
+
+def test_the_holders_hold_the_peak_of_any_plan_to_the_byte() -> None:
+    kinds = set[str]()
+    for seed in range(40):
+        profile = random_profile(seed)
+        plan = random_plan(profile, seed)
+        found, simulation, in_core = explain_peak(profile, plan), simulate_plan(profile, plan), explain_peak(profile)
+        assert (found.size_bytes, found.tick) == (simulation.peak_bytes, simulation.peak_tick)
+        assert in_core.size_bytes == profile.in_core_peak_bytes
+        for one in (found, in_core):
+            assert sum(holder.size_bytes for holder in one.holders) == one.size_bytes
+            assert sum(one.by_kind().values()) == one.size_bytes
+            assert sum(sum(kinds.values()) for kinds in one.by_layer().values()) == one.size_bytes
+        kinds |= {holder.kind for holder in found.holders}
+    assert {REPLAY, "parameter", "activation", "temporary"} <= kinds
+
+
+def test_what_the_op_itself_takes_holds_too() -> None:
+    profile = random_profile(0)
+    ops = tuple(msgspec.structs.replace(op, workspace_bytes=1 << 30) for op in profile.ops)
+    found = explain_peak(msgspec.structs.replace(profile, ops=ops))
+    assert (found.holders[0].kind, found.holders[0].size_bytes) == (WORKSPACE, 1 << 30)
+    assert found.size_bytes == sum(holder.size_bytes for holder in found.holders)
+
+
+def test_the_text_begins_with_the_moment_and_names_budget_measured_peak_and_the_largest_value(
+    profile: Profile, plan: poochplan.Plan
+) -> None:
+    found = explain_peak(profile, plan, measured_peak_bytes=123 << 10)
+    first, *others = str(found).splitlines()
+    assert first.startswith("predicted peak ")
+    assert f"of a budget of {poochplan.units.format_bytes(plan.budget_bytes)}, measured 123 KiB: in " in first
+    assert f"in {found.phase}, at {found.op}" in first
+    assert found.layer == simulate_plan(profile, plan).peak_layer
+    assert any(found.holders[0].name in line for line in others)
+    sizes = [holder.size_bytes for holder in found.holders]
+    assert sizes == sorted(sizes, reverse=True)
+    assert "in-core" in explain_peak(profile).lines()[0]
+
+
+def test_what_a_plan_has_moved_away_by_the_peak_is_not_among_the_holders() -> None:
+    profile = resnet_like()
+    plan = poochplan.plan(profile, smallest_budget(profile), evaluations=50)
+    found = explain_peak(profile, plan)
+    away = {value.name for value in plan.values if value.decision is not Decision.KEEP}
+    in_core = {holder.name for holder in explain_peak(profile).holders}
+    assert found.size_bytes < profile.in_core_peak_bytes
+    assert (away & in_core) - {holder.name for holder in found.holders}
+
+
+def test_a_plan_of_another_profile_is_refused() -> None:
+    with pytest.raises(ModelMismatchError, match="another profile"):
+        explain_peak(random_profile(1), random_plan(random_profile(2), 0))

@@ -36,9 +36,8 @@ def live(profile: poochplan.Profile) -> poochplan.Profile:
 
 
 @pytest.fixture(scope="module")
-def mixed_plan(profile_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def mixed_plan(tmp_path_factory: pytest.TempPathFactory, profile: poochplan.Profile) -> Path:
     """A plan that swaps and recomputes."""
-    profile = poochplan.Profile.load(profile_path)
     drawn = random_plan(profile, 1, (1, 1, 1))
     found = simulate_plan(profile, drawn)
     prediction = msgspec.structs.replace(
@@ -55,14 +54,12 @@ def mixed_plan(profile_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return plan.save(tmp_path_factory.mktemp("traces") / "mixed.plan.json")
 
 
-def test_the_predicted_trace_has_every_op_every_copy_and_the_predicted_peak(
-    pooch: Pooch, profile_path: Path, mixed_plan: Path
-) -> None:
-    result = pooch.ok(f"simulate {profile_path} {mixed_plan} --trace trace.json")
+def test_the_predicted_trace_has_every_op_every_copy_and_the_predicted_peak(pooch: Pooch, mixed_plan: Path) -> None:
+    result = pooch.ok(f"simulate {pooch.profile} {mixed_plan} --trace trace.json")
     assert result.err == ""
     assert "Predicted step of small" in result.out
     assert "Wrote trace.json" in result.out
-    profile, plan = poochplan.Profile.load(profile_path), poochplan.Plan.load(mixed_plan)
+    profile, plan = poochplan.Profile.load(pooch.profile), poochplan.Plan.load(mixed_plan)
     trace = read_trace(Path("trace.json"))
     assert trace.process == "small: one predicted step"
     assert set(trace.tracks) <= set(TRACKS)
@@ -77,18 +74,21 @@ def test_the_predicted_trace_has_every_op_every_copy_and_the_predicted_peak(
     assert end_us == pytest.approx(plan.prediction.step_s * 1e6)
 
 
-def test_a_predicted_step_ends_with_itself_where_in_core_takes_longer(profile_path: Path, mixed_plan: Path) -> None:
+def test_a_predicted_step_ends_with_itself_where_in_core_takes_longer_and_goes_over_no_file(
+    profile_path: Path, mixed_plan: Path, tmp_path: Path
+) -> None:
     profile, plan = poochplan.Profile.load(profile_path), poochplan.Plan.load(mixed_plan)
     slow = msgspec.structs.replace(profile, times=msgspec.structs.replace(profile.times, plain_step_s=1.0))
     trace = predicted_trace(slow, plan)
     assert trace.step_s == max(bar.end_s for bar in trace.bars) == pytest.approx(plan.prediction.step_s)
+    path = write_trace(trace, tmp_path / "trace.json")
+    with pytest.raises(OutputExistsError):
+        write_trace(trace, path)
 
 
-def test_simulate_alone_prints_and_gives_what_the_plan_predicts(
-    pooch: Pooch, profile_path: Path, plan_path: Path, tmp_path: Path
-) -> None:
-    data = pooch.json("simulate", profile_path, plan_path)
-    prediction = poochplan.Plan.load(plan_path).prediction
+def test_simulate_alone_prints_and_gives_what_the_plan_predicts(pooch: Pooch, tmp_path: Path) -> None:
+    data = pooch.json("simulate", pooch.profile, pooch.plan)
+    prediction = poochplan.Plan.load(pooch.plan).prediction
     for name in ("peak_bytes", "step_s", "memory", "live_peak_bytes", "arena_bytes", "arena_live_bytes"):
         assert data[name] == getattr(prediction, name)
     assert data["arena_peak_bytes"] == prediction.arena_peak_bytes is not None
@@ -97,31 +97,16 @@ def test_simulate_alone_prints_and_gives_what_the_plan_predicts(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_plan_of_another_profile_is_not_simulated(pooch: Pooch, plan_path: Path) -> None:
+def test_a_plan_of_another_profile_is_not_simulated(pooch: Pooch) -> None:
     transformer_like(2).save("p.json")
-    error = pooch.refused(f"simulate p.json {plan_path} --trace trace.json", code=1)
+    error = pooch.refused(f"simulate p.json {pooch.plan} --trace trace.json", code=1)
     assert "the plan was made from another profile" in error
     assert not Path("trace.json").exists()
 
 
-def test_a_plan_for_another_machine_is_not_simulated_at_this_one_s_seconds(pooch: Pooch, profile_path: Path) -> None:
-    pooch.ok(f"plan {profile_path} --budget 80% --compute-scale 0.1 --evaluations 20 -o fast.plan.json")
-    error = pooch.refused(f"simulate {profile_path} fast.plan.json")
-    assert f"expected one for the machine of {profile_path}, found one for another (compute takes 0.1 times" in error
-
-
-def test_a_trace_goes_over_no_file(profile_path: Path, plan_path: Path, tmp_path: Path) -> None:
-    trace = predicted_trace(poochplan.Profile.load(profile_path), poochplan.Plan.load(plan_path))
-    path = write_trace(trace, tmp_path / "trace.json")
-    with pytest.raises(OutputExistsError):
-        write_trace(trace, path)
-
-
-def test_the_measured_trace_has_the_planned_copies_and_the_metered_peak(
-    pooch: Pooch, small: str, mixed_plan: Path
-) -> None:
+def test_the_measured_trace_has_the_planned_copies_and_the_metered_peak(pooch: Pooch, mixed_plan: Path) -> None:
     plan = poochplan.Plan.load(mixed_plan)
-    run = pooch.json(f"run {small} --plan {mixed_plan} --steps 2 --timed 1 --trace trace.json")
+    run = pooch.json(f"run {pooch.small} --plan {mixed_plan} --steps 2 --timed 1 --trace trace.json")
     assert run["fallbacks"] == 0
     trace = read_trace(Path("trace.json"))
     assert trace.process == "small: one measured step"

@@ -14,10 +14,8 @@ import pytest
 import torch
 
 import poochplan
-from poochplan.errors import StepError
 from poochplan.formats.json_schema import json_schema
 from poochplan.formats.run_record import Certificate
-from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.sessions import digest
 from poochplan.verify import (
     StepRecord,
@@ -64,23 +62,17 @@ def test_equality_is_of_bits(left: torch.Tensor, right: torch.Tensor, equal: boo
 
 
 def test_the_first_difference_names_step_kind_tensor_and_size() -> None:
-    assert first_difference([record(), record()], [record(), record()]) is None
+    ones, fewer = record(), record(gradients={"a.weight": torch.ones(3)})
     off = record(gradients={"a.weight": torch.ones(3), "b.weight": torch.tensor([[1.0, 1.0], [1.5, 1.0]])})
-    assert first_difference([record(), record()], [record(), off]) == (
-        "step 1: gradient b.weight differs: 1 of 4 elements, by up to 0.5"
-    )
-    assert first_difference([record()], [record(buffers={"bn.mean": torch.full((2,), -0.0)})]) is not None
-    assert first_difference([record()], [record(loss=torch.zeros(()))]) == (
-        "step 0: loss differs: 1 of 1 elements, by up to 1"
-    )
-
-
-def test_a_missing_or_added_gradient_is_a_difference() -> None:
-    fewer = record(gradients={"a.weight": torch.ones(3)})
-    assert first_difference([record()], [fewer]) == (
-        "step 0: gradient b.weight differs: there in-core and missing under the plan"
-    )
-    assert "missing in-core" in str(first_difference([fewer], [record()]))
+    assert first_difference([ones, record()], [ones, record()]) is None
+    for first, second, told in (
+        ([ones, ones], [ones, off], "step 1: gradient b.weight differs: 1 of 4 elements, by up to 0.5"),
+        ([ones], [record(loss=torch.zeros(()))], "step 0: loss differs: 1 of 1 elements, by up to 1"),
+        ([ones], [fewer], "step 0: gradient b.weight differs: there in-core and missing under the plan"),
+    ):
+        assert first_difference(first, second) == told
+    assert "missing in-core" in str(first_difference([fewer], [ones]))
+    assert first_difference([ones], [record(buffers={"bn.mean": torch.full((2,), -0.0)})]) is not None
 
 
 def test_two_in_core_runs_from_one_seed_are_equal_and_from_two_are_not() -> None:
@@ -93,29 +85,25 @@ def test_two_in_core_runs_from_one_seed_are_equal_and_from_two_are_not() -> None
     assert not torch.equal(one.buffers["2.running_mean"], two.buffers["2.running_mean"])
 
 
-def test_copying_for_the_comparison_does_not_count_as_the_steps_memory() -> None:
+def test_copying_for_the_comparison_does_not_count_as_the_steps_memory_and_a_session_has_the_same_digests() -> None:
     torch.manual_seed(0)
     workload = build()
     profile = poochplan.profile(workload.step, model=workload.model, optimizer=workload.optimizer, iterations=1)
-    compared = check(build, poochplan.plan(profile, "200%"), steps=3, timed_steps=1)
+    plan = poochplan.plan(profile, "200%")
+    compared = check(build, plan, steps=3, timed_steps=1, seed=5)
     assert compared.difference is None
     assert compared.compared_tensors == 3 * (1 + 4 + 3 + 4)
     metered = [report.peak_bytes for report in compared.planned.step_reports if report.peak_bytes is not None]
     assert max(metered) <= 1.01 * profile.in_core_peak_bytes + 1024
     assert (len(compared.planned.seconds), len(compared.in_core.seconds)) == (1, 2)  # in-core before and after
-
-
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        (3.0, "found float"),
-        (torch.ones(2, requires_grad=True), r"found shape \[2\]"),
-        (torch.ones(()), "found one that does not"),
-    ],
-)
-def test_a_loss_that_is_none_is_refused(loss: object, message: str) -> None:
-    with pytest.raises(StepError, match=message):
-        checked_loss(loss, torch.nn.Linear(1, 1))
+    certificate = certificate_of(compared, 5)
+    seed_everything(5)
+    workload = build()
+    with poochplan.apply(plan, workload.model, certify=True) as session:
+        run_steps(workload, 3, session=session)
+    found = session.report().certificate
+    assert found is not None
+    assert found.planned == certificate.planned == certificate.in_core
 
 
 def checked(path: Path) -> Certificate:
@@ -124,8 +112,8 @@ def checked(path: Path) -> Certificate:
     return Certificate.load(path)
 
 
-def test_a_certificate_has_the_digests_of_every_step_of_both_runs(pooch: Pooch, small: str, plan_path: Path) -> None:
-    pooch.ok(f"run {small} --plan {plan_path} --check --certificate certificate.json")
+def test_a_certificate_has_the_digests_of_every_step_of_both_runs(pooch: Pooch) -> None:
+    pooch.ok(f"run {pooch.small} --plan {pooch.plan} --check --certificate certificate.json")
     found = checked(Path("certificate.json"))
     assert found.equal
     assert len(found.in_core) == 3
@@ -136,8 +124,8 @@ def test_a_certificate_has_the_digests_of_every_step_of_both_runs(pooch: Pooch, 
     assert first.parameters != found.in_core[1].parameters
 
 
-def test_a_certificate_of_another_seed_is_another(pooch: Pooch, small: str, plan_path: Path) -> None:
-    command = f"run {small} --plan {plan_path} --check --timed 1 --steps 1 --certificate c.json --force --seed"
+def test_a_certificate_of_another_seed_is_another(pooch: Pooch) -> None:
+    command = f"run {pooch.small} --plan {pooch.plan} --check --timed 1 --steps 1 --certificate c.json --force --seed"
     losses = []
     for seed in (0, 0, 1):
         pooch.ok(command, seed)
@@ -174,33 +162,13 @@ def test_two_sessions_certify_that_planned_steps_left_what_those_in_core_did(poo
     assert planned.followed == (plan.fingerprint,) * 3
     pooch.ok("diff planned.json in-core.json")
     assert "0 in-core, 3 planned, 3 of them followed a plan" in pooch("show planned.json").out
-
-
-def test_diff_names_the_first_digest_that_two_certificates_do_not_share(pooch: Pooch, tmp_path: Path) -> None:
-    workload = build()
-    plan = poochplan.plan(poochplan.profile(workload.step, model=workload.model, accumulate=True, iterations=1), "100%")
-    found = run_certified(plan, tmp_path / "a.json", away=False)
-    second = msgspec.structs.replace(found.planned[1], gradients=found.planned[1].gradients | {"0.bias": "other"})
-    other = msgspec.structs.replace(found, planned=(found.planned[0], second, found.planned[2]))
-    other.save(tmp_path / "b.json")
-    run_certified(plan, tmp_path / "c.json", away=False, steps=2)
-    for name, difference in (("b", "step 1: gradient 0.bias differs"), ("c", "3 steps against 2")):
-        shown = pooch(f"diff a.json {name}.json")
-        assert (shown.code, difference in shown.out) == (1, True)
-
-
-def test_a_session_and_a_check_have_the_same_digests() -> None:
-    workload = build()
-    profile = poochplan.profile(workload.step, model=workload.model, optimizer=workload.optimizer, iterations=1)
-    plan = poochplan.plan(profile, "100%", evaluations=1)
-    compared = certificate_of(check(build, plan, steps=2, timed_steps=0, seed=5), 5)
-    seed_everything(5)
-    workload = build()
-    with poochplan.apply(plan, workload.model, certify=True) as session:
-        run_steps(workload, 2, session=session)
-    found = session.report().certificate
-    assert found is not None
-    assert found.planned == compared.planned == compared.in_core
+    second = msgspec.structs.replace(planned.planned[1], gradients=planned.planned[1].gradients | {"0.bias": "other"})
+    other = msgspec.structs.replace(planned, planned=(planned.planned[0], second, planned.planned[2]))
+    other.save(tmp_path / "other.json")
+    run_certified(plan, tmp_path / "fewer.json", away=False, steps=2)
+    for name, difference in (("other", "step 1: gradient 0.bias differs"), ("fewer", "3 steps against 2")):
+        shown = pooch(f"diff planned.json {name}.json")
+        assert (shown.code, difference in shown.out) == (1, True), "the first that they do not share"
 
 
 def test_a_digest_is_of_bits_dtype_and_shape() -> None:

@@ -32,8 +32,8 @@ from poochplan.report.tables import file_data, file_rows, load_any
 from poochplan.runtime.devices.cpu import SpillFile
 from poochplan.workload import parse_override, read_workload_file
 from tests.depth import DEEP
-from tests.docs.prose import ROOT
 from tests.formats.mutations import Mutation, mutations
+from tests.processes import ROOT
 from tests.runtime.nets import equal, in_core, of, train
 
 SHARE = 1 if DEEP else 12
@@ -186,20 +186,17 @@ def test_two_values_in_one_place_on_the_host_are_refused(whole: Plan, tmp_path: 
     refused(tmp_path, whole, message, values=tuple(values), schedule=())
 
 
-@pytest.mark.parametrize(
-    ("schedule", "message"),
-    [
-        (
-            [("save", {"release": 0})],
-            "expected release of value {swap} once, after its swap_out, found it after nothing",
-        ),
-        ([("last", {"swap_out": 0, "prefetch": 0})], "expected prefetch of value {swap} once, after its release"),
-        ([("last", {"swap_out": 0}), ("use", {"swap_out": 0})], "expected swap_out of value {swap} once, first, found"),
-        ([("use", {"replay": 0})], "expected a value whose decision is recompute, found swap"),
-        ([("use", {}), ("save", {})], "expected points in the order of the clock, found save 0 too late"),
-        ([("save", {"swap_out": 1})], "expected one of 1 values that are saved by then, found 1"),
-    ],
-)
+SCHEDULES: list[tuple[list[tuple[str, dict[str, int]]], str]] = [
+    ([("save", {"release": 0})], "expected release of value {swap} once, after its swap_out, found it after nothing"),
+    ([("last", {"swap_out": 0, "prefetch": 0})], "expected prefetch of value {swap} once, after its release"),
+    ([("last", {"swap_out": 0}), ("use", {"swap_out": 0})], "expected swap_out of value {swap} once, first, found"),
+    ([("use", {"replay": 0})], "expected a value whose decision is recompute, found swap"),
+    ([("use", {}), ("save", {})], "expected points in the order of the clock, found save 0 too late"),
+    ([("save", {"swap_out": 1})], "expected one of 1 values that are saved by then, found 1"),
+]
+
+
+@pytest.mark.parametrize(("schedule", "message"), SCHEDULES)
 def test_a_schedule_that_nothing_could_follow_is_refused(
     schedule: list[tuple[str, dict[str, int]]], message: str, whole: Plan, tmp_path: Path
 ) -> None:

@@ -1,8 +1,9 @@
-"""Networks of the tests, and the ONNX files that torch's two exporters make of them."""
+"""Networks of the tests, the ONNX files that torch's two exporters make of them, and steps of what is imported."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import warnings
 from collections.abc import Callable
@@ -11,6 +12,9 @@ from pathlib import Path
 
 import torch
 from torch import nn
+
+import poochplan
+from tests.runtime.nets import Case, followed
 
 
 class Block(nn.Module):
@@ -86,20 +90,31 @@ def export(name: str, exporter: str, folder: Path) -> Exported:
 
 def _write(network: nn.Module, example: torch.Tensor, path: Path, exporter: str) -> None:
     if exporter.startswith("dynamo"):
-        shapes = ({0: torch.export.Dim("batch")},)
-        optimised = exporter.endswith("optimised")
-        torch.onnx.export(
-            network, (example,), path, input_names=["given"], dynamo=True, dynamic_shapes=shapes, optimize=optimised
-        )
-        return
-    folded = exporter.endswith("folded")
-    mode = torch.onnx.TrainingMode.EVAL if folded else torch.onnx.TrainingMode.PRESERVE
-    torch.onnx.export(
-        *(network, (example,), path),
-        input_names=["given"],
-        dynamo=False,
-        opset_version=17,
-        dynamic_axes={"given": {0: "batch"}},
-        do_constant_folding=folded,
-        training=mode,
-    )
+        shapes, optimised = ({0: torch.export.Dim("batch")},), exporter.endswith("optimised")
+        options = {"dynamo": True, "dynamic_shapes": shapes, "optimize": optimised}
+    else:
+        folded, modes = exporter.endswith("folded"), torch.onnx.TrainingMode
+        options = {"dynamo": False, "opset_version": 17, "dynamic_axes": {"given": {0: "batch"}}}
+        options |= {"do_constant_folding": folded, "training": modes.EVAL if folded else modes.PRESERVE}
+    torch.onnx.export(network, (example,), path, input_names=["given"], **options)
+
+
+def assert_planned_is_in_core(model: torch.nn.Module, batch: torch.Tensor, spill_dir: Path) -> None:
+    """Gradients and what the step leaves in the model are the same to the bit."""
+    case = Case(lambda: (copy.deepcopy(model).train(), lambda its: its(batch).square().mean()))
+    profile = case.new_profile(warmup=1, spill_dir=spill_dir)
+    for policy in ("swap-all-on-demand", "recompute-all"):
+        plan = poochplan.plan(profile, 1 << 30, policy=policy, arena="off")
+        report = followed(case, plan, steps=1, spill_dir=spill_dir)
+        step = report.last_step
+        assert step.out_bytes if policy == "swap-all-on-demand" else step.replayed_values
+        assert report.steps_followed == 1
+
+
+def gradients(model: torch.nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Loss and gradients of one step; each parameter has one."""
+    model.zero_grad()
+    loss = model(batch).square().mean()
+    loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+    return loss.detach(), [weight.grad.clone() for weight in model.parameters()]

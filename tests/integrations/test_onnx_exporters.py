@@ -20,7 +20,7 @@ from sklearn import neural_network
 from poochplan.errors import UsageError
 from poochplan.integrations.onnx import load
 
-from .planned import assert_planned_is_in_core, gradients
+from .exported import assert_planned_is_in_core, gradients
 
 RANDOM = np.random.default_rng(3)
 LOCAL = Opset("local", 1)
@@ -40,9 +40,8 @@ def perceptron(kind: str, folder: Path, **asked: Any) -> tuple[Any, Path, np.nda
     wanted = data @ floats(8, 2) if kind == "MLPRegressor" else data.argmax(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it has not converged
-        fitted = getattr(neural_network, kind)(hidden_layer_sizes=(16, 12), max_iter=3, random_state=1).fit(
-            data, wanted
-        )
+        fresh = getattr(neural_network, kind)(hidden_layer_sizes=(16, 12), max_iter=3, random_state=1)
+        fitted = fresh.fit(data, wanted)
     path = folder / f"{kind}.onnx"
     options = {id(fitted): {"zipmap": False}} if kind == "MLPClassifier" else None
     onnx.save(skl2onnx.to_onnx(fitted, data[:1], options=options, **asked), path)
@@ -54,9 +53,8 @@ def test_a_perceptron_of_scikit_learn_has_its_weights_and_gives_what_it_predicts
     fitted, path, data = perceptron("MLPRegressor", tmp_path, target_opset=opset)
     model = load(path)
     kept = [weight.detach().numpy().squeeze() for weight in model.parameters()]
-    wanted = [
-        array.astype(np.float32) for pair in zip(fitted.coefs_, fitted.intercepts_, strict=True) for array in pair
-    ]
+    pairs = zip(fitted.coefs_, fitted.intercepts_, strict=True)
+    wanted = [array.astype(np.float32) for pair in pairs for array in pair]
     assert all(map(np.array_equal, kept, wanted))
     found = model(torch.tensor(data)).detach().numpy().reshape(64, 2)
     np.testing.assert_allclose(found, fitted.predict(data), rtol=1e-4, atol=1e-5)

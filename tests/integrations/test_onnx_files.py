@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper, parser
 
 from poochplan.cli import main
 from poochplan.errors import UsageError
@@ -24,22 +24,26 @@ from poochplan.workload import load_workload, parameter_values
 WEIGHTS = {"table": (9, 4), "product": (4, 3), "bias": (1,)}
 
 
+def nodes_of(text: str) -> list[onnx.NodeProto]:
+    """As ONNX writes them: ``[name] outputs = Kind <attributes> (inputs)``, one behind the other."""
+    return list(parser.parse_graph(f"g () => () {{ {text} }}").node)
+
+
+ROWS = "[look_up] rows = Gather(table, ids)"
+USUAL = f"{ROWS} [multiply] raw = MatMul(rows, product) [add] out = Add(raw, bias)"
+
+
 def write(
     path: Path,
-    nodes: Sequence[onnx.NodeProto] | None = None,
+    nodes: str | Sequence[onnx.NodeProto] = USUAL,
     *,
     opset: int = 18,
     arrays: dict[str, np.ndarray] | None = None,
 ) -> Path:
     """A model of token indices ``ids`` (batch, length); by default a table, a product and a bias of one number."""
-    usual = [
-        helper.make_node("Gather", ["table", "ids"], ["rows"], name="look_up"),
-        helper.make_node("MatMul", ["rows", "product"], ["raw"], name="multiply"),
-        helper.make_node("Add", ["raw", "bias"], ["out"], name="add"),
-    ]
     held = {name: np.full(shape, 0.5, np.float32) for name, shape in WEIGHTS.items()} | (arrays or {})
     graph = helper.make_graph(
-        list(nodes or usual),
+        nodes_of(nodes) if isinstance(nodes, str) else nodes,
         "small",
         [helper.make_tensor_value_info("ids", TensorProto.INT64, ["batch", "time steps"])],
         [helper.make_tensor_value_info("out", TensorProto.FLOAT, None)],
@@ -50,18 +54,9 @@ def write(
     return path
 
 
-def node(kind: str, **attributes: Any) -> list[onnx.NodeProto]:
-    return [helper.make_node(kind, ["table", "product"], ["out"], name="the node", **attributes)]
-
-
 def test_a_bias_of_two_layers_is_told_for_an_exporter_may_have_joined_equal_ones(tmp_path: Path) -> None:
-    nodes = [
-        helper.make_node("Gather", ["table", "ids"], ["rows"]),
-        helper.make_node("MatMul", ["rows", "square"], ["first"]),
-        helper.make_node("Add", ["zeros", "first"], ["between"]),
-        helper.make_node("MatMul", ["between", "other"], ["second"]),
-        helper.make_node("Add", ["second", "zeros"], ["out"]),
-    ]
+    nodes = f"""{ROWS} first = MatMul(rows, square) between = Add(zeros, first)
+    second = MatMul(between, other) out = Add(second, zeros)"""
     squares = {name: np.full((4, 4), value, np.float32) for name, value in (("square", 0.5), ("other", 0.25))}
     path = write(tmp_path / "model.onnx", nodes, arrays=squares | {"zeros": np.zeros(4, np.float32)})
     with pytest.warns(UserWarning, match=r"several layers have one parameter \(zeros\)"):
@@ -90,26 +85,17 @@ def test_each_loss_trains_every_weight(loss: str, tmp_path: Path) -> None:
     if loss == "file.py":
         (tmp_path / "losses.py").write_text("def largest(found):\n    return found.max(2).values.sum()\n")
         loss = f"{tmp_path / 'losses.py'}:largest"
-    workload = load_workload(
-        str(write(tmp_path / "model.onnx")), {"loss": loss, "batch": "4", "time_steps": "5"}
-    ).workload
+    asked = {"loss": loss, "batch": "4", "time_steps": "5"}
+    workload = load_workload(str(write(tmp_path / "model.onnx")), asked).workload
     workload.step().backward()
     found = {name: tuple(weight.shape) for name, weight in workload.model.named_parameters() if weight.grad is not None}
     assert found == WEIGHTS
 
 
 def test_masks_numbers_and_what_is_named_are_no_weights(tmp_path: Path) -> None:
-    nodes = [
-        helper.make_node("Gather", ["table", "ids"], ["rows"]),
-        helper.make_node("Mul", ["rows", "factor"], ["scaled"]),
-        helper.make_node("Add", ["scaled", "mask"], ["masked"]),
-        helper.make_node("Add", ["masked", "places"], ["out"]),
-    ]
-    arrays = {
-        "factor": np.full(1, 2.0, np.float32),
-        "mask": np.array([0, 0, 0, -np.inf], np.float32),
-        "places": np.ones(4, np.float32),
-    }
+    nodes = f"{ROWS} scaled = Mul(rows, factor) masked = Add(scaled, mask) out = Add(masked, places)"
+    numbers = {"factor": [2.0], "mask": [0, 0, 0, -np.inf], "places": [1] * 4}
+    arrays = {name: np.array(one, np.float32) for name, one in numbers.items()}
     path = write(tmp_path / "model.onnx", nodes, arrays=arrays)
     assert [name for name, _ in load(path).named_parameters()] == ["table", "places"]
     assert [name for name, _ in load(path, constants=["places"]).named_parameters()] == ["table"]
@@ -133,69 +119,47 @@ def test_names_that_no_code_could_have_are_changed(tmp_path: Path) -> None:
 
 
 def test_shapes_of_a_dynamic_batch_are_computed_beside_the_tensors(tmp_path: Path) -> None:
-    nodes = [
-        helper.make_node("Gather", ["table", "ids"], ["rows"]),
-        helper.make_node("Shape", ["rows"], ["shape"]),
-        helper.make_node("Gather", ["shape", "first"], ["batch_size"]),
-        helper.make_node("Concat", ["batch_size", "rest"], ["wanted"], axis=0),
-        helper.make_node("Reshape", ["rows", "wanted"], ["out"]),
-    ]
+    nodes = f"""{ROWS} shape = Shape(rows) batch_size = Gather(shape, first)
+    wanted = Concat <axis = 0> (batch_size, rest) out = Reshape(rows, wanted)"""
     arrays = {"first": np.array([0]), "rest": np.array([-1])}
     model = load(write(tmp_path / "model.onnx", nodes, arrays=arrays))
     assert [tuple(model(torch.zeros(size, 5, dtype=torch.int64)).shape) for size in (2, 3)] == [(2, 20), (3, 20)]
-    assert len([made for made in model.graph.nodes if made.op == "call_module"]) == len(nodes)
+    assert len([made for made in model.graph.nodes if made.op == "call_module"]) == 5
 
 
-dropped = [helper.make_node("Dropout", ["table", "ratio", "on"], ["out"], name="it")]
-timed = [helper.make_node("RNN", ["table", "product", "product", "", "lengths"], ["out"], name="it", hidden_size=4)]
-REFUSED = [
-    ({"nodes": node("NonZero")}, ["'the node' (NonZero)", "not known"]),
-    ({"nodes": node("Attention", domain="com.microsoft")}, ["'the node' (Attention)", "com.microsoft"]),
-    ({"nodes": node("BatchNormalization", training_mode=1)}, ["'the node'", "training mode", "model.eval()"]),
-    ({"nodes": node("GRU", hidden_size=4)}, ["'the node' (GRU)", "linear_before_reset=1"]),
-    ({"nodes": node("MaxPool", kernel_shape=[2], storage_order=1)}, ["storage_order: expected 0, found 1"]),
-    ({"nodes": dropped, "arrays": {"ratio": np.array(0.5, np.float32), "on": np.array(True)}}, ["'it' (Dropout)"]),
-    ({"nodes": timed, "arrays": {"lengths": np.array([3], np.int32)}}, ["'it' (RNN)", "sequence_lens"]),
-    ({"opset": 12}, ["expected opset 13 to 28, found 12"]),
-]
-
-
-def matmul(*inputs: str, name: str = "the node", **attributes: Any) -> onnx.NodeProto:
-    return helper.make_node("MatMul", inputs, ["out"], name=name, **attributes)
-
-
-late = [
-    helper.make_node("Relu", ["rows"], ["out"], name="the node"),
-    helper.make_node("Gather", ["table", "ids"], ["rows"]),
-]
-twice = [
-    helper.make_node("Relu", ["table"], ["out"], name="one"),
-    helper.make_node("Relu", ["table"], ["out"], name="two"),
-]
-whole = {"whole": np.ones(4, np.int64)}
-INVALID = [
-    ([matmul("table")], {}, ["checker", "the node", "MatMul", "input size 1"]),
-    ([matmul("table", name="")], {}, ["checker", "Name: out OpType: MatMul"]),
-    ([matmul("table", "product", alpha=1.0)], {}, ["checker", "Unrecognized attribute: alpha", "the node"]),
-    (late, {}, ["checker", "topologically sorted", "the node"]),
-    (twice, {}, ["checker", "single static assignment", "'out'"]),
-    ([matmul("product", "product")], {}, ["types and shapes", "the node", "Incompatible dimensions"]),
-    ([matmul("product", "product", name="")], {}, ["types and shapes", "node name: out"]),
-    ([helper.make_node("Add", ["table", "whole"], ["out"], name="it")], whole, ["types and shapes", "node name: it"]),
+NODE = "[the_node] out = {} (table, product)"
+DROPPED, LATE = "[the_node] out = Dropout(table, ratio, on)", "[the_node] out = Relu(rows) rows = Gather(table, ids)"
+TIMED = '[the_node] out = RNN <hidden_size = 4> (table, product, product, "", lengths)'
+WHOLE = {"whole": np.ones(4, np.int64)}
+REFUSED: list[tuple[dict[str, Any], list[str]]] = [
+    ({"nodes": NODE.format("NonZero")}, ["'the_node' (NonZero)", "not known"]),
+    ({"nodes": NODE.format("com.microsoft.Attention")}, ["'the_node' (Attention)", "com.microsoft"]),
+    ({"nodes": NODE.format("BatchNormalization <training_mode = 1>")}, ["'the_node'", "training mode", "model.eval()"]),
+    ({"nodes": NODE.format("GRU <hidden_size = 4>")}, ["'the_node' (GRU)", "linear_before_reset=1"]),
+    ({"nodes": NODE.format("MaxPool <kernel_shape = [2], storage_order = 1>")}, ["storage_order: expected 0, found 1"]),
     (
-        [helper.make_node("Shape", ["table"], ["out"], name="it")],
-        {},
-        ["types and shapes", "node name: it", "elem type"],
+        {"nodes": DROPPED, "arrays": {"ratio": np.array(0.5, np.float32), "on": np.array(True)}},
+        ["'the_node' (Dropout)"],
     ),
+    ({"nodes": TIMED, "arrays": {"lengths": np.array([3], np.int32)}}, ["'the_node' (RNN)", "sequence_lens"]),
+    ({"opset": 12}, ["expected opset 13 to 28, found 12"]),
+    # what the checker and inference refuse, by node
+    ({"nodes": "[the_node] out = MatMul(table)"}, ["checker", "the_node", "MatMul", "input size 1"]),
+    ({"nodes": "out = MatMul(table)"}, ["checker", "Name: out OpType: MatMul"]),
+    ({"nodes": NODE.format("MatMul <alpha = 1.0>")}, ["checker", "Unrecognized attribute: alpha", "the_node"]),
+    ({"nodes": LATE}, ["checker", "topologically sorted", "the_node"]),
+    ({"nodes": "[one] out = Relu(table) [two] out = Relu(table)"}, ["checker", "single static assignment", "'out'"]),
+    (
+        {"nodes": "[the_node] out = MatMul(product, product)"},
+        ["types and shapes", "the_node", "Incompatible dimensions"],
+    ),
+    ({"nodes": "out = MatMul(product, product)"}, ["types and shapes", "node name: out"]),
+    ({"nodes": "[the_node] out = Add(table, whole)", "arrays": WHOLE}, ["types and shapes", "node name: the_node"]),
+    ({"nodes": "[the_node] out = Shape(table)"}, ["types and shapes", "node name: the_node", "elem type"]),
 ]
 
 
-"""What the checker and inference refuse, by node."""
-
-
-@pytest.mark.parametrize(
-    ("made", "says"), [*REFUSED, *(({"nodes": nodes, "arrays": arrays}, says) for nodes, arrays, says in INVALID)]
-)
+@pytest.mark.parametrize(("made", "says"), REFUSED)
 def test_what_is_not_known_or_not_valid_is_refused_by_name(
     made: dict[str, Any], says: list[str], tmp_path: Path
 ) -> None:
@@ -216,12 +180,7 @@ def test_inference_is_not_given_large_weights(tmp_path: Path) -> None:
 
 
 def test_external_data_of_initialisers_and_constants_is_read_and_missed(tmp_path: Path) -> None:
-    held = numpy_helper.from_array(np.full(4, 0.5, np.float32))
-    nodes = [
-        helper.make_node("Gather", ["table", "ids"], ["rows"]),
-        helper.make_node("Constant", [], ["half"], value=held),
-        helper.make_node("Add", ["rows", "half"], ["out"]),
-    ]
+    nodes = f"{ROWS} half = Constant <value = float[4] {{0.5, 0.5, 0.5, 0.5}}> () out = Add(rows, half)"
     path = write(tmp_path / "model.onnx", nodes)
     beside: dict[str, Any] = {"save_as_external_data": True, "location": "beside.data", "size_threshold": 0}
     onnx.save(onnx.load(path), path, convert_attribute=True, **beside)
@@ -273,12 +232,8 @@ def test_the_command_line_profiles_a_file(tmp_path: Path) -> None:
 def test_without_the_package_one_line_says_what_to_install(tmp_path: Path) -> None:
     path = write(tmp_path / "model.onnx")
     hidden = "import sys; sys.modules['onnx'] = None; from poochplan.cli import main; sys.exit(main(sys.argv[1:]))"
-    ended = subprocess.run(
-        [sys.executable, "-c", hidden, "profile", str(path), "--loss", "mse", *GIVEN],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", hidden, "profile", str(path), "--loss", "mse", *GIVEN]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert ended.stderr.splitlines() == [
         "pooch: error: ONNX files need the package onnx, which is not installed; pip install 'poochplan[onnx]'"

@@ -14,8 +14,7 @@ import torch
 
 from poochplan.integrations.onnx import load
 
-from .exported import EXPORTERS, NETWORKS, Exported, export
-from .planned import assert_planned_is_in_core, gradients
+from .exported import EXPORTERS, NETWORKS, Exported, assert_planned_is_in_core, export, gradients
 
 Files = Callable[[str, str], Exported]
 

@@ -47,16 +47,12 @@ class Case:
         names = ["" if array is None else f"input_{place}" for place, array in enumerate(self.inputs)]
         made = [f"output_{place}" for place in range(self.outputs)]
         node = helper.make_node(self.kind, names, made, name="it", **self.attributes)
-        held = [
-            None if array is None else numpy_helper.from_array(array, name)
-            for name, array in zip(names, self.inputs, strict=True)
-        ]
-        given = [
-            helper.make_tensor_value_info(one.name, one.data_type, list(one.dims))
-            for one in held[: self.held]
-            if one is not None
-        ]
-        kept = [one for one in held[self.held :] if one is not None]
+        pairs = list(zip(names, self.inputs, strict=True))
+        first, kept = (
+            [numpy_helper.from_array(array, name) for name, array in part if array is not None]
+            for part in (pairs[: self.held], pairs[self.held :])
+        )
+        given = [helper.make_tensor_value_info(one.name, one.data_type, list(one.dims)) for one in first]
         results = [helper.make_tensor_value_info(name, TensorProto.UNDEFINED, None) for name in made]
         graph = helper.make_graph([node], "one", given, results, kept)
         return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset or self.opset)], ir_version=9)
@@ -90,7 +86,21 @@ PAIRS = ["Add", "Sub", "Mul", "Div", "Max", "Min", "Sum", "Mean"]
 COMPARED = ["Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"]
 LOGIC = ["And", "Or", "Xor"]
 IMAGE = floats(2, 4, 6, 8)
+PAIR, FLAT = [floats(4), floats(4)], [floats(2, 5, 32), floats(2, 5, 16), floats(2, 5, 16)]
+NEAREST = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 EYE = np.eye(6, dtype=bool) | (np.arange(6) < 2)
+
+
+def weights_of(kind: str, directions: int = 1, *, biased: bool = True) -> list[np.ndarray]:
+    """Of a recurrent layer from three numbers to four."""
+    rows, bias = GATES[kind] * 4, [floats(directions, GATES[kind] * 8)] if biased else []
+    return [floats(directions, rows, 3), floats(directions, rows, 4), *bias]
+
+
+def recurrent(kind: str) -> dict[str, Any]:
+    return {"hidden_size": 4} | ({"linear_before_reset": 1} if kind == "GRU" else {})
+
 
 CASES = [
     *(Case(kind, [IMAGE]) for kind in SMALL),
@@ -124,14 +134,7 @@ CASES = [
     Case("Attention", [floats(2, 4, 5, 8), floats(2, 4, 6, 8), floats(2, 4, 6, 7)], held=3, opset=23),
     Case("Attention", [IMAGE, IMAGE, IMAGE, floats(6, 6)], {"is_causal": 1, "scale": 0.5}, opset=23, label="causal"),
     Case("Attention", [IMAGE, IMAGE, IMAGE, EYE], {"is_causal": 1}, opset=23, label="causal and masked", held=3),
-    Case(
-        "Attention",
-        [floats(2, 5, 32), floats(2, 5, 16), floats(2, 5, 16)],
-        {"q_num_heads": 4, "kv_num_heads": 2},
-        opset=23,
-        label="flat, grouped",
-        held=3,
-    ),
+    Case("Attention", FLAT, {"q_num_heads": 4, "kv_num_heads": 2}, opset=23, label="flat, grouped", held=3),
     Case("Conv", [IMAGE, floats(6, 4, 3, 3), floats(6)], {"pads": [1, 1, 1, 1], "strides": [2, 1]}),
     Case("Conv", [IMAGE, floats(6, 2, 3, 3)], {"group": 2, "pads": [0, 1, 2, 1]}, label="uneven pads"),
     Case("Conv", [IMAGE, floats(6, 4, 3, 3)], {"auto_pad": "SAME_UPPER", "strides": [2, 2]}, label="same"),
@@ -141,11 +144,7 @@ CASES = [
     Case("MaxPool", [IMAGE], {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "strides": [2, 2]}),
     Case("AveragePool", [IMAGE], {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "strides": [2, 2]}),
     Case("AveragePool", [IMAGE], {"kernel_shape": [2, 2], "pads": [1, 1, 1, 1], "count_include_pad": 1}, label="pads"),
-    Case(
-        "Resize",
-        [IMAGE, None, np.array([1, 1, 2, 2], np.float32)],
-        {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"},
-    ),
+    Case("Resize", [IMAGE, None, np.array([1, 1, 2, 2], np.float32)], NEAREST),
     Case("Resize", [IMAGE, None, None, whole(2, 4, 9, 12)], {"mode": "linear"}, label="linear"),
     Case(  # before opset 14 the reference moves the statistics of inference too
         "BatchNormalization", [IMAGE, *(floats(4) for _ in range(3)), np.abs(floats(4)) + 0.5], opsets=range(14, 29)
@@ -156,14 +155,7 @@ CASES = [
     Case("LayerNormalization", [IMAGE, floats(8), floats(8)]),
     Case("LayerNormalization", [IMAGE, floats(6, 8)], {"axis": 2}, label="two axes"),
     Case("GroupNormalization", [IMAGE, floats(2), floats(2)], {"num_groups": 2}, opsets=range(18, 21)),
-    Case(
-        "GroupNormalization",
-        [IMAGE, floats(4), floats(4)],
-        {"num_groups": 2},
-        opset=21,
-        label="channels",
-        opsets=range(21, 29),
-    ),
+    Case("GroupNormalization", [IMAGE, *PAIR], {"num_groups": 2}, opset=21, label="channels", opsets=range(21, 29)),
     Case("Reshape", [IMAGE, whole(0, -1, 8)]),
     Case("Transpose", [IMAGE], {"perm": [0, 2, 3, 1]}, label="perm"),
     Case("Squeeze", [floats(2, 1, 3, 1), whole(1, -1)]),
@@ -197,14 +189,8 @@ CASES = [
     Case("Range", [np.array(2), np.array(11), np.array(3)], held=0),
     Case("ConstantOfShape", [whole(2, 3)], {"value": numpy_helper.from_array(np.array([4.0], np.float32))}, held=0),
     *(
-        Case(
-            kind,
-            [floats(5, 2, 3), floats(1, gates * 4, 3), floats(1, gates * 4, 4), floats(1, gates * 8)],
-            {"hidden_size": 4} | ({"linear_before_reset": 1} if kind == "GRU" else {}),
-            outputs=2,
-            held=held,
-        )
-        for kind, gates in (("LSTM", 4), ("GRU", 3), ("RNN", 1))
+        Case(kind, [floats(5, 2, 3), *weights_of(kind)], recurrent(kind), outputs=2, held=held)
+        for kind in GATES
         for held in (1, 4)
     ),
 ]
@@ -220,16 +206,14 @@ def written(case: Case, folder: Path, opset: int = 0) -> Path:
     ("case", "opset"), [(case, opset) for case in CASES for opset in case.versions()], ids=lambda part: str(part)
 )
 def test_an_operator_gives_what_the_reference_gives(case: Case, opset: int, tmp_path: Path) -> None:
-    given = [array for array in case.inputs[: case.held] if array is not None]
     feeds = {f"input_{place}": array for place, array in enumerate(case.inputs[: case.held]) if array is not None}
     wanted = ReferenceEvaluator(case.model(opset)).run(None, feeds)
     with torch.no_grad():
-        found = load(written(case, tmp_path, opset))(*map(torch.tensor, given))
+        found = load(written(case, tmp_path, opset))(*map(torch.tensor, feeds.values()))
     for left, right in zip(found if isinstance(found, tuple) else (found,), wanted, strict=True):
         assert tuple(left.shape) == right.shape
-        torch.testing.assert_close(
-            torch.tensor(np.array(left, order="C")), torch.tensor(right.copy()), rtol=1e-4, atol=1e-5
-        )
+        found_here, wanted_here = torch.tensor(np.array(left, order="C")), torch.tensor(right.copy())
+        torch.testing.assert_close(found_here, wanted_here, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("sizes", "wanted"), [(np.array(2), IMAGE[:, 2:4]), (whole(1, 3), IMAGE[:, 1:4])])
@@ -274,13 +258,11 @@ def test_every_operator_has_a_case_and_each_case_an_opset() -> None:
 
 @pytest.mark.parametrize("direction", ["reverse", "bidirectional"])
 @pytest.mark.parametrize("biased", [True, False], ids=["biased", "unbiased"])
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("kind", GATES)
 def test_a_direction_is_a_forward_layer_of_its_own(kind: str, biased: bool, direction: str, tmp_path: Path) -> None:
     """The reference implementation knows one direction; the others are made of it."""
-    gates, both = {"LSTM": 4, "GRU": 3, "RNN": 1}[kind], 2 if direction == "bidirectional" else 1
-    value = floats(5, 2, 3)
-    weights = [floats(both, gates * 4, 3), floats(both, gates * 4, 4), *([floats(both, gates * 8)] if biased else [])]
-    attributes = {"hidden_size": 4} | ({"linear_before_reset": 1} if kind == "GRU" else {})
+    both, attributes = 2 if direction == "bidirectional" else 1, recurrent(kind)
+    value, weights = floats(5, 2, 3), weights_of(kind, both, biased=biased)
     whole_layer = Case(kind, [value, *weights], {**attributes, "direction": direction}, outputs=2)
     wanted = []
     for place in range(both):

@@ -42,12 +42,12 @@ def built(kind: str, tree: Path, out: Path) -> Path:
     return archive
 
 
-def unpacked(sdist: Path, out: Path) -> Path:
-    """The tree that an sdist holds."""
+def unpacked(sdist: Path, tree: Path) -> Path:
+    """The tree that an sdist holds, which is moved there."""
     with tarfile.open(sdist) as archive:
-        archive.extractall(out, filter="data")
-    (tree,) = out.iterdir()
-    return tree
+        archive.extractall(tree.with_suffix(".out"), filter="data")
+    (inside,) = tree.with_suffix(".out").iterdir()
+    return inside.rename(tree)
 
 
 def files_of(wheel: Path) -> dict[str, bytes]:

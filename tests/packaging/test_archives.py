@@ -6,12 +6,13 @@ import email
 import tarfile
 import tomllib
 import zipfile
+from pathlib import Path
 
 import pytest
 
 import poochplan
 from tests.packaging.builds import files_of
-from tests.packaging.conftest import Builds
+from tests.packaging.conftest import SOURCES, wheel_from
 from tests.packaging.folders import ROOT, listed_packages, package_folders
 
 HOMES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
@@ -48,9 +49,9 @@ def test_every_link_beside_the_list_leads_where_the_list_says() -> None:
             assert link.resolve() == ROOT / home
 
 
-@pytest.mark.parametrize("source", ["with links", "without links", "sdist"])
-def test_a_wheel_holds_every_module_and_config(builds: Builds, source: str) -> None:
-    held = files_of(builds.wheels[source])
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_wheel_holds_every_module_and_config(builds: Path, source: str) -> None:
+    held = files_of(wheel_from(source, builds))
     expected = shipped_files()
     one_of_each = {"poochplan/py.typed", "poochplan/configs/unet3d.toml", "poochplan/planner/planning.py"}
     assert one_of_each | NATIVE <= set(expected)
@@ -58,8 +59,9 @@ def test_a_wheel_holds_every_module_and_config(builds: Builds, source: str) -> N
     assert held == expected
 
 
-def test_the_sdist_holds_every_module_and_the_schemas(builds: Builds) -> None:
-    with tarfile.open(builds.sdist) as archive:
+def test_the_sdist_holds_every_module_and_the_schemas(builds: Path) -> None:
+    (sdist,) = (builds / "sdist").iterdir()
+    with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
         assert not [entry.name for entry in archive if entry.issym() or entry.islnk()]
     modules = {str(path.relative_to(ROOT)) for folder in package_folders().values() for path in folder.glob("*.py")}
@@ -68,9 +70,9 @@ def test_the_sdist_holds_every_module_and_the_schemas(builds: Builds) -> None:
     assert modules | schemas | {"src/poochplan/py.typed", "configs/unet3d.toml", "README.md", "LICENSE"} <= held
 
 
-def test_the_version_is_said_in_one_place(builds: Builds) -> None:
+def test_the_version_is_said_in_one_place(builds: Path) -> None:
     assert "version" not in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for wheel in builds.wheels.values():
-        with zipfile.ZipFile(wheel) as archive:
+    for source in SOURCES:
+        with zipfile.ZipFile(wheel_from(source, builds)) as archive:
             (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
             assert email.message_from_bytes(archive.read(name))["Version"] == poochplan.__version__

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import poochplan
 from tests.packaging.builds import environment, install, run
-from tests.packaging.conftest import Builds
 from tests.packaging.folders import ROOT, package_folders
 
 INSTANCE = ROOT / "benchmarks" / "instances" / "resnet50-b256-v100.json.gz"
@@ -54,20 +53,17 @@ def test_planning_needs_neither_torch_nor_linux(installed: Path, tmp_path: Path)
     assert json.loads((tmp_path / "plan.json").read_text())["values"]
 
 
-def test_an_editable_install_without_links_imports_the_checkout(builds: Builds, tmp_path: Path) -> None:
+def test_an_editable_install_without_links_imports_the_checkout(builds: Path, tmp_path: Path) -> None:
     tree = tmp_path / "tree"
-    shutil.copytree(builds.without_links, tree)
+    shutil.copytree(builds / "trees" / "without links", tree)
     bin_folder = environment(tmp_path / "environment")
     install(bin_folder, "--editable", str(tree))
     found = Path(run(str(bin_folder / "python"), "-c", _WHERE, cwd=tmp_path).strip())
     assert found.resolve() == tree / "runtime"
 
 
-def test_the_command_knows_its_version(installed: Path, tmp_path: Path) -> None:
+def test_the_command_knows_its_version_and_profiles_a_name_that_ships(installed: Path, tmp_path: Path) -> None:
     assert run(str(installed / "pooch"), "--version", cwd=tmp_path) == f"pooch {poochplan.__version__}\n"
-
-
-def test_a_name_that_ships_is_profiled_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     fake = ("--mode", "fake", "--roofline", "v100")
     run(str(installed / "pooch"), "profile", "char_rnn", *fake, "-o", "profile.json", cwd=tmp_path)
     assert json.loads((tmp_path / "profile.json").read_text())["workload"] == "char_rnn"
