@@ -10,7 +10,9 @@ import torch
 
 from poochplan.profiler import profiling
 from tests.depth import DEEP, MARKED, is_in_part, is_looked_at
-from tests.hangs import EndsWhatHangs
+from tests.hangs import pytest_configure
+
+__all__ = ["pytest_configure"]
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +33,6 @@ def _the_link_is_measured_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profiling, "measure_link", functools.cache(profiling.measure_link))
         yield
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(EndsWhatHangs(is_controller=config.getoption("dist", "no") != "no"))
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
