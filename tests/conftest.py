@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 
 from poochplan.profiler import profiling
-from tests.depth import DEEP, MARKED, is_in_part, is_looked_at
+from tests.depth import DEEP, MARKED, PART, is_in_part, is_looked_at
 from tests.hangs import pytest_configure
 
 __all__ = ["pytest_configure"]
@@ -33,6 +36,17 @@ def _the_link_is_measured_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profiling, "measure_link", functools.cache(profiling.measure_link))
         yield
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Notebooks of the rest run on less: their kernels begin with ``kernel_start.py``."""
+    if PART == "rest" and not DEEP:
+        folder = tempfile.TemporaryDirectory(prefix="pooch-ipython-")
+        session.config.add_cleanup(folder.cleanup)
+        started = Path(folder.name) / "profile_default" / "startup"
+        started.mkdir(parents=True)
+        shutil.copy(Path(__file__).with_name("kernel_start.py"), started)
+        os.environ["IPYTHONDIR"] = folder.name
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
