@@ -10,7 +10,7 @@ Rules, cited in the code:
    other devices are never touched.
 3. No device storage is released, and no storage that a copy fills is used, before the compute stream has waited for the
    copy's end: see ``devices/transfers.py``.
-4. A packed tensor is stored detached: a graph must not hold itself alive through us.
+4. A packed tensor that has a graph is stored detached: a graph must not hold itself alive through us.
 5. A content is only returned to autograd if its version counter shows no write since it was saved; otherwise the error
    that autograd itself would have raised is raised.
 6. A returned tensor has the shape, dtype and stride of the saved one.
