@@ -304,7 +304,12 @@ class Engine:
             storage = None if tensor is whole else plain_storage(tensor, self.device.kind)
         if self._ungathered and any(map(has_storages, self._ungathered)):  # in the first forward of their unit
             self._look_at_model(segment)
-        if storage is None or storage_identity(storage) in self.tape.static or tensor.get_device() != self._index:
+        if (
+            storage is None
+            or (type(whole) is not torch.Tensor and isinstance(whole, torch.nn.Parameter))  # with other ``.data`` now
+            or storage_identity(storage) in self.tape.static
+            or tensor.get_device() != self._index
+        ):
             return SavedHandle.untouched(whole)
         if self._policy is None:
             segment.saves_next = True

@@ -84,7 +84,19 @@ def other_data_of_parameters_before_backward(model: nn.Module, step: Step, sessi
         parameter.data = data
 
 
+def weights_that_are_rounded_in_forward_alone(model: nn.Module, step: Step, session: Session | None) -> None:
+    def becomes(layer: nn.Module, data: torch.Tensor) -> None:
+        layer.weight.data = data
+
+    for layer in (layer for layer in model.modules() if isinstance(layer, nn.Conv2d)):
+        whole = layer.weight.data
+        layer.register_forward_pre_hook(lambda layer, _, whole=whole: becomes(layer, whole.round(decimals=1)))
+        layer.register_forward_hook(lambda layer, *_, whole=whole: becomes(layer, whole))
+    step().backward()
+
+
 USES: list[Use] = [
+    weights_that_are_rounded_in_forward_alone,
     other_data_of_parameters_before_backward,
     several_forwards_before_one_backward,
     gradient_accumulation,
