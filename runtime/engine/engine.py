@@ -302,6 +302,7 @@ class Engine:
         if storage is None:
             tensor = saved_part(whole)  # Rule 13
             storage = None if tensor is whole else plain_storage(tensor, self.device.kind)
+            segment.others += storage is None
         if self._ungathered and any(map(has_storages, self._ungathered)):  # in the first forward of their unit
             self._look_at_model(segment)
         if (

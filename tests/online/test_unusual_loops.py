@@ -97,6 +97,24 @@ def test_a_new_optimizer_for_each_task_takes_the_place_of_the_last_one(tmp_path:
         assert len(session._source.kinds) == len(session.plans) == 1
 
 
+class Named(torch.Tensor):
+    """A subclass that adds nothing, and stays one through a network."""
+
+
+def test_a_loop_that_saves_only_what_no_plan_moves_is_told_so(tmp_path: Path) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    options: dict[str, Any] = {"budget": "60%", "cache": tmp_path, **QUICK}
+    with (
+        pytest.warns(RuntimeWarning, match="all that they save is sparse, nested or of a subclass"),
+        poochplan.auto(model, optimizer, **options),
+    ):
+        for _ in range(12):
+            model(BATCH.as_subclass(Named)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def test_lazy_layers_may_have_no_weights_before_the_first_step(tmp_path: Path) -> None:
     losses, followed = [], 0
     for is_planned in (False, True):
