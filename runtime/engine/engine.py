@@ -10,7 +10,7 @@ Rules, cited in the code:
    other devices are never touched.
 3. No device storage is released, and no storage that a copy fills is used, before the compute stream has waited for the
    copy's end: see ``devices/transfers.py``.
-4. A packed tensor is stored detached: a graph must not hold itself alive through us.
+4. A packed tensor that has a graph is stored detached: a graph must not hold itself alive through us.
 5. A content is only returned to autograd if its version counter shows no write since it was saved; otherwise the error
    that autograd itself would have raised is raised.
 6. A returned tensor has the shape, dtype and stride of the saved one.
@@ -306,9 +306,15 @@ class Engine:
         if storage is None:
             tensor = saved_part(whole)  # Rule 13
             storage = None if tensor is whole else plain_storage(tensor, self.device.kind)
+            segment.others += storage is None
         if self._ungathered and any(map(has_storages, self._ungathered)):  # in the first forward of their unit
             self._look_at_model(segment)
-        if storage is None or storage_identity(storage) in self.tape.static or tensor.get_device() != self._index:
+        if (
+            storage is None
+            or (type(whole) is not torch.Tensor and isinstance(whole, torch.nn.Parameter))  # with other ``.data`` now
+            or storage_identity(storage) in self.tape.static
+            or tensor.get_device() != self._index
+        ):
             return SavedHandle.untouched(whole)
         if self._policy is None:
             segment.saves_next = True

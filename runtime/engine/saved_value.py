@@ -186,8 +186,11 @@ class SavedHandle(msgspec.Struct, gc=False, eq=False):
 
     @classmethod
     def untouched(cls, tensor: torch.Tensor) -> SavedHandle:
-        """A handle of a tensor that the engine leaves alone."""
-        return cls(tensor.detach(), 0 if tensor.is_inference() else version_of(tensor))  # engine rule 4
+        """A handle of a tensor that the engine leaves alone. A leaf is held itself, as autograd does: it may get other
+        ``.data`` before backward, and code there may read its attributes.
+        """
+        held = tensor if tensor.grad_fn is None else tensor.detach()  # engine rule 4
+        return cls(held, 0 if tensor.is_inference() else version_of(tensor))
 
     @classmethod
     def another(
