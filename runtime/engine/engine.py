@@ -128,6 +128,8 @@ class Engine:
         """By these bits are widened on CUDA, as long as plans have sources."""
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Storages of ``tape.static``, by identity: another may get that of a buffer that a forward replaces."""
+        self._own = set[int]()
+        """The model's parameters and buffers, by ``id``: a parameter may get other ``.data`` amid forward."""
         self._ungathered: list[Any] = []
         """FSDP2's weights that have no storages yet."""
         self._lock = threading.RLock()
@@ -253,10 +255,12 @@ class Engine:
     def _look_at_model(self, segment: Segment) -> None:
         kind, static, before = self.device.kind, self.tape.static, self._alive
         static.clear()
+        self._own.clear()
         self._alive = {}
         segment.gradient_bytes = 0
         model = self.model_of(segment)
         for tensor in own_tensors(model):
+            self._own.add(id(tensor))
             storage = plain_storage(tensor, kind)
             if storage is not None:
                 key = storage_identity(storage)
@@ -311,7 +315,7 @@ class Engine:
             self._look_at_model(segment)
         if (
             storage is None
-            or (type(whole) is not torch.Tensor and isinstance(whole, torch.nn.Parameter))  # with other ``.data`` now
+            or (type(whole) is not torch.Tensor and id(whole) in self._own and isinstance(whole, torch.nn.Parameter))
             or storage_identity(storage) in self.tape.static
             or tensor.get_device() != self._index
         ):

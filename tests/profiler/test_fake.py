@@ -15,7 +15,7 @@ import poochplan
 from poochplan.errors import StepError, UsageError
 from poochplan.formats.profile import PointKind, Profile
 from poochplan.profiler.fake.fake import building, workspace_bytes
-from tests.runtime.nets import CASES, LINK, of, train
+from tests.runtime.nets import CASES, LINK, of, taken, train
 
 
 def _conv() -> nn.Module:
@@ -208,3 +208,12 @@ def test_what_another_compiler_has_compiled_is_refused() -> None:
 def test_a_wrong_mode_or_roofline_is_one_clear_line(options: dict[str, str], message: str) -> None:
     model = nn.Linear(4, 4)
     assert message in _refusal(model, lambda: model(torch.ones(2, 4)).sum(), UsageError, **options)
+
+
+def test_a_weight_outside_the_model_is_saved_alike_with_data_and_without() -> None:
+    model, weight, batch = nn.Linear(8, 8), nn.Parameter(torch.ones(512, 8)), torch.randn(512, 8)
+
+    def step() -> torch.Tensor:
+        return (model(batch).tanh() * weight).square().mean()
+
+    assert taken(step, model).handles == taken(step, model, mode="fake").handles
