@@ -19,8 +19,9 @@ GPU_PYTHON ?= python3
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 
-# What the caller's shell has set must change neither what is imported nor how many threads are used.
-unexport PYTHONPATH PYTHONHOME OMP_NUM_THREADS
+# What the caller's shell has set must change neither what is imported nor how many threads are used. Bytecode is kept:
+# the suite starts some hundred processes, and each would compile all modules again.
+unexport PYTHONPATH PYTHONHOME OMP_NUM_THREADS PYTHONDONTWRITEBYTECODE
 export MPLBACKEND := Agg
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # All seeds, all networks, long runs: before every release.

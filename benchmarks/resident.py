@@ -9,107 +9,70 @@ allocator is left as it is.
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
-import multiprocessing
 import resource
-import sys
 import tempfile
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
-from benchmarks.facts import write_results
+from benchmarks.facts import parser_of, write_results
+from benchmarks.pairs import load, profiled
+from benchmarks.processes import import_all, in_a_process
 
-HERE = Path(__file__).parent
 STEPS = 3
-IMPORTED = ("torch", "torch._dynamo", "monai.networks.nets", "transformers", "poochplan.workload")
-"""All that building a workload and training it may import."""
 
 
 def max_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def growth_bytes(target: str, settings: dict[str, str], plan_file: Path | None = None) -> int:
+def growth_bytes(name: str, settings: dict[str, str], plan_file: Path | None = None) -> int:
     """Trains for three steps; the growth of the largest resident set since the imports, in bytes."""
-    import torch
-
     import poochplan
-    from poochplan.workload import load_workload
 
     plan = poochplan.Plan.load(plan_file) if plan_file else None
     baseline = max_resident_bytes()
-    torch.manual_seed(0)
-    workload = load_workload(target, settings).workload
+    workload = load(name, settings)
     assert workload.optimizer is not None
-
-    def train() -> None:
+    with poochplan.apply(plan, workload.model, meter="never") if plan else nullcontext():
         for _ in range(STEPS):
             workload.optimizer.zero_grad(set_to_none=True)
-            loss = workload.step()
+            loss = workload.step()  # lives on into the next step, as in most loops
             loss.backward()
             workload.optimizer.step()
-
-    if plan is None:
-        train()
-    else:
-        with poochplan.apply(plan, workload.model, meter="never"):
-            train()
     return max_resident_bytes() - baseline
 
 
-def make_plan(target: str, settings: dict[str, str], budget: str, path: Path) -> dict[str, float]:
-    import torch
-
+def make_plan(name: str, settings: dict[str, str], budget: str, path: Path) -> dict[str, float]:
     import poochplan
-    from poochplan.planner.planning import smallest_budget
-    from poochplan.workload import load_workload
 
-    torch.manual_seed(0)
-    workload = load_workload(target, settings).workload
-    profile = poochplan.profile(workload.step, model=workload.model, optimizer=workload.optimizer, iterations=1)
-    wanted = smallest_budget(profile) if budget == "smallest" else budget
+    profile = profiled(load(name, settings), name, iterations=1)
+    wanted = poochplan.planner.smallest_budget(profile) if budget == "smallest" else budget
     plan = poochplan.plan(profile, wanted, evaluations=200)  # resident memory is asked for, not the fastest step
     plan.save(path, force=True)
     return {"in_core_peak_bytes": profile.in_core_peak_bytes, "predicted_peak_bytes": plan.prediction.peak_bytes}
 
 
-def measure(target: str, settings: dict[str, str], budget: str) -> dict[str, float]:
+def measure(name: str, settings: dict[str, str], budget: str) -> dict[str, float]:
     """Growth of the resident set of both processes, and the saving."""
-    for module in IMPORTED:
-        importlib.import_module(module)
+    import_all()
     with tempfile.TemporaryDirectory() as folder:
         plan_file = Path(folder) / "plan.json"
-        facts = in_a_process(make_plan, target, settings, budget, plan_file)
-        in_core = in_a_process(growth_bytes, target, settings)
-        planned = in_a_process(growth_bytes, target, settings, plan_file)
+        facts = in_a_process(make_plan, name, settings, budget, plan_file)
+        in_core = in_a_process(growth_bytes, name, settings)
+        planned = in_a_process(growth_bytes, name, settings, plan_file)
     return {**facts, "in_core_rss_bytes": in_core, "planned_rss_bytes": planned, "saving": 1 - planned / in_core}
 
 
-def in_a_process(function: Callable[..., Any], *arguments: object) -> Any:
-    """What it returns, in a process that is forked for it and ends with it."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as process:
-        return process.submit(function, *arguments).result()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", default="gpt2", help="name of a file in configs/, or any WORKLOAD")
+def main() -> None:
+    parser = parser_of(__doc__, workload=("gpt2", "name of a file in configs/, or any WORKLOAD"), budget="smallest")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--budget", default="smallest")
-    parser.add_argument("-o", "--output")
-    arguments = parser.parse_args()
-    config = HERE.parent / "configs" / f"{arguments.workload}.toml"
-    target = str(config) if config.exists() else arguments.workload
-    settings = dict(pair.split("=", 1) for pair in arguments.set)
-    found = {"workload": arguments.workload, **settings, **measure(target, settings, arguments.budget)}
+    asked = parser.parse_args()
+    settings = dict(pair.split("=", 1) for pair in asked.set)
+    found = {"workload": asked.workload, **settings, **measure(asked.workload, settings, asked.budget)}
     print(json.dumps(found, indent=1))
-    write_results(arguments.output, found)
-    return 0
+    write_results(asked.output, found)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

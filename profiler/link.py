@@ -159,7 +159,7 @@ def _written_once(device: ComputeDevice, sizes: tuple[int, ...]) -> tuple[int, .
             if written:
                 break
             raise SpillError(
-                f"link test: expected room for {format_bytes(2 * size)} in the host tier, found none "
+                f"link test: expected room for {format_bytes(2 * size)} to copy to, found none "
                 f"({error.strerror}); free space, or name another spill directory"
             ) from None
         took_s = time.perf_counter() - start_s
@@ -244,7 +244,7 @@ def _checked(device: ComputeDevice, *copies: Copy) -> None:
         copy.wait()
         if copy.error is not None:
             raise SpillError(
-                f"link test: expected copies to the host tier and back to work, found one that failed "
+                f"link test: expected copies to the host and back to work, found one that failed "
                 f"({copy.error.strerror}); free space, or name another spill directory"
             )
 

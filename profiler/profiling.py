@@ -36,12 +36,13 @@ from poochplan.runtime.attachment import check_no_session
 from poochplan.runtime.compiled.inductor import compiled_deferring
 from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.opening import open_device
+from poochplan.runtime.messages import users_line
 from poochplan.runtime.metering.allocated import step_scope
 from poochplan.runtime.session import Session
 from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.tensors.host_memory import available_bytes, fitting_mode, memory_left
 from poochplan.torch_private.sharding import is_sharded
-from poochplan.units import parse_rate
+from poochplan.units import counted, parse_rate
 
 from .link import measure_link
 from .request import (
@@ -172,7 +173,9 @@ def profile(
             profile = with_handles(profile, measured_on(where, torch.get_num_threads()), [])
     profile = msgspec.structs.replace(profile, notes=(*profile.notes, *runtime_notes(profile.runtime)))
     if EVAL_MODE in profile.notes:
-        warnings.warn(f"poochplan: {EVAL_MODE}; call model.train() if it is trained so", UserWarning, stacklevel=2)
+        warnings.warn(
+            f"poochplan: {EVAL_MODE}; call model.train() if it is trained so", UserWarning, stacklevel=users_line()
+        )
     return profile
 
 
@@ -268,7 +271,7 @@ def _warm(steps: StepFunction, where: torch.device, mode: RealMode, options: Opt
     """A block with a session's memory settings, after the warm-up steps."""
     with _session_memory(where), steps:
         if mode == "swap-all":
-            options.say(f"warming up ({options.warmup} steps, swapping)")
+            options.say(f"warming up ({counted(options.warmup, 'step')}, swapping)")
             for _ in range(options.warmup):
                 steps.run(PhaseTiming(steps.context, SwapEach(at_once=True)))
             _wait_for_builds()
@@ -325,7 +328,7 @@ def _session_memory(where: torch.device) -> Iterator[None]:
 
 def _plain_step_s(steps: StepFunction, options: Options) -> float:
     """The median seconds of a step by PyTorch alone, without any setting of a session. Warm-up steps run first."""
-    options.say(f"warming up ({options.warmup} steps), and timing {options.iterations} by PyTorch alone")
+    options.say(f"warming up ({counted(options.warmup, 'step')}), and timing {options.iterations} by PyTorch alone")
     for _ in range(options.warmup):
         steps.one_step()
     return median(sum(steps.timed().values()) for _ in range(options.iterations))

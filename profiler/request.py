@@ -87,9 +87,9 @@ def check_mode(
             'leave it out, or ask for mode "run"'
         )
     if fake and where.type != "cpu":
-        raise UsageError(f'device: mode "fake" takes the ops of the CPU, found a model on {where}; build it on the CPU')
+        raise UsageError(f'device: expected a model on the CPU in mode "fake", found one on {where}; build it there')
     if throttle is not None and where.type != "cpu":
-        raise UsageError(f"throttle: copies of {where} are not held to a rate; leave it out, or profile on the CPU")
+        raise UsageError(f"throttle: expected the CPU, found {where}, where copies are not slowed; leave it out")
 
 
 def check_backward(backward: str, mode: str, roofline: str | None) -> None:
@@ -98,7 +98,7 @@ def check_backward(backward: str, mode: str, roofline: str | None) -> None:
         raise UsageError(f'backward: expected "outside" or "inside", found {backward!r}')
     if backward == "inside" and (mode == "fake" or roofline is not None):
         raise UsageError(
-            'backward: a step without memory cannot step an optimizer; return the loss, and leave out backward="inside"'
+            'backward: expected "outside" in mode "fake", which runs no optimizer, found "inside"; return the loss'
         )
 
 

@@ -143,7 +143,10 @@ def apply(
     _check_switches(every)
     check_cap(cap_bytes, where)
     if host_limit_bytes is not None and where.type != "cuda":
-        raise UsageError(f"host limit: expected a plan for cuda, found one for {where.type}; there the disk limits it")
+        raise UsageError(
+            f"host_limit_bytes: expected a plan for cuda, found one for {where.type}, where only the disk limits "
+            "swapping; leave it out"
+        )
     spill_dir = choose_spill_dir(spill_dir) if where.type == "cpu" else None
 
     def opened() -> ComputeDevice:
@@ -171,8 +174,9 @@ def _check_times(plans: Sequence[Plan], force: bool) -> None:
     roofline = next((one.roofline for one in plans if one.roofline), "")
     if roofline and not force:
         raise UsageError(
-            f"plan: expected one for this device, found one whose times are a roofline's ({roofline}); profile here, "
-            "in mode fake without a roofline if the step does not fit, or pass force=True (pooch run --force)"
+            f"plan: expected times of this device, found times computed from the rates of {roofline} (its roofline); "
+            "profile here, in mode fake without a roofline if the step does not fit, or pass force=True (pooch run "
+            "--force)"
         )
     assumed = dict.fromkeys(what for one in plans for what in one.assumed)
     if assumed:
@@ -225,7 +229,7 @@ def check_graphs(plan: Plan | PlanSet, model: torch.nn.Module) -> None:
         if one.replays and written_replays(model) != frozenset(one.replays):
             raise UsageError(
                 "plan: this plan is for a model that poochplan.compile has compiled: expected the "
-                f"{len(one.replays)} replays that it has inside compiled graphs, found a model without them; call "
+                f"{len(one.replays)} tensors that it recomputes inside compiled code, found a model without them; call "
                 "poochplan.compile(model, plan=plan) (pooch run --compile)"
             )
 

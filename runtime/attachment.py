@@ -242,7 +242,9 @@ class Attachment:
     def away(self) -> Iterator[None]:
         """Steps inside run in-core, as if nothing were attached. Use it only on the level of the ``with`` block."""
         if self.state != "open":
-            raise UsageError(f"away(): expected an open session, found a {self.state} one")
+            raise UsageError(
+                f"away(): expected an open session, found a {self.state} one; call it inside the with block"
+            )
         if self.engine.segment.used:
             self._events.over(self.engine.segment)
         self._events.resting()
@@ -330,7 +332,8 @@ def together(models: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
         return torch.nn.ModuleDict(dict(models))
     except (KeyError, TypeError) as error:
         raise UsageError(
-            f"models: expected names that modules can have (no dots, not empty), found {sorted(map(str, models))}"
+            f"models: expected names that modules can have (no dots, not empty), found {sorted(map(str, models))}; "
+            "rename them"
         ) from error
 
 

@@ -36,7 +36,10 @@ from .run_report import ArenaReport, MemoryPeaks, Report, StepReport
 
 FROM_TORCH = "planned steps take their memory from torch's allocator"
 FROM_SMALLER = "planned steps take their memory from a smaller arena"
-HOST_IS_FULL = "there is no room for {} of swapped values"
+HOST_IS_FULL = (
+    "there is no room for {} of swapped values ({}): those that find none stay on the device, and steps may exceed the "
+    "budget; free disk space or host memory, or name another spill_dir"
+)
 Explain = Callable[[Profile, Plan | None, int | None], str]
 """Describes where a step takes most memory, and its holders; the runtime itself cannot."""
 
@@ -111,7 +114,7 @@ class Session:
             stack.enter_context(self._attachment)
             if self._cap_bytes is not None:
                 stack.enter_context(hard_cap(self._device.where, self._cap_bytes))
-            self._reserve_host()
+            self._warns_if_full(lambda: self._device.reserve_host(self._engine.host.planned_bytes))
             if self._new_certifier is not None:
                 self._certifier = stack.enter_context(self._new_certifier(self.model))
             stack.callback(self._meter.step_is_over)
@@ -164,7 +167,7 @@ class Session:
             self.__exit__(None, None, None)
 
     def step(self, model: str | None = None) -> None:
-        """Marks where a new step begins. After the first call, steps begin only at such calls.
+        """Marks where a new step begins. After the first call, calls of a model begin none.
 
         Needed if a step calls the model more than once and lets go of all values that the first call saved, or if an
         earlier forward still waits for its backward. With several models, ``model`` names the one that the step
@@ -299,15 +302,12 @@ class Session:
         self._attachment.is_wanted = is_wanted
         self._attachment.abandoned = weakly(self, Session.close)
 
-    def _reserve_host(self) -> None:
-        planned_bytes = self._engine.host.planned_bytes
+    def _warns_if_full(self, reserve: Callable[[], None]) -> None:
         try:
-            self._device.reserve_host(planned_bytes)
+            reserve()
         except OSError as error:
-            self._messages.warn(
-                f"the host tier cannot hold the planned {planned_bytes} bytes ({error.strerror}); "
-                "values that do not fit are kept"
-            )
+            room = format_bytes(self._engine.host.planned_bytes)
+            self._messages.warn(HOST_IS_FULL.format(room, error.strerror))
 
     # -- called by the attachment --------------------------------------------------------------------------------
 
@@ -336,11 +336,7 @@ class Session:
             self._step_arena.forget(before.plan)
         if reason := self._step_arena.why_not(plan.plan):
             self._messages.warn(f"{FROM_TORCH}, and not from one arena: {reason}")
-        try:
-            self._engine.make_room([plan.plan.instructions])
-        except OSError as error:
-            room = HOST_IS_FULL.format(format_bytes(self._engine.host.planned_bytes))
-            self._messages.warn(f"{room} ({error.strerror or ''}); those that find none are kept")
+        self._warns_if_full(lambda: self._engine.make_room([plan.plan.instructions]))
 
     def _check_gradients(self, segment: Segment, plan: Plan) -> None:
         live_bytes = segment.gradient_bytes
@@ -348,8 +344,8 @@ class Session:
             return
         self._gradients_checked = True
         self._messages.warn(
-            f"gradients of an earlier step ({live_bytes} bytes) are still there in forward, the plan was "
-            "made without; call optimizer.zero_grad(set_to_none=True) before the step, or profile with accumulate"
+            f"gradients of an earlier step ({format_bytes(live_bytes)}) are still there in forward, the plan was made "
+            "without; call optimizer.zero_grad(set_to_none=True) before the step, or profile with accumulate=True"
         )
 
     def _point(self, passed: int) -> None:
@@ -411,8 +407,7 @@ class Session:
             if is_smaller is not None:
                 now = FROM_SMALLER if is_smaller else FROM_TORCH
                 took, budget = format_bytes(peak_bytes), format_bytes(plan.plan.budget_bytes)
-                whole = f"with the whole arena one took {took} of a budget of {budget}"
-                self._messages.say(f"{now} from now on: {whole}, without it they are within")
+                self._messages.say(f"{now} from now on: with the whole one a step took {took}, its budget is {budget}")
         elif not self._meter.is_certain and not self._is_ending:  # at the end no later step can tell
             plan.check_next()
         else:
@@ -455,4 +450,6 @@ class Session:
 
 
 def _goes(name: str, instead: str) -> None:
-    warnings.warn(f"session.{name} goes with the next version; use session.{instead}", DeprecationWarning, stacklevel=3)
+    warnings.warn(
+        f"session.{name} will be removed in the next version; use session.{instead}", DeprecationWarning, stacklevel=3
+    )

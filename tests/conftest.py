@@ -2,14 +2,20 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from poochplan.profiler import profiling
-from tests.depth import DEEP, is_in_part
-from tests.hangs import EndsWhatHangs
+from tests.depth import DEEP, MARKED, PART, is_in_part, is_looked_at
+from tests.hangs import pytest_configure
+
+__all__ = ["pytest_configure"]
 
 
 @pytest.fixture(autouse=True)
@@ -32,11 +38,25 @@ def _the_link_is_measured_once() -> Iterator[None]:
         yield
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(EndsWhatHangs(is_controller=config.getoption("dist", "no") != "no"))
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Notebooks of the rest run on less: their kernels begin with ``kernel_start.py``."""
+    if PART == "rest" and not DEEP:
+        folder = tempfile.TemporaryDirectory(prefix="pooch-ipython-")
+        session.config.add_cleanup(folder.cleanup)
+        started = Path(folder.name) / "profile_default" / "startup"
+        started.mkdir(parents=True)
+        shutil.copy(Path(__file__).with_name("kernel_start.py"), started)
+        os.environ["IPYTHONDIR"] = folder.name
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    return None if collection_path.suffix != ".py" or is_looked_at(collection_path) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = [item for item in items if not is_in_part(item) or (item.get_closest_marker("deep") and not DEEP)]
-    config.hook.pytest_deselected(items=left_out)
+    lost = [item for item in items if item.get_closest_marker("rest") and MARKED not in item.path.parents]
+    if lost:
+        raise pytest.UsageError(f"{lost[0].nodeid}: only files in {MARKED} are looked at for the marker rest")
+    left_out = {item for item in items if not is_in_part(item) or (item.get_closest_marker("deep") and not DEEP)}
+    config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]

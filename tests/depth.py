@@ -50,6 +50,16 @@ REST_FILES = {HERE / folder / f"test_{name}.py" for folder, names in REST.items(
 COPYING = "exactness fewer_bytes host_places replay_kinds served_steps smaller_forms unusual_tensors"
 ON_THE_CPU_TOO = {HERE / "runtime" / f"test_{name}.py" for name in COPYING.split()}
 """What the adversarial device claims of a step by day, these claim on the CPU's device too; with ``DEEP=1`` all do."""
+MARKED = HERE / "gpu"
+"""Where single tests are marked ``rest``: their files have tests of both parts."""
+
+
+def is_looked_at(path: Path) -> bool:
+    """Whether a file may have tests of the part that runs now. Others are not imported, which takes half a minute."""
+    if PART == "first":
+        return path not in REST_FILES
+    both = path in ON_THE_CPU_TOO or (DEEP and HERE / "runtime" in path.parents)
+    return PART != "rest" or path in REST_FILES or both or MARKED in path.parents
 
 
 def is_in_part(item: pytest.Item) -> bool:

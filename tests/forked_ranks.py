@@ -5,6 +5,7 @@ They are forked from one process that has imported the module, since importing t
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import runpy
@@ -17,6 +18,8 @@ def fork_ranks(count: int, module: str, arguments: list[str]) -> None:
     """Runs the module as ``__main__`` on each rank. The first rank that fails ends the others and this process."""
     importlib.import_module(module)
     del sys.modules[module]
+    gc.collect()
+    gc.freeze()  # else each profile and census of a rank looks at all that was imported
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]

@@ -43,3 +43,8 @@ class EndsWhatHangs:
     def pytest_runtest_logreport(self) -> None:
         if self._is_controller:
             self._wait()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A hook, for a conftest to import: this module needs no torch."""
+    config.pluginmanager.register(EndsWhatHangs(is_controller=config.getoption("dist", "no") != "no"))

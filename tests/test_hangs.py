@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CONFTEST = """
 from tests import hangs
-from tests.conftest import pytest_configure
+from tests.hangs import pytest_configure
 
 hangs.BETWEEN_TESTS_S, hangs.WITHOUT_A_RESULT_S = {between}, {without}
 """
@@ -33,7 +33,7 @@ import os, time
 
 def test_dies():
     if os.fork() == 0:
-        time.sleep(12)
+        time.sleep(9)
         os._exit(0)
     os._exit(0)
 """
@@ -52,7 +52,7 @@ def run(folder: Path, tests: str, conftest: str, *options: str) -> subprocess.Co
 
 def test_each_test_that_hangs_is_one_failure_and_the_others_are_run(tmp_path: Path) -> None:
     conftest = CONFTEST.format(between=250, without=250)
-    done = run(tmp_path, TESTS, conftest, *XDIST, "-o", "faulthandler_timeout=5")
+    done = run(tmp_path, TESTS, conftest, *XDIST, "-o", "faulthandler_timeout=3")
     assert "2 failed, 18 passed" in done.stdout
     for number, name in ((3, "spins"), (15, "waits")):
         assert f"crashed while running 'test_some.py::test_one[{number}]'" in done.stdout

@@ -37,14 +37,13 @@ def run_greedy(given: PolicyInput) -> Candidate:
     decided together, up to the missing bytes divided by :data:`STEPS`. If no decision lowers the peak any more, the
     recomputed values nearest to it are swapped instead. So a plan is found whenever there is one.
     """
-    return min((_run(given, style) for style in STYLES), key=given.rank)
-
-
-def _run(given: PolicyInput, style: Style) -> Candidate:
-    search = _Greedy(given, style)
-    while search.is_over and not given.is_over and search.step():
-        pass
-    return given.candidate(search.wish)
+    tried = []
+    for style in STYLES:
+        search = _Greedy(given, style)
+        while search.is_over and not given.is_over and search.step():
+            pass
+        tried.append(given.candidate(search.wish))
+    return min(tried, key=given.rank)
 
 
 class _Greedy:

@@ -159,7 +159,10 @@ MIN_GAIN = 1e-7
 def polish(problem: Problem, candidate: Candidate, budget_bytes: int, allowance: Allowance) -> Candidate:
     """The best schedule of the candidate's decisions that was met, never worse than its present one; with recording."""
     search = _Polish(problem, candidate, budget_bytes, allowance)
-    search.run()
+    for style in STYLES:
+        search.attempt(style, AS_STYLED)
+    while any(not search.is_done() and search.attempt(style, tuning) for style, tuning in search.moves()):
+        pass  # the first move that gains is made
     best = search.best
     return replace(best, schedule=with_recording(problem, best.schedule))
 
@@ -175,19 +178,12 @@ class _Polish:
         """A requested schedule, and the result."""
         self.floor_s = least_step_s(problem, candidate.wish)
 
-    def run(self) -> None:
-        """First the plain styles, then moves until none gains."""
-        for style in STYLES:
-            self._try(style, AS_STYLED)
-        while any(not self._is_done() and self._try(style, tuning) for style, tuning in self._moves()):
-            pass  # the first move that gains is made
-
-    def _is_done(self) -> bool:
+    def is_done(self) -> bool:
         best = self.best
         is_fast = best.simulation.step_s <= self.floor_s * (1 + MIN_GAIN)
         return self.allowance.is_spent or (is_fast and best.peak_bytes <= self.budget_bytes)
 
-    def _moves(self) -> Iterator[tuple[Style, Tuning]]:
+    def moves(self) -> Iterator[tuple[Style, Tuning]]:
         if self.here is None:
             return
         style, tuning, candidate = self.here
@@ -197,7 +193,7 @@ class _Polish:
         for changed in moves.all() if moving <= ALL_MOVES else moves.near_waits():
             yield style, changed
 
-    def _try(self, style: Style, tuning: Tuning) -> bool:
+    def attempt(self, style: Style, tuning: Tuning) -> bool:
         """Fits and simulates. Returns whether the result is better than the present position."""
         points = (tuning.stay_until, tuning.out_from, tuning.fetch_from)
         orders = (tuning.out_order, tuning.release_order, tuning.fetch_order)

@@ -188,7 +188,8 @@ def solve_linear(
             return _solve_highs(model, limits, relaxed, cancel)
         return _solve_with_pulp(model, _SHORT.get(solver, solver), limits, relaxed)
     except (OSError, RuntimeError) as error:
-        raise SolverError(f"solver {solver} failed ({error}); pip install highspy, or choose another") from error
+        instead = "update highspy, or name another" if solver == "highs" else "leave it out to use HiGHS"
+        raise SolverError(f"solver {solver} failed ({error}); {instead}") from error
 
 
 def _solve_highs(model: Arrays, limits: SolverLimits, relaxed: bool, cancel: Cancel | None) -> LinearSolution:

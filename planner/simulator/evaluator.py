@@ -177,7 +177,7 @@ class Evaluator:
             arrays = addresses(self._flat)
             self.handle = native.evaluator_new(address(arrays), self._pooled)
             if self.handle is None:
-                raise MemoryError("expected memory for an evaluator, found none")
+                raise MemoryError("planning is out of host memory; free some, or run pooch plan on another machine")
             weakref.finalize(self, native.evaluator_drop, self.handle)
         self._memory_bytes = None
         native.evaluate(self.handle, wish, budget_bytes, style, *self._into)

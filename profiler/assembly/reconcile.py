@@ -138,7 +138,7 @@ def steady(
     if medians_s[1] <= (1 + MUCH) * medians_s[0] or len(first) < FEWEST_REFUSED:
         return [*first, *second], [f"timed steps spread much ({said}): times are uncertain"]
     raise StepError(
-        f"timed steps: expected steps of about one length, found {said} of {len(first)}, and "
+        f"timed steps: expected about equal times, found {said} of {len(first)}, and "
         f"{format_seconds(_median_s(instrumented))} with each op timed; the machine is busy with something else: "
         "profile again when it is quieter, or with more iterations"
     )

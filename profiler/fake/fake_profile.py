@@ -20,6 +20,7 @@ from poochplan.profiler.request import Options
 from poochplan.runtime.metering.census import wrapper_of
 from poochplan.tensors.modes import compiled_modules
 from poochplan.torch_private.tensor_internals import tensors_in
+from poochplan.units import counted
 
 from .fake import FakeCapture, faked
 from .op_bench import OpBench, give_memory, memory_note
@@ -35,10 +36,10 @@ def fake_profile(steps: StepFunction, roofline: Roofline | None, options: Option
         if compiled:
             fake = GraphCapture(model, fakes, roofline)
             opened.enter_context(capturing_graphs(fake))
-        say(f"warming up without memory ({options.warmup} steps)")
+        say(f"warming up in mode fake ({counted(options.warmup, 'step')})")
         for _ in range(options.warmup):
             steps.one_step()
-        say("capturing one step without memory")
+        say("capturing one step in mode fake")
         seen = steps.run(Capturing(steps.context, fake))
         differ: list[str] = []
         if not compiled:

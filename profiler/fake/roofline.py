@@ -82,8 +82,7 @@ _TABLE = (
     # GeForce GTX Titan X (Maxwell): fp32 6.6 TFLOP/s at its boost clock, fp64 a 32nd, no faster halves; 336 GB/s.
     Roofline("titan-x", 5.1e12, 5.1e12, 5.1e12, 0.16e12, 336e9, 12 << 30, "pcie3"),
     # One core of a server's CPU with AVX-512, code by Inductor. The slopes are those that products and copies reach.
-    # `python -m benchmarks.functions` measured the functions on an EPYC, with torch 2.13. Random bits are drawn one by
-    # one.
+    # The functions were measured on an EPYC with torch 2.13 (docs/history.md). Random bits are drawn one by one.
     Roofline("cpu-core", 5e10, 5e10, 5e10, 2.5e10, 1e10, 0, "pcie4", _ON_A_CORE),
 )
 DEVICES = {device.name: device for device in _TABLE}

@@ -30,9 +30,11 @@ from poochplan.profiler.capture.capture import Capture, collected_after
 from poochplan.profiler.capture.timing import OpRuns
 from poochplan.profiler.step.preserve import preserved
 from poochplan.profiler.trials.compare import RECORDED, instructions_for, keeping, verification, without_replays
+from poochplan.runtime.messages import users_line
 from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
 from poochplan.runtime.step_policies.step_policy import StepPolicy, SwapEach
 from poochplan.tensors.host_memory import is_freed_memory_given_back, new_memory_holds
+from poochplan.units import counted
 
 from .after_capture import HookSeconds, Summing, TimedSteps, Verifying
 from .capturing import Capturing
@@ -160,7 +162,7 @@ def _timed(
     subtracted.
     """
     is_repeated, count = steps.context.is_repeated, options.timed
-    options.say(f"timing {count} steps")
+    options.say(f"timing {counted(count, 'step')}")
     with collected_after(capture) if is_repeated else contextlib.nullcontext():
         ordinary = yield from steps.several(1)
     is_allocated = steps.context.where.type == "cpu" and capture.memory is Memory.ALLOCATED
@@ -176,7 +178,7 @@ def _timed(
         timed, has_kept = from_arena or ordinary, steps.have_followed
         if not has_room():
             steps.close()  # ops that are timed one by one may take blocks beside an arena
-        options.say(f"timing {len(capture.ops)} ops over {count} steps")
+        options.say(f"timing {len(capture.ops)} ops over {counted(count, 'step')}")
         ops = OpRuns(capture.ops)
         yield from steps.by_op(count, ops)
         notes = ops.notes
@@ -201,7 +203,7 @@ def _kept(context: StudyContext, profile: Profile, timed: list[PhaseSeconds], in
     note = contradicted(timed, seconds)
     if not note:
         return profile
-    warnings.warn(f"poochplan: {note}", UserWarning, stacklevel=2)
+    warnings.warn(f"poochplan: {note}", UserWarning, stacklevel=users_line())
     return msgspec.structs.replace(profile, notes=(*profile.notes, note))
 
 

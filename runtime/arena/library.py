@@ -138,7 +138,7 @@ def _installed(file: Path) -> Library:
     code = found.install()
     if code:
         raise AllocatorError(
-            f"expected to stand before torch's CPU allocator, but {_REFUSALS[code]}; nothing is served"
+            f"the arena's allocator could not be installed: {_REFUSALS[code]}; run without other allocators"
         )
     return found
 
@@ -199,7 +199,7 @@ class ThreadScope:
         self.library: Library = library()
         handle = self.library.scope_new()
         if handle is None:
-            raise AllocatorError("expected a few bytes for a scope of threads, found no memory; free some")
+            raise AllocatorError("out of memory where a step is metered; free some")
         self.handle: int = handle
 
     def join(self) -> None:
@@ -229,7 +229,7 @@ class ThreadScope:
 
 def too_many() -> AllocatorError:
     """The error for a scope that is one too many to count or record."""
-    return AllocatorError("expected at most 16 scopes that count or record at once, found more; end one of them")
+    return AllocatorError("expected at most 16 meters of memory at once, found more; end a session")
 
 
 class AllocationLog:

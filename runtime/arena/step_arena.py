@@ -402,7 +402,7 @@ def step_arena_for(
     if not reason and pack is not None:
         return StepArena(pack, mode)
     if mode == "on":
-        raise UsageError(f'arena: expected "on" to be possible, found {reason}')
+        raise UsageError(f'arena: "on" is not possible: {reason}; take "auto" to train without an arena')
     return None
 
 

@@ -64,8 +64,8 @@ def unpack_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
     found = _WAITING.get(key)
     if found is None:
         raise StepError(
-            "expected a saved tensor to be unpacked in a compiled backward once, found that it is gone; "
-            "hooks of your own around saved tensors must hand back what they were given"
+            "a tensor saved in compiled code was asked for twice, or changed by other saved-tensors hooks; "
+            "remove those hooks, or have them return what they get"
         )
     unpack, again, _ = found
     if not again:

@@ -70,6 +70,9 @@ def why_never_replayed(split: Split, node: Node) -> str:
     return _ROUNDED.format(name=rounded.name) if rounded is not None else ""
 
 
+_COMPILE_AGAIN = "call poochplan.compile(model, step, budget=...) again"
+
+
 def write_replays(split: Split, names: Collection[str]) -> None:
     """Has the backward make the saved nodes of these names again, each before its first use.
 
@@ -79,10 +82,10 @@ def write_replays(split: Split, names: Collection[str]) -> None:
     replayed = dict.fromkeys(node for node in saved if node.name in names)
     if len(replayed) < len(set(names)):
         lost = ", ".join(sorted(set(names) - {node.name for node in saved}))
-        raise UsageError(f"expected saved tensors named {lost} in the compiled graph, found none; plan it again")
+        raise UsageError(f"plan: expected saved tensors named {lost} in compiled code, found none; {_COMPILE_AGAIN}")
     for node in replayed:
         if why := why_never_replayed(split, node):
-            raise UsageError(f"{node.name} cannot be recomputed: {why}; plan it again")
+            raise UsageError(f"plan: {node.name} cannot be recomputed in the compiled code: {why}; {_COMPILE_AGAIN}")
     _save_also(split, replayed)
     _replay_before_use(split, replayed)
     _save_no_more(split, replayed)

@@ -34,7 +34,8 @@ def usable_device(name: str) -> torch.device:
             "that is not there with `pooch profile --mode fake --roofline h200` (or v100, a100) and no --device"
         )
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"device: expected one of {torch.cuda.device_count()} CUDA devices, found {name!r}")
+        last = torch.cuda.device_count() - 1
+        raise UsageError(f"device: expected cuda:0{f' to cuda:{last}' if last else ''}, found {name!r}; name that")
     return where
 
 
@@ -65,7 +66,9 @@ def model_device(model: torch.nn.Module, kind: str) -> torch.device:
 def check_cap(cap_bytes: int | None, where: torch.device) -> None:
     """Raises ``UsageError`` for a limit on a device whose allocator takes none."""
     if cap_bytes is not None and where.type != "cuda":
-        raise UsageError(f"cap: expected a model on cuda, whose allocator takes a limit, found one on {where.type}")
+        raise UsageError(
+            f"cap: expected a model on cuda, whose allocator takes a limit, found one on {where.type}; leave it out"
+        )
 
 
 def _remedy(tensor: torch.Tensor) -> str:

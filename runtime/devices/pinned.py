@@ -306,7 +306,10 @@ def memcpy_async(cupy: Any) -> MemcpyAsync | None:
 
 def _raised(status: int) -> None:
     if status != 0:
-        raise RuntimeError(f"CUDA error {status}: a copy between device and host could not be queued")
+        raise RuntimeError(
+            f"CUDA error {status}: a copy between device and host could not be queued; an earlier error may be the "
+            "cause, which CUDA_LAUNCH_BLOCKING=1 shows"
+        )
 
 
 class PinnedMemory:

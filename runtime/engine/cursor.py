@@ -75,6 +75,8 @@ class Segment:
     saved_bytes: int = 0
     """Bytes of the storages that it has saved."""
     packs: int = 0
+    others: int = 0
+    """Number of saved tensors that no plan moves: sparse and nested ones, and those of a subclass."""
     uses: int = 0
     earlier_uses: int = 0
     """Number of first uses, in it, of values that earlier segments saved."""

@@ -10,7 +10,7 @@ Rules, cited in the code:
    other devices are never touched.
 3. No device storage is released, and no storage that a copy fills is used, before the compute stream has waited for the
    copy's end: see ``devices/transfers.py``.
-4. A packed tensor is stored detached: a graph must not hold itself alive through us.
+4. A packed tensor that has a graph is stored detached: a graph must not hold itself alive through us.
 5. A content is only returned to autograd if its version counter shows no write since it was saved; otherwise the error
    that autograd itself would have raised is raised.
 6. A returned tensor has the shape, dtype and stride of the saved one.
@@ -72,7 +72,11 @@ from .host_tier import HostTier
 from .mechanism import Mechanism, Rebuild, rebuild_together
 from .saved_value import SavedHandle, SavedValue
 
-_SAFELY = "the rest of this step swaps every saved value, which is slower and may take more; its gradients are right"
+_SAFELY = "the rest of this step swaps every saved value: slower, perhaps above the budget; its gradients are right"
+CANNOT_WRITE = (
+    "swapped values stay on the device, and steps may exceed the budget: they cannot be written ({}); free disk space "
+    "or host memory, or name another spill_dir"
+)
 _KEPT = "values saved before the model is called are kept, and the call begins a step"
 
 
@@ -302,9 +306,15 @@ class Engine:
         if storage is None:
             tensor = saved_part(whole)  # Rule 13
             storage = None if tensor is whole else plain_storage(tensor, self.device.kind)
+            segment.others += storage is None
         if self._ungathered and any(map(has_storages, self._ungathered)):  # in the first forward of their unit
             self._look_at_model(segment)
-        if storage is None or storage_identity(storage) in self.tape.static or tensor.get_device() != self._index:
+        if (
+            storage is None
+            or (type(whole) is not torch.Tensor and isinstance(whole, torch.nn.Parameter))  # with other ``.data`` now
+            or storage_identity(storage) in self.tape.static
+            or tensor.get_device() != self._index
+        ):
             return SavedHandle.untouched(whole)
         if self._policy is None:
             segment.saves_next = True
@@ -456,16 +466,22 @@ class Engine:
     # -- actions at points (Rule 7) ---------------------------------------------------------------------------
 
     def _carry_out(self, actions: Actions) -> None:
-        self.mechanism.carry_out(actions)
-        if actions.record is True:
-            self.recorder.switch_on()
-        elif actions.record is False:
-            self.recorder.switch_off()
+        mechanism = self.mechanism
+        for act, values in (
+            (mechanism.swap_out, actions.swap_out),
+            (mechanism.release, actions.release),
+            (mechanism.prefetch, actions.prefetch),
+            (mechanism.replay, actions.replay),
+        ):
+            for value in values:
+                act(value)
+        if actions.record is not None:
+            (self.recorder.switch_on if actions.record else self.recorder.switch_off)()
 
     def _copy_failed(self, value: SavedValue, error: OSError) -> None:
         if self._policy is not None:
             self._policy.copy_failed(value, error)
-        self._fell_back(FallbackKind.HOST_TIER, f"values are kept: the host tier cannot be written ({error.strerror})")
+        self._fell_back(FallbackKind.HOST_TIER, CANNOT_WRITE.format(error.strerror))
 
     # -- divergence (Rule 8) ----------------------------------------------------------------------------------
 

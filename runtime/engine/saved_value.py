@@ -125,8 +125,8 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
         if error is not None:
             self.is_released()
             raise SpillError(
-                f"a saved value of {self.size_bytes} bytes could not be read back from the host tier "
-                f"({error.strerror}); this step's gradients are lost, check the disk"
+                f"a swapped tensor of {self.size_bytes} bytes could not be read back ({error.strerror}); "
+                "this step's gradients are lost, check the disk"
             ) from error
         self._enter(ValueState.COPIED, ValueState.ARRIVING)
         self.in_copy = None
@@ -141,7 +141,9 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
     def came_back(self, storage: torch.UntypedStorage) -> None:
         """A replay has rebuilt it. The recipe, and all that it claimed, is released."""
         if storage.nbytes() != self.size_bytes:
-            raise RuntimeError(f"a replay gave {storage.nbytes()} bytes where {self.size_bytes} were saved")
+            raise RuntimeError(
+                f"recomputing gave {storage.nbytes()} bytes, {self.size_bytes} were saved; profile and plan again"
+            )
         self.storage = storage
         self._enter(ValueState.ON_DEVICE, ValueState.TO_REPLAY)
         self.recipe = None
@@ -184,8 +186,11 @@ class SavedHandle(msgspec.Struct, gc=False, eq=False):
 
     @classmethod
     def untouched(cls, tensor: torch.Tensor) -> SavedHandle:
-        """A handle of a tensor that the engine leaves alone."""
-        return cls(tensor.detach(), 0 if tensor.is_inference() else version_of(tensor))  # engine rule 4
+        """A handle of a tensor that the engine leaves alone. A leaf is held itself, as autograd does: it may get other
+        ``.data`` before backward, and code there may read its attributes.
+        """
+        held = tensor if tensor.grad_fn is None else tensor.detach()  # engine rule 4
+        return cls(held, 0 if tensor.is_inference() else version_of(tensor))
 
     @classmethod
     def another(

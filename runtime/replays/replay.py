@@ -290,7 +290,7 @@ def closure_of(root: StorageRecord, generation: int, *, follow_recipes: bool) ->
         writers = record.writers_up_to(wanted)
         if writers is None:
             if record is root or value is not None:
-                raise NotReplayable("a writer of the value was not recorded or cannot be run again")
+                raise NotReplayable("an op that made it was not recorded, or cannot be run again")
             if wanted != len(record.writes):
                 raise NotReplayable(WRITTEN_SINCE, record)
             closure.leaves[need] = None
@@ -312,7 +312,7 @@ def _check(closure: Closure) -> None:
     for op in ops:
         for written in op.writes:
             if written not in rebuilt:
-                raise NotReplayable("an op of the replay writes into something it does not own")
+                raise NotReplayable("running it again would overwrite another tensor")
     for op in ops:
         for view in op.reads:
             # The earlier contents of a storage that a writer fills are no input.
@@ -357,14 +357,14 @@ def storage_of(record: StorageRecord) -> torch.UntypedStorage:
     """The storage that a record stands for; raises ``NotReplayable`` when it is gone."""
     storage = record.storage()
     if storage is None:
-        raise NotReplayable("an input of the replay is gone")
+        raise NotReplayable("a tensor that it needs is gone")
     return storage
 
 
 def _with_memory(record: StorageRecord) -> torch.UntypedStorage:
     storage = storage_of(record)
     if not storage.nbytes():
-        raise NotReplayable("a weight that the replay reads is not gathered now")
+        raise NotReplayable("a sharded weight that it needs is not gathered")
     return storage
 
 

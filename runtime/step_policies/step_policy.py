@@ -172,8 +172,8 @@ class SwapEach(StepPolicy):
 def no_room(error: OSError, what: str) -> SpillError:
     """The error of a step that does not fit without the host tier, when a value cannot be ``what`` there."""
     return SpillError(
-        f"profile: a saved value could not be {what} on the host tier ({error.strerror}); "
-        "expected room for all that the step saves; free space, or name another spill directory"
+        f"a saved tensor could not be {what} ({error.strerror}): a step that swaps everything needs room for all that "
+        "it saves; free space, or name another spill directory"
     )
 
 

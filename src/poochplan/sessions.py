@@ -74,7 +74,7 @@ def arena(model: torch.nn.Module) -> PassArena:
     reason = _why_no_arena(model)
     if reason:
         warnings.warn(
-            f"poochplan: arena() expected passes that can be served, found {reason}; they are ordinary",
+            f"poochplan: arena() allocates nothing, and calls of the model are ordinary: {reason}",
             RuntimeWarning,
             stacklevel=users_line(),
         )

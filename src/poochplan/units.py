@@ -78,6 +78,11 @@ def format_bytes(size_bytes: float) -> str:
     return f"{size:.{max(0, 2 - int(math.log10(size)))}f} {unit}"
 
 
+def counted(count: int, what: str) -> str:
+    """Such as ``1 step`` and ``2 steps``."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def format_seconds(seconds: float) -> str:
     """Text such as ``"1.25 s"``, ``"37.2 ms"`` or ``"8.1 us"``."""
     for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):

@@ -88,4 +88,4 @@ def test_a_run_without_an_arena_says_why(pooch: Pooch, tmp_path: Path, monkeypat
     monkeypatch.setenv("CXX", "nonesuch")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
     assert "install g++ or clang++" in rows(pooch(run).out)["served from the arena"]
-    assert 'arena: expected "on" to be possible, found CXX=nonesuch' in pooch.refused(run, "--arena", "on")
+    assert 'arena: "on" is not possible: CXX=nonesuch' in pooch.refused(run, "--arena", "on")

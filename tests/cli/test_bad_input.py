@@ -112,7 +112,7 @@ REFUSED = """
 1 run {small} --plan {plan} --set width=32 --check
   expected 0.weight float32[64, 64], found 0.weight float32[32, 32]
 2 run {small} --plan {plan} --cap
-  ^--cap: expected a plan for cuda, whose allocator takes a limit, found one for cpu$
+  ^--cap: expected a plan for cuda, whose allocator takes a limit, found one for cpu; leave it out$
 2 run {small} --plan {plan} --margin 1GiB | --margin: expected --cap beside it
 2 run {small} --plan {plan} --certificate a.json | --certificate: expected --check beside it
 1 run {small} --plan {plan} --spill-dir nowhere | spill directory nowhere: expected a folder, found none

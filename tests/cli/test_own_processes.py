@@ -148,7 +148,7 @@ def interrupted(*arguments: object) -> tuple[int, str, str]:
         if not some:
             break
         said += some
-        if b"proven within" in said and not is_sent:
+        if b"slower than any possible plan" in said and not is_sent:
             running.send_signal(signal.SIGINT)
             is_sent = True
     os.close(ours)
@@ -174,7 +174,7 @@ def test_an_interrupt_writes_the_best_plan_says_so_in_one_line_and_prints_its_da
 
 def test_the_progress_line_says_how_far_it_is() -> None:
     progress = Progress(step_s=1.1, bound_s=1.0, overhead=0.1234, gap=0.0567, left=12.3, is_counted=False)
-    assert progress_line(progress) == "best +12.34%, proven within 5.67% of the best there is, 12 s left"
+    assert progress_line(progress) == "best so far +12.34%, at most 5.67% slower than any possible plan, 12 s left"
     counted = Progress(step_s=1.1, bound_s=1.0, overhead=0.1234, gap=0.0567, left=12345, is_counted=True)
     assert progress_line(counted).endswith("12,345 simulations left")
     assert (share_done(counted, 4 * 12345), share_done(counted, 12344)) == (0.75, 0.0), "used of what it may"

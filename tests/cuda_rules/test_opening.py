@@ -17,7 +17,7 @@ from tests.cuda_rules.machine import WHERE, Machine
 def test_a_gpu_is_there_by_its_index_and_no_other_is(gpu: Machine) -> None:
     assert usable_device("cuda") == torch.device("cuda")
     assert usable_device("cuda:0") == WHERE
-    with pytest.raises(UsageError, match="expected one of 1 CUDA devices, found 'cuda:3'"):
+    with pytest.raises(UsageError, match="expected cuda:0, found 'cuda:3'; name that"):
         usable_device("cuda:3")
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import poochplan
 from tests.docs.test_docs import blocks
-from tests.online.caches import empty_cache
+from tests.online.caches import costs_are_known, empty_cache
 from tests.processes import ROOT
 
 STACKS = sorted((ROOT / "docs" / "stacks").glob("*.md"))
@@ -33,6 +33,7 @@ Names = dict[str, Any]
 @pytest.fixture(autouse=True)
 def _a_cache_of_the_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with empty_cache(tmp_path_factory.mktemp("cache")):
+        costs_are_known()
         yield
 
 

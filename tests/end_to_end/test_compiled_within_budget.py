@@ -23,8 +23,9 @@ SCRIPT = """
     import gc, json, torch, poochplan
     from poochplan.planner.planning import smallest_budget
     from tests.runtime.compiled_nets import fresh, loss_of
-    from tests.runtime.nets import LINK
+    from tests.runtime.nets import LINK, without_costs
     torch.set_num_threads(1)
+    without_costs()
     model, batch = fresh()
     profile = poochplan.profile(lambda: loss_of(model, batch), model=model, iterations=1, link=LINK)
     plan = poochplan.plan(profile, smallest_budget(profile), evaluations=100, arena="off")

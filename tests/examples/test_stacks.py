@@ -18,7 +18,7 @@ from poochplan.integrations.trainers import called_by
 from tests.examples.lightning_ranks import Watches
 from tests.examples.ranks import EXAMPLES, main_of, no_session
 from tests.examples.ranks import QUICK as SHORT
-from tests.online.caches import empty_cache
+from tests.online.caches import costs_are_known, empty_cache
 from tests.online.census import outside_meter
 from tests.torchrun import TORCHRUN, torchrun
 
@@ -30,6 +30,7 @@ def _one_thread_and_a_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with empty_cache(tmp_path_factory.mktemp("cache")):
+        costs_are_known()
         yield
     torch.set_num_threads(before)
 

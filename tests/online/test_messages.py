@@ -18,7 +18,7 @@ LINES = [
     auto_messages.profiled(11, 2),
     *(f"{one} from now on" for one in (session.FROM_SMALLER, session.FROM_TORCH)),
     auto_messages.without_plan("a later part of the loop uses the saved tensors", Unplanned.IN_CORE),
-    session.HOST_IS_FULL.format("1.50 GiB"),
+    session.HOST_IS_FULL.format("1.50 GiB", "No space left on device"),
     f"{session.FROM_TORCH}, and not from one arena",
     auto_messages.not_planned("no room"),
     auto_messages.lacks_arena(1_268_455),

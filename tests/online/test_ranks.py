@@ -77,7 +77,7 @@ def is_as_plain(found: dict[str, Any], plain: dict[str, Any]) -> bool:
 @pytest.fixture(scope="module")
 def unequal(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two ranks that differ have found and told, by how they differ."""
-    kinds = "budgets", "later", "applied", "wrapped", "shapes"
+    kinds = "budgets", "later", "applied", "wrapped", "joined", "apart", "shapes"
     return torchrun("tests.online.unequal", tmp_path_factory.mktemp("unequal"), *kinds)
 
 
@@ -98,6 +98,16 @@ def test_a_rank_that_has_larger_shapes_later_trains_on_without_the_plan_that_the
         assert {name: planned[name] for name in plain} == plain
     first, second = (rank["later"]["planned"]["followed"] for rank in unequal)
     assert first > second > 0
+
+
+@pytest.mark.parametrize(("kind", "least"), [("joined", (1, 0)), ("apart", (0, 1))])
+def test_ranks_that_take_other_steps_or_train_apart_wait_for_no_plan_of_another(
+    kind: str, least: tuple[int, int], unequal: list[dict[str, Any]]
+) -> None:
+    for rank, followed in zip(unequal, least, strict=True):
+        plain, planned = rank[kind]["plain"], rank[kind]["planned"]
+        assert {name: planned[name] for name in plain} == plain
+        assert planned.get("followed", 0) >= followed
 
 
 def test_a_rank_with_larger_shapes_from_the_start_is_one_error_on_all_before_they_follow_a_plan(

@@ -199,7 +199,10 @@ def test_on_without_an_allocator_is_one_line_and_auto_goes_on(tmp_path: Path, mo
     monkeypatch.setattr(background, "library", fails)
     with pytest.raises(UsageError) as told:
         Served(dropout_and_batch_norm, tmp_path, arena="on")
-    assert str(told.value) == 'arena: expected "on" to be possible, found no C++ compiler; install one'
+    assert (
+        str(told.value)
+        == 'arena: "on" is not possible: no C++ compiler; install one; take "auto" to train without an arena'
+    )
     with Served(dropout_and_batch_norm, tmp_path).session as session:
         assert session.arena is None
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
 
 import poochplan
@@ -21,7 +22,7 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import in_flight_bytes
 from poochplan.online.planning_process import PlanRequest, plan_in, with_room
-from poochplan.online.ranks import ALIKE_STEPS, RankMessage, Ranks
+from poochplan.online.ranks import ALIKE_STEPS, Buckets, RankMessage, Ranks
 from poochplan.planner.planning import plan
 from poochplan.profiler.live.step_kinds import Key
 from poochplan.runtime.arena.step_arena import KnownStep
@@ -118,7 +119,7 @@ def test_a_unit_that_no_forward_calls_is_not_looked_for_at_each_save(
 
 def test_a_replay_that_finds_a_weight_without_memory_raises() -> None:
     record: Any = SimpleNamespace(storage=lambda: torch.UntypedStorage(0))
-    with pytest.raises(NotReplayable, match="a weight that the replay reads is not gathered now"):
+    with pytest.raises(NotReplayable, match="a sharded weight that it needs is not gathered"):
         _with_memory(record)
 
 
@@ -167,6 +168,24 @@ def test_ranks_talk_behind_each_step_until_all_is_settled_then_behind_one_in_fif
     assert ranks.are_due()
 
 
+def test_ranks_of_a_join_may_be_uneven_unless_it_ends_them_together() -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    ranks = Ranks([model])
+    assert not ranks.are_uneven()
+    with Join([model], throw_on_early_termination=True):
+        assert not ranks.are_uneven()
+    with Join([model]):
+        assert ranks.are_uneven()
+
+
+def test_ranks_talk_in_host_memory_whatever_the_default_device_is() -> None:
+    ranks = Ranks()
+    with torch.device("meta"):
+        assert ranks.share(RankMessage([], [], is_all=True)) is not None
+        assert ranks.least(3) == 3
+        ranks.end_steps()
+
+
 def test_a_plan_that_did_not_arrive_alike_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks()
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda bounds, *_: bounds.add_(1))  # another rank's digest
@@ -201,11 +220,11 @@ def test_a_rank_that_could_follow_no_plan_of_rank_0s_is_an_error_unless_its_inpu
 def test_a_data_parallel_model_is_ready_once_its_buckets_are_those_of_later_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, seen, ranks = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)), [], Ranks()
+    model, seen, buckets = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)), [], Buckets()
     for number in (1, 2, 3):
-        seen.append(ranks.are_ready([model.module], number))
+        seen.append(buckets.are_final([model.module], number))
         model(torch.ones(1, 2)).sum().backward()
     assert seen == [False, False, True]
-    assert Ranks().are_ready([torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))], 51)
+    assert Buckets().are_final([torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))], 51)
     monkeypatch.setattr("poochplan.online.ranks.wrapper_of", None)  # no step looks for it from then on
-    assert ranks.are_ready([model.module], 4)
+    assert buckets.are_final([model.module], 4)

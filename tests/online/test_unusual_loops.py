@@ -6,6 +6,7 @@ import gc
 import subprocess
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,46 @@ def test_a_new_optimizer_for_each_task_takes_the_place_of_the_last_one(tmp_path:
             session.wait_until_planned(60)
         assert [reference() for reference in made] == [None] * 4
         assert len(session._source.kinds) == len(session.plans) == 1
+
+
+class Named(torch.Tensor):
+    """A subclass that adds nothing, and stays one through a network."""
+
+
+def test_a_loop_that_saves_only_what_no_plan_moves_is_told_so(tmp_path: Path) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    options: dict[str, Any] = {"budget": "60%", "cache": tmp_path, **QUICK}
+    with (
+        pytest.warns(RuntimeWarning, match="all that they save is sparse, nested or of a subclass"),
+        poochplan.auto(model, optimizer, **options),
+    ):
+        for _ in range(12):
+            model(BATCH.as_subclass(Named)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_lazy_layers_may_have_no_weights_before_the_first_step(tmp_path: Path) -> None:
+    losses, followed = [], 0
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.LazyLinear(64), nn.GELU())))
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.01), list[float]()
+        options: dict[str, Any] = {"budget": "80%", "cache": tmp_path, **QUICK}
+        with poochplan.auto(model, optimizer, **options) if is_planned else nullcontext() as session:
+            for number in range(20):
+                loss = model(BATCH).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+                if session is not None and number >= 12:
+                    session.wait_until_planned(60)
+            followed = 0 if session is None else session.report().steps_followed
+        losses.append(found)
+    assert losses[0] == losses[1]
+    assert followed > 0
 
 
 FORKS = """

@@ -1,6 +1,7 @@
 """Ranks that are not alike: ``torchrun ... -m tests.online.unequal FOLDER KIND ...``; results go to ``rankN.json``.
 
 ``budgets``: rank 1 has a smaller budget. ``shapes``: rank 1 has a larger batch; ``later``: once there is a plan.
+``joined``: rank 1 has fewer batches. ``apart``: rank 1 alone has a session, and each its own group.
 ``applied``: the plan of two alike ranks, ``plan.json``, is given to ranks that differ. ``wrapped``: it is given to
 ranks whose models are wrapped before anything counts. ``killed``: rank 1 is killed while rank 0 has a plan made.
 """
@@ -22,6 +23,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join
 
 import poochplan
 from poochplan.errors import PoochError
@@ -32,16 +34,18 @@ STEPS, PLANNED_AT = 20, 13
 BATCH, LARGER = 256, 320
 
 
-def trained(rank: int, session_of: Any, batch_at: Callable[[int], int] = lambda _: BATCH) -> dict[str, Any]:
-    """What came of one training, with another batch on each rank."""
+def trained(
+    rank: int, session_of: Any, batch_at: Callable[[int], int] = lambda _: BATCH, fewer: int = 0, group: Any = None
+) -> dict[str, Any]:
+    """What came of one training, with another batch on each rank. Rank 1 may take fewer steps (``Join``)."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(*blocks))
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(*blocks), process_group=group)
     optimizer, losses = torch.optim.AdamW(model.parameters()), []
     torch.manual_seed(1 + rank)
-    with session_of(model, optimizer) as session:
-        for number in range(STEPS):
-            if number == PLANNED_AT and session is not None:
+    with session_of(model, optimizer) as session, Join([model], enable=fewer > 0):
+        for number in range(STEPS - rank * fewer):
+            if number >= PLANNED_AT and session is not None and (fewer or number == PLANNED_AT):
                 session.wait_until_planned()
             loss = model(torch.randn(batch_at(number), 64)).square().mean()
             loss.backward()
@@ -113,11 +117,16 @@ def main(folder: Path, kinds: list[str]) -> None:
             torch.distributed.barrier()
 
 
+def plain(*_: Any) -> Any:
+    return nullcontext()
+
+
 def facts_of(folder: Path, kind: str, rank: int) -> dict[str, Any]:
     def batch_at(number: int) -> int:
         is_larger = rank == 1 and (kind == "shapes" or (kind == "later" and number > PLANNED_AT + 2))
         return LARGER if is_larger else BATCH
 
+    group = [torch.distributed.new_group([one]) for one in range(2)][rank] if kind == "apart" else None
     others = threads()
     budget = "75%" if kind == "budgets" and rank == 1 else "90%"
 
@@ -139,8 +148,11 @@ def facts_of(folder: Path, kind: str, rank: int) -> dict[str, Any]:
         plan = poochplan.Plan.load(folder / "plan.json")
         facts = {"told": told(lambda: trained(rank, lambda model, _: poochplan.apply(plan, model, meter="always")))}
     else:
-        facts = {"plain": trained(rank, lambda *_: nullcontext(), batch_at), "planned": trained(rank, auto, batch_at)}
-        facts["planned"].pop("plan")
+        fewer = STEPS // 2 if kind == "joined" else 0
+        ways = plain, plain if kind == "apart" and rank == 0 else auto
+        found, planned = (trained(rank, way, batch_at, fewer, group) for way in ways)
+        planned.pop("plan", None)
+        facts = {"plain": found, "planned": planned}
     left = [name for number, name in threads().items() if number not in others and "gloo" in name]
     assert not left, "threads of a session's group may free a tensor while the interpreter exits, which aborts"
     return facts

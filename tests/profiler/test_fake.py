@@ -89,7 +89,9 @@ def test_points_sizes_and_lifetimes_are_those_of_the_real_step(name: str) -> Non
 def test_a_plan_with_a_roofline_s_times_is_refused_unless_forced() -> None:
     plan = poochplan.plan(fake_profile("residual"), budget="100%", evaluations=100)
     assert plan.roofline == "v100"
-    with pytest.raises(UsageError, match=r"found one whose times are a roofline's \(v100\); profile here") as raised:
+    with pytest.raises(
+        UsageError, match=r"found times computed from the rates of v100 \(its roofline\); profile here"
+    ) as raised:
         train(NETS["residual"], 1, plan)
     assert "\n" not in str(raised.value)
     train(NETS["residual"], 1, plan, force=True)

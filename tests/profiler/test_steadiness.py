@@ -78,7 +78,7 @@ def test_two_rounds_that_contradict_each_other_are_refused_in_one_line() -> None
     with pytest.raises(StepError) as caught:
         steady(steps(979, 980, 979), steps(400, 300, 390), QUIET)
     assert str(caught.value) == (
-        "timed steps: expected steps of about one length, found medians of 390 ms and 979 ms in two rounds of 3, and "
+        "timed steps: expected about equal times, found medians of 390 ms and 979 ms in two rounds of 3, and "
         "70 ms with each op timed; the machine is busy with something else: profile again when it is quieter, or with "
         "more iterations"
     )

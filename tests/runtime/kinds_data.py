@@ -203,11 +203,11 @@ kind("unfold, fold, pixel_shuffle", _folded, shape=IMAGE, least=5)
 kind("pooling with indices", _pooled, shape=IMAGE, least=6)
 # What lies beyond the lengths is left uninitialised; the lengths come from outside torch.
 kind(
-    "ctc loss", _ctc, shape=(9, 2, 6), least=2, refused=("its replay gave other bits", "an input of the replay is gone")
+    "ctc loss", _ctc, shape=(9, 2, 6), least=2, refused=("its replay gave other bits", "a tensor that it needs is gone")
 )
 kind("losses", _losses, least=6)
 # A lazily conjugated tensor is not rebuilt.
-kind("fft and complex numbers", _spectrum, least=6, refused=("an input of the replay is gone",))
+kind("fft and complex numbers", _spectrum, least=6, refused=("a tensor that it needs is gone",))
 kind(
     "einsum, bilinear, weight norm",
     lambda net, x: torch.einsum("ij,kj->ik", x.exp(), x.sin()) * net.a(x, x.cos()) @ net.b(x).exp(),

@@ -84,7 +84,7 @@ def test_a_limit_of_the_kernel_on_the_file_is_a_fallback_with_its_reason(swaps: 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert equal(reference, seen)
-    assert ["cannot hold the planned" in line for line in said] == [True, False]
+    assert ["there is no room for" in line for line in said] == [True, False]
     assert "cannot be written (File too large)" in said[1]
 
 

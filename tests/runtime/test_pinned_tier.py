@@ -184,5 +184,5 @@ def test_what_nobody_lies_on_is_given_back_wherever_it_is() -> None:
 
 def test_a_limit_is_refused_where_the_disk_is_the_limit() -> None:
     plan = random_plan(CASES["residual"].profile(), 0, (0, 1, 0))
-    with pytest.raises(UsageError, match="host limit: expected a plan for cuda, found one for cpu"):
+    with pytest.raises(UsageError, match="host_limit_bytes: expected a plan for cuda, found one for cpu"):
         poochplan.apply(plan, CASES["residual"].fresh()[0], host_limit_bytes=1 << 30)

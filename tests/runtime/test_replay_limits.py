@@ -87,7 +87,7 @@ def test_a_value_written_where_recording_is_off() -> None:
         rest = (actions for actions in plan.schedule if actions.at == "use")
         return msgspec.structs.replace(plan, schedule=(*switched, *rest))
 
-    with pytest.warns(RuntimeWarning, match="is swapped, not recomputed: a writer of the value was not recorded"):
+    with pytest.warns(RuntimeWarning, match="is swapped, not recomputed: an op that made it was not recorded"):
         assert _check(_staged(between), plan_of).fallback_kinds == {FallbackKind.NOT_REPLAYABLE: 1}
 
 

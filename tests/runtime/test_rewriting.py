@@ -65,14 +65,16 @@ def test_what_reads_an_input_that_is_written_is_refused(kind: type[nn.Module], w
     assert never
     assert any(why in found for found in never.values())
     for (key, name), found in never.items():
-        with pytest.raises(Exception, match=f"{name} cannot be recomputed: {found}; plan it again"):
+        with pytest.raises(
+            Exception, match=f"{name} cannot be recomputed in the compiled code: {found}; call poochplan.compile"
+        ):
             node_by_node(of(kind), {key: [name]})
 
 
 def test_a_name_that_the_graph_does_not_save_is_refused() -> None:
     _, noted = node_by_node(of(Chain))
     (key,) = noted.why
-    with pytest.raises(Exception, match="expected saved tensors named nothing in the compiled graph, found none"):
+    with pytest.raises(Exception, match="expected saved tensors named nothing in compiled code, found none"):
         node_by_node(of(Chain), {key: ["nothing"]})
 
 

@@ -74,7 +74,30 @@ def evaluation_inside_the_session(model: nn.Module, step: Step, session: Session
     loss.backward()
 
 
+def other_data_of_parameters_before_backward(model: nn.Module, step: Step, session: Session | None) -> None:
+    loss = step()
+    before = [parameter.data for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 2
+    loss.backward()
+    for parameter, data in zip(model.parameters(), before, strict=True):
+        parameter.data = data
+
+
+def weights_that_are_rounded_in_forward_alone(model: nn.Module, step: Step, session: Session | None) -> None:
+    def becomes(layer: nn.Module, data: torch.Tensor) -> None:
+        layer.weight.data = data
+
+    for layer in (layer for layer in model.modules() if isinstance(layer, nn.Conv2d)):
+        whole = layer.weight.data
+        layer.register_forward_pre_hook(lambda layer, _, whole=whole: becomes(layer, whole.round(decimals=1)))
+        layer.register_forward_hook(lambda layer, *_, whole=whole: becomes(layer, whole))
+    step().backward()
+
+
 USES: list[Use] = [
+    weights_that_are_rounded_in_forward_alone,
+    other_data_of_parameters_before_backward,
     several_forwards_before_one_backward,
     gradient_accumulation,
     an_exception_between_forward_and_backward_then_another_step,
@@ -87,6 +110,15 @@ USES: list[Use] = [
 @pytest.mark.parametrize("use", USES)
 def test_whatever_a_loop_does_it_does_what_it_does_in_core(plan: Plan, use: Use) -> None:
     either_way(CASE, plan, use, is_followed=False)
+
+
+def test_a_frozen_weight_is_itself_in_backward_with_its_attributes(plan: Plan) -> None:
+    model, _, _ = CASE.fresh()
+    weight = model.head.weight.requires_grad_(requires_grad=False)
+    with poochplan.apply(plan, model):
+        product = weight * torch.ones(1, requires_grad=True)
+        assert product.grad_fn is not None
+        assert product.grad_fn._saved_self is weight
 
 
 def test_backward_after_the_session(plan: Plan) -> None:

@@ -118,6 +118,6 @@ def test_what_arrives_is_on_the_device_and_still_on_the_host() -> None:
 
 def test_a_replay_that_gives_other_bytes_than_were_saved_is_an_error() -> None:
     with alive(ValueState.TO_REPLAY) as life:
-        with pytest.raises(RuntimeError, match="a replay gave 4 bytes where 64 were saved"):
+        with pytest.raises(RuntimeError, match="recomputing gave 4 bytes, 64 were saved"):
             life.value.came_back(torch.ones(1).untyped_storage())
         assert life.value.waits_for_replay

@@ -152,7 +152,7 @@ def test_an_arena_that_cannot_be_is_one_line_and_auto_goes_on_without(
     loop = Loop(CASES["attention"])
     with pytest.raises(UsageError) as told:
         poochplan.apply(plan, loop.model, arena="on")
-    assert str(told.value) == f'arena: expected "on" to be possible, found {reason}'
+    assert str(told.value) == f'arena: "on" is not possible: {reason}; take "auto" to train without an arena'
     with poochplan.apply(plan, loop.model) as session:
         loop.steps(SETTLED + 1)
         assert session.report().arena is None

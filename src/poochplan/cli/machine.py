@@ -94,7 +94,9 @@ pooch link --throttle 400MB/s --json | jq .outward.bandwidth_bytes_per_s
 
         where = usable_device(options.device)
         if where.type != "cpu" and options.throttle is not None:
-            raise UsageError(f"--throttle: copies of {where} are not held to a rate; leave it out")
+            raise UsageError(
+                f"--throttle: expected the CPU, found {where}, whose copies cannot be slowed; leave it out"
+            )
         with self.progress("measuring the link"):
             link, was_cached = cached_link(where, options.spill_dir, options.throttle, refresh=options.refresh)
         source = f"from {cache_path()}; --refresh measures again" if was_cached else "measured now"

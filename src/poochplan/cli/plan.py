@@ -158,7 +158,7 @@ def _settle_arena(options: argparse.Namespace) -> None:
 
 def progress_line(progress: Progress) -> str:
     left = f"{progress.left:,.0f} simulations left" if progress.is_counted else f"{progress.left:.0f} s left"
-    return f"best {progress.overhead:+.2%}, proven within {progress.gap:.2%} of the best there is, {left}"
+    return f"best so far {progress.overhead:+.2%}, at most {progress.gap:.2%} slower than any possible plan, {left}"
 
 
 def share_done(progress: Progress, allowed: float) -> float:

@@ -176,7 +176,8 @@ torchrun --standalone --nproc-per-node 2 -m poochplan run gpt2 --plan plan.json 
             return None
         if plans[0].device != "cuda":
             raise UsageError(
-                f"--cap: expected a plan for cuda, whose allocator takes a limit, found one for {plans[0].device}"
+                f"--cap: expected a plan for cuda, whose allocator takes a limit, found one for {plans[0].device}; "
+                "leave it out"
             )
         margin_bytes = parse_bytes(options.margin or DEFAULT_MARGIN, "--margin", least=0)
         return max(plan.budget_bytes for plan in plans) + margin_bytes

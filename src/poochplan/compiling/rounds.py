@@ -93,20 +93,20 @@ def planned_within(compiling: Compiling, budget: str | int | float, time_limit_s
     stock = compiling.bits()
     measured = compiling.measured(_BRIEFLY)
     budget_bytes = parse_budget(budget, measured.in_core_peak_bytes)
-    say("capturing its graphs without memory")
+    say("recording the compiled step without memory")
     step, model, optimizer = compiling.step, compiling.model, compiling.optimizer
     graphs = as_measured(profiled(step, model=model, optimizer=optimizer, mode="fake", roofline=SHARES), measured)
     found = _rounds(compiling, graphs, measured, budget_bytes, time_limit_s)
     unequal = _unequal(compiling, found, stock)
     if unequal and found.replays:
-        say(f"the {unequal} differs: nothing is recomputed in the graphs")
+        say(f"the {unequal} is not bitwise equal: compiling again without recomputing")
         found = _rounds(compiling, without_replays(graphs), measured, budget_bytes, time_limit_s)
         unequal = _unequal(compiling, found, stock)
     if unequal:
         raise StepError(
-            f"expected the bits of the same model compiled without a plan, found the {unequal} to differ under one; "
-            "kernels that are fused otherwise gave other bits: compile its blocks (block.compile()), or plan it "
-            "without torch.compile"
+            f"compile(): expected the bits of the same model compiled without a plan, found the {unequal} to differ "
+            "under one; kernels that are fused otherwise gave other bits: compile its blocks (block.compile()), or "
+            "plan it without torch.compile"
         )
     return found
 
@@ -146,17 +146,17 @@ def _rounds(compiling: Compiling, graphs: Profile, in_core: Profile, budget_byte
     compiled: tuple[str, ...] = ()
     goal_bytes = graph_budget(budget_bytes, graphs, in_core)
     for _ in range(ROUNDS):
-        compiling.say("planning the graphs")
+        compiling.say("planning what to recompute in compiled code")
         within_goal = _planned_graphs(graphs, goal_bytes, time_limit_s * _SHARE_OF_LIMIT)
         goal_bytes = min(goal_bytes, within_goal.prediction.peak_bytes)  # a smaller goal changes the plan
         replays = recomputed_nodes(graphs, within_goal)
         if replays in found or replays in smallest:
             break
-        compiling.say(f"compiling with {len(replays)} values recomputed in the graphs")
+        compiling.say(f"compiling: {len(replays)} tensors recomputed")
         compiling.compile(replays)
         compiled = replays
         measured = compiling.measured(_TIMED)
-        compiling.say("planning its saved values")
+        compiling.say("planning what to keep and swap")
         try:
             plan = planned(measured, budget_bytes, time_limit_s=time_limit_s)
         except InfeasibleError as error:
@@ -178,7 +178,7 @@ def _rounds(compiling: Compiling, graphs: Profile, in_core: Profile, budget_byte
         )
     best = min(found, key=lambda one: found[one].prediction.overhead)
     if best != compiled:
-        compiling.say(f"compiling with {len(best)} values recomputed in the graphs, the plan with the least cost")
+        compiling.say(f"compiling the plan with the least cost: {len(best)} tensors recomputed")
         compiling.compile(best)
     return found[best]
 

@@ -29,6 +29,7 @@ MOST_SAID = 300
 """Most characters of a file's content, or of a library's message about it, that a message quotes."""
 Rows = Sequence[Sequence[str]]
 """Each row is as long as the headings; the first cell names the row."""
+_EXISTS = "exists and will not be overwritten; pass --force or name another file"
 _LEFT = ' style="text-align: left; vertical-align: top"'
 
 
@@ -50,7 +51,7 @@ def check_output(path: str | Path, *, force: bool = False) -> Path:
     if not target.parent.is_dir():
         raise UsageError(f"{target}: the folder {target.parent} does not exist; create it or name another")
     if target.exists() and not force:
-        raise OutputExistsError(f"{target} exists and will not be overwritten; pass --force or name another file")
+        raise OutputExistsError(f"{target} {_EXISTS}")
     return target
 
 
@@ -78,7 +79,7 @@ def write_atomic(path: str | Path, data: bytes, *, force: bool = False) -> Path:
             try:  # a link fails where a replace would overwrite a file that appeared meanwhile
                 os.link(scratch, target)
             except FileExistsError:
-                raise OutputExistsError(f"{target} exists and will not be overwritten; pass --force") from None
+                raise OutputExistsError(f"{target} {_EXISTS}") from None
             except OSError:  # file systems without hard links
                 Path(scratch).replace(target)
     finally:

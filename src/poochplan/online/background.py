@@ -101,7 +101,9 @@ class BackgroundPlan:
         if self._process is None:
             raise PoochError(self._failed)
         said = (self._at / "messages").read_text(errors="replace").strip().splitlines()
-        why = said[-1] if said else f"exit code {self._process.returncode}"
+        killed = "it was killed; perhaps memory was short, then make the plan with `pooch plan`"
+        code = self._process.returncode
+        why = said[-1] if said else f"exit code {code}" if code >= 0 else killed
         raise PoochError(f"planning ended without a plan: {why}")
 
     def close(self) -> None:
@@ -181,7 +183,7 @@ class BackgroundBuild:
             except AllocatorError as error:
                 reason = str(error)
         if reason and mode == "on":
-            raise UsageError(f'arena: expected "on" to be possible, found {reason}')
+            raise UsageError(f'arena: "on" is not possible: {reason}; take "auto" to train without an arena')
         if not (reason or is_loaded() or is_built()):
             messages.say(BUILDING)
             self._thread = threading.Thread(target=self._build, name="allocator's build")

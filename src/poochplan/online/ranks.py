@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -24,8 +25,8 @@ from poochplan.profiler.live.step_function import StepFunction
 from poochplan.profiler.live.step_kinds import Key
 from poochplan.profiler.request import checked_device
 from poochplan.runtime.metering.allocated import aside, step_scope
-from poochplan.runtime.metering.census import EVERY, wrapper_of
-from poochplan.torch_private.sharding import is_sharded, rebuilds_buckets
+from poochplan.runtime.metering.census import EVERY, DataParallel, wrapper_of
+from poochplan.torch_private.sharding import counts_of_ranks, is_sharded, rebuilds_buckets, takes_uneven_inputs
 from poochplan.torch_private.tensor_internals import without_modes
 from poochplan.workload import Workload
 
@@ -47,35 +48,50 @@ class RankMessage(msgspec.Struct, frozen=True):
     is_settled: bool = False
 
 
+class Buckets:
+    """State: whether the gradient buckets of data-parallel wrappers are known to be those of all later steps."""
+
+    def __init__(self) -> None:
+        self._are_final = False
+
+    def are_final(self, models: Iterable[torch.nn.Module], segment: int) -> bool:
+        """Whether the models' segments are like all later ones: the second step makes new gradient buckets. Some
+        compiled models keep theirs, so it does not wait longer.
+        """
+        if not self._are_final:  # to find a wrapper takes as long as a small step
+            wrappers = map(wrapper_of, models)
+            self._are_final = segment > EVERY or not any(rebuilds_buckets(one) for one in wrappers if one is not None)
+        return self._are_final
+
+
 class Ranks:
     """A separate process group on the CPU. Every rank makes one at the same place in its program."""
 
-    def __init__(self) -> None:
+    def __init__(self, wrappers: Iterable[DataParallel] = ()) -> None:
         self._group = dist.new_group(backend="gloo")
+        self._wrappers = [weakref.ref(one) for one in wrappers]
         self.is_first = dist.get_rank() == 0
         self.is_settled = False
         """From rank 0's last message."""
         self.steps = 0
         """Of the optimizers, on this rank as on every other."""
         self._ordering: dist.Work | None = None
-        self._is_ready = False
 
     @classmethod
     def of(cls, models: Iterable[torch.nn.Module]) -> Ranks | None:
-        """The group for models that several processes train, by a wrapper (which need not be the one given here) or
-        sharded by FSDP2; None if there is none.
+        """The group for models that all processes train, by a wrapper (which need not be the one given here) or sharded
+        by FSDP2. None if this one trains them alone, or with some of the others: these may be anywhere in their
+        program, so each plans for itself.
         """
-        wrapped = any(wrapper_of(model) is not None or is_sharded(model) for model in models)
-        return cls() if wrapped and dist.get_world_size() > 1 else None
+        models = list(models)
+        wrappers = [one for one in map(wrapper_of, models) if one is not None]
+        counts = {dist.get_world_size(one.process_group) for one in wrappers}.union(*map(counts_of_ranks, models))
+        return cls(wrappers) if counts - {1} and counts == {dist.get_world_size()} else None
 
-    def are_ready(self, models: Iterable[torch.nn.Module], segment: int) -> bool:
-        """Whether the models' segments are like all later ones: the second step makes new gradient buckets. Some
-        compiled models keep theirs, so it does not wait longer.
-        """
-        if not self._is_ready:  # to find a wrapper takes as long as a small step
-            wrappers = map(wrapper_of, models)
-            self._is_ready = segment > EVERY or not any(rebuilds_buckets(one) for one in wrappers if one is not None)
-        return self._is_ready
+    def are_uneven(self) -> bool:
+        """Whether they may take different numbers of steps, so that one that shares might wait for ever (``Join``)."""
+        there = (reference() for reference in self._wrappers)
+        return any(one is not None and takes_uneven_inputs(one) for one in there)
 
     def are_due(self) -> bool:
         """Whether the ranks share after this step. Every rank calls it: they share after each step until all is
@@ -90,13 +106,11 @@ class Ranks:
         Raises ``UsageError`` on every rank if the ranks did not get the same.
         """
         data = encode_readable(what) if what is not None else b""
-        size = torch.tensor([len(data)])
+        size = _numbers(len(data))
         dist.broadcast(size, 0, self._group)
         if not size.item():
             return None
-        content = (
-            torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
-        )
+        content = torch.frombuffer(bytearray(data or int(size.item())), dtype=torch.uint8)
         dist.broadcast(content, 0, self._group)
         received = content.numpy().tobytes()
         self.check_same(received)
@@ -107,7 +121,7 @@ class Ranks:
     def check_same(self, content: bytes) -> None:
         """Raises ``UsageError`` on every rank if the content of the plan is not the same on all."""
         digest = int.from_bytes(hashlib.sha256(content).digest()[:7], "big")
-        bounds = torch.tensor([digest, -digest])
+        bounds = _numbers(digest, -digest)
         dist.all_reduce(bounds, dist.ReduceOp.MAX, self._group)
         if bounds.tolist() != [digest, -digest]:
             raise UsageError(
@@ -133,7 +147,7 @@ class Ranks:
 
     def least(self, number: int) -> int:
         """The least of every rank's number, once all have called this."""
-        found = torch.tensor([number])
+        found = _numbers(number)
         dist.all_reduce(found, dist.ReduceOp.MIN, self._group)
         return int(found.item())
 
@@ -201,11 +215,16 @@ class Ranks:
     def _order(self, count: int) -> int:
         """The number of steps that rank 0 orders. Rank 0 does not wait, and a step that is captured does not see it."""
         with without_modes(), aside():
-            order = torch.tensor([count])
+            order = _numbers(count)
             self._ordering = dist.broadcast(order, 0, self._group, async_op=True)
             if not self.is_first:
                 self._ordering.wait()
             return int(order.item())
+
+
+def _numbers(*numbers: int) -> torch.Tensor:
+    """In host memory, whatever the user's default device is."""
+    return torch.tensor(numbers, device="cpu")
 
 
 def _constant(kinds: Counter[Key]) -> dict[Key, Key]:

@@ -37,7 +37,7 @@ from poochplan.units import format_bytes
 from . import auto_messages
 from .background import BackgroundBuild
 from .before_plan import BeforePlan, Unplanned
-from .ranks import ALIKE_STEPS, RankMessage, Ranks
+from .ranks import ALIKE_STEPS, Buckets, RankMessage, Ranks
 
 MOST_STUDIES = 3
 """A kind of segment is studied at most this often, if its segments differ from its plans."""
@@ -94,6 +94,7 @@ class StudiedPlans(LoopObserver):
         )
         self._is_one_region = is_compiled(model)
         self._ranks: Ranks | None = None
+        self._buckets = Buckets()
         self._kinds_to_compare: Counter[Key] | None = Counter()
         """Segments by kind; None once the ranks have compared them."""
         self._has_shared = False
@@ -143,6 +144,10 @@ class StudiedPlans(LoopObserver):
             self._messages.say(auto_messages.ENDED_UNPROFILED)
         self._known.pending.close()
         self._messages.end()
+        self._leave_ranks()
+
+    def _leave_ranks(self) -> None:
+        """From now on this rank plans for itself."""
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None
@@ -163,6 +168,8 @@ class StudiedPlans(LoopObserver):
         pauses for work in the background.
         """
         self._following = None
+        if self._ranks is not None and self._ranks.are_uneven():
+            self._leave_ranks()
         if self._ranks is not None and self._kinds_to_compare is not None and self._key is not None:
             self._kinds_to_compare[self._key] += 1
         if self._is_one_region:
@@ -171,7 +178,7 @@ class StudiedPlans(LoopObserver):
             self._known.pauses.spend(self._build.wait)
         if not self._build.is_ready:  # nothing can be profiled before the allocator counts
             return self._before.policy()
-        if self._ranks is not None and not self._ranks.are_ready(self._attachment.models.values(), segment.number):
+        if not self._buckets.are_final(self._attachment.models.values(), segment.number):
             return self._before.policy()
         self._known.poll()
         if self._is_planner:

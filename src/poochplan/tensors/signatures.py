@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from poochplan.torch_private.sharding import sharded_parameters
 from poochplan.torch_private.tensor_internals import non_persistent_buffers, pytree
@@ -105,6 +106,8 @@ def _text(key: Any) -> str:
 
 
 def _line(path: str, tensor: torch.Tensor) -> str:
+    if is_lazy(tensor):  # of a lazy module, until its first forward
+        return f"{path} without a shape"
     shape = list(parts_of(tensor)[0].shape if tensor.is_nested else tensor.shape)  # if nested, of all its values
     return f"{path} {str(tensor.dtype).removeprefix('torch.')}{shape}"
 

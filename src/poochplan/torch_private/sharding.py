@@ -66,6 +66,12 @@ def rebuilds_buckets(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool
     return is_to_come and not getattr(wrapper, "_has_rebuilt_buckets", True)
 
 
+def takes_uneven_inputs(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Whether torch's ``Join`` lets the wrapper's ranks take different numbers of steps, from its first block on."""
+    how = wrapper._join_config
+    return how.enable and not how.throw_on_early_termination
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor with this rank's part of a DTensor; any other tensor itself. It looks at the type alone."""
     module = sys.modules.get("torch.distributed.tensor")  # whose import takes a second
@@ -87,14 +93,24 @@ def around_local_tensor(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor
     return kind(local, like._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
+def counts_of_ranks(model: torch.nn.Module) -> set[int]:
+    """The numbers of ranks that shard the model's units together."""
+    return {group.mesh_info.mesh.size() for group in _groups(model)}
+
+
 def _weights(model: torch.nn.Module) -> Iterator[Any]:
     """FSDP2's object for each weight that it shards."""
+    for group in _groups(model):
+        yield from group.fsdp_params
+
+
+def _groups(model: torch.nn.Module) -> Iterator[Any]:
+    """FSDP2's groups of weights that are gathered together."""
     for state in sharded_units(model):
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # older versions have a single group
             groups = [state._fsdp_param_group]
-        for group in groups:
-            yield from () if group is None else group.fsdp_params
+        yield from (group for group in groups if group is not None)
 
 
 @contextlib.contextmanager

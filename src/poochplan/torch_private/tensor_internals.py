@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from operator import attrgetter
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -294,23 +294,29 @@ _DISABLE = torch.autograd.graph.disable_saved_tensors_hooks
 
 
 def is_in_transformed_op() -> bool:
-    """Whether this thread runs an op that ``vmap`` or a transform of ``torch.func`` has passed on.
+    """Whether this thread runs a compiled function, or an op that ``vmap`` or a transform of ``torch.func`` has passed
+    on. When these end, torch puts the thread's dispatch keys back as they were.
 
-    There torch has taken the transforms off its stack, and puts the thread's dispatch keys back as they were when the
-    op ends. So only the callers' frames tell.
+    For an op it has also taken the transforms off its stack, so only the callers' frames tell.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename not in _TRANSFORMS:
+    while frame is not None and not _puts_keys_back(frame.f_code):
         frame = frame.f_back
     return frame is not None
+
+
+def _puts_keys_back(code: CodeType) -> bool:
+    return code.co_filename in _TRANSFORMS or (code.co_name == "compile_wrapper" and code.co_filename == _COMPILED)
 
 
 _TRANSFORMS = {
     one.__file__ for one in (torch._functorch.vmap, torch._functorch.eager_transforms, torch._vmap_internals)
 }
 """Files whose functions call the function that is transformed."""
+_COMPILED = torch.__file__.removesuffix("__init__.py") + "_dynamo/eval_frame.py"
+"""The file of ``compile_wrapper``, which calls a compiled function. Importing it takes seconds."""
 
 
 @contextlib.contextmanager

@@ -169,7 +169,10 @@ def inputs_of(path: Path, model: ModelProto) -> list[GraphInput]:
             continue
         kind = value.type.tensor_type
         if kind.elem_type not in TORCH_TYPES or not kind.HasField("shape"):
-            raise UsageError(f"{path}: input {value.name!r}: expected a tensor of numbers with a shape, found another")
+            raise UsageError(
+                f"{path}: input {value.name!r}: expected a tensor of numbers with a shape, found another; "
+                "export the model with tensors as inputs"
+            )
         dimensions = tuple(
             size if isinstance(size, int) else dimension_name(size or f"{value.name}_{axis}")
             for axis, size in enumerate(dimensions_of(value))
