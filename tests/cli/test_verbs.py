@@ -252,6 +252,8 @@ def test_a_forward_pass_alone_is_shown_written_and_told_from_a_training_step(poo
     shown = pooch.ok("show small.pass.json").out
     assert "Forward pass of small" in shown
     assert "5 iterations" in shown
+    pooch.ok(f"profile {pooch.small} --inference --iterations 2 -o pass.json")
+    assert PassProfile.load("pass.json").iterations == 2
     for verb in ("plan small.pass.json --budget 60%", "sweep small.pass.json", "simulate small.pass.json plan.json"):
         line = pooch.refused(verb, code=1)
         assert "found a forward pass alone, of which nothing has to be moved" in line

@@ -159,7 +159,7 @@ def test_a_plan_with_replays_is_refused_by_apply_for_any_other_model(recomputing
         poochplan.apply(recomputing, model)
     assert "\n" not in str(error.value)
     model.compile(dynamic=False)
-    with pytest.raises(UsageError, match=r"call poochplan.compile\(model, plan=plan\)"):
+    with pytest.raises(UsageError, match=r"call poochplan.compile\(model, plan=plan\) \(pooch run --compile\)"):
         poochplan.apply(recomputing, model)
     other, _, _ = fresh()
     poochplan.compile(other, plan=swapping)

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from benchmarks.against.short_table import short_table
 from poochplan.cli import build_parser
 from poochplan.planner.policies import PolicyInput, policy_names, registry, run_policy
 from poochplan.workload import shipped_configs
-from tests.docs.prose import ROOT, measure, sentences
+from tests.processes import ROOT
 
 SITE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [*SITE, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("README.md"))]
@@ -35,6 +36,10 @@ OF_THE_TABLE = {
 MOST_WORDS, MEAN_WORDS = 40, 16
 WORKLOADS = {*shipped_configs(), "my_network.toml"}
 """Those that a command of the README may name; it has its reader write the last one."""
+_FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_SKIPPED = re.compile(r"^(#|\||<!--|    |!\[|---$)")
+_ITEM = re.compile(r"^\s*([*-]|\d+\.) +")
+_END = re.compile(r"(?<=[.!?])[*)]*\s+|(?<=[.!?]\))\s+")
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\]\(([^)\s#]+)")
@@ -42,17 +47,26 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relativ
 site_pages = pytest.mark.parametrize("page", SITE, ids=lambda page: str(page.relative_to(ROOT)))
 
 
+README, FIGURES = (page.read_text(encoding="utf-8") for page in (ROOT / "README.md", ROOT / "benchmarks" / "README.md"))
+RESULTS = ROOT / "benchmarks" / "results"
+
+
 def blocks(page: Path, language: str) -> list[str]:
     return [code for found, code in _BLOCK.findall(page.read_text(encoding="utf-8")) if found == language]
 
 
+def prose(page: Path) -> str:
+    """Without blocks of code."""
+    return _BLOCK.sub("", page.read_text(encoding="utf-8"))
+
+
 def spans(page: Path) -> list[str]:
-    return _CODE.findall(_BLOCK.sub("", page.read_text(encoding="utf-8")))
+    return _CODE.findall(prose(page))
 
 
 @pages
 def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
-    links = [link for link in _LINK.findall(_BLOCK.sub("", page.read_text(encoding="utf-8"))) if "://" not in link]
+    links = [link for link in _LINK.findall(prose(page)) if "://" not in link]
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
@@ -101,13 +115,13 @@ def test_every_make_target_that_is_named_exists(page: str) -> None:
 
 def test_every_measured_figure_of_the_readme_names_a_command_of_the_benchmarks() -> None:
     commands = [span for span in spans(ROOT / "README.md") if span.startswith("python ")]
-    figures = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     assert len(commands) >= 5
-    assert [command for command in commands if command not in figures] == []
+    assert [command for command in commands if command not in FIGURES] == []
 
 
 @site_pages
-def test_every_block_of_python_is_python(page: Path) -> None:
+def test_a_page_shows_code_and_what_is_python_of_it_is_python(page: Path) -> None:
+    assert _BLOCK.search(page.read_text(encoding="utf-8"))
     for code in blocks(page, "python"):
         ast.parse(code)
 
@@ -162,15 +176,29 @@ def test_the_page_of_the_api_has_every_public_name_and_nothing_is_undocumented()
     assert fields >= {*poochplan.Profile.__struct_fields__, *poochplan.Plan.__struct_fields__}
 
 
+def sentences(text: str) -> list[list[str]]:
+    """The words of each sentence. A list item begins a sentence; colons and semicolons end none."""
+    paragraphs: list[str] = [""]
+    for line in _FENCED.sub("", text).splitlines():
+        if _SKIPPED.match(line) or not line.strip():
+            paragraphs.append("")
+        elif _ITEM.match(line):
+            paragraphs.append(_ITEM.sub("", line))
+        else:
+            paragraphs[-1] += " " + line.strip()
+    found = (part.split() for paragraph in paragraphs for part in _END.split(re.sub(r"`[^`]*`", "code", paragraph)))
+    return [words for words in found if words]
+
+
 @site_pages
 def test_sentences_can_be_read(page: Path) -> None:
-    long = [" ".join(words) for words in sentences(page.read_text(encoding="utf-8")) if len(words) > MOST_WORDS]
-    assert long == []
-    assert measure(page)[1] <= MEAN_WORDS
+    found = sentences(page.read_text(encoding="utf-8"))
+    assert [" ".join(words) for words in found if len(words) > MOST_WORDS] == []
+    assert mean(map(len, found) if found else [0]) <= MEAN_WORDS
 
 
 def test_the_readme_is_short_and_its_pictures_are_small() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+    assert len(README.splitlines()) <= 150
     pictures = list((ROOT / "docs" / "images").iterdir())
     assert all(picture.stat().st_size < 150_000 for picture in pictures)
     for picture in pictures:
@@ -179,17 +207,16 @@ def test_the_readme_is_short_and_its_pictures_are_small() -> None:
 
 
 def test_the_comparison_is_that_of_the_committed_results() -> None:
-    found = json.loads((ROOT / "benchmarks" / "results" / "compare.json").read_text())
-    assert short_table(found, "30%") in (ROOT / "README.md").read_text(encoding="utf-8")
-    assert table(found, ["50%", "30%"]).rstrip() in (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    found = json.loads((RESULTS / "compare.json").read_text())
+    assert short_table(found, "30%") in README
+    assert table(found, ["50%", "30%"]).rstrip() in FIGURES
 
 
 def test_the_readme_s_table_is_that_of_the_committed_results() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = text.split("| network, simulated |")[1].split("\n\n")[0]
+    table = README.split("| network, simulated |")[1].split("\n\n")[0]
     shown = iter([[cell.strip(" *%") for cell in line.split("|")[2:-1]] for line in table.splitlines()[2:]])
     for file, networks in OF_THE_TABLE.items():
-        results = json.loads((ROOT / "benchmarks" / "results" / file).read_text())["rows"]
+        results = json.loads((RESULTS / file).read_text())["rows"]
         rows = {row["network"]: row for row in results if row["kept"] == 0.5 and row["link"] in ("pcie3", "pcie5")}
         rows |= {row["network"]: row for row in results if (row["link"], row["kept"]) == ("pcie3", 0.5)}
         for network in networks:
@@ -207,27 +234,19 @@ def digits(share: float) -> int:
 
 
 def test_the_readme_says_where_a_simple_rule_is_as_good() -> None:
-    rows = json.loads((ROOT / "benchmarks" / "results" / "planning.json").read_text())["rows"]
+    rows = json.loads((RESULTS / "planning.json").read_text())["rows"]
     simple = [min(found for found in row["policies"].values() if found is not None) for row in rows]
     near = sum(best - row["overhead"] <= 0.001 for best, row in zip(simple, rows, strict=True))
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
     said = f"In {near} of {len(rows)} cases (network, budget and link) the best simple rule is at most 0.1"
-    assert said in " ".join(text.split())
+    assert said in " ".join(README.split())
 
 
 def test_commits_that_the_readme_names_are_of_its_history() -> None:
-    named = re.findall(r"\bcommit ([0-9a-f]{7,40})\b", (ROOT / "README.md").read_text(encoding="utf-8"))
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+
+    named = re.findall(r"\bcommit ([0-9a-f]{7,40})\b", README)
     assert named
-    shallow = git("rev-parse", "--is-shallow-repository")
-    if shallow.stdout.strip() != "false":
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
         pytest.skip("the history is not here")
     assert [commit for commit in named if git("merge-base", "--is-ancestor", commit, "HEAD").returncode] == []
-
-
-def git(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
-
-
-@site_pages
-def test_every_page_shows_code(page: Path) -> None:
-    assert _BLOCK.search(page.read_text(encoding="utf-8"))

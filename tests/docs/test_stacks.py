@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import poochplan
-from tests.docs.prose import ROOT
 from tests.docs.test_docs import blocks
 from tests.online.caches import costs_are_known, empty_cache
+from tests.processes import ROOT
 
 STACKS = sorted((ROOT / "docs" / "stacks").glob("*.md"))
 EXAMPLES = {
@@ -55,12 +55,11 @@ def network(steps: int = 3) -> Names:
 
 
 def adversaries() -> Names:
-    generator, critic = (nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(2))
-    optimizers = {
-        f"{name}_optimizer": torch.optim.SGD(model.parameters(), lr=0.1)
-        for name, model in (("generator", generator), ("critic", critic))
-    }
-    return network() | optimizers | {"generator": generator, "critic": critic}
+    given = network()
+    for name in ("generator", "critic"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+        given |= {name: model, f"{name}_optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    return given
 
 
 class Recurrent(nn.Module):
@@ -137,9 +136,8 @@ def test_what_a_page_imports_is_there(page: Path) -> None:
 def test_a_page_of_a_framework_says_what_its_example_does(page: str) -> None:
     (code,) = blocks(ROOT / "docs" / "stacks" / f"{page}.md", "python")
     example = (ROOT / "examples" / f"{EXAMPLES[page]}.py").read_text(encoding="utf-8")
-    calls = [
-        call for call in ("PlanCallback(", "poochplan.auto(", ".prepare(", "accelerator.accumulate(") if call in code
-    ]
+    known = "PlanCallback(", "poochplan.auto(", ".prepare(", "accelerator.accumulate("
+    calls = [call for call in known if call in code]
     assert calls
     assert [call for call in calls if call not in example] == []
     assert f"{EXAMPLES[page]}.py" in (ROOT / "docs" / "stacks" / f"{page}.md").read_text(encoding="utf-8")

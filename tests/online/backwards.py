@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.runtime.nets import Net
+
 from .trainings import (
     CLASSES,
     WIDTH,
@@ -40,6 +42,8 @@ def noisy_or(hidden: int = 0, width: int = 64, rows: int = 256) -> Training:
 
 
 class Gate(nn.Module):
+    """Of its own class: dynamo gives up on code that many networks share, as that of a Sequential."""
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -48,24 +52,21 @@ class Gate(nn.Module):
         return self.linear(rows).sigmoid()
 
 
-class Branching(nn.Module):
+def branching() -> nn.Module:
     """Gradients of three branches are added up, one of them strided."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.second = nn.ModuleList(Gate() for _ in range(4))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        for first, second in zip(self.first, self.second, strict=True):
+    def forward(its: Any, rows: torch.Tensor) -> torch.Tensor:
+        for first, second in zip(its.first, its.second, strict=True):
             flipped = second(rows.t().contiguous().t())
             rows = rows + first(rows).tanh() + flipped * rows
-        return self.head(rows)
+        return its.head(rows)
+
+    first, second = (nn.ModuleList(make() for _ in range(4)) for make in (lambda: nn.Linear(WIDTH, WIDTH), Gate))
+    return Net(forward, first=first, second=second, head=nn.Linear(WIDTH, CLASSES))
 
 
 def branches() -> Training:
-    return plain(Branching())
+    return plain(branching())
 
 
 class Halves(torch.autograd.Function):
@@ -85,13 +86,9 @@ class Halves(torch.autograd.Function):
         return second * kept, None
 
 
-class Custom(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = blocks(3), nn.Sequential(nn.Linear(CLASSES, WIDTH), blocks(3))
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.second(Halves.apply(self.first(rows), 0.5)[1])
+def custom_function() -> Training:
+    first, second = blocks(3), nn.Sequential(nn.Linear(CLASSES, WIDTH), blocks(3))
+    return plain(Net(lambda its, rows: second(Halves.apply(first(rows), 0.5)[1]), first=first, second=second))
 
 
 class Stumbling(torch.autograd.Function):
@@ -110,11 +107,6 @@ class Stumbling(torch.autograd.Function):
         return gradient
 
 
-class Stone(nn.Module):
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return Stumbling.apply(rows)
-
-
 def raising_in_backward() -> Training:
     """In turns in which ops are captured, timed and planned for."""
 
@@ -129,7 +121,8 @@ def raising_in_backward() -> Training:
                 Stumbling.is_next = False
         return inner(number)
 
-    return plain(nn.Sequential(blocks(3), Stone(), nn.Linear(CLASSES, WIDTH), blocks(3))).each(turn)
+    stone = Net(lambda _, rows: Stumbling.apply(rows))
+    return plain(nn.Sequential(blocks(3), stone, nn.Linear(CLASSES, WIDTH), blocks(3))).each(turn)
 
 
 def gradients_taken() -> Training:
@@ -204,17 +197,17 @@ def optimizer_in_backward() -> Training:
 
 
 def compiled_beside_branches() -> Training:
-    model = Branching()
-    for gate in model.second:
-        gate.compile(backend="aot_eager")
+    model: Any = branching()
+    for one in model.second:
+        one.compile(backend="aot_eager")
     return plain(model)
 
 
 def compiled_in_checkpoint() -> Training:
     model = Checkpointed()
     model.inner = nn.Sequential(*(Gate() for _ in range(3)), nn.Linear(WIDTH, CLASSES))
-    for gate in list(model.inner)[:2]:
-        gate.compile(backend="aot_eager")
+    for one in list(model.inner)[:2]:
+        one.compile(backend="aot_eager")
     return plain(model)
 
 
@@ -223,7 +216,7 @@ BACKWARDS: dict[str, Callable[[], Training]] = {
     "branches": branches,
     "checkpoint": checkpointing_inside,
     "reentrant_checkpoint": lambda: plain(Checkpointed(reentrant=True)),
-    "custom_function": lambda: plain(Custom()),
+    "custom_function": custom_function,
     "raising_in_backward": raising_in_backward,
     "gradients_taken": gradients_taken,
     "two_losses_of_one_graph": two_losses_of_one_graph,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 import poochplan
 from poochplan.runtime.session import Session
+from tests.live_bytes import LiveBytes
 from tests.online.census import outside_meter
 from tests.runtime.nets import LINK
 
@@ -60,17 +62,23 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> list[bytes]:
     return [one.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for one in tensors]
 
 
-def run_plain(make: Callable[[], Training], turns: int = TURNS) -> Run:
+def run_plain(make: Callable[[], Training], turns: int = TURNS, *, is_metered: bool = True) -> Run:
     """Without poochplan."""
     torch.manual_seed(0)
-    training = make()
-    losses, peaks = [], []
-    with outside_meter() as meter:
+    training, run = make(), Run([], [], [])
+    with outside_meter() if is_metered else nullcontext() as meter:
         for number in range(turns):
-            meter.restart()
-            losses.append(list(training.turn(number)))
-            peaks.append(meter.peak)
-    return Run(losses, bytes_of(training.state()), peaks)
+            turn(training, number, run, meter)
+    run.state = bytes_of(training.state())
+    return run
+
+
+def turn(training: Training, number: int, run: Run, meter: LiveBytes | None) -> None:
+    """One turn, noted in ``run``. A meter is a mode; loops whose gradients depend on modes have none."""
+    if meter is not None:
+        meter.restart()
+    run.losses.append(list(training.turn(number)))
+    run.peaks.append(meter.peak if meter is not None else 0)
 
 
 def opened(training: Training, cache: Path, **options: Any) -> Session:
@@ -92,20 +100,30 @@ def planning(training: Training, cache: Path, **options: Any) -> Session:
     return session
 
 
-def run_auto(make: Callable[[], Training], budget: int | str, cache: Path, turns: int = TURNS, **options: Any) -> Run:
-    """With ``auto`` around the loop, as a user would."""
+def run_auto(
+    make: Callable[[], Training],
+    budget: int | str,
+    cache: Path,
+    turns: int = TURNS,
+    *,
+    look: Callable[[Session], object] = lambda session: None,
+    is_metered: bool = True,
+    **options: Any,
+) -> Run:
+    """With ``auto`` around the loop, as a user would. ``look`` is given the session behind each turn."""
     torch.manual_seed(0)
-    training = make()
-    run = Run([], [], [])
-    with outside_meter() as meter, opened(training, cache, budget=budget, **options) as session:
+    training, run = make(), Run([], [], [])
+    with (
+        outside_meter() if is_metered else nullcontext() as meter,
+        opened(training, cache, budget=budget, **options) as session,
+    ):
         run.session = session
         for number in range(turns):
-            meter.restart()
-            run.losses.append(list(training.turn(number)))
-            run.peaks.append(meter.peak)
+            turn(training, number, run, meter)
             if run.planned_at is None and session.plan is not None:
                 run.planned_at = number
             run.plans.append(len(session.plans))
+            look(session)
             if number >= WAITED_AT:
                 session.wait_until_planned(120)
     run.state = bytes_of(training.state())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +13,11 @@ import torch
 
 import poochplan
 from poochplan.online import background, before_plan, planning_process
-from poochplan.online.before_plan import SHARE_TAKEN, BeforePlan, Unplanned, free_bytes
+from poochplan.online.before_plan import SHARE_TAKEN, BeforePlan, Mode, Unplanned, free_bytes
 from poochplan.planner.search.allowance import Progress
 from poochplan.tensors.storages import Geometry
 from poochplan.torch_private.tensor_internals import in_backward
-from tests.online.runs import QUICK, opened
+from tests.online.runs import QUICK, run_auto
 from tests.online.trainings import batch, blocks, dropout_and_batch_norm, loss_of, plain
 from tests.runtime.nets import LINK, equal, gradients
 
@@ -29,53 +30,54 @@ def unplanned(
     return BeforePlan(way, way, model, CPU, optimizers, lambda: None)
 
 
-def first_step(cache: Path, budget: str = "60%", **options: Any) -> tuple[list[torch.Tensor], int, int]:
-    """Gradients of the first step under ``auto``, bytes that left the device, and bytes that were saved."""
-    torch.manual_seed(0)
-    model, data = blocks(4), batch(64)
-    with poochplan.auto(model, budget=budget, cache=cache, **QUICK, **options) as session:
-        loss_of(model, data).backward()
-        segment = session._engine.segment
-        return gradients(model), segment.report.out_bytes, segment.saved_bytes
-
-
-def plain_step() -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model, data = blocks(4), batch(64)
-    loss_of(model, data).backward()
-    return gradients(model)
+def first_step(cache: Path, budget: str = "60%", **options: Any) -> tuple[int, int]:
+    """Bytes that left the device in the first step under ``auto``, whose gradients are the plain ones, and bytes that
+    were saved.
+    """
+    found = []
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        model, data = blocks(4), batch(64)
+        auto = poochplan.auto(model, budget=budget, cache=cache, **QUICK, **options) if is_planned else nullcontext()
+        with auto as session:
+            loss_of(model, data).backward()
+            segment = session._engine.segment if session is not None else None
+            found.append(gradients(model))
+    assert equal(found[:1], found[1:])
+    return segment.report.out_bytes, segment.saved_bytes
 
 
 def test_a_first_step_is_in_core_whatever_the_budget(tmp_path: Path) -> None:
-    found, out_bytes, saved_bytes = first_step(tmp_path, budget="1000")
-    assert equal([found], [plain_step()])
+    out_bytes, saved_bytes = first_step(tmp_path, budget="1000")
     assert out_bytes == 0 < saved_bytes
 
 
+@pytest.fixture
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("SHARE_BETWEEN_LOOKS", 1e-9), ("HEADROOM", 0)):
+        monkeypatch.setattr(f"poochplan.runtime.step_policies.step_policy.{name}", value)
+
+
+@pytest.mark.usefixtures("looks_often")
 def test_where_room_ends_within_the_step_it_swaps_from_there_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rooms = iter([1 << 30] * 4 + [0] + [1 << 30] * 1000)
     monkeypatch.setattr(BeforePlan, "_room", lambda _: next(rooms))
-    monkeypatch.setattr("poochplan.runtime.step_policies.step_policy.SHARE_BETWEEN_LOOKS", 1e-9)
     monkeypatch.setattr("poochplan.runtime.step_policies.step_policy.HEADROOM", 1)
-    found, out_bytes, saved_bytes = first_step(tmp_path)
-    assert equal([found], [plain_step()])
+    out_bytes, saved_bytes = first_step(tmp_path)
     assert 0 < out_bytes < 0.9 * saved_bytes
 
 
+@pytest.mark.usefixtures("looks_often")
 def test_where_room_ends_in_backward_what_was_kept_is_swapped_as_far_as_bytes_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    missing_bytes: list[int] = []
-    monkeypatch.setattr(BeforePlan, "_room", lambda _: -missing_bytes[-1] if in_backward() else 1 << 30)
-    monkeypatch.setattr("poochplan.runtime.step_policies.step_policy.SHARE_BETWEEN_LOOKS", 1e-9)
-    monkeypatch.setattr("poochplan.runtime.step_policies.step_policy.HEADROOM", 0)
     left = []
-    for size_bytes in (-1, 1, 1 << 30):
-        missing_bytes.append(size_bytes)
-        found, out_bytes, saved_bytes = first_step(tmp_path / str(size_bytes))
-        assert equal([found], [plain_step()])
+    for missing_bytes in (-1, 1, 1 << 30):
+        room = lambda _, missing=missing_bytes: -missing if in_backward() else 1 << 30  # noqa: E731
+        monkeypatch.setattr(BeforePlan, "_room", room)
+        out_bytes, saved_bytes = first_step(tmp_path / str(missing_bytes))
         left.append(out_bytes / saved_bytes)
     assert 0 == left[0] < left[1] <= left[2] < 1  # the value in use stays
 
@@ -100,22 +102,16 @@ def test_it_swaps_all_where_there_is_no_room_or_that_is_asked_for_or_a_step_abov
 ) -> None:
     if not options:
         monkeypatch.setattr(before_plan, "free_bytes", lambda _: 0)
-    found, out_bytes, saved_bytes = first_step(tmp_path, **options)
-    assert equal([found], [plain_step()])
+    out_bytes, saved_bytes = first_step(tmp_path, **options)
     assert 0.9 * saved_bytes < out_bytes <= saved_bytes  # what was there before the step stays
 
 
 @pytest.mark.parametrize("way", ["in-core", "swap"])
 def test_steps_that_no_plan_fits_go_on_as_asked(way: str, tmp_path: Path) -> None:
-    training = plain(blocks(4))
-    with (
-        pytest.warns(RuntimeWarning, match="no plan fits the budget of .*: the smallest possible is"),
-        opened(training, tmp_path, budget=1000, on_refusal=way) as session,
-    ):
-        for number in range(14):
-            training.turn(number)
-        assert session.plan is None
-        assert (session._engine.segment.report.out_bytes > 0) == (way == "swap")
+    with pytest.warns(RuntimeWarning, match="no plan fits the budget of .*: the smallest possible is"):
+        session = run_auto(lambda: plain(blocks(4)), 1000, tmp_path, 14, is_metered=False, on_refusal=way).session
+    assert session.plan is None
+    assert (session._engine.segment.report.out_bytes > 0) == (way == "swap")
 
 
 def test_the_first_line_says_from_when_on_the_budget_is_kept(
@@ -159,22 +155,15 @@ def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> No
     assert free_bytes(CPU) == 250
 
 
-def steps_by_pytorch_alone(cache: Path, **options: Any) -> list[float | None]:
-    """Seconds of the steps that were profiled, by kind."""
-    torch.manual_seed(0)
-    training = dropout_and_batch_norm()
-    with opened(training, cache, **options) as session:
-        for number in range(14):
-            training.turn(number)
-            session.wait_until_planned(0.0)
-        return [profile.times.plain_step_s for profile in session.profiles.values()]
-
-
 def test_overheads_are_beside_steps_that_were_timed_before_anything_was_given_up(tmp_path: Path) -> None:
-    kept = steps_by_pytorch_alone(tmp_path / "kept")
-    assert kept
-    assert all(kept)
-    assert not any(steps_by_pytorch_alone(tmp_path / "swapped", before_plan="swap"))
+    def profiled_s(way: Mode) -> list[float | None]:
+        run = run_auto(dropout_and_batch_norm, "60%", tmp_path / way, 14, is_metered=False, before_plan=way)
+        return [profile.times.plain_step_s for profile in run.session.profiles.values()]
+
+    kept_s = profiled_s("in-core")
+    assert kept_s
+    assert all(kept_s)
+    assert not any(profiled_s("swap"))
 
 
 @pytest.mark.parametrize(("age_s", "steps"), [(5.0, []), (11.0, ["measure", "start"])])

@@ -9,7 +9,6 @@ import functools
 import tempfile
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,62 +27,65 @@ from poochplan.profiler.live.segment_observer import SegmentObserver
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.torch_private.tensor_internals import mode_count
 from tests.online.backwards import BACKWARDS, branches, noisy_or
-from tests.online.runs import bytes_of
-from tests.online.trainings import Training
+from tests.online.runs import Run, bytes_of, run_auto, run_plain
+from tests.online.trainings import Losses, Training, Turn
 from tests.processes import python
+from tests.runtime.besides import plain_step
 from tests.runtime.nets import LINK
 from tests.runtime.served import needs_compiler
 
-WAITED_AT = 14
 UNPLANNED = {"reentrant_checkpoint", "two_losses_of_one_graph", "optimizer_in_backward", "noisy_or"}
 """What they save is used by a later segment, or most of what they take is no activation."""
 
 
 @dataclass
 class Loop:
-    """What each turn left: losses and gradients, to the bit; the state at the end; turns in whose backward there were
-    modes; the kinds of observers that were put on; whether a plan was in force behind each turn.
+    """A run, and what each turn left: gradients, to the bit; turns in whose backward there were modes; the kinds of
+    observers that were put on.
     """
 
-    turns: list[tuple[list[float], list[bytes]]] = field(default_factory=list)
-    state: list[bytes] = field(default_factory=list)
+    gradients: list[list[bytes]] = field(default_factory=list)
     turns_with_modes: set[int] = field(default_factory=set)
     watched: set[str] = field(default_factory=set)
-    session: Any = None
-    followed: list[bool] = field(default_factory=list)
+    run: Run = field(default_factory=lambda: Run([], [], []))
+
+    def equals(self, other: Loop) -> bool:
+        return self.run.equals(other.run) and self.gradients == other.gradients
 
 
 def run(make: Callable[[], Training], cache: Path | None = None, *, turns: int = 30, budget: str = "80%") -> Loop:
     """Plain without a ``cache``, else under ``auto``."""
-    torch.manual_seed(0)
-    training, loop = make(), Loop()
-    parameters = list(training.model.parameters())
-    number = 0
+    loop = Loop()
 
-    def look(_: torch.Tensor) -> None:
-        if mode_count():
-            loop.turns_with_modes.add(number)
+    def looked_at() -> Training:
+        training = make()
+        parameters = list(training.model.parameters())
 
-    for parameter in parameters:
-        parameter.register_hook(look)
-    options: Any = {"budget": budget, "cache": cache, "time_limit_s": 1.0, "quiet": True, "link": LINK}
-    auto = nullcontext() if cache is None else poochplan.auto(training.model, training.optimizers, **options)
+        def turn(inner: Turn, number: int) -> Losses:
+            losses = inner(number)
+            loop.gradients.append(bytes_of(one.grad for one in parameters if one.grad is not None))
+            return losses
+
+        def look(_: torch.Tensor) -> None:
+            if mode_count():
+                loop.turns_with_modes.add(len(loop.gradients))
+
+        for parameter in parameters:
+            parameter.register_hook(look)
+        return training.each(turn)
+
     begin = SegmentObserver.begin
 
     def noted(observer: SegmentObserver, segment: Segment) -> None:
         loop.watched.add(type(observer).__name__)
         begin(observer, segment)
 
-    with warnings.catch_warnings(), mock.patch.object(SegmentObserver, "begin", noted), auto as loop.session:
+    with warnings.catch_warnings(), mock.patch.object(SegmentObserver, "begin", noted):
         warnings.simplefilter("ignore", RuntimeWarning)  # of loops that are not planned
-        for number in range(turns):
-            losses = list(training.turn(number))
-            loop.turns.append((losses, bytes_of(one.grad for one in parameters if one.grad is not None)))
-            if loop.session is not None:
-                loop.followed.append(loop.session.plan is not None)
-                if number >= WAITED_AT and not loop.session.plan:
-                    loop.session.wait_until_planned(120)
-    loop.state = bytes_of(training.state())
+        if cache is None:
+            loop.run = run_plain(looked_at, turns, is_metered=False)
+        else:
+            loop.run = run_auto(looked_at, budget, cache, turns, is_metered=False, time_limit_s=1.0)
     return loop
 
 
@@ -97,7 +99,7 @@ def under_auto(name: str) -> tuple[Loop, Any]:
     """And its profile. The session goes, with its model: these are not to live beside other loops."""
     with tempfile.TemporaryDirectory() as cache:
         found = run(BACKWARDS[name], Path(cache))
-    profile, found.session = found.session.profile, None
+    profile, found.run.session = found.run.session.profile, None
     return found, profile
 
 
@@ -105,20 +107,19 @@ def under_auto(name: str) -> tuple[Loop, Any]:
 def test_losses_gradients_and_weights_are_bitwise_the_plain_ones_in_every_turn(name: str) -> None:
     """And no mode is on the stack, whatever watch is on."""
     (found, _), expected = under_auto(name), without(name)
-    assert [a == b for a, b in zip(found.turns, expected.turns, strict=True)] == [True] * 30
-    assert found.state == expected.state
+    assert len(found.gradients) == 30
+    assert found.equals(expected)
     assert not found.turns_with_modes
     assert name != "branches" or found.watched == {"Capturing", "PhaseTiming", "OpTiming", "Verifying"}
-    assert (name in UNPLANNED) or found.followed[-1]
+    assert name in UNPLANNED or found.run.plans[-1]
 
 
 def test_it_has_them_too_where_a_plan_is_in_force(tmp_path: Path) -> None:
     deep = functools.partial(noisy_or, hidden=7, width=256, rows=1024)
-    found, expected = run(deep, tmp_path, turns=30, budget="75%"), run(deep)
-    assert sum(a == b for a, b in zip(found.turns, expected.turns, strict=True)) == 30
-    assert found.state == expected.state
-    assert found.followed[0] is False
-    assert found.followed[-1] is True
+    found = run(deep, tmp_path, budget="75%")
+    assert found.equals(run(deep))
+    assert found.run.planned_at
+    assert found.run.plans[-1]
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "reentrant_checkpoint"])
@@ -136,9 +137,7 @@ def test_no_hook_stays_on_nodes_that_outlive_a_step(tmp_path: Path) -> None:
     hooks: list[Any] = []
     with poochplan.auto(model, optimizer, budget="95%", cache=tmp_path, quiet=True, link=LINK) as session:
         for _ in range(16):
-            model(data).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            plain_step(model, optimizer, data)
         assert [op.name for op in session.profile.ops].count("autograd.AccumulateGrad") == len(held)
     for node in held:
         for handle in (node.register_hook(lambda *_: None), node.register_prehook(lambda *_: None)):
@@ -154,12 +153,11 @@ def test_a_failure_of_looking_on_ends_no_backward(told: str, tmp_path: Path, mon
     def fails(*_: Any) -> None:
         raise ArithmeticError("half a node")
 
-    expected = without("branches")
     monkeypatch.setattr(NodeOps, told, fails)
     found = run(branches, tmp_path)
-    assert (found.turns, found.state) == (expected.turns, expected.state)
-    assert found.session.profile is None
-    refused = [kind.refused for kind in found.session._source.kinds.values()]
+    assert found.equals(without("branches"))
+    assert found.run.session.profile is None
+    refused = [kind.refused for kind in found.run.session._source.kinds.values()]
     assert refused == ["looking at its backward raised ArithmeticError: half a node"]
 
 
@@ -216,7 +214,7 @@ def test_without_the_allocator_the_in_core_peak_is_about_the_same(
 ) -> None:
     _, there = under_auto(name)
     monkeypatch.setattr(capturing, "workspace_of", lambda where: Workspace())
-    missing = run(BACKWARDS[name], tmp_path, turns=12).session.profile
+    missing = run(BACKWARDS[name], tmp_path, turns=12).run.session.profile
     assert beside_what_was_there(missing) == pytest.approx(beside_what_was_there(there), rel=0.01)
 
 

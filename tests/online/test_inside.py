@@ -10,7 +10,16 @@ import torch
 import poochplan
 from poochplan.formats.profile import Phase
 from poochplan.formats.queries import saved_values
-from tests.online.trainings import Training, accumulation, autocast, blocks, dropout_and_batch_norm, loss_of
+from tests.online.trainings import (
+    Training,
+    accumulation,
+    autocast,
+    batch,
+    blocks,
+    dropout_and_batch_norm,
+    loss_of,
+    stepping,
+)
 from tests.runtime.nets import CASES, LINK
 
 
@@ -19,13 +28,8 @@ def test_everything_is_restored(make: Callable[[], Training]) -> None:
     training = make()
     training.turn(0)  # the optimizer has its state
     before = training.state()
-    poochplan.profile(
-        lambda: training.turn(1),
-        model=training.model,
-        optimizer=training.optimizers[0],
-        backward="inside",
-        link=LINK,
-    )
+    of = {"model": training.model, "optimizer": training.optimizers[0]}
+    poochplan.profile(lambda: training.turn(1), backward="inside", link=LINK, **of)
     after = training.state()
     assert len(after) == len(before)
     assert all(map(torch.equal, after, before))
@@ -33,17 +37,12 @@ def test_everything_is_restored(make: Callable[[], Training]) -> None:
 
 
 def test_the_in_core_peak_is_that_of_a_step_whose_backward_the_profiler_calls() -> None:
-    model, data = blocks(), (torch.randn(1024, 32), torch.randint(10, (1024,)))
+    model, data = blocks(), batch()
     optimizer = torch.optim.AdamW(model.parameters())
-
-    def whole() -> None:
-        optimizer.zero_grad()
-        loss_of(model, data).backward()
-        optimizer.step()
-
+    whole = stepping(model, lambda _: loss_of(model, data), optimizer)
     options = {"model": model, "optimizer": optimizer, "link": LINK}
     outside = poochplan.profile(lambda: loss_of(model, data), **options)  # type: ignore[arg-type]
-    inside = poochplan.profile(whole, backward="inside", **options)  # type: ignore[arg-type]
+    inside = poochplan.profile(lambda: whole.turn(0), backward="inside", **options)  # type: ignore[arg-type]
     known = sum(value.size_bytes for value in outside.values if value.born < 0)
     there = sum(value.size_bytes for value in inside.values if value.born < 0)
     beside = there - known  # other tensors of this process, which only the loop's own profile counts

@@ -1,4 +1,6 @@
-"""How often a loop looks at all of Python's objects and has garbage collected; and that nothing is missed by that."""
+"""How often a loop looks at all of Python's objects and has garbage collected; that nothing is missed by that; and what
+is foreseen of what grows.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from poochplan.runtime.metering.census import census_bytes, live, one_moment
+from poochplan.runtime.metering.census import Growth, census_bytes, foreseen_bytes, left_free, live, one_moment
 from tests.online.runs import Run, run_auto
-from tests.online.trainings import Losses, Training, adam, batch, blocks, dropout_and_batch_norm
+from tests.online.trainings import (
+    Losses,
+    Training,
+    adam,
+    batch,
+    blocks,
+    dropout_and_batch_norm,
+    with_lbfgs,
+)
 
 LARGE = 1 << 20
 GARBAGE = "values that only Python's garbage collector frees"
@@ -98,3 +108,34 @@ def test_what_only_the_collector_frees_of_a_captured_step_is_told(tmp_path: Path
 
     session = run_auto(lambda: Training(model, [optimizer], turn), "90%", tmp_path).session
     assert any(note.startswith(GARBAGE) for note in session.profile.notes) is is_cycle
+
+
+def test_what_is_foreseen_of_lbfgs_is_what_its_history_comes_to_take() -> None:
+    training, together = with_lbfgs(batch(64), max_iter=4, history_size=9), set[int]()
+    for number in range(6):
+        training.turn(number)
+        foreseen = foreseen_bytes(training.optimizers, "cpu")
+        assert foreseen > 0 or together
+        together.add(census_bytes("cpu") + foreseen)
+    assert foreseen == 0
+    assert max(together) - min(together) <= 512 * 9  # numbers of which some are not there yet
+    assert foreseen_bytes([torch.optim.Adam(training.model.parameters())], "cpu") == 0
+
+
+def test_only_what_has_become_more_twice_in_a_row_grows() -> None:
+    growth = Growth()
+    for number, size_bytes in ((1, 1000), (2, 1000), (10, 9000)):
+        growth.saw(number, size_bytes)
+    assert growth.steady_bytes_per_segment == 0
+    assert growth.latest_bytes_per_segment == 1000
+    growth.saw(12, 10000)
+    assert growth.steady_bytes_per_segment == 500
+    growth.saw(13, 10000)
+    assert growth.steady_bytes_per_segment == growth.latest_bytes_per_segment == 0
+
+
+@pytest.mark.parametrize(("ahead_bytes", "room_bytes", "left_bytes"), [(0, 100, 0), (100, 100, 100), (101, 100, 50)])
+def test_growth_is_left_all_that_it_takes_or_half_of_the_room(
+    ahead_bytes: int, room_bytes: int, left_bytes: int
+) -> None:
+    assert left_free(ahead_bytes, room_bytes) == left_bytes

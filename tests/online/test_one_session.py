@@ -1,4 +1,6 @@
-"""A session is the same one, whoever has opened it: its members, its defaults, what it does about a broken budget."""
+"""A session is the same one, whoever has opened it: its members, its defaults, what it does where steps do not keep to
+what was promised, and what it explains.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,13 @@ import pytest
 import torch
 
 import poochplan
+from poochplan import Plan, Session
 from poochplan.errors import PoochError
+from poochplan.formats.profile import preset_link
 from poochplan.runtime.devices.cpu import CpuDevice, choose_spill_dir
-from tests.online.runs import opened
-from tests.online.trainings import batch, blocks, loss_of, plain
+from poochplan.units import format_bytes
+from tests.online.runs import opened, run_auto, run_plain
+from tests.online.trainings import batch, blocks, dropout_and_batch_norm, loss_of, plain
 from tests.runtime.besides import fresh, profiled, tight
 from tests.runtime.nets import LINK
 
@@ -36,28 +41,10 @@ def test_apply_and_auto_give_one_class_with_the_members_of_the_page(tmp_path: Pa
     assert (given.plans, given.profiles) == ({"": given.plan}, {"": profile})
     assert given.profile is profile
     assert given.wait_until_planned()
+    assert "predicted peak" in given.explain_peak()
     assert (studied.plan, studied.plans, studied.profile, studied.arena, studied.explain_peak()) == (
         *(None, {}, None, None, ""),
     )
-
-
-def test_a_given_plan_is_made_anew_by_default_where_its_profile_is_given() -> None:
-    model = fresh()
-    profile = profiled(model, None)
-    plan = poochplan.plan(profile, int(profile.in_core_peak_bytes * 0.9), evaluations=50, arena="off")
-    kept = torch.zeros((plan.budget_bytes - plan.prediction.peak_bytes) // 4 + 8192)
-    with (
-        pytest.warns(RuntimeWarning, match="from the next step on, steps follow a plan that has room for") as told,
-        poochplan.apply(plan, model, profile=profile, meter="always") as session,
-    ):
-        for _ in range(4):
-            model(torch.ones(256, 64)).square().mean().backward()
-            model.zero_grad(set_to_none=True)
-        assert session.plan is not plan
-        assert session.last.peak_bytes <= session.plan.budget_bytes
-        assert "predicted peak" in session.explain_peak()
-    assert len(told) == 1
-    del kept
 
 
 class Telling(CpuDevice):
@@ -80,25 +67,54 @@ def test_a_studied_plan_that_was_broken_is_made_anew_with_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("poochplan.online.auto.open_device", Telling)
-    torch.manual_seed(0)
-    training, plans = plain(blocks()), []
-    with (
-        pytest.warns(RuntimeWarning, match="another plan is made that has room for [0-9.]+ KiB more") as told,
-        opened(training, tmp_path, budget="80%", arena="off") as session,
-    ):
-        for number in range(40):
-            training.turn(number)
-            if session.profile is not None:
-                session.wait_until_planned(120)
-            if session.plan is not None and all(session.plan is not one for one in plans):
-                plans.append(session.plan)
-                Telling.budget_bytes = session.plan.budget_bytes
-        report = session.report()
+    plans: list[Plan] = []
+
+    def look(session: Session) -> None:
+        if session.profile is not None:
+            session.wait_until_planned(120)
+        if session.plan is not None and all(session.plan is not one for one in plans):
+            plans.append(session.plan)
+            Telling.budget_bytes = session.plan.budget_bytes
+
+    with pytest.warns(RuntimeWarning, match="another plan is made that has room for [0-9.]+ KiB more") as told:
+        found = run_auto(lambda: plain(blocks()), "80%", tmp_path, 40, look=look, is_metered=False, arena="off")
+    report = found.session.report()
     assert len([one for one in told if "another plan" in str(one.message)]) == 1
     first, second = plans
     assert second.static_bytes != first.static_bytes
     assert 0 < report.steps_followed < report.total.steps
     assert report.status == "partly followed"
+
+
+def test_copies_slower_than_measured_are_told_and_planned_for_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = preset_link("nvlink2")
+    options = {"link": link, "throttle": "2MB/s", "quiet": False, "arena": "off", "is_metered": False}
+    found = run_auto(dropout_and_batch_norm, "45%", tmp_path, 30, **options)
+    (said,) = (line for line in capsys.readouterr().err.splitlines() if "were predicted: copies" in line)
+    assert "another plan is made" in said
+    assert found.session.plan is not None
+    slower = found.session.profile.link
+    assert slower.outward.bandwidth_bytes_per_s < link.outward.bandwidth_bytes_per_s
+    assert found.losses == run_plain(dropout_and_batch_norm, 30, is_metered=False).losses
+
+
+def test_a_session_explains_the_in_core_peak_and_then_the_planned_one(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    training, texts = dropout_and_batch_norm(), []
+    with opened(training, tmp_path) as session:
+        assert session.explain_peak() == ""
+        for number in range(30):
+            training.turn(number)
+            if session.profile is not None:
+                texts.append(session.explain_peak())
+                session.wait_until_planned()
+    assert texts[0].startswith(f"predicted peak {format_bytes(session.profile.in_core_peak_bytes)} in-core: in ")
+    first = texts[-1].splitlines()[0]
+    assert f" of a budget of {format_bytes(session.plan.budget_bytes)}, measured " in first
+    assert f"measured {format_bytes(session.total.peak_bytes)}: in " in first
+    assert texts[-1] == session.explain_peak()
 
 
 def test_a_report_before_there_is_a_plan_says_so(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import poochplan
 from poochplan.formats.files import encode_readable
 from poochplan.online.plan_cache import code_digest, switches_digest
 from tests.online.runs import Run, opened, planning, run_auto, run_plain
-from tests.online.trainings import Losses, Training, blocks, dropout_and_batch_norm
+from tests.online.trainings import Training, blocks, dropout_and_batch_norm, stepping
 from tests.runtime.cyclic import no_collector
 
 MODEL = """
@@ -128,13 +128,13 @@ def test_a_plan_that_ends_a_run_by_an_error_is_not_the_first_that_the_next_run_t
     assert kept.stat().st_mtime == before_s
 
 
-@pytest.mark.parametrize("damage", ["truncated", "of another model", "no json"])
+@pytest.mark.parametrize("damage", ["truncated", "of another model"])
 def test_a_cache_that_is_damaged_is_as_good_as_none(damage: str, expected: Run, first: Path, tmp_path: Path) -> None:
     entry = next(path.parent for path in first.rglob("plan.json"))
     place = shutil.copytree(entry, tmp_path / entry.name) / "plan.json"
     plan = poochplan.Plan.load(place)
     other = msgspec.structs.replace(plan, model=msgspec.structs.replace(plan.model, fingerprint="other"))
-    content = {"truncated": place.read_bytes()[:1000], "of another model": encode_readable(other), "no json": b"\xff\0"}
+    content = {"truncated": place.read_bytes()[:1000], "of another model": encode_readable(other)}
     place.write_bytes(content[damage])
     found = again(expected, tmp_path, turns=12, before_plan="swap")
     assert found.losses == expected.losses[:12]
@@ -170,20 +170,9 @@ def test_what_waits_for_the_collector_is_no_reason_for_another_plan(
 
 def micro_batches() -> Training:
     """Four to a step: the last three are alike."""
-    model = blocks(4)
-    optimizer, data = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(256, 32)
-
-    def turn(_: int) -> Losses:
-        optimizer.zero_grad()
-        losses = []
-        for _ in range(4):
-            loss = model(data).square().mean()
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        return losses
-
-    return Training(model, [optimizer], turn)
+    model, data = blocks(4), torch.randn(256, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return stepping(model, lambda _: (model(data).square().mean() for _ in range(4)), optimizer)
 
 
 def test_micro_batches_that_were_found_alike_are_not_profiled_again_in_the_next_run(tmp_path: Path) -> None:

@@ -1,16 +1,19 @@
-"""What is no change of the steps is none to ``auto``: nothing is planned again, and no line is said."""
+"""What ``auto`` says: nothing of what is no change of the steps, and else lines that are on one page of the docs."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from poochplan.online import studied_plans
-from tests.online.runs import opened
+from poochplan.online import auto_messages, studied_plans
+from poochplan.online.before_plan import Unplanned
+from poochplan.runtime import session as sessions
+from tests.online.runs import opened, run_auto
 from tests.online.trainings import Training, batch, dropout_and_batch_norm, loss_of, stumbling
 
 
@@ -65,15 +68,42 @@ def test_nothing_is_said_and_nothing_is_planned_again(
 def test_a_model_compiled_as_a_whole_runs_in_core_and_one_line_says_what_to_call(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    torch.manual_seed(0)
-    training = dropout_and_batch_norm()
-    training.model.compile(backend="aot_eager")
-    with opened(training, tmp_path, quiet=False) as session:
-        for number in range(16):
-            training.turn(number)
-        assert session.plan is None
-        assert not session.profiles
-        assert session.total.out_bytes == 0
+    def whole() -> Training:
+        training = dropout_and_batch_norm()
+        training.model.compile(backend="aot_eager")
+        return training
+
+    session = run_auto(whole, "60%", tmp_path, 16, is_metered=False, quiet=False).session
+    assert session.plan is None
+    assert not session.profiles
+    assert session.total.out_bytes == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "building" not in line]
     assert len(said) == 1
     assert "poochplan.compile" in said[0]
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "messages.md").read_text()
+LINES = [
+    *(value for name, value in vars(auto_messages).items() if name.isupper() and isinstance(value, str)),
+    auto_messages.profiled(11, 1),
+    auto_messages.profiled(11, 2),
+    *(f"{one} from now on" for one in (sessions.FROM_SMALLER, sessions.FROM_TORCH)),
+    auto_messages.without_plan("a later part of the loop uses the saved tensors", Unplanned.IN_CORE),
+    sessions.HOST_IS_FULL.format("1.50 GiB", "No space left on device"),
+    f"{sessions.FROM_TORCH}, and not from one arena",
+    auto_messages.not_planned("no room"),
+    auto_messages.lacks_arena(1_268_455),
+    auto_messages.dearer(0.0721, 0.0489, "", is_planned_again=False).split(":")[0],
+    *(why for name, why in vars(studied_plans).items() if name in ("COPIES", "NO_ARENA", "BUSY", "SLOWER")),
+]
+DIALECT = re.compile(r"\b(kind|kinds|segment|segments|served|beside the step)\b")
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_is_on_the_page(line: str) -> None:
+    head = re.split(r" \(|: expected|: no room", line)[0]
+    assert head in PAGE
+
+
+def test_no_line_has_words_of_the_code() -> None:
+    assert [line for line in LINES if DIALECT.search(line)] == []

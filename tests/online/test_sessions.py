@@ -24,8 +24,8 @@ from poochplan.integrations.trainers import running_method
 from poochplan.profiler.trials.machine_facts import is_complete
 from poochplan.torch_private.tensor_internals import has_topmost_hooks
 from tests.online.caches import empty_cache
-from tests.online.runs import QUICK, Run, opened, planning, run_auto
-from tests.online.trainings import Training, checkpointing_inside, dropout_and_batch_norm
+from tests.online.runs import Run, opened, planning, run_auto
+from tests.online.trainings import Training, checkpointing_inside, dropout_and_batch_norm, stepping
 
 
 def traces(model: torch.nn.Module) -> list[Any]:
@@ -53,17 +53,15 @@ def leaves_nothing_on(model: torch.nn.Module) -> Iterator[None]:
     assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def test_nothing_is_left_on_the_model_however_the_session_ends(tmp_path: Path) -> None:
+def test_nothing_is_left_on_the_model_however_the_session_ends_or_where_entering_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training = dropout_and_batch_norm()
     with leaves_nothing_on(training.model), pytest.raises(ZeroDivisionError), opened(training, tmp_path):
         training.turn(0)
         training.turn(1)
         raise ZeroDivisionError
     training.turn(2)
-
-
-def test_nothing_is_left_where_entering_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = dropout_and_batch_norm()
     monkeypatch.setattr("poochplan.online.auto.open_device", Mock(side_effect=OSError("no device")))
     with leaves_nothing_on(training.model), pytest.raises(OSError, match="no device"), opened(training, tmp_path):
         pass
@@ -210,15 +208,12 @@ def test_hooks_that_others_have_put_on_top_stay_where_a_session_ends_below_them(
 
 
 def test_auto_is_the_same_for_a_step_of_many_micro_batches_as_for_one_of_two(tmp_path: Path) -> None:
-    model, data = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()), torch.randn(256, 32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with poochplan.auto(model, optimizer, budget="95%", cache=tmp_path, **QUICK) as session:
-        for _ in range(3):
-            for _ in range(32):
-                model(data).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert len(session._source.kinds) == 2
+    def many() -> Training:
+        model, data = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()), torch.randn(256, 32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return stepping(model, lambda _: (model(data).square().mean() for _ in range(32)), optimizer, zeroes_last=True)
+
+    assert len(run_auto(many, "95%", tmp_path, 3, is_metered=False).session._source.kinds) == 2
 
 
 def test_a_loop_that_fits_in_core_swaps_nothing_once_it_is_known_to(expected: Run, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -31,7 +32,8 @@ from poochplan.tensors.signatures import model_tensors
 from poochplan.torch_private.sharding import gathered_weights, is_sharded, told_of_resizes
 from tests.planner.random_profiles import resnet_like
 from tests.planner.test_gathered import gathered, whole
-from tests.runtime.nets import LINK
+from tests.runtime.besides import plain_step
+from tests.runtime.nets import LINK, Net
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,9 +54,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, 
     options: dict[str, Any] = {"quiet": True, "link": LINK, "time_limit_s": 0.5, "cache": tmp_path_factory.mktemp("c")}
     with poochplan.auto(model, optimizer, budget="90%", **options) as session:
         for _ in range(14):
-            model(torch.randn(256, 64)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            plain_step(model, optimizer, torch.randn(256, 64))
         session.wait_until_planned()
         return model, session.profile
 
@@ -95,21 +95,16 @@ def test_storages_of_gathered_weights_are_known_without_their_memory(trained: An
     assert (weights, len(missing)) == ([], 2)
 
 
-class Partly(torch.nn.Module):
+def partly() -> torch.nn.Module:
     """Half of it is never called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.used(self.used(self.used(x)))  # type: ignore[no-any-return]
+    used, unused = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(2))
+    return Net(lambda its, x: its.used(its.used(its.used(x))), used=used, unused=unused)
 
 
 def test_a_unit_that_no_forward_calls_is_not_looked_for_at_each_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, looked = Partly(), []
+    model, looked = partly(), []
     for one in (model.used, model.unused, model):
         fully_shard(one)
     monkeypatch.setattr(engine, "gathered_weights", lambda one: looked.append(1) or gathered_weights(one))
@@ -117,20 +112,15 @@ def test_a_unit_that_no_forward_calls_is_not_looked_for_at_each_save(
     with poochplan.auto(model, optimizer, budget="90%", quiet=True, link=LINK, cache=tmp_path) as session:
         for _ in range(3):
             looked.clear()
-            model(torch.randn(4, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            plain_step(model, optimizer, torch.randn(4, 8))
         assert session._engine.segment.saves > 3
     assert len(looked) == 1, "when the step began"
 
 
 def test_a_replay_that_finds_a_weight_without_memory_raises() -> None:
-    class Record:
-        def storage(self) -> torch.UntypedStorage:
-            return torch.UntypedStorage(0)
-
+    record: Any = SimpleNamespace(storage=lambda: torch.UntypedStorage(0))
     with pytest.raises(NotReplayable, match="a sharded weight that it needs is not gathered"):
-        _with_memory(Record())  # type: ignore[arg-type]
+        _with_memory(record)
 
 
 def test_resizes_are_told_in_the_block_alone() -> None:

@@ -1,8 +1,11 @@
-"""Loops that step without an optimizer of torch, make new optimizers, fork workers or vary: planned, and not slowed."""
+"""Loops that step without an optimizer of torch, make new optimizers, fork workers or vary: planned, and not slowed.
+None loads solvers, tables or compilers: planning is another process's.
+"""
 
 from __future__ import annotations
 
 import gc
+import json
 import subprocess
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,9 +20,10 @@ from torch import nn
 import poochplan
 from poochplan.online.plan_cache import optimizers_of
 from poochplan.runtime.active_plan import ActivePlan
-from tests.online.runs import QUICK, planning
-from tests.online.trainings import blocks, plain
+from tests.online.runs import QUICK, planning, run_auto, run_plain
+from tests.online.trainings import Losses, Training, blocks, plain, stepping
 from tests.processes import python
+from tests.runtime.besides import plain_step
 from tests.runtime.nets import CASES
 
 BATCH = torch.linspace(-1, 1, 256 * 64).reshape(256, 64)
@@ -30,54 +34,47 @@ def network() -> nn.Module:
     return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
 
 
-def by_hand(model: nn.Module) -> Callable[[], None]:
-    def update() -> None:
+def by_hand() -> Training:
+    model = network()
+
+    def turn(_: int) -> Losses:
+        loss = model(BATCH).square().mean()
+        loss.backward()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.01 * parameter.grad
                 parameter.grad = None
+        return [loss.item()]
 
-    return update
+    return Training(model, [], turn)
 
 
-def by_master_weights(model: nn.Module) -> Callable[[], None]:
+def by_master_weights() -> Training:
+    model = network()
     masters = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
     optimizer = torch.optim.SGD(masters, lr=0.01)
 
-    def update() -> None:
+    def turn(_: int) -> Losses:
+        loss = model(BATCH).square().mean()
+        loss.backward()
         for master, parameter in zip(masters, model.parameters(), strict=True):
             master.grad, parameter.grad = parameter.grad, None
         optimizer.step()
         with torch.no_grad():
             for master, parameter in zip(masters, model.parameters(), strict=True):
                 parameter.copy_(master)
+        return [loss.item()]
 
-    return update
+    return Training(model, [], turn)
 
 
 @pytest.mark.parametrize("updating", [by_hand, by_master_weights])
-def test_a_loop_whose_optimizer_is_not_seen_is_planned(
-    updating: Callable[[nn.Module], Callable[[], None]], tmp_path: Path
-) -> None:
-    losses = []
-    for budget in (None, "60%"):
-        model = network()
-        update, found = updating(model), list[float]()
-        session = None if budget is None else poochplan.auto(model, budget=budget, cache=tmp_path, **QUICK).__enter__()
-        for number in range(32):
-            loss = model(BATCH).square().mean()
-            loss.backward()
-            update()
-            found.append(loss.item())
-            if number == 28 and session is not None:
-                session.wait_until_planned(60)
-        losses.append(found)
-    assert session is not None
-    session.close()
-    assert losses[0] == losses[1]
-    assert len(session.plans) == 1
-    assert session.report().steps_followed > 0
-    assert not session._source.kinds.alike
+def test_a_loop_whose_optimizer_is_not_seen_is_planned(updating: Callable[[], Training], tmp_path: Path) -> None:
+    found = run_auto(updating, "60%", tmp_path, 32, is_metered=False)
+    assert found.equals(run_plain(updating, 32, is_metered=False))
+    assert len(found.session.plans) == 1
+    assert found.session.report().steps_followed > 0
+    assert not found.session._source.kinds.alike
 
 
 def test_a_new_optimizer_for_each_task_takes_the_place_of_the_last_one(tmp_path: Path) -> None:
@@ -87,9 +84,7 @@ def test_a_new_optimizer_for_each_task_takes_the_place_of_the_last_one(tmp_path:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
             made.append(weakref.ref(optimizer))
             for _ in range(8):
-                model(BATCH).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                plain_step(model, optimizer, BATCH)
             del optimizer
             gc.collect()
             session.wait_until_planned(60)
@@ -165,12 +160,6 @@ def losses(budget):
     if budget is None:
         train()
         return found
-    if sys.argv[2] == "apply":
-        step = lambda: model(torch.ones(4, 512, 64)).square().mean()
-        profile = poochplan.profile(step, model=model, optimizer=optimizer, iterations=1, link=QUICK["link"])
-        with poochplan.apply(poochplan.plan(profile, budget, evaluations=50), model):
-            train()
-        return found
     with poochplan.auto(model, optimizer, budget=budget, cache=sys.argv[1], before_plan=sys.argv[2], **QUICK):
         train()
     return found
@@ -180,9 +169,10 @@ print(losses(None) == losses("80%"))
 """
 
 
-@pytest.mark.parametrize("opened", ["in-core", "swap", "apply"])
-def test_a_worker_that_is_forked_in_a_session_computes_gradients_of_its_own(opened: str, tmp_path: Path) -> None:
-    assert python(FORKS, tmp_path, opened).splitlines()[-1] == "True"
+@pytest.mark.parametrize("before_plan", ["in-core", "swap"])
+def test_a_worker_that_is_forked_in_a_session_computes_gradients_of_its_own(before_plan: str, tmp_path: Path) -> None:
+    """As under a given plan: ``tests/runtime/test_faults.py``."""
+    assert python(FORKS, tmp_path, before_plan).splitlines()[-1] == "True"
 
 
 def test_steps_whose_peaks_vary_are_settled_under_their_largest_one() -> None:
@@ -226,17 +216,14 @@ def test_a_second_planning_process_that_cannot_be_started_ends_no_training(
 
     monkeypatch.setattr("poochplan.online.background.subprocess.Popen", refused)
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    options = QUICK | {"quiet": False}
-    told = pytest.warns(RuntimeWarning, match=r"planning could not begin \(Resource temporarily unavailable\)")
-    with told, poochplan.auto(model, optimizer, budget="60%", cache=tmp_path, **options) as session:
-        for number in range(30):
-            for _ in range(2):  # the second accumulates gradients, and is another kind
-                model(BATCH).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if number > 24:
-                session.wait_until_planned(60)
+    training = stepping(
+        model,
+        lambda _: (model(BATCH).square().mean() for _ in range(2)),  # the second accumulates gradients: another kind
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        zeroes_last=True,
+    )
+    with pytest.warns(RuntimeWarning, match=r"planning could not begin \(Resource temporarily unavailable\)"):
+        session = run_auto(lambda: training, "60%", tmp_path, 30, is_metered=False, quiet=False).session
     assert len(session.plans) == 1
 
 
@@ -256,3 +243,55 @@ def test_a_cache_knows_the_classes_of_optimizers_and_what_they_keep() -> None:
         gc.collect()
     assert found[0] == found[1]
     assert len({tuple(one) for one in found}) == 4
+
+
+HEAVY = ("highspy", "matplotlib", "numba", "pandas", "pulp", "scipy", "sympy", "torch._dynamo", "torch._inductor")
+LOOP = """
+import json, sys
+import torch
+from torch import nn
+import poochplan
+from poochplan.formats.profile import preset_link
+
+class Descent(torch.optim.Optimizer):
+    # Without add_param_group and zero_grad of torch's own, which load the compiler to hide from it.
+    def add_param_group(self, group):
+        self.param_groups.append(group)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad, alpha=1e-3)
+            parameter.grad = None
+
+def loads():
+    return [name for name in json.loads(sys.argv[1]) if name in sys.modules]
+
+layer = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.1, batch_first=True)
+model, rows = nn.TransformerEncoder(layer, 2), torch.randn(16, 32, 64)
+optimizer = Descent([{"params": list(model.parameters())}], {})
+
+def turn():
+    model(rows).square().mean().backward()
+    optimizer.step()
+
+turn()
+before, found = loads(), {}
+options = {"cache": sys.argv[2], "link": preset_link("pcie3"), "time_limit_s": 0.5, "quiet": True}
+with poochplan.auto(model, optimizer, budget="70%", **options) as session:
+    found["entered"] = loads()
+    for _ in range(30):
+        turn()
+        if session.plan is None:
+            session.wait_until_planned(120)
+    found["followed"] = loads()
+found["ended"] = loads()
+print(json.dumps({"before": before, "found": found, "followed": session.report().steps_followed}))
+"""
+
+
+def test_a_loop_loads_nothing_heavy_from_its_first_step_through_its_plan(tmp_path: Path) -> None:
+    told = json.loads(python(LOOP, json.dumps(HEAVY), tmp_path))
+    assert not {"torch._dynamo", "torch._inductor"} & set(told["before"])  # else the rest says nothing of them
+    assert told["followed"] > 0
+    assert told["found"] == dict.fromkeys(("entered", "followed", "ended"), told["before"])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from tests.runtime.nets import Net
 
 WIDTH, ROWS, CLASSES = 32, 1024, 10
 Models = nn.Module | Mapping[str, nn.Module]
@@ -77,19 +79,29 @@ def adam(model: nn.Module) -> torch.optim.AdamW:
 
 
 def stepping(
-    model: nn.Module, forward: Callable[[int], torch.Tensor], optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module,
+    forward: Callable[[int], torch.Tensor | Iterable[torch.Tensor]],
+    *optimizers: torch.optim.Optimizer,
+    zeroes_last: bool = False,
 ) -> Training:
-    """Zero, forward, backward, step. ``forward`` gives the loss, by the turn."""
-    own = optimizer or adam(model)
+    """Zero, forward, backward, step. ``forward`` gives the loss, by the turn, or several that come one by one."""
+    own = optimizers or (adam(model),)
 
     def turn(number: int) -> Losses:
-        own.zero_grad()
-        loss = forward(number)
-        loss.backward()
-        own.step()
-        return [loss.item()]
+        losses = []
+        for optimizer in own if not zeroes_last else ():
+            optimizer.zero_grad()
+        given = forward(number)
+        for loss in [given] if isinstance(given, torch.Tensor) else given:
+            loss.backward()
+            losses.append(loss.item())
+        for optimizer in own:
+            optimizer.step()
+            if zeroes_last:
+                optimizer.zero_grad()
+        return losses
 
-    return Training(model, [own], turn)
+    return Training(model, own, turn)
 
 
 def plain(model: nn.Module, around: Around = lambda _: contextlib.nullcontext()) -> Training:
@@ -165,20 +177,8 @@ def compiled_blocks() -> Training:
 
 def accumulation() -> Training:
     """Four micro-batches, the last one smaller."""
-    model = blocks()
-    optimizer, data = adam(model), [batch(), batch(), batch(), batch(ROWS // 2)]
-
-    def turn(_: int) -> Losses:
-        losses = []
-        for part in data:
-            loss = loss_of(model, part) / len(data)
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        return losses
-
-    return Training(model, [optimizer], turn)
+    model, data = blocks(), [batch(), batch(), batch(), batch(ROWS // 2)]
+    return stepping(model, lambda _: (loss_of(model, part) / len(data) for part in data), zeroes_last=True)
 
 
 def clipping_and_scheduler() -> Training:
@@ -242,20 +242,9 @@ def two_passes() -> Training:
 
 
 def two_optimizers() -> Training:
-    model = blocks()
-    data = batch()
+    model, data = blocks(), batch()
     body = torch.optim.SGD(model[:3].parameters(), lr=0.1, momentum=0.9)
-    head = adam(model[3:])
-
-    def turn(_: int) -> Losses:
-        loss = loss_of(model, data)
-        loss.backward()
-        for optimizer in (body, head):
-            optimizer.step()
-            optimizer.zero_grad()
-        return [loss.item()]
-
-    return Training(model, [body, head], turn)
+    return stepping(model, lambda _: loss_of(model, data), body, adam(model[3:]), zeroes_last=True)
 
 
 def gan() -> Training:
@@ -338,35 +327,25 @@ def evaluated_between() -> Training:
     return training.each(turn)
 
 
-class Stumbles(nn.Module):
-    """Raises what it is told to, once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.next_error: Callable[[], BaseException] | None = None
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        make, self.next_error = self.next_error, None
-        if make is not None:
-            raise make()
-        return rows * 1.5
-
-
 def stumbling(error: Callable[[], BaseException], at: tuple[int, ...]) -> Training:
     """Forward raises in these turns; the loop goes on with the next."""
-    stone = Stumbles()
-    first, second = blocks(3), blocks(3)
+    first, second, errors = blocks(3), blocks(3), list[BaseException]()
+
+    def stumble(_: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        if errors:
+            raise errors.pop()
+        return rows * 1.5
 
     def turn(inner: Turn, number: int) -> Losses:
         if number in at:
-            stone.next_error = error
+            errors.append(error())
             try:
                 inner(number)
             except (ValueError, KeyboardInterrupt):
                 return []
         return inner(number)
 
-    return plain(nn.Sequential(first, stone, nn.Linear(CLASSES, WIDTH), second)).each(turn)
+    return plain(nn.Sequential(first, Net(stumble), nn.Linear(CLASSES, WIDTH), second)).each(turn)
 
 
 def lengths() -> Training:

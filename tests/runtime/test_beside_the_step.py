@@ -160,18 +160,19 @@ def test_on_request_a_step_above_its_budget_raises_at_its_end() -> None:
     assert not model._forward_pre_hooks
 
 
-def test_on_request_a_new_plan_is_made_with_what_was_measured_and_followed_from_the_next_step_on() -> None:
+def test_where_the_profile_is_given_a_new_plan_is_made_with_what_was_measured_and_followed_from_the_next_step() -> None:
     model = fresh()
     profile = profiled(model, adam(model))
     train = loop(adam(model), average(model, steps=6))
     own_bytes = sum(parameter.nbytes for parameter in model.parameters())
     # A new plan needs the weights once more than the tight one. At twice, an arena's first plan leaves room for them.
     plan = poochplan.plan(profile, tight(profile).budget_bytes + 3 * own_bytes // 2, evaluations=100)
-    report, told = under(plan, model, train, on_over_budget="replan", profile=profile, meter="always")
+    report, told = under(plan, model, train, profile=profile, meter="always")
     assert report.last_step.peak_bytes <= plan.budget_bytes < report.total.peak_bytes, told
     assert report.total.fallbacks == 0
     assert report.status == "followed"
-    assert "steps follow a plan that has room for" in told[0]
+    (line,) = told
+    assert "from the next step on, steps follow a plan that has room for" in line
 
 
 def test_where_no_plan_has_room_for_it_the_smallest_budget_is_said() -> None:

@@ -206,24 +206,28 @@ def test_after_an_exception_in_the_model_the_next_steps_of_the_session_are_right
     either_way(CASE, plan, use)
 
 
-class Numbers(Dataset[int]):
-    """Has the garbage collector run in the worker."""
+class Gradients(Dataset[float]):
+    """Are computed in the worker, which has the garbage collector run."""
 
     def __len__(self) -> int:
         return 4
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index: int) -> float:
         gc.collect()
-        return index
+        inputs = torch.full((512, 64), 0.1 * index).requires_grad_()
+        (gradient,) = torch.autograd.grad((inputs.exp() * inputs).sum(), inputs)
+        return gradient[0, 0].item()
 
 
 @pytest.mark.usefixtures("leaves_nothing")
-def test_worker_processes_forked_within_a_step_neither_disturb_it_nor_hang(swaps: Plan) -> None:
+def test_worker_processes_forked_within_a_step_compute_gradients_and_neither_disturb_it_nor_hang(swaps: Plan) -> None:
+    expected = [Gradients()[index] for index in range(4)]
+
     def use(model: torch.nn.Module, step: Callable[[], torch.Tensor], _: Session | None) -> list[torch.Tensor]:
         loss = step()
         with torch.random.fork_rng(devices=[]):
-            loader = DataLoader(Numbers(), num_workers=2, multiprocessing_context="fork")
-            assert sorted(int(batch) for batch in loader) == [0, 1, 2, 3]
+            loader = DataLoader(Gradients(), num_workers=2, multiprocessing_context="fork")
+            assert [batch.item() for batch in loader] == expected
         loss.backward()  # type: ignore[no-untyped-call]
         return snapshot(model, loss)
 
