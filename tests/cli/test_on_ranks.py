@@ -14,7 +14,7 @@ from poochplan.formats.profile import Profile
 from poochplan.formats.run_record import RunRecord
 from poochplan.planner.planning import plan
 from tests.cli.conftest import Pooch
-from tests.torchrun import run, started, torchrun
+from tests.torchrun import FORKED, run, started, torchrun
 
 WORKLOADS = """
 import os
@@ -69,13 +69,13 @@ def test_a_profile_of_two_ranks_has_their_link_and_the_step_of_the_wrapped_model
 
 def test_a_workload_that_shards_is_profiled_planned_and_run_on_its_ranks(folder: Path) -> None:
     options = ["--nproc", "2", "--iterations", "1", "--throttle", "200MB/s", "-o", "sharded.json"]
-    done = run([sys.executable, "-m", "poochplan", "profile", "w.py:sharded", *options], cwd=folder)
+    done = started("tests.cli.forked", "profile", "w.py:sharded", *options, cwd=folder, launcher=FORKED)
     assert done.returncode == 0, done.stderr
     profile = Profile.load(folder / "sharded.json")
     assert any(value.stretch_of >= 0 for value in profile.values), "gathered weights"
     plan(profile, "85%", ranks_per_host=2, evaluations=1000).save(folder / "sharded.plan.json")
     options = ["--plan", "sharded.plan.json", "--check", "--steps", "2", "--timed", "1", "-o", "sharded.run.json"]
-    done = started("poochplan", "run", "w.py:sharded", *options, cwd=folder)
+    done = started("tests.cli.forked", "run", "w.py:sharded", *options, cwd=folder, launcher=FORKED)
     record = RunRecord.load(folder / "sharded.run.json")
     assert [(rank.bitwise_equal, rank.left_steps) for rank in record.ranks] == [(True, 0), (True, 0)], done.stderr
 

@@ -33,9 +33,9 @@ from tests.allocated_bytes import AllocatedBytes, allocated_bytes
 from tests.runtime.nets import LINK
 
 WIDTH, BATCH = 64, 512
-GIVEN_STEPS = 8
+GIVEN_STEPS = 6
 """Those that follow a given plan, from the first one on."""
-MOST_STEPS, PLANNED_STEPS = 40, 6
+MOST_STEPS, PLANNED_STEPS = 40, 4
 """The most until ``auto`` has a plan, and those afterwards."""
 
 
