@@ -111,8 +111,15 @@ def derived_loss(model: nn.Module) -> torch.Tensor:
     return (value + change).mean()
 
 
-@pytest.mark.parametrize("loss_of", [mapped_loss, derived_loss])
-def test_the_last_save_of_a_step_or_of_a_window_may_lie_inside_a_transform(
+compiled = torch.compile(lambda rows: (rows.tanh() * rows.exp()).sin().mean(), backend="aot_eager")
+
+
+def compiled_loss(model: nn.Module) -> torch.Tensor:
+    return compiled(model(torch.linspace(-1, 1, 16 * WIDTH).view(16, WIDTH)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("loss_of", [mapped_loss, derived_loss, compiled_loss])
+def test_the_last_save_of_a_step_or_of_a_window_may_lie_inside_a_transform_or_a_compiled_function(
     loss_of: Callable[[nn.Module], torch.Tensor],
 ) -> None:
     case = Case(lambda: (nn.Linear(WIDTH, WIDTH), loss_of))

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from operator import attrgetter
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -293,24 +293,32 @@ _ASIDE_LOCK = threading.Lock()
 _DISABLE = torch.autograd.graph.disable_saved_tensors_hooks
 
 
-def is_in_transformed_op() -> bool:
-    """Whether this thread runs an op that ``vmap`` or a transform of ``torch.func`` has passed on.
+def is_in_transformed_op(*, or_compiled: bool) -> bool:
+    """Whether this thread runs an op that ``vmap`` or a transform of ``torch.func`` has passed on, or a compiled
+    function. When these end, torch puts the thread's dispatch keys back as they were.
 
-    There torch has taken the transforms off its stack, and puts the thread's dispatch keys back as they were when the
-    op ends. So only the callers' frames tell.
+    For an op it has also taken the transforms off its stack, so only the callers' frames tell.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename not in _TRANSFORMS:
+    while frame is not None and not (
+        frame.f_code.co_filename in _TRANSFORMS or (or_compiled and _runs_compiled(frame.f_code))
+    ):
         frame = frame.f_back
     return frame is not None
+
+
+def _runs_compiled(code: CodeType) -> bool:
+    return code.co_name == "compile_wrapper" and code.co_filename == _COMPILED
 
 
 _TRANSFORMS = {
     one.__file__ for one in (torch._functorch.vmap, torch._functorch.eager_transforms, torch._vmap_internals)
 }
 """Files whose functions call the function that is transformed."""
+_COMPILED = torch.__file__.removesuffix("__init__.py") + "_dynamo/eval_frame.py"
+"""The file of ``compile_wrapper``, which calls a compiled function. Importing it takes seconds."""
 
 
 @contextlib.contextmanager
