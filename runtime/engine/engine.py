@@ -196,7 +196,7 @@ class Engine:
             self._events.ended(self.segment)
 
     def optimizer_stepped(self) -> None:
-        if self.cursor.optimizer_stepped():
+        if self.cursor.optimizer_stepped() and not in_backward():  # if a hook of backward stepped it, more uses come
             self.end()
 
     def forward_raised(self) -> None:
