@@ -34,6 +34,8 @@ _MODULE = re.compile(r"_modules\['(\w+)'\]|\['(\w+)'\]|\.(\w+)")
 class GraphCapture(FakeCapture):
     """Additional state: the running node, and which node of which graph saved each value."""
 
+    opens_compiled = True
+
     def __init__(self, model: torch.nn.Module, mode: StepMode, roofline: Roofline | None) -> None:
         super().__init__(model, mode, roofline)
         self._fused: frozenset[Node] = frozenset()

@@ -41,9 +41,10 @@ from poochplan.profiler.step.preserve import (
     restored,
 )
 from poochplan.runtime.compiled.deferred_unpack import deferring
-from poochplan.tensors.modes import uncompiled_hooks
+from poochplan.tensors.modes import compiled_modules, uncompiled_hooks
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import FakeMemory, Geometry, is_made_of_parts, is_plain, stands_for_memory, storage_key
+from poochplan.torch_private.compiler_internals import running_as_written
 from poochplan.torch_private.tensor_internals import (
     FAKE_LOG,
     OWN_DICTIONARIES,
@@ -270,6 +271,8 @@ def faked(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> It
                         owned[name] = _faked(tensor, mode, fakes)  # type: ignore[assignment]
         if optimizer is not None:
             _replace_state(optimizer, mode, fakes)
+        if not compiled_modules(model):  # the graphs of those are interpreted, and so are those of functions
+            undo.enter_context(running_as_written())
         with explained("step()"), mode:
             yield mode
 

@@ -4,13 +4,14 @@ that are called at these places.
 A *segment* (micro-step) is the part of a step that one plan covers: from a first save to the uses of the saved values.
 Most steps are one segment; a step of several micro-batches has several. A segment begins
 
-* when a model is called, if no value of the previous segment is held any more, or one of them has been used, or the
-  previous segment belonged to no step;
+* when a model is called, if no value of the previous segment is held any more, or one of them has been used, or its
+  forward has raised (the error may hold values), or the previous segment belonged to no step;
 * at a save outside backward, if no segment is open, or if the open one has been used or its forward has raised, and
   none of its values is held any more;
 * where the caller announces it (``session.step()``); from then on calls of the model begin no segment.
 
-It ends when the next one begins. If one of its values has been used, it also ends with a step of the model's optimizer.
+It ends when the next one begins. If one of its values has been used, it also ends with a step of the model's optimizer
+outside backward.
 Handles that are alive then are *left over*: they stay usable, and their bytes count as from before the next segment.
 """
 
@@ -112,7 +113,8 @@ class Cursor:
     def forward_begins_one(self) -> bool:
         """Whether a segment begins when the model is called now."""
         segment = self.segment
-        return not self.is_announced and (segment.used or segment.aside or not segment.is_held)
+        is_over = segment.used or segment.raised or segment.aside or not segment.is_held
+        return not self.is_announced and is_over
 
     def save_begins_one(self) -> bool:
         """Whether a segment begins with a tensor that is saved now."""

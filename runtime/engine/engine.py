@@ -51,6 +51,7 @@ from poochplan.runtime.replays.bits import NO_MASK, Tables
 from poochplan.runtime.replays.replay import NotReplayable, Recipe, StorageRecord
 from poochplan.runtime.replays.tape import Recorder, Tape
 from poochplan.runtime.run_report import FallbackKind, Fallbacks
+from poochplan.runtime.step_policies.diagnosis import CANNOT_WRITE, KEPT, SAFELY
 from poochplan.runtime.step_policies.step_policy import NOTHING, Actions, Chooser, Diverged, StepPolicy
 from poochplan.tensors.modes import Unseen
 from poochplan.tensors.storages import (
@@ -71,14 +72,6 @@ from .held_sources import held_bits, held_source, wants_bits
 from .host_tier import HostTier
 from .mechanism import Mechanism, Rebuild, rebuild_together
 from .saved_value import SavedHandle, SavedValue
-
-_SAFELY = "the rest of this step swaps every saved value: slower, perhaps above the budget; its gradients are right"
-CANNOT_WRITE = (
-    "swapped values stay on the device, and steps may exceed the budget: they cannot be written ({}); free disk space "
-    "or host memory, or name another spill_dir"
-)
-_KEPT = "values saved before the model is called are kept, and the call begins a step"
-
 
 AroundCall = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 """Returns the callable that replaces a compiled callable, which is given with its path."""
@@ -202,7 +195,7 @@ class Engine:
             self._events.ended(self.segment)
 
     def optimizer_stepped(self) -> None:
-        if self.cursor.optimizer_stepped():
+        if self.cursor.optimizer_stepped() and not in_backward():  # if a hook of backward stepped it, more uses come
             self.end()
 
     def forward_raised(self) -> None:
@@ -470,15 +463,7 @@ class Engine:
     # -- actions at points (Rule 7) ---------------------------------------------------------------------------
 
     def _carry_out(self, actions: Actions) -> None:
-        mechanism = self.mechanism
-        for act, values in (
-            (mechanism.swap_out, actions.swap_out),
-            (mechanism.release, actions.release),
-            (mechanism.prefetch, actions.prefetch),
-            (mechanism.replay, actions.replay),
-        ):
-            for value in values:
-                act(value)
+        self.mechanism.carry_out(actions)
         if actions.record is not None:
             (self.recorder.switch_on if actions.record else self.recorder.switch_off)()
 
@@ -503,7 +488,7 @@ class Engine:
             departure = msgspec.structs.replace(reason.departure, step=self.segment.number)
             self.segment.report.departures.append(departure)
         advice = f": {reason.advice}" if reason.advice else ""
-        self._fell_back(reason.kind, f"{reason}{advice}; {_SAFELY if not self.segment.aside else _KEPT}")
+        self._fell_back(reason.kind, f"{reason}{advice}; {SAFELY if not self.segment.aside else KEPT}")
         self._carry_out(actions)
 
     def _fell_back(self, kind: FallbackKind, reason: str) -> None:

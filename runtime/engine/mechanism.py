@@ -17,6 +17,7 @@ from poochplan.runtime.devices.device import ComputeDevice, Stopwatch
 from poochplan.runtime.devices.transfers import copy_in, copy_out
 from poochplan.runtime.replays.replay import Content, RunOps, replay, run_ops
 from poochplan.runtime.run_report import StepReport
+from poochplan.runtime.step_policies.step_policy import Actions
 
 from .host_tier import HostTier
 from .saved_value import SavedValue, ValueState
@@ -53,6 +54,17 @@ class Mechanism:
         self._host = host
         self._rebuild = rebuild
         self._copy_failed = copy_failed
+
+    def carry_out(self, actions: Actions) -> None:
+        """Carries out the actions of a point, in order (rule 7)."""
+        for value in actions.swap_out:
+            self.swap_out(value)
+        for value in actions.release:
+            self.release(value)
+        for value in actions.prefetch:
+            self.prefetch(value)
+        for value in actions.replay:
+            self.replay(value)
 
     def swap_out(self, value: SavedValue) -> None:
         """Queues the value's copy to the host, if it is to be swapped and has no copy yet."""

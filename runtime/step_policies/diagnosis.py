@@ -10,6 +10,12 @@ from poochplan.formats.plan import Departure, Instructions, PlannedValue
 from poochplan.formats.plan_set import Signature, describe, entry_of
 from poochplan.runtime.engine.cursor import Segment
 
+SAFELY = "the rest of this step swaps every saved value: slower, perhaps above the budget; its gradients are right"
+KEPT = "values saved before the model is called are kept, and the call begins a step"
+CANNOT_WRITE = (
+    "swapped values stay on the device, and steps may exceed the budget: they cannot be written ({}); free disk space "
+    "or host memory, or name another spill_dir"
+)
 AGAIN = "make a new profile and plan for it"
 FOR_EACH_SHAPE = "for steps of several shapes make a plan for each: poochplan.plan_set(step_for, shapes=[...])"
 

@@ -77,6 +77,33 @@ def test_a_loop_whose_optimizer_is_not_seen_is_planned(updating: Callable[[], Tr
     assert not found.session._source.kinds.alike
 
 
+def test_a_loop_whose_optimizers_step_in_hooks_of_backward_is_planned(tmp_path: Path) -> None:
+    losses = []
+    for budget in (None, "70%"):
+        model, found = network(), list[float]()
+        optimizers = {one: torch.optim.SGD([one], lr=0.01) for one in model.parameters()}
+
+        def update(parameter: torch.Tensor, optimizers: dict[Any, torch.optim.SGD] = optimizers) -> None:
+            optimizers[parameter].step()
+            parameter.grad = None
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+        session = None if budget is None else poochplan.auto(model, budget=budget, cache=tmp_path, **QUICK).__enter__()
+        for number in range(24):
+            loss = model(BATCH).square().mean()
+            loss.backward()
+            found.append(loss.item())
+            if number > 18 and session is not None:
+                session.wait_until_planned(60)
+        losses.append(found)
+    assert session is not None
+    session.close()
+    assert losses[0] == losses[1]
+    assert session.report().steps_followed > 0
+    assert session.report().total.fallbacks == 0
+
+
 def test_a_new_optimizer_for_each_task_takes_the_place_of_the_last_one(tmp_path: Path) -> None:
     model, made = network(), list[weakref.ref[torch.optim.Optimizer]]()
     with poochplan.auto(model, budget="60%", cache=tmp_path, **QUICK) as session:

@@ -183,6 +183,20 @@ def test_what_a_forward_that_raises_has_saved_is_a_segment_that_raised() -> None
         assert session._engine.segment.number == segment.number + 1
 
 
+def test_a_step_that_is_tried_again_while_the_error_is_held_is_a_new_one_and_follows_the_plan() -> None:
+    plan = random_plan(CASES["residual"].profile(), 0, (0, 1, 0))
+    model, step, _ = CASES["residual"].fresh()
+    with poochplan.apply(plan, model) as session:
+        hook = list(model.modules())[-1].register_forward_hook(_raises)
+        try:
+            step()
+        except ValueError:
+            hook.remove()
+            step().backward()
+    report = session.report()
+    assert (report.total.steps, report.steps_followed, report.total.fallbacks) == (2, 1, 0)
+
+
 def _raises(*_: object) -> None:
     raise ValueError("enough")
 

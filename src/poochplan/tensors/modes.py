@@ -38,12 +38,15 @@ class ToggledMode(TorchDispatchMode):
 
     States: *off* (not on the stack), *on*, and *muted* (on the stack, but passive). Both calls are idempotent. *Muted*
     exists because autograd runs each node of backward under the stack at the beginning of backward: a mode removed
-    meanwhile comes back. So it is with an op inside a transform, behind which torch would call the removed mode. Inside
-    such an op a mode that is off stays off. Subclasses check :attr:`is_on` in their ``__torch_dispatch__``.
+    meanwhile comes back. So it is with an op inside a transform, and with a compiled function, behind which torch would
+    call the removed mode. Inside these a mode that is off stays off. Subclasses check :attr:`is_on` in their
+    ``__torch_dispatch__``.
     """
 
     supports_higher_order_operators = True
     """``torch.cond`` and similar operators reach a mode as one op; without this they raise."""
+    opens_compiled = False
+    """Whether it is switched on inside compiled functions, and off again before they end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +79,7 @@ class ToggledMode(TorchDispatchMode):
         """Puts the mode on the calling thread's stack. It works from the next op, or from the rest of this one."""
         self._muted = False
         if not self._pushed or self not in mode_stack():
-            if is_in_transformed_op():
+            if is_in_transformed_op(or_compiled=not self.opens_compiled):
                 self._muted = self._pushed
                 return
             self._pushed = True
@@ -92,7 +95,8 @@ class ToggledMode(TorchDispatchMode):
         if not self._pushed:
             return
         stack = mode_stack()
-        if in_backward() or self not in stack or is_in_transformed_op():
+        is_restored = in_backward() or is_in_transformed_op(or_compiled=not self.opens_compiled)
+        if is_restored or self not in stack:
             self._muted = True
             return
         self._pushed = False

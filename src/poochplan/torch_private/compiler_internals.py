@@ -82,6 +82,18 @@ def more_compiles(factor: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def running_as_written() -> Iterator[None]:
+    """A block in which compiled functions and modules run as they are written. Kernels of Inductor read and write the
+    memory that fake tensors do not have.
+    """
+    if not _compiler_is_there():
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 def captures_graphs(module: torch.nn.Module) -> bool:
     """Whether a compiled module runs as CUDA graphs (``mode="reduce-overhead"``, or the option of that name)."""
     compiled = module if getattr(module, "_orig_mod", None) is not None else module._compiled_call_impl

@@ -293,22 +293,24 @@ _ASIDE_LOCK = threading.Lock()
 _DISABLE = torch.autograd.graph.disable_saved_tensors_hooks
 
 
-def is_in_transformed_op() -> bool:
-    """Whether this thread runs a compiled function, or an op that ``vmap`` or a transform of ``torch.func`` has passed
-    on. When these end, torch puts the thread's dispatch keys back as they were.
+def is_in_transformed_op(*, or_compiled: bool) -> bool:
+    """Whether this thread runs an op that ``vmap`` or a transform of ``torch.func`` has passed on, or a compiled
+    function. When these end, torch puts the thread's dispatch keys back as they were.
 
     For an op it has also taken the transforms off its stack, so only the callers' frames tell.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not _puts_keys_back(frame.f_code):
+    while frame is not None and not (
+        frame.f_code.co_filename in _TRANSFORMS or (or_compiled and _runs_compiled(frame.f_code))
+    ):
         frame = frame.f_back
     return frame is not None
 
 
-def _puts_keys_back(code: CodeType) -> bool:
-    return code.co_filename in _TRANSFORMS or (code.co_name == "compile_wrapper" and code.co_filename == _COMPILED)
+def _runs_compiled(code: CodeType) -> bool:
+    return code.co_name == "compile_wrapper" and code.co_filename == _COMPILED
 
 
 _TRANSFORMS = {
