@@ -37,6 +37,9 @@ class Peers(Protocol):
     def gathered(self, what: str, /) -> list[str]:
         """What each of them gives."""
 
+    def are_uneven(self) -> bool:
+        """Whether they may take different numbers of steps, so that one that waits for the others may wait for ever."""
+
     def close(self) -> None:
         """Ends what connects this process with the others."""
 
@@ -114,16 +117,17 @@ class GivenPlans(PlanSource):
             one.policy = DivergencePolicy.WARN if is_waiting else self._policy
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """All ranks come here. Raises ``DivergenceError`` on all if that is the policy and one has diverged."""
+        """All ranks come here. If one diverged and that is the policy, ``DivergenceError`` is raised on all."""
         if self._ranks is None:
             return
         ranks, self._ranks = self._ranks, None
         self._awaits_ranks(is_waiting=False)
         unsaid = self._fallbacks.unsaid
         mine = next((kind for kind in (FallbackKind.DIVERGED, FallbackKind.NO_PLAN) if kind in unsaid), None)
-        found = ranks.gathered(unsaid.pop(mine) if mine is not None else "")
+        own = unsaid.pop(mine) if mine is not None else ""
+        every = [own] if ranks.are_uneven() else ranks.gathered(own)
         ranks.close()
-        line = next((f"rank {rank}: {why}" for rank, why in enumerate(found) if why), "")
+        line = next((f"rank {rank}: {why}" if len(every) > 1 else why for rank, why in enumerate(every) if why), "")
         if line and self._policy is DivergencePolicy.ERROR:
             raise DivergenceError(f"{line}; give all ranks the step that was profiled, or profile it anew")
         if line and mine is None:

@@ -26,7 +26,6 @@ from .errors import NativeError
 
 COMPILERS = "c++", "g++", "clang++"
 FLAGS = "-O2", "-shared", "-fPIC", "-fvisibility=hidden"
-_OTHER_COMPILER = "set CXX to another compiler"
 INSTALL_ADVICE = "install g++ or clang++ (apt install g++, dnf install gcc-c++), or set CXX"
 TIMEOUT_S = 300
 _MOST_LETTERS = 200
@@ -146,11 +145,11 @@ class NativeBuild:
                 start_new_session=True,  # the compiler ignores Ctrl-C
             )
             if done.returncode != 0:
-                raise NativeError(f"{failed}: {self._condensed(done.stderr)}; {_OTHER_COMPILER}")
+                raise NativeError(f"{failed}: {self._condensed(done.stderr)}")
             Path(scratch).chmod(0o700)
             Path(scratch).replace(file)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise NativeError(f"{failed}: {self._condensed(str(error))}; {_OTHER_COMPILER}") from None
+            raise NativeError(f"{failed}: {self._condensed(str(error))}") from None
         finally:
             with contextlib.suppress(FileNotFoundError):
                 Path(scratch).unlink()

@@ -131,7 +131,7 @@ def test_names_that_go_are_told_and_still_work() -> None:
     model = fresh()
     with poochplan.apply(tight(profiled(model, None)), model) as session:
         model(torch.ones(256, 64)).square().mean().backward()
-        with pytest.warns(DeprecationWarning, match="session.ways goes .* use session.plans"):
+        with pytest.warns(DeprecationWarning, match="session.ways will be removed .* use session.plans"):
             assert [way.plan for way in session.ways.values()] == [session.plan]
         with pytest.warns(DeprecationWarning, match="report"):
             assert session.followed == 1

@@ -77,7 +77,7 @@ def is_as_plain(found: dict[str, Any], plain: dict[str, Any]) -> bool:
 @pytest.fixture(scope="module")
 def unequal(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two ranks that differ have found and told, by how they differ."""
-    kinds = "budgets", "later", "applied", "wrapped", "joined", "apart", "shapes"
+    kinds = "budgets", "later", "applied", "wrapped", "joined", "apart", "idle", "shapes"
     return torchrun("tests.online.unequal", tmp_path_factory.mktemp("unequal"), *kinds)
 
 
@@ -137,6 +137,12 @@ def test_ranks_that_differ_under_a_given_plan_all_tell_the_same_line(unequal: li
         assert line.startswith(f"{start}rank 1: the step diverged from the plan")
     (line,) = first["plans"]
     assert line.startswith("UsageError: plan: expected the same one on all ranks")
+
+
+def test_the_others_do_not_wait_for_a_rank_without_a_batch(unequal: list[dict[str, Any]]) -> None:
+    first, (line,) = (rank["idle"]["told"] for rank in unequal)
+    assert first == []
+    assert "was not called with gradients inside the session" in line
 
 
 @pytest.mark.parametrize("layout", [pytest.param("whole", marks=pytest.mark.deep), "sequence"])

@@ -3,7 +3,8 @@
 ``budgets``: rank 1 has a smaller budget. ``shapes``: rank 1 has a larger batch; ``later``: once there is a plan.
 ``joined``: rank 1 has fewer batches. ``apart``: rank 1 alone has a session, and each its own group.
 ``applied``: the plan of two alike ranks, ``plan.json``, is given to ranks that differ. ``wrapped``: it is given to
-ranks whose models are wrapped before anything counts. ``killed``: rank 1 is killed while rank 0 has a plan made.
+ranks whose models are wrapped before anything counts; ``idle``: and of which one has no batch. ``killed``: rank 1 is
+killed while rank 0 has a plan made.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +149,10 @@ def facts_of(folder: Path, kind: str, rank: int) -> dict[str, Any]:
     elif kind == "wrapped":
         plan = poochplan.Plan.load(folder / "plan.json")
         facts = {"told": told(lambda: trained(rank, lambda model, _: poochplan.apply(plan, model, meter="always")))}
+    elif kind == "idle":
+        plan = poochplan.Plan.load(folder / "plan.json")
+        apply = partial(poochplan.apply, plan, meter="never")
+        facts = {"told": told(lambda: trained(rank, lambda model, _: apply(model=model), fewer=STEPS))}
     else:
         fewer = STEPS // 2 if kind == "joined" else 0
         ways = plain, plain if kind == "apart" and rank == 0 else auto

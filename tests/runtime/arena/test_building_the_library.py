@@ -125,7 +125,7 @@ def test_a_compiler_that_fails_is_one_clear_line(
         build()
     line = one_line(error)
     assert line.startswith(f"{compiler} could not build the allocator: ")
-    assert line.endswith(f"{said}; set CXX to another compiler")
+    assert line.endswith(said)
     assert len(line) < 300 + len(str(compiler))
     assert not is_built()
     assert [path.name for path in library_file().parent.iterdir()] == ["lock"]
