@@ -11,7 +11,7 @@ from poochplan.formats.files import html_table, text_table
 from poochplan.formats.plan import Departure
 from poochplan.formats.run_record import Certificate
 from poochplan.runtime.messages import warn
-from poochplan.units import format_bytes, format_seconds
+from poochplan.units import counted, format_bytes, format_seconds
 
 MOST_REASONS = 20
 
@@ -164,10 +164,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return html_table(self._title(), self._rows(), _HEADINGS)
 
     def _title(self) -> str:
-        count = self.total.steps
-        steps = f"{count} step{'' if count == 1 else 's'}"
         budget = f"with a budget of {format_bytes(self.budget_bytes)}" if self.budget_bytes else "without a plan so far"
-        return f"{steps} {budget}"
+        return f"{counted(self.total.steps, 'step')} {budget}"
 
     def _rows(self) -> list[tuple[str, str, str]]:
         """Name, of the last step, of all steps; what never happened has no row."""

@@ -22,13 +22,13 @@ from poochplan.formats.plan import SolveStatus
 from poochplan.planner.arena.step_layout import NO_ARENA, Fitting, Laid
 from poochplan.planner.search.allowance import Allowance, Progress, SearchCallback, SearchLimits
 from poochplan.planner.search.annealing import Incumbents, Walker
-from poochplan.planner.search.bound import Proof
+from poochplan.planner.search.bound import Proof, smallest_values
 from poochplan.planner.search.decide import solve_fluid
 from poochplan.planner.search.fluid import Request
 from poochplan.planner.search.memory_constraints import large_values
 from poochplan.planner.search.polish import polish, worth_polishing
 from poochplan.planner.search.solvers import Cancel, choose_solver
-from poochplan.planner.search.walking import Walking, all_decisions, simple_decisions, tiny_values
+from poochplan.planner.search.walking import Walking, all_decisions, simple_decisions
 from poochplan.planner.simulator.evaluator import KEEP, STYLE_OF, codes_of, library
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import Candidate, least_step_s, movable, swap_all_on_demand
@@ -148,8 +148,9 @@ class _PlanSearch:
                 "pip install highspy and leave the solver out, or leave evaluations out"
             )
         self.whole, self.allowance = whole, whole.part(1.0 - POLISH_SHARE)
-        least = swap_all_on_demand(problem)
-        self.tiny = tiny_values(problem, incumbents.within_bytes - least.peak_bytes, TINY_SHARE)
+        tiny, held_bytes = smallest_values(problem, movable(problem), TINY_SHARE)
+        has_room = held_bytes <= incumbents.within_bytes - swap_all_on_demand(problem).peak_bytes
+        self.tiny = frozenset(tiny) if has_room else frozenset[int]()
         self.values = tuple(value for value in movable(problem) if value not in self.tiny)
         self.proof = Proof(problem, budget_bytes, self.solver)
         self.walking = Walking(self.values, self.tiny, incumbents, self.allowance, effort.seed)

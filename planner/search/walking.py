@@ -12,7 +12,7 @@ from poochplan.formats.occupancy import Codes
 from poochplan.formats.plan import Decision
 from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.search.annealing import EvaluatedPlan, Incumbents, Walker
-from poochplan.planner.search.bound import smallest_values, values_to_branch_on
+from poochplan.planner.search.bound import values_to_branch_on
 from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, codes_of
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import movable, swap_all
@@ -49,12 +49,6 @@ def _choices(problem: Problem, value: int) -> tuple[Decision, ...]:
     if problem.replay.replays[value] is None:
         return Decision.KEEP, Decision.SWAP
     return tuple(Decision)
-
-
-def tiny_values(problem: Problem, room_bytes: int, share: float) -> frozenset[int]:
-    """Values that together hold less than a share of the saved bytes; none if ``room_bytes`` cannot hold them."""
-    tiny, held_bytes = smallest_values(problem, movable(problem), share)
-    return frozenset(tiny) if held_bytes <= room_bytes else frozenset()
 
 
 BASINS = 4

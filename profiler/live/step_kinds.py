@@ -76,7 +76,7 @@ class StepKind:
         """An observed segment is over."""
         self.segments += 1
         why_not = observer.why_not or _WHY_NOT.get(segment.outcome or Outcome.USED, "")
-        why_not = KEPT if why_not == UNUSED and segment.others and not segment.saves else why_not
+        why_not = UNMOVED if why_not == UNUSED and segment.others and not segment.saves else why_not
         if why_not:
             self._lost += 1
             if observer.is_final or self._lost >= _TRIES.get(segment.outcome or Outcome.USED, MOST_LOST):
@@ -199,7 +199,7 @@ def shape_of(segment: Segment) -> tuple[int, ...]:
 
 
 UNUSED = "no backward uses the saved tensors"
-KEPT = "all that they save is sparse, nested or of a subclass, which no plan moves"
+UNMOVED = "all that they save is sparse, nested or of a subclass, which no plan moves"
 _WHY_NOT = {
     Outcome.RAISED: "the forward raised",
     Outcome.UNUSED: UNUSED,

@@ -146,7 +146,7 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: i
 
 
 def test_an_interrupt_before_there_is_a_plan_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupt_at(monkeypatch, optimise, "tiny_values", 1)
+    interrupt_at(monkeypatch, optimise, "smallest_values", 1)
     profile = large()
     with pytest.raises(KeyboardInterrupt):
         plan(profile, tight(profile), gap=NEVER_MET, time_limit_s=LONG_S, keep_interrupted=True)

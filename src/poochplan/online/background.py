@@ -101,9 +101,8 @@ class BackgroundPlan:
         if self._process is None:
             raise PoochError(self._failed)
         said = (self._at / "messages").read_text(errors="replace").strip().splitlines()
-        killed = "it was killed; perhaps memory was short, then make the plan with `pooch plan`"
-        code = self._process.returncode
-        why = said[-1] if said else f"exit code {code}" if code >= 0 else killed
+        ended = f"exit code {self._process.returncode} (below 0: it was killed, mostly because memory was short)"
+        why = said[-1] if said else ended
         raise PoochError(f"planning ended without a plan: {why}")
 
     def close(self) -> None:

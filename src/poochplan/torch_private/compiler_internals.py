@@ -82,16 +82,11 @@ def more_compiles(factor: int) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def running_as_written() -> Iterator[None]:
+def running_as_written() -> contextlib.AbstractContextManager[Any]:
     """A block in which compiled functions and modules run as they are written. Kernels of Inductor read and write the
     memory that fake tensors do not have.
     """
-    if not _compiler_is_there():
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    return torch.compiler.set_stance("force_eager") if _compiler_is_there() else contextlib.nullcontext()
 
 
 def captures_graphs(module: torch.nn.Module) -> bool:
