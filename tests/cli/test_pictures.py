@@ -134,13 +134,15 @@ def test_everything_in_the_pictures_is_inside_them(profile: Profile, plan: pooch
         assert outside(figure, *(label for label in labels if label.get_text())) == [], name
 
 
-def test_a_timeline_has_a_row_for_each_stream_and_names_the_budget(profile: Profile, plan: poochplan.Plan) -> None:
-    streams, memory = (figure := figures(profile, plan)["timeline"]).axes
-    shown = [label.get_text() for label in streams.get_yticklabels()][::-1]
-    assert shown == [row for row in ROWS if row in shown]
-    assert {"in-core", "compute"} < set(shown)
-    rows = "in-core, peak", "budget", "planned, peak", "measured peak", "always live"
-    assert starts_missing(memory, *rows) == []
+@pytest.mark.parametrize(("policy", "rows"), [("swap-all", ROWS), ("recompute-all", ("in-core", "compute"))])
+def test_a_timeline_has_a_row_for_each_stream_and_names_the_budget(
+    profile: Profile, policy: str, rows: tuple[str, ...]
+) -> None:
+    figure = figures(profile, poochplan.plan(profile, "99.9%", policy=policy))["timeline"]
+    streams, memory = figure.axes
+    assert tuple(label.get_text() for label in streams.get_yticklabels()[::-1]) == rows
+    drawn = "in-core, peak", "budget", "planned, peak", "measured peak", "always live"
+    assert starts_missing(memory, *drawn) == []
     assert any("measured +7.0%" in text.get_text() for text in figure.texts)
 
 
