@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Literal
 
 import torch
@@ -186,8 +186,10 @@ class Attachment:
                 stack.enter_context(around_calls(model, ends=self._forward_ends))
             stack.enter_context(intercept_autograd(self._around_backward))
             stack.enter_context(around_optimizer_steps(self.whole, self._optimizer_steps, self._optimizer_stepped))
-            hooks = self._source.attached(self)
-            self._hooks = uncompiled_hooks(*deferring(*hooks, self.engine.may_wait, self.whole, self._kind))
+            hooks = deferring(*self._source.attached(self), self.engine.may_wait, self.whole, self._kind)
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                hooks = self._until_let_go(*hooks)
+            self._hooks = uncompiled_hooks(*hooks)
             self.state, self._thread = "open", threading.get_ident()
             stack.enter_context(stand_aside(self._hooks))
             self._hooks.__enter__()
@@ -315,6 +317,20 @@ class Attachment:
     def _idle(self) -> None:
         if self.state == "closed":
             self._held.close()
+
+    def _until_let_go(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Hooks:
+        """The hooks, which do not hold the models after the last handle is gone. A collective keeps the hooks of the
+        thread that started it, and DDP's reducer keeps the collective (in ``Join``).
+        """
+        both = [pack, unpack]
+
+        @wraps(pack)
+        def packed(tensor: torch.Tensor) -> Any:
+            return both[0](tensor) if both else tensor
+
+        self._held.callback(both.clear)
+        self._held.callback(vars(packed).clear)  # what it wraps
+        return packed, lambda handle: both[1](handle) if both else handle
 
     def _let_go(self) -> None:
         if self.state == "new" or not self.engine.cursor.holds_values:  # otherwise with the last of them

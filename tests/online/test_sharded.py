@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -176,6 +178,20 @@ def test_ranks_of_a_join_may_be_uneven_unless_it_ends_them_together() -> None:
         assert not ranks.are_uneven()
     with Join([model]):
         assert ranks.are_uneven()
+
+
+def test_a_model_of_a_join_is_freed_after_its_session() -> None:
+    def train() -> weakref.ref[torch.Tensor]:
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with poochplan.auto(model, optimizer, budget="90%", quiet=True, link=LINK), Join([model]):
+            for _ in range(2):
+                plain_step(model, optimizer, torch.randn(16, 8))
+        return weakref.ref(model.module[0].weight)
+
+    weight = train()
+    gc.collect()
+    assert weight() is None
 
 
 def test_ranks_talk_in_host_memory_whatever_the_default_device_is() -> None:
