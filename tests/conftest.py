@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from poochplan.profiler import profiling
-from tests.depth import DEEP, MARKED, PART, is_in_part, is_looked_at
+from tests.depth import DEEP, LONGEST, MARKED, PART, is_in_part, is_looked_at
 from tests.hangs import pytest_configure
 
 __all__ = ["pytest_configure"]
@@ -59,4 +59,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"{lost[0].nodeid}: only files in {MARKED} are looked at for the marker rest")
     left_out = {item for item in items if not is_in_part(item) or (item.get_closest_marker("deep") and not DEEP)}
     config.hook.pytest_deselected(items=list(left_out))
-    items[:] = [item for item in items if item not in left_out]
+    items[:] = sorted((item for item in items if item not in left_out), key=lambda item: item.path not in LONGEST)

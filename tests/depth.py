@@ -54,6 +54,10 @@ MARKED = HERE / "gpu"
 """Where single tests are marked ``rest``: their files have tests of both parts."""
 
 
+LONGEST = {HERE / "online" / "test_ranks.py", HERE / "examples" / "test_stacks.py", HERE / "cli" / "test_on_ranks.py"}
+"""These begin first, so that no worker runs one of them at the end while the others have nothing to do."""
+
+
 def is_looked_at(path: Path) -> bool:
     """Whether a file may have tests of the part that runs now. Others are not imported, which takes half a minute."""
     if PART == "first":

@@ -8,13 +8,16 @@ import sys
 import textwrap
 from pathlib import Path
 
+from tests.forks import forked
+
 ROOT = Path(__file__).parents[1]
 
 
-def python(code: str, *arguments: object, **environment: str) -> str:
-    """What it prints. Its stderr is the message of the failure, where it fails."""
+def python(code: str, *arguments: object, is_fresh: bool = False, **environment: str) -> str:
+    """What it prints. Its stderr is the message of the failure, where it fails. ``is_fresh``: torch is not imported."""
     variables = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", **environment}
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *map(str, arguments)]
+    start = [sys.executable] if is_fresh else forked()
+    command = [*start, "-W", "ignore", "-c", textwrap.dedent(code), *map(str, arguments)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=variables)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.forks import forked
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -32,7 +34,8 @@ def started(
 ) -> subprocess.CompletedProcess[str]:
     """How the launcher ended, with what its processes have printed."""
     counts = {TORCHRUN: ["--nproc-per-node", str(ranks), "-m"], FORKED: [str(ranks)]}
-    command = [sys.executable, "-m", *launcher, *counts.get(tuple(launcher), ["-m"]), module, *arguments]
+    start = forked() if tuple(launcher) == FORKED else [sys.executable]
+    command = [*start, "-m", *launcher, *counts.get(tuple(launcher), ["-m"]), module, *arguments]
     return run(command, cwd=cwd, **variables)
 
 

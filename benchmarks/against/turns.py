@@ -14,6 +14,8 @@ from benchmarks.pairs import Seconds
 
 from .asking import Ask
 
+PYTHON = [sys.executable]
+"""How commands of these processes begin."""
 ASLEEP = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 """Threads that have nothing to do wait without taking a core, in every process alike."""
 ALLOCATOR = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
@@ -35,7 +37,7 @@ class Partner:
 
     def __init__(self, ask: Ask, threads: int) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.against.worker", msgspec.json.encode(ask).decode()]
+        command = [*PYTHON, "-W", "ignore", "-m", "benchmarks.against.worker", msgspec.json.encode(ask).decode()]
         self._process = subprocess.Popen(
             command,
             env=environment(threads),

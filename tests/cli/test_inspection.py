@@ -92,7 +92,7 @@ def test_files_are_looked_at_and_planned_from_without_torch_and_pictures(
         "loaded = {'torch', 'matplotlib'} & set(sys.modules); "
         "sys.exit(f'loaded {loaded}, codes {codes}' if loaded or any(codes) else 0)"
     )
-    python(code)
+    python(code, is_fresh=True)
     assert (tmp_path / "plan.json").is_file()
     assert (tmp_path / "s.csv").is_file()
 

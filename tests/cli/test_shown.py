@@ -99,7 +99,7 @@ def test_columns_of_a_table_are_as_wide_as_their_longest_cell() -> None:
 def test_files_load_without_torch_pandas_and_matplotlib(module: str) -> None:
     heavy = "{'torch', 'pandas', 'matplotlib', 'rich'}"
     code = f"import sys, {module}; print(*{heavy} & sys.modules.keys())"
-    assert python(code) == "\n"
+    assert python(code, is_fresh=True) == "\n"
 
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "schemas"

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.against import turns
 from benchmarks.against.asking import COMPILED, IN_CORE, OURS, Ask
 from benchmarks.against.campaign import Campaign, wanted_rows
 from benchmarks.against.compare_table import BEGIN, END, bits, put_into_page, table, verdicts
 from benchmarks.against.methods import BROKEN_CHECKPOINT, CHECKPOINT, SAC
 from benchmarks.against.rows import Effort, Wanted, as_in_core, changes_gradients, first_difference, is_honest
 from benchmarks.against.turns import RefusedError, asked
+from tests.forks import forked
 from tests.runtime.served import needs_compiler
 
 SHARES = ["50%", "5%"]
 ONE_PAIR = {"pairs": 1, "threads": 1, "time_limit_s": 1.0}
 pytestmark = [needs_compiler, pytest.mark.cpu_device]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _processes_begin_with_torch() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(turns, "PYTHON", forked())
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -318,7 +318,7 @@ print(json.dumps({"before": before, "found": found, "followed": session.report()
 
 
 def test_a_loop_loads_nothing_heavy_from_its_first_step_through_its_plan(tmp_path: Path) -> None:
-    told = json.loads(python(LOOP, json.dumps(HEAVY), tmp_path))
+    told = json.loads(python(LOOP, json.dumps(HEAVY), tmp_path, is_fresh=True))
     assert not {"torch._dynamo", "torch._inductor"} & set(told["before"])  # else the rest says nothing of them
     assert told["followed"] > 0
     assert told["found"] == dict.fromkeys(("entered", "followed", "ended"), told["before"])

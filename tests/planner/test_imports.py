@@ -22,4 +22,4 @@ SCRIPT = """
 
 
 def test_what_a_function_holds_that_plans_first_dies_with_it() -> None:
-    assert python(SCRIPT).strip() == "gone"
+    assert python(SCRIPT, is_fresh=True).strip() == "gone"

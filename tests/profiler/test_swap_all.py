@@ -195,7 +195,7 @@ OUT_OF_CORE = """
 
 def test_a_step_that_does_not_fit_is_profiled_planned_and_run_within_one_limit() -> None:
     # Each thread's own malloc arena would take 64 MiB of addresses. A solver may say its name in between.
-    in_core, *_, planned = python(OUT_OF_CORE, MALLOC_ARENA_MAX="1").splitlines()
+    in_core, *_, planned = python(OUT_OF_CORE, is_fresh=True, MALLOC_ARENA_MAX="1").splitlines()
     assert "can't allocate memory" in in_core
     result = json.loads(planned)
     assert result["mode"] == "swap-all"

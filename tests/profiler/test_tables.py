@@ -134,4 +134,4 @@ def test_the_typed_kinds_are_those_there_are() -> None:
 
 
 def test_a_profile_is_read_without_pandas() -> None:
-    python("import sys; import poochplan; poochplan.Profile; sys.exit('pandas' in sys.modules)")
+    python("import sys; import poochplan; poochplan.Profile; sys.exit('pandas' in sys.modules)", is_fresh=True)

@@ -183,7 +183,7 @@ def test_importing_poochplan_changes_nothing_of_the_environment() -> None:
     import poochplan, torch
     print(dict(os.environ) == before)
     """
-    assert python(code).strip() == "True"
+    assert python(code, is_fresh=True).strip() == "True"
 
 
 # -- a step that is repeated ----------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from poochplan.runtime.devices.cpu import ComputesWhenCalled
 from poochplan.runtime.devices.device import Interval
+from poochplan.torch_private.compiler_internals import dispatch_hidden_from_compiler
 
 POISON = 0xFF
 """A byte that makes every floating-point type NaN, and an integer -1."""
@@ -41,6 +42,11 @@ class OpClock(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # else torch wraps each dispatch twice
+        return False
+
+    @dispatch_hidden_from_compiler
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.now += 1
         return func(*args, **(kwargs or {}))

@@ -12,4 +12,4 @@ def run_plain(code: str) -> str:
     """What the code prints where there is no compiler, and nothing that one has made."""
     says = "\nfrom poochplan.planner.simulator.evaluator import library\nassert library(None) is None\n"
     with tempfile.TemporaryDirectory() as folder:
-        return python(textwrap.dedent(code) + says, XDG_CACHE_HOME=folder, CXX="no-such-compiler")
+        return python(textwrap.dedent(code) + says, is_fresh=True, XDG_CACHE_HOME=folder, CXX="no-such-compiler")
