@@ -81,6 +81,7 @@ class ToggledMode(TorchDispatchMode):
         if not self._pushed or self not in mode_stack():
             if is_in_transformed_op(or_compiled=not self.opens_compiled):
                 self._muted = self._pushed
+                self._comes_back = True
                 return
             self._pushed = True
             above = _users_modes()
@@ -113,16 +114,15 @@ class ToggledMode(TorchDispatchMode):
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
-        """A block in which the mode is off. Afterwards it is as before, unless it was switched off meanwhile."""
-        if not self.is_on:
-            yield
-            return
-        self.switch_off()
-        self._comes_back = True
+        """A block in which the mode is off. Afterwards it is as before, or as the last call meanwhile wanted it."""
+        outer, self._comes_back = self._comes_back, self.is_on
+        if self._comes_back:
+            self.switch_off()
         try:
             yield
         finally:
-            if self._comes_back:
+            comes_back, self._comes_back = self._comes_back, outer
+            if comes_back:
                 self.switch_on()
 
 
