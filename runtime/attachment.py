@@ -32,6 +32,7 @@ from poochplan.tensors.modes import around_calls, around_compiled, uncompiled_ho
 from poochplan.tensors.operators import past_first_calls
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import plain_storage
+from poochplan.torch_private.compiler_internals import leave_alone
 from poochplan.torch_private.tensor_internals import has_topmost_hooks, in_backward, intercept_autograd, stand_aside
 
 from .active_plan import ActivePlan
@@ -160,6 +161,7 @@ class Attachment:
     def __enter__(self) -> Attachment:
         self.call_site = CallSite.of_caller()
         past_first_calls()
+        leave_alone(*(f"poochplan.{one}." for one in ("online", "profiler", "runtime", "tensors", "torch_private")))
         with ExitStack() as stack:  # undone if one of these fails
             if self._kind == "cuda":
                 refuse_graphs(self.whole)
@@ -361,6 +363,8 @@ def around_optimizer_steps(model: torch.nn.Module, before: OptimizerHook, after:
 
     def told(tell: OptimizerHook) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
         def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
             if optimizer not in known:
                 own = set(map(id, model.parameters()))
                 if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):

@@ -310,7 +310,8 @@ def stray_values(strays: Iterable[Stray], op_ticks: Sequence[int], tick_count: i
     for stray in strays:
         if is_passing(stray):
             continue
-        done, first, last = stray.born.ops, _tick(stray.born), _last_tick(stray.died, op_ticks, tick_count)
+        done, last = stray.born.ops, _last_tick(stray.died, op_ticks, tick_count)
+        first = min(_tick(stray.born), last)  # code that no op shows may take it after the last tick
         if stray.size_bytes < LEAST_PLACED_BYTES:
             small[done, first, last] += counted_bytes(stray.size_bytes)
         else:

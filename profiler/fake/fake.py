@@ -51,6 +51,7 @@ from poochplan.torch_private.tensor_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    OpOverload,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
     owned_buffers,
@@ -82,12 +83,17 @@ _GATES = 4
 class StepMode(FakeMemory):
     """The fake-tensor mode of one profile. State: whether a workload is being built."""
 
+    supports_higher_order_operators = True
+    """Compiled graphs have some: ops that write into their arguments. Each has its rule for fake tensors."""
+
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.building = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):
+            return super().__torch_dispatch__(func, types, args, kwargs)
         leaves = tensors_in((args, kwargs))
         if not self.building:
             _refuse_real_parts(leaves, func)

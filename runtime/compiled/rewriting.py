@@ -54,6 +54,7 @@ class Split(NamedTuple):
 def why_never_replayed(split: Split, node: Node) -> str:
     """Why a saved node cannot be made again in the backward; empty if it can."""
     saved, written = set(split.saved()), _written_inputs(split.forward)
+    made_again = {one.name for one in split.backward.graph.nodes if one.op == "call_function"}
     run: list[Node] = []
     for needed in _needs(node, saved):
         source = base_of(needed)
@@ -61,6 +62,8 @@ def why_never_replayed(split: Split, node: Node) -> str:
             return f"it depends on {source.name}, an input that the step writes"
         if needed.op == "placeholder" and needed not in saved and needed.name not in split.static:
             return f"it depends on {needed.name}, an input of its graph that nothing saves"
+        if needed.name in made_again and _is_start(needed) and needed not in saved:
+            return f"it depends on {needed.name}, which the backward makes itself, for a checkpoint of the model's"
         is_run = needed is node or needed not in saved
         if is_run and needed.op == "call_function" and _is_impure(needed):
             return _IMPURE.format(name=needed.name)

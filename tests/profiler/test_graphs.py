@@ -14,7 +14,7 @@ from poochplan.formats.queries import saved_values
 from poochplan.profiler.graph_capture import ELSEWHERE, SEVERAL
 from poochplan.torch_private.compiler_internals import inductor_settings
 from tests.compiling.small_nets import fresh, train
-from tests.runtime.nets import equal, taken
+from tests.runtime.nets import Net, equal, taken
 from tests.runtime.served import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.cpu_device]
@@ -67,6 +67,26 @@ def test_its_in_core_peak_is_that_of_the_measured_step(graphs: Profile) -> None:
     assert abs(graphs.in_core_peak_bytes / measured.in_core_peak_bytes - 1) < 0.1
     assert graphs.static_bytes == measured.static_bytes
     assert graphs.model == measured.model
+
+
+@torch.library.custom_op("poochplan_tests::doubles", mutates_args={"tensor"})
+def doubles(tensor: torch.Tensor) -> None:
+    tensor.mul_(2.0)
+
+
+def test_an_op_of_the_user_s_that_writes_into_its_argument_is_an_op_of_the_graph() -> None:
+    def body(net: Net, batch: torch.Tensor) -> torch.Tensor:
+        hidden = net.first(batch)
+        with torch.no_grad():
+            scale = hidden.sigmoid()
+            doubles(scale)
+        return net.last((hidden * scale).tanh())  # type: ignore[no-any-return]
+
+    model, batch = Net(body, first=nn.Linear(64, 64), last=nn.Linear(64, 64)), torch.randn(256, 64)
+    model.compile(dynamic=False)
+    profile = graphs_of(model, lambda: model(batch).square().mean(), None)
+    assert any("auto_functionalized" in op.name for op in profile.ops)
+    assert sum(bool(value.nodes) for value in saved(profile)) > 1
 
 
 def test_model_compiler_and_what_is_compiled_are_as_before() -> None:

@@ -230,6 +230,7 @@ def events(*parts: tuple[LogEvent, ...] | tuple[int, int, int]) -> list[LogEvent
             id="up to the op inside which it dies",
         ),
         pytest.param(events(OP, (BIRTH, 1, 5000), OP), [0, 1], (0, 1, 1), id="to the end if nobody gives it back"),
+        pytest.param(events(OP, OP, (BIRTH, 1, 5000)), [0, 1], (1, 1, 1), id="at the last tick if taken behind it"),
     ],
 )
 def test_a_stray_lives(log: list[LogEvent], op_ticks: list[int], life: tuple[int, ...]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from poochplan.runtime.compiled.partitioner import Partitioner, Replays, saved_nodes
 from poochplan.runtime.compiled.rewriting import Split, why_never_replayed
@@ -117,6 +118,21 @@ class WritesItsInput(nn.Module):
         hidden = self.layer((given + 1).relu())
         given.add_(1)
         return hidden.sin() + given  # type: ignore[no-any-return]
+
+
+class Checkpointed(nn.Module):
+    """Parts that the user checkpoints: the backward draws their numbers again, from seeds that the forward saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def part(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch + nn.functional.dropout(nn.functional.gelu(self.first(batch)), 0.2)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        batch = self.last(checkpoint(self.part, batch, use_reentrant=False)).tanh()
+        return nn.functional.dropout(checkpoint(self.part, batch, use_reentrant=False), 0.1).sin()
 
 
 def of(kind: type[nn.Module]) -> Make:

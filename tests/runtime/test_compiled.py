@@ -4,7 +4,9 @@ its peaks are predicted and metered as the allocator has them: temporaries insid
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -141,6 +143,33 @@ def test_a_model_compiled_as_a_whole_compiles_as_often_and_picks_its_plan_by_its
     report = followed(poochplan.PlanSet([random_plan(profile, 0, (0, 1, 0))]), model, batch, reference)
     assert counts == plain
     assert report.total.out_bytes > 0
+
+
+@pytest.mark.parametrize("around", ["the model", "the step"])
+def test_a_loop_may_compile_code_around_the_model_that_auto_is_given(around: str, tmp_path: Path) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], torch.Tensor]]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, batch = chain(), torch.randn(16, 32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        called = torch.compile(model, backend="aot_eager", fullgraph=True) if around == "the model" else model
+
+        def turn() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = called(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return model, optimizer, turn if around == "the model" else torch.compile(turn, backend="aot_eager")
+
+    found = []
+    for is_auto in (False, True):
+        model, optimizer, turn = made()
+        auto = poochplan.auto(model, optimizer, budget="80%", cache=tmp_path, quiet=True)
+        with auto if is_auto else contextlib.nullcontext():
+            found.append([*(turn() for _ in range(6)), *(one.detach().clone() for one in model.parameters())])
+    assert equal(found[:1], found[1:])
 
 
 SLACK_BYTES = 16 * 512

@@ -6,13 +6,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import poochplan
-from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.plan import Decision, Plan, PointActions
 from poochplan.formats.profile import Phase, PointKind, Profile
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.simulator.construct import fit
@@ -156,6 +157,31 @@ def test_a_model_that_returns_nothing_goes_on_being_recorded() -> None:
 
     case = _halting(quiet, lambda model: [model(BATCH[:, :8]), model.loss.sin()][1])
     assert followed(case, random_plan(case.profile(), 0, (0, 0, 1)), 1).last_step.replayed_values > 0
+
+
+def behind_a_compiled_layer(net: Net, batch: Tensor) -> Tensor:
+    """Nothing is saved between the compiled layer and the op that a replay runs first."""
+    return net.last((net.layer(net.first(batch)) * 0.5).exp()).sum()  # type: ignore[no-any-return]
+
+
+def test_recording_that_is_to_begin_in_a_compiled_call_begins_behind_it() -> None:
+    def made() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+        layer = Net(lambda net, batch: net.inner(batch).tanh(), inner=nn.Linear(16, 16))
+        layer.compile(backend="aot_eager", dynamic=False)
+        first, last = nn.Linear(16, 16), nn.Linear(16, 16)
+        return Net(behind_a_compiled_layer, first=first, layer=layer, last=last), lambda model: model(BATCH)
+
+    torch._dynamo.reset()
+    case = Case(made)
+    profile = case.profile()
+    plan = plan_with(profile, one_late_value(build_problem(profile)))
+    behind = len(plan.values) - 2  # the last save of the compiled layer
+    begins = PointActions(at="save", index=behind, record="on")
+    schedule = (begins, *(one for one in plan.schedule if one.at == "use" or one.index > behind))
+    plan = msgspec.structs.replace(plan, record_from_start=False, schedule=schedule)
+    report = either_way(case, plan, lambda model, step, session: step().backward())
+    assert report.last_step.replayed_values > 0
+    torch._dynamo.reset()
 
 
 def a_layer_called_twice(net: Net, batch: Tensor) -> Tensor:

@@ -10,7 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from tests.runtime.graph_nets import Chain, Make, MovingScale, WritesItsInput, channels_last, node_by_node, of, same
+from tests.runtime.graph_nets import (
+    Chain,
+    Checkpointed,
+    Make,
+    MovingScale,
+    WritesItsInput,
+    channels_last,
+    node_by_node,
+    of,
+    same,
+)
 
 pytestmark = pytest.mark.cpu_device
 MAKES = {"chain": of(Chain), "convolutions": channels_last, "moving scale": of(MovingScale)}
@@ -69,6 +79,14 @@ def test_what_reads_an_input_that_is_written_is_refused(kind: type[nn.Module], w
             Exception, match=f"{name} cannot be recomputed in the compiled code: {found}; call poochplan.compile"
         ):
             node_by_node(of(kind), {key: [name]})
+
+
+def test_no_replay_starts_from_a_seed_that_the_backward_makes_for_a_checkpoint() -> None:
+    _, noted = node_by_node(of(Checkpointed))
+    ((key, reasons),) = noted.why.items()
+    assert any("which the backward makes itself" in why for why in reasons.values())
+    _, replayed = node_by_node(of(Checkpointed), noted.replayable())  # which can be written
+    assert list(replayed.splits) == [key]
 
 
 def test_a_name_that_the_graph_does_not_save_is_refused() -> None:

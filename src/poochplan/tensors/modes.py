@@ -81,6 +81,7 @@ class ToggledMode(TorchDispatchMode):
         if not self._pushed or self not in mode_stack():
             if is_in_transformed_op(or_compiled=not self.opens_compiled):
                 self._muted = self._pushed
+                self._comes_back = True
                 return
             self._pushed = True
             above = _users_modes()
@@ -113,16 +114,15 @@ class ToggledMode(TorchDispatchMode):
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
-        """A block in which the mode is off. Afterwards it is as before, unless it was switched off meanwhile."""
-        if not self.is_on:
-            yield
-            return
-        self.switch_off()
-        self._comes_back = True
+        """A block in which the mode is off. Afterwards it is as before, or as the last call meanwhile wanted it."""
+        outer, self._comes_back = self._comes_back, self.is_on
+        if self._comes_back:
+            self.switch_off()
         try:
             yield
         finally:
-            if self._comes_back:
+            comes_back, self._comes_back = self._comes_back, outer
+            if comes_back:
                 self.switch_on()
 
 
@@ -224,8 +224,18 @@ def around_compiled(
         for name, module in compiled_modules(model).items():
             attribute = call_attribute(module)
             stack.callback(_restore, module, attribute, module.__dict__.get(attribute))
-            object.__setattr__(module, attribute, wrap(name, _noticed(getattr(module, attribute))))
+            original = getattr(module, attribute)
+            object.__setattr__(module, attribute, _untraced(wrap(name, _noticed(original)), original))
         yield
+
+
+def _untraced(call: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``; ``original`` where the compiler traces code around it."""
+
+    def untraced(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if torch.compiler.is_compiling() else call(*args, **kwargs)
+
+    return untraced
 
 
 def in_compiled_call() -> bool:
@@ -253,22 +263,25 @@ def around_calls(model: torch.nn.Module, begins: Begins | None = None, ends: End
     """Calls ``begins(args, kwargs)`` before each call of ``model`` for the length of a block, and ``ends(result)``
     after it. The result is None if the call raised; after an interrupt ``ends`` is not called.
 
-    It uses hooks. If the model itself is compiled, it wraps its callable. If it is entered after another
-    :func:`around_compiled`, its call comes first. Copies and pickles of the model do not carry it: torch leaves out the
-    attribute through which a compiled module is called, and the hooks are left out here.
+    It uses hooks, which do nothing in a graph that is compiled of the code around the model. If the model itself is
+    compiled, it wraps its callable. If it is entered after another :func:`around_compiled`, its call comes first.
+    Copies and pickles of the model do not carry it: torch leaves out the attribute through which a compiled module is
+    called, and the hooks are left out here.
     """
     if "" in compiled_modules(model):
         with around_compiled(model, lambda _, call: _told(call, begins, ends)):
             yield
         return
+    begun = hidden_from_compiler(begins) if begins is not None else None
+    ended = hidden_from_compiler(ends) if ends is not None else None
 
     def before(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        assert begins is not None
-        begins(args, kwargs)
+        if begun is not None and not torch.compiler.is_compiling():
+            begun(args, kwargs)
 
     def behind(module: torch.nn.Module, args: Any, result: Any) -> None:
-        assert ends is not None
-        ends(result)
+        if ended is not None and not torch.compiler.is_compiling():
+            ended(result)
 
     with contextlib.ExitStack() as stack:
         if begins is not None:

@@ -8,6 +8,7 @@ import importlib
 import operator
 import sys
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any, Literal
 
 import torch
@@ -101,7 +102,7 @@ def call_attribute(module: torch.nn.Module) -> str:
     return "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"
 
 
-def hidden_from_compiler(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def hidden_from_compiler(hook: Callable[..., Any]) -> Callable[..., Any]:
     """The hook, which the compiler does not trace when a compiled region calls it.
 
     If no compiled code runs, which is one check of the compiler's callback, it is called directly.
@@ -112,11 +113,43 @@ def hidden_from_compiler(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
     hidden = torch.compiler.disable(hook)
 
     @functools.wraps(hook)
-    def run(argument: Any) -> Any:
-        return hook(argument) if _compiler_callback() is None else hidden(argument)
+    def run(*arguments: Any) -> Any:
+        return hook(*arguments) if _compiler_callback() is None else hidden(*arguments)
 
     _skip_code(run)
     return run
+
+
+def leave_alone(*packages: str) -> None:
+    """Has the compiler run these packages' functions as they are where code around the model is compiled, and calls
+    them outside its graphs. Otherwise it compiles one after another, and fails at some.
+    """
+    for name, module in tuple(sys.modules.items()) if _compiler_is_there() else ():
+        if name.startswith(packages) and name not in _LEFT_ALONE:
+            _LEFT_ALONE.add(name)
+            for code in _codes_in(module):
+                _skip_code(code)
+
+
+_LEFT_ALONE = set[str]()
+"""Names of modules whose functions the compiler leaves alone."""
+
+
+def _codes_in(module: Any) -> Iterator[CodeType]:
+    """The code of the module's functions and methods, and of those inside them."""
+    pending, seen = list(vars(module).values()), set[int]()
+    while pending:
+        one = pending.pop()
+        if isinstance(one, CodeType):
+            yield one
+            pending += one.co_consts
+        elif isinstance(one, property):
+            pending.append(one.fget)
+        elif getattr(one, "__module__", None) == module.__name__ and id(one) not in seen:
+            seen.add(id(one))
+            pending += vars(one).values() if isinstance(one, type) else (getattr(one, "__wrapped__", None),)
+            code = getattr(one, "__code__", None)
+            pending += (code,) if getattr(code, "co_filename", "") == module.__file__ else ()
 
 
 def dispatch_hidden_from_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,9 +176,10 @@ def _compiler_is_there() -> bool:
 
 
 def _skip_code(function: Any) -> None:
+    """``function``: or its code."""
     from torch._dynamo.eval_frame import skip_code
 
-    skip_code(function.__code__)
+    skip_code(getattr(function, "__code__", function))
 
 
 def is_tracing() -> bool:
