@@ -11,8 +11,8 @@ Rules, cited in the code:
 3. No device storage is released, and no storage that a copy fills is used, before the compute stream has waited for the
    copy's end: see ``devices/transfers.py``.
 4. A packed tensor that has a graph is stored detached: a graph must not hold itself alive through us.
-5. A content is only returned to autograd if its version counter shows no write since it was saved; otherwise the error
-   that autograd itself would have raised is raised.
+5. A content is only returned to autograd if its version counter shows no write since it was saved, not even by a
+   backward that got it before; otherwise the error that autograd itself would have raised is raised.
 6. A returned tensor has the shape, dtype and stride of the saved one.
 7. Actions happen only at points of the clock: the first pack of a planned value, the first unpack of a planned handle.
 8. When a pack or unpack is not the planned one the step has diverged: no planned action happens any more, values on the
@@ -57,6 +57,7 @@ from poochplan.tensors.modes import Unseen
 from poochplan.tensors.storages import (
     Geometry,
     Shell,
+    counted_by,
     has_storage,
     keys_of,
     own_tensors,
@@ -440,7 +441,9 @@ class Engine:
         if version_of(handle.tensor) != handle.version:  # Rule 5
             handle.check_version()
         geometry, shell = handle.geometry, handle.shell
-        found = handle.tensor if geometry is None else geometry.on(self.mechanism.resident(value))  # Rule 6
+        found = handle.tensor
+        if geometry is not None:
+            found = counted_by(found, geometry.on(self.mechanism.resident(value)))  # Rules 5 and 6
         return found if shell is None else shell.around(found)  # Rule 13
 
     def _use_point(self, handle: SavedHandle) -> None:
