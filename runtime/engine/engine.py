@@ -66,7 +66,7 @@ from poochplan.tensors.storages import (
     storage_key,
 )
 from poochplan.torch_private.sharding import gathered_weights, has_storages
-from poochplan.torch_private.tensor_internals import in_backward, mode_count, storage_identity, version_of
+from poochplan.torch_private.tensor_internals import in_backward, is_scripted, mode_count, storage_identity, version_of
 
 from .cursor import NO_EVENTS, Cursor, Segment, StepEvents
 from .held_sources import held_bits, held_source, wants_bits
@@ -295,7 +295,7 @@ class Engine:
     def _pack(self, whole: torch.Tensor) -> SavedHandle:
         if held_back:
             raise_held_back()
-        if in_backward():  # create_graph, or a checkpoint that runs forward again: no part of a forward
+        if in_backward() or is_scripted():  # create_graph, or a checkpoint that runs again: no part of a forward
             return SavedHandle.untouched(whole)
         cursor = self.cursor
         if cursor.save_begins_one():

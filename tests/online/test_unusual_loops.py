@@ -21,7 +21,7 @@ import poochplan
 from poochplan.online.plan_cache import optimizers_of
 from poochplan.runtime.active_plan import ActivePlan
 from tests.online.runs import QUICK, planning, run_auto, run_plain
-from tests.online.trainings import Losses, Training, blocks, plain, stepping
+from tests.online.trainings import Losses, Training, Turn, blocks, plain, stepping
 from tests.processes import python
 from tests.runtime.besides import plain_step
 from tests.runtime.nets import CASES
@@ -32,6 +32,10 @@ BATCH = torch.linspace(-1, 1, 256 * 64).reshape(256, 64)
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
+
+
+def plain_of(model: nn.Module) -> Training:
+    return stepping(model, lambda _: model(BATCH).square().mean(), torch.optim.SGD(model.parameters(), lr=0.01))
 
 
 def by_hand() -> Training:
@@ -117,6 +121,34 @@ def test_a_new_optimizer_for_each_task_takes_the_place_of_the_last_one(tmp_path:
             session.wait_until_planned(60)
         assert [reference() for reference in made] == [None] * 4
         assert len(session._source.kinds) == len(session.plans) == 1
+
+
+def transforming() -> Training:
+    """Beside its steps, gradients of single rows, and a loss by other weights."""
+    model = network()
+    training = plain_of(model)
+
+    def loss_of(weights: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, (row[None],)).square().mean()
+
+    def turn(inner: Turn, number: int) -> Losses:
+        losses = list(inner(number))
+        weights = {name: one.detach() for name, one in model.named_parameters()}
+        if number % 2:
+            each = torch.vmap(torch.func.grad(loss_of), in_dims=(None, 0))(weights, BATCH[:8])
+            losses += [one.norm().item() for one in each.values()]
+        _, loss = torch.func.grad_and_value(loss_of)(weights, BATCH[0])
+        return [*losses, loss.item()]
+
+    return training.each(turn)
+
+
+def test_calls_of_the_model_within_transforms_are_no_steps(tmp_path: Path) -> None:
+    found = run_auto(transforming, "70%", tmp_path, is_metered=False)
+    assert found.equals(run_plain(transforming, is_metered=False))
+    assert len(found.session.plans) == len(found.session._source.kinds) == 1
+    assert found.session.report().steps_followed > 0
+    assert found.session.total.fallbacks == 0
 
 
 class Named(torch.Tensor):
