@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import json
 import subprocess
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -149,6 +150,15 @@ def test_calls_of_the_model_within_transforms_are_no_steps(tmp_path: Path) -> No
     assert len(found.session.plans) == len(found.session._source.kinds) == 1
     assert found.session.report().steps_followed > 0
     assert found.session.total.fallbacks == 0
+
+
+def test_a_loop_on_another_thread_than_the_sessions_is_told_so(tmp_path: Path) -> None:
+    training = plain_of(network())
+    loop = threading.Thread(target=lambda: [training.turn(number) for number in range(3)])
+    with pytest.warns(RuntimeWarning, match="called 3 times on another thread than the session's"):
+        with poochplan.auto(training.models, training.optimizers, budget="70%", cache=tmp_path, **QUICK):
+            loop.start()
+            loop.join()
 
 
 class Named(torch.Tensor):
