@@ -25,7 +25,7 @@ from tests.online.runs import QUICK, planning, run_auto, run_plain
 from tests.online.trainings import Losses, Training, Turn, blocks, plain, stepping
 from tests.processes import python
 from tests.runtime.besides import plain_step
-from tests.runtime.nets import CASES
+from tests.runtime.nets import CASES, LINK
 
 BATCH = torch.linspace(-1, 1, 256 * 64).reshape(256, 64)
 
@@ -159,6 +159,16 @@ def test_a_loop_on_another_thread_than_the_sessions_is_told_so(tmp_path: Path) -
         with poochplan.auto(training.models, training.optimizers, budget="70%", cache=tmp_path, **QUICK):
             loop.start()
             loop.join()
+
+
+def test_a_loop_whose_own_hooks_take_what_is_saved_is_told_that_nothing_was_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = plain(blocks(), lambda _: torch.autograd.graph.save_on_cpu())
+    with poochplan.auto(training.models, training.optimizers, budget="70%", cache=tmp_path, link=LINK):
+        for number in range(8):
+            training.turn(number)
+    assert "no backward has used what the model saved" in capsys.readouterr().err
 
 
 class Named(torch.Tensor):
