@@ -146,8 +146,8 @@ class Session:
         if kind is None or not issubclass(kind, KeyboardInterrupt):  # an interrupt was raised already
             raise_held_back()
         forget_held_back()
-        if kind is None and self._source.is_given:
-            for complaint in self._totals.complaints():
+        if kind is None:
+            for complaint in self._totals.complaints(are_plans_given=self._source.is_given):
                 self._messages.warn(complaint)
 
     def _note_what_is_held(self, error: BaseException) -> None:

@@ -62,8 +62,10 @@ class StepTotals:
             return SessionStatus.NOT_FOLLOWED
         return SessionStatus.FOLLOWED if followed == steps else SessionStatus.PARTLY_FOLLOWED
 
-    def complaints(self) -> Iterator[str]:
-        """Lines for the session's end: one for each model whose plan was not followed, without an earlier message."""
+    def complaints(self, *, are_plans_given: bool) -> Iterator[str]:
+        """Lines for the session's end: one for each model whose plan was not followed, without an earlier message. If
+        no plans were given, only calls on other threads are a reason.
+        """
         for name, model in self._models.items():
             called = f"{type(model).__name__}{f' ({name!r})' if name else ''}"
             if self._elsewhere[name]:
@@ -71,6 +73,8 @@ class StepTotals:
                     f"{called} was called {self._elsewhere[name]} times on another thread than the session's, where "
                     "no plan is followed; enter the session on the thread that trains"
                 )
+            elif not are_plans_given:
+                continue
             elif not self._steps[name]:
                 yield (
                     f"{called} was not called with gradients inside the session, so no step followed its plan; give "

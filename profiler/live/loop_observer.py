@@ -21,6 +21,7 @@ from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
 from poochplan.runtime.metering.census import census_bytes, foreseen_bytes
 from poochplan.runtime.step_policies.step_policy import KeepAll, KeepWhileRoom, StepPolicy, SwapEach
 from poochplan.tensors.signatures import Switches
+from poochplan.torch_private.tensor_internals import is_scripted
 
 from .segment_observer import SegmentObserver, StudyContext
 from .step_kinds import MOST_KINDS, Key, StepKind, StepKinds
@@ -164,6 +165,8 @@ class LoopObserver(PlanSource):
         def pack(tensor: torch.Tensor) -> SavedHandle:
             if attachment.state != "open":
                 attachment.take_hooks_off()
+                return SavedHandle.untouched(tensor)
+            if is_scripted():
                 return SavedHandle.untouched(tensor)
             if engine.cursor.save_begins_one():
                 if attachment.ends_here():

@@ -11,8 +11,8 @@ Rules, cited in the code:
 3. No device storage is released, and no storage that a copy fills is used, before the compute stream has waited for the
    copy's end: see ``devices/transfers.py``.
 4. A packed tensor that has a graph is stored detached: a graph must not hold itself alive through us.
-5. A content is only returned to autograd if its version counter shows no write since it was saved; otherwise the error
-   that autograd itself would have raised is raised.
+5. A content is only returned to autograd if its version counter shows no write since it was saved, not even by a
+   backward that got it before; otherwise the error that autograd itself would have raised is raised.
 6. A returned tensor has the shape, dtype and stride of the saved one.
 7. Actions happen only at points of the clock: the first pack of a planned value, the first unpack of a planned handle.
 8. When a pack or unpack is not the planned one the step has diverged: no planned action happens any more, values on the
@@ -57,6 +57,7 @@ from poochplan.tensors.modes import Unseen
 from poochplan.tensors.storages import (
     Geometry,
     Shell,
+    counted_by,
     has_storage,
     keys_of,
     own_tensors,
@@ -65,7 +66,7 @@ from poochplan.tensors.storages import (
     storage_key,
 )
 from poochplan.torch_private.sharding import gathered_weights, has_storages
-from poochplan.torch_private.tensor_internals import in_backward, mode_count, storage_identity, version_of
+from poochplan.torch_private.tensor_internals import in_backward, is_scripted, mode_count, storage_identity, version_of
 
 from .cursor import NO_EVENTS, Cursor, Segment, StepEvents
 from .held_sources import held_bits, held_source, wants_bits
@@ -294,7 +295,7 @@ class Engine:
     def _pack(self, whole: torch.Tensor) -> SavedHandle:
         if held_back:
             raise_held_back()
-        if in_backward():  # create_graph, or a checkpoint that runs forward again: no part of a forward
+        if in_backward() or is_scripted():  # create_graph, or a checkpoint that runs again: no part of a forward
             return SavedHandle.untouched(whole)
         cursor = self.cursor
         if cursor.save_begins_one():
@@ -440,7 +441,9 @@ class Engine:
         if version_of(handle.tensor) != handle.version:  # Rule 5
             handle.check_version()
         geometry, shell = handle.geometry, handle.shell
-        found = handle.tensor if geometry is None else geometry.on(self.mechanism.resident(value))  # Rule 6
+        found = handle.tensor
+        if geometry is not None:
+            found = counted_by(found, geometry.on(self.mechanism.resident(value)))  # Rules 5 and 6
         return found if shell is None else shell.around(found)  # Rule 13
 
     def _use_point(self, handle: SavedHandle) -> None:

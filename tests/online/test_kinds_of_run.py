@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -137,6 +138,17 @@ def test_modes_and_frozen_parameters_tell_kinds_of_step_apart() -> None:
     found.append(switches.now())
     model[1].bias.requires_grad_(False)
     assert len({*found, switches.now()}) == 3
+
+
+def test_layers_that_come_within_a_session_make_another_kind_of_step_and_those_that_go_are_not_held() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    switches, head = Switches(model), weakref.ref(model[1])
+    found = [switches.now()]
+    model[1] = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    found.append(switches.now())
+    model[1][1].weight.requires_grad_(False)
+    assert len({*found, switches.now()}) == 3
+    assert head() is None
 
 
 def test_a_gradient_scaler_makes_another_run() -> None:

@@ -88,7 +88,10 @@ LINES = [
     auto_messages.profiled(11, 1),
     auto_messages.profiled(11, 2),
     *(f"{one} from now on" for one in (sessions.FROM_SMALLER, sessions.FROM_TORCH)),
-    auto_messages.without_plan("a later part of the loop uses the saved tensors", Unplanned.IN_CORE),
+    auto_messages.without_plan(
+        "a later part of the loop uses the saved tensors, or the loop holds them (retain_graph=True)",
+        Unplanned.IN_CORE,
+    ),
     sessions.HOST_IS_FULL.format("1.50 GiB", "No space left on device"),
     f"{sessions.FROM_TORCH}, and not from one arena",
     auto_messages.not_planned("no room"),

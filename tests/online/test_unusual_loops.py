@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import json
 import subprocess
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -21,10 +22,10 @@ import poochplan
 from poochplan.online.plan_cache import optimizers_of
 from poochplan.runtime.active_plan import ActivePlan
 from tests.online.runs import QUICK, planning, run_auto, run_plain
-from tests.online.trainings import Losses, Training, blocks, plain, stepping
+from tests.online.trainings import Losses, Training, Turn, blocks, plain, stepping
 from tests.processes import python
 from tests.runtime.besides import plain_step
-from tests.runtime.nets import CASES
+from tests.runtime.nets import CASES, LINK
 
 BATCH = torch.linspace(-1, 1, 256 * 64).reshape(256, 64)
 
@@ -32,6 +33,10 @@ BATCH = torch.linspace(-1, 1, 256 * 64).reshape(256, 64)
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
+
+
+def plain_of(model: nn.Module) -> Training:
+    return stepping(model, lambda _: model(BATCH).square().mean(), torch.optim.SGD(model.parameters(), lr=0.01))
 
 
 def by_hand() -> Training:
@@ -117,6 +122,53 @@ def test_a_new_optimizer_for_each_task_takes_the_place_of_the_last_one(tmp_path:
             session.wait_until_planned(60)
         assert [reference() for reference in made] == [None] * 4
         assert len(session._source.kinds) == len(session.plans) == 1
+
+
+def transforming() -> Training:
+    """Beside its steps, gradients of single rows, and a loss by other weights."""
+    model = network()
+    training = plain_of(model)
+
+    def loss_of(weights: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, (row[None],)).square().mean()
+
+    def turn(inner: Turn, number: int) -> Losses:
+        losses = list(inner(number))
+        weights = {name: one.detach() for name, one in model.named_parameters()}
+        if number % 2:
+            each = torch.vmap(torch.func.grad(loss_of), in_dims=(None, 0))(weights, BATCH[:8])
+            losses += [one.norm().item() for one in each.values()]
+        _, loss = torch.func.grad_and_value(loss_of)(weights, BATCH[0])
+        return [*losses, loss.item()]
+
+    return training.each(turn)
+
+
+def test_calls_of_the_model_within_transforms_are_no_steps(tmp_path: Path) -> None:
+    found = run_auto(transforming, "70%", tmp_path, is_metered=False)
+    assert found.equals(run_plain(transforming, is_metered=False))
+    assert len(found.session.plans) == len(found.session._source.kinds) == 1
+    assert found.session.report().steps_followed > 0
+    assert found.session.total.fallbacks == 0
+
+
+def test_a_loop_on_another_thread_than_the_sessions_is_told_so(tmp_path: Path) -> None:
+    training = plain_of(network())
+    loop = threading.Thread(target=lambda: [training.turn(number) for number in range(3)])
+    with pytest.warns(RuntimeWarning, match="called 3 times on another thread than the session's"):
+        with poochplan.auto(training.models, training.optimizers, budget="70%", cache=tmp_path, **QUICK):
+            loop.start()
+            loop.join()
+
+
+def test_a_loop_whose_own_hooks_take_what_is_saved_is_told_that_nothing_was_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = plain(blocks(), lambda _: torch.autograd.graph.save_on_cpu())
+    with poochplan.auto(training.models, training.optimizers, budget="70%", cache=tmp_path, link=LINK):
+        for number in range(8):
+            training.turn(number)
+    assert "no backward has used what the model saved" in capsys.readouterr().err
 
 
 class Named(torch.Tensor):

@@ -56,7 +56,7 @@ def _hooks(model: nn.Module) -> list[Any]:
     """All hooks of all modules."""
     names = [name for name in vars(model) if name.endswith(("_hooks", "_hooks_with_kwargs"))]
     assert "_forward_pre_hooks_with_kwargs" in names
-    return [hook for module in model.modules() for name in names for hook in vars(module)[name].values()]
+    return [hook for module in model.modules() for name in names for _, hook in vars(module)[name].items()]
 
 
 def _trained_alone(model: nn.Module, case: Case) -> list[torch.Tensor]:
@@ -113,6 +113,30 @@ def test_a_pickle_names_nothing_of_this_package(protocol: int) -> None:
         words = [argument for _, argument, _ in pickletools.genops(within) if isinstance(argument, str)]
         assert any("torch" in word for word in words)
         assert not any("poochplan" in word for word in words)
+
+
+EXPORTS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "jit.script": lambda model, rows: torch.jit.script(model),
+    "jit.trace": torch.jit.trace,
+    "export": lambda model, rows: torch.export.export(model, (rows,)).module(),
+    "export, strict": lambda model, rows: torch.export.export(model, (rows,), strict=True).module(),
+}
+
+
+@pytest.mark.parametrize("way", EXPORTS)
+def test_a_model_is_exported_within_a_session_and_the_session_goes_on(way: str) -> None:
+    case = NETS["plain"]
+    model, step, _ = case.fresh()
+    rows = torch.randn(8, 16)
+    with poochplan.apply(_plan(case), model) as session:
+        step().backward()
+        model.eval()
+        with torch.no_grad():
+            exported = EXPORTS[way](model, rows)
+            assert torch.equal(exported(rows), model(rows))
+        model.train()
+        step().backward()
+    assert session.report().steps_followed == session.report().total.steps == 2
 
 
 def a_users_hook(module: nn.Module, args: Any) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -153,6 +154,39 @@ def test_a_saved_value_written_in_place_raises_what_autograd_raises(weights: tup
         written[0].mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+class WrittenInBackward(torch.autograd.Function):
+    """Its backward computes in the memory of what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        return rows.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        shares = ctx.saved_tensors[0].sigmoid_()
+        return gradient * shares * (1 - shares)  # type: ignore[no-any-return]
+
+
+def _written_in_backward() -> Net:
+    def body(net: Net, batch: torch.Tensor) -> torch.Tensor:
+        for first, second in zip(net.first, net.second, strict=True):
+            rows = first(batch)
+            grown = (rows * 0.5).exp()  # saves its result alone; its backward comes behind the other one's
+            batch = second(grown + WrittenInBackward.apply(rows))
+        return batch.square().mean()
+
+    return Net(body, **{name: nn.ModuleList(nn.Linear(8, 8) for _ in range(3)) for name in ("first", "second")})
+
+
+@pytest.mark.parametrize("weights", [(1, 0, 2), (0, 1, 2), (0, 0, 1)], ids=["keep", "swap", "replay"])
+def test_a_backward_that_writes_what_it_has_saved_spoils_no_replay(weights: tuple[float, float, float]) -> None:
+    case = of(_written_in_backward, 16, 8)
+    profile = case.profile()
+    for seed in range(4):
+        followed(case, random_plan(profile, seed, weights))
 
 
 def test_options_that_do_not_exist_are_refused(plan: Plan) -> None:

@@ -23,6 +23,10 @@ PLANNING = "planning in another process"
 KNOWN = f"profiled in an earlier run; {PLANNING}"
 ENDED_UNPLANNED = "the loop has ended while a plan was being made; the next run continues from its profile"
 ENDED_UNPROFILED = "the loop has ended before it was profiled, which takes a dozen steps: nothing was planned"
+NO_BACKWARD = (
+    "nothing was planned: no backward has used what the model saved; if the loop trains, other saved-tensors hooks "
+    "have taken it (save_on_cpu, a hook of a framework's): switch them off"
+)
 OUTGROWN = "there is more in memory than when the step was profiled: planning again"
 LEFT = "steps differ from their plan now: profiling again"
 

@@ -142,6 +142,8 @@ class StudiedPlans(LoopObserver):
             self._messages.say(auto_messages.ENDED_UNPLANNED)
         elif not self._known.profiles and self._is_studying:
             self._messages.say(auto_messages.ENDED_UNPROFILED)
+        elif not self._known.profiles and {kind.refused for kind in self.kinds.values()} == {UNUSED}:
+            self._messages.say(auto_messages.NO_BACKWARD)
         self._known.pending.close()
         self._messages.end()
         self._leave_ranks()

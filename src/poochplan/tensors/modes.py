@@ -21,6 +21,7 @@ from poochplan.torch_private.tensor_internals import (
     TorchDispatchMode,
     in_backward,
     is_in_transformed_op,
+    is_no_step,
     mode_count,
     mode_stack,
     topmost_mode,
@@ -261,12 +262,13 @@ Ends = Callable[[Any], object]
 @contextlib.contextmanager
 def around_calls(model: torch.nn.Module, begins: Begins | None = None, ends: Ends | None = None) -> Iterator[None]:
     """Calls ``begins(args, kwargs)`` before each call of ``model`` for the length of a block, and ``ends(result)``
-    after it. The result is None if the call raised; after an interrupt ``ends`` is not called.
+    after it. The result is None if the call raised; after an interrupt ``ends`` is not called. A call that is exported,
+    traced or transformed calls neither.
 
     It uses hooks, which do nothing in a graph that is compiled of the code around the model. If the model itself is
     compiled, it wraps its callable. If it is entered after another :func:`around_compiled`, its call comes first.
-    Copies and pickles of the model do not carry it: torch leaves out the attribute through which a compiled module is
-    called, and the hooks are left out here.
+    Copies, pickles and exports of the model do not carry it: torch leaves out the attribute through which a compiled
+    module is called, and the hooks are left out here.
     """
     if "" in compiled_modules(model):
         with around_compiled(model, lambda _, call: _told(call, begins, ends)):
@@ -276,11 +278,11 @@ def around_calls(model: torch.nn.Module, begins: Begins | None = None, ends: End
     ended = hidden_from_compiler(ends) if ends is not None else None
 
     def before(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if begun is not None and not torch.compiler.is_compiling():
+        if begun is not None and not torch.compiler.is_compiling() and not is_no_step():
             begun(args, kwargs)
 
     def behind(module: torch.nn.Module, args: Any, result: Any) -> None:
-        if ended is not None and not torch.compiler.is_compiling():
+        if ended is not None and not torch.compiler.is_compiling() and not is_no_step():
             ended(result)
 
     with contextlib.ExitStack() as stack:
@@ -318,9 +320,10 @@ def left_out_of_copies(handle: RemovableHandle) -> Iterator[None]:
 
 
 class _CopiesWithout:
-    """Replaces ``__reduce_ex__`` of one dictionary of hooks, which copying and pickling call.
+    """Replaces two methods of one dictionary of hooks: ``__reduce_ex__``, which copying and pickling call, and
+    ``values``, by which TorchScript finds what it compiles. A call of the module reads ``items``.
 
-    It is an attribute of the dictionary itself, because users' handles refer to that. A copy is a plain ordered
+    They are attributes of the dictionary itself, because users' handles refer to that. A copy is a plain ordered
     dictionary without ``left_out``.
     """
 
@@ -329,14 +332,20 @@ class _CopiesWithout:
         self.left_out: set[int] = set()
 
     def __call__(self, protocol: SupportsIndex) -> Any:
-        others = OrderedDict((number, hook) for number, hook in self.hooks.items() if number not in self.left_out)
-        return others.__reduce_ex__(protocol)
+        return self._others().__reduce_ex__(protocol)
+
+    def values(self) -> Any:
+        return self._others().values()
+
+    def _others(self) -> OrderedDict[int, Any]:
+        return OrderedDict((number, hook) for number, hook in self.hooks.items() if number not in self.left_out)
 
     @classmethod
     @contextlib.contextmanager
     def on(cls, hooks: Any, number: int) -> Iterator[None]:
         """A block in which copies do not get the hook of that number."""
         copies = vars(hooks).setdefault("__reduce_ex__", cls(hooks))
+        vars(hooks)["values"] = copies.values
         copies.left_out.add(number)
         try:
             yield
@@ -344,6 +353,7 @@ class _CopiesWithout:
             copies.left_out.discard(number)
             if not copies.left_out:
                 vars(hooks).pop("__reduce_ex__", None)
+                vars(hooks).pop("values", None)
 
 
 def _restore(module: torch.nn.Module, attribute: str, original: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from poochplan.torch_private.sharding import sharded_parameters
-from poochplan.torch_private.tensor_internals import non_persistent_buffers, pytree
+from poochplan.torch_private.tensor_internals import modules_of, non_persistent_buffers, owned_parameters, pytree
 
 from .storages import parts_of
 
@@ -125,16 +125,18 @@ def kernel_switches(kind: str) -> dict[str, str]:
 
 
 class Switches:
-    """State: the model's present modules and parameters. Each query reads their flags."""
+    """Each query reads the flags of the modules and parameters that the model has then. None of them is held."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._modules, self._parameters = tuple(model.modules()), tuple(model.parameters())
+        self._model = model
 
     def now(self) -> str:
         """Autocast of the calling thread, precision, algorithms, and the modules and parameters that train."""
         flags = [f"{name}={value}" for name, value in torch_switches().items()]
-        modes = _digest(module.training for module in self._modules)
-        trained = _digest(parameter.requires_grad for parameter in self._parameters)
+        modules = tuple(modules_of(self._model))
+        modes = _digest(module.training for module in modules)
+        parameters = (one for module in modules for one in owned_parameters(module).values() if one is not None)
+        trained = _digest(parameter.requires_grad for parameter in parameters)
         return " ".join((*flags, f"modes={modes}", f"trained={trained}"))
 
 

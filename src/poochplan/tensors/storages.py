@@ -261,6 +261,13 @@ def version_probe(tensor: torch.Tensor) -> torch.Tensor:
     return probe
 
 
+def counted_by(probe: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with the version counter of that probe, which moves where backward writes it in place."""
+    alias = detached_alias(probe)
+    alias.data = tensor
+    return alias
+
+
 def saved_part(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor, which is saved in its place; any other tensor itself. So is a DTensor that was
     written in place, because its local tensor does not show such writes.

@@ -293,6 +293,15 @@ _ASIDE_LOCK = threading.Lock()
 _DISABLE = torch.autograd.graph.disable_saved_tensors_hooks
 
 
+is_scripted: Callable[[], bool] = torch._C._is_tracing
+"""Whether TorchScript traces this thread. It notes the shapes that are read."""
+
+
+def is_no_step() -> bool:
+    """Whether a call of a model is exported, traced by TorchScript, or part of a function that is transformed."""
+    return torch.compiler.is_exporting() or is_scripted() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def is_in_transformed_op(*, or_compiled: bool) -> bool:
     """Whether this thread runs an op that ``vmap`` or a transform of ``torch.func`` has passed on, or a compiled
     function. When these end, torch puts the thread's dispatch keys back as they were.
