@@ -50,22 +50,27 @@ class ActivePlan:
         self.has_exceeded = False
         """Whether any step was above the budget, as an error tells too."""
         self._ended = 0
-        self._is_settled = self._is_to_check = False
+        self._is_settled = False
+        self._to_check, self._to_check_next_time = 0, 1
         self._most_bytes: dict[bool, int] = {}
         """The largest peaks of steps without, and with, gradients that existed before them."""
 
     @property
     def is_due(self) -> bool:
         """Whether the next step is to be metered, beginning with a census."""
-        return not self._is_settled or self._is_to_check or (self.begun + 1) % EVERY == 0
+        return not self._is_settled or self._to_check > 0 or (self.begun + 1) % EVERY == 0
 
     def begins(self) -> None:
         self.begun += 1
-        self._is_to_check = False
+        self._to_check = max(0, self._to_check - 1)
 
     def check_next(self) -> None:
-        """Has the next step metered, beginning with a census."""
-        self._is_to_check = True
+        """Has the next step metered, beginning with a census; after each further call twice as many steps as before,
+        because it may be each nth step that takes more.
+        """
+        if not self._to_check:
+            self._to_check = self._to_check_next_time
+            self._to_check_next_time = min(2 * self._to_check, EVERY)
 
     def is_over(self, peak_bytes: int) -> bool:
         """Whether a step of these bytes is to be reported, or needs another reaction."""

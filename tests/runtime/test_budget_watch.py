@@ -7,13 +7,15 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+import torch
 
 import poochplan
 from poochplan.formats.plan import Plan
 from poochplan.planner.planning import smallest_budget
 from tests.runtime.besides import live
 from tests.runtime.cyclic import HELD_BYTES, Cyclic, State, fresh, in_an_attribute, no_collector
-from tests.runtime.nets import LINK
+from tests.runtime.nets import CASES, LINK
+from tests.runtime.served import needs_compiler
 
 Keep = Callable[[Cyclic, State], object]
 BUDGET = "poochplan: a step that follows the plan took [0-9]+ bytes, more than its budget of [0-9]+ "
@@ -76,3 +78,18 @@ def test_a_last_step_above_the_budget_is_told_at_the_end_of_the_block(plan: Plan
     model, step, _ = fresh(Cyclic(nowhere))
     with pytest.warns(RuntimeWarning, match=BUDGET), poochplan.apply(tight, model):
         step().backward()
+
+
+@needs_compiler
+@pytest.mark.parametrize("every", [3, 5])
+def test_excesses_in_each_nth_step_are_told_though_the_steps_between_are_within_the_budget(every: int) -> None:
+    case = CASES["residual"]
+    plan = poochplan.plan(case.profile(), "90%", policy="greedy", arena="off")
+    model, step, optimizer = case.fresh()
+    with pytest.warns(RuntimeWarning, match=BUDGET), poochplan.apply(plan, model):
+        for number in range(40):
+            optimizer.zero_grad(set_to_none=True)
+            step().backward()
+            if number % every == every - 1:
+                torch.empty(plan.budget_bytes).fill_(0)
+            optimizer.step()
