@@ -137,7 +137,7 @@ class PassArena:
         _here.arena = self
         autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
         switches = self._model.training, torch.is_inference_mode_enabled(), autocast  # they decide which kernels run
-        self._pass = _Pass(sys._getframe(2), (input_signature(args, kwargs), switches))
+        self._pass = _Pass(_frame_of_call(), (input_signature(args, kwargs), switches))
         self._begin_pass(self._pass)
 
     def _call_ends(self, result: Any) -> None:
@@ -209,6 +209,14 @@ class PassArena:
             runs.leave()  # other code keeps blocks in it, so their bytes cannot be places any more
 
 
+def _frame_of_call() -> FrameType | None:
+    """The frame that calls the model's hooks. Between them and this may be what hides them from the compiler."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != around_calls.__module__:
+        frame = frame.f_back
+    return frame and frame.f_back
+
+
 @dataclass(eq=False)
 class _Pass:
     """The state of the running pass. Without a frame there is no pass."""
@@ -227,7 +235,7 @@ class _Pass:
 
     def is_running(self) -> bool:
         """Whether the call that began it is among the callers of this code, on its thread."""
-        frame: FrameType | None = sys._getframe(3)
+        frame = _frame_of_call()
         while frame is not None and (frame := frame.f_back) is not None:
             if frame is self.frame:
                 return True
