@@ -274,7 +274,7 @@ class Attachment:
             return
         if not torch.is_grad_enabled():
             if self._is_ours() and not in_backward():
-                if self.engine.segment.used:  # a validation after the step
+                if self.engine.segment.used and not self.engine.segment.is_held:  # a validation after the step
                     self._events.over(self.engine.segment)
                 self._events.resting()
             return

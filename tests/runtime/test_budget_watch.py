@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -93,3 +94,36 @@ def test_excesses_in_each_nth_step_are_told_though_the_steps_between_are_within_
             if number % every == every - 1:
                 torch.empty(plan.budget_bytes).fill_(0)
             optimizer.step()
+
+
+class Halves(torch.nn.Module):
+    """Two networks, whose losses have a backward each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(2))
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.first(rows), self.second(rows)
+
+
+@pytest.mark.parametrize("arena", ["auto", "off"])
+def test_a_call_without_gradients_between_two_backwards_does_not_end_the_watch(arena: Any) -> None:
+    model, rows, extra_bytes = Halves(), torch.randn(256, 64), 0
+
+    def step() -> None:
+        first, second = (half.square().mean() for half in model(rows))
+        first.backward()
+        with torch.no_grad():
+            model(rows[:8])
+        extra = torch.empty(extra_bytes, dtype=torch.uint8)
+        second.backward()
+        del extra
+        model.zero_grad()
+
+    profile = poochplan.profile(step, model=model, backward="inside", iterations=1, link=LINK)
+    plan = poochplan.plan(profile, "90%", evaluations=100, arena=arena)
+    with pytest.warns(RuntimeWarning, match=BUDGET), poochplan.apply(plan, model):
+        for number in range(4):
+            extra_bytes = (8 << 20) * (number > 1)
+            step()
