@@ -94,6 +94,9 @@ def test_the_largest_value_to_come_is_told_by_the_weights() -> None:
     assert largest(3, 1000) == 3 * 1000 * 4
     assert largest(3, 9) == 3 * 9 * 4
     assert largest() == 4
+    del model[2]
+    before.policy()
+    assert largest(3, 7, 8) == 3 * 7 * 32 * 4, "a layer that was removed counts no longer"
 
 
 @pytest.mark.parametrize("options", [{}, {"before_plan": "swap"}, {"on_over_budget": "error"}])

@@ -71,6 +71,7 @@ class BeforePlan:
     def policy(self, *, is_refused: bool = False) -> StepPolicy:
         """Policy of a step that is to get a plan, or that will get none."""
         mode = self.refused if is_refused else self.before
+        vars(self).pop("_widest", None)  # layers may have been replaced since the last step
         return SwapEach(at_once=True) if mode is Unplanned.SWAP else self._while_room
 
     def room_of(self, budget_bytes: int) -> int:
