@@ -85,3 +85,9 @@ def test_the_infeasible_message_says_what_keeps_the_smallest_budget_from_being_s
         assert f"; {line}" in str(caught.value)
     assert "compile its blocks instead" in str(caught.value)
     assert "activation checkpointing is on" in str(caught.value)
+
+
+def test_the_infeasible_message_says_what_can_only_be_kept() -> None:
+    profile = msgspec.structs.replace(_profile(), values=PINNED)
+    with pytest.raises(InfeasibleError, match=r"can be neither swapped nor recomputed.*: the caller holds it"):
+        plan(profile, smallest_budget(profile) - 1)

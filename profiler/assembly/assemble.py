@@ -232,7 +232,7 @@ def _pinned(captured: CapturedValue, saved: bool, died: int, first_use: int | No
     if captured.pinned_because:
         return captured.pinned_because
     if captured.born < 0:
-        return "input of the step: held by the caller, or made outside torch"
+        return "input of the step: held by the caller, or made outside torch or by a compiled function"
     if first_use is not None and died >= first_use:
         return "held by something other than autograd until backward uses it"
     return ""

@@ -45,7 +45,7 @@ def test_the_values_of_a_small_step_are_those_worked_out_by_hand(chain: Profile)
     ]
     assert saved[1].name == "step/relu"
     assert saved[1].pinned == saved[1].unreplayable == ""
-    assert saved[0].pinned == "input of the step: held by the caller, or made outside torch"
+    assert saved[0].pinned == "input of the step: held by the caller, or made outside torch or by a compiled function"
 
 
 def test_a_value_dies_for_forward_when_the_next_layer_has_read_it(chain: Profile) -> None:

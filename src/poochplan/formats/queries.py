@@ -215,7 +215,6 @@ def advice(profile: ProfileData) -> Iterator[str]:
             f"{format_bytes(facts.garbage_bytes)} of the step wait in reference cycles for Python's garbage collector, "
             "and may come on top of any budget: break the cycles, or call gc.collect() after each step"
         )
-    yield from _fixed(profile, facts)
     if profile.switches.get("benchmark") == "True" and any("convolution" in op.name for op in profile.ops):
         yield (
             "torch.backends.cudnn.benchmark is on: a convolution may then give other bits on another thread, so none "
@@ -235,7 +234,7 @@ def advice(profile: ProfileData) -> Iterator[str]:
 
 def limits(profile: ProfileData) -> tuple[str, ...]:
     """The lines of advice that would lower the smallest budget."""
-    return tuple(line for line in (_compiled(profile), _checkpointed(profile)) if line)
+    return tuple(line for line in (_compiled(profile), _checkpointed(profile), _fixed(profile)) if line)
 
 
 def _compiled(profile: ProfileData) -> str:
@@ -271,16 +270,18 @@ def _checkpointed(profile: ProfileData) -> str:
     )
 
 
-def _fixed(profile: ProfileData, facts: StepFacts) -> Iterator[str]:
+def _fixed(profile: ProfileData) -> str:
     saved = [profile.values[number] for number in saved_values(profile)]
-    saved_bytes = sum(value.size_bytes for value in saved) + facts.kept_bytes
-    reasons: Counter[str] = Counter({"it is sparse, nested or of a subclass": facts.kept_bytes})
+    kept_bytes = profile.facts.kept_bytes if profile.facts else 0
+    saved_bytes = sum(value.size_bytes for value in saved) + kept_bytes
+    reasons: Counter[str] = Counter({"it is sparse, nested or of a subclass": kept_bytes})
     for value in saved:
         if value.pinned:
             reasons[value.pinned] += value.size_bytes
     fixed_bytes = reasons.total()
-    if fixed_bytes and fixed_bytes >= FIXED_SHARE * saved_bytes:
-        yield (
-            f"{fixed_bytes / saved_bytes:.0%} of the saved bytes ({format_bytes(fixed_bytes)}) can be neither swapped "
-            f"nor recomputed, most of it for one reason: {reasons.most_common(1)[0][0]}"
-        )
+    if not fixed_bytes or fixed_bytes < FIXED_SHARE * saved_bytes:
+        return ""
+    return (
+        f"{fixed_bytes / saved_bytes:.0%} of the saved bytes ({format_bytes(fixed_bytes)}) can be neither swapped "
+        f"nor recomputed, most of it for one reason: {reasons.most_common(1)[0][0]}"
+    )
