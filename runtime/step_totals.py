@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -13,6 +14,14 @@ from poochplan.formats.run_record import Certificate
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.run_report import ArenaReport, MemoryPeaks, Report, SessionStatus, StepReport
 from poochplan.torch_private.compiler_internals import compiled_graphs
+
+UNSEEN_STEPS = 3
+"""An optimizer that steps so often in a row without a step of the model is told."""
+NOTHING_SEEN = (
+    "the session sees no step of {}, so nothing is planned: expected a call of the very model that was given, and a "
+    "loss.backward() over its own parameters, found neither; torch.func.grad has no such backward, and code that is "
+    "compiled around the model hides its calls (compile its blocks instead)"
+)
 
 
 class StepTotals:
@@ -28,12 +37,26 @@ class StepTotals:
         self._followed: Counter[str] = Counter()
         self._unseen: Counter[str] = Counter()
         self._elsewhere: Counter[str] = Counter()
+        self._stepped_at = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
+        """The number of the segment in which an optimizer stepped last."""
+        self._in_vain = 0
         self._last: Segment | None = None
         self._compiled = compiled_graphs()
 
     def called_elsewhere(self, name: str) -> None:
         """A model was called with gradients on a thread that is not the session's."""
         self._elsewhere[name] += 1
+
+    def optimizing(self, optimizer: torch.optim.Optimizer, segment: Segment) -> str:
+        """An optimizer is about to step. Returns a complaint if it does so repeatedly without a step of the model."""
+        is_seen = not segment.aside and segment.number > self._stepped_at.get(optimizer, 0)
+        self._in_vain = 0 if is_seen else self._in_vain + 1
+        self._stepped_at[optimizer] = segment.number
+        return NOTHING_SEEN.format(self._called) if self._in_vain == UNSEEN_STEPS else ""
+
+    @property
+    def _called(self) -> str:
+        return " and ".join(type(model).__name__ for model in self._models.values())
 
     def is_new(self, segment: Segment) -> bool:
         """Whether it is a step that was not counted yet."""
@@ -66,6 +89,8 @@ class StepTotals:
         """Lines for the session's end: one for each model whose plan was not followed, without an earlier message. If
         no plans were given, only calls on other threads are a reason.
         """
+        if not are_plans_given and not self._steps and not self._elsewhere:
+            yield NOTHING_SEEN.format(self._called)
         for name, model in self._models.items():
             called = f"{type(model).__name__}{f' ({name!r})' if name else ''}"
             if self._elsewhere[name]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from poochplan.errors import PoochError
 from poochplan.formats.plan import Decision
 from poochplan.profiler.capture.clock import clock_of
 from poochplan.runtime.attachment import Attachment, Hooks, PlanSource
@@ -121,8 +120,11 @@ class LoopObserver(PlanSource):
         kind = self._kind_of(key)
         if kind is None or kind.next_observer is None:
             return self.policy(kind)
+        self._observer = kind.new_observer()
+        if self._observer is None:
+            self.profiled(kind)
+            return self.policy(kind)
         self._kind = kind
-        self._observer = kind.next_observer()
         self._attachment.engine.fallbacks.silent = True
         return self._observer.policy
 
@@ -226,10 +228,7 @@ class LoopObserver(PlanSource):
             self.kinds.part(self._key)
         if observer is None or kind is None:
             return
-        try:
-            kind.has_seen(observer, segment)
-        except (PoochError, OSError) as error:
-            kind.give_up(str(error))
+        kind.has_seen(observer, segment)
         if kind.next_observer is None:
             del observer
             gc.collect()  # so that the study's garbage is not in memory during later steps

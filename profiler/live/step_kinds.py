@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from poochplan.errors import named_line
 from poochplan.formats.plan_set import Signature, is_larger
 from poochplan.formats.profile import Profile
 from poochplan.planner.whatif import with_bytes_beside
@@ -103,6 +104,14 @@ class StepKind:
         self._go_on(lambda: self._study.throw(NoMoreSegments()))
         return not self.is_studied
 
+    def new_observer(self) -> SegmentObserver | None:
+        """The observer of a segment that is about to begin; None if the study is over, or fails here."""
+        try:
+            return None if self.next_observer is None else self.next_observer()
+        except Exception as error:  # the loop trains on
+            self.give_up(named_line(error))
+            return None
+
     def _go_on(self, study: Callable[[], NewObserver]) -> None:
         try:
             self.next_observer = study()
@@ -111,6 +120,8 @@ class StepKind:
             self.profile = studied.value
             if self._most_bytes > self.base_bytes:
                 self.profile = with_bytes_beside(studied.value, self._most_bytes - self.base_bytes)
+        except Exception as error:  # the loop trains on
+            self.give_up(named_line(error))
 
     def stands_beside(self, base_bytes: int) -> None:
         """So many bytes were alive or foreseen when a segment of the kind began. The profile must include them."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from poochplan.tensors.modes import compiled_modules, inside
+from poochplan.tensors.modes import compiled_modules, inside, left_out_of_copies
 from poochplan.torch_private.tensor_internals import backward_node, in_backward, last_sequence_number, sequence_number
 
 
@@ -34,8 +34,10 @@ class LayerTracker:
         with contextlib.ExitStack() as stack:
             for name, module in model.named_modules():
                 if not inside(name, compiled):
-                    stack.callback(module.register_forward_pre_hook(self._enter(name)).remove)
-                    stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
+                    entering = module.register_forward_pre_hook(self._enter(name))
+                    leaving = module.register_forward_hook(self._leave, always_call=True)
+                    stack.enter_context(left_out_of_copies(entering))
+                    stack.enter_context(left_out_of_copies(leaving))
             yield self
 
     def current(self) -> str:

@@ -4,13 +4,16 @@ None loads solvers, tables or compilers: planning is another process's.
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
+import pickle
 import subprocess
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +153,66 @@ def test_calls_of_the_model_within_transforms_are_no_steps(tmp_path: Path) -> No
     assert len(found.session.plans) == len(found.session._source.kinds) == 1
     assert found.session.report().steps_followed > 0
     assert found.session.total.fallbacks == 0
+
+
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_a_loop_that_trains_by_transforms_alone_is_told_once_that_it_is_not_seen(
+    has_optimizer: bool, tmp_path: Path
+) -> None:
+    model = network()
+    weights: dict[str, torch.Tensor] = dict(model.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loss_of(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, (BATCH,)).square().mean()
+
+    with (
+        pytest.warns(RuntimeWarning, match="sees no step of Sequential.*torch.func.grad has no such backward") as told,
+        poochplan.auto(model, optimizer, budget="60%", cache=tmp_path, **QUICK),
+    ):
+        for _ in range(5):
+            gradients = torch.func.grad(loss_of)(weights)
+            for name, weight in weights.items():
+                weight.grad = gradients[name].detach()
+            if has_optimizer:
+                optimizer.step()
+    assert len(told) == 1
+
+
+def failing(*_: object) -> Any:
+    raise KeyError("a fault of the study's")
+
+
+@pytest.mark.parametrize("part", ["link", "fits", "has_arena", "with_costs"])
+def test_a_study_that_fails_is_told_once_and_the_loop_trains_on(part: str, tmp_path: Path) -> None:
+    training = plain_of(network())
+    with (
+        pytest.warns(RuntimeWarning, match="no plan is made for some of the steps: KeyError: .*study's") as told,
+        poochplan.auto(training.models, training.optimizers, budget="70%", cache=tmp_path, **QUICK) as session,
+    ):
+        source: Any = session._source
+        source._study_options = replace(source._study_options, **{part: failing})
+        losses = [training.turn(number) for number in range(14)]
+    assert len(told) == 1
+    again = plain_of(network())
+    assert losses == [again.turn(number) for number in range(14)]
+
+
+def test_a_model_is_pickled_and_copied_in_the_midst_of_any_step(tmp_path: Path) -> None:
+    model, hooked = network(), list[nn.Module]()
+
+    def forward(_: int) -> torch.Tensor:
+        loss: torch.Tensor = model(BATCH).square().mean()
+        for one in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+            hooked.extend(layer for layer in one.modules() if layer._forward_pre_hooks or layer._forward_hooks)
+        return loss
+
+    training = stepping(model, forward, torch.optim.SGD(model.parameters(), lr=0.01))
+    with poochplan.auto(training.models, training.optimizers, budget="90%", cache=tmp_path, **QUICK) as session:
+        for number in range(14):
+            training.turn(number)
+        assert session.profiles
+    assert not hooked
 
 
 def test_a_loop_on_another_thread_than_the_sessions_is_told_so(tmp_path: Path) -> None:
