@@ -102,15 +102,6 @@ def test_no_step_is_shorter_than_the_one_that_keeps_all_or_than_its_replays() ->
     assert waited > 50
 
 
-def test_recording_that_takes_time_is_in_every_schedule_that_is_tried() -> None:
-    for seed in seeds(day=20, deep=200):
-        profile = costed(tiny_profile(seed), "cpu", record_s=1e-3)
-        problem = build_problem(profile)
-        wish = random_decisions(problem, seed)
-        tried, complete = (fit(problem, wish, 0, recorded=recorded) for recorded in (False, True))
-        assert tried == complete
-
-
 def test_recording_windows_are_those_of_all_that_is_needed_together() -> None:
     for seed in seeds(day=60, deep=600):
         profile = random_profile(seed, 40)

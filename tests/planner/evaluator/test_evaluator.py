@@ -80,7 +80,7 @@ def assert_same(
 ) -> list[Evaluation]:
     found = []
     for style in STYLE_OF:
-        wanted = try_style(problem, "x", wish, budget_bytes, style, recorded=False)
+        wanted = try_style(problem, "x", wish, budget_bytes, style)
         said = wanted.simulation
         found.append(evaluator.evaluate(wish, budget_bytes, style))
         assert found[-1] == Evaluation(said.step_s, wanted.peak_bytes, said.out_bytes + said.in_bytes, said.replay_s)
