@@ -14,7 +14,6 @@ import pytest
 from poochplan.errors import UsageError
 from poochplan.formats.profile import Profile
 from poochplan.planner import Plan, plan
-from poochplan.planner.search.allowance import SearchLimits
 from tests.planner.plans import budget_at
 from tests.planner.random_profiles import random_profile, resnet_like, transformer_like, unet_like
 from tests.processes import python
@@ -40,19 +39,18 @@ def first() -> Plan:
     return counted(UNET)
 
 
-@pytest.mark.parametrize(
-    "profile", [transformer_like(2), resnet_like(2), random_profile(3)], ids=["gpt", "resnet", "random"]
-)
-def test_the_same_call_makes_the_same_plan(profile: Profile) -> None:
-    assert content(counted(profile)) == content(counted(profile))
+PROFILES = {"gpt": transformer_like(2), "resnet": resnet_like(2), "random": random_profile(3), "unet": UNET}
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_no_clock_decides(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    calm = content(first())
-    rng = random.Random(seed)  # hours pass between two looks at the clock, now forwards and now backwards
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=PROFILES)
+def test_the_same_call_makes_the_same_plan_and_no_clock_decides(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm, rng = content(counted(profile)), random.Random(0)
+    assert content(counted(profile)) == calm
+    # Hours pass between two looks at the clock, now forwards and now backwards.
     monkeypatch.setattr(time, "perf_counter", lambda: rng.uniform(-1e6, 1e6))
-    assert content(counted(UNET)) == calm
+    assert content(counted(profile)) == calm
 
 
 def test_with_a_time_limit_that_clock_does_decide(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,8 +103,3 @@ def test_options_that_mean_nothing_are_refused_in_one_line(options: dict[str, An
     with pytest.raises(UsageError, match=message) as caught:
         plan(UNET, tight(UNET), **options)
     assert "\n" not in str(caught.value)
-
-
-def test_limits_of_a_second_thread_are_refused() -> None:
-    with pytest.raises(UsageError, match="expected 1 with evaluations, found 2"):
-        SearchLimits(evaluations=9)
