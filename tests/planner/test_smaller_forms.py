@@ -255,5 +255,5 @@ def test_the_planner_finds_the_best_plan_of_a_tiny_step(form: Form, seed: int) -
     assert made.solve.bound_s is not None
     assert made.solve.bound_s <= best.step_s * SAME
     for is_whole in (False, True):
-        found_s = integral_bound(problem, budget_bytes, "highs", SolverLimits(tries(5, 60)), is_whole=is_whole)
+        found_s = integral_bound(problem, budget_bytes, SolverLimits(tries(5, 60)), is_whole=is_whole)
         assert found_s <= best.step_s * SAME

@@ -3,51 +3,84 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 import pytest
 
-from poochplan.errors import InfeasibleError, PoochError
+from poochplan.errors import InfeasibleError, PoochError, UsageError
 from poochplan.formats.occupancy import static_bytes
-from poochplan.formats.profile import PointKind, Profile
+from poochplan.formats.profile import PointKind, Profile, RuntimeCost
 from poochplan.planner.planning import plan, smallest_budget
 from tests.planner.random_profiles import resnet_like
 
-
-def _with_op(profile: Profile, index: int, **changes: object) -> Profile:
-    ops = list(profile.ops)
-    ops[index] = msgspec.structs.replace(ops[index], **changes)
-    return msgspec.structs.replace(profile, ops=tuple(ops))
-
-
-@pytest.mark.parametrize("duration_s", [-1e-6, math.nan, math.inf])
-def test_an_op_without_a_duration_is_named(duration_s: float) -> None:
-    broken = _with_op(resnet_like(1), 2, duration_s=duration_s)
-    with pytest.raises(PoochError, match=r"ops\[2\] .*expected a duration of at least 0 s, found"):
-        plan(broken, "80%")
+replace = msgspec.structs.replace
+PROFILE = resnet_like(1)
+LAST = next(i for i in reversed(range(len(PROFILE.ops))) if PROFILE.ops[i].outputs)
+FIRST = next(i for i, op in enumerate(PROFILE.ops) if op.inputs and i < LAST)
+CYCLE = (*PROFILE.ops[FIRST].inputs, PROFILE.ops[LAST].outputs[0])
 
 
-def test_a_cycle_is_named() -> None:
-    profile = resnet_like(1)
-    last = next(i for i in reversed(range(len(profile.ops))) if profile.ops[i].outputs)
-    first = next(i for i, op in enumerate(profile.ops) if op.inputs and i < last)
-    broken = _with_op(profile, first, inputs=(*profile.ops[first].inputs, profile.ops[last].outputs[0]))
-    with pytest.raises(
-        PoochError, match=rf"ops\[{first}\].*found one that ops\[\d+\] creates later \(a cycle\); profile again"
-    ):
-        plan(broken, "80%")
+def with_op(index: int, **changes: Any) -> Profile:
+    ops = list(PROFILE.ops)
+    ops[index] = replace(ops[index], **changes)
+    return replace(PROFILE, ops=tuple(ops))
 
 
-def test_a_profile_without_a_backward_is_refused() -> None:
-    profile = resnet_like(1)
-    forward = tuple(point for point in profile.points if point.kind is PointKind.SAVE)
-    with pytest.raises(PoochError, match="the profile has no backward"):
-        plan(msgspec.structs.replace(profile, points=forward), "80%")
+def costing(**seconds: float) -> Profile:
+    return replace(PROFILE, runtime=RuntimeCost(**{"handle_s": 0.0, "swap_s": 0.0, "record_s": 0.0, **seconds}))
+
+
+BROKEN: dict[str, tuple[Profile, str]] = {
+    **{
+        f"a duration of {seconds}": (
+            with_op(2, duration_s=seconds), r"ops\[2\] .*expected a duration of at least 0 s, found",
+        )
+        for seconds in (-1e-6, math.nan, math.inf)
+    },
+    "a cycle": (
+        with_op(FIRST, inputs=CYCLE),
+        rf"ops\[{FIRST}\].*found one that ops\[\d+\] creates later \(a cycle\); profile again",
+    ),
+    "no backward": (
+        replace(PROFILE, points=tuple(point for point in PROFILE.points if point.kind is PointKind.SAVE)),
+        "the profile has no backward",
+    ),
+    "a link without bandwidth": (
+        replace(
+            PROFILE, link=replace(PROFILE.link, inward=replace(PROFILE.link.inward, bandwidth_bytes_per_s=0.0))
+        ),
+        r"link\.inward",
+    ),
+    "negative seconds": (costing(swap_s=-1.0), "swap_s"),
+    "seconds that are no number": (costing(record_s=math.nan), "record_s"),
+    "unpacks that take longer than handles": (costing(handle_s=1.0, unpack_s=2.0), "unpack_s"),
+    "fetches that take longer than swaps": (costing(fetch_s=1.0), "fetch_s"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_profile_that_no_plan_can_be_made_from_is_refused_by_its_field(name: str) -> None:
+    profile, fault = BROKEN[name]
+    with pytest.raises(PoochError, match=fault) as caught:
+        plan(profile, "80%")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"solver": "nonesuch"}, "solver 'nonesuch' is unknown"),
+        ({"ranks_per_host": 0}, "ranks per host: expected a number of at least 1, found 0"),
+    ],
+)
+def test_an_argument_that_means_nothing_is_refused_by_its_name(options: dict[str, Any], fault: str) -> None:
+    with pytest.raises(UsageError, match=fault):
+        plan(PROFILE, "80%", **options)
 
 
 def test_a_budget_under_the_static_bytes_says_what_they_are() -> None:
-    profile = resnet_like(1)
-    profile = msgspec.structs.replace(profile, static_bytes={"parameter": smallest_budget(profile) // 2})
+    profile = replace(PROFILE, static_bytes={"parameter": smallest_budget(PROFILE) // 2})
     with pytest.raises(InfeasibleError, match="else stays in memory for the whole step") as raised:
         plan(profile, sum(static_bytes(profile).values()) - 1)
     assert raised.value.smallest_budget_bytes == smallest_budget(profile)
