@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from poochplan.errors import UsageError
@@ -12,7 +11,7 @@ from poochplan.planner.planning import plan
 from poochplan.planner.writing import with_decisions
 from poochplan.report.tables import simulate_plan
 from tests.planner.plans import budget_at
-from tests.planner.random_profiles import resnet_like
+from tests.planner.random_profiles import resnet_like, with_facts
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +61,12 @@ def test_what_cannot_be_is_refused_and_why(profile: Profile, made: Plan) -> None
     with pytest.raises(UsageError, match='expected "keep", "swap" or "recompute", found \'drop\''):
         with_decisions(profile, made, {made.values[0].name: "drop"})
     place = [value.name for value in profile.values].index(first(made, Decision.SWAP, Decision.RECOMPUTE))
-    values = list(profile.values)
-    values[place] = msgspec.structs.replace(values[place], pinned="it is a view", unreplayable="it is random")
-    pinned = msgspec.structs.replace(profile, values=tuple(values))
+    opaque = with_facts(profile, "values", place, unreplayable="it is random")
+    pinned = with_facts(opaque, "values", place, pinned="it is a view")
     with pytest.raises(UsageError, match="cannot be decided 'swap': it is a view"):
-        with_decisions(pinned, made, {values[place].name: "swap"})
-    values[place] = msgspec.structs.replace(values[place], pinned="")
-    opaque = msgspec.structs.replace(profile, values=tuple(values))
+        with_decisions(pinned, made, {profile.values[place].name: "swap"})
     with pytest.raises(UsageError, match="cannot be decided 'recompute': it is random"):
-        with_decisions(opaque, made, {values[place].name: "recompute"})
+        with_decisions(opaque, made, {profile.values[place].name: "recompute"})
     other = resnet_like(blocks=3)
     with pytest.raises(UsageError, match="expected the one that the plan was made from"):
         with_decisions(other, made, {})

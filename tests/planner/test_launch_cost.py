@@ -17,8 +17,8 @@ from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import Schedule, Style, keep_all, recording_for, recording_of
 from poochplan.planner.simulator.simulate import least_step_s, simulate, swap_all
 from poochplan.planner.whatif import for_machine
-from tests.depth import seeds, tries
-from tests.planner.plans import random_decisions, random_tuning
+from tests.depth import tries
+from tests.planner.plans import problems_of, random_decisions, random_tuning
 from tests.planner.random_profiles import (
     Recorder,
     link,
@@ -68,10 +68,7 @@ def test_an_op_waits_for_its_launch() -> None:
 
 
 def test_the_in_core_step_is_the_measured_one_however_slow_launches_are() -> None:
-    for seed in seeds(day=20, deep=200):
-        profile = random_profile(seed, 20)
-        if not any(point.kind == "use" for point in profile.points):
-            continue
+    for seed, profile, _ in problems_of(lambda seed: random_profile(seed, 20), tries(20, 200)):
         problem = build_problem(costed(profile, "cuda", launch_s=10 ** random.Random(seed).uniform(-6, 0)))
         assert simulate(problem, keep_all(problem)).step_s == pytest.approx(problem.in_core_s, rel=1e-12)
 
@@ -102,11 +99,7 @@ def test_no_step_is_shorter_than_the_one_that_keeps_all_or_than_its_replays() ->
 
 
 def test_recording_windows_are_those_of_all_that_is_needed_together() -> None:
-    for seed in seeds(day=60, deep=600):
-        profile = random_profile(seed, 40)
-        if not any(point.kind == "use" for point in profile.points):
-            continue
-        problem = build_problem(profile)
+    for seed, _, problem in problems_of(lambda seed: random_profile(seed, 40), tries(60, 600)):
         wish = random_decisions(problem, seed)
         replays = [problem.replay.replays[value] for value, one in enumerate(wish) if one is RECOMPUTE]
         ops = {op for replay in replays if replay is not None for op in replay.ops}

@@ -22,6 +22,7 @@ from poochplan.planner.simulator.simulate import movable, swap_all, swap_all_on_
 from poochplan.units import format_bytes, parse_budget
 from tests.planner.checker import check
 from tests.planner.oracle import floor_bytes
+from tests.planner.plans import problems_of
 from tests.planner.random_profiles import Recorder, link, random_profile, resnet_like, transformer_like, unet_like
 
 
@@ -156,11 +157,7 @@ def test_the_fluid_model_finds_free_what_a_fast_link_hides() -> None:
 
 
 def test_no_plan_has_a_smaller_peak_than_swapping_everything_on_demand() -> None:
-    for seed in range(30):
-        profile = random_profile(seed)
-        if not any(point.kind == "save" for point in profile.points):
-            continue
-        problem = build_problem(profile)
+    for _, _, problem in problems_of(random_profile, 30):
         # A value that is packed only later than forward lets go of it would make the floor lower than reachable.
         assert swap_all_on_demand(problem).peak_bytes == floor_bytes(problem, swap_all(problem))
 

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from poochplan.formats.plan import Plan, Prediction
-from poochplan.formats.profile import PointKind, Profile
+from poochplan.formats.profile import Profile
 from poochplan.planner.simulator.construct import fit
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import simulate
 from tests.depth import seeds, tries
-from tests.planner.plans import budget_at, plan_with, random_decisions, random_tuning
+from tests.planner.plans import budget_at, plan_with, problems_of, random_decisions, random_tuning
 from tests.planner.random_profiles import random_profile, with_random_thread
 from tests.planner.time_checker import WrongTime, check_times
 
@@ -24,11 +24,7 @@ def random_step(seed: int) -> Profile:
     """A random step that has something to plan; the copies of every third are held to a rate, and of every second it is
     known what the launching thread takes.
     """
-    while True:
-        profile = random_profile(seed, 20)
-        if any(point.kind is PointKind.USE for point in profile.points):
-            break
-        seed += 1_000_003
+    profile = next(problems_of(lambda number: random_profile(seed + 1_000_003 * number, 20), 1))[1]
     throttle = 0.5 * profile.link.outward.bandwidth_bytes_per_s if seed % 3 == 0 else None
     profile = msgspec.structs.replace(
         profile, link=msgspec.structs.replace(profile.link, throttle_bytes_per_s=throttle)

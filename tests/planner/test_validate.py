@@ -12,19 +12,13 @@ from poochplan.errors import InfeasibleError, PoochError, UsageError
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.profile import PointKind, Profile, RuntimeCost
 from poochplan.planner.planning import plan, smallest_budget
-from tests.planner.random_profiles import resnet_like
+from tests.planner.random_profiles import resnet_like, with_facts
 
 replace = msgspec.structs.replace
 PROFILE = resnet_like(1)
 LAST = next(i for i in reversed(range(len(PROFILE.ops))) if PROFILE.ops[i].outputs)
 FIRST = next(i for i, op in enumerate(PROFILE.ops) if op.inputs and i < LAST)
 CYCLE = (*PROFILE.ops[FIRST].inputs, PROFILE.ops[LAST].outputs[0])
-
-
-def with_op(index: int, **changes: Any) -> Profile:
-    ops = list(PROFILE.ops)
-    ops[index] = replace(ops[index], **changes)
-    return replace(PROFILE, ops=tuple(ops))
 
 
 def costing(**seconds: float) -> Profile:
@@ -34,12 +28,12 @@ def costing(**seconds: float) -> Profile:
 BROKEN: dict[str, tuple[Profile, str]] = {
     **{
         f"a duration of {seconds}": (
-            with_op(2, duration_s=seconds), r"ops\[2\] .*expected a duration of at least 0 s, found",
+            with_facts(PROFILE, "ops", 2, duration_s=seconds), r"ops\[2\] .*expected a duration of at least 0 s, found",
         )
         for seconds in (-1e-6, math.nan, math.inf)
     },
     "a cycle": (
-        with_op(FIRST, inputs=CYCLE),
+        with_facts(PROFILE, "ops", FIRST, inputs=CYCLE),
         rf"ops\[{FIRST}\].*found one that ops\[\d+\] creates later \(a cycle\); profile again",
     ),
     "no backward": (
