@@ -24,8 +24,7 @@ from poochplan.formats.sources import with_sources
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.writing import with_decisions
 from tests.planner.checker import Violation, check
-from tests.planner.form_profiles import POOL, cast, pool, with_types
-from tests.planner.mask_profiles import on_cuda
+from tests.planner.form_profiles import POOL, cast, on_cuda, pool, with_types
 from tests.planner.plans import held
 from tests.planner.random_profiles import Recorder, link, with_facts
 from tests.planner.test_masks import fused_dropout
