@@ -114,7 +114,7 @@ def bounds_of(seed: int) -> list[Row]:
     if seed % EVERY == 0:
         budget_bytes = at_random.peak_bytes
         best_s = plan(profile, budget_bytes, evaluations=500, arena="off").prediction.step_s
-        found.append(("planned", best_s, integral_bound(problem, budget_bytes, SOLVER, LIMITS, is_whole=True)))
+        found.append(("planned", best_s, integral_bound(problem, budget_bytes, LIMITS, is_whole=True)))
     kept_s = problem.keep_all_s
     return [{"seed": seed, "plan": kind, "step_s": step_s, "bound_s": bound_s, "kept_s": kept_s}
             for kind, step_s, bound_s in found]  # fmt: skip

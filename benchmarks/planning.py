@@ -268,8 +268,8 @@ def proposed(network: str, kept: float, limit_s: float) -> Row:
 
     def solved(budget: int, is_relaxed: bool) -> EvaluatedPlan | None:
         limits = SolverLimits(limit_s, gap=0.005, absolute_gap=5e-4 * problem.step_s)
-        decisions, _ = solve_fluid(problem, Request(budget, values), "highs", limits, relaxed=is_relaxed)
-        return None if decisions is None else walker.try_styles(codes_of(decisions), "ilp")
+        codes, _ = solve_fluid(problem, Request(budget, values), "highs", limits, relaxed=is_relaxed)
+        return None if codes is None else walker.try_styles(codes, "ilp")
 
     given = PolicyInput(profile, problem, budget_bytes)
     policies = (policy_overhead(name, given) for name in ("greedy", "pooch"))

@@ -5,16 +5,7 @@ Importing this package fills the registry of :mod:`.registry`.
 
 from __future__ import annotations
 
-from . import checkpointing, greedy, pooch, seq2seq, swapping
+from . import checkpointing, greedy, pooch, seq2seq, swapping  # noqa: F401
 from .registry import PolicyInput, policy_names, run_policy
 
-__all__ = [
-    "PolicyInput",
-    "checkpointing",
-    "greedy",
-    "policy_names",
-    "pooch",
-    "run_policy",
-    "seq2seq",
-    "swapping",
-]
+__all__ = ["PolicyInput", "policy_names", "run_policy"]

@@ -83,7 +83,9 @@ class Relaxation:
             if max(proven_bound(model, ray), proven_bound(model, -ray)) > least:
                 return Relaxed(inf, None)
         bound = None if duals is None else proven_bound(self._arrays, duals)
-        shares = None if values is None else self._shares(values)
+        shares = None if values is None else self._model.shares(values)
+        if shares is not None:
+            shares[0] = np.clip(shares[0], 0.0, 1.0)
         return Relaxed(bound_seconds(self._model, bound), shares)
 
     def _fix(self, fixed: Mapping[int, Decision]) -> None:
@@ -100,13 +102,6 @@ class Relaxation:
                 if (low, high) != (arrays.low[column], arrays.high[column]):
                     arrays.low[column], arrays.high[column] = low, high
                     self._warm.highs.changeColBounds(column, low, high)
-
-    def _shares(self, values: Floats) -> Floats:
-        count = self.problem.value_count
-        swap, recompute = np.zeros(count), np.zeros(count)
-        swap[list(self._model.swap)] = values[list(self._model.swap.values())]
-        recompute[list(self._model.recompute)] = values[list(self._model.recompute.values())]
-        return np.stack([np.clip(1.0 - swap - recompute, 0.0, 1.0), swap, recompute])
 
 
 def bound_model(problem: Problem, budget_bytes: int, *, whole: tuple[int, ...] = ()) -> FluidModel:
@@ -253,15 +248,9 @@ def lower_bound(problem: Problem, budget_bytes: int, solver: str, limits: Solver
 
 
 def integral_bound(
-    problem: Problem,
-    budget_bytes: int,
-    solver: str,
-    limits: SolverLimits,
-    cancel: Cancel | None = None,
-    *,
-    is_whole: bool = False,
+    problem: Problem, budget_bytes: int, limits: SolverLimits, cancel: Cancel | None = None, *, is_whole: bool = False
 ) -> float:
-    """Seconds: the dual bound of the MIP, which lies between the LP's bound and the optimum.
+    """Seconds: HiGHS's dual bound of the MIP, which lies between the LP's bound and the optimum.
 
     Copies are fluid; with ``is_whole`` large values move in one piece, which proves more, and more slowly.
     """
@@ -275,7 +264,7 @@ def integral_bound(
                 model.linear.is_integer[column] = False
     absolute_gap = INTEGRAL_GAP * problem.step_s / model.time_unit_s
     scaled = replace(limits.since(started_s), gap=INTEGRAL_GAP, absolute_gap=absolute_gap)
-    found = solve_linear(model.linear.arrays(), solver, scaled, cancel=cancel)
+    found = solve_linear(model.linear.arrays(), "highs", scaled, cancel=cancel)
     return max(problem.keep_all_s, bound_seconds(model, found.bound) - SAFETY * problem.step_s)
 
 
@@ -324,11 +313,8 @@ class Proof:
         """Proves the bound of one of the MIPs; only HiGHS reports one before it is done."""
         if self._solver == "highs" and not self._cancel.is_set:
             self._until = allowance
-            self._raise_to(
-                integral_bound(
-                    self._problem, self._budget_bytes, self._solver, allowance.limits(), self._cancel, is_whole=is_whole
-                )
-            )
+            limits = allowance.limits()
+            self._raise_to(integral_bound(self._problem, self._budget_bytes, limits, self._cancel, is_whole=is_whole))
 
     def end(self) -> None:
         """Ends the running proof, and all later ones."""

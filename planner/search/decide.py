@@ -9,11 +9,14 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import replace
 
-from poochplan.formats.plan import Decision
+import numpy as np
+
+from poochplan.formats.occupancy import Codes
 from poochplan.planner.search.fluid import Early, FluidModel, Request, Stretch, is_written_out, running_sums
 from poochplan.planner.search.memory_constraints import add_memory
 from poochplan.planner.search.solvers import Cancel, SolverLimits, Term, solve_linear
 from poochplan.planner.search.time_constraints import add_time
+from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP
 from poochplan.planner.simulator.problem import Problem
 
 
@@ -36,9 +39,9 @@ def solve_fluid(
     *,
     relaxed: bool = False,
     cancel: Cancel | None = None,
-) -> tuple[tuple[Decision, ...] | None, float | None]:
-    """The best decisions by PLAN, and its objective: overhead in seconds by the fluid model; None for what the solver
-    did not find. Values outside ``request.candidates`` are kept.
+) -> tuple[Codes | None, float | None]:
+    """The codes of the best decisions by PLAN, and its objective: overhead in seconds by the fluid model; None for what
+    the solver did not find. Values outside ``request.candidates`` are kept.
 
     ``relaxed`` solves without integrality and takes for each value the decision with the largest share.
     ``limits.absolute_gap`` is in seconds.
@@ -50,16 +53,9 @@ def solve_fluid(
     objective_s = None if found.objective is None else found.objective * model.time_unit_s
     if found.values is None:
         return None, objective_s
-    decisions = []
-    for value in range(problem.value_count):
-        swap = float(found.values[model.swap[value]]) if value in model.swap else 0.0
-        recompute = float(found.values[model.recompute[value]]) if value in model.recompute else 0.0
-        keep = 1.0 - swap - recompute
-        if recompute >= max(swap, keep):
-            decisions.append(Decision.RECOMPUTE)
-        else:
-            decisions.append(Decision.SWAP if swap >= keep else Decision.KEEP)
-    return tuple(decisions), objective_s
+    keep, swap, recompute = model.shares(found.values)
+    codes = np.where(recompute >= np.maximum(swap, keep), RECOMPUTE, np.where(swap >= keep, SWAP, KEEP))
+    return codes.astype(np.int8), objective_s
 
 
 SWAP_PREFERENCE = 1e-4

@@ -164,6 +164,13 @@ class FluidModel:
         is_large = not self.is_bound and len(self.request.candidates) > MANY
         return min(MANY_NEEDS, self.request.window) if is_large else self.request.window
 
+    def shares(self, solution: Floats) -> Floats:
+        """(3, values): the shares kept, swapped and recomputed in a solution."""
+        swap, recompute = np.zeros((2, self.problem.value_count))
+        swap[list(self.swap)] = solution[list(self.swap.values())]
+        recompute[list(self.recompute)] = solution[list(self.recompute.values())]
+        return np.stack([1.0 - swap - recompute, swap, recompute])
+
     def swap_time(self, value: int) -> float:
         """Seconds of the compute stream for a swap of a value, in addition to its copies."""
         back_s = self.fetch_s if self.use_slot[value] < self.slots.count else 0.0

@@ -277,15 +277,14 @@ class _PlanSearch:
 
     def _solve(self, walker: Walker, request: Request, *, is_relaxed: bool) -> None:
         limits = self.allowance.part(PLAN_SHARE).limits(gap=SOLVER_GAP, absolute_gap=ABSOLUTE_GAP * self.problem.step_s)
-        decisions, objective_s = solve_fluid(
+        codes, objective_s = solve_fluid(
             self.problem, request, self.solver, limits, relaxed=is_relaxed, cancel=self.cancel
         )
         self.programs_solved += 1
-        if self.objective_s is None or decisions is not None:
+        if self.objective_s is None or codes is not None:
             self.objective_s = objective_s
-        if decisions is None:
+        if codes is None:
             return
-        codes = codes_of(decisions)
         self.walking.descend(walker, walker.try_styles(codes, "ilp"))
         self.walking.look_near(codes)
 

@@ -20,7 +20,7 @@ from poochplan.planner.search.annealing import EvaluatedPlan
 from poochplan.planner.simulator.construct import may_replay_at
 from poochplan.planner.simulator.evaluator import SWAP, decisions_of
 from poochplan.planner.simulator.problem import Problem
-from poochplan.planner.simulator.schedule import AS_STYLED, MOVES, Style, Tuning, points_of, with_recording
+from poochplan.planner.simulator.schedule import AS_STYLED, MOVES, Style, Tuning, points_of
 from poochplan.planner.simulator.simulate import STYLES, Candidate, least_step_s, try_style
 
 ALL_MOVES = 8
@@ -157,14 +157,13 @@ MIN_GAIN = 1e-7
 
 
 def polish(problem: Problem, candidate: Candidate, budget_bytes: int, allowance: Allowance) -> Candidate:
-    """The best schedule of the candidate's decisions that was met, never worse than its present one; with recording."""
+    """The best schedule of the candidate's decisions that was met, never worse than its present one."""
     search = _Polish(problem, candidate, budget_bytes, allowance)
     for style in STYLES:
         search.attempt(style, AS_STYLED)
     while any(not search.is_done() and search.attempt(style, tuning) for style, tuning in search.moves()):
         pass  # the first move that gains is made
-    best = search.best
-    return replace(best, schedule=with_recording(problem, best.schedule))
+    return search.best
 
 
 class _Polish:
@@ -202,7 +201,7 @@ class _Polish:
             return False
         self.seen.add(key)
         start = self.start
-        found = try_style(self.problem, start.policy, start.wish, self.budget_bytes, style, tuning, recorded=False)
+        found = try_style(self.problem, start.policy, start.wish, self.budget_bytes, style, tuning)
         if self._is_better(found, self.best):
             self.best = found
         if self.here is not None and not self._is_better(found, self.here[2]):

@@ -350,14 +350,11 @@ def fit(
     budget_bytes: int,
     style: Style | None = None,
     tuning: Tuning = AS_STYLED,
-    *,
-    recorded: bool = True,
 ) -> Schedule:
     """A schedule of ``decisions`` within ``budget_bytes`` if possible; only the simulator tells whether it fits.
 
-    Swapped values that need no release are kept instead. Without ``recorded`` the schedule has no recording windows,
-    unless recording takes time: the simulator needs no others, but the runtime does.
+    Swapped values that need no release are kept instead.
     """
     fitting = _Scheduler(problem, decisions, budget_bytes, style or Style(), tuning)
     lists = fitting.actions()
-    return assemble(problem, fitting.decisions, lists, recorded=recorded)
+    return assemble(problem, fitting.decisions, lists)

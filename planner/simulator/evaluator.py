@@ -167,7 +167,7 @@ class Evaluator:
         """The same, for codes."""
         native = library()
         if native is None:
-            found = try_style(self.problem, "", decisions_of(wish), budget_bytes, STYLE_OF[style], recorded=False)
+            found = try_style(self.problem, "", decisions_of(wish), budget_bytes, STYLE_OF[style])
             said = found.simulation
             self.codes[:] = codes_of(found.schedule.decisions)
             self._memory_bytes = said.memory_bytes

@@ -122,10 +122,9 @@ def keep_all(problem: Problem) -> Schedule:
     return Schedule((Decision.KEEP,) * problem.value_count, ())
 
 
-def assemble(problem: Problem, decisions: Sequence[Decision], lists: Lists, *, recorded: bool = True) -> Schedule:
-    """A schedule with the actions of ``lists`` and, with ``recorded``, its recording windows."""
-    is_paid_for = problem.launch_cost.record_s > 0
-    from_start, found = recording_of(problem, decisions) if recorded or is_paid_for else (False, {})
+def assemble(problem: Problem, decisions: Sequence[Decision], lists: Lists) -> Schedule:
+    """A schedule with the actions of ``lists`` and its recording windows."""
+    from_start, found = recording_of(problem, decisions)
     switches = {problem.save_points[value]: switch for value, switch in found.items()}
     actions = tuple(
         PointActions(
@@ -139,21 +138,7 @@ def assemble(problem: Problem, decisions: Sequence[Decision], lists: Lists, *, r
     return Schedule(tuple(decisions), actions, from_start)
 
 
-def with_recording(problem: Problem, schedule: Schedule) -> Schedule:
-    """The same schedule, with recording windows for all its replays."""
-    return assemble(problem, schedule.decisions, lists_of(problem, schedule))
-
-
 def points_of(problem: Problem, schedule: Schedule, action: str) -> dict[int, int]:
     """By value: the point of one of its :data:`MOVES`, in the order in which they happen."""
-    lists = lists_of(problem, schedule)
-    return {value: point for point in sorted(lists) for value in lists[point][action]}
-
-
-def lists_of(problem: Problem, schedule: Schedule) -> Lists:
-    """The actions at each point of a schedule, in the form for :func:`assemble`."""
     points = {"save": problem.save_points, "use": problem.use_points}
-    return {
-        points[action.at][action.index]: {name: list(getattr(action, name)) for name in MOVES}
-        for action in schedule.actions
-    }
+    return {value: points[there.at][there.index] for there in schedule.actions for value in getattr(there, action)}

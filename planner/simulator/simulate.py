@@ -296,11 +296,9 @@ def try_style(
     budget_bytes: int,
     style: Style,
     tuning: Tuning = AS_STYLED,
-    *,
-    recorded: bool = True,
 ) -> Candidate:
-    """Schedules decisions in one style, and simulates them; ``recorded`` as in ``fit``."""
-    schedule = fit(problem, wish, budget_bytes, style, tuning, recorded=recorded)
+    """Schedules decisions in one style, and simulates them."""
+    schedule = fit(problem, wish, budget_bytes, style, tuning)
     return Candidate(policy, tuple(wish), schedule, simulate(problem, schedule))
 
 

@@ -26,7 +26,7 @@ from poochplan.tensors.storages import on_whole
 from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
 from tests.cuda_rules.streams import Stream
 from tests.planner.checker import check
-from tests.planner.mask_profiles import on_cuda
+from tests.planner.form_profiles import on_cuda
 from tests.planner.test_masks import dropout
 from tests.runtime.by_hand import held, planned, problem_of, with_slow_copies
 from tests.runtime.mask_nets import masks_on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import msgspec
 from hypothesis import HealthCheck, settings
@@ -26,6 +27,8 @@ from poochplan.formats.profile import (
     StepTimes,
     Value,
 )
+
+Record = TypeVar("Record", bound=msgspec.Struct)
 
 
 def link(
@@ -266,6 +269,13 @@ class Recorder:
             points=points,
         )
         return msgspec.structs.replace(made, in_core_peak_bytes=int(live_bytes(made).max()))
+
+
+def with_facts(record: Record, field: str, place: int, **facts: Any) -> Record:
+    """A profile or a plan with other facts about one of its values, or ops."""
+    items = list(getattr(record, field))
+    items[place] = msgspec.structs.replace(items[place], **facts)
+    return msgspec.structs.replace(record, **{field: tuple(items)})
 
 
 def resnet_like(blocks: int = 8, *, link_gb_per_s: float = 1.0) -> Profile:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from math import inf
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +33,6 @@ from tests.planner.oracle_search import Freedom
 from tests.planner.plans import budget_at
 from tests.planner.random_profiles import random_profile, resnet_like, transformer_like, unet_like
 from tests.planner.tiny_profiles import tiny_instance
-from tests.planner.toys import one_value
 
 SEEDS = range(900, 900 + tries(12, 200))
 ABOVE = 1 + 1e-9
@@ -172,96 +169,40 @@ def test_values_to_branch_on_are_the_few_largest_that_may_move() -> None:
 # -- children ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Scripted:
-    """A relaxation that says what it is told to: the bound of decided values, infinite where there is no plan."""
-
-    problem: Problem
-    bounds: Mapping[tuple[Decision, ...], float]
-    """By the decisions of the values that are fixed, in the order of their fixing."""
-    is_unsolved: bool = False
-    """Whether no solution comes with any bound but the first."""
-    asked: list[tuple[Decision, ...]] = field(default_factory=list)
-
-    def solve(self, fixed: Mapping[int, Decision], limits: SolverLimits) -> Relaxed:
-        key = tuple(fixed.values())
-        self.asked.append(key)
-        bound_s = self.bounds.get(key, 1.0)
-        if bound_s == inf or (self.is_unsolved and fixed):
-            return Relaxed(bound_s, None)
-        shares = np.full((3, self.problem.value_count), [[0.4], [0.3], [0.3]])
-        for value, decision in fixed.items():
-            for row, each in enumerate(DECISIONS):
-                shares[row, value] = float(each is decision)
-        return Relaxed(bound_s, shares)
-
-
-def scripted(bounds: Mapping[tuple[Decision, ...], float], *, is_unsolved: bool = False) -> tuple[Branching, Scripted]:
+def test_children_without_a_plan_are_dropped_and_the_least_node_is_branched_on_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     problem = build_problem(unet_like(2))
-    said = Scripted(problem, bounds, is_unsolved)
-    replayable = [v for v in movable(problem) if problem.replay.replays[v] is not None]
-    made = Branching(said, tuple(replayable[:2]))  # type: ignore[arg-type]
-    made.begin(plenty())
-    return made, said
+    made = started(problem, budget_at(unet_like(2), 0.5))
+    shares = np.full((3, problem.value_count), 1 / 3)
+    bounds, asked = iter([inf, 3.0, 2.0, 4.0, 5.0, inf]), list[Mapping[int, Decision]]()
+
+    def solve(fixed: Mapping[int, Decision], limits: SolverLimits) -> Relaxed:
+        asked.append(fixed)
+        return Relaxed(next(bounds), shares)
+
+    monkeypatch.setattr(made.relaxation, "solve", solve)
+    made.bound_s, made._open = 1.0, [(1.0, 0, BranchNode(1.0, {}, shares))]
+    assert made.step(plenty(), 1.5)
+    assert made.bound_s == 2.0
+    assert not made.step(plenty(), 2.0), "a node that is no better than the plan found is not looked into"
+    assert made.step(plenty(), inf)
+    least = asked[2]
+    assert all(fixed.items() > least.items() for fixed in asked[3:])
+    assert (made.bound_s, len(asked)) == (3.0, 6)
+    assert [node.bound_s for node in sorted(open_nodes(made), key=lambda node: node.bound_s)] == [3.0, 4.0, 5.0]
+    assert made.basins()
 
 
-K, S, R = DECISIONS
-
-
-BY_HAND: dict[str, tuple[Mapping[tuple[Decision, ...], float], list[tuple[float, bool, float, int]], set[Any]]] = {
-    "children without a plan are dropped": (
-        {(): 1.0, (K,): inf, (S,): 3.0, (R,): inf}, [(inf, True, 3.0, 4)], {(S,)},
-    ),
-    "the least node is branched on first and the bound is that of all that is left": (
-        {(): 1.0, (K,): 5.0, (S,): 2.0, (R,): 4.0, (S, K): 6.0, (S, S): 7.0, (S, R): inf},
-        [(inf, True, 2.0, 4), (inf, True, 4.0, 7)], {(K,), (R,), (S, K), (S, S)},
-    ),
-    "a child is never below its parent": (
-        {(): 2.0, (K,): 1.0, (S,): 1.0, (R,): 1.0}, [(inf, True, 2.0, 4)], {(K,), (S,), (R,)},
-    ),
-    "where no child has a plan it ends and proves no more than before": (
-        {(): 1.0, (K,): inf, (S,): inf, (R,): inf}, [(inf, False, 1.0, 4)], set(),
-    ),
-    "a node that is no better than the plan found is not looked into": (
-        {(): 2.0, (K,): 3.0, (S,): 4.0, (R,): 5.0},
-        [(2.0, False, 2.0, 1), (3.0, True, 3.0, 4), (3.0, False, 3.0, 4)], {(K,), (S,), (R,)},
-    ),
-    "a decided node stays in the bound": (
-        {(): 1.0, **{(a,): 2.0 for a in DECISIONS}, **{(a, b): 2.5 for a in DECISIONS for b in DECISIONS}},
-        [*((inf, True, 2.0, asked) for asked in (4, 7, 10)), *[(inf, True, 2.5, 13)] * 9, (inf, False, 2.5, 13)],
-        {(a, b) for a in DECISIONS for b in DECISIONS},
-    ),
-}  # fmt: skip
-"""What the programs say; of each step the time of the plan found, whether there was something to do, the bound behind
-it and how many programs were solved by then; and the decisions of the nodes that are left.
-"""
-
-
-@pytest.mark.parametrize("name", BY_HAND)
-def test_nodes_are_branched_on_as_worked_out_by_hand(name: str) -> None:
-    bounds, steps, left = BY_HAND[name]
-    made, said = scripted(bounds)
-    for found_s, is_taken, bound_s, asked in steps:
-        assert made.step(plenty(), found_s) == is_taken
-        assert (made.bound_s, len(said.asked)) == (bound_s, asked)
-    assert {tuple(node.fixed.values()) for node in open_nodes(made)} == left
-    assert bool(made.basins()) == bool(left)
-
-
-def test_a_value_without_a_replay_is_not_recomputed() -> None:
-    problem = build_problem(one_value(1, opaque=True))
-    said = Scripted(problem, {})
-    made = Branching(said, (0,))  # type: ignore[arg-type]
-    made.begin(plenty())
-    made.step(plenty(), inf)
-    assert said.asked == [(), (K,), (S,)]
-
-
-def test_a_child_whose_program_was_not_solved_in_time_is_as_good_as_its_parent_and_decides_as_it_is_fixed() -> None:
-    made, _ = scripted({(): 1.0}, is_unsolved=True)
+def test_a_child_whose_program_was_not_solved_in_time_is_as_good_as_its_parent_and_decides_as_it_is_fixed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = started(build_problem(unet_like(2)), budget_at(unet_like(2), 0.5))
+    monkeypatch.setattr(made.relaxation, "solve", lambda fixed, limits: Relaxed(0.0, None))
+    made.large, root_s = made.large[:2], made.bound_s
     take_all(made)
     for node in open_nodes(made):
-        assert node.bound_s == 1.0
+        assert node.bound_s == root_s
         assert all(DECISIONS[node.code_of(value)] is decision for value, decision in node.fixed.items())
 
 

@@ -24,10 +24,9 @@ from poochplan.formats.sources import with_sources
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.writing import with_decisions
 from tests.planner.checker import Violation, check
-from tests.planner.form_profiles import POOL, cast, pool, with_types
-from tests.planner.mask_profiles import on_cuda
+from tests.planner.form_profiles import POOL, cast, on_cuda, pool, with_types
 from tests.planner.plans import held
-from tests.planner.random_profiles import Recorder, link
+from tests.planner.random_profiles import Recorder, link, with_facts
 from tests.planner.test_masks import fused_dropout
 
 COUNT = 16384
@@ -73,10 +72,7 @@ def test_indices_are_as_narrow_as_the_plane_allows(side: int, expected: str, kep
 
 def test_the_bound_of_a_view_of_another_shape_is_the_number_of_all_elements() -> None:
     profile = pooled(16)
-    values = list(profile.values)
-    stem = profile.ops[1].inputs[0]
-    values[stem] = replace(values[stem], shape=(300, 256))
-    assert form(replace(profile, values=tuple(values))) == "int32"
+    assert form(with_facts(profile, "values", profile.ops[1].inputs[0], shape=(300, 256))) == "int32"
 
 
 @pytest.mark.parametrize(
@@ -97,13 +93,11 @@ def test_indices_along_a_dimension_are_as_narrow_as_its_extent(
 ) -> None:
     profile = pooled()
     ops = tuple(replace(op, name=name) if op.name == POOL else op for op in profile.ops)
-    values, op = list(profile.values), ops[1]
-    values[op.inputs[0]] = replace(values[op.inputs[0]], shape=read)
-    values[op.outputs[1]] = replace(values[op.outputs[1]], shape=made)
-    found = replace(profile, ops=ops, values=tuple(values))
+    (stem, *_), (_, indices) = ops[1].inputs, ops[1].outputs
+    found = with_facts(replace(profile, ops=ops), "values", stem, shape=read)
+    found = with_facts(found, "values", indices, shape=made)
     assert form(found) == expected
-    first = replace(values[op.outputs[1]], dtype="float32")  # what is chosen, and not its place
-    assert masks_of(replace(found, values=(*values[: op.outputs[1]], first, *values[op.outputs[1] + 1 :]))) == {}
+    assert masks_of(with_facts(found, "values", indices, dtype="float32")) == {}  # what is chosen, and not its place
 
 
 def test_indices_that_are_written_or_small_or_given_have_no_narrow_form() -> None:
@@ -112,11 +106,9 @@ def test_indices_that_are_written_or_small_or_given_have_no_narrow_form() -> Non
     profile = pooled()
     ((_, indices),) = masks_of(profile).items()
     for facts in ({"kind": Kind.INPUT}, {"pinned": "as for this test"}, {"nodes": ("0/pool",)}, {"dtype": "int32"}):
-        values = list(profile.values)
-        values[indices] = replace(values[indices], **facts)  # type: ignore[arg-type]
-        assert masks_of(replace(profile, values=tuple(values))) == {}
-    first = replace(profile.ops[1], outputs=profile.ops[1].outputs[::-1])  # the first result of a pool is no index
-    assert masks_of(replace(profile, ops=(profile.ops[0], first, *profile.ops[2:]))) == {}
+        assert masks_of(with_facts(profile, "values", indices, **facts)) == {}
+    first = profile.ops[1].outputs[::-1]  # the first result of a pool is no index
+    assert masks_of(with_facts(profile, "ops", 1, outputs=first)) == {}
 
 
 def test_a_cast_has_upper_halves_if_no_plan_can_hold_its_source() -> None:
@@ -136,10 +128,8 @@ def test_casts_of_other_types_or_of_what_was_there_before_have_no_upper_halves(
     place: str, facts: dict[str, Any]
 ) -> None:
     profile = casted()
-    values = list(profile.values)
     (value,) = getattr(profile.ops[2], place)
-    values[value] = replace(values[value], **facts)
-    assert masks_of(replace(profile, values=tuple(values))) == {}
+    assert masks_of(with_facts(profile, "values", value, **facts)) == {}
 
 
 def test_what_is_made_again_in_less_time_has_no_narrow_form() -> None:
@@ -187,7 +177,5 @@ def test_a_checked_plan_holds_the_forms_of_what_the_right_ops_have_made(
     ops = tuple(replace(op, name="aten.other.default" if op.name in makers else op.name) for op in profile.ops)
     with pytest.raises(Violation, match=r"other.default makes no"):
         check(replace(profile, ops=ops), made)
-    values = list(made.values)
-    values[place] = replace(values[place], decision=Decision.RECOMPUTE)
     with pytest.raises(Violation, match=" as "):
-        check(profile, replace(made, values=tuple(values)))
+        check(profile, with_facts(made, "values", place, decision=Decision.RECOMPUTE))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import pytest
 
-from poochplan.errors import PoochError
 from poochplan.formats.occupancy import ints
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Profile, RuntimeCost
@@ -18,8 +17,8 @@ from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import Schedule, Style, keep_all, recording_for, recording_of
 from poochplan.planner.simulator.simulate import least_step_s, simulate, swap_all
 from poochplan.planner.whatif import for_machine
-from tests.depth import seeds, tries
-from tests.planner.plans import random_decisions, random_tuning
+from tests.depth import tries
+from tests.planner.plans import problems_of, random_decisions, random_tuning
 from tests.planner.random_profiles import (
     Recorder,
     link,
@@ -69,10 +68,7 @@ def test_an_op_waits_for_its_launch() -> None:
 
 
 def test_the_in_core_step_is_the_measured_one_however_slow_launches_are() -> None:
-    for seed in seeds(day=20, deep=200):
-        profile = random_profile(seed, 20)
-        if not any(point.kind == "use" for point in profile.points):
-            continue
+    for seed, profile, _ in problems_of(lambda seed: random_profile(seed, 20), tries(20, 200)):
         problem = build_problem(costed(profile, "cuda", launch_s=10 ** random.Random(seed).uniform(-6, 0)))
         assert simulate(problem, keep_all(problem)).step_s == pytest.approx(problem.in_core_s, rel=1e-12)
 
@@ -102,21 +98,8 @@ def test_no_step_is_shorter_than_the_one_that_keeps_all_or_than_its_replays() ->
     assert waited > 50
 
 
-def test_recording_that_takes_time_is_in_every_schedule_that_is_tried() -> None:
-    for seed in seeds(day=20, deep=200):
-        profile = costed(tiny_profile(seed), "cpu", record_s=1e-3)
-        problem = build_problem(profile)
-        wish = random_decisions(problem, seed)
-        tried, complete = (fit(problem, wish, 0, recorded=recorded) for recorded in (False, True))
-        assert tried == complete
-
-
 def test_recording_windows_are_those_of_all_that_is_needed_together() -> None:
-    for seed in seeds(day=60, deep=600):
-        profile = random_profile(seed, 40)
-        if not any(point.kind == "use" for point in profile.points):
-            continue
-        problem = build_problem(profile)
+    for seed, _, problem in problems_of(lambda seed: random_profile(seed, 40), tries(60, 600)):
         wish = random_decisions(problem, seed)
         replays = [problem.replay.replays[value] for value, one in enumerate(wish) if one is RECOMPUTE]
         ops = {op for replay in replays if replay is not None for op in replay.ops}
@@ -155,17 +138,3 @@ def test_without_a_thread_nothing_is_otherwise() -> None:
 
 def test_of_a_device_that_was_not_measured_it_is_not_known() -> None:
     assert for_machine(costed(resnet_like(), "cpu", handle_s=1.0), compute_scale=0.5).runtime is None
-
-
-@pytest.mark.parametrize(
-    ("costs", "field"),
-    [
-        ({"swap_s": -1.0}, "swap_s"),
-        ({"record_s": float("nan")}, "record_s"),
-        ({"handle_s": 1.0, "unpack_s": 2.0}, "unpack_s"),
-        ({"fetch_s": 1.0}, "fetch_s"),
-    ],
-)
-def test_seconds_that_are_none_are_refused_by_name(costs: dict[str, Any], field: str) -> None:
-    with pytest.raises(PoochError, match=field):
-        build_problem(costed(resnet_like(), "cpu", **costs))

@@ -25,7 +25,7 @@ from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import keep_all
 from poochplan.planner.simulator.simulate import simulate, swap_all_on_demand
 from poochplan.planner.writing import with_decisions
-from tests.planner.mask_profiles import fused, mask, mask_profile, of_bools, on_cuda
+from tests.planner.form_profiles import fused, mask, mask_profile, of_bools, on_cuda
 from tests.planner.plans import budget_at, held
 from tests.planner.random_profiles import Recorder, link
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poochplan.formats.profile_parts import rounded_up
-from poochplan.planner.arena.packing import THOROUGH, WAITS, Block, first_fit, live_peak, pack, place_all, settled
+from poochplan.planner.arena.packing import THOROUGH, WAITS, Block, live_peak, pack, place_all
 from tests.depth import tries
 from tests.planner.evaluator.plain import run_plain
 
@@ -132,21 +132,6 @@ def test_blocks_that_can_be_packed_without_a_gap_are(blocks: list[Block]) -> Non
     assert packing.arena_bytes == packing.lower_bound_bytes
 
 
-# (start, end, units); found by search among random fives, for the orders that packing begins with.
-NO_FIRST_FIT_MEETS_THE_BOUND = [(1, 4, 2), (0, 2, 2), (1, 3, 2), (0, 1, 3), (3, 6, 3)]
-SOME_FIRST_FIT_MEETS_THE_BOUND = [(4, 8, 2), (2, 5, 3), (2, 3, 1), (0, 2, 2), (1, 3, 1)]
-
-
-@pytest.mark.parametrize("shape", [NO_FIRST_FIT_MEETS_THE_BOUND, SOME_FIRST_FIT_MEETS_THE_BOUND])
-def test_five_blocks_meet_the_bound_where_first_fit_does_and_where_it_does_not(
-    shape: list[tuple[int, int, int]],
-) -> None:
-    blocks = [Block(start, end, units * UNIT) for start, end, units in shape]
-    packing, fit = pack(blocks), pack(blocks, looks=0)
-    assert packing.arena_bytes == packing.lower_bound_bytes
-    assert (fit.arena_bytes > fit.lower_bound_bytes) == (shape is NO_FIRST_FIT_MEETS_THE_BOUND)
-
-
 def test_thousands_of_blocks_come_close_to_the_bound() -> None:
     packing = pack(many_blocks(2000))
     assert packing.lower_bound_bytes <= packing.arena_bytes <= 1.1 * packing.lower_bound_bytes
@@ -197,17 +182,6 @@ def test_without_room_for_all_a_search_ends_with_its_allowance_and_says_who_wait
     left, looks = place_all(spans, offsets, 8, np.ones(4, dtype=np.int64), 500, 0)
     assert left == 1 == (offsets == WAITS).sum()
     assert 500 <= looks < 600
-
-
-def test_what_is_settled_lies_no_higher_than_before() -> None:
-    blocks = step_like(400, 3)
-    spans = spans_of(blocks)
-    before = first_fit(spans, np.random.default_rng(0).permutation(400)) + 0
-    lifted = before + 7  # still without an overlap, and a gap below
-    after = settled(spans, lifted)
-    assert (after <= lifted).all()
-    assert (after < lifted).any()
-    assert not overlaps(blocks, tuple((after * UNIT).tolist()))
 
 
 def test_without_a_compiler_first_fit_gives_the_same_places_and_no_search_follows() -> None:

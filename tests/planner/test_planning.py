@@ -1,16 +1,18 @@
-"""What plan() promises."""
+"""What plan() promises and refuses, and what becomes of decisions that are changed by hand."""
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import pytest
 
 from poochplan.errors import InfeasibleError, PoochError, UsageError
+from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Decision, Plan
-from poochplan.formats.profile import Kind, Profile
+from poochplan.formats.profile import Kind, PointKind, Profile, RuntimeCost
 from poochplan.peak import simulate_plan
 from poochplan.planner import writing
 from poochplan.planner.planning import plan, share_that_holds, smallest_budget
@@ -19,10 +21,21 @@ from poochplan.planner.search.fluid import Request
 from poochplan.planner.search.solvers import SolverLimits, choose_solver
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import movable, swap_all, swap_all_on_demand
+from poochplan.planner.writing import with_decisions
 from poochplan.units import format_bytes, parse_budget
 from tests.planner.checker import check
 from tests.planner.oracle import floor_bytes
-from tests.planner.random_profiles import Recorder, link, random_profile, resnet_like, transformer_like, unet_like
+from tests.planner.plans import budget_at, problems_of
+from tests.planner.random_profiles import (
+    Recorder,
+    link,
+    random_profile,
+    resnet_like,
+    transformer_like,
+    unet_like,
+    with_facts,
+)
+from tests.processes import python
 
 
 def decisions_of(found: Plan) -> set[Decision]:
@@ -135,11 +148,6 @@ def test_a_gap_above_the_wide_one_is_noted(below: float, is_noted: bool, monkeyp
     assert any(note.startswith(line) for note in notes) == is_noted
 
 
-def test_a_policy_alone_claims_no_bound() -> None:
-    solve = plan(unet_like(2), "80%", policy="swap-all").solve
-    assert (solve.bound_s, solve.gap) == (None, None)
-
-
 def test_the_other_solver_gives_a_plan_of_about_the_same_step() -> None:
     profile = unet_like(3)
     try:
@@ -149,20 +157,6 @@ def test_the_other_solver_gives_a_plan_of_about_the_same_step() -> None:
     highs, cbc = (plan(profile, "75%", solver=solver, time_limit_s=2) for solver in ("highs", "cbc"))
     assert cbc.solve.solver == "cbc"
     assert cbc.prediction.step_s == pytest.approx(highs.prediction.step_s, rel=0.02)
-
-
-def test_an_unknown_solver_is_named() -> None:
-    with pytest.raises(UsageError, match="solver 'nonesuch' is unknown"):
-        plan(unet_like(2), "80%", solver="nonesuch")
-
-
-def test_a_link_without_bandwidth_is_named() -> None:
-    profile = unet_like(2)
-    broken = msgspec.structs.replace(
-        profile.link, inward=msgspec.structs.replace(profile.link.inward, bandwidth_bytes_per_s=0.0)
-    )
-    with pytest.raises(PoochError, match=r"link\.inward"):
-        plan(msgspec.structs.replace(profile, link=broken), "80%")
 
 
 def test_the_fluid_model_finds_free_what_a_fast_link_hides() -> None:
@@ -175,11 +169,7 @@ def test_the_fluid_model_finds_free_what_a_fast_link_hides() -> None:
 
 
 def test_no_plan_has_a_smaller_peak_than_swapping_everything_on_demand() -> None:
-    for seed in range(30):
-        profile = random_profile(seed)
-        if not any(point.kind == "save" for point in profile.points):
-            continue
-        problem = build_problem(profile)
+    for _, _, problem in problems_of(random_profile, 30):
         # A value that is packed only later than forward lets go of it would make the floor lower than reachable.
         assert swap_all_on_demand(problem).peak_bytes == floor_bytes(problem, swap_all(problem))
 
@@ -246,6 +236,146 @@ def test_a_link_that_was_measured_with_all_ranks_copying_is_not_divided_again() 
     assert eight.link.outward.bandwidth_bytes_per_s == 2e9
 
 
-def test_fewer_ranks_than_one_are_refused() -> None:
-    with pytest.raises(UsageError, match="ranks per host: expected a number of at least 1, found 0"):
-        plan(transformer_like(1), "90%", ranks_per_host=0)
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return resnet_like()
+
+
+@pytest.fixture(scope="module")
+def made(profile: Profile) -> Plan:
+    return plan(profile, budget_at(profile, 0.5), evaluations=50)
+
+
+def first(made: Plan, *decisions: Decision) -> str:
+    return next(value.name for value in made.values if value.decision in decisions and not value.why)
+
+
+def test_a_value_that_is_kept_after_all_takes_memory_and_no_copy(profile: Profile, made: Plan) -> None:
+    away = [value.name for value in made.values if value.decision is not Decision.KEEP]
+    changed = with_decisions(profile, made, dict.fromkeys(away, "keep"))
+    assert {value.decision for value in changed.values} == {Decision.KEEP}
+    assert changed.prediction.peak_bytes == profile.in_core_peak_bytes > changed.budget_bytes
+    assert changed.prediction.out_bytes == 0
+    assert (changed.solve.policy, changed.budget_bytes) == ("by hand", made.budget_bytes)
+
+
+def test_what_the_changed_plan_predicts_is_what_the_simulator_says(profile: Profile, made: Plan) -> None:
+    name = first(made, Decision.KEEP, Decision.RECOMPUTE)
+    changed = with_decisions(profile, made, {name: Decision.SWAP})
+    found = simulate_plan(profile, changed)
+    assert (changed.prediction.peak_bytes, changed.prediction.step_s) == (found.peak_bytes, found.step_s)
+    before = {value.name: value.decision for value in made.values}
+    for value in changed.values:
+        assert value.name == name or value.decision in (before[value.name], Decision.KEEP)
+
+
+def test_no_change_keeps_the_decisions_and_the_share_of_the_link(profile: Profile, made: Plan) -> None:
+    one_of_four = plan(profile, budget_at(profile, 0.5), evaluations=50, ranks_per_host=4)
+    for one in (made, one_of_four):
+        same = with_decisions(profile, one, {})
+        assert [value.decision for value in same.values] == [value.decision for value in one.values]
+        assert same.link == one.link
+
+
+def test_what_cannot_be_is_refused_and_why(profile: Profile, made: Plan) -> None:
+    with pytest.raises(UsageError, match="expected names of the plan's values, found 'nobody'"):
+        with_decisions(profile, made, {"nobody": "keep"})
+    with pytest.raises(UsageError, match='expected "keep", "swap" or "recompute", found \'drop\''):
+        with_decisions(profile, made, {made.values[0].name: "drop"})
+    place = [value.name for value in profile.values].index(first(made, Decision.SWAP, Decision.RECOMPUTE))
+    opaque = with_facts(profile, "values", place, unreplayable="it is random")
+    pinned = with_facts(opaque, "values", place, pinned="it is a view")
+    with pytest.raises(UsageError, match="cannot be decided 'swap': it is a view"):
+        with_decisions(pinned, made, {profile.values[place].name: "swap"})
+    with pytest.raises(UsageError, match="cannot be decided 'recompute': it is random"):
+        with_decisions(opaque, made, {profile.values[place].name: "recompute"})
+    other = resnet_like(blocks=3)
+    with pytest.raises(UsageError, match="expected the one that the plan was made from"):
+        with_decisions(other, made, {})
+
+
+replace = msgspec.structs.replace
+PROFILE = resnet_like(1)
+LAST = next(i for i in reversed(range(len(PROFILE.ops))) if PROFILE.ops[i].outputs)
+FIRST = next(i for i, op in enumerate(PROFILE.ops) if op.inputs and i < LAST)
+CYCLE = (*PROFILE.ops[FIRST].inputs, PROFILE.ops[LAST].outputs[0])
+
+
+def costing(**seconds: float) -> Profile:
+    return replace(PROFILE, runtime=RuntimeCost(**{"handle_s": 0.0, "swap_s": 0.0, "record_s": 0.0, **seconds}))
+
+
+BROKEN: dict[str, tuple[Profile, str]] = {
+    **{
+        f"a duration of {seconds}": (
+            with_facts(PROFILE, "ops", 2, duration_s=seconds), r"ops\[2\] .*expected a duration of at least 0 s, found",
+        )
+        for seconds in (-1e-6, math.nan, math.inf)
+    },
+    "a cycle": (
+        with_facts(PROFILE, "ops", FIRST, inputs=CYCLE),
+        rf"ops\[{FIRST}\].*found one that ops\[\d+\] creates later \(a cycle\); profile again",
+    ),
+    "no backward": (
+        replace(PROFILE, points=tuple(point for point in PROFILE.points if point.kind is PointKind.SAVE)),
+        "the profile has no backward",
+    ),
+    "a link without bandwidth": (
+        replace(
+            PROFILE, link=replace(PROFILE.link, inward=replace(PROFILE.link.inward, bandwidth_bytes_per_s=0.0))
+        ),
+        r"link\.inward",
+    ),
+    "negative seconds": (costing(swap_s=-1.0), "swap_s"),
+    "seconds that are no number": (costing(record_s=math.nan), "record_s"),
+    "unpacks that take longer than handles": (costing(handle_s=1.0, unpack_s=2.0), "unpack_s"),
+    "fetches that take longer than swaps": (costing(fetch_s=1.0), "fetch_s"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_profile_that_no_plan_can_be_made_from_is_refused_by_its_field(name: str) -> None:
+    profile, fault = BROKEN[name]
+    with pytest.raises(PoochError, match=fault) as caught:
+        plan(profile, "80%")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"solver": "nonesuch"}, "solver 'nonesuch' is unknown"),
+        ({"ranks_per_host": 0}, "ranks per host: expected a number of at least 1, found 0"),
+    ],
+)
+def test_an_argument_that_means_nothing_is_refused_by_its_name(options: dict[str, Any], fault: str) -> None:
+    with pytest.raises(UsageError, match=fault):
+        plan(PROFILE, "80%", **options)
+
+
+def test_a_budget_under_the_static_bytes_says_what_they_are() -> None:
+    profile = replace(PROFILE, static_bytes={"parameter": smallest_budget(PROFILE) // 2})
+    with pytest.raises(InfeasibleError, match="else stays in memory for the whole step") as raised:
+        plan(profile, sum(static_bytes(profile).values()) - 1)
+    assert raised.value.smallest_budget_bytes == smallest_budget(profile)
+
+
+SCRIPT = """
+    import gc, weakref
+
+    class Model:
+        pass
+
+    def trains():
+        model = Model()
+        import poochplan.planner.search.solvers  # loads the solvers
+        return weakref.ref(model)
+
+    seen = trains()
+    gc.collect()
+    print("gone" if seen() is None else gc.get_referrers(seen()))
+"""
+
+
+def test_what_a_function_holds_that_plans_first_dies_with_it() -> None:
+    assert python(SCRIPT, is_fresh=True).strip() == "gone"

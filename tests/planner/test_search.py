@@ -108,11 +108,17 @@ def test_who_watches_may_end_it_with_the_best_plan_so_far(threads: int) -> None:
     assert_valid(profile, made)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_an_interrupt_is_raised_where_nobody_asked_for_what_there_is(threads: int) -> None:
+@pytest.mark.parametrize("options", [{"threads": 1}, {"threads": 2}, {"keep_interrupted": True}])
+def test_an_interrupt_is_raised_where_nobody_asked_for_what_there_is_or_there_is_nothing(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "keep_interrupted" in options:
+        interrupt_at(monkeypatch, optimise, "smallest_values", 1)  # before there is a plan
+    else:
+        options = {**options, "watch": interrupt()}
     profile = large()
     with pytest.raises(KeyboardInterrupt):
-        plan(profile, tight(profile), gap=NEVER_MET, time_limit_s=LONG_S, threads=threads, watch=interrupt())
+        plan(profile, tight(profile), gap=NEVER_MET, time_limit_s=LONG_S, **options)
 
 
 @pytest.mark.parametrize(
@@ -145,20 +151,14 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: i
     monkeypatch.setattr(owner, name, interrupted)
 
 
-def test_an_interrupt_before_there_is_a_plan_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupt_at(monkeypatch, optimise, "smallest_values", 1)
-    profile = large()
-    with pytest.raises(KeyboardInterrupt):
-        plan(profile, tight(profile), gap=NEVER_MET, time_limit_s=LONG_S, keep_interrupted=True)
-
-
 # -- errors in threads ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(Proof, "begin"), (Proof, "branch"), (Walker, "anneal"), (Walker, "descend")]
+    ("owner", "name"),
+    [(Proof, "begin"), (Proof, "branch"), (Walker, "anneal"), (Walker, "descend"), (None, "who watches")],
 )
-def test_an_error_in_one_thread_is_raised_and_ends_the_others(
+def test_an_error_in_one_thread_or_of_the_one_who_watches_is_raised_and_ends_the_others(
     owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken(Exception):
@@ -167,21 +167,14 @@ def test_an_error_in_one_thread_is_raised_and_ends_the_others(
     def fails(*_: Any, **__: Any) -> None:
         raise Broken
 
-    monkeypatch.setattr(owner, name, fails)
+    if owner is not None:
+        monkeypatch.setattr(owner, name, fails)
     monkeypatch.setattr(walking, "EVALUATIONS_PER_VALUE", 5)
     monkeypatch.setattr(walking, "WALKS", 10**9)  # the others would go on to the end of their time
     profile = large()
     with pytest.raises(Broken):
-        plan(profile, tight(profile), gap=NEVER_MET, time_limit_s=LONG_S, threads=3)
-
-
-def test_an_error_of_the_one_who_watches_is_raised() -> None:
-    def fails(_: Progress) -> None:
-        raise ZeroDivisionError
-
-    profile = large()
-    with pytest.raises(ZeroDivisionError):
-        plan(profile, tight(profile), gap=NEVER_MET, time_limit_s=LONG_S, watch=fails)
+        watch = fails if owner is None else None
+        plan(profile, tight(profile), gap=NEVER_MET, time_limit_s=LONG_S, threads=3, watch=watch)
 
 
 # -- what it says while it runs ---------------------------------------------------------------------------------------
@@ -201,9 +194,9 @@ def test_what_it_says_only_gets_better(options: dict[str, Any], monkeypatch: pyt
     made = plan(profile, tight(profile), gap=NEVER_MET, watch=watch, **options)
     assert where == {threading.main_thread()}
     assert len(told) > 2
-    assert [each.step_s for each in told] == sorted((each.step_s for each in told), reverse=True)
-    assert [each.gap for each in told] == sorted((each.gap for each in told), reverse=True)
-    assert [each.left for each in told] == sorted((each.left for each in told), reverse=True)
+    for name in ("step_s", "gap", "left"):
+        seen = [getattr(each, name) for each in told]
+        assert seen == sorted(seen, reverse=True), name
     assert [each.bound_s for each in told] == sorted(each.bound_s for each in told)
     assert all(each.left >= 0 and each.is_counted == ("evaluations" in options) for each in told)
     assert all(each.gap >= max(0.0, each.step_s / each.bound_s - 1) - 1e-9 for each in told)

@@ -30,7 +30,7 @@ from tests.depth import seeds, tries
 from tests.planner.checker import Violation, check
 from tests.planner.oracle import best_schedule
 from tests.planner.plans import held, plan_with, random_decisions
-from tests.planner.random_profiles import Recorder, link, with_random_thread
+from tests.planner.random_profiles import Recorder, link, with_facts, with_random_thread
 from tests.planner.random_schedules import random_schedule
 from tests.planner.test_masks import SIZE, dropout
 from tests.planner.tiny_profiles import FORMS, Form, tiny_with
@@ -139,8 +139,7 @@ def test_plans_of_one_step_compare_whether_they_hold_any_or_not(step: Step) -> N
         made.values[0].name: ("-", "keep"),
         made.values[1].name: ("keep", "recompute"),
     }
-    renamed = msgspec.structs.replace(made.values[0], name="another source")
-    other = msgspec.structs.replace(made, values=(renamed, *made.values[1:]), schedule=kept.schedule)
+    other = with_facts(msgspec.structs.replace(made, schedule=kept.schedule), "values", 0, name="another source")
     assert "points do not compare" in str(differences(made, other))
     assert differences(made, other).data["points"] == []
 
@@ -151,9 +150,8 @@ def test_a_checked_plan_holds_only_what_may_be_held(step: Step) -> None:
     check(step.profile, made)
     with pytest.raises(Violation, match=step.fault):
         check(step.without, made)
-    values = (msgspec.structs.replace(made.values[0], until=-1), *made.values[1:])
     with pytest.raises(Violation, match="away"):
-        check(step.profile, msgspec.structs.replace(made, values=values))
+        check(step.profile, with_facts(made, "values", 0, until=-1))
 
 
 @of_a_step
@@ -188,9 +186,7 @@ def test_a_plan_file_with_a_wrong_form_is_refused(
 ) -> None:
     made = held(step.profile, step.added)
     assert Plan.load(made.save(tmp_path / "right.json")) == made
-    values = list(made.values)
-    values[place] = msgspec.structs.replace(values[place], **changes)
-    path = msgspec.structs.replace(made, values=tuple(values)).save(tmp_path / "plan.json")
+    path = with_facts(made, "values", place, **changes).save(tmp_path / "plan.json")
     with pytest.raises(InputFileError, match=re.escape(fault)):
         Plan.load(path)
 
@@ -255,5 +251,5 @@ def test_the_planner_finds_the_best_plan_of_a_tiny_step(form: Form, seed: int) -
     assert made.solve.bound_s is not None
     assert made.solve.bound_s <= best.step_s * SAME
     for is_whole in (False, True):
-        found_s = integral_bound(problem, budget_bytes, "highs", SolverLimits(tries(5, 60)), is_whole=is_whole)
+        found_s = integral_bound(problem, budget_bytes, SolverLimits(tries(5, 60)), is_whole=is_whole)
         assert found_s <= best.step_s * SAME

@@ -101,14 +101,12 @@ def test_all_decoder_steps_share_the_encoders_states_their_keys_and_the_embedded
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["seq2seq", "char_rnn"])
-def test_a_fused_recurrent_layer_has_no_time_steps(name: str) -> None:
-    assert loops_of(profile_of(name)) == ()
+SHAPES = {"resnet": resnet_like(4), "unet": unet_like(3), "gpt": transformer_like(2)}
 
 
-@pytest.mark.parametrize("profile", [resnet_like(4), unet_like(3), transformer_like(2)], ids=["resnet", "unet", "gpt"])
-def test_layers_of_their_own_weights_are_no_time_steps(profile: Profile) -> None:
-    assert loops_of(profile) == ()
+@pytest.mark.parametrize("name", ["seq2seq", "char_rnn", *SHAPES])
+def test_fused_recurrent_layers_and_layers_of_their_own_weights_have_no_time_steps(name: str) -> None:
+    assert loops_of(SHAPES[name] if name in SHAPES else profile_of(name)) == ()
 
 
 def shared_weights(pattern: str, times: int) -> Profile:
@@ -224,7 +222,7 @@ def test_steps_leave_in_the_order_of_time_and_come_back_in_the_other(share: floa
     assert sorted(done, key=done.__getitem__) == sorted(done, reverse=True)
 
 
-@pytest.mark.parametrize("profile", [resnet_like(4), unet_like(3), transformer_like(2)], ids=["resnet", "unet", "gpt"])
+@pytest.mark.parametrize("profile", SHAPES.values(), ids=SHAPES)
 def test_without_time_steps_values_are_swapped_in_the_order_of_production(profile: Profile) -> None:
     given = input_at(profile, 0.4)
     found, plain = run_policy("seq2seq", given), run_policy("earliest-first", given)
@@ -245,10 +243,3 @@ def test_attention_is_recomputed_where_the_link_is_slow_and_swapped_where_copies
     assert wished(dropped, Decision.SWAP) == wished(swapped, Decision.RECOMPUTE) == set()
     assert dropped.simulation.step_s < run_policy("swap-all", slow).simulation.step_s
     assert swapped.simulation.step_s <= run_policy("swap-all", fast).simulation.step_s
-
-
-def test_the_integer_program_is_never_behind_it() -> None:
-    profile = for_machine(profile_of("seq2seq_steps", attention="bahdanau"), link="pcie3")
-    given = input_at(profile, 0.4)
-    ours = poochplan.plan(profile, given.budget_bytes, evaluations=500)
-    assert ours.prediction.step_s <= run_policy("seq2seq", given).simulation.step_s

@@ -16,9 +16,7 @@ from poochplan.formats.sources import with_sources
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.simulate import movable, swap_all_on_demand
-from tests.planner.cast_profiles import cast_profile
-from tests.planner.form_profiles import form_profile
-from tests.planner.mask_profiles import bool_profile, mask_profile
+from tests.planner.form_profiles import bool_profile, cast_profile, form_profile, mask_profile
 from tests.planner.random_profiles import Recorder, any_seconds, link
 
 ATTEMPTS = 200

@@ -25,13 +25,11 @@ from poochplan.planner.simulator.evaluator import (
     address,
     addresses,
     codes_of,
-    decisions_of,
     flat_problem_of,
     library,
 )
 from poochplan.planner.simulator.problem import Problem, build_problem
-from poochplan.planner.simulator.schedule import Style
-from poochplan.planner.simulator.simulate import ON_DEMAND, STYLES, swap_all, try_style
+from poochplan.planner.simulator.simulate import swap_all, try_style
 from poochplan.planner.simulator.streams import Streams
 from tests.depth import DEEP, seeds, tries
 from tests.planner.plans import problems_of, random_decisions
@@ -80,7 +78,7 @@ def assert_same(
 ) -> list[Evaluation]:
     found = []
     for style in STYLE_OF:
-        wanted = try_style(problem, "x", wish, budget_bytes, style, recorded=False)
+        wanted = try_style(problem, "x", wish, budget_bytes, style)
         said = wanted.simulation
         found.append(evaluator.evaluate(wish, budget_bytes, style))
         assert found[-1] == Evaluation(said.step_s, wanted.peak_bytes, said.out_bytes + said.in_bytes, said.replay_s)
@@ -174,13 +172,6 @@ def test_random_copies_and_work_take_the_time_that_streams_say() -> None:
         layout_at, given_at, found_at = pointers
         clock.run(layout_at, given_at, ctypes.c_int64(len(commands)), found_at)
         assert list(map(tuple, found.tolist())) == expected
-
-
-def test_codes_are_those_of_decisions_and_styles() -> None:
-    decisions = (Decision.SWAP, Decision.KEEP, Decision.RECOMPUTE)
-    assert decisions_of(codes_of(decisions)) == decisions
-    assert (*STYLES, ON_DEMAND) == STYLE_OF
-    assert (Style(), Style(in_order=False), Style(release="early")) == STYLES
 
 
 def test_other_threads_run_beside_an_evaluation() -> None:
