@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -16,8 +17,9 @@ from poochplan.formats.files import Document, check_output, encode_readable, rea
 
 
 class Note(Document, frozen=True, kw_only=True):
+    newest: ClassVar[int] = 2
     kind: str = "note"
-    schema_version: int = 1
+    schema_version: int = 2
     words: tuple[tuple[str, int], ...] = ()
     counts: dict[str, int] = msgspec.field(default_factory=dict)
     empty: tuple[int, ...] = ()
@@ -196,8 +198,8 @@ def test_a_cache_that_is_broken_is_none(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema_version": 7}, r"expected note schema 1, found schema 7; update poochplan to read it"),
-        ({"schema_version": 0}, r"expected note schema 1, found schema 0; make it again"),
+        ({"schema_version": 3}, r"expected note schema 1 or 2, found schema 3; update poochplan to read it"),
+        ({"schema_version": 0}, r"expected note schema 1 or 2, found schema 0; make it again"),
         ({"kind": "plan"}, r'expected a note \(kind "note"\), found kind "plan"'),
         ({"kind": None}, r"found kind null"),
         ({"counts": {"a": "many"}}, r"not a valid note: Expected `int`, got `str` - at `\$\.counts"),
@@ -209,6 +211,8 @@ def test_a_wrong_field_is_named(tmp_path: Path, change: dict[str, object], messa
     path.write_text(json.dumps(json.loads(encode_readable(NOTE)) | change))
     with pytest.raises(InputFileError, match=message):
         Note.load(path)
+    path.write_bytes(encode_readable(msgspec.structs.replace(NOTE, schema_version=1)))
+    assert Note.load(path).words == NOTE.words, "of an earlier version"
 
 
 @pytest.mark.parametrize("text", [b"[]", b"3", b'"note"', b"{}", b"null", b"\xef\xbb\xbf{}", b"\x80\x81\xff"])

@@ -10,7 +10,6 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -73,55 +72,28 @@ def by_master_weights() -> Training:
     return Training(model, [], turn)
 
 
-@pytest.mark.parametrize("updating", [by_hand, by_master_weights])
-def test_a_loop_whose_optimizer_is_not_seen_is_planned(updating: Callable[[], Training], tmp_path: Path) -> None:
-    found = run_auto(updating, "60%", tmp_path, 32, is_metered=False)
-    assert found.equals(run_plain(updating, 32, is_metered=False))
-    assert len(found.session.plans) == 1
-    assert found.session.report().steps_followed > 0
-    assert not found.session._source.kinds.alike
+def in_hooks_of_backward() -> Training:
+    model = network()
+    optimizers = {one: torch.optim.SGD([one], lr=0.01) for one in model.parameters()}
+
+    def update(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+
+    def turn(_: int) -> Losses:
+        loss = model(BATCH).square().mean()
+        loss.backward()
+        return [loss.item()]
+
+    return Training(model, [], turn)
 
 
-def test_a_loop_whose_optimizers_step_in_hooks_of_backward_is_planned(tmp_path: Path) -> None:
-    losses = []
-    for budget in (None, "70%"):
-        model, found = network(), list[float]()
-        optimizers = {one: torch.optim.SGD([one], lr=0.01) for one in model.parameters()}
-
-        def update(parameter: torch.Tensor, optimizers: dict[Any, torch.optim.SGD] = optimizers) -> None:
-            optimizers[parameter].step()
-            parameter.grad = None
-
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(update)
-        session = None if budget is None else poochplan.auto(model, budget=budget, cache=tmp_path, **QUICK).__enter__()
-        for number in range(24):
-            loss = model(BATCH).square().mean()
-            loss.backward()
-            found.append(loss.item())
-            if number > 18 and session is not None:
-                session.wait_until_planned(60)
-        losses.append(found)
-    assert session is not None
-    session.close()
-    assert losses[0] == losses[1]
-    assert session.report().steps_followed > 0
-    assert session.report().total.fallbacks == 0
-
-
-def test_a_new_optimizer_for_each_task_takes_the_place_of_the_last_one(tmp_path: Path) -> None:
-    model, made = network(), list[weakref.ref[torch.optim.Optimizer]]()
-    with poochplan.auto(model, budget="70%", cache=tmp_path, **QUICK) as session:
-        for _ in range(4):
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-            made.append(weakref.ref(optimizer))
-            for _ in range(8):
-                plain_step(model, optimizer, BATCH)
-            del optimizer
-            gc.collect()
-            session.wait_until_planned(60)
-        assert [reference() for reference in made] == [None] * 4
-        assert len(session._source.kinds) == len(session.plans) == 1
+def lazy_layers() -> Training:
+    """They have no weights before the first step."""
+    return plain_of(nn.Sequential(*(layer for _ in range(4) for layer in (nn.LazyLinear(64), nn.GELU()))))
 
 
 def transforming() -> Training:
@@ -144,12 +116,40 @@ def transforming() -> Training:
     return training.each(turn)
 
 
-def test_calls_of_the_model_within_transforms_are_no_steps(tmp_path: Path) -> None:
-    found = run_auto(transforming, "70%", tmp_path, is_metered=False)
-    assert found.equals(run_plain(transforming, is_metered=False))
+@pytest.mark.parametrize(
+    ("make", "budget"),
+    [
+        (by_hand, "60%"),
+        (by_master_weights, "60%"),
+        (in_hooks_of_backward, "70%"),
+        (lazy_layers, "80%"),
+        (transforming, "70%"),
+    ],
+)
+def test_a_loop_whose_optimizer_or_weights_are_not_seen_or_that_calls_its_model_in_transforms_has_one_plan(
+    make: Callable[[], Training], budget: str, tmp_path: Path
+) -> None:
+    found = run_auto(make, budget, tmp_path, 32, is_metered=False)
+    assert found.equals(run_plain(make, 32, is_metered=False))
     assert len(found.session.plans) == len(found.session._source.kinds) == 1
     assert found.session.report().steps_followed > 0
     assert found.session.total.fallbacks == 0
+    assert not found.session._source.kinds.alike
+
+
+def test_a_new_optimizer_for_each_task_takes_the_place_of_the_last_one(tmp_path: Path) -> None:
+    model, made = network(), list[weakref.ref[torch.optim.Optimizer]]()
+    with poochplan.auto(model, budget="70%", cache=tmp_path, **QUICK) as session:
+        for _ in range(4):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+            made.append(weakref.ref(optimizer))
+            for _ in range(8):
+                plain_step(model, optimizer, BATCH)
+            del optimizer
+            gc.collect()
+            session.wait_until_planned(60)
+        assert [reference() for reference in made] == [None] * 4
+        assert len(session._source.kinds) == len(session.plans) == 1
 
 
 def test_a_loop_on_another_thread_than_the_sessions_is_told_so(tmp_path: Path) -> None:
@@ -187,28 +187,6 @@ def test_a_loop_that_saves_only_what_no_plan_moves_is_told_so(tmp_path: Path) ->
             model(BATCH.as_subclass(Named)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-
-
-def test_lazy_layers_may_have_no_weights_before_the_first_step(tmp_path: Path) -> None:
-    losses, followed = [], 0
-    for is_planned in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.LazyLinear(64), nn.GELU())))
-        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.01), list[float]()
-        options: dict[str, Any] = {"budget": "80%", "cache": tmp_path, **QUICK}
-        with poochplan.auto(model, optimizer, **options) if is_planned else nullcontext() as session:
-            for number in range(20):
-                loss = model(BATCH).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                found.append(loss.item())
-                if session is not None and number >= 12:
-                    session.wait_until_planned(60)
-            followed = 0 if session is None else session.report().steps_followed
-        losses.append(found)
-    assert losses[0] == losses[1]
-    assert followed > 0
 
 
 FORKS = """
