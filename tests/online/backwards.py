@@ -213,6 +213,7 @@ def compiled_in_checkpoint() -> Training:
 
 BACKWARDS: dict[str, Callable[[], Training]] = {
     "noisy_or": noisy_or,
+    "noisy_or_with_a_plan": lambda: noisy_or(hidden=7, width=256, rows=1024),
     "branches": branches,
     "checkpoint": checkpointing_inside,
     "reentrant_checkpoint": lambda: plain(Checkpointed(reentrant=True)),
