@@ -34,6 +34,11 @@ def network() -> nn.Module:
     return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
 
 
+def updated(model: nn.Module, update: Callable[[], object]) -> Training:
+    """Without an optimizer that ``auto`` is given."""
+    return stepping(model, lambda _: model(BATCH).square().mean(), update=update)
+
+
 def plain_of(model: nn.Module) -> Training:
     return stepping(model, lambda _: model(BATCH).square().mean(), torch.optim.SGD(model.parameters(), lr=0.01))
 
@@ -41,16 +46,13 @@ def plain_of(model: nn.Module) -> Training:
 def by_hand() -> Training:
     model = network()
 
-    def turn(_: int) -> Losses:
-        loss = model(BATCH).square().mean()
-        loss.backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.01 * parameter.grad
-                parameter.grad = None
-        return [loss.item()]
+    @torch.no_grad()
+    def update() -> None:
+        for parameter in model.parameters():
+            parameter -= 0.01 * parameter.grad
+            parameter.grad = None
 
-    return Training(model, [], turn)
+    return updated(model, update)
 
 
 def by_master_weights() -> Training:
@@ -58,37 +60,28 @@ def by_master_weights() -> Training:
     masters = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
     optimizer = torch.optim.SGD(masters, lr=0.01)
 
-    def turn(_: int) -> Losses:
-        loss = model(BATCH).square().mean()
-        loss.backward()
+    def update() -> None:
         for master, parameter in zip(masters, model.parameters(), strict=True):
             master.grad, parameter.grad = parameter.grad, None
         optimizer.step()
         with torch.no_grad():
             for master, parameter in zip(masters, model.parameters(), strict=True):
                 parameter.copy_(master)
-        return [loss.item()]
 
-    return Training(model, [], turn)
+    return updated(model, update)
 
 
 def in_hooks_of_backward() -> Training:
     model = network()
     optimizers = {one: torch.optim.SGD([one], lr=0.01) for one in model.parameters()}
 
-    def update(parameter: torch.Tensor) -> None:
+    def step(parameter: torch.Tensor) -> None:
         optimizers[parameter].step()
         parameter.grad = None
 
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(update)
-
-    def turn(_: int) -> Losses:
-        loss = model(BATCH).square().mean()
-        loss.backward()
-        return [loss.item()]
-
-    return Training(model, [], turn)
+        parameter.register_post_accumulate_grad_hook(step)
+    return updated(model, lambda: None)
 
 
 def lazy_layers() -> Training:
