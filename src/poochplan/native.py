@@ -130,29 +130,25 @@ class NativeBuild:
 
     def _compile(self, command: list[str], file: Path) -> None:
         """Compiles to a temporary file that is then moved, so that no incomplete library is ever loaded."""
-        descriptor, scratch = tempfile.mkstemp(suffix=".so", dir=file.parent)
-        os.close(descriptor)
-        command = [*command, "-o", scratch]
         failed = f"{shlex.join(self._compiler())} could not build the {self.name}"
         try:
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=TIMEOUT_S,
-                check=False,
-                start_new_session=True,  # the compiler ignores Ctrl-C
-            )
-            if done.returncode != 0:
-                raise NativeError(f"{failed}: {self._condensed(done.stderr)}")
-            Path(scratch).chmod(0o700)
-            Path(scratch).replace(file)
+            with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+                scratch = Path(folder) / file.name
+                done = subprocess.run(
+                    [*command, "-o", str(scratch)],
+                    capture_output=True,
+                    text=True,
+                    errors="replace",
+                    timeout=TIMEOUT_S,
+                    check=False,
+                    start_new_session=True,  # the compiler ignores Ctrl-C
+                )
+                if done.returncode != 0:
+                    raise NativeError(f"{failed}: {self._condensed(done.stderr)}")
+                scratch.chmod(0o700)
+                scratch.replace(file)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise NativeError(f"{failed}: {self._condensed(str(error))}") from None
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                Path(scratch).unlink()
 
     def _condensed(self, output: str) -> str:
         """The first error in a compiler's output, else its last line, shortened."""
