@@ -20,11 +20,11 @@ from torch import nn
 import poochplan
 from poochplan.online.plan_cache import optimizers_of
 from poochplan.runtime.active_plan import ActivePlan
-from tests.online.runs import QUICK, planning, run_auto, run_plain
+from tests.online.runs import QUICK, opened, planning, run_auto, run_plain
 from tests.online.trainings import Losses, Training, Turn, blocks, plain, stepping
 from tests.processes import python
 from tests.runtime.besides import plain_step
-from tests.runtime.nets import CASES, LINK
+from tests.runtime.nets import CASES
 
 BATCH = torch.linspace(-1, 1, 256 * 64).reshape(256, 64)
 
@@ -39,8 +39,8 @@ def updated(model: nn.Module, update: Callable[[], object]) -> Training:
     return stepping(model, lambda _: model(BATCH).square().mean(), update=update)
 
 
-def plain_of(model: nn.Module) -> Training:
-    return stepping(model, lambda _: model(BATCH).square().mean(), torch.optim.SGD(model.parameters(), lr=0.01))
+def plain_of(model: nn.Module, rows: torch.Tensor = BATCH) -> Training:
+    return stepping(model, lambda _: model(rows).square().mean(), torch.optim.SGD(model.parameters(), lr=0.01))
 
 
 def by_hand() -> Training:
@@ -149,7 +149,7 @@ def test_a_loop_on_another_thread_than_the_sessions_is_told_so(tmp_path: Path) -
     training = plain_of(network())
     loop = threading.Thread(target=lambda: [training.turn(number) for number in range(3)])
     with pytest.warns(RuntimeWarning, match="called 3 times on another thread than the session's"):
-        with poochplan.auto(training.models, training.optimizers, budget="70%", cache=tmp_path, **QUICK):
+        with opened(training, tmp_path):
             loop.start()
             loop.join()
 
@@ -158,7 +158,7 @@ def test_a_loop_whose_own_hooks_take_what_is_saved_is_told_that_nothing_was_plan
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     training = plain(blocks(), lambda _: torch.autograd.graph.save_on_cpu())
-    with poochplan.auto(training.models, training.optimizers, budget="70%", cache=tmp_path, link=LINK):
+    with opened(training, tmp_path, quiet=False):
         for number in range(8):
             training.turn(number)
     assert "no backward has used what the model saved" in capsys.readouterr().err
@@ -169,17 +169,11 @@ class Named(torch.Tensor):
 
 
 def test_a_loop_that_saves_only_what_no_plan_moves_is_told_so(tmp_path: Path) -> None:
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    options: dict[str, Any] = {"budget": "60%", "cache": tmp_path, **QUICK}
-    with (
-        pytest.warns(RuntimeWarning, match="all that they save is sparse, nested or of a subclass"),
-        poochplan.auto(model, optimizer, **options),
-    ):
-        for _ in range(12):
-            model(BATCH.as_subclass(Named)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    training = plain_of(network(), BATCH.as_subclass(Named))
+    told = "all that they save is sparse, nested or of a subclass"
+    with pytest.warns(RuntimeWarning, match=told), opened(training, tmp_path):
+        for number in range(12):
+            training.turn(number)
 
 
 FORKS = """
