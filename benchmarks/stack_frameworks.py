@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import poochplan
 from tests.examples.ranks import no_session
-from tests.online.census import outside_meter
+from tests.live_bytes import outside_meter
 from tests.online.runs import Run, bytes_of
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -12,6 +12,7 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -58,23 +59,13 @@ def graph(root: Path = ROOT) -> dict[str, set[str]]:
     return {name: imports(name, path, known) for name, path in known.items()}
 
 
-def circles(edges: dict[str, set[str]]) -> list[set[str]]:
-    """Groups of modules that reach each other (strongly connected, more than one)."""
-    reach = {name: _reached(name, edges) & edges.keys() for name in edges}
-    groups = {
-        frozenset(other for other in reach[name] if name in reach[other]) for name in edges if name in reach[name]
-    }
-    return sorted((set(group) for group in groups if len(group) > 1), key=sorted)
-
-
-def _reached(start: str, edges: dict[str, set[str]]) -> set[str]:
-    seen: set[str] = set()
-    pending = [start]
-    while pending:
-        for target in edges.get(pending.pop(), set()) - seen:
-            seen.add(target)
-            pending.append(target)
-    return seen
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """Modules of which each imports the one before, and the last is the first again; empty if there are none."""
+    try:
+        TopologicalSorter({name: targets & edges.keys() for name, targets in edges.items()}).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def room_of(name: str) -> str:
@@ -101,8 +92,7 @@ def figures(root: Path) -> Iterator[str]:
     yield f"modules {len(edges)}, lines {lines}"
     for folder, count in sorted(files_per_folder(root).items()):
         yield f"  {folder}: {count}"
-    for group in circles(edges):
-        yield f"circle of {len(group)}: {', '.join(sorted(group))}"
+    yield f"circle: {', '.join(circle(edges)) or 'none'}"
     yield f"base names that exist twice: {', '.join(twice(root)) or 'none'}"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +54,17 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device.type == "cpu":
                 self._see(leaf)
         return result
+
+
+def outside_meter() -> LiveBytes:
+    """To be entered around a whole loop and its session: what is there then, and all that the dispatcher makes from
+    then on. It sees what the package moves.
+    """
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of deprecated objects that are merely looked at
+        before = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+    return LiveBytes(*(one for one in before if one.layout is torch.strided and one.device.type == "cpu"))
 
 
 def peak_of_a_step(

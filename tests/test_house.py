@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.depth import REST_FILES
-from tests.house import circles, files_per_folder, graph, room_of, twice
+from tests.house import circle, files_per_folder, graph, room_of, twice
 
 BELOW = {
     "errors": set[str](),
@@ -53,7 +53,7 @@ def test_planning_needs_no_torch(room: str) -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    assert circles(graph()) == []
+    assert circle(graph()) == []
 
 
 def test_no_folder_holds_more_files_than_one_sees_at_a_glance() -> None:

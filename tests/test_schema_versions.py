@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
-import pytest
 
-from poochplan.errors import InputFileError
-from poochplan.formats.files import Document, encode_readable
 from poochplan.formats.plan import SCHEMA_VERSION, Decision, Plan
 from poochplan.formats.profile import Phase, Profile
 from poochplan.planner.planning import plan, smallest_budget
 
 DATA = Path(__file__).parent / "data"
-
-
-class Sheet(Document, frozen=True, kw_only=True):
-    newest: ClassVar[int] = 2
-    kind: str = "sheet"
-    schema_version: int = 2
-    added: str = ""
-    """Since version 2."""
 
 
 def test_a_profile_of_version_1_loads_and_is_planned_from() -> None:
@@ -71,14 +59,3 @@ def test_what_the_runtime_takes_is_in_the_step_of_a_plan_that_said_it_beside() -
     assert on_disk["runtime_s"] > 0
     assert found.step_s == on_disk["step_s"] + on_disk["runtime_s"]
     assert found.overhead == found.step_s / found.in_core_step_s - 1
-
-
-def test_a_reader_takes_every_version_up_to_its_own(tmp_path: Path) -> None:
-    for version, loads in ((0, False), (1, True), (2, True), (3, False)):
-        path = tmp_path / f"{version}.json"
-        path.write_bytes(encode_readable(Sheet(schema_version=version)))
-        if loads:
-            Sheet.load(path)
-            continue
-        with pytest.raises(InputFileError, match=f"expected sheet schema 1 or 2, found schema {version}; "):
-            Sheet.load(path)

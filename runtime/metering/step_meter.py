@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack
-from enum import StrEnum
 from typing import Literal, NamedTuple
 
 import torch
 
 from poochplan.formats.plan import Instructions, Plan
 from poochplan.formats.profile import Memory
-from poochplan.formats.profile_parts import counted_bytes
+from poochplan.formats.profile_parts import Phase, counted_bytes
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.metering.allocated import PeakBytes, StepPeak
@@ -28,26 +27,18 @@ Known = dict[int, weakref.ref[torch.UntypedStorage]]
 When = Literal["first-steps", "always", "never"]
 
 
-class StepPart(StrEnum):
-    """A part of a step."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    OPTIMIZER = "optimizer"
-
-
 class PeakMoment(NamedTuple):
     """A moment in a step, as the points of the runtime's clock that the step has passed."""
 
-    part: StepPart
+    part: Phase
     saves: int
     uses: int
 
     def layer(self, instructions: Instructions) -> str:
         """The layer that saves or uses a value there, as a plan names it; empty if none does."""
-        if self.part is StepPart.FORWARD and instructions.values:
+        if self.part is Phase.FORWARD and instructions.values:
             return instructions.values[min(self.saves, len(instructions.values) - 1)].layer
-        if self.part is StepPart.BACKWARD and 0 < self.uses <= len(instructions.uses):
+        if self.part is Phase.BACKWARD and 0 < self.uses <= len(instructions.uses):
             return instructions.values[instructions.handles[instructions.uses[self.uses - 1]]].layer
         return ""
 
@@ -124,7 +115,7 @@ class StepMeter:
         segment, stack = engine.segment, ExitStack()
         stack.enter_context(around_calls(wrapper.module, is_called))
 
-    def point(self, part: StepPart | None = None) -> None:
+    def point(self, part: Phase | None = None) -> None:
         """A point of the runtime's clock has been passed, or ``part`` of the step begins."""
         if not self._open or not self._is_due:
             return
@@ -133,7 +124,7 @@ class StepMeter:
             self._source.mark(len(self._passed))
         assert self._engine is not None
         segment = self._engine.segment
-        part = part or (StepPart.BACKWARD if in_backward() else StepPart.FORWARD)
+        part = part or (Phase.BACKWARD if in_backward() else Phase.FORWARD)
         self._passed.append(PeakMoment(part, segment.saves, segment.uses))
 
     def step_is_over(self) -> None:
@@ -192,7 +183,7 @@ class StepMeter:
 
     def backward(self, begins: bool) -> None:
         """Autograd begins to compute a backward of the step, or has ended."""
-        self.point(StepPart.BACKWARD if begins else StepPart.OPTIMIZER)
+        self.point(Phase.BACKWARD if begins else Phase.OPTIMIZER)
 
     def _live(self, engine: Engine) -> Storages:
         """All storages when a step begins: Python's, those of the model and its optimizers, and autograd's.

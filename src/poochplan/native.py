@@ -16,7 +16,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,29 +130,25 @@ class NativeBuild:
 
     def _compile(self, command: list[str], file: Path) -> None:
         """Compiles to a temporary file that is then moved, so that no incomplete library is ever loaded."""
-        descriptor, scratch = tempfile.mkstemp(suffix=".so", dir=file.parent)
-        os.close(descriptor)
-        command = [*command, "-o", scratch]
         failed = f"{shlex.join(self._compiler())} could not build the {self.name}"
         try:
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=TIMEOUT_S,
-                check=False,
-                start_new_session=True,  # the compiler ignores Ctrl-C
-            )
-            if done.returncode != 0:
-                raise NativeError(f"{failed}: {self._condensed(done.stderr)}")
-            Path(scratch).chmod(0o700)
-            Path(scratch).replace(file)
+            with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+                scratch = Path(folder) / file.name
+                done = subprocess.run(
+                    [*command, "-o", str(scratch)],
+                    capture_output=True,
+                    text=True,
+                    errors="replace",
+                    timeout=TIMEOUT_S,
+                    check=False,
+                    start_new_session=True,  # the compiler ignores Ctrl-C
+                )
+                if done.returncode != 0:
+                    raise NativeError(f"{failed}: {self._condensed(done.stderr)}")
+                scratch.chmod(0o700)
+                scratch.replace(file)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise NativeError(f"{failed}: {self._condensed(str(error))}") from None
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                Path(scratch).unlink()
 
     def _condensed(self, output: str) -> str:
         """The first error in a compiler's output, else its last line, shortened."""
@@ -172,7 +168,7 @@ def functions_of(loaded: Any, signatures: Signatures) -> dict[str, Any]:
 
 def _check(file: Path) -> None:
     check_folder(file.parent)
-    _check_own(file, stat.S_ISREG, "file")
+    _check_path(file, {os.geteuid()}, "file")
 
 
 @contextlib.contextmanager
@@ -225,44 +221,31 @@ def check_folder(folder: Path) -> None:
     Raises ``NativeError`` for another owner, a mode that lets others write, or something that is no folder.
     """
     for one in (folder, folder.parent):
-        _check_own(one, stat.S_ISDIR, "folder")
+        _check_path(one, {os.geteuid()}, "folder")
     # The owner of the root can change anything; in a user namespace that is not number 0.
-    trusted = {os.geteuid(), 0, _facts(Path("/")).st_uid}
+    trusted = {os.geteuid(), 0, Path("/").lstat().st_uid}
     for above in folder.parent.resolve().parents:
-        facts = _facts(above)
-        _check_owner(above, facts, trusted)
-        # A group with only this user may write there: many systems make such home folders.
-        if facts.st_mode & stat.S_IWOTH and not facts.st_mode & stat.S_ISVTX:
-            raise _others_write(above, facts, "o-w")
+        _check_path(above, trusted)
 
 
-def _check_own(path: Path, is_kind: Callable[[int], bool], kind: str) -> None:
-    """Raises ``NativeError`` for another owner, a mode that lets others write, or something of another kind."""
-    facts = _facts(path)
-    if not is_kind(facts.st_mode):
-        raise NativeError(f"{path}: expected a {kind}, found something else; remove it")
-    _check_owner(path, facts, {os.geteuid()})
-    if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise _others_write(path, facts, "go-w")
-
-
-def _facts(path: Path) -> os.stat_result:
+def _check_path(path: Path, owners: set[int], kind: str = "") -> None:
+    """Raises ``NativeError`` for another owner or kind, or a mode that lets others write. Without ``kind`` it is a
+    folder above: there a group may write, with only this user in it, since many systems make such home folders.
+    """
     try:
-        return path.lstat()
+        found = path.lstat()
     except OSError as error:
         raise NativeError(
             f"{path}: cannot be looked at ({error.strerror}); set XDG_CACHE_HOME to another folder"
         ) from None
-
-
-def _check_owner(path: Path, facts: os.stat_result, allowed: set[int]) -> None:
-    if facts.st_uid not in allowed:
+    mode = stat.S_IMODE(found.st_mode)
+    if kind and not {"file": stat.S_ISREG, "folder": stat.S_ISDIR}[kind](found.st_mode):
+        raise NativeError(f"{path}: expected a {kind}, found something else; remove it")
+    if found.st_uid not in owners:
         raise NativeError(
-            f"{path}: expected to be owned by user {os.geteuid()}, found user {facts.st_uid}; "
+            f"{path}: expected to be owned by user {os.geteuid()}, found user {found.st_uid}; "
             "set XDG_CACHE_HOME to a folder you own"
         )
-
-
-def _others_write(path: Path, facts: os.stat_result, remedy: str) -> NativeError:
-    mode = stat.S_IMODE(facts.st_mode)
-    return NativeError(f"{path}: expected that nobody else can write there, found mode {mode:o}; chmod {remedy} it")
+    if mode & (stat.S_IWGRP | stat.S_IWOTH) if kind else mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        remedy = "go-w" if kind else "o-w"
+        raise NativeError(f"{path}: expected that nobody else can write there, found mode {mode:o}; chmod {remedy} it")

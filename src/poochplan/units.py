@@ -19,7 +19,7 @@ def parse_bytes(text: str | int | float, what: str = "size", *, least: int = 1) 
     Raises ``UsageError`` unless it is a number of at least ``least``, with an optional unit B, KB..TB or KiB..TiB.
     """
     value = _quantity(str(text), _FACTORS)
-    if value is None or not math.isfinite(value) or value < least:
+    if value is None or value < least:
         raise UsageError(f"{what}: expected bytes such as 8GiB, 800MB or 4096, found {str(text)!r}")
     return int(value)
 
@@ -30,7 +30,7 @@ def parse_rate(text: str | int | float, what: str = "rate") -> float:
     Raises ``UsageError`` unless it is a positive number with an optional unit.
     """
     value = _quantity(str(text).removesuffix("/s"), _FACTORS)
-    if value is None or not math.isfinite(value) or value <= 0:
+    if value is None or value <= 0:
         raise UsageError(f"{what}: expected a rate such as 400MB/s or 12GB/s, found {str(text)!r}")
     return value
 
@@ -47,14 +47,14 @@ def parse_budget(text: str | int | float, in_core_peak_bytes: int) -> int:
         raise UsageError(f"budget: expected 60%, 8GiB, 800MB or bytes, found {text!r}; did you mean {written}%?")
     if written.endswith("%"):
         share = _quantity(written[:-1], {"": 1})
-        if share is not None and share > 0 and math.isfinite(share):
+        if share is not None and share > 0:
             return max(1, int(in_core_peak_bytes * share / 100))
     elif re.fullmatch(r"(0?\.[0-9]+|1\.0*)", written):
         if float(written) > 0:
             return max(1, int(in_core_peak_bytes * float(written)))
     else:
         value = _quantity(written, _FACTORS)
-        if value is not None and math.isfinite(value) and value >= 1:
+        if value is not None and value >= 1:
             return int(value)
     more = "; a budget is more than nothing" if _quantity(written.removesuffix("%"), _FACTORS) == 0 else ""
     raise UsageError(f"budget: expected 60%, 8GiB, 800MB or bytes, found {str(text)!r}{more}")
@@ -119,4 +119,5 @@ def _quantity(text: str, factors: dict[str, int]) -> float | None:
     match = _QUANTITY.fullmatch(text)
     if match is None or match[2].upper() not in factors:
         return None
-    return float(match[1]) * factors[match[2].upper()]
+    value = float(match[1]) * factors[match[2].upper()]
+    return value if math.isfinite(value) else None

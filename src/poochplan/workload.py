@@ -135,16 +135,10 @@ def parameter_values(target: str | Callable[..., Workload]) -> tuple[str, dict[s
     that come before building.
     """
     function, parameters, name, _ = _resolved(target)
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return name, parameters
-    defaults = {
-        key: None if parameter.default is parameter.empty else parameter.default
-        for key, parameter in signature.parameters.items()
-        if parameter.kind in _SETTABLE
-    }
-    return name, defaults | parameters
+    with contextlib.suppress(TypeError, ValueError):  # some builtins have no signature
+        known = inspect.signature(function).parameters.items()
+        parameters = {key: one.default for key, one in known if one.kind in _SETTABLE} | parameters
+    return name, {key: None if value is inspect.Parameter.empty else value for key, value in parameters.items()}
 
 
 def _resolved(target: str | Callable[..., Workload]) -> tuple[Callable[..., object], dict[str, Any], str, str]:
@@ -328,10 +322,9 @@ def _missing_module(name: str, missing: str) -> str:
 
 
 def _import_failure(place: str, error: Exception | SystemExit) -> PoochError:
-    if isinstance(error, ModuleNotFoundError):
-        return UsageError(f"{place} exists, but an import inside it failed: {named_line(error)}; install that module")
     if isinstance(error, ImportError):
-        return UsageError(f"{place} exists, but an import inside it failed: {named_line(error)}; pass -v to see where")
+        remedy = "install that module" if isinstance(error, ModuleNotFoundError) else "pass -v to see where"
+        return UsageError(f"{place} exists, but an import inside it failed: {named_line(error)}; {remedy}")
     if isinstance(error, SyntaxError):
         return UsageError(f"{place}: line {error.lineno} is not valid python: {error.msg}")
     if isinstance(error, PoochError):
@@ -398,10 +391,8 @@ def _converted(value: Any, text: str | None, annotation: Any, key: str, what: st
         return msgspec.convert(value, type=annotation)
     except msgspec.ValidationError as error:
         if text is not None:
-            try:
+            with contextlib.suppress(msgspec.ValidationError):
                 return msgspec.convert(text, type=annotation)
-            except msgspec.ValidationError:
-                pass
         wanted = inspect.formatannotation(annotation).replace("collections.abc.", "")
         detail = f" ({error})" if " at " in str(error) or "one of" in str(error) else ""
         raise UsageError(

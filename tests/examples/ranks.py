@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import poochplan
-from tests.online.census import outside_meter
+from tests.live_bytes import outside_meter
 from tests.runtime.nets import LINK
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

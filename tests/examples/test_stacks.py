@@ -18,8 +18,8 @@ from poochplan.integrations.trainers import called_by
 from tests.examples.lightning_ranks import Watches
 from tests.examples.ranks import EXAMPLES, main_of, no_session
 from tests.examples.ranks import QUICK as SHORT
+from tests.live_bytes import outside_meter
 from tests.online.caches import costs_are_known, empty_cache
-from tests.online.census import outside_meter
 from tests.torchrun import TORCHRUN, torchrun
 
 QUICK: dict[str, Any] = {"before_plan": "swap", **SHORT}

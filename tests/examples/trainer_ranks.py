@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from poochplan.integrations.hf import PlanCallback
 from tests.examples.ranks import QUICK, main_of, result_of, write
-from tests.online.census import outside_meter
+from tests.live_bytes import outside_meter
 
 
 class Waits(TrainerCallback):

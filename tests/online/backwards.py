@@ -188,12 +188,7 @@ def optimizer_in_backward() -> Training:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(step)
 
-    def turn(_: int) -> Losses:
-        loss = loss_of(model, data)
-        loss.backward()
-        return [loss.item()]
-
-    return Training(model, list(optimizers.values()), turn)
+    return stepping(model, lambda _: loss_of(model, data), *optimizers.values(), update=lambda: None)
 
 
 def compiled_beside_branches() -> Training:
@@ -213,6 +208,7 @@ def compiled_in_checkpoint() -> Training:
 
 BACKWARDS: dict[str, Callable[[], Training]] = {
     "noisy_or": noisy_or,
+    "noisy_or_with_a_plan": lambda: noisy_or(hidden=7, width=256, rows=1024),
     "branches": branches,
     "checkpoint": checkpointing_inside,
     "reentrant_checkpoint": lambda: plain(Checkpointed(reentrant=True)),

@@ -13,8 +13,7 @@ import torch
 
 import poochplan
 from poochplan.runtime.session import Session
-from tests.live_bytes import LiveBytes
-from tests.online.census import outside_meter
+from tests.live_bytes import LiveBytes, outside_meter
 from tests.runtime.nets import LINK
 
 from .trainings import Training

@@ -10,16 +10,7 @@ import torch
 import poochplan
 from poochplan.formats.profile import Phase
 from poochplan.formats.queries import saved_values
-from tests.online.trainings import (
-    Training,
-    accumulation,
-    autocast,
-    batch,
-    blocks,
-    dropout_and_batch_norm,
-    loss_of,
-    stepping,
-)
+from tests.online.trainings import Training, accumulation, autocast, dropout_and_batch_norm
 from tests.runtime.nets import CASES, LINK
 
 
@@ -36,24 +27,8 @@ def test_everything_is_restored(make: Callable[[], Training]) -> None:
     assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def test_the_in_core_peak_is_that_of_a_step_whose_backward_the_profiler_calls() -> None:
-    model, data = blocks(), batch()
-    optimizer = torch.optim.AdamW(model.parameters())
-    whole = stepping(model, lambda _: loss_of(model, data), optimizer)
-    options = {"model": model, "optimizer": optimizer, "link": LINK}
-    outside = poochplan.profile(lambda: loss_of(model, data), **options)  # type: ignore[arg-type]
-    inside = poochplan.profile(lambda: whole.turn(0), backward="inside", **options)  # type: ignore[arg-type]
-    known = sum(value.size_bytes for value in outside.values if value.born < 0)
-    there = sum(value.size_bytes for value in inside.values if value.born < 0)
-    beside = there - known  # other tensors of this process, which only the loop's own profile counts
-    assert inside.in_core_peak_bytes - beside == pytest.approx(outside.in_core_peak_bytes, abs=512 * 64)
-    forward = [op.name for op in outside.ops if op.phase is Phase.FORWARD]
-    assert [op.name for op in inside.ops][: len(forward)] == forward
-    assert [value.size_bytes for value in saved(inside)] == [value.size_bytes for value in saved(outside)]
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_saved_and_what_may_be_done_with_it_is_that_of_a_step_function(name: str) -> None:
+def test_what_is_saved_what_may_be_done_with_it_and_the_in_core_peak_are_those_of_a_step_function(name: str) -> None:
     model, step, optimizer = CASES[name].fresh()
 
     def whole() -> None:
@@ -63,6 +38,11 @@ def test_what_is_saved_and_what_may_be_done_with_it_is_that_of_a_step_function(n
 
     inside = poochplan.profile(whole, model=model, optimizer=optimizer, backward="inside", link=LINK)
     outside = CASES[name].profile()
+    known, there = (sum(value.size_bytes for value in one.values if value.born < 0) for one in (outside, inside))
+    beside = there - known  # other tensors of this process, which only the loop's own profile counts
+    assert inside.in_core_peak_bytes - beside == pytest.approx(outside.in_core_peak_bytes, abs=512 * 64)
+    forward = [op.name for op in outside.ops if op.phase is Phase.FORWARD]
+    assert [op.name for op in inside.ops][: len(forward)] == forward
     assert [handle.dtype for handle in inside.handles] == [handle.dtype for handle in outside.handles]
     for one, other in zip(saved(inside), saved(outside), strict=True):
         assert (one.size_bytes, one.dtype, one.shape) == (other.size_bytes, other.dtype, other.shape)

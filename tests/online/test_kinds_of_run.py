@@ -49,9 +49,9 @@ OTHERS: dict[str, tuple[Callable[[], Training], Around]] = {
 }
 
 
-def takes_its_own_plan(make: Callable[[], Training], cache: Path, turns: int = 4, budget: str = "60%") -> bool:
+def takes_its_own_plan(make: Callable[[], Training], cache: Path, turns: int = 4) -> bool:
     """Whether a run follows a plan from its first step on, to the last: nothing is studied, and no step leaves it."""
-    run = run_auto(make, budget, cache, turns)
+    run = run_auto(make, "60%", cache, turns)
     assert run.equals(run_plain(make, turns))
     found = run.planned_at == 0 and not run.session._source.kinds and not run.session.total.fallbacks
     del run

@@ -81,33 +81,27 @@ def unequal(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return torchrun("tests.online.unequal", tmp_path_factory.mktemp("unequal"), *kinds)
 
 
-def test_the_budget_is_the_smallest_of_all_ranks(unequal: list[dict[str, Any]]) -> None:
-    for rank in unequal:
-        plain, planned = rank["budgets"]["plain"], rank["budgets"]["planned"]
-        assert planned["budget_bytes"] == parse_budget("75%", planned["in_core_bytes"])
-        assert planned["followed"] > 0
-        assert planned["ranks"] == 2, "they share the host's link and memory"
-        assert {name: planned[name] for name in plain} == plain
-
-
-def test_a_rank_that_has_larger_shapes_later_trains_on_without_the_plan_that_the_others_follow(
-    unequal: list[dict[str, Any]],
-) -> None:
-    for rank in unequal:
-        plain, planned = rank["later"]["plain"], rank["later"]["planned"]
-        assert {name: planned[name] for name in plain} == plain
-    first, second = (rank["later"]["planned"]["followed"] for rank in unequal)
-    assert first > second > 0
-
-
-@pytest.mark.parametrize(("kind", "least"), [("joined", (1, 0)), ("apart", (0, 1))])
-def test_ranks_that_take_other_steps_or_train_apart_wait_for_no_plan_of_another(
+@pytest.mark.parametrize(
+    ("kind", "least"), [("budgets", (1, 1)), ("later", (1, 1)), ("joined", (1, 0)), ("apart", (0, 1))]
+)
+def test_ranks_that_differ_train_on_as_without_a_session_and_wait_for_no_plan_of_another(
     kind: str, least: tuple[int, int], unequal: list[dict[str, Any]]
 ) -> None:
     for rank, followed in zip(unequal, least, strict=True):
         plain, planned = rank[kind]["plain"], rank[kind]["planned"]
         assert {name: planned[name] for name in plain} == plain
         assert planned.get("followed", 0) >= followed
+
+
+def test_the_budget_is_the_smallest_of_all_ranks(unequal: list[dict[str, Any]]) -> None:
+    for planned in (rank["budgets"]["planned"] for rank in unequal):
+        assert planned["budget_bytes"] == parse_budget("75%", planned["in_core_bytes"])
+        assert planned["ranks"] == 2, "they share the host's link and memory"
+
+
+def test_a_rank_with_larger_shapes_later_leaves_the_plan_that_the_others_follow(unequal: list[dict[str, Any]]) -> None:
+    first, second = (rank["later"]["planned"]["followed"] for rank in unequal)
+    assert first > second
 
 
 def test_a_rank_with_larger_shapes_from_the_start_is_one_error_on_all_before_they_follow_a_plan(

@@ -72,37 +72,29 @@ class Served:
         return Run(self.losses, bytes_of(self.training.state()), [])
 
 
-@pytest.fixture(scope="module")
-def accumulated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Served, Run]:
-    """A training of several kinds of segments, once it has run."""
-    served = Served(accumulation, tmp_path_factory.mktemp("cache"))
-    return served, served.run()
-
-
-def _is_bitwise_plain_and_served_whole(make: Callable[[], Training], served: Served, run: Run) -> None:
-    assert run.equals(run_plain(make, TURNS))
-    whole = [size_bytes for size_bytes in served.served_bytes[LEARNED_AT:] if size_bytes > UNPLANNED_BYTES]
-    assert len(whole) >= TURNS - LEARNED_AT - 3  # behind a forward that nobody used comes another kind of segment
-    assert served.unserved_bytes[LEARNED_AT:] == [0] * (TURNS - LEARNED_AT)
-    assert served.session.total.fallbacks == 0
-    before_plan = served.served_bytes[: served.planned.index(True)]
-    assert before_plan
-    assert not any(before_plan)  # segments that are studied, or wait for their plan
-    assert not [one for one in served.session.arena.unserved if one.size_bytes >= UNPLANNED_BYTES]
-
-
-@pytest.mark.parametrize("make", [dropout_and_batch_norm, evaluated_between, outputs_held])
-def test_segments_are_bitwise_what_they_were_and_served_whole_once_they_are_learned(
+@pytest.mark.parametrize("make", [dropout_and_batch_norm, evaluated_between, outputs_held, accumulation])
+def test_segments_are_bitwise_what_they_were_and_served_whole_from_one_arena_within_the_budget_once_they_are_learned(
     make: Callable[[], Training], tmp_path: Path
 ) -> None:
     served = Served(make, tmp_path)
-    _is_bitwise_plain_and_served_whole(make, served, served.run())
-
-
-def test_so_are_segments_of_several_kinds_which_take_one_arena_by_turns(accumulated: tuple[Served, Run]) -> None:
-    served, run = accumulated
-    _is_bitwise_plain_and_served_whole(accumulation, served, run)
-    assert served.arenas == [1, 0]
+    assert served.run().equals(run_plain(make, TURNS))
+    whole = [size_bytes for size_bytes in served.served_bytes[LEARNED_AT:] if size_bytes > UNPLANNED_BYTES]
+    assert len(whole) >= TURNS - LEARNED_AT - 3  # behind a forward that nobody used comes another kind of segment
+    assert served.unserved_bytes[LEARNED_AT:] == [0] * (TURNS - LEARNED_AT)
+    before_plan = served.served_bytes[: served.planned.index(True)]
+    assert before_plan
+    assert not any(before_plan)  # segments that are studied, or wait for their plan
+    assert served.arenas == [1, make is not accumulation]  # kinds take it by turns; gradients that stay hold it
+    session = served.session
+    assert session.total.fallbacks == 0
+    assert not [one for one in session.arena.unserved if one.size_bytes >= UNPLANNED_BYTES]
+    assert {profile.memory for profile in session.profiles.values()} == {Memory.ALLOCATED}
+    plans = list(session.plans.values())
+    assert len(plans) > (make is accumulation)
+    for plan in plans:
+        assert plan.layout is not None
+        assert plan.prediction.arena_peak_bytes <= plan.budget_bytes
+    assert session.total.peak_bytes <= max(plan.budget_bytes for plan in plans)
 
 
 @pytest.mark.parametrize("longer", [False, True])
@@ -142,19 +134,6 @@ def test_a_loop_that_lets_go_earlier_than_the_profiled_one_gets_plans_until_an_a
     assert second.served_bytes[-1] > UNPLANNED_BYTES, (second.served_bytes, second.session.arena, said)
     assert second.unserved_bytes[-1] == 0
     assert session.total.peak_bytes <= max(plan.budget_bytes for plan in session.plans.values())
-
-
-def test_plans_have_places_and_their_budget_is_on_the_arena_and_what_lies_outside(
-    accumulated: tuple[Served, Run],
-) -> None:
-    session = accumulated[0].session
-    assert {profile.memory for profile in session.profiles.values()} == {Memory.ALLOCATED}
-    plans = list(session.plans.values())
-    assert len(plans) > 1
-    for plan in plans:
-        assert plan.layout is not None
-        assert plan.prediction.arena_peak_bytes <= plan.budget_bytes
-    assert session.total.peak_bytes <= max(plan.budget_bytes for plan in plans)
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_is_served_and_bitwise_the_one_that_was_not_left(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,11 @@ from torch import nn
 import poochplan
 from poochplan.online.plan_cache import optimizers_of
 from poochplan.runtime.active_plan import ActivePlan
-from tests.online.runs import QUICK, planning, run_auto, run_plain
+from tests.online.runs import QUICK, opened, planning, run_auto, run_plain
 from tests.online.trainings import Losses, Training, Turn, blocks, plain, stepping
 from tests.processes import python
 from tests.runtime.besides import plain_step
-from tests.runtime.nets import CASES, LINK
+from tests.runtime.nets import CASES
 
 BATCH = torch.linspace(-1, 1, 256 * 64).reshape(256, 64)
 
@@ -38,23 +37,25 @@ def network() -> nn.Module:
     return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
 
 
-def plain_of(model: nn.Module) -> Training:
-    return stepping(model, lambda _: model(BATCH).square().mean(), torch.optim.SGD(model.parameters(), lr=0.01))
+def updated(model: nn.Module, update: Callable[[], object]) -> Training:
+    """Without an optimizer that ``auto`` is given."""
+    return stepping(model, lambda _: model(BATCH).square().mean(), update=update)
+
+
+def plain_of(model: nn.Module, rows: torch.Tensor = BATCH) -> Training:
+    return stepping(model, lambda _: model(rows).square().mean(), torch.optim.SGD(model.parameters(), lr=0.01))
 
 
 def by_hand() -> Training:
     model = network()
 
-    def turn(_: int) -> Losses:
-        loss = model(BATCH).square().mean()
-        loss.backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.01 * parameter.grad
-                parameter.grad = None
-        return [loss.item()]
+    @torch.no_grad()
+    def update() -> None:
+        for parameter in model.parameters():
+            parameter -= 0.01 * parameter.grad
+            parameter.grad = None
 
-    return Training(model, [], turn)
+    return updated(model, update)
 
 
 def by_master_weights() -> Training:
@@ -62,69 +63,33 @@ def by_master_weights() -> Training:
     masters = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
     optimizer = torch.optim.SGD(masters, lr=0.01)
 
-    def turn(_: int) -> Losses:
-        loss = model(BATCH).square().mean()
-        loss.backward()
+    def update() -> None:
         for master, parameter in zip(masters, model.parameters(), strict=True):
             master.grad, parameter.grad = parameter.grad, None
         optimizer.step()
         with torch.no_grad():
             for master, parameter in zip(masters, model.parameters(), strict=True):
                 parameter.copy_(master)
-        return [loss.item()]
 
-    return Training(model, [], turn)
-
-
-@pytest.mark.parametrize("updating", [by_hand, by_master_weights])
-def test_a_loop_whose_optimizer_is_not_seen_is_planned(updating: Callable[[], Training], tmp_path: Path) -> None:
-    found = run_auto(updating, "60%", tmp_path, 32, is_metered=False)
-    assert found.equals(run_plain(updating, 32, is_metered=False))
-    assert len(found.session.plans) == 1
-    assert found.session.report().steps_followed > 0
-    assert not found.session._source.kinds.alike
+    return updated(model, update)
 
 
-def test_a_loop_whose_optimizers_step_in_hooks_of_backward_is_planned(tmp_path: Path) -> None:
-    losses = []
-    for budget in (None, "70%"):
-        model, found = network(), list[float]()
-        optimizers = {one: torch.optim.SGD([one], lr=0.01) for one in model.parameters()}
+def in_hooks_of_backward() -> Training:
+    model = network()
+    optimizers = {one: torch.optim.SGD([one], lr=0.01) for one in model.parameters()}
 
-        def update(parameter: torch.Tensor, optimizers: dict[Any, torch.optim.SGD] = optimizers) -> None:
-            optimizers[parameter].step()
-            parameter.grad = None
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        parameter.grad = None
 
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(update)
-        session = None if budget is None else poochplan.auto(model, budget=budget, cache=tmp_path, **QUICK).__enter__()
-        for number in range(24):
-            loss = model(BATCH).square().mean()
-            loss.backward()
-            found.append(loss.item())
-            if number > 18 and session is not None:
-                session.wait_until_planned(60)
-        losses.append(found)
-    assert session is not None
-    session.close()
-    assert losses[0] == losses[1]
-    assert session.report().steps_followed > 0
-    assert session.report().total.fallbacks == 0
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    return updated(model, lambda: None)
 
 
-def test_a_new_optimizer_for_each_task_takes_the_place_of_the_last_one(tmp_path: Path) -> None:
-    model, made = network(), list[weakref.ref[torch.optim.Optimizer]]()
-    with poochplan.auto(model, budget="70%", cache=tmp_path, **QUICK) as session:
-        for _ in range(4):
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-            made.append(weakref.ref(optimizer))
-            for _ in range(8):
-                plain_step(model, optimizer, BATCH)
-            del optimizer
-            gc.collect()
-            session.wait_until_planned(60)
-        assert [reference() for reference in made] == [None] * 4
-        assert len(session._source.kinds) == len(session.plans) == 1
+def lazy_layers() -> Training:
+    """They have no weights before the first step."""
+    return plain_of(nn.Sequential(*(layer for _ in range(4) for layer in (nn.LazyLinear(64), nn.GELU()))))
 
 
 def transforming() -> Training:
@@ -147,12 +112,40 @@ def transforming() -> Training:
     return training.each(turn)
 
 
-def test_calls_of_the_model_within_transforms_are_no_steps(tmp_path: Path) -> None:
-    found = run_auto(transforming, "70%", tmp_path, is_metered=False)
-    assert found.equals(run_plain(transforming, is_metered=False))
+@pytest.mark.parametrize(
+    ("make", "budget"),
+    [
+        (by_hand, "60%"),
+        (by_master_weights, "60%"),
+        (in_hooks_of_backward, "70%"),
+        (lazy_layers, "80%"),
+        (transforming, "70%"),
+    ],
+)
+def test_a_loop_whose_optimizer_or_weights_are_not_seen_or_that_calls_its_model_in_transforms_has_one_plan(
+    make: Callable[[], Training], budget: str, tmp_path: Path
+) -> None:
+    found = run_auto(make, budget, tmp_path, 32, is_metered=False)
+    assert found.equals(run_plain(make, 32, is_metered=False))
     assert len(found.session.plans) == len(found.session._source.kinds) == 1
     assert found.session.report().steps_followed > 0
     assert found.session.total.fallbacks == 0
+    assert not found.session._source.kinds.alike
+
+
+def test_a_new_optimizer_for_each_task_takes_the_place_of_the_last_one(tmp_path: Path) -> None:
+    model, made = network(), list[weakref.ref[torch.optim.Optimizer]]()
+    with poochplan.auto(model, budget="70%", cache=tmp_path, **QUICK) as session:
+        for _ in range(4):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+            made.append(weakref.ref(optimizer))
+            for _ in range(8):
+                plain_step(model, optimizer, BATCH)
+            del optimizer
+            gc.collect()
+            session.wait_until_planned(60)
+        assert [reference() for reference in made] == [None] * 4
+        assert len(session._source.kinds) == len(session.plans) == 1
 
 
 @pytest.mark.parametrize("has_optimizer", [True, False])
@@ -219,7 +212,7 @@ def test_a_loop_on_another_thread_than_the_sessions_is_told_so(tmp_path: Path) -
     training = plain_of(network())
     loop = threading.Thread(target=lambda: [training.turn(number) for number in range(3)])
     with pytest.warns(RuntimeWarning, match="called 3 times on another thread than the session's"):
-        with poochplan.auto(training.models, training.optimizers, budget="70%", cache=tmp_path, **QUICK):
+        with opened(training, tmp_path):
             loop.start()
             loop.join()
 
@@ -228,7 +221,7 @@ def test_a_loop_whose_own_hooks_take_what_is_saved_is_told_that_nothing_was_plan
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     training = plain(blocks(), lambda _: torch.autograd.graph.save_on_cpu())
-    with poochplan.auto(training.models, training.optimizers, budget="70%", cache=tmp_path, link=LINK):
+    with opened(training, tmp_path, quiet=False):
         for number in range(8):
             training.turn(number)
     assert "no backward has used what the model saved" in capsys.readouterr().err
@@ -239,39 +232,11 @@ class Named(torch.Tensor):
 
 
 def test_a_loop_that_saves_only_what_no_plan_moves_is_told_so(tmp_path: Path) -> None:
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    options: dict[str, Any] = {"budget": "60%", "cache": tmp_path, **QUICK}
-    with (
-        pytest.warns(RuntimeWarning, match="all that they save is sparse, nested or of a subclass"),
-        poochplan.auto(model, optimizer, **options),
-    ):
-        for _ in range(12):
-            model(BATCH.as_subclass(Named)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def test_lazy_layers_may_have_no_weights_before_the_first_step(tmp_path: Path) -> None:
-    losses, followed = [], 0
-    for is_planned in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.LazyLinear(64), nn.GELU())))
-        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.01), list[float]()
-        options: dict[str, Any] = {"budget": "80%", "cache": tmp_path, **QUICK}
-        with poochplan.auto(model, optimizer, **options) if is_planned else nullcontext() as session:
-            for number in range(20):
-                loss = model(BATCH).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                found.append(loss.item())
-                if session is not None and number >= 12:
-                    session.wait_until_planned(60)
-            followed = 0 if session is None else session.report().steps_followed
-        losses.append(found)
-    assert losses[0] == losses[1]
-    assert followed > 0
+    training = plain_of(network(), BATCH.as_subclass(Named))
+    told = "all that they save is sparse, nested or of a subclass"
+    with pytest.warns(RuntimeWarning, match=told), opened(training, tmp_path):
+        for number in range(12):
+            training.turn(number)
 
 
 FORKS = """

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.runtime.nets import Net
@@ -49,15 +50,8 @@ class Training:
             found += [*model.parameters(), *model.buffers()]
             found += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         for optimizer in self.optimizers:
-            found += _tensors(optimizer.state_dict()["state"])
+            found += [one for one in tree_leaves(optimizer.state_dict()["state"]) if isinstance(one, torch.Tensor)]
         return [*(tensor.detach().clone() for tensor in (*found, *self.also())), torch.get_rng_state()]
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
-    return [tensor for item in items for tensor in _tensors(item)]
 
 
 def blocks(count: int = 6, *between: Callable[[], nn.Module]) -> nn.Sequential:
@@ -83,9 +77,12 @@ def stepping(
     forward: Callable[[int], torch.Tensor | Iterable[torch.Tensor]],
     *optimizers: torch.optim.Optimizer,
     zeroes_last: bool = False,
+    update: Callable[[], object] | None = None,
 ) -> Training:
-    """Zero, forward, backward, step. ``forward`` gives the loss, by the turn, or several that come one by one."""
-    own = optimizers or (adam(model),)
+    """Zero, forward, backward, step. ``forward`` gives the loss, by the turn, or several that come one by one.
+    ``update`` is there in place of the optimizers' steps.
+    """
+    own = optimizers if optimizers or update is not None else (adam(model),)
 
     def turn(number: int) -> Losses:
         losses = []
@@ -95,8 +92,11 @@ def stepping(
         for loss in [given] if isinstance(given, torch.Tensor) else given:
             loss.backward()
             losses.append(loss.item())
+        if update is not None:
+            update()
         for optimizer in own:
-            optimizer.step()
+            if update is None:
+                optimizer.step()
             if zeroes_last:
                 optimizer.zero_grad()
         return losses
@@ -186,16 +186,12 @@ def clipping_and_scheduler() -> Training:
     optimizer, data = adam(model), batch()
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
 
-    def turn(_: int) -> Losses:
-        optimizer.zero_grad()
-        loss = loss_of(model, data)
-        loss.backward()
+    def update() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         scheduler.step()
-        return [loss.item()]
 
-    return Training(model, [optimizer], turn)
+    return stepping(model, lambda _: loss_of(model, data), optimizer, update=update)
 
 
 def skipping_scaler() -> Training:
@@ -204,15 +200,14 @@ def skipping_scaler() -> Training:
     optimizer, data = adam(model), batch()
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
 
-    def turn(number: int) -> Losses:
-        optimizer.zero_grad()
-        loss = loss_of(model, data)
-        scaler.scale(loss * (float("inf") if number % 5 in (0, 3) else 1.0)).backward()
+    def forward(number: int) -> torch.Tensor:
+        return scaler.scale(loss_of(model, data) * (float("inf") if number % 5 in (0, 3) else 1.0))
+
+    def update() -> None:
         scaler.step(optimizer)
         scaler.update()
-        return [loss.item()]
 
-    return Training(model, [optimizer], turn)
+    return stepping(model, forward, optimizer, update=update)
 
 
 def two_passes() -> Training:

@@ -9,7 +9,6 @@ killed while rank 0 has a plan made.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import sys
@@ -17,7 +16,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from torch.distributed.algorithms.join import Join
 
 import poochplan
 from poochplan.errors import PoochError
+from tests.online.sharded import digest_of, plain
 from tests.online.sharded import told as group
 from tests.runtime.nets import LINK
 
@@ -54,8 +53,7 @@ def trained(
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-    bits = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in model.parameters())).hexdigest()
-    found: dict[str, Any] = {"losses": losses, "parameters": bits}
+    found: dict[str, Any] = {"losses": losses, "parameters": digest_of(model)}
     if session is None:
         return found
     plan = session.plan
@@ -117,10 +115,6 @@ def main(folder: Path, kinds: list[str]) -> None:
         for kind in kinds:
             facts[kind] = facts_of(folder, kind, torch.distributed.get_rank())
             torch.distributed.barrier()
-
-
-def plain(*_: Any) -> Any:
-    return nullcontext()
 
 
 def facts_of(folder: Path, kind: str, rank: int) -> dict[str, Any]:

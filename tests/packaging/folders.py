@@ -14,19 +14,19 @@ ROOT = Path(__file__).parents[2]
 _LIST = re.compile(r"^packages = \[\n(?:.*,\n)*\]$", re.MULTILINE)
 
 
-def listed_packages(root: Path = ROOT) -> list[str]:
+def listed_packages() -> list[str]:
     """What pyproject.toml lists."""
-    packages: list[str] = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    packages: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     return packages
 
 
-def package_folders(root: Path = ROOT) -> dict[str, Path]:
+def package_folders() -> dict[str, Path]:
     """Every package and its folder: each folder with an ``__init__.py`` under those that package-dir names.
 
     Goes by package-dir and never through a link, so that it finds the same in a checkout without symbolic links.
     """
-    homes: dict[str, str] = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
-    return {package: folder for name, home in homes.items() for package, folder in _under(name, root / home)}
+    homes: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
+    return {package: folder for name, home in homes.items() for package, folder in _under(name, ROOT / home)}
 
 
 def _under(name: str, folder: Path) -> Iterator[tuple[str, Path]]:

@@ -6,6 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
 import poochplan
 from tests.packaging.builds import environment, install, run
 from tests.packaging.folders import ROOT, package_folders
@@ -53,9 +55,10 @@ def test_planning_needs_neither_torch_nor_linux(installed: Path, tmp_path: Path)
     assert json.loads((tmp_path / "plan.json").read_text())["values"]
 
 
-def test_an_editable_install_without_links_imports_the_checkout(builds: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("links", ["with links", "without links"])
+def test_an_editable_install_imports_the_checkout(links: str, builds: Path, tmp_path: Path) -> None:
     tree = tmp_path / "tree"
-    shutil.copytree(builds / "trees" / "without links", tree)
+    shutil.copytree(builds / "trees" / links, tree, symlinks=True)
     bin_folder = environment(tmp_path / "environment")
     install(bin_folder, "--editable", str(tree))
     found = Path(run(str(bin_folder / "python"), "-c", _WHERE, cwd=tmp_path).strip())

@@ -56,7 +56,7 @@ def check_output(path: str | Path, *, force: bool = False) -> Path:
 
 
 def write_atomic(path: str | Path, data: bytes, *, force: bool = False) -> Path:
-    """Writes ``data`` to a temporary file next to the path and moves it into place, so no half-written file is ever
+    """Writes ``data`` to a temporary folder next to the path and moves it into place, so no half-written file is ever
     visible.
 
     A path that ends in ``.gz`` is compressed. Raises what :func:`check_output` raises.
@@ -64,27 +64,21 @@ def write_atomic(path: str | Path, data: bytes, *, force: bool = False) -> Path:
     target = check_output(path, force=force)
     if target.suffix == ".gz":
         data = gzip.compress(data, mtime=0)
-    descriptor, scratch = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+        scratch = Path(folder) / target.name
+        with scratch.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(scratch).chmod(0o666 & ~umask)
         if force:
-            Path(scratch).replace(target)
+            scratch.replace(target)
         else:
             try:  # a link fails where a replace would overwrite a file that appeared meanwhile
                 os.link(scratch, target)
             except FileExistsError:
                 raise OutputExistsError(f"{target} {_EXISTS}") from None
             except OSError:  # file systems without hard links
-                Path(scratch).replace(target)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            Path(scratch).unlink()
+                scratch.replace(target)
     return target
 
 

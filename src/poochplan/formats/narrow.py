@@ -67,25 +67,21 @@ def masks_of(profile: Profile) -> dict[int, int]:
         return found
     if any(value.nodes for value in profile.values):  # saved by compiled graphs, which hold what they please
         return found
-    taken, held = set(narrowed(profile).values()), _held_sources(profile)
+    taken, saved = set(narrowed(profile).values()), {handle.value for handle in profile.handles}
+    # Those that a plan may hold, whether the profile has their save points or not.
+    sources = {value for value in saved if is_source(profile.values[value])}.union(sources_of(profile).values())
     writers, last_write, readers = writers_by_value(profile), last_writes(profile), _first_readers(profile)
     for number, point in enumerate(profile.points):
         mask = profile.handles[point.handle].value
         if point.kind is not PointKind.SAVE or mask in taken or not _is_mask(profile, mask, writers[mask]):
             continue
-        if form_of(profile, mask) == HALF and not held.isdisjoint(profile.ops[writers[mask][0]].inputs):
+        if form_of(profile, mask) == HALF and not sources.isdisjoint(profile.ops[writers[mask][0]].inputs):
             continue
         if max(last_write[mask], writers[mask][-1]) >= point.op or readers.get(mask, point.op) < point.op:
             continue
         if widening_seconds(profile, mask, point.op) is not None:
             found[number] = mask
     return found
-
-
-def _held_sources(profile: Profile) -> set[int]:
-    """The sources that a plan may hold, whether the profile has their save points or not."""
-    added = {handle.value for handle in profile.handles if is_source(profile.values[handle.value])}
-    return added.union(sources_of(profile).values())
 
 
 def faster_masks(profile: Profile) -> dict[int, int]:

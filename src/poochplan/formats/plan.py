@@ -215,13 +215,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
     @cached_property
     def instructions(self) -> Instructions:
         """The instructions alone, without predictions."""
-        return Instructions(
-            record_from_start=self.record_from_start,
-            values=self.values,
-            handles=self.handles,
-            uses=self.uses,
-            schedule=self.schedule,
-        )
+        return Instructions(**{name: getattr(self, name) for name in Instructions.__struct_fields__})
 
     @property
     def counted_text(self) -> str:

@@ -47,6 +47,7 @@ class PlanSet:
         self.plans = tuple(plans)
         _check(self.plans)
         self._inputs = [_parse(plan.inputs) for plan in self.plans]
+        self._elements = [sum(math.prod(entry.shape) for entry in inputs) for inputs in self._inputs]
 
     @classmethod
     def load(cls, *paths: str | Path) -> PlanSet:
@@ -60,18 +61,13 @@ class PlanSet:
         is the one with the fewest elements in all, the first of those.
         """
         asked = _parse(signature)
-        larger = [
-            (sum(math.prod(entry.shape) for entry in inputs), index)
-            for index, inputs in enumerate(self._inputs)
-            if _hold(inputs, asked)
-        ]
-        return self.plans[min(larger)[1]] if larger else None
+        larger = [index for index, inputs in enumerate(self._inputs) if _hold(inputs, asked)]
+        return self.plans[min(larger, key=self._elements.__getitem__)] if larger else None
 
     @property
     def largest(self) -> Plan:
         """The plan whose inputs have the most elements, the first of those."""
-        sizes = [sum(math.prod(entry.shape) for entry in inputs) for inputs in self._inputs]
-        return self.plans[sizes.index(max(sizes))]
+        return self.plans[self._elements.index(max(self._elements))]
 
 
 def plans_of(given: Plan | PlanSet) -> tuple[Plan, ...]:

@@ -9,6 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from msgspec.structs import asdict
+
 from poochplan.units import format_bytes, format_seconds
 
 from .occupancy import live_bytes
@@ -160,13 +162,11 @@ def _ops(profile: ProfileData) -> pd.DataFrame:
 
     live = live_bytes(profile)
     rows = [
-        (
-            op.name, op.layer or OUTSIDE, str(op.phase), tick, op.duration_s, op.spread_s, op.inputs, op.outputs,
-            op.writes, sum(profile.values[value].size_bytes for value in op.outputs), op.workspace_bytes,
-            int(live[tick]), op.random, op.opaque,
-        )
+        asdict(op)
+        | {"layer": op.layer or OUTSIDE, "phase": str(op.phase), "tick": tick, "live_bytes": int(live[tick])}
+        | {"born_bytes": sum(profile.values[value].size_bytes for value in op.outputs)}
         for op, tick in zip(profile.ops, profile.op_ticks, strict=True)
-    ]  # fmt: skip
+    ]
     columns = (
         "name", "layer", "phase", "tick", "duration_s", "spread_s", "inputs", "outputs", "writes", "born_bytes",
         "workspace_bytes", "live_bytes", "random", "opaque",
@@ -185,13 +185,9 @@ def _values(profile: ProfileData) -> pd.DataFrame:
         swap_s = swap_seconds(profile, value.size_bytes) if free else math.nan
         replayable = free and not value.unreplayable
         recompute_s = sum(profile.ops[op].duration_s for op in writers[index]) if replayable else math.nan
-        rows.append(
-            (
-                value.name, value.layer or OUTSIDE, str(value.kind), value.size_bytes, value.dtype, value.shape,
-                value.born, value.forward_death, value.freed, index in saved, swap_s, recompute_s,
-                swap_s / recompute_s if recompute_s else math.nan, value.pinned, value.unreplayable,
-            )
-        )  # fmt: skip
+        ratio = swap_s / recompute_s if recompute_s else math.nan
+        known = {"layer": value.layer or OUTSIDE, "kind": str(value.kind), "saved": index in saved}
+        rows.append(asdict(value) | known | {"swap_s": swap_s, "recompute_s": recompute_s, "ratio": ratio})
     columns = (
         "name", "layer", "kind", "size_bytes", "dtype", "shape", "born", "forward_death", "freed", "saved", "swap_s",
         "recompute_s", "ratio", "pinned", "unreplayable",
