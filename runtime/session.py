@@ -358,7 +358,7 @@ class Session:
 
     def _optimizing(self, optimizer: torch.optim.Optimizer) -> None:
         self._source.optimizing(optimizer)
-        if complaint := self._totals.optimizing(optimizer, self._engine.segment):
+        if complaint := self._totals.optimizing(self._engine.segment):
             self._messages.warn(complaint)
         if self._certifier is not None:
             plan = self._following.plan if self._following is not None else None

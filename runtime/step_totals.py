@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -16,7 +15,7 @@ from poochplan.runtime.run_report import ArenaReport, MemoryPeaks, Report, Sessi
 from poochplan.torch_private.compiler_internals import compiled_graphs
 
 UNSEEN_STEPS = 3
-"""An optimizer that steps so often in a row without a step of the model is told."""
+"""So many steps of optimizers before the first one of a model are told."""
 NOTHING_SEEN = (
     "the session sees no step of {}, so nothing is planned: expected a call of the very model that was given, and a "
     "loss.backward() over its own parameters, found neither; torch.func.grad has no such backward, and code that is "
@@ -37,9 +36,8 @@ class StepTotals:
         self._followed: Counter[str] = Counter()
         self._unseen: Counter[str] = Counter()
         self._elsewhere: Counter[str] = Counter()
-        self._stepped_at = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
-        """The number of the segment in which an optimizer stepped last."""
-        self._in_vain = 0
+        self._updates_before = 0
+        """Steps of optimizers before the first one of a model."""
         self._last: Segment | None = None
         self._compiled = compiled_graphs()
 
@@ -47,12 +45,12 @@ class StepTotals:
         """A model was called with gradients on a thread that is not the session's."""
         self._elsewhere[name] += 1
 
-    def optimizing(self, optimizer: torch.optim.Optimizer, segment: Segment) -> str:
-        """An optimizer is about to step. Returns a complaint if it does so repeatedly without a step of the model."""
-        is_seen = not segment.aside and segment.number > self._stepped_at.get(optimizer, 0)
-        self._in_vain = 0 if is_seen else self._in_vain + 1
-        self._stepped_at[optimizer] = segment.number
-        return NOTHING_SEEN.format(self._called) if self._in_vain == UNSEEN_STEPS else ""
+    def optimizing(self, segment: Segment) -> str:
+        """An optimizer of the models is about to step. Returns a complaint if there is still no step to count."""
+        if self._steps or self.is_new(segment):
+            return ""
+        self._updates_before += 1
+        return NOTHING_SEEN.format(self._called) if self._updates_before == UNSEEN_STEPS else ""
 
     @property
     def _called(self) -> str:

@@ -10,6 +10,7 @@ import json
 import pickle
 import subprocess
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -170,6 +171,17 @@ def test_a_loop_that_trains_by_transforms_alone_is_told_once_that_it_is_not_seen
             if has_optimizer:
                 optimizer.step()
     assert len(told) == 1
+
+
+def test_a_loop_that_updates_several_times_by_one_step_is_seen(tmp_path: Path) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with warnings.catch_warnings(), poochplan.auto(model, optimizer, budget="60%", cache=tmp_path, **QUICK):
+        warnings.simplefilter("error")
+        for _ in range(3):
+            model(BATCH).square().mean().backward()
+            for _ in range(5):
+                optimizer.step()
 
 
 def failing(*_: object) -> Any:

@@ -45,7 +45,7 @@ def bool_profile(seed: int | str, blocks: int = 5) -> Profile:
     (x,) = r.op("stem", [r.before(UNIT, Kind.INPUT)], [4 * _mask_bytes(rng)], seconds=any_seconds(rng))
     for _ in range(blocks):
         size = 4 * _mask_bytes(rng)
-        (h,) = r.op("linear", [x], [size], saves=[x] if rng.random() < 0.5 else [], seconds=any_seconds(rng))
+        h = _linear(r, rng, x, size)
         saves = [h] if rng.random() < 0.3 else []
         out, made = fused(r, h, size // 4, seconds=any_seconds(rng), saves=saves)
         if rng.random() < 0.3:  # the mask is read in forward
@@ -82,10 +82,8 @@ def _mask_block(r: Recorder, rng: random.Random, x: int) -> int:
     kind = rng.choice(["dropout", "dropout", "dropout", "twice", "plain", "written", "quick", "lost"])
     size = r.values[x].size_bytes
     if kind == "plain":
-        return r.op(
-            "linear", [x], [_mask_bytes(rng)], saves=[x] if rng.random() < 0.5 else [], seconds=any_seconds(rng)
-        )[0]
-    (h,) = r.op("linear", [x], [size], saves=[x] if rng.random() < 0.5 else [], seconds=any_seconds(rng))
+        return _linear(r, rng, x, _mask_bytes(rng))
+    h = _linear(r, rng, x, size)
     drawn_s = 1e-7 if kind == "quick" else any_seconds(rng)
     made = mask(r, size, seconds=drawn_s, workspace_bytes=rng.choice([0, size]), scales=rng.choice([0, 1, 1, 2]))
     if kind == "lost":
@@ -96,6 +94,11 @@ def _mask_block(r: Recorder, rng: random.Random, x: int) -> int:
     if kind == "written":
         r.op("add_", [made], writes=[made], seconds=few_seconds(rng), in_graph=False)
     return r.op("linear", [x, h], [_mask_bytes(rng)], saves=[h], seconds=any_seconds(rng))[0]
+
+
+def _linear(r: Recorder, rng: random.Random, x: int, size: int) -> int:
+    """What half of the layers save is their input."""
+    return r.op("linear", [x], [size], saves=[x] if rng.random() < 0.5 else [], seconds=any_seconds(rng))[0]
 
 
 def _mask_bytes(rng: random.Random) -> int:
@@ -151,7 +154,7 @@ def form_profile(seed: int | str, blocks: int = 5) -> Profile:
     (x,) = r.op("stem", [r.before(UNIT, Kind.INPUT)], [_form_bytes(rng)], seconds=any_seconds(rng))
     for _ in range(blocks):
         count = _form_bytes(rng) // 4
-        (h,) = r.op("linear", [x], [16 * count], saves=[x] if rng.random() < 0.5 else [], seconds=any_seconds(rng))
+        h = _linear(r, rng, x, 16 * count)
         if rng.random() < 0.6:
             saves = [h] if rng.random() < 0.5 else []
             (h, indices) = pool(r, h, count, seconds=any_seconds(rng), saves=saves)
@@ -195,9 +198,7 @@ def _cast_block(r: Recorder, rng: random.Random, x: int) -> int:
     kind = rng.choice(["norm", "norm", "norm", "twice", "plain", "written", "saved", "pair"])
     size = r.values[x].size_bytes
     if kind == "plain":
-        return r.op(
-            "linear", [x], [_cast_bytes(rng)], saves=[x] if rng.random() < 0.5 else [], seconds=any_seconds(rng)
-        )[0]
+        return _linear(r, rng, x, _cast_bytes(rng))
     wide = r.op(rng.choice(CASTS), [x], [rng.choice([2, 2, 3]) * size], saves_outputs=True, seconds=few_seconds(rng))[0]
     reads = [wide]
     if kind in ("twice", "pair"):
