@@ -25,11 +25,10 @@ from pathlib import Path
 
 from benchmarks.against.campaign import Campaign, wanted_rows
 from benchmarks.against.compare_picture import draw
-from benchmarks.against.compare_table import one_line, put_into_page, table, verdicts
+from benchmarks.against.compare_table import one_line, put_into_page, short_table, table, verdicts
 from benchmarks.against.compared_networks import NETWORKS, TINY
 from benchmarks.against.methods import METHODS, method_of
 from benchmarks.against.rows import Effort, Wanted
-from benchmarks.against.short_table import short_table
 from benchmarks.facts import PACKAGES, facts_of_run, parser_of
 from poochplan.planner.policies import policy_names
 

@@ -24,7 +24,7 @@ import torch
 
 import poochplan
 from benchmarks.facts import MIB, Row, parser_of, table_row, taken, yes
-from benchmarks.hooked import Trained, digest, ready_to_fork, train
+from benchmarks.hooked import Trained, digests_apart, ready_to_fork, train
 from benchmarks.pairs import load, profiled
 from benchmarks.plans import decisions_of
 from benchmarks.processes import in_a_process
@@ -122,7 +122,7 @@ def live_bytes_of(workload: Workload, steps: int) -> Trained:
             loss = workload.step()
             loss.backward()
             optimizer.step()
-        found.digests.append(digest(workload.model, loss))
+        found.parts.append(digests_apart(workload.model, loss))
         found.note(meter.peak, None)
     return found
 

@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import gc
 import importlib.util
-import json
 import os
 import platform
 import subprocess
@@ -39,7 +38,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import poochplan
-from benchmarks.facts import Row, facts_of_run
+from benchmarks.facts import Row, facts_of_run, write_results
 from benchmarks.gpu_bits import rows as rows_of_bits
 from benchmarks.gpu_nets import NETS, Net
 from benchmarks.gpu_overlap import TimedCuda, overlap, total_s
@@ -103,7 +102,7 @@ class Suite:
     def write(self) -> None:
         self.results["took_s"] = round(time.monotonic() - self.started_s, 1)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.results, indent=1) + "\n")
+        write_results(self.path, self.results)
         self.path.with_suffix(".md").write_text(page(self.results))
 
     def case(self, name: str, work: Callable[[], T]) -> T | None:

@@ -29,10 +29,8 @@ LARGE_BYTES = 64 << 10
 class Trained:
     """What is told of some steps, in order."""
 
-    digests: list[str] = field(default_factory=list)
-    """Of loss, gradients, buffers, parameters and the generator after each."""
     parts: list[dict[str, str]] = field(default_factory=list)
-    """Digests of the same by themselves: loss and ``gradients``, ``buffers``, ``parameters``, ``generator``."""
+    """Digests after each, by what they are of: loss and ``gradients``, ``buffers``, ``parameters``, ``generator``."""
     losses: list[float] = field(default_factory=list)
     outside: list[int] = field(default_factory=list)
     """Most bytes that torch had of the C library at once in each, but for the small blocks."""
@@ -56,6 +54,11 @@ class Trained:
     def peaks(self) -> list[int]:
         """Most bytes of each step, the arena whole."""
         return [outside + arena for outside, arena in zip(self.outside, self.arenas, strict=True)]
+
+    @property
+    def digests(self) -> list[str]:
+        """Of all that each left."""
+        return [_together(part) for part in self.parts]
 
     @property
     def gradients(self) -> list[str]:
@@ -121,7 +124,6 @@ def train(
         loss.backward()  # type: ignore[no-untyped-call]
         peak_bytes = meter.peak
         found.parts.append(digests_apart(model, loss))
-        found.digests.append(_together(found.parts[-1]))
         found.losses.append(loss.item())
         meter.restart()
         optimizer.step()
@@ -130,9 +132,9 @@ def train(
     return found
 
 
-def train_anew(workload: Workload, steps: int, session: Session | None = None, input_bytes: int = 0) -> Trained:
-    """So many steps, without gradients and optimizer state before them. Bytes are those of the model, of its inputs
-    where these are told, and of what the steps take.
+def train_anew(workload: Workload, steps: int) -> Trained:
+    """So many steps, without gradients and optimizer state before them. Bytes are those of the model and of what the
+    steps take.
     """
     model, optimizer = workload.model, workload.optimizer
     assert optimizer is not None
@@ -142,8 +144,7 @@ def train_anew(workload: Workload, steps: int, session: Session | None = None, i
     gc.collect()
     storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
     own_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    before_bytes = allocated_bytes().live - own_bytes - input_bytes
-    return train(model, workload.step, optimizer, steps, session, before_bytes)
+    return train(model, workload.step, optimizer, steps, before_bytes=allocated_bytes().live - own_bytes)
 
 
 def digests_apart(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, str]:

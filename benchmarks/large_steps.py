@@ -30,7 +30,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import facts_of_run, parser_of, write_results
+from benchmarks.processes import POOCH
 
 IN_CORE = "in-core, no limit", "in-core"
 HERE = Path(__file__).parent
@@ -38,27 +39,14 @@ DEFAULTS = ("gpt2", ["batch_size=8"])
 """Workload and settings of ``unfit``."""
 MEMORY_CGROUPS = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 """Where version 1 and version 2 are mounted."""
-COSTS: dict[str, list[str]] = {
-    "GPT-2 medium, 1 x 1,024 tokens, ops timed": ["gpt2_medium", "--set", "batch_size=1"],
-    "GPT-2 medium, 8 x 1,024 tokens, roofline": ["gpt2_medium", "--set", "batch_size=8", "--roofline", "h200"],
-    "GPT-3 (96 layers of 12,288), 1 x 2,048 tokens, roofline": ["gpt3", "--roofline", "h200"],
+GPT2 = "poochplan.workloads.text:gpt2"
+MEDIUM = {"sequence_length": 1024, "layers": 24, "width": 1024, "heads": 16, "vocabulary": 50257}
+GPT3 = MEDIUM | {"sequence_length": 2048, "layers": 96, "width": 12288, "heads": 96}
+COSTS: dict[str, tuple[dict[str, int], list[str]]] = {
+    "GPT-2 medium, 1 x 1,024 tokens, ops timed": (MEDIUM | {"batch_size": 1}, []),
+    "GPT-2 medium, 8 x 1,024 tokens, roofline": (MEDIUM | {"batch_size": 8}, ["--roofline", "h200"]),
+    "GPT-3 (96 layers of 12,288), 1 x 2,048 tokens, roofline": (GPT3 | {"batch_size": 1}, ["--roofline", "h200"]),
 }
-
-
-def gpt2_medium(*, batch_size: int = 1) -> Any:
-    """A workload of GPT-2 medium: 24 layers of 1,024, 1,024 tokens."""
-    from poochplan.workloads.text import gpt2
-
-    return gpt2(
-        batch_size=batch_size, sequence_length=1024, layers=24, width=1024, heads=16, vocabulary=50257, dropout=0.1
-    )
-
-
-def gpt3() -> Any:
-    """A workload of GPT-3's size: 96 layers of 12,288, 175 billion parameters."""
-    from poochplan.workloads.text import gpt2
-
-    return gpt2(batch_size=1, sequence_length=2048, layers=96, width=12288, heads=96, vocabulary=50257, dropout=0.1)
 
 
 # -- unfit ------------------------------------------------------------------------------------------------------------
@@ -170,10 +158,6 @@ def run(
     }
 
 
-def pooch(*words: str) -> list[str]:
-    return [sys.executable, "-c", "import sys; from poochplan.cli import main; sys.exit(main())", *words]
-
-
 def this(*words: str) -> list[str]:
     return [sys.executable, "-W", "ignore", "-m", "benchmarks.large_steps", *words]
 
@@ -191,7 +175,7 @@ def unfit(arguments: argparse.Namespace) -> dict[str, Any]:
     before = run(this("before", "--workload", config, *settings))["printed"]
     with tempfile.TemporaryDirectory() as folder:
         whole = str(Path(folder) / "whole.json")
-        run(pooch("profile", config, *settings, "--mode", "fake", "--roofline", "cpu-core", "-o", whole))
+        run([*POOCH, "profile", config, *settings, "--mode", "fake", "--roofline", "cpu-core", "-o", whole])
         in_core_peak_bytes = json.loads(Path(whole).read_text())["in_core_peak_bytes"]
         needed_bytes = in_core_peak_bytes - before["parameter_bytes"]
         taken_bytes = before["anonymous_bytes" if arguments.cgroup else "address_space_bytes"]
@@ -233,9 +217,9 @@ def under_limit(
     for mode in arguments.modes:
         profile, plan = (str(Path(folder) / f"{what}-{mode}.json") for what in ("profile", "plan"))
         timed = ["--iterations", str(arguments.iterations)] if mode != "fake" else []
-        take(f"profile {mode}", pooch("profile", *workload, "--mode", mode, *timed, "-o", profile, "--json"))
+        take(f"profile {mode}", [*POOCH, "profile", *workload, "--mode", mode, *timed, "-o", profile, "--json"])
         limits = ["--budget", arguments.budget, "--time-limit", str(arguments.plan_s)]
-        take(f"plan of {mode}", pooch("plan", profile, *limits, "-o", plan, "--json"))
+        take(f"plan of {mode}", [*POOCH, "plan", profile, *limits, "-o", plan, "--json"])
         judged[mode] = judged_steps(plan, take(f"steps, plan of {mode}", [*train, "--plan", plan]), in_core)
     return rows, judged
 
@@ -283,9 +267,10 @@ def _short(printed: dict[str, Any]) -> dict[str, Any]:
 def cost() -> dict[str, Any]:
     """Each profile in a process of its own, one after the other; nothing remembered."""
     rows = {}
-    for name, (function, *words) in COSTS.items():
+    for name, (settings, words) in COSTS.items():
+        chosen = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         with tempfile.TemporaryDirectory() as folder:
-            command = [*pooch("profile", f"{__file__}:{function}", "--mode", "fake", *words)]
+            command = [*POOCH, "profile", GPT2, *chosen, "--mode", "fake", *words]
             command += ["-o", str(Path(folder) / "profile.json.gz"), "--json"]
             found = run(command, environment={"XDG_CACHE_HOME": folder})
             rows[name] = found | {"printed": _short(found["printed"])}
@@ -294,21 +279,22 @@ def cost() -> dict[str, Any]:
 
 
 def arguments_of() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(
+        __doc__,
+        workload=(DEFAULTS[0], "unfit: name of a file in configs/"),
+        budget=("50%", "unfit: lower than the limit, for a process needs more than tensors"),
+        limit_share=(0.75, "unfit: of what the in-core step needs"),
+        steps=(2, "unfit: in-core and planned ones; times are of the fifth and later ones"),
+        iterations=(5, "unfit: timed steps of a profile"),
+        plan_s=(8.0, "unfit: seconds for a plan"),
+        cgroup=(False, "unfit: limit resident memory and page cache by a cgroup, as root"),
+    )
     add = parser.add_argument
     add("what", choices=("unfit", "cost", "train", "before"))
-    add("--workload", default=DEFAULTS[0], help="unfit: name of a file in configs/ (default: gpt2)")
     add("--set", action="append", metavar="KEY=VALUE", help=f"unfit (default: {' '.join(DEFAULTS[1])})")
-    add("--budget", default="50%", help="unfit: lower than the limit, for a process needs more than tensors")
-    add("--limit-share", type=float, default=0.75, help="unfit: of what the in-core step needs (default: 0.75)")
     add("--modes", nargs="+", default=["auto", "fake"], choices=("auto", "fake"), help="unfit: of the profiles")
-    add("--steps", type=int, default=2, help="unfit: in-core and planned ones; times are of the fifth and later ones")
-    add("--iterations", type=int, default=5, help="unfit: timed steps of a profile (default: 5)")
-    add("--plan-s", type=float, default=8.0, help="unfit: seconds for a plan (default: 8)")
     add("--in-core", metavar="JSON", help="unfit: take in-core steps and the limit from an earlier run's output")
-    add("--cgroup", action="store_true", help="unfit: limit resident memory and page cache by a cgroup, as root")
     add("--plan", help=argparse.SUPPRESS)
-    add("-o", "--output")
     arguments = parser.parse_args()
     arguments.set = arguments.set or (DEFAULTS[1] if arguments.workload == DEFAULTS[0] else [])
     return arguments

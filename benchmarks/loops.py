@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import parser_of, taken
 from benchmarks.stack_loops import STACKS, Around, GoesOn, looped
 from benchmarks.turns import Turn, in_turns
 from tests.allocated_bytes import allocated_bytes
@@ -191,24 +191,17 @@ def row_of(name: str, budget: str, seconds: float, runs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, seconds=(60.0, "of the plain loop"), budget="70%")
     parser.add_argument("--loops", nargs="+", choices=(*LOOPS, *STACKS), default=list(LOOPS))
-    parser.add_argument("--seconds", type=float, default=60.0, help="of the plain loop (default: 60)")
-    parser.add_argument("--budget", default="70%")
     parser.add_argument("--runs", type=int, choices=(1, 2), default=2, help="under auto (default: 2)")
     parser.add_argument("--one", nargs=4, metavar=("LOOP", "BUDGET", "SECONDS", "STEPS"), help=argparse.SUPPRESS)
-    parser.add_argument("-o", "--output")
-    options = parser.parse_args()
-    if options.one:
-        name, budget, seconds, steps = options.one
+    asked = parser.parse_args()
+    if asked.one:
+        name, budget, seconds, steps = asked.one
         print(json.dumps(trained(name, budget, float(seconds), int(steps))))
         return
-    rows = []
-    for name in options.loops:
-        rows.append(row_of(name, options.budget, options.seconds, options.runs))
-        print(json.dumps(rows[-1]), flush=True)
     packages = ("torch", "transformers", "peft", "accelerate", "lightning", "monai")
-    write_results(options.output, {**facts_of_run(options, packages), "rows": rows})
+    taken(asked, asked.loops, lambda name: row_of(name, asked.budget, asked.seconds, asked.runs), packages=packages)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,12 @@ count it. The budget is that of the instance as it is.
 
 from __future__ import annotations
 
-import argparse
-import sys
-from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
-from benchmarks.facts import facts_of_run, write_results
-from benchmarks.plans import budget_of
+from benchmarks.facts import parser_of, taken
+from benchmarks.plans import budget_of, stored
 from poochplan import Profile, plan
 from poochplan.formats import narrow
 from poochplan.formats.forms import BITS, form_of
@@ -29,8 +26,6 @@ from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import keep_all
 from poochplan.planner.simulator.simulate import simulated
 from poochplan.planner.whatif import for_machine
-
-INSTANCES = Path(__file__).resolve().parent / "instances"
 
 
 def one_byte(profile: Profile) -> Profile:
@@ -53,7 +48,7 @@ def row_of(
     name: str, link: str, kept: float, time_limit_s: float, *, is_one_byte: bool, is_on_cuda: bool
 ) -> dict[str, Any]:
     """Overheads and gaps of both plans of an instance, and the bytes of the bits that one of them holds."""
-    profile = for_machine(Profile.load(INSTANCES / f"{name}.json.gz"), link=link)
+    profile = for_machine(stored(name), link=link)
     budget_bytes = budget_of(profile, kept)
     row: dict[str, Any] = {"instance": name, "link": link, "kept": kept, "one_byte": is_one_byte, "cuda": is_on_cuda}
     profile = one_byte(profile) if is_one_byte else profile
@@ -66,27 +61,21 @@ def row_of(
     return row
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.masks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def main() -> None:
+    parser = parser_of(
+        __doc__,
+        networks=(["bert-large-a100"], "names of instances"),
+        link="pcie4",
+        kept=(0.1, "share of the movable bytes that the budget keeps"),
+        time_limit=20.0,
+        one_byte=False,
+        on_cuda=(False, "narrowing is that on CUDA without CuPy"),
     )
-    parser.add_argument("--networks", nargs="+", default=["bert-large-a100"], help="names of instances")
-    parser.add_argument("--link", default="pcie4")
-    parser.add_argument("--kept", type=float, default=0.1, help="share of the movable bytes that the budget keeps")
-    parser.add_argument("--time-limit", type=float, default=20.0)
-    parser.add_argument("--one-byte", action="store_true")
-    parser.add_argument("--on-cuda", action="store_true", help="narrowing is that on CUDA without CuPy")
-    parser.add_argument("-o", "--output")
-    arguments = parser.parse_args()
-    rows = []
-    for name in arguments.networks:
-        given = name, arguments.link, arguments.kept, arguments.time_limit
-        rows.append(row_of(*given, is_one_byte=arguments.one_byte, is_on_cuda=arguments.on_cuda))
-        print(rows[-1], flush=True)
-    if arguments.output:
-        write_results(arguments.output, facts_of_run(arguments) | {"rows": rows})
-    return 0
+    asked = parser.parse_args()
+    given = asked.link, asked.kept, asked.time_limit
+    how = {"is_one_byte": asked.one_byte, "is_on_cuda": asked.on_cuda}
+    taken(asked, asked.networks, lambda name: row_of(name, *given, **how), str)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

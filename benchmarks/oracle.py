@@ -16,7 +16,6 @@ Seeds are those of ``tests/planner/tiny_profiles.py``; one instance repeats with
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -27,7 +26,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import facts_of_run, parser_of, table_row, write_results
 from poochplan.formats.plan import Decision
 from poochplan.planner.planning import plan
 from poochplan.planner.simulator.problem import Problem
@@ -134,31 +133,28 @@ def is_notable(row: dict[str, Any]) -> bool:
     return row["lost"] is None or abs(row["lost"]) >= EQUAL or row["bound_holds"] is False
 
 
-def table_row(kind: str, found: dict[str, Any]) -> str:
+def line(kind: str, found: dict[str, Any]) -> str:
     """One line of the Markdown table in README.md."""
     count = found["instances"]
-    shares = " | ".join(f"{found[name] / count:.1%}" for name in ("equal", "within_1_percent", "within_2_percent"))
+    shares = (f"{found[name] / count:.1%}" for name in ("equal", "within_1_percent", "within_2_percent"))
     bounds = f"{found['bounds_above_the_best']} of {found['bounds']}" if found["bounds"] else "none proven"
     worst = "-" if found["worst_lost"] is None else f"{found['worst_lost']:.2%}"
-    return f"| {kind} | {count} | {shares} | {worst} | {found['better']} | {bounds} |"
+    return table_row(kind, count, *shares, worst, found["better"], bounds)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", choices=(*KINDS, "all"), default="all")
-    parser.add_argument("--count", type=int, default=500, help="instances of each kind")
-    parser.add_argument("--first", type=int, default=0, help="first seed")
-    parser.add_argument("--time-limit", type=float, default=10.0, help="seconds for the solver, per plan")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument(
-        "-o", "--output", default=None, help="write summaries, and the instances that are not equal, as JSON here"
+    parser = parser_of(
+        __doc__,
+        count=(500, "instances of each kind"),
+        first=(0, "first seed"),
+        time_limit=(10.0, "seconds for the solver, per plan"),
+        jobs=(os.cpu_count() or 1, "processes"),
     )
+    parser.add_argument("--kind", choices=(*KINDS, "all"), default="all")
     arguments = parser.parse_args()
     results: dict[str, Any] = {**facts_of_run(arguments), "summary": {}, "rows": []}
-    print(
-        "| kind | instances | equal | within 1% | within 2% | worst | better than the oracle | bounds above the best |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
+    heads = ("kind", "instances", "equal", "within 1%", "within 2%", "worst", "better than the oracle")
+    print(table_row(*heads, "bounds above the best"), f"|{'---|' * (len(heads) + 1)}", sep="\n")
     failed = 0
     for kind in KINDS if arguments.kind == "all" else (arguments.kind,):
         seeds = range(arguments.first, arguments.first + arguments.count)
@@ -167,7 +163,7 @@ def main() -> int:
             rows = list(pool.map(one, [kind] * count, seeds, [arguments.time_limit] * count, chunksize=4))
         found = results["summary"][kind] = summary(rows)
         results["rows"] += [row for row in rows if is_notable(row)]
-        print(table_row(kind, found), flush=True)
+        print(line(kind, found), flush=True)
         failed += found["bounds_above_the_best"] + (found["better"] if kind != "decisions" else 0)
     write_results(arguments.output, results)
     return 1 if failed else 0

@@ -22,6 +22,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from itertools import product
@@ -63,6 +64,8 @@ WANTED_GAP, WANTED_OF_TRANSFORMERS = 0.005, 0.01
 MILP_LINK, MILP_KEPT = "pcie4", (0.5, 0.1)
 DESCENT_S = 30.0
 EVALUATIONS_PER_VALUE = 250
+Told = Iterator[tuple[Row, str]]
+"""Rows, and the line that is printed of each."""
 WALL_CASES = (
     ("resnet50-b256", 0.005, 10.0),
     ("unet3d-192", 0.005, 10.0),
@@ -113,8 +116,10 @@ def cases_of(names: list[str]) -> list[tuple[str, str, float]]:
     return [(network, link, kept) for network, link in pairs for kept in KEPT]
 
 
-def grid(arguments: argparse.Namespace) -> list[Row]:
-    """All cases, or with ``--redo`` those of a results file whose gap was missed; the others are taken over."""
+def grid(arguments: argparse.Namespace) -> Told:
+    """All cases, printed as they come; with ``--redo`` those of a results file whose gap was missed, beside the others
+    as they are.
+    """
     cases = cases_of(arguments.networks)
     known = [
         row for row in (rows_in(arguments.redo) if arguments.redo else []) if row["gap"] <= wanted_gap(row["network"])
@@ -128,26 +133,23 @@ def grid(arguments: argparse.Namespace) -> list[Row]:
             row = {**done.result(), "time_limit_s": arguments.time_limit}
             found[waiting[done]] = row
             print(line(row), flush=True)
-    return [{**found[case], "gap_wanted": wanted_gap(case[0])} for case in cases]
+    yield from (({**found[case], "gap_wanted": wanted_gap(case[0])}, "") for case in cases)
 
 
-def wall(arguments: argparse.Namespace) -> list[Row]:
+def wall(arguments: argparse.Namespace) -> Told:
     """The time until the plan is within the wanted gap, or the limit."""
-    rows = []
     for network, gap, limit_s in WALL_CASES:
         if network in arguments.networks:
             link = "pcie5" if network == "gpt-96" else "pcie3"
             for kept in (0.5,) if network == "gpt-96" else (0.7, 0.5, 0.3):
                 row = one(network, link, kept, limit_s * arguments.patience, gap, ())
-                rows.append({**row, "gap_wanted": gap, "limit_s": limit_s})
-                print(line(rows[-1]), flush=True)
-    return rows
+                row |= {"gap_wanted": gap, "limit_s": limit_s}
+                yield row, line(row)
 
 
-def seeds(arguments: argparse.Namespace) -> list[Row]:
+def seeds(arguments: argparse.Namespace) -> Told:
     """The cases of a results file with the largest gaps, with five seeds each: the spread of what is found."""
     results = rows_in(arguments.results or RESULTS)
-    rows = []
     for row in sorted(results, key=lambda row: -row["gap"])[:HARDEST]:
         profile = instance(row["network"], row["link"])
         budget_bytes = budget_of(profile, row["kept"])
@@ -156,15 +158,13 @@ def seeds(arguments: argparse.Namespace) -> list[Row]:
             for seed in range(SEEDS)
         ]
         overheads = sorted(one.prediction.overhead for one in found)
-        rows.append({name: row[name] for name in ("network", "link", "kept")} | {"overheads": overheads})
         shown = " / ".join(f"{overhead:.2%}" for overhead in overheads)
-        print(table_row(row["network"], row["link"], f"{row['kept']:.0%}", shown), flush=True)
-    return rows
+        told = table_row(row["network"], row["link"], f"{row['kept']:.0%}", shown)
+        yield {name: row[name] for name in ("network", "link", "kept")} | {"overheads": overheads}, told
 
 
-def caps(arguments: argparse.Namespace) -> list[Row]:
+def caps(arguments: argparse.Namespace) -> Told:
     """The policy PoocH as it is and with its caps raised: sets of keeps, groups of flips, flips."""
-    rows = []
     own = (pooch_policy.KEEP_SETS, pooch_policy.FLIP_GROUPS, pooch_policy.FLIP_EVALUATIONS)
     for network, link, kept in cases_of(arguments.networks):
         profile = instance(network, link)
@@ -173,15 +173,13 @@ def caps(arguments: argparse.Namespace) -> list[Row]:
         for figures in (own, *RAISED):
             pooch_policy.KEEP_SETS, pooch_policy.FLIP_GROUPS, pooch_policy.FLIP_EVALUATIONS = figures
             overheads.append(run_policy("pooch", given).simulation.step_s / given.problem.in_core_s - 1)
-        rows.append({"network": network, "link": link, "kept": kept, "caps": [own, *RAISED], "overheads": overheads})
-        print(table_row(network, link, f"{kept:.0%}", *(f"{one:.2%}" for one in overheads)), flush=True)
+        row = {"network": network, "link": link, "kept": kept, "caps": [own, *RAISED], "overheads": overheads}
+        yield row, table_row(network, link, f"{kept:.0%}", *(f"{one:.2%}" for one in overheads))
     pooch_policy.KEEP_SETS, pooch_policy.FLIP_GROUPS, pooch_policy.FLIP_EVALUATIONS = own
-    return rows
 
 
-def uses(arguments: argparse.Namespace) -> list[Row]:
+def uses(arguments: argparse.Namespace) -> Told:
     """Of the values that TFLMS may swap: how many levels backward's uses of one value are apart, at most."""
-    rows = []
     for network in NETWORKS:
         given = PolicyInput.of(instance(network, "pcie3"), 1)
         values = {record: value for value, record in enumerate(given.problem.replay.value_of)}
@@ -193,51 +191,40 @@ def uses(arguments: argparse.Namespace) -> list[Row]:
         waits = level_distances(given)
         apart = [max(levels[value]) - min(levels[value]) for value in waits]
         row = {"values": len(waits), "apart": sum(map(bool, apart)), "most": max(apart), "wait": median(waits.values())}
-        rows.append({"network": network, **row})
-        print(table_row(network, row["values"], row["apart"], row["most"], f"{row['wait']:.0f}"), flush=True)
-    return rows
+        told = table_row(network, row["values"], row["apart"], row["most"], f"{row['wait']:.0f}")
+        yield {"network": network, **row}, told
 
 
-def measured(arguments: argparse.Namespace) -> list[Row]:
+def measured(arguments: argparse.Namespace) -> Told:
     """Profiles as ``pooch profile`` wrote them, with everything that ``pooch plan`` asks of them unasked."""
-    rows = []
     for path, share in product(map(Path, arguments.profiles), SHARES):
         profile, started_s = Profile.load(path), time.perf_counter()
         found = plan(profile, share, time_limit_s=arguments.time_limit)
-        row: Row = {
-            "network": path.name.split(".")[0],
-            "budget": share,
-            **costs_of(found),
-            "status": found.solve.status,
-        }
-        rows.append(row | {"wall_s": time.perf_counter() - started_s, "holds_arena": found.holds_arena})
-        shown = (f"{row['overhead']:.2%}", f"{row['gap']:.2%}", f"{rows[-1]['wall_s']:.1f} s", row["status"])
-        print(table_row(row["network"], share, *shown), flush=True)
-    return rows
+        row: Row = {"network": path.name.split(".")[0], "budget": share, **costs_of(found)}
+        row |= {"status": found.solve.status, "wall_s": time.perf_counter() - started_s}
+        shown = (f"{row['overhead']:.2%}", f"{row['gap']:.2%}", f"{row['wall_s']:.1f} s", row["status"])
+        yield row | {"holds_arena": found.holds_arena}, table_row(row["network"], share, *shown)
 
 
-def ranks(arguments: argparse.Namespace) -> list[Row]:
+def ranks(arguments: argparse.Namespace) -> Told:
     """Ranks of one host that share its link: plans that each makes for itself, and plans that know of the others. Both
     are simulated on the shared link.
     """
-    rows = []
-    for network in ("resnet50-b256", "unet3d-192", "gpt2-medium", "bert-large"):
+    for network, kept in product(("resnet50-b256", "unet3d-192", "gpt2-medium", "bert-large"), (0.7, 0.5, 0.3)):
         profile = instance(network, "pcie5")
-        for kept in (0.7, 0.5, 0.3):
-            budget_bytes = budget_of(profile, kept)
-            ask = partial(plan, profile, budget_bytes, time_limit_s=arguments.time_limit, gap=arguments.gap)
-            alone, together = ask(), ask(ranks_per_host=RANKS)
-            row = {"network": network, "kept": kept, "ranks": RANKS, "promised_alone": alone.prediction.overhead}
-            for name, found in (("alone", alone), ("together", together)):
-                step_s = simulate_plan(shared(profile, RANKS), found).step_s
-                row[name] = step_s / found.prediction.in_core_step_s - 1
-            rows.append(row | {"gap": together.solve.gap})
-            shown = (row["promised_alone"], row["alone"], row["together"], together.solve.gap)
-            print(table_row(network, f"{kept:.0%}", *(f"{figure:.2%}" for figure in shown)), flush=True)
-    return rows
+        budget_bytes = budget_of(profile, kept)
+        ask = partial(plan, profile, budget_bytes, time_limit_s=arguments.time_limit, gap=arguments.gap)
+        alone, together = ask(), ask(ranks_per_host=RANKS)
+        row: Row = {"network": network, "kept": kept, "ranks": RANKS, "promised_alone": alone.prediction.overhead}
+        for name, found in (("alone", alone), ("together", together)):
+            step_s = simulate_plan(shared(profile, RANKS), found).step_s
+            row[name] = step_s / found.prediction.in_core_step_s - 1
+        row["gap"] = together.solve.gap
+        shown = (f"{row[name]:.2%}" for name in ("promised_alone", "alone", "together", "gap"))
+        yield row, table_row(network, f"{kept:.0%}", *shown)
 
 
-def milp(arguments: argparse.Namespace) -> list[Row]:
+def milp(arguments: argparse.Namespace) -> Told:
     """What the integer program PLAN proposes, beside what the search ends with: the best plan of another policy, PLAN's
     relaxation rounded (for a budget smaller by the largest value, as the search asks for it), the same after a descent,
     PLAN with its integrality after ``--time-limit`` seconds and a descent, a walk of 250 evaluations per value from
@@ -245,14 +232,11 @@ def milp(arguments: argparse.Namespace) -> list[Row]:
     """
     searched = {(row["network"], row["link"], row["kept"]): row["overhead"] for row in rows_in(RESULTS)}
     columns = ("policy", "rounded", "rounded_descended", "integral_descended", "walk", "search")
-    rows = []
     print(table_head("network", "kept", *columns))
     for network, kept in product(NETWORKS, MILP_KEPT):
-        row = proposed(network, kept, arguments.time_limit)
-        rows.append(row | {"search": searched.get((network, MILP_LINK, kept))})
-        cells = ("over budget" if rows[-1][name] is None else f"{rows[-1][name]:.2%}" for name in columns)
-        print(table_row(network, f"{kept:.0%}", *cells), flush=True)
-    return rows
+        row = proposed(network, kept, arguments.time_limit) | {"search": searched.get((network, MILP_LINK, kept))}
+        cells = ("over budget" if row[name] is None else f"{row[name]:.2%}" for name in columns)
+        yield row, table_row(network, f"{kept:.0%}", *cells)
 
 
 def proposed(network: str, kept: float, limit_s: float) -> Row:
@@ -335,7 +319,11 @@ def main() -> int:
     if arguments.what == "table":
         print(*map(line, rows_in(arguments.results)), sep="\n")
         return 0
-    rows = WHAT[arguments.what](arguments)
+    rows = []
+    for row, told in WHAT[arguments.what](arguments):
+        rows.append(row)
+        if told:
+            print(told, flush=True)
     found = summary(rows) if arguments.what == "grid" else {}
     print(json.dumps(found, indent=2))
     write_results(arguments.output, {**facts_of_run(arguments), "summary": found, "rows": rows})

@@ -29,7 +29,6 @@ and of the rules in ``test_rules.py``), and it is told which program notices fir
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -43,7 +42,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from benchmarks.facts import facts_of_run, write_results
+from benchmarks.facts import facts_of_run, parser_of, write_results
 from tests.programs.drawing import Feature, Program, draw
 from tests.programs.mutated import all_mutants, caught_by, ready
 from tests.programs.other_trials import cast_trial, mask_trial, served_trial, windowed_trial
@@ -119,17 +118,16 @@ def run_mutants(seeds: range) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.programs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = parser_of(
+        __doc__,
+        seeds=(None, "FIRST:END; None is 0:1000, with --mutants 0:40"),
+        mutants=(False, "which programs notice a broken runtime"),
+        arena=(False, "steps are served from an arena"),
+        windows=(False, "steps are unmetered, and recorded in short windows"),
+        casts=(False, "plans hold what casts and clones read"),
+        masks=(False, "plans hold the bits of masks, too"),
     )
-    parser.add_argument("--seeds", help="FIRST:END (default: 0:1000; with --mutants 0:40)")
-    parser.add_argument("--mutants", action="store_true", help="which programs notice a broken runtime")
-    parser.add_argument("--arena", action="store_true", help="steps are served from an arena")
-    parser.add_argument("--windows", action="store_true", help="steps are unmetered, and recorded in short windows")
-    parser.add_argument("--casts", action="store_true", help="plans hold what casts and clones read")
-    parser.add_argument("--masks", action="store_true", help="plans hold the bits of masks, too")
     parser.add_argument("--always", type=Feature, nargs="+", default=(), help="features that every program has")
-    parser.add_argument("-o", "--output", help="the results as JSON; a run that was stopped goes on from it")
     arguments = parser.parse_args()
     first, end = map(int, (arguments.seeds or ("0:40" if arguments.mutants else "0:1000")).split(":"))
     torch.set_num_threads(1)

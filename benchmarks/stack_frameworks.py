@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import runpy
 import tempfile
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import poochplan
-from tests.examples.ranks import no_session
+from tests.examples.ranks import main_of, no_session
 from tests.live_bytes import outside_meter
 from tests.online.runs import Run, bytes_of
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 STUDIED = 14
 """Steps of an optimizer after which every kind of segment is profiled, and planning is waited for."""
 Trained = tuple[list[float], torch.nn.Module, Any]
 """Losses, the model, and the session."""
-
-
-def main_of(name: str) -> Callable[..., Any]:
-    return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]  # type: ignore[no-any-return]
 
 
 def run_library(name: str, options: dict[str, Any] | None) -> Run:
@@ -38,20 +31,32 @@ def run_library(name: str, options: dict[str, Any] | None) -> Run:
     return Run([losses], state, [peak_bytes], session, planned)
 
 
-def transformers_trainer(options: dict[str, Any] | None, folder: str) -> Trained:
+def _callbacks(options: dict[str, Any] | None) -> list[Any]:
+    """That which plans, and one that waits for the plan, so that a loop this short sees it; none without options."""
+    if options is None:
+        return []
     from poochplan.integrations.hf import PlanCallback
+    from tests.examples.trainer_ranks import Waits
 
-    plans = PlanCallback(**options) if options is not None else None
-    trainer = main_of("hf_trainer")(*([plans, _waiting(plans)] if plans is not None else []), folder=folder)
-    return _losses(trainer), trainer.model, plans and plans.session
+    plans = PlanCallback(**options)
+    return [plans, Waits(plans, range(11, 1000))]
+
+
+def _told(trainer: Any, callbacks: list[Any]) -> Trained:
+    from tests.examples.trainer_ranks import losses_of
+
+    return losses_of(trainer), trainer.model, callbacks[0].session if callbacks else None
+
+
+def transformers_trainer(options: dict[str, Any] | None, folder: str) -> Trained:
+    callbacks = _callbacks(options)
+    return _told(main_of("hf_trainer")(*callbacks, folder=folder), callbacks)
 
 
 def peft_in_trainer(options: dict[str, Any] | None, folder: str) -> Trained:
     """Adapters of low rank on the example's network."""
     import peft
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
-
-    from poochplan.integrations.hf import PlanCallback
 
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=64, n_positions=64, n_embd=64, n_layer=4, n_head=2, bos_token_id=0, eos_token_id=0)
@@ -60,45 +65,20 @@ def peft_in_trainer(options: dict[str, Any] | None, folder: str) -> Trained:
     data = [{"input_ids": text, "labels": text} for text in torch.randint(64, (160, 64))]
     settings = TrainingArguments(folder, max_steps=20, per_device_train_batch_size=8, use_cpu=True, logging_steps=1)
     settings.save_strategy, settings.report_to = "no", []
-    plans = PlanCallback(**options) if options is not None else None
-    callbacks = [plans, _waiting(plans)] if plans is not None else []
+    callbacks = _callbacks(options)
     trainer = Trainer(model, settings, None, data, callbacks=callbacks)
     trainer.train()
-    return _losses(trainer), model, plans and plans.session
-
-
-def _losses(trainer: Any) -> list[float]:
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
-
-
-def _waiting(plans: Any) -> Any:
-    """A callback that waits for the plan, so that a loop this short sees it."""
-    from transformers import TrainerCallback
-
-    class Waiting(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step >= 11 and plans.session is not None:
-                plans.session.wait_until_planned(120)
-
-    return Waiting()
+    return _told(trainer, callbacks)
 
 
 def lightning_trainer(options: dict[str, Any] | None, folder: str) -> Trained:
-    from lightning.pytorch import Callback
-
     from poochplan.integrations.lightning import PlanCallback
+    from tests.examples.lightning_ranks import Watches
 
     plans = PlanCallback(**options) if options is not None else None
-    losses: list[float] = []
-
-    class Watching(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
-            losses.append(outputs["loss"].item())
-            if trainer.global_step >= 13 and plans is not None and plans.session is not None:
-                plans.session.wait_until_planned(120)
-
-    module = main_of("lightning_module")(*([plans] if plans is not None else []), Watching(), folder=folder)
-    return losses, module, plans and plans.session
+    watches = Watches(plans, range(13, 1000))
+    module = main_of("lightning_module")(*([plans] if plans is not None else []), watches, folder=folder)
+    return watches.losses, module, plans and plans.session
 
 
 def loop_of(name: str, **arguments: Any) -> Callable[[dict[str, Any] | None, str], Trained]:

@@ -10,22 +10,18 @@ tried in its place, and the row says so.
 from __future__ import annotations
 
 import gc
-import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from benchmarks.facts import facts_of_run, parser_of, write_results
+from benchmarks.facts import parser_of, taken
 from benchmarks.stack_frameworks import LIBRARIES, run_library
 from tests.online.networks import NETWORKS
 from tests.online.runs import Run, run_auto, run_plain
 from tests.online.trainings import TRAININGS
+from tests.torchrun import TORCHRUN, torchrun
 
 LOOPS = {**TRAININGS, **NETWORKS}
 RANKS = "data_parallel"
@@ -91,24 +87,20 @@ def _tried(name: str, budget_bytes: int) -> tuple[Run, list[str]]:
 
 def ranks_row() -> Row:
     """Two processes; the budget is that of the test, 70%. Bytes are those of the rank that took the most."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-        subprocess.run([*command, "-m", "tests.examples.ranks", folder, "ddp"], check=True, env=environment)
-        found = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-    worst = max(found, key=lambda facts: facts["planned"]["peak_bytes"])
-    same = all({**one["planned"], "peak_bytes": 0} == {**one["plain"], "peak_bytes": 0} for one in found)
+        found = torchrun("tests.examples.ranks", Path(folder), "ddp", launcher=TORCHRUN)
+    worst = max(found, key=lambda facts: facts["peak_bytes"])
     return Row(
         stack=RANKS,
         lines=LINES[RANKS],
-        bitwise=same,
-        in_core_bytes=worst["plain"]["peak_bytes"],
+        bitwise=all(one["planned"] == one["plain"] for one in found),
+        in_core_bytes=worst["plain_bytes"],
         budget_bytes=worst["budget_bytes"],
-        peak_bytes=worst["planned"]["peak_bytes"],
+        peak_bytes=worst["peak_bytes"],
         is_planned=all(one["plan"] == found[0]["plan"] and one["plan"] for one in found),
         followed=min(one["followed"] for one in found),
         fallbacks=sum(one["fallbacks"] for one in found),
-        verdict="over" if worst["planned"]["peak_bytes"] > worst["budget_bytes"] else "kept",
+        verdict="over" if worst["peak_bytes"] > worst["budget_bytes"] else "kept",
         said="",
     )
 
@@ -116,13 +108,9 @@ def ranks_row() -> Row:
 def main() -> None:
     parser = parser_of(__doc__, share=0.6)
     parser.add_argument("--only", nargs="*", choices=STACKS)
-    arguments = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    for name in arguments.only or STACKS:
-        rows.append(asdict(measured(name, arguments.share)))
-        print(json.dumps(rows[-1]), flush=True)
+    asked = parser.parse_args()
     packages = ("torch", "transformers", "peft", "accelerate", "lightning", "monai")
-    write_results(arguments.output, {**facts_of_run(arguments, packages), "rows": rows})
+    taken(asked, asked.only or STACKS, lambda name: asdict(measured(name, asked.share)), packages=packages)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The comparison as text: a line for each row as it comes, one Markdown table, and who is fastest within a budget."""
+"""The comparison as text: a line for each row as it comes, one Markdown table, the README's in a few columns, and who
+is fastest within a budget.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,8 @@ HEAD = (
     *("network", "method", "budget", "peak (of in-core)", "host copies counted", "step / in-core", "processor"),
     *("predicted", "out, in MiB", "gradients", "allocator, page faults (in-core)", "pairs"),
 )
+NAMES = {"checkpoint": "checkpointing, per block", "sac": "selective checkpointing"}
+"""Of the methods at whose peak ours runs too."""
 
 
 def one_line(row: Found) -> str:
@@ -111,6 +115,35 @@ def _verdict(ours: list[Found], others: list[Found]) -> str:
         return f"{own}; no other method meets it with the gradients of in-core."
     best = min(others, key=lambda row: float(row["time"]["wall"]["median_ratio"]))
     return f"{own}; fastest other {best['method']} {_time(best, 'wall')}."
+
+
+def short_table(found: dict[str, Any], share: str) -> str:
+    """Markdown, a line a network: step times by its own in-core, medians; ``share``: the budget of the last column."""
+    head = ["network, in-core peak"]
+    head += [cell for method in MATCHED for cell in (NAMES[method], "**ours** at that peak")]
+    head += [f"`{SAVE_ON_CPU.replace('-', '_')}`", f"**ours** at {share}, with its file"]
+    names = list(dict.fromkeys(row["network"] for row in found["rows"]))
+    return "\n".join([table_head(*head), *(table_row(*_short_cells(found, name, share)) for name in names)])
+
+
+def _short_cells(found: dict[str, Any], network: str, share: str) -> list[str]:
+    rows = {(row["method"], row["at"]): row for row in found["rows"] if row["network"] == network}
+    first = next(row for row in rows.values() if "in_core_peak_bytes" in row)
+    cells = [f"{network}, {first['in_core_peak_bytes'] / MIB:.0f} MiB"]
+    for method in MATCHED:
+        cells += [_step(rows.get((method, "")), with_peak=True), _step(rows.get((OURS, method)), is_bold=True)]
+    own = rows.get((OURS, share))
+    saved = rows.get((SAVE_ON_CPU, ""))
+    return [*cells, _step(saved, with_peak=True), _step(own, with_peak=True, with_file=True, is_bold=True)]
+
+
+def _step(row: Found | None, *, with_peak: bool = False, with_file: bool = False, is_bold: bool = False) -> str:
+    if row is None or "time" not in row:
+        return "-"
+    step = f"{row['time']['wall']['median_ratio']:.2f}"
+    step = f"**{step}**" if is_bold else step
+    in_all = f", {with_host_copies(row) / row['in_core_peak_bytes']:.0%}" if with_file else ""
+    return f"{row['peak_bytes'] / row['in_core_peak_bytes']:.0%}{in_all}: {step}" if with_peak else step
 
 
 def put_into_page(page: Path, text: str) -> None:

@@ -89,10 +89,8 @@ def load_workload(
         The user's own code raised; the original exception is its ``__cause__``.
     """
     function, parameters, short_name, found_at = _resolved(target)
-    if device is not None and "device" not in (overrides or {}):
-        with contextlib.suppress(TypeError, ValueError):  # some builtins have no signature
-            if "device" in inspect.signature(function).parameters:
-                parameters["device"] = device
+    if device is not None and "device" not in (overrides or {}) and "device" in (_parameters(function) or {}):
+        parameters["device"] = device
     arguments = _arguments(function, parameters, overrides or {}, what=found_at)
     try:
         workload = function(**arguments)
@@ -135,10 +133,12 @@ def parameter_values(target: str | Callable[..., Workload]) -> tuple[str, dict[s
     that come before building.
     """
     function, parameters, name, _ = _resolved(target)
-    with contextlib.suppress(TypeError, ValueError):  # some builtins have no signature
-        known = inspect.signature(function).parameters.items()
-        parameters = {key: one.default for key, one in known if one.kind in _SETTABLE} | parameters
-    return name, {key: None if value is inspect.Parameter.empty else value for key, value in parameters.items()}
+    defaults = {
+        key: None if parameter.default is parameter.empty else parameter.default
+        for key, parameter in (_parameters(function) or {}).items()
+        if parameter.kind in _SETTABLE
+    }
+    return name, defaults | parameters
 
 
 def _resolved(target: str | Callable[..., Workload]) -> tuple[Callable[..., object], dict[str, Any], str, str]:
@@ -338,16 +338,23 @@ def _put_on_path(folder: Path) -> None:
         sys.path.insert(0, entry)
 
 
+def _parameters(function: Callable[..., object]) -> Mapping[str, inspect.Parameter] | None:
+    """By name; None for some builtins, which have no signature."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+
+
 def _arguments(
     function: Callable[..., object], given: Mapping[str, Any], overrides: Mapping[str, Any], what: str
 ) -> dict[str, Any]:
     """Keyword arguments for ``function``: ``given``, replaced by ``overrides``, each converted to its annotation."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some builtins have no signature; the call will raise
+    every = _parameters(function)
+    if every is None:  # the call will raise
         return {**given, **{key: parse_override(value) for key, value in overrides.items()}}
-    known = {key: parameter for key, parameter in signature.parameters.items() if parameter.kind in _SETTABLE}
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    known = {key: parameter for key, parameter in every.items() if parameter.kind in _SETTABLE}
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in every.values())
     for key in (*given, *overrides):
         if key not in known and not takes_any:
             listed = f"; it takes {', '.join(known)}" if known else "; it takes none"

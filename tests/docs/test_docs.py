@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 import poochplan
-from benchmarks.against.compare_table import table
-from benchmarks.against.short_table import short_table
+from benchmarks.against.compare_table import short_table, table
 from poochplan.cli import build_parser
 from poochplan.planner.policies import PolicyInput, policy_names, registry, run_policy
 from poochplan.workload import shipped_configs

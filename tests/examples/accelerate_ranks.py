@@ -19,7 +19,7 @@ import poochplan
 from poochplan.integrations.hf import PlanCallback
 from poochplan.torch_private.sharding import sharded_units
 from tests.examples.ranks import QUICK, main_of, no_session, result_of, waiting, write
-from tests.examples.trainer_ranks import Waits
+from tests.examples.trainer_ranks import Waits, losses_of
 
 OPTIONS: dict[str, Any] = {"budget": "80%", **QUICK}
 
@@ -45,13 +45,9 @@ def loop(folder: Path, *, is_planned: bool) -> tuple[dict[str, Any], Any]:
 
 
 def trainer(folder: Path, *, is_planned: bool) -> tuple[dict[str, Any], Any]:
-    callbacks: list[Any] = []
-    if is_planned:
-        plans = PlanCallback(**OPTIONS, cache=folder / "cache")
-        callbacks = [plans, Waits(plans)]
-    done = main_of("trainer_fsdp")(*callbacks, folder=str(folder / ("planned" if is_planned else "plain")))
-    losses = [row["loss"] for row in done.state.log_history if "loss" in row]
-    return facts_of(losses, done.model), plans.session if is_planned else None
+    plans = [PlanCallback(**OPTIONS, cache=folder / "cache")] if is_planned else []
+    done = main_of("trainer_fsdp")(*plans, *map(Waits, plans), folder=str(folder / f"planned-{is_planned}"))
+    return facts_of(losses_of(done), done.model), plans[0].session if plans else None
 
 
 def facts_of(losses: list[float], model: torch.nn.Module) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def main(folder: Path, name: str) -> None:
     bucket_bytes = sum(parameter.nbytes for parameter in model.parameters())
     profile = session.profile
     buckets = profile and any(one.size_bytes == bucket_bytes and one.born < 0 for one in profile.values)
-    sizes = {"budget_bytes": budget_bytes, "peak_bytes": peak_bytes}
+    sizes = {"plain_bytes": plain_bytes, "budget_bytes": budget_bytes, "peak_bytes": peak_bytes}
     write(folder, plain, planned, session, counts_buckets=buckets, **sizes)
 
 

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from poochplan.integrations.hf import PlanCallback
 from tests.examples.ranks import QUICK, main_of, result_of, write
 from tests.live_bytes import outside_meter
 
 
-class Waits(TrainerCallback):
-    """For the plan, at a step that all ranks come to."""
+def losses_of(trainer: Trainer) -> list[float]:
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
-    def __init__(self, plans: PlanCallback) -> None:
-        self.plans = plans
+
+class Waits(TrainerCallback):
+    """For the plan, at these steps, to which all ranks come."""
+
+    def __init__(self, plans: PlanCallback, steps: Container[int] = (14,)) -> None:
+        self.plans, self.steps = plans, steps
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 14 and self.plans.session is not None:
+        if state.global_step in self.steps and self.plans.session is not None:
             self.plans.session.wait_until_planned(120)
 
 
@@ -29,8 +34,7 @@ def run(folder: Path, *callbacks: TrainerCallback) -> tuple[dict[str, Any], int]
     train = main_of("hf_trainer")
     with outside_meter() as meter:
         trainer = train(*callbacks, folder=str(folder))
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    return result_of(losses, trainer.model), meter.peak
+    return result_of(losses_of(trainer), trainer.model), meter.peak
 
 
 def main(folder: Path) -> None:
