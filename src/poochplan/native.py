@@ -246,6 +246,7 @@ def _check_path(path: Path, owners: set[int], kind: str = "") -> None:
             f"{path}: expected to be owned by user {os.geteuid()}, found user {found.st_uid}; "
             "set XDG_CACHE_HOME to a folder you own"
         )
-    if mode & (stat.S_IWGRP | stat.S_IWOTH) if kind else mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        remedy = "go-w" if kind else "o-w"
+    others, remedy = (stat.S_IWGRP | stat.S_IWOTH, "go-w") if kind else (stat.S_IWOTH, "o-w")
+    is_shared = not kind and mode & stat.S_ISVTX  # as /tmp is
+    if mode & others and not is_shared:
         raise NativeError(f"{path}: expected that nobody else can write there, found mode {mode:o}; chmod {remedy} it")
