@@ -19,7 +19,7 @@ from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.search.polish import polish
 from poochplan.planner.simulator.construct import fit
 from poochplan.planner.simulator.problem import Problem, build_problem
-from poochplan.planner.simulator.schedule import Schedule, assemble, lists_of
+from poochplan.planner.simulator.schedule import Schedule, assemble, points_of
 from poochplan.planner.simulator.simulate import simulate, try_decisions
 from tests.depth import seeds
 from tests.planner.plans import plan_with, random_decisions, random_tuning
@@ -98,11 +98,10 @@ def run_and_compare(case: Case, profile: Profile, problem: Problem, schedule: Sc
 def kinds_of(problem: Problem, schedule: Schedule) -> set[str]:
     """What a schedule does that the plain styles do not."""
     found = set()
-    for point, actions in lists_of(problem, schedule).items():
-        if any(point > problem.save_points[value] for value in actions["swap_out"]):
-            found.add("late copy out")
-        if any(point < problem.first_use_point[value] for value in actions["replay"]):
-            found.add("early replay")
+    if any(point > problem.save_points[value] for value, point in points_of(problem, schedule, "swap_out").items()):
+        found.add("late copy out")
+    if any(point < problem.first_use_point[value] for value, point in points_of(problem, schedule, "replay").items()):
+        found.add("early replay")
     return found
 
 
