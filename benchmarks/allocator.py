@@ -78,7 +78,7 @@ def kinds(loop: Callable[[int, int, int], float], scope: ThreadScope) -> dict[st
         arena = Arena(Places(same + size_bytes, same, same), max(512, size_bytes), smallest_bytes=1)
         with arena.step():
             taken_ns = loop(0, size_bytes, PAIRS)
-        assert arena.fates().served.blocks == PAIRS
+        assert arena.fates().served == PAIRS
         arena.close()
         return taken_ns
 

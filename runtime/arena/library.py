@@ -38,15 +38,15 @@ _SIGNATURES: Signatures = {
     "scope_join": (_HANDLE, (_HANDLE,)),
     "set_aside": (None, (_INT,)),
     "want_huge_pages": (None, (_INT,)),
-    "count_begin": (_INT, (_HANDLE, _INT64)),
+    "count_begin": (None, (_HANDLE, _INT64)),
     "count_of": (_INT64, (_HANDLE, _INT)),
     "count_reset_most": (None, (_HANDLE,)),
     "count_end": (None, (_HANDLE,)),
-    "record_begin": (_INT, (_HANDLE,)),
+    "record_begin": (None, (_HANDLE,)),
     "record_mark": (None, (_HANDLE, _INT64)),
     "record_end": (_INT64, (_HANDLE,)),
     "record_take": (None, (_HANDLE, _HANDLE, _INT64)),
-    "arena_new": (_HANDLE, (_INT64, _HANDLE, _HANDLE, _HANDLE, _INT64, _INT64)),
+    "arena_new": (_HANDLE, (_INT64,)),
     "arena_lay_out": (_INT, (_HANDLE, _INT64, _HANDLE, _HANDLE, _HANDLE, _INT64, _INT64)),
     "arena_begin": (_INT, (_HANDLE, _INT64)),
     "arena_at": (None, (_HANDLE, _INT64)),
@@ -227,11 +227,6 @@ class ThreadScope:
             self.library.scope_join(before)
 
 
-def too_many() -> AllocatorError:
-    """The error for a scope that is one too many to count or record."""
-    return AllocatorError("expected at most 16 meters of memory at once, found more; end a session")
-
-
 class AllocationLog:
     """A block that logs the calling thread's allocations, and when they are freed on any thread. The thread joins the
     scope for it. Other threads of the scope may run other steps.
@@ -247,8 +242,7 @@ class AllocationLog:
         """Of type :data:`EVENT`, in order, once the block has ended."""
 
     def __enter__(self) -> AllocationLog:
-        if not self._library.record_begin(self._handle):
-            raise too_many()
+        self._library.record_begin(self._handle)
         self._joined.__enter__()
         return self
 

@@ -17,7 +17,7 @@ import torch
 from poochplan.errors import AllocatorError
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
 from poochplan.formats.profile_parts import counted_bytes
-from poochplan.runtime.arena.library import ThreadScope, too_many
+from poochplan.runtime.arena.library import ThreadScope
 
 
 @functools.cache
@@ -181,15 +181,8 @@ class ByteCount:
         self.library, self._handle = scope.library, scope.handle
 
     def begin(self) -> None:
-        """Counts from 0. A scope has one count at a time: a second begin starts anew.
-
-        Raises
-        ------
-        AllocatorError
-            Sixteen scopes count or record already.
-        """
-        if not self.library.count_begin(self._handle, ALLOCATION_UNIT_BYTES):
-            raise too_many()
+        """Counts from 0. A scope has one count at a time: a second begin starts anew."""
+        self.library.count_begin(self._handle, ALLOCATION_UNIT_BYTES)
 
     def end(self) -> None:
         """Stops the count; the results can still be read."""

@@ -46,7 +46,7 @@ def test_a_fork_in_mid_step_leaves_the_parent_served_and_the_child_not(native: L
         assert in_child(claim) == 0
         second = filled(8 * KIB, 2)
         assert (holds(first, 1), holds(second, 2), arena.live_blocks) == (True, True, 2)
-    assert arena.fates().served.blocks == 2
+    assert arena.fates().served == 2
     arena.close()
 
 

@@ -6,19 +6,21 @@ import random
 import threading
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from poochplan.formats.plan import OUTSIDE
+from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
 from poochplan.planner.arena.packing import Block, pack
-from poochplan.runtime.arena.arena import Arena, BlockCount, Fates, Miss, Places
-from poochplan.runtime.arena.library import Library, ThreadScope
+from poochplan.runtime.arena.arena import Arena, Places
+from poochplan.runtime.arena.library import Library, ThreadScope, lifetimes
+from poochplan.runtime.run_report import ArenaReport, Unserved
 from poochplan.torch_private.tensor_internals import allocation_events, log_allocations
 from tests.depth import seeds
 from tests.runtime.arena.steps import Net, arena_of, filled, holds, places, recorded, resident_bytes
 
-NOTHING = BlockCount(0, 0)
 KIB = 1024
 
 
@@ -31,9 +33,8 @@ def test_a_recorded_step_is_served_whole_and_its_gradients_are_the_same_bits(sco
     for _ in range(3):
         with arena.step():
             assert net.step(arena.at) == loss
-        step = arena.fates()
-        assert step.served.blocks > 20
-        assert (step.unplanned, step.taken, step.unmet) == (NOTHING, NOTHING, NOTHING)
+        assert arena.fates().served == np.count_nonzero(lifetimes(events, LEAST_PLACED_BYTES)["death"] >= 0) > 20
+        assert arena.fates().missed == 0
         assert all(torch.equal(*pair) for pair in zip(net.gradients(), gradients, strict=True))
     assert arena.live_blocks == 0
     arena.close()
@@ -46,7 +47,7 @@ def test_places_are_where_the_plan_says(native: object) -> None:
         assert second.data_ptr() - first.data_ptr() == 8 * KIB
         assert not 0 <= outside.data_ptr() - first.data_ptr() < 64 * KIB
         assert arena.live_blocks == 2
-    assert arena.fates() == Fates(BlockCount(2, 24 * KIB), BlockCount(1, 8 * KIB), NOTHING, NOTHING, NOTHING)
+    assert arena.fates() == ArenaReport(served=2, served_bytes=24 * KIB)
     arena.close()
 
 
@@ -99,9 +100,11 @@ def test_what_the_plan_does_not_expect_is_served_ordinarily_and_told(native: obj
         held.append(filled(16 * KIB, 4))
         arena.at(2)
         held.append(filled(16 * KIB, 5))
-    step = arena.fates()
-    assert (step.served, step.unplanned) == (BlockCount(2, 24 * KIB), BlockCount(2, 28 * KIB))
-    assert arena.misses() == [Miss("unplanned", 12 * KIB, 0, 1), Miss("unplanned", 16 * KIB, 2, 2)]
+    assert arena.fates() == ArenaReport(served=2, served_bytes=24 * KIB, unplanned=2, unplanned_bytes=28 * KIB)
+    wrong = [
+        Unserved(size_bytes=size, layer=point, why="unplanned") for size, point in ((12 * KIB, "0"), (16 * KIB, "2"))
+    ]
+    assert arena.report(7, str) == msgspec.structs.replace(arena.fates(), size_bytes=7, unserved=wrong)
     arena.close()
 
 
@@ -114,8 +117,7 @@ def test_the_sequence_finds_its_place_again_at_the_next_point(native: object) ->
         arena.at(2)  # none of the second does
         for size_bytes, *_ in rows[8:]:
             filled(size_bytes, 1)
-    step = arena.fates()
-    assert (step.served.blocks, step.unplanned.blocks, step.unmet.blocks) == (5, 1, 7)
+    assert (arena.fates().served, arena.fates().missed) == (5, 1)
     arena.close()
 
 
@@ -133,8 +135,7 @@ def test_what_comes_in_another_order_finds_its_own_place(
         held = [filled(size * KIB, 1) for size in sizes_kib]
         base = held[0].data_ptr() - offsets_kib[0] * KIB
         assert [(block.data_ptr() - base) // KIB for block in held] == list(offsets_kib)
-    step = arena.fates()
-    assert (step.served.blocks, step.unmet.blocks) == (len(held), 4 - len(held))
+    assert (arena.fates().served, arena.fates().missed) == (len(held), 0)
     arena.close()
 
 
@@ -194,7 +195,7 @@ def test_other_places_are_served_from_the_next_step_on_and_what_lives_keeps_its_
     with arena.step():
         taken, other = filled(4 * KIB, 2), filled(4 * KIB, 3)
         assert (holds(kept, 1), holds(taken, 2), holds(other, 3)) == (True, True, True)
-    assert arena.fates().taken == BlockCount(1, 4 * KIB)
+    assert (arena.fates().taken, arena.fates().taken_bytes) == (1, 4 * KIB)
     assert other.data_ptr() - kept.data_ptr() == 8 * KIB
     del kept, taken, other
     with arena.step():
@@ -214,15 +215,15 @@ def test_a_place_whose_block_is_alive_is_not_handed_out(native: Library) -> None
         arena.at(1)
         other = filled(8 * KIB, 2)
         assert holds(kept, 1)
-    assert arena.fates().taken == BlockCount(1, 8 * KIB)
-    assert arena.misses() == [Miss("taken", 8 * KIB, 1, 1)]
+    assert (arena.fates().taken, arena.fates().taken_bytes) == (1, 8 * KIB)
+    assert arena.report(0, str).unserved == [Unserved(size_bytes=8 * KIB, layer="1", why="taken")]
     with arena.step():  # and so in the next step
         again = filled(8 * KIB, 3)
         assert (holds(kept, 1), holds(other, 2), holds(again, 3)) == (True, True, True)
     del kept
     with arena.step():
         filled(8 * KIB, 4)
-    assert arena.fates().served.blocks == 1
+    assert arena.fates().served == 1
     arena.close()
 
 
@@ -310,13 +311,11 @@ class Perturbed:
 def test_no_bytes_are_shared_whatever_a_step_does(native: Library, seed: int) -> None:
     course = Perturbed(seed)
     course.step(0.0)
-    step = course.arena.fates()
-    assert (step.served.blocks, step.unplanned.blocks, step.taken.blocks, step.unmet.blocks) == (120, 0, 0, 0)
+    assert (course.arena.fates().served, course.arena.fates().missed) == (120, 0)
     taken, unplanned = 0, 0
     for disorder in (0.05, 0.3, 0.7):
         course.step(disorder)
-        fates = course.arena.fates()
-        taken, unplanned = taken + fates.taken.blocks, unplanned + fates.unplanned.blocks
+        taken, unplanned = taken + course.arena.fates().taken, unplanned + course.arena.fates().unplanned
     assert taken > 0
     assert unplanned > 0
     course.arena.close()
