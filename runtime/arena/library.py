@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from poochplan.errors import AllocatorError, NativeError
+from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES
 from poochplan.native import NativeBuild, Signatures, functions_of
 from poochplan.tensors.host_memory import freed_memory_given_back
 
@@ -193,6 +194,11 @@ class ThreadScope:
 
     A thread is in one scope at a time, or in none. Its state is in the library and never freed, so make few of them.
     Raises the errors of :func:`library`.
+
+    It has one count at a time: the signed bytes of its live blocks since :meth:`begin_count`, each rounded up to the
+    allocation unit. Births on threads of the scope count. Deaths count on any thread, for the scope's blocks and for
+    blocks that the beginning thread had allocated before; the latter make the count negative. Allocations of other
+    threads never count. Nor does a block from before the allocator was loaded.
     """
 
     def __init__(self) -> None:
@@ -225,6 +231,38 @@ class ThreadScope:
         finally:
             self.library.set_aside(-1)
             self.library.scope_join(before)
+
+    def begin_count(self) -> None:
+        """Counts from 0."""
+        self.library.count_begin(self.handle, ALLOCATION_UNIT_BYTES)
+
+    def end_count(self) -> None:
+        """Stops the count; the results can still be read."""
+        self.library.count_end(self.handle)
+
+    def reset_peak(self) -> None:
+        """Both peaks restart at the present live bytes."""
+        self.library.count_reset_most(self.handle)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes live now minus those at the beginning."""
+        return self.library.count_of(self.handle, 0)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most live bytes at any time since the beginning, or since :meth:`reset_peak`; at least 0 after it begins."""
+        return self.library.count_of(self.handle, 1)
+
+    @property
+    def outside_live_bytes(self) -> int:
+        """Like :attr:`live_bytes`, for blocks that lie in no arena."""
+        return self.library.count_of(self.handle, 2)
+
+    @property
+    def outside_peak_bytes(self) -> int:
+        """Like :attr:`peak_bytes`, for blocks that lie in no arena."""
+        return self.library.count_of(self.handle, 3)
 
 
 class AllocationLog:

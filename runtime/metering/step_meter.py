@@ -154,7 +154,7 @@ class StepMeter:
     def uses_arena(self, arena_bytes: int) -> None:
         """The running step uses an arena of that size, which counts as a whole; 0 for none."""
         if self._source is not None:
-            self._source.arena_bytes = arena_bytes
+            self._source.uses_arena(arena_bytes)
 
     @property
     def peak_bytes(self) -> int | None:
