@@ -20,8 +20,8 @@ from poochplan.runtime.run_report import ArenaReport
 from poochplan.tensors.host_memory import give_back_freed
 
 _lock = threading.Lock()
-_writers: dict[int, weakref.ref[ArenaRuns]] = {}
-"""The writer of each scope's log, by the scope's handle: one at a time in a process."""
+_logs: weakref.WeakValueDictionary[int, AllocationLog] = weakref.WeakValueDictionary()
+"""The open log of each scope, by the scope's handle: one at a time in a process."""
 PackBlocks: TypeAlias = Callable[[Sequence[tuple[int, int, int]], int], tuple[Sequence[int], int]]
 """Finds places, because the runtime itself cannot pack: offsets of blocks (born, died, bytes) in one arena, and its
 bytes, at most so many if possible."""
@@ -82,12 +82,10 @@ class ArenaRuns:
 
     def _write_down(self, scope: ThreadScope, point: int) -> None:
         with _lock:
-            known = _writers.get(scope.handle)
-            other = known() if known is not None else None
-            if other is not None and other is not self and other._log is not None:
+            if scope.handle in _logs:
                 return
-            _writers[scope.handle] = weakref.ref(self)
-            self._log = AllocationLog(scope).__enter__()
+            self._log = _logs[scope.handle] = AllocationLog(scope)
+            self._log.__enter__()
         if point:
             self._log.mark(point)
 

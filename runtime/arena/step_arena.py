@@ -32,6 +32,7 @@ from poochplan.runtime.arena.recorded_layout import (
 )
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.metering.allocated import step_scope
+from poochplan.runtime.metering.step_meter import layer_at
 
 from ..run_report import ArenaReport, StepReport
 
@@ -335,7 +336,7 @@ class StepArena:
         known, arena = self._known, self._runs.arena if self._has_begun else None
         if known is None or known.layout is None or arena is None or not self._runs.has_places:
             return ArenaReport(larger_bytes=known.larger_bytes) if known is not None and known.larger_bytes else None
-        return arena.report(known.layout.arena_bytes, functools.partial(_layer, known.plan))
+        return arena.report(known.layout.arena_bytes, functools.partial(layer_at, known.plan))
 
 
 class RepeatedStep:
@@ -423,13 +424,3 @@ def why_no_arena(device: str) -> str:
     if device != "cpu":
         return f"a plan for {device}, whose allocator takes no arena; leave it to that"
     return why_unavailable()
-
-
-def _layer(plan: Plan, point: int) -> str:
-    """The layer that saves or uses a value at the last point."""
-    saves = len(plan.values)
-    if 0 < point <= saves:
-        return plan.values[point - 1].layer
-    if saves < point <= saves + len(plan.uses):
-        return plan.values[plan.handles[plan.uses[point - saves - 1]]].layer
-    return ""

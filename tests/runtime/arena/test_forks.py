@@ -46,7 +46,6 @@ def test_a_fork_in_mid_step_leaves_the_parent_served_and_the_child_not(native: L
         second = filled(8 * KIB, 2)
         assert (holds(first, 1), holds(second, 2), arena.live_blocks) == (True, True, 2)
     assert arena.fates().served == 2
-    arena.close()
 
 
 def test_in_the_child_nothing_is_counted_or_recorded_and_blocks_may_die(scope: ThreadScope) -> None:
@@ -71,7 +70,6 @@ def test_in_the_child_nothing_is_counted_or_recorded_and_blocks_may_die(scope: T
         held.clear()
         assert (scope.live_bytes, scope.peak_bytes, arena.live_blocks) == (0, 8 * KIB, 0)
     assert len(log.events) == 2
-    arena.close()
 
 
 def test_the_child_may_begin_a_step_of_its_own(native: Library) -> None:
@@ -85,7 +83,6 @@ def test_the_child_may_begin_a_step_of_its_own(native: Library) -> None:
     with arena.step():
         assert in_child(claim) == 0
         assert arena.live_blocks == 0
-    arena.close()
 
 
 def test_no_child_finds_a_lock_held_by_a_thread_that_is_not_there(scope: ThreadScope) -> None:
@@ -115,7 +112,6 @@ def test_no_child_finds_a_lock_held_by_a_thread_that_is_not_there(scope: ThreadS
         is_over.set()
         for thread in threads:
             thread.join()
-    arena.close()
 
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

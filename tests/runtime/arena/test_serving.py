@@ -37,7 +37,6 @@ def test_a_recorded_step_is_served_whole_and_its_gradients_are_the_same_bits(sco
         assert arena.fates().missed == 0
         assert all(torch.equal(*pair) for pair in zip(net.gradients(), gradients, strict=True))
     assert arena.live_blocks == 0
-    arena.close()
 
 
 def test_places_are_where_the_plan_says(native: object) -> None:
@@ -48,7 +47,6 @@ def test_places_are_where_the_plan_says(native: object) -> None:
         assert not 0 <= outside.data_ptr() - first.data_ptr() < 64 * KIB
         assert arena.live_blocks == 2
     assert arena.fates() == ArenaReport(served=2, served_bytes=24 * KIB)
-    arena.close()
 
 
 def test_only_the_thread_of_the_step_is_served(native: object) -> None:
@@ -66,7 +64,6 @@ def test_only_the_thread_of_the_step_is_served(native: object) -> None:
         run()
     run()
     assert arena.live_blocks == 1
-    arena.close()
 
 
 def test_a_thread_of_the_step_before_is_not_served_in_the_next(native: object) -> None:
@@ -89,7 +86,6 @@ def test_a_thread_of_the_step_before_is_not_served_in_the_next(native: object) -
         assert arena.live_blocks == 0
         blocks.append(filled(8 * KIB, 2))
         assert arena.live_blocks == 1
-    arena.close()
 
 
 def test_what_the_plan_does_not_expect_is_served_ordinarily_and_told(native: object) -> None:
@@ -105,7 +101,6 @@ def test_what_the_plan_does_not_expect_is_served_ordinarily_and_told(native: obj
         Unserved(size_bytes=size, layer=point, why="unplanned") for size, point in ((12 * KIB, "0"), (16 * KIB, "2"))
     ]
     assert arena.report(7, str) == msgspec.structs.replace(arena.fates(), size_bytes=7, unserved=wrong)
-    arena.close()
 
 
 def test_the_sequence_finds_its_place_again_at_the_next_point(native: object) -> None:
@@ -118,7 +113,6 @@ def test_the_sequence_finds_its_place_again_at_the_next_point(native: object) ->
         for size_bytes, *_ in rows[8:]:
             filled(size_bytes, 1)
     assert (arena.fates().served, arena.fates().missed) == (5, 1)
-    arena.close()
 
 
 @pytest.mark.parametrize(
@@ -136,7 +130,6 @@ def test_what_comes_in_another_order_finds_its_own_place(
         base = held[0].data_ptr() - offsets_kib[0] * KIB
         assert [(block.data_ptr() - base) // KIB for block in held] == list(offsets_kib)
     assert (arena.fates().served, arena.fates().missed) == (len(held), 0)
-    arena.close()
 
 
 def test_torchs_own_log_of_memory_hears_of_served_blocks(native: object) -> None:
@@ -148,7 +141,6 @@ def test_torchs_own_log_of_memory_hears_of_served_blocks(native: object) -> None
         del block
         told = [size_bytes for kind, _, size_bytes in allocation_events() if kind == "memory_alloc"]
     assert told == [8 * KIB, -8 * KIB]
-    arena.close()
 
 
 @pytest.mark.parametrize(
@@ -224,7 +216,6 @@ def test_a_place_whose_block_is_alive_is_not_handed_out(native: Library) -> None
     with arena.step():
         filled(8 * KIB, 4)
     assert arena.fates().served == 1
-    arena.close()
 
 
 @pytest.mark.parametrize("way", ["closed", "forgotten"])
