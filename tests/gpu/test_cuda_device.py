@@ -10,14 +10,11 @@ import torch
 from poochplan.runtime.devices.cuda import CudaDevice, hard_cap
 from poochplan.runtime.devices.pinned import PAGE_BYTES, PinnedMemory, cupy_or_none
 from poochplan.runtime.devices.transfers import Copy, copy_in, copy_out
-from tests.gpu.cases import CASES, WHERE
+from tests.gpu.cases import ABOUT_CUDA, CASES, WHERE
 from tests.runtime.nets import equal, train
 from tests.runtime.random_plans import random_plan
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(WHERE.type != "cuda", reason="about CUDA alone"),
-]
+pytestmark = ABOUT_CUDA
 MIB = 1 << 20
 A_WHILE_CYCLES = 400_000_000  # some 0.2 s
 

@@ -22,6 +22,7 @@ from poochplan.planner.planning import smallest_budget
 from poochplan.runtime.devices.cuda import hard_cap
 from poochplan.units import format_bytes
 from tests.gpu.cases import (
+    ABOUT_CUDA,
     BY_DAY,
     CASES,
     OF_FLOWS,
@@ -41,10 +42,7 @@ from tests.online.caches import empty_cache
 from tests.runtime.nets import LINK, TORCH, Case, equal, followed
 from tests.runtime.random_plans import random_plan
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(WHERE.type != "cuda", reason="about CUDA alone"),
-]
+pytestmark = ABOUT_CUDA
 WORKLOAD = """
 import torch
 

@@ -15,13 +15,10 @@ from poochplan.profiler.trials.machine_facts import measure_runtime
 from poochplan.runtime.devices.cuda import CudaDevice, hard_cap
 from poochplan.runtime.devices.transfers import copy_out
 from tests.cuda_rules.machine import MACHINE
-from tests.gpu.cases import CASES, WHERE
+from tests.gpu.cases import ABOUT_CUDA, CASES, WHERE
 from tests.runtime.random_plans import random_plan
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(WHERE.type != "cuda", reason="about CUDA alone"),
-]
+pytestmark = ABOUT_CUDA
 MIB = 1 << 20
 
 

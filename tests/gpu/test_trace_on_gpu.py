@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 from poochplan.formats.plan import Decision
 from poochplan.report.timeline import write_trace
 from poochplan.tracing import traced_step
 from poochplan.workload import Workload
 from tests.cli.trace_reader import read_trace
-from tests.gpu.cases import CASES, WHERE
+from tests.gpu.cases import ABOUT_CUDA, CASES
 from tests.runtime.random_plans import random_plan
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(WHERE.type != "cuda", reason="about CUDA alone"),
-]
+pytestmark = ABOUT_CUDA
 
 
 def build() -> Workload:
