@@ -30,7 +30,6 @@ from poochplan.tensors.host_memory import freed_memory_given_back
 _HANDLE, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _SIGNATURES: Signatures = {
     "install": (_INT, ()),
-    "is_in_force": (_INT, ()),
     "live_blocks": (_INT64, ()),
     "next_block": (_INT64, ()),
     "block_at": (_INT64, (_HANDLE,)),

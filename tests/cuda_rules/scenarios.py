@@ -215,9 +215,7 @@ def retired(gpu: Machine, device: CudaDevice) -> list[str]:
 
 def left_open(gpu: Machine, device: CudaDevice) -> list[str]:
     """The device is closed over copies that are queued, and twice."""
-    copies = [
-        copy(device, filled(device, 1), offset) for copy, offset in ((transfers.copy_out, 0), (transfers.copy_in, SIZE))
-    ]
+    copies = [transfers.copy_out(device, filled(device, 1), 0), transfers.copy_in(device, filled(device, 1), SIZE)]
     device.close()
     device.close()
     for copy in copies:

@@ -199,7 +199,6 @@ POOCH int pooch_install() noexcept {
     return kFailed;
   }
 }
-POOCH int pooch_is_in_force() noexcept { return c10::GetCPUAllocator() == &allocator; }
 POOCH int64_t pooch_live_blocks() noexcept { return state.blocks.count(); }
 POOCH int64_t pooch_next_block() noexcept { return state.next_id.load(); }
 // The number in logs of the live block that begins there; -1 if none does, or if it existed before this allocator.

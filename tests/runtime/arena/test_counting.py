@@ -11,19 +11,13 @@ import torch
 
 from poochplan.runtime.arena.library import BIRTH, DEATH, MARK, AllocationLog, ThreadScope, lifetimes
 from poochplan.runtime.metering.allocated import AllocatedPeak, step_scope
-from tests.runtime.arena.steps import Net, recorded
+from tests.runtime.arena.steps import Net, on_another_thread, recorded
 
 SMALL_BYTES, ROUNDED_BYTES = 576, 1024
 
 
 def empty(size_bytes: int) -> torch.Tensor:
     return torch.empty(size_bytes, dtype=torch.uint8)
-
-
-def on_another_thread(run: object) -> None:
-    thread = threading.Thread(target=run)  # type: ignore[arg-type]
-    thread.start()
-    thread.join()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import threading
 import warnings
 from collections.abc import Callable
 
-import pytest
 import torch
 
 from poochplan.runtime.arena.arena import Arena
@@ -112,6 +111,3 @@ def test_no_child_finds_a_lock_held_by_a_thread_that_is_not_there(scope: ThreadS
         is_over.set()
         for thread in threads:
             thread.join()
-
-
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -19,7 +18,17 @@ from poochplan.runtime.arena.library import Library, ThreadScope, lifetimes
 from poochplan.runtime.run_report import ArenaReport, Unserved
 from poochplan.torch_private.tensor_internals import allocation_events, log_allocations
 from tests.depth import seeds
-from tests.runtime.arena.steps import Net, arena_of, filled, holds, places, recorded, resident_bytes
+from tests.runtime.arena.steps import (
+    Net,
+    arena_of,
+    filled,
+    holds,
+    is_mapped,
+    on_another_thread,
+    places,
+    recorded,
+    resident_bytes,
+)
 
 KIB = 1024
 
@@ -57,9 +66,7 @@ def test_only_the_thread_of_the_step_is_served(native: object) -> None:
         held.append(filled(8 * KIB, 1))
 
     with arena.step():
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
+        on_another_thread(run)
         assert arena.live_blocks == 0
         run()
     run()
@@ -144,24 +151,19 @@ def test_torchs_own_log_of_memory_hears_of_served_blocks(native: object) -> None
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("found", "message"),
     [
-        ([(8192, 100, 0)], "place 0: expected bytes at a multiple of 512 within 65536, found 8192 at 100"),
-        ([(8192, 0, 0), (8192, 61440, 0)], "place 1: expected .* found 8192 at 61440"),
-        ([(8192, -512, 0)], "place 0: .* found 8192 at -512"),
-        ([(0, 0, 0)], "place 0: .* found 0 at 0"),
-        ([(8192, 0, 3), (8192, 8192, 2)], "place 1: expected points that never decrease, found 2 after 3"),
+        (places((8192, 100, 0)), "place 0: expected bytes at a multiple of 512 within 65536, found 8192 at 100"),
+        (places((8192, 0, 0), (8192, 61440, 0)), "place 1: expected .* found 8192 at 61440"),
+        (places((8192, -512, 0)), "place 0: .* found 8192 at -512"),
+        (places((0, 0, 0)), "place 0: .* found 0 at 0"),
+        (places((8192, 0, 3), (8192, 8192, 2)), "place 1: expected points that never decrease, found 2 after 3"),
+        (Places(np.ones(1), np.zeros(2), np.zeros(1)), "found 1 sizes, 2 offsets, 1 points"),
     ],
 )
-def test_places_that_cannot_be_are_refused(native: object, rows: list[tuple[int, int, int]], message: str) -> None:
+def test_places_that_cannot_be_are_refused(native: object, found: Places, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Arena(places(*rows), 64 * KIB)
-
-
-def test_arrays_of_different_lengths_are_refused(native: object) -> None:
-    one, two = np.zeros(1, np.int64), np.zeros(2, np.int64)
-    with pytest.raises(ValueError, match="found 1 sizes, 2 offsets, 1 points"):
-        Arena(Places(one, two, one), 512)
+        Arena(found, 64 * KIB)
 
 
 def test_a_closed_arena_serves_nobody(native: object) -> None:
@@ -170,11 +172,6 @@ def test_a_closed_arena_serves_nobody(native: object) -> None:
     arena.close()
     with pytest.raises(RuntimeError, match="found one that was closed"):
         arena.begin()
-
-
-def is_mapped(address: int) -> bool:
-    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
-    return any(int(begin, 16) <= address < int(end, 16) for begin, end in spans)
 
 
 def test_other_places_are_served_from_the_next_step_on_and_what_lives_keeps_its_bytes(native: Library) -> None:
@@ -271,9 +268,7 @@ class Perturbed:
         if self.random.random() < 0.2:  # on another thread
             handed = [tensor]
             del tensor
-            thread = threading.Thread(target=handed.clear)
-            thread.start()
-            thread.join()
+            on_another_thread(handed.clear)
 
     def step(self, disorder: float) -> None:
         """One step; ``disorder`` is the share of births and deaths that are not as planned."""
