@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from poochplan.runtime.devices.cuda import CudaDevice, hard_cap
+from poochplan.profiler import link as links
+from poochplan.runtime.devices.cuda import CudaDevice
 from poochplan.runtime.devices.pinned import PAGE_BYTES, PinnedMemory, cupy_or_none
 from poochplan.runtime.devices.transfers import Copy, copy_in, copy_out
 from tests.gpu.cases import ABOUT_CUDA, CASES, WHERE
@@ -180,15 +181,6 @@ def test_a_buffer_released_on_another_stream_is_not_taken_on_its_own(device: Cud
         _assert_back(device, number)
 
 
-def test_more_than_the_cap_is_out_of_memory_and_afterwards_it_is_not() -> None:
-    torch.cuda.empty_cache()
-    with hard_cap(WHERE, torch.cuda.memory_reserved(WHERE) + 64 * MIB):
-        assert torch.empty(16 * MIB, dtype=torch.uint8, device=WHERE).nbytes == 16 * MIB
-        with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(512 * MIB, dtype=torch.uint8, device=WHERE)
-    assert torch.empty(512 * MIB, dtype=torch.uint8, device=WHERE).nbytes == 512 * MIB
-
-
 def test_a_session_within_its_cap_trains_exactly() -> None:
     case = CASES["residual"]
     profile = case.profile()
@@ -232,3 +224,15 @@ def test_events_tell_the_time_of_the_device_not_of_queueing() -> None:
     clock.synchronize()
     seconds = sorted(clock.seconds(begin, end) for begin, end in marks)
     assert 0.5e-3 < seconds[10] < 5e-3
+
+
+def test_pageable_copies_are_measured_beside_pinned_ones() -> None:
+    largest = links.LARGEST_PAGEABLE_BYTES
+    sizes = (largest // 64, largest, 2 * largest)
+    link = links.measure_link(WHERE, None, None, sizes)
+    for pinned, pageable in ((link.outward, link.pageable_out), (link.inward, link.pageable_in)):
+        assert [size for size, _ in pinned.curve] == list(sizes)
+        assert pageable is not None
+        assert [size for size, _ in pageable.curve] == list(sizes[:-1])
+        assert all(seconds > 0 for _, seconds in pageable.curve)
+        assert pageable.bandwidth_bytes_per_s > 0
