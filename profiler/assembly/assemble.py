@@ -106,7 +106,7 @@ def assemble(
         handles=tuple(capture.handles),
         points=points,
     )
-    strays = stray_values(capture.workspace.strays(), draft.op_ticks, draft.tick_count)
+    strays = stray_values(capture.workspace.strays, draft.op_ticks, draft.tick_count)
     values += strays
     ops, carried = with_carried(capture, ops, draft.op_ticks, len(values))
     return _with_peak(msgspec.structs.replace(draft, ops=ops, values=(*values, *carried)))
@@ -362,7 +362,7 @@ def step_facts(model: torch.nn.Module, capture: Capture) -> StepFacts:
         kept_bytes=_kept_bytes(capture),
         unmeasured_regions=capture.compiled_calls.unmeasured,
         graph_mode=written_replays(model) is not None,
-        unmeasured_ops=capture.unmeasured_ops if capture.memory is Memory.ALLOCATED else 0,
+        unmeasured_ops=capture.unmeasured_ops,
     )
 
 

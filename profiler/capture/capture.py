@@ -53,6 +53,8 @@ class Capture(ToggledMode):
     """
 
     sees_values = True
+    unmeasured_ops = 0
+    """Number of distinct ops whose memory inside is unknown, if that of others is known."""
 
     def __init__(self, model: torch.nn.Module, where: torch.device, workspace: Workspace | None = None) -> None:
         """``workspace``: instead of the device's own."""
@@ -91,11 +93,6 @@ class Capture(ToggledMode):
     @property
     def memory(self) -> Memory:
         return self.workspace.memory
-
-    @property
-    def unmeasured_ops(self) -> int:
-        """Number of distinct ops whose memory inside is unknown, if that of others is known."""
-        return 0
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -139,7 +139,7 @@ class NodeOps:
         """Nodes are no longer observed. In the middle of a node, for example when it raises, that is no op."""
         if self._op is not None:
             self._meter.end()
-            self._workspace.end(self._op, Taker.BACKWARD_COMPILED)
+            self._workspace.end(self._op, Taker.BACKWARD)
             self._op = None
         self._clock.forget()
         self._sums.clear()
@@ -190,7 +190,7 @@ class NodeOps:
         op, self._op = self._op, None
         assert op is not None, "a node ends that has not begun"
         taken_bytes = self._meter.end()
-        self._workspace.end(op, Taker.BACKWARD_COMPILED)
+        self._workspace.end(op, Taker.BACKWARD)
         capture = self._capture
         leaf = getattr(node, "variable", None)
         accumulated = leaf.grad if isinstance(leaf, torch.Tensor) else None

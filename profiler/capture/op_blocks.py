@@ -36,19 +36,11 @@ class Taker(Enum):
     """Who takes the blocks. It decides which of the blocks that die while the op runs are live at its tick."""
 
     OP = "op"
-    FORWARD_COMPILED = "forward of compiled code"
+    FORWARD = "forward of compiled code"
     """A block that dies in it is live at its tick."""
-    FORWARD_PART = "part of a compiled forward, before others"
-    """The same."""
-    BACKWARD_COMPILED = "backward of compiled code"
+    BACKWARD = "backward of compiled code"
     """A block that dies in it was released at an earlier tick, although it exists when the code begins. The same holds
     for a node of a backward that only hooks observe."""
-    PART = "part of a compiled backward, before others"
-    """The same."""
-
-
-_PART_OF = {Taker.FORWARD_PART: Taker.FORWARD_COMPILED, Taker.PART: Taker.BACKWARD_COMPILED}
-"""The taker of the last part, by that of the other parts."""
 
 
 class Taken(NamedTuple):
@@ -115,14 +107,14 @@ def _workspace_bytes(events: Iterable[LogEvent], taker: Taker) -> int:
             live -= counted_bytes(size_bytes)
         else:
             live -= counted_bytes(-value)
-    if taker in (Taker.FORWARD_COMPILED, Taker.FORWARD_PART):
+    if taker is Taker.FORWARD:
         live += sum(counted_bytes(-value) for kind, _, _, value in events if kind == MARK)
     return max(0, most - live)
 
 
 def _blocks(events: Iterable[LogEvent], outputs: Mapping[int, int], taker: Taker) -> list[OpBlock]:
     """Blocks as they are taken. For a compiled backward, memory that existed and is freed in it comes first."""
-    is_backward = taker in (Taker.BACKWARD_COMPILED, Taker.PART)
+    is_backward = taker is Taker.BACKWARD
     freed = [-value for kind, _, _, value in events if kind == MARK] if is_backward else []
     blocks = [OpBlock(size_bytes, -1, -1) for size_bytes in freed if size_bytes >= LEAST_PLACED_BYTES]
     held = iter(range(len(blocks)))
@@ -177,20 +169,23 @@ class Parts:
     carried: list[CarriedBlock] = field(default_factory=list)
 
 
-def carried_in(events_by_op: Iterable[list[LogEvent]], takers: Sequence[Taker], outputs: Collection[int]) -> Parts:
-    """Parts of ops that take memory as ``takers`` says; ``outputs`` are the blocks with outputs of ops.
+def carried_in(
+    events_by_op: Iterable[list[LogEvent]], takers: Sequence[tuple[Taker, bool]], outputs: Collection[int]
+) -> Parts:
+    """Parts of ops; ``takers`` says how each takes memory, and whether other parts of it follow. ``outputs`` are the
+    blocks with outputs of ops.
 
     If a part releases a block that an earlier part has made, its events have a mark, as for values from before.
     """
     found = Parts()
-    by_direction: dict[Taker, dict[int, CarriedBlock]] = {end: {} for end in _PART_OF.values()}
-    for number, (events, taker) in enumerate(zip(events_by_op, takers, strict=True)):
+    by_taker = defaultdict[Taker, dict[int, CarriedBlock]](dict)
+    for number, (events, (taker, is_part)) in enumerate(zip(events_by_op, takers, strict=True)):
         if taker is Taker.OP:
             found.events.append(events)
             continue
-        alive = by_direction[_PART_OF.get(taker, taker)]
+        alive = by_taker[taker]
         found.events.append([_seen_from(event, number, alive) for event in events])
-        if taker not in _PART_OF:
+        if not is_part:
             alive.clear()
             continue
         left = [CarriedBlock(block, size, number) for block, size in _left_behind(events) if block not in outputs]

@@ -15,7 +15,7 @@ from poochplan.tensors.operators import traits
 
 from .capture import Capture
 from .captured import CapturedOp, shapes_of
-from .workspace import CompiledMeter, Workspace
+from .workspace import Workspace
 
 
 class OpTimer(Capture):
@@ -24,7 +24,7 @@ class OpTimer(Capture):
     sees_values = False
 
     def __init__(self, model: torch.nn.Module, where: torch.device) -> None:
-        super().__init__(model, where, _Unmeasured())
+        super().__init__(model, where, Workspace())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = traits(func)
@@ -43,11 +43,6 @@ class OpTimer(Capture):
 
     def resized(self, storage: torch.UntypedStorage, before_bytes: int) -> None:
         pass
-
-
-class _Unmeasured(Workspace):
-    def compiled_meter(self) -> CompiledMeter:
-        return CompiledMeter()
 
 
 class OpRuns:
