@@ -267,8 +267,11 @@ class Capture(ToggledMode):
         self.compiled_calls.freed(value.size_bytes, rounded_up(value.size_bytes), value.born)
         self.nodes.freed(value.size_bytes)
 
-    def rounded_bytes(self, number: int) -> int:
-        return rounded_up(self.values[number].size_bytes)
+    def took_inside(self, op: CapturedOp, taken_bytes: int | None, freed_bytes: int = 0) -> None:
+        """Code that no mode looked into has taken so much, its outputs included, and freed so much of values."""
+        if taken_bytes is not None:
+            born_bytes = sum(rounded_up(self.values[number].size_bytes) for number in op.outputs)
+            op.workspace_bytes = max(0, taken_bytes - born_bytes + freed_bytes)
 
     @contextlib.contextmanager
     def timed(self, op: CapturedOp) -> Iterator[None]:

@@ -106,8 +106,7 @@ class CompiledCalls:
             for tensor in capture.ordinary(pytree.tree_leaves(outputs)):
                 part = self._part_with(parts, tensor.untyped_storage())
                 capture.bear(part.op, [tensor], part.number)
-            if taken_bytes is not None:
-                op.workspace_bytes = max(0, taken_bytes - self._born_bytes(op))
+            capture.took_inside(op, taken_bytes)
             around_backward(outputs, node_before, partial(self._backward_begins, path), self._backward_ran)
             return outputs
 
@@ -189,9 +188,6 @@ class CompiledCalls:
             part = self._part_with(self._backward.parts, gradient.untyped_storage())
             capture.bear(part.op, [gradient], part.number)
         self._backward.parts.clear()
-        if taken_bytes is not None:  # values that died in it are not live at the op, which comes after all its unpacks
-            op.workspace_bytes = max(0, taken_bytes - self._born_bytes(op) + self._freed_bytes)
+        # Values that died in it are not live at the op, which comes after all its unpacks.
+        capture.took_inside(op, taken_bytes, self._freed_bytes)
         capture.ops.append(op)
-
-    def _born_bytes(self, op: CapturedOp) -> int:
-        return sum(map(self._capture.rounded_bytes, op.outputs))

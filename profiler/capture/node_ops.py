@@ -59,7 +59,7 @@ class Noting(Protocol):
     def written(self, tensors: list[torch.Tensor]) -> list[int]: ...
     def bear(self, op: CapturedOp, leaves: list[Any], born: int) -> None: ...
     def arise(self, tensor: torch.Tensor, behind: int = -1) -> None: ...
-    def rounded_bytes(self, number: int) -> int: ...
+    def took_inside(self, op: CapturedOp, taken_bytes: int | None, freed_bytes: int = 0) -> None: ...
     def away(self) -> contextlib.AbstractContextManager[None]: ...
     def unseen(self) -> contextlib.AbstractContextManager[None]: ...
     def timed(self, op: CapturedOp) -> contextlib.AbstractContextManager[None]: ...
@@ -85,7 +85,7 @@ class NodeOps:
         self._freed_bytes = 0
         self._first_block = self._nodes_before = 0
         self._ran_another = False
-        self._sums = Sums(capture.lifetimes)
+        self._sums: dict[Edge, Pending] = {}
 
     @property
     def is_inside(self) -> bool:
@@ -170,8 +170,19 @@ class NodeOps:
             parts = [] if gradient is None else self._capture.ordinary([gradient])
             if gradient is not None and parts:
                 number = self._capture.value_if_known(parts[0])
-                takes_sum = is_dense(gradient) and not is_view(gradient)
-                self._sums.adds(edge, number, len(self._capture.ops) - 1, takes_sum=takes_sum)
+                self._adds(edge, number, takes_sum=is_dense(gradient) and not is_view(gradient))
+
+    def _adds(self, edge: Edge, number: int, *, takes_sum: bool) -> None:
+        """The value of that number is added to what waits there."""
+        pending = self._sums.get(edge)
+        if edge[0] is None or pending is None:
+            self._sums[edge] = Pending(number, takes_sum)
+        elif pending.own is None and pending.made_behind < 0:
+            holders = [number, *(one.number for one in self._sums.values())].count(pending.number)
+            if pending.takes_sum and holders == 1:
+                pending.own = self._capture.lifetimes.storage_of(pending.number)
+            if pending.own is None:
+                pending.made_behind = len(self._capture.ops) - 1
 
     def node_begins(self, node: Any, gradients: Gradients) -> None:
         self.gradients_arrive(gradients, node)
@@ -200,8 +211,7 @@ class NodeOps:
         if capture.sees_values and (self._ran_another or last_sequence_number() != self._nodes_before):
             capture.bear(op, self._left_behind(), born)
         op.shapes = shapes_of(gradients)
-        if taken_bytes is not None:
-            op.workspace_bytes = max(0, taken_bytes - sum(map(capture.rounded_bytes, op.outputs)) + self._freed_bytes)
+        capture.took_inside(op, taken_bytes, self._freed_bytes)
         capture.took(op, self._clock.stretches)
         self._clock.goes_on()
 
@@ -241,25 +251,6 @@ class Pending:
     """The value of the first gradient, into which the sum is written."""
     made_behind: int = -1
     """The op after which the sum was made; -1 if there is none, or if it is no new value."""
-
-
-class Sums(dict[Edge, Pending]):
-    """Pending sums by their place."""
-
-    def __init__(self, lifetimes: Lifetimes) -> None:
-        super().__init__()
-        self._lifetimes = lifetimes
-
-    def adds(self, edge: Edge, number: int, behind: int, *, takes_sum: bool) -> None:
-        pending = self.get(edge)
-        if edge[0] is None or pending is None:
-            self[edge] = Pending(number, takes_sum)
-        elif pending.own is None and pending.made_behind < 0:
-            holders = [number, *(one.number for one in self.values())].count(pending.number)
-            if pending.takes_sum and holders == 1:
-                pending.own = self._lifetimes.storage_of(pending.number)
-            if pending.own is None:
-                pending.made_behind = behind
 
 
 def around_backward(

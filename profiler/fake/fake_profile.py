@@ -10,10 +10,9 @@ import torch
 from poochplan.formats.profile import ROOFLINE, Device, Kind, Link, Memory, Phase, Profile, preset_link
 from poochplan.profiler.assembly.assemble import this_machine
 from poochplan.profiler.capture.capture import collected_after
-from poochplan.profiler.capture.timing import difference_note
 from poochplan.profiler.graph_capture import GraphCapture, capturing_graphs
 from poochplan.profiler.link import measure_link
-from poochplan.profiler.live.after_capture import OpTiming
+from poochplan.profiler.live.after_capture import OpTiming, difference_note
 from poochplan.profiler.live.capturing import Capturing
 from poochplan.profiler.live.step_function import StepFunction
 from poochplan.profiler.request import Options

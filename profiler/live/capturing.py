@@ -129,7 +129,6 @@ class Capturing(SegmentObserver):
             self.kinds,
             runs,
             measured,
-            model=self.context.model,
             link=link,
             workload=workload,
             mode=mode,

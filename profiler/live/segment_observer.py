@@ -70,8 +70,6 @@ class SegmentObserver:
         self.foreseen_bytes = 0
         """Bytes that will be added one day, as far as optimizers determine them."""
         self.phase = Phase.FORWARD
-        self.hooks_s = 0.0
-        """Wall-clock seconds spent in hooks."""
         self.seconds: PhaseSeconds = dict.fromkeys(Phase, 0.0)
         """Seconds of each phase, if they are timed."""
         self.instrument: Capture | None = None
