@@ -91,10 +91,10 @@ def measure_link(
         sizes = sizes or (SIZES_BYTES if where.type == "cpu" else CUDA_SIZES_BYTES)
         sizes = tuple(x for x in sizes if not throttle_bytes_per_s or x <= throttle_bytes_per_s / 4) or sizes[:1]
         if where.type == "cpu":
-            sizes = _that_fit(sizes, choose_spill_dir(directory))
+            sizes = _written_once(device, _that_fit(sizes, choose_spill_dir(directory)))
         else:
             sizes = tuple(size for size in sizes if 8 * size <= _room_bytes(device)) or sizes[:1]
-        sizes = _written_once(device, sizes)
+            sizes = _pinned_once(device, sizes)
         sizes = sizes[: least(len(sizes))]
 
         def begin() -> None:
@@ -148,8 +148,6 @@ def _room_bytes(device: ComputeDevice) -> int:
 
 def _written_once(device: ComputeDevice, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """The sizes for whose two places there is room and that are fast enough, which have then been written once."""
-    if device.kind != "cpu":
-        return _pinned_once(device, sizes)
     written: list[int] = []
     for size in sizes:
         start_s = time.perf_counter()

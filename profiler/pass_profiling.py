@@ -188,13 +188,11 @@ def logged_pass(step: Callable[[], object], model: torch.nn.Module) -> tuple[lis
 
     with first.of(model), around_parts(model, called):
         step()
-    found = lifetimes(log.events, LEAST_COUNTED_BYTES)
-    events = len(log.events)
-    rows = (
+    found, events = lifetimes(log.events, LEAST_COUNTED_BYTES), len(log.events)
+    return [
         PassBlock(size, birth, death if death >= 0 else events, OUTSIDE, layers[point])
         for size, point, birth, death in found.tolist()
-    )
-    return list(rows), events
+    ], events
 
 
 def live_tensors_peak(step: Callable[[], object], model: torch.nn.Module) -> int:

@@ -60,7 +60,6 @@ def assemble(
     runs: Floats,
     measured: list[PhaseSeconds],
     *,
-    model: torch.nn.Module,
     link: Link,
     workload: str,
     mode: Literal["run", "swap-all", "fake"],
@@ -82,13 +81,13 @@ def assemble(
         held_until(f"before/{name}", size_bytes, last_tick) for name, size_bytes in held_bytes.items() if size_bytes
     )
     draft = Profile(
-        workload=workload or type(model).__name__,
+        workload=workload or type(capture.model).__name__,
         mode=mode,
         device=device,
         versions=versions_here(device.kind),
         switches=kernel_switches(device.kind),
         host=this_host(),
-        model=model_signature(model),
+        model=model_signature(capture.model),
         inputs=capture.inputs or (),
         ops_fingerprint=fingerprint,
         times=seconds.times,
@@ -99,7 +98,7 @@ def assemble(
         static_bytes={},
         gradients_live_through_forward=accumulate,
         link=link,
-        facts=step_facts(model, capture),
+        facts=step_facts(capture),
         notes=tuple(notes),
         ops=ops,
         values=values,
@@ -351,9 +350,9 @@ def model_notes(model: torch.nn.Module) -> list[str]:
     return [f"modules in eval mode: {len(resting)}, first {first}: no dropout, no batch statistics there"]
 
 
-def step_facts(model: torch.nn.Module, capture: Capture) -> StepFacts:
+def step_facts(capture: Capture) -> StepFacts:
     """How the captured step was run."""
-    modules = list(model.modules())
+    modules = list(capture.model.modules())
     return StepFacts(
         modules=len(modules),
         eval_modules=sum(not module.training for module in modules),
@@ -361,7 +360,7 @@ def step_facts(model: torch.nn.Module, capture: Capture) -> StepFacts:
         garbage_bytes=_garbage_bytes(capture),
         kept_bytes=_kept_bytes(capture),
         unmeasured_regions=capture.compiled_calls.unmeasured,
-        graph_mode=written_replays(model) is not None,
+        graph_mode=written_replays(capture.model) is not None,
         unmeasured_ops=capture.unmeasured_ops,
     )
 
