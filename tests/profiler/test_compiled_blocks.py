@@ -18,7 +18,7 @@ from poochplan.planner.arena.step_layout import blocks_of, taken_by
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import simulate
-from tests.runtime.nets import taken
+from tests.runtime.nets import Net, taken
 from tests.runtime.random_plans import random_plan
 from tests.runtime.served import needs_compiler
 
@@ -30,40 +30,32 @@ def _clean_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class Wide(nn.Module):
+def _wide(net: Net, batch: torch.Tensor) -> torch.Tensor:
     """Temporaries in forward and backward that are larger than what goes in and out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 256), nn.Linear(256, 32)
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        wide = self.up(batch)
-        return self.down(wide * torch.sigmoid(wide) + torch.tanh(wide))
+    wide = net.up(batch)
+    return net.down(wide * torch.sigmoid(wide) + torch.tanh(wide))  # type: ignore[no-any-return]
 
 
-class Between(nn.Module):
+def _between(backend: str) -> nn.Module:
     """Compiled modules between plain layers."""
 
-    def __init__(self, backend: str) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
-        self.wide = nn.ModuleList(Wide() for _ in range(2))
-        for module in self.wide:
-            module.compile(backend=backend)
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        batch = self.first(batch).tanh()
-        for module in self.wide:
+    def body(net: Net, batch: torch.Tensor) -> torch.Tensor:
+        batch = net.first(batch).tanh()
+        for module in net.wide:
             batch = batch + module(batch)
-        return self.last(batch)
+        return net.last(batch)  # type: ignore[no-any-return]
+
+    wide = nn.ModuleList(Net(_wide, up=nn.Linear(32, 256), down=nn.Linear(256, 32)) for _ in range(2))
+    for module in wide:
+        module.compile(backend=backend)
+    return Net(body, first=nn.Linear(32, 32), last=nn.Linear(32, 32), wide=wide)
 
 
 @functools.cache
 def _steps(backend: str) -> tuple[Profile, list[int]]:
     """The profile, and the metered peaks of steps that keep everything."""
     torch.manual_seed(0)
-    model, batch = Between(backend), torch.randn(64, 32)
+    model, batch = _between(backend), torch.randn(64, 32)
     profile = taken(lambda: model(batch).square().mean(), model)
     peaks = []
     with poochplan.apply(random_plan(profile, 0, (1, 0, 0)), model, meter="always", arena="off") as session:

@@ -13,7 +13,7 @@ from poochplan.formats.profile import Profile
 from poochplan.formats.sources import sources_of
 from poochplan.planner.planning import smallest_budget
 from poochplan.profiler.trials.compare import SOURCE_WRITTEN_LATE, WRITTEN_LATE
-from tests.runtime.nets import taken
+from tests.runtime.nets import Net, taken
 
 Write = Callable[[torch.Tensor], None]
 
@@ -32,31 +32,22 @@ def turn(tensor: torch.Tensor) -> None:
     array[:] = array[::-1].copy()
 
 
-class Writes(nn.Module):
-    """Saves the float32 copy of a tensor of bfloat16, and writes one of the two before or after that."""
-
-    def __init__(self, to: str, write: Write) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(32, 64), nn.Linear(64, 1)
-        self._to, self._write = to, write
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        source = self.first(batch).bfloat16() * 1.5
-        copy = source.float()
-        if self._to == "source before the save":
-            self._write(source)
-        squares = copy * copy
-        if self._to == "source":
-            self._write(source)
-        if self._to == "value":
-            self._write(copy)
-        del source, copy
-        return self.last(squares.sin()).sum()
-
-
 def profiled(to: str, write: Write, mode: str) -> tuple[Profile, nn.Module, torch.Tensor]:
+    """Of a step that saves the float32 copy of a tensor of bfloat16, and writes one of them before or after that."""
+
+    def body(net: Net, batch: torch.Tensor) -> torch.Tensor:
+        source = net.first(batch).bfloat16() * 1.5
+        copy = source.float()
+        if to == "source before the save":
+            write(source)
+        squares = copy * copy
+        if to in ("source", "value"):
+            write(source if to == "source" else copy)
+        del source, copy
+        return net.last(squares.sin()).sum()  # type: ignore[no-any-return]
+
     torch.manual_seed(3)
-    model, batch = Writes(to, write), torch.randn(512, 32)
+    model, batch = Net(body, first=nn.Linear(32, 64), last=nn.Linear(64, 1)), torch.randn(512, 32)
     return taken(lambda: model(batch), model, mode=mode), model, batch
 
 

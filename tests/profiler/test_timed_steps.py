@@ -19,7 +19,7 @@ from poochplan.report.timeline import draw_timeline, timeline_of
 from poochplan.runtime.arena.library import library
 from poochplan.runtime.arena.step_arena import RepeatedStep
 from tests.processes import python
-from tests.runtime.nets import LINK, taken
+from tests.runtime.nets import LINK, Net, taken
 
 SLOWER = 1.5
 
@@ -59,17 +59,15 @@ def test_in_a_loop_the_seconds_of_fresh_pages_are_not_those_of_ops(
     if not has_arena:
         monkeypatch.setattr(RepeatedStep, "is_from_arena", False)
 
-    class Scaled(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(1))
+    def body(net: Net, batch: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            batch = (batch * net.weight).tanh()
+        return batch.mean()
 
-        def forward(self, batch: torch.Tensor) -> torch.Tensor:
-            for _ in range(4):
-                batch = (batch * self.weight).tanh()
-            return batch.mean()
-
-    model, batch = Scaled(), torch.randn(40 << 18)  # 40 MiB: the C library maps each such tensor afresh
+    model, batch = (
+        Net(body, weight=torch.nn.Parameter(torch.ones(1))),
+        torch.randn(40 << 18),
+    )  # 40 MiB: the C library maps each such tensor afresh
     optimizer = torch.optim.SGD(model.parameters())
 
     def step() -> None:

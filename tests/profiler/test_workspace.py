@@ -28,7 +28,7 @@ from poochplan.runtime.metering.allocated import joined_count
 from tests.depth import seeds
 from tests.live_bytes import peak_of_a_step
 from tests.processes import python
-from tests.runtime.nets import Case, metered_peaks, taken
+from tests.runtime.nets import Case, Net, metered_peaks, of
 from tests.runtime.random_plans import random_plan
 from tests.runtime.served import needs_compiler
 
@@ -48,22 +48,12 @@ takes_and_gives_back.register_fake(torch.empty_like)
 takes_and_gives_back.register_autograd(lambda _, gradient: 2 * gradient)
 
 
-class Taking(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside = nn.Linear(256, 256)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(takes_and_gives_back(self.inside(x)))  # type: ignore[no-any-return]
-
-
-def profile_of(model: nn.Module, batch: torch.Tensor) -> Profile:
-    return taken(lambda: model(batch).square().mean(), model)
+TAKING = of(lambda: Net(lambda net, x: takes_and_gives_back(net.inside(x)).tanh(), inside=nn.Linear(256, 256)), 64, 256)
 
 
 @needs_compiler
 def test_an_op_has_the_blocks_that_it_takes_in_their_order() -> None:
-    profile = profile_of(Taking(), torch.randn(64, 256))
+    profile = TAKING.profile()
     assert profile.memory is Memory.ALLOCATED
     (op,) = (op for op in profile.ops if "takes_and_gives_back" in op.name)
     assert op.workspace_bytes == 2 * INSIDE_BYTES
@@ -95,7 +85,7 @@ def test_what_another_thread_of_the_scope_takes_meanwhile_is_no_op_s() -> None:
 
 def test_without_the_allocator_peaks_are_of_live_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capturing, "workspace_of", lambda where: Workspace())
-    profile = profile_of(Taking(), torch.randn(64, 256))
+    profile = TAKING.new_profile()
     assert profile.memory is Memory.LIVE
     assert profile.in_core_peak_bytes == profile.in_core_live_peak_bytes
     assert not any(op.workspace_bytes or op.blocks for op in profile.ops)
@@ -144,20 +134,14 @@ def test_the_peaks_are_those_of_a_hook_of_the_tests() -> None:
     assert planned <= budget <= predicted
 
 
-class Skip(nn.Module):
+def test_a_gradient_that_is_added_to_a_part_of_another_is_new_memory() -> None:
     """The gradient of what skips is a part of that of ``cat``: torch adds the other one to it in new memory."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(1, 64, 4096))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        both = (self.weight * x).exp()
+    def skip(net: Net, x: torch.Tensor) -> torch.Tensor:
+        both = (net.weight * x).exp()
         return torch.cat([both, both * 0.5], 1).neg_()
 
-
-def test_a_gradient_that_is_added_to_a_part_of_another_is_new_memory() -> None:
-    model, batch = Skip(), torch.randn(1, 64, 4096)
+    model, batch = Net(skip, weight=nn.Parameter(torch.randn(1, 64, 4096))), torch.randn(1, 64, 4096)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> None:
@@ -173,23 +157,16 @@ def test_a_gradient_that_is_added_to_a_part_of_another_is_new_memory() -> None:
 STATE_BYTES = torch.get_rng_state().nbytes
 
 
-class Checkpoints(nn.Module):
+def _checkpoints() -> nn.Module:
     """The most bytes live in its first op, before two checkpoints in sequence take their states of generators."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        hidden = takes_and_gives_back(self.first(batch))
-        for layer in (self.second, self.third):
+    def body(net: Net, batch: torch.Tensor) -> torch.Tensor:
+        hidden = takes_and_gives_back(net.first(batch))
+        for layer in (net.second, net.third):
             hidden = checkpoint(layer, hidden, use_reentrant=False)  # type: ignore[assignment]
         return hidden
 
-
-def _checkpoints() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    batch = torch.randn(4, 16)
-    return Checkpoints(), lambda model: model(batch).square().mean()
+    return Net(body, first=nn.Linear(16, 16), second=nn.Linear(16, 16), third=nn.Linear(16, 16))
 
 
 def _checkpoints_within_one() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
@@ -210,7 +187,7 @@ def _checkpoints_within_one() -> tuple[nn.Module, Callable[[nn.Module], torch.Te
     return layers, step
 
 
-CASE = Case(_checkpoints)
+CASE = of(_checkpoints, 4, 16)
 
 
 def _strays_of(profile: Profile) -> list[int]:
