@@ -143,7 +143,11 @@ def build_values(capture: Capture, kinds: dict[int, Kind], last_tick: int) -> tu
     ``kinds`` gives those known from outside (parameters, buffers, gradients, optimizer state) by value.
     """
     saved = {handle.value for handle in capture.handles}
-    first_use = _first_uses(capture)
+    first_use = {  # of the points of a value the first one counts, so it comes last
+        capture.handles[point.handle].value: point.op + index
+        for index, point in reversed(list(enumerate(capture.points)))
+        if point.kind is PointKind.USE
+    }
     names = value_names(capture, kinds)
     writers = _writers(capture)
     left_over = capture.left_over
@@ -214,15 +218,6 @@ def ops_fingerprint(ops: tuple[Op, ...], points: tuple[Point, ...], values: tupl
     for value in values:
         digest.update(f"{value.size_bytes}|{value.dtype}|{value.shape}\n".encode())
     return digest.hexdigest()[:16]
-
-
-def _first_uses(capture: Capture) -> dict[int, int]:
-    """Tick of the first use point of each saved value."""
-    first: dict[int, int] = {}
-    for index, point in enumerate(capture.points):
-        if point.kind is PointKind.USE:
-            first.setdefault(capture.handles[point.handle].value, point.op + index)
-    return first
 
 
 def _pinned(captured: CapturedValue, saved: bool, died: int, first_use: int | None) -> str:

@@ -209,13 +209,12 @@ class LoggedWorkspace(Workspace):
             self._log.mark(value)
 
     def _read(self, events: Table) -> None:
-        parts = carried_in(events_by_op(events), self._takers, self._outputs)
-        for one in parts.carried:
-            assert one.let_go_in is not None
+        events_of, carried = carried_in(events_by_op(events), self._takers, self._outputs)
+        for one in carried:
             op = self._ops[one.made_in]
             self._outputs[one.block] = len(op.outputs) + len(op.carried)
             op.carried.append((one.size_bytes, self._ops[one.let_go_in]))
-        for op, (taker, _), own in zip(self._ops, self._takers, parts.events, strict=True):
+        for op, (taker, _), own in zip(self._ops, self._takers, events_of, strict=True):
             output_count = len(op.outputs) + len(op.carried)
             op.blocks, op.workspace_bytes = taken_in(own, self._outputs, output_count, taker)
         self.strays = strays_in(events.tolist(), self._known)

@@ -176,7 +176,7 @@ class Capturing(SegmentObserver):
 
     def packed(self, tensor: torch.Tensor, handle: SavedHandle) -> None:
         if self.phase is not Phase.FORWARD and handle.value is not None:
-            self.why_not, self.is_final = SAVES_AFTER_USE, True
+            self.why_not, self.is_final = "it saves more after its backward has begun", True
         self.capture.packed(tensor, handle)
 
     def unpack(self, handle: SavedHandle, unpack: UnpackHook) -> torch.Tensor:
@@ -189,9 +189,6 @@ class Capturing(SegmentObserver):
             tensor = unpack(handle)
         self.capture.is_back(value, local_tensor(tensor).untyped_storage())
         return tensor
-
-
-SAVES_AFTER_USE = "it saves more after its backward has begun"
 
 
 class Kinds(dict[int, Kind]):

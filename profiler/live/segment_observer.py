@@ -136,7 +136,7 @@ class SegmentObserver:
             try:
                 return self.observed(outputs, ran)
             except BaseException:
-                self.why_not = BACKWARD_RAISED
+                self.why_not = "its backward raised"
                 raise
             finally:
                 failure = None if self.instrument is None else self.instrument.nodes.failure
@@ -146,9 +146,6 @@ class SegmentObserver:
                 self.enter(Phase.OPTIMIZER)
 
         return seen
-
-
-BACKWARD_RAISED = "its backward raised"
 
 
 NewObserver = Callable[[], SegmentObserver]

@@ -94,26 +94,23 @@ def test_compiled_code_that_runs_within_a_backward_has_its_events_for_itself() -
 
 
 def test_a_block_that_a_later_part_lets_go_of_is_carried_there_and_an_output_is_not() -> None:
-    parts = carried_in([FIRST, LAST], PARTS, {3, 4})
-    (one,) = parts.carried
-    assert (one.block, one.size_bytes, one.made_in, one.let_go_in) == (1, 8192, 0, 1)
-    assert parts.events[0] == FIRST
-    assert parts.events[1][1] == mark(-8192)
-    blocks, first = taken_in(parts.events[0], {3: 0, 1: 1}, 2, Taker.BACKWARD)
+    logs, carried = carried_in([FIRST, LAST], PARTS, {3, 4})
+    assert carried == [(1, 8192, 0, 1)]  # the block, its bytes, and the parts that make it and let go of it
+    assert logs == [FIRST, [LAST[0], mark(-8192), *LAST[2:]]]
+    blocks, first = taken_in(logs[0], {3: 0, 1: 1}, 2, Taker.BACKWARD)
     assert first + 512 + 8192 == 8192 + 4096, "at its tick its outputs count too, the carried block among them"
     assert [one.output for one in blocks] == [1, -1, 0]
-    _, last = taken_in(parts.events[1], {4: 0}, 1, Taker.BACKWARD)
+    _, last = taken_in(logs[1], {4: 0}, 1, Taker.BACKWARD)
     assert last + 4096 == 8192 + 4096, "the carried block is live as it begins, and at no later tick"
 
 
 def test_what_outlives_its_backward_is_not_carried_and_the_next_one_has_no_part_in_it() -> None:
     logs = [[born(1, 8192)], [], [died(1, 8192)], []]
-    parts = carried_in(logs, PARTS * 2, set())
-    assert (parts.carried, parts.events) == ([], logs)
+    assert carried_in(logs, PARTS * 2, set()) == (logs, [])
 
 
 def test_other_ops_are_left_as_they_are() -> None:
-    assert carried_in([FIRST, LAST], [(Taker.OP, False), (Taker.FORWARD, False)], set()).events == [FIRST, LAST]
+    assert carried_in([FIRST, LAST], [(Taker.OP, False), (Taker.FORWARD, False)], set()) == ([FIRST, LAST], [])
 
 
 # -- between ops -----------------------------------------------------------------------------------------------------
