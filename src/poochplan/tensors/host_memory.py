@@ -126,15 +126,11 @@ def new_memory_holds(byte: int) -> Iterator[None]:
 
     Not so some blocks of about a kilobyte that the same thread has freed. Without effect if there is no ``mallopt``.
     """
-    _fill_new(byte)
+    _call_libc("mallopt", _M_PERTURB, 0xFF ^ byte)  # it fills with the complement, and 0 disables filling
     try:
         yield
     finally:
-        _fill_new(0xFF ^ (_asked(os.environ, "perturb", "MALLOC_PERTURB_") or 0))
-
-
-def _fill_new(byte: int) -> None:
-    _call_libc("mallopt", _M_PERTURB, 0xFF ^ byte)  # it fills with the complement, and 0 disables filling
+        _call_libc("mallopt", _M_PERTURB, _asked(os.environ, "perturb", "MALLOC_PERTURB_") or 0)
 
 
 def page_faults() -> int:
