@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ import poochplan
 from poochplan.formats.occupancy import live_bytes
 from poochplan.formats.profile import Kind, Phase, PointKind, Profile
 from poochplan.profiler.link import measure_link
+from tests.planner.random_profiles import with_facts
 from tests.runtime.nets import Net, taken
 
 
@@ -39,6 +39,7 @@ def test_the_values_of_a_small_step_are_those_worked_out_by_hand(chain: Profile)
     ]
     assert saved[1].name == "step/relu"
     assert saved[1].pinned == saved[1].unreplayable == ""
+    assert chain.device.kind == "cpu", "by default where the model is"
     assert saved[0].pinned == "input of the step: held by the caller, or made outside torch or by a compiled function"
 
 
@@ -95,15 +96,10 @@ def test_the_generator_is_afterwards_as_it_was_also_when_the_link_is_measured(tm
 
 def test_what_an_op_takes_beside_its_outputs_is_part_of_the_peak(chain: Profile) -> None:
     last = len(chain.ops) - 1
-    ops = (*chain.ops[:last], msgspec.structs.replace(chain.ops[last], workspace_bytes=1 << 30))
-    curve, raised = live_bytes(chain), live_bytes(msgspec.structs.replace(chain, ops=ops))
+    curve, raised = live_bytes(chain), live_bytes(with_facts(chain, "ops", last, workspace_bytes=1 << 30))
     assert raised[chain.op_ticks[last]] - curve[chain.op_ticks[last]] == 1 << 30
     assert int((raised != curve).sum()) == 1
     assert chain.in_core_peak_bytes == curve.max()
-
-
-def test_the_device_is_by_default_where_the_model_is(chain: Profile) -> None:
-    assert chain.device.kind == "cpu"
 
 
 def test_a_gradient_that_the_loss_of_the_step_before_holds_is_live_through_forward() -> None:
