@@ -93,7 +93,7 @@ def assemble(
         times=seconds.times,
         layer_times=seconds.layer_times,
         in_core_peak_bytes=0,
-        memory=capture.memory,
+        memory=capture.workspace.memory,
         in_core_peak_layer="",
         static_bytes={},
         gradients_live_through_forward=accumulate,
@@ -351,7 +351,7 @@ def step_facts(capture: Capture) -> StepFacts:
     return StepFacts(
         modules=len(modules),
         eval_modules=sum(not module.training for module in modules),
-        checkpointed=tuple(capture.checkpointed),
+        checkpointed=tuple(capture.tracker.ran_again),
         garbage_bytes=_garbage_bytes(capture),
         kept_bytes=_kept_bytes(capture),
         unmeasured_regions=capture.compiled_calls.unmeasured,

@@ -55,7 +55,6 @@ class Noting(Protocol):
     def look_for_checkpoint(self, compiled: str | None = None) -> None: ...
     def ordinary(self, leaves: list[Any]) -> list[torch.Tensor]: ...
     def value_of(self, tensor: torch.Tensor) -> int: ...
-    def value_if_known(self, tensor: torch.Tensor) -> int: ...
     def written(self, tensors: list[torch.Tensor]) -> list[int]: ...
     def bear(self, op: CapturedOp, leaves: list[Any], born: int) -> None: ...
     def arise(self, tensor: torch.Tensor, behind: int = -1) -> None: ...
@@ -158,7 +157,7 @@ class NodeOps:
                 continue
             if pending is not None and pending.own is not None:
                 for part in self._capture.ordinary([gradient]):  # the first gradient's value goes on in the sum
-                    if self._capture.value_if_known(part) < 0:
+                    if self._capture.lifetimes.find(part) < 0:
                         self._workspace.knows(part.untyped_storage())
                         self._capture.lifetimes.stands_in(part.untyped_storage(), pending.own)
             self._capture.arise(gradient, -1 if pending is None else pending.made_behind)
@@ -169,7 +168,7 @@ class NodeOps:
         for gradient, edge in zip(gradients, node.next_functions, strict=False):
             parts = [] if gradient is None else self._capture.ordinary([gradient])
             if gradient is not None and parts:
-                number = self._capture.value_if_known(parts[0])
+                number = self._capture.lifetimes.find(parts[0])
                 self._adds(edge, number, takes_sum=is_dense(gradient) and not is_view(gradient))
 
     def _adds(self, edge: Edge, number: int, *, takes_sum: bool) -> None:

@@ -48,7 +48,7 @@ class Moving(SwapEach):
         self._capture, self._all_of_it = capture, all_of_it
 
     def saved(self, index: int | None, ordinal: int, tensor: torch.Tensor, record: StorageRecord) -> Decision:
-        number = self._capture.value_if_known(tensor)
+        number = self._capture.lifetimes.find(tensor)
         if self._all_of_it or (number >= 0 and self._capture.values[number].born >= 0):
             return Decision.SWAP
         return super().saved(index, ordinal, tensor, record)
@@ -105,7 +105,7 @@ class Capturing(SegmentObserver):
             self._note(self.context.there_before(), Kind.INPUT)  # last: those of the model keep their kinds
             return
         storages = [bytes_of(storage) for storage in census(self.context.where.type, 1).values()]
-        others = sorted((one for one in storages if self.capture.value_if_known(one) < 0), key=lambda one: -one.nbytes)
+        others = sorted((one for one in storages if self.capture.lifetimes.find(one) < 0), key=lambda one: -one.nbytes)
         self._note(others[:NAMED], Kind.INPUT)
         self.beside_bytes = segment.left_over_bytes + sum(rounded_up(one.nbytes) for one in others[NAMED:])
         self.look_around()

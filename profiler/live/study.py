@@ -164,7 +164,7 @@ def _timed(
     options.say(f"timing {counted(count, 'step')}")
     with collected_after(capture) if is_repeated else contextlib.nullcontext():
         ordinary = yield from steps.several(1)
-    is_allocated = steps.context.where.type == "cpu" and capture.memory is Memory.ALLOCATED
+    is_allocated = steps.context.where.type == "cpu" and capture.workspace.memory is Memory.ALLOCATED
     from_arena: list[PhaseSeconds] = []
     with contextlib.closing(steps):
         if is_allocated and options.has_arena() and (is_repeated or has_room()):
