@@ -14,9 +14,9 @@ from poochplan.tensors.storages import on_whole
 from tests.cuda_rules.machine import WHERE, Machine
 from tests.cuda_rules.streams import Stream
 from tests.planner.checker import check
-from tests.runtime.by_hand import held, planned, problem_of
-from tests.runtime.form_nets import NAMES, forms_on
+from tests.runtime.narrow_nets import NAMES, forms_on
 from tests.runtime.nets import followed, metered_peaks, train
+from tests.runtime.random_plans import held, planned, problem_of
 
 KEEP, SWAP, _ = Decision
 CASES = forms_on(WHERE)

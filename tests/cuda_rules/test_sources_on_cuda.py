@@ -7,9 +7,9 @@ import pytest
 from poochplan.formats.plan import Decision
 from poochplan.formats.sources import sources_of
 from tests.cuda_rules.machine import WHERE, Machine
-from tests.runtime.by_hand import held, planned, problem_of
-from tests.runtime.cast_nets import casts_on
+from tests.runtime.narrow_nets import casts_on
 from tests.runtime.nets import followed, metered_peaks, train
+from tests.runtime.random_plans import held, planned, problem_of
 
 
 @pytest.mark.parametrize("decision", Decision)
