@@ -66,6 +66,9 @@ class Compiling:
         else:
             compile_in_place(self.model, replays, self.options)
 
+    def bits(self) -> StepDigests:
+        return bits_of_a_step(self.step, self.model, self.optimizer)
+
     def measured(self, iterations: int) -> Profile:
         """``iterations``: the number used if the user gave none."""
         found = profiled(
@@ -87,11 +90,18 @@ def planned_within(compiling: Compiling, budget: str | int | float, time_limit_s
     say = compiling.say
     say("compiling the step without a plan")
     compiling.compile(None)
-    step, model, optimizer = compiling.step, compiling.model, compiling.optimizer
-    stock = bits_of_a_step(step, model, optimizer)
+    stock = compiling.bits()
+    changing = stock.first_difference(compiling.bits())
+    if changing:
+        raise StepError(
+            "compile(): expected a step that gives the same bits when it is repeated from the same model, optimizer "
+            f"and generators, found the {changing} to differ; pass a step that reads one batch, and nothing else that "
+            "changes from call to call, such as a counter in Python (a buffer of the model can count)"
+        )
     measured = compiling.measured(_BRIEFLY)
     budget_bytes = parse_budget(budget, measured.in_core_peak_bytes)
     say("recording the compiled step without memory")
+    step, model, optimizer = compiling.step, compiling.model, compiling.optimizer
     graphs = as_measured(profiled(step, model=model, optimizer=optimizer, mode="fake", roofline=SHARES), measured)
     found = _rounds(compiling, graphs, measured, budget_bytes, time_limit_s)
     unequal = _unequal(compiling, found, stock)
@@ -114,7 +124,7 @@ def _unequal(compiling: Compiling, plan: Plan, stock: StepDigests) -> str:
     """
     compiling.say("comparing one step with that of the model compiled without a plan")
     with apply(plan, compiling.model, spill_dir=compiling.spill_dir, meter="never"):
-        return stock.first_difference(bits_of_a_step(compiling.step, compiling.model, compiling.optimizer))
+        return stock.first_difference(compiling.bits())
 
 
 def bits_of_a_step(
