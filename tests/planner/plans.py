@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -137,17 +137,25 @@ def random_schedule(problem: Problem, seed: int) -> Schedule:
     """Each value is kept, swapped or recomputed where that can be, released and brought back at points of its own."""
     rng = random.Random(f"schedule {seed}")
     decisions = random_decisions(problem, seed) if rng.random() < 0.8 else swap_all(problem)
+    first_use = [problem.point_index[point] if point >= 0 else -1 for point in problem.first_use_point]
+    actions = random_actions(decisions, first_use, rng, 0.8)
+    return Schedule(tuple(decisions), actions, Decision.RECOMPUTE in decisions)
+
+
+def random_actions(
+    decisions: Sequence[Decision], first_use: Sequence[int], rng: random.Random, fetched: float
+) -> tuple[PointActions, ...]:
+    """Random points for each value; ``fetched`` is the share that is prefetched of those that have a first use."""
     at: dict[tuple[bool, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for value, decision in enumerate(decisions):
-        use = problem.point_index[problem.first_use_point[value]] if problem.first_use_point[value] >= 0 else -1
+    for value, (decision, use) in enumerate(zip(decisions, first_use, strict=True)):
         if decision is Decision.SWAP:
             at[False, value]["swap_out"].append(value)
-            at[False, rng.randint(value, min(problem.value_count - 1, value + 6))]["release"].append(value)
-            if use >= 0 and rng.random() < 0.8:
+            at[False, rng.randint(value, min(len(decisions) - 1, value + 6))]["release"].append(value)
+            if use >= 0 and rng.random() < fetched:
                 at[True, rng.randint(max(0, use - 5), use)]["prefetch"].append(value)
         if decision is Decision.RECOMPUTE and use >= 0 and rng.random() < 0.5:
             at[True, rng.randint(max(0, use - 3), use)]["replay"].append(value)
-    actions = tuple(
+    return tuple(
         PointActions(
             at="use" if is_use else "save",
             index=index,
@@ -155,4 +163,3 @@ def random_schedule(problem: Problem, seed: int) -> Schedule:
         )
         for is_use, index in sorted(at)
     )
-    return Schedule(tuple(decisions), actions, Decision.RECOMPUTE in decisions)

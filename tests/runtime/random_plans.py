@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from poochplan.planner.search.optimise import Optimum
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.simulate import STYLES, Candidate, try_style
 from poochplan.planner.writing import with_decisions, write_plan
+from tests.planner.plans import random_actions
 from tests.runtime.nets import Case, as_bytes
 
 SWITCHES = (0.15, 0.4, 0.8)
@@ -38,9 +38,7 @@ def random_plan(profile: Profile, seed: int, weights: tuple[float, float, float]
     saves = [profile.handles[point.handle].value for point in profile.points if point.kind is PointKind.SAVE]
     position = {value: index for index, value in enumerate(saves)}
     uses = [point.handle for point in profile.points if point.kind is PointKind.USE]
-    first_use: dict[int, int] = {}
-    for index, handle in enumerate(uses):
-        first_use.setdefault(position[profile.handles[handle].value], index)
+    first_use = {position[profile.handles[handle].value]: index for index, handle in reversed([*enumerate(uses)])}
     decisions = [_decision(profile, value, chance, weights) for value in saves]
     measured = {"in_core_peak_bytes": profile.in_core_peak_bytes, "memory": profile.memory}
     return Plan(
@@ -57,7 +55,7 @@ def random_plan(profile: Profile, seed: int, weights: tuple[float, float, float]
         values=_values(profile, saves, decisions),
         handles=tuple(position[handle.value] for handle in profile.handles),
         uses=tuple(uses),
-        schedule=_schedule(decisions, first_use, len(saves), chance),
+        schedule=random_actions(decisions, [first_use.get(index, 0) for index in position.values()], chance, 0.7),
     )
 
 
@@ -78,26 +76,6 @@ def _values(profile: Profile, saves: list[int], decisions: list[Decision]) -> tu
         same: Any = {name: getattr(facts, name) for name in ("name", "layer", "size_bytes", "dtype", "shape")}
         values.append(PlannedValue(decision=decision, host_offset=offset, **same))
     return tuple(values)
-
-
-def _schedule(
-    decisions: list[Decision], first_use: dict[int, int], saves: int, chance: random.Random
-) -> tuple[PointActions, ...]:
-    at: dict[tuple[str, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for index, decision in enumerate(decisions):
-        use = first_use.get(index, 0)
-        if decision is Decision.SWAP:
-            at["save", index]["swap_out"].append(index)
-            at["save", chance.randint(index, min(saves - 1, index + 6))]["release"].append(index)
-            if chance.random() < 0.7:
-                at["use", chance.randint(max(0, use - 5), use)]["prefetch"].append(index)
-        if decision is Decision.RECOMPUTE and chance.random() < 0.5:
-            at["use", chance.randint(max(0, use - 3), use)]["replay"].append(index)
-    ordered = sorted(at, key=lambda point: (point[0] == "use", point[1]))
-    return tuple(
-        PointActions(at=kind, index=index, **{name: tuple(values) for name, values in at[kind, index].items()})  # type: ignore[arg-type]
-        for kind, index in ordered
-    )
 
 
 def decided(profile: Profile, wishes: Sequence[Decision], **options: Any) -> Plan:
