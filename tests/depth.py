@@ -26,7 +26,7 @@ def seeds(day: int = 1, deep: int = 20) -> range:
 HERE = Path(__file__).parent
 REST = {
     "cli": "arena_shown fake_and_compiled fit link on_ranks sweep",
-    "compiling": "caches compiling eager_graphs",
+    "compiling": "autocast caches compiling eager_graphs",
     "cuda_rules": "auto_on_cuda room_before_plan",
     "docs": "stacks",
     "end_to_end": "chunks_within_budget compare compiled_within_budget epochs long_loop resident_memory",

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import poochplan
 from poochplan.errors import InfeasibleError, ModelMismatchError, PoochError, StepError, UsageError
 from poochplan.formats.plan import Decision, Plan
-from poochplan.formats.profile import Link
-from poochplan.runtime.session import Session
 from poochplan.tensors.modes import compiled_modules
-from tests.compiling.small_nets import SLOW_LINK, Made, fresh, stock, train
+from tests.compiling.small_nets import SLOW_LINK, followed, fresh, stock, train
 from tests.processes import python
 from tests.runtime.nets import LINK, equal
 from tests.runtime.served import needs_compiler
@@ -63,17 +60,6 @@ def _clean_compiler() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def in_core() -> list[list[torch.Tensor]]:
     return stock()
-
-
-def followed(make: Callable[[], Made], wanted: list[list[torch.Tensor]], budget: str, link: Link) -> Session:
-    """The session that comes with a plan, whose steps fit the budget and give the bits of stock Inductor."""
-    model, step, optimizer = make()
-    made = poochplan.compile(model, step, optimizer=optimizer, budget=budget, link=link, iterations=1, time_limit_s=2)
-    with made as session:
-        assert equal(train(model, step, optimizer, len(wanted)), wanted)
-    assert session.report().total.fallbacks == 0
-    assert made.plan.prediction.peak_bytes <= made.plan.budget_bytes < made.plan.prediction.in_core_peak_bytes
-    return session
 
 
 @pytest.fixture(scope="module")
@@ -214,49 +200,3 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(swapping: Plan) -> None:
     _refused(UsageError, "expected a model that is not compiled, found first compiled", part, step, budget="60%")
     part.compile(backend="eager")
     _refused(UsageError, "found a compiled one; give the module itself", part, step, budget="60%")
-
-
-class Mixed(nn.Module):
-    """Products in 16 bits, and sums in 32 between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle = nn.Linear(64, 256), nn.Linear(256, 128)
-        self.norm, self.last = nn.LayerNorm(128), nn.Linear(128, 64, bias=False)
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return self.last(self.norm(self.middle(self.first(batch))).tanh())  # type: ignore[no-any-return]
-
-
-def mixed() -> Made:
-    torch.manual_seed(0)
-    model, batch = Mixed(), torch.randn(1024, 64)
-
-    def step() -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(batch).float().square().mean()  # type: ignore[no-any-return]
-
-    return model, step, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-@pytest.fixture(scope="module")
-def mixed_in_core() -> Iterator[list[list[torch.Tensor]]]:
-    torch._dynamo.reset()
-    yield stock(2, mixed)  # whose model is let go of
-    torch._dynamo.reset()
-
-
-TOO_MUCH = pytest.mark.filterwarnings("error:poochplan. a step that follows the plan took:RuntimeWarning")
-"""A step above its budget fails."""
-
-
-@TOO_MUCH
-@pytest.mark.deep
-def test_what_is_swapped_under_autocast_gives_the_same_bits(mixed_in_core: list[list[torch.Tensor]]) -> None:
-    plan = followed(mixed, mixed_in_core, "85%", LINK).plan
-    assert Decision.SWAP in {value.decision for value in plan.values}
-
-
-@TOO_MUCH
-def test_what_is_recomputed_under_autocast_gives_the_same_bits(mixed_in_core: list[list[torch.Tensor]]) -> None:
-    assert followed(mixed, mixed_in_core, "85%", SLOW_LINK).plan.replays
