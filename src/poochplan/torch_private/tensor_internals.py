@@ -24,6 +24,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
+__all__ = ["pytree", "without_modes"]  # re-exported under other names
+
 # --- Re-exported as they are -------------------------------------------------------------------------------------
 # TorchDispatchMode   sees every op with its arguments below autograd: recording, metering and profiling. Its own
 #                     __enter__ and __exit__ also remove a mode from the middle of the stack.
