@@ -7,7 +7,7 @@ The checker (``tests/planner/checker.py``) shares no code with the planner: it c
 every storage in its hands and every replay op by op: no plan is over budget, no input is missing.
 
 ``--bound``: no plan is faster than what is proven for a budget of its own peak. Each of the random steps has copies
-beside which compute is slower (``tests/planner/random_schedules.py``). A plan of random decisions at random points is
+beside which compute is slower (``tests/planner/plans.py``). A plan of random decisions at random points is
 simulated, and so is what the planner's own scheduler makes of these decisions within that plan's peak; beside both
 stands the linear program's bound for the plan's own peak. Of every tenth step the planner's plan for that budget, and
 the integer program's bound, are held against each other too.
@@ -37,8 +37,8 @@ from poochplan.planner.search.solvers import SolverLimits
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import Candidate, simulate, try_decisions
 from tests.planner.checker import Violation, check  # a judge of the tests, on purpose none of the package
+from tests.planner.plans import interfering_profile, random_schedule
 from tests.planner.random_profiles import random_profile
-from tests.planner.random_schedules import interfering_profile, random_schedule
 
 LEAST_OPS = 3
 ROUNDING = 1e-9

@@ -30,6 +30,15 @@ def _collections_look_at_what_is_new() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Ops of one thread, within the module: results are not to depend on the compute threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _the_link_is_measured_once() -> Iterator[None]:
     """Each profile that measures the link gets what the first one in this process found with the same arguments."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -21,3 +22,10 @@ def python(code: str, *arguments: object, is_fresh: bool = False, **environment:
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=variables)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def without_compiler(code: str) -> str:
+    """What code of the planner prints where there is no compiler, and nothing that one has made."""
+    says = "\nfrom poochplan.planner.simulator.evaluator import library\nassert library(None) is None\n"
+    with tempfile.TemporaryDirectory() as folder:
+        return python(textwrap.dedent(code) + says, is_fresh=True, XDG_CACHE_HOME=folder, CXX="no-such-compiler")

@@ -229,7 +229,11 @@ class AnchoringPass:
         anchor(graph)
 
     def uuid(self) -> Any:
-        return VERSION if self.first is None else (VERSION, self.first.uuid())
+        """None if the first pass is a plain function, which the caches cannot know."""
+        if self.first is None:
+            return VERSION
+        first = self.first.uuid() if hasattr(self.first, "uuid") else None
+        return first and (VERSION, first)
 
 
 def with_anchoring(passes: Any) -> Any:

@@ -25,11 +25,9 @@ from poochplan.report.tables import decision_data, decisions_by_layer, overhead_
 from poochplan.report.timeline import in_core_curve, predicted_trace, timeline_of
 from tests.planner.plans import plan_with, random_decisions
 from tests.planner.random_profiles import random_profile, resnet_like
-from tests.runtime.by_hand import held, planned, problem_of
-from tests.runtime.cast_nets import CASTS
-from tests.runtime.form_nets import FORMS
-from tests.runtime.mask_nets import MASKS
+from tests.runtime.narrow_nets import CASTS, FORMS, MASKS
 from tests.runtime.nets import Case
+from tests.runtime.random_plans import held, planned, problem_of
 
 
 @pytest.fixture(scope="module")

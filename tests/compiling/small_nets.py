@@ -8,8 +8,10 @@ from functools import partial
 import torch
 from torch import nn
 
+import poochplan
 from poochplan.formats.profile import Link, LinkDirection
-from tests.runtime.nets import Case, of, snapshot
+from poochplan.runtime.session import Session
+from tests.runtime.nets import Case, equal, of, snapshot
 
 _SLOW = LinkDirection(latency_s=0.1, bandwidth_bytes_per_s=1e4)
 SLOW_LINK = Link(name="slow", outward=_SLOW, inward=_SLOW)
@@ -64,6 +66,17 @@ def stock(steps: int = 3, made: Callable[[], Made] = fresh) -> list[list[torch.T
     model, step, optimizer = made()
     model.compile(dynamic=False)
     return train(model, step, optimizer, steps)
+
+
+def followed(make: Callable[[], Made], wanted: list[list[torch.Tensor]], budget: str, link: Link) -> Session:
+    """The session that comes with a plan, whose steps fit the budget and give the bits of stock Inductor."""
+    model, step, optimizer = make()
+    made = poochplan.compile(model, step, optimizer=optimizer, budget=budget, link=link, iterations=1, time_limit_s=2)
+    with made as session:
+        assert equal(train(model, step, optimizer, len(wanted)), wanted)
+    assert session.report().total.fallbacks == 0
+    assert made.plan.prediction.peak_bytes <= made.plan.budget_bytes < made.plan.prediction.in_core_peak_bytes
+    return session
 
 
 class Products(nn.Module):

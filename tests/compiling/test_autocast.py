@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-import poochplan
-from poochplan.formats.plan import Decision, Plan
-from poochplan.formats.profile import Link
-from tests.compiling.small_nets import SLOW_LINK, Made, stock, train
-from tests.runtime.nets import LINK, equal
+from poochplan.formats.plan import Decision
+from tests.compiling.small_nets import SLOW_LINK, Made, followed, stock
+from tests.runtime.nets import LINK
 from tests.runtime.served import needs_compiler
 
 TOO_MUCH = pytest.mark.filterwarnings("error:poochplan. a step that follows the plan took:RuntimeWarning")
@@ -50,21 +48,11 @@ def in_core() -> Iterator[list[list[torch.Tensor]]]:
     torch._dynamo.reset()
 
 
-def planned(in_core: list[list[torch.Tensor]], link: Link, budget: str) -> Plan:
-    """A plan for that budget, whose steps give the bits of stock Inductor."""
-    model, step, optimizer = fresh()
-    made = poochplan.compile(model, step, optimizer=optimizer, budget=budget, link=link, iterations=1, time_limit_s=1)
-    with made as session:
-        assert equal(train(model, step, optimizer, 2), in_core)
-        assert session.report().total.fallbacks == 0
-    assert made.plan.prediction.peak_bytes <= made.plan.budget_bytes < made.plan.prediction.in_core_peak_bytes
-    return made.plan
-
-
 @pytest.mark.deep
 def test_what_is_swapped_under_autocast_gives_the_same_bits(in_core: list[list[torch.Tensor]]) -> None:
-    assert Decision.SWAP in {value.decision for value in planned(in_core, LINK, "85%").values}
+    plan = followed(fresh, in_core, "85%", LINK).plan
+    assert Decision.SWAP in {value.decision for value in plan.values}
 
 
 def test_what_is_recomputed_under_autocast_gives_the_same_bits(in_core: list[list[torch.Tensor]]) -> None:
-    assert planned(in_core, SLOW_LINK, "85%").replays
+    assert followed(fresh, in_core, "85%", SLOW_LINK).plan.replays

@@ -14,7 +14,7 @@ import poochplan
 from poochplan.errors import InfeasibleError, ModelMismatchError, PoochError, StepError, UsageError
 from poochplan.formats.plan import Decision, Plan
 from poochplan.tensors.modes import compiled_modules
-from tests.compiling.small_nets import SLOW_LINK, fresh, stock, train
+from tests.compiling.small_nets import SLOW_LINK, followed, fresh, stock, train
 from tests.processes import python
 from tests.runtime.nets import LINK, equal
 from tests.runtime.served import needs_compiler
@@ -64,16 +64,9 @@ def in_core() -> list[list[torch.Tensor]]:
 
 @pytest.fixture(scope="module")
 def swapping(in_core: list[list[torch.Tensor]]) -> Plan:
-    """A plan that is made, and followed from the very session that comes with it."""
-    model, step, optimizer = fresh()
-    made = poochplan.compile(model, step, optimizer=optimizer, budget="80%", link=LINK, iterations=1, time_limit_s=2)
-    with made as session:
-        found = train(model, step, optimizer)
-        report = session.report()
-    assert equal(found, in_core)
-    assert report.total.fallbacks == 0
-    assert report.total.out_bytes > 0
-    return made.plan
+    session = followed(fresh, in_core, "80%", LINK)
+    assert session.report().total.out_bytes > 0
+    return session.plan
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from poochplan.runtime.devices import transfers  # a mutant may stand there
 from poochplan.runtime.devices.cuda import CudaDevice
 from poochplan.runtime.devices.pinned import PAGE_BYTES, PinnedMemory, cupy_or_none
 from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
-from tests.runtime.paged import pinned_bytes
+from tests.runtime.adversarial import pinned_bytes
 
 SIZE = 4096
 Scenario = Callable[[Machine, CudaDevice], list[str]]

@@ -32,11 +32,9 @@ from tests.cuda_rules.streams import Stream
 from tests.planner.checker import check
 from tests.planner.form_profiles import on_cuda
 from tests.planner.test_masks import dropout
-from tests.runtime.by_hand import held, planned, problem_of, with_slow_copies
-from tests.runtime.cast_nets import casts_on
-from tests.runtime.form_nets import NAMES, forms_on
-from tests.runtime.mask_nets import masks_on
+from tests.runtime.narrow_nets import NAMES, casts_on, forms_on, masks_on
 from tests.runtime.nets import as_bytes, followed, metered_peaks, taken, train
+from tests.runtime.random_plans import held, planned, problem_of, with_slow_copies
 from tests.runtime.served import needs_compiler
 
 COUNTS = {"float32": 6, "bfloat16": 6, "bools, float32": 9, "bools, bfloat16": 9}

@@ -26,13 +26,10 @@ QUICK: dict[str, Any] = {"before_plan": "swap", **SHORT}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_thread_and_a_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _a_cache(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
     with empty_cache(tmp_path_factory.mktemp("cache")):
         costs_are_known()
         yield
-    torch.set_num_threads(before)
 
 
 def parameters_of(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -18,11 +18,9 @@ from poochplan.runtime.replays.fewer_bytes import narrow, widen
 from poochplan.tensors.storages import on_whole
 from tests.depth import seeds, tries
 from tests.gpu.cases import BY_DAY, CASES, WHERE, case_of, each, reference
-from tests.runtime.by_hand import held, planned, problem_of
-from tests.runtime.form_nets import NAMES, forms_on
-from tests.runtime.mask_nets import masks_on
+from tests.runtime.narrow_nets import NAMES, forms_on, masks_on
 from tests.runtime.nets import Use, either_way, equal, followed, metered_peaks, train
-from tests.runtime.random_plans import random_plan
+from tests.runtime.random_plans import held, planned, problem_of, random_plan
 
 pytestmark = pytest.mark.gpu
 WEIGHTS = {"mixed": (1, 2, 2), "swap": (0, 1, 0), "replay": (0, 0, 1)}

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from tests.online.caches import costs_are_known, empty_cache
 from tests.online.runs import Run, run_plain
@@ -21,13 +20,9 @@ def _a_cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield
 
 
-@pytest.fixture(autouse=True, scope="package")
-def _one_thread() -> Iterator[None]:
-    """Results are not to depend on how many compute threads there are."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread(one_thread: None) -> None:
+    """For each module."""
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from poochplan.profiler.capture.workspace import Workspace
 from poochplan.profiler.live.segment_observer import SegmentObserver
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.torch_private.tensor_internals import mode_count
-from tests.online.backwards import BACKWARDS, branches
+from tests.online.networks import BACKWARDS, branches
 from tests.online.runs import Run, bytes_of, run_auto, run_plain
 from tests.online.trainings import Losses, Training, Turn
 from tests.processes import python
@@ -161,7 +161,7 @@ PEAKS = """
     from tests.allocated_bytes import allocated_bytes
     meter = allocated_bytes()  # before anything is allocated
     import gc, sys, tempfile, torch, poochplan
-    from tests.online.backwards import BACKWARDS
+    from tests.online.networks import BACKWARDS
     from tests.online.networks import NETWORKS
     from tests.runtime.nets import LINK
     torch.set_num_threads(1)

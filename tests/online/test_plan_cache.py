@@ -19,7 +19,7 @@ from poochplan.formats.files import encode_readable
 from poochplan.online.plan_cache import code_digest, switches_digest
 from tests.online.runs import Run, opened, planning, run_auto, run_plain
 from tests.online.trainings import Training, blocks, dropout_and_batch_norm, stepping
-from tests.runtime.cyclic import no_collector
+from tests.runtime.besides import no_collector
 
 MODEL = """
 from torch import nn

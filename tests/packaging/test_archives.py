@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import poochplan
-from tests.packaging.builds import files_of
-from tests.packaging.conftest import SOURCES, wheel_from
+from tests.packaging.conftest import SOURCES, files_of, wheel_from
 from tests.packaging.folders import ROOT, listed_packages, package_folders
 
 HOMES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import poochplan
-from tests.packaging.builds import environment, install, run
+from tests.packaging.conftest import environment, install, run
 from tests.packaging.folders import ROOT, package_folders
 
 INSTANCE = ROOT / "benchmarks" / "instances" / "resnet50-b256-v100.json.gz"

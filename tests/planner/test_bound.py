@@ -30,11 +30,17 @@ from poochplan.planner.simulator.schedule import Schedule
 from poochplan.planner.simulator.simulate import ON_DEMAND, STYLES, movable, simulate, try_style
 from tests.depth import seeds, tries
 from tests.planner.oracle import best_schedule
-from tests.planner.plans import random_decisions, random_tuning
+from tests.planner.plans import interfering_profile, random_decisions, random_schedule, random_tuning
 from tests.planner.random_profiles import link, random_profile, with_random_thread
-from tests.planner.random_schedules import interfering_profile, random_schedule
-from tests.planner.tiny_profiles import tiny_budget, tiny_profile
-from tests.planner.toys import MB, one_value, out_through_backward, replay_beside_a_copy, two_values_of_one_op
+from tests.planner.tiny_profiles import (
+    MB,
+    one_value,
+    out_through_backward,
+    replay_beside_a_copy,
+    tiny_budget,
+    tiny_profile,
+    two_values_of_one_op,
+)
 
 GAP = 0.01
 """Of the step time: a proof as close as this is enough."""

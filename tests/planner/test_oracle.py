@@ -19,8 +19,16 @@ from tests.planner.clock import is_plain
 from tests.planner.oracle import Freedom, Optimum, best_decisions, best_schedule
 from tests.planner.plans import assert_judged, budget_at, random_decisions
 from tests.planner.random_profiles import QUICK, profiles, unet_like, with_random_thread
-from tests.planner.tiny_profiles import tiny_budget, tiny_instance, tiny_profile
-from tests.planner.toys import MB, one_value, replay_beside_a_copy, small_from_large, two_values
+from tests.planner.tiny_profiles import (
+    MB,
+    one_value,
+    replay_beside_a_copy,
+    small_from_large,
+    tiny_budget,
+    tiny_instance,
+    tiny_profile,
+    two_values,
+)
 
 WITHIN = 0.02
 EVALUATIONS = tries(1000, 20000)

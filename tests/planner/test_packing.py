@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.planner.arena.packing import THOROUGH, WAITS, Block, live_peak, pack, place_all
 from tests.depth import tries
-from tests.planner.evaluator.plain import run_plain
+from tests.processes import without_compiler
 
 UNIT = 512
 QUICK = settings(deadline=None, derandomize=True, max_examples=tries(50, 1000))
@@ -191,4 +191,6 @@ def test_without_a_compiler_first_fit_gives_the_same_places_and_no_search_follow
         print(*(pack(blocks, {}) for blocks in (cut_rectangle(60, 80, 900, 2), step_like(80, 5))), sep="\\n")
     """
     found = [str(pack(blocks, 0)) for blocks in (cut_rectangle(60, 80, 900, 2), step_like(80, 5))]
-    assert run_plain(code.format(0)).splitlines() == run_plain(code.format("THOROUGH")).splitlines() == found
+    assert (
+        without_compiler(code.format(0)).splitlines() == without_compiler(code.format("THOROUGH")).splitlines() == found
+    )

@@ -12,7 +12,7 @@ from poochplan import PlanSet
 from poochplan.errors import ModelMismatchError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.planner.planning import plan
-from tests.planner.toys import one_value
+from tests.planner.tiny_profiles import one_value
 
 PLAN = plan(one_value(1.0), "100%")
 

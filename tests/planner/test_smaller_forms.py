@@ -29,9 +29,8 @@ from poochplan.report.differences import differences
 from tests.depth import seeds, tries
 from tests.planner.checker import Violation, check
 from tests.planner.oracle import best_schedule
-from tests.planner.plans import held, plan_with, random_decisions
+from tests.planner.plans import held, plan_with, random_decisions, random_schedule
 from tests.planner.random_profiles import Recorder, link, with_facts, with_random_thread
-from tests.planner.random_schedules import random_schedule
 from tests.planner.test_masks import SIZE, dropout
 from tests.planner.tiny_profiles import FORMS, Form, tiny_with
 

@@ -11,7 +11,7 @@ import poochplan
 from poochplan.formats.profile import Profile
 from poochplan.torch_private.tensor_internals import mode_count
 from tests.live_bytes import peak_of_a_step
-from tests.runtime.cyclic import HELD_BYTES, Cyclic, State, fresh, in_an_attribute, no_collector
+from tests.runtime.besides import HELD_BYTES, Cyclic, State, in_an_attribute, no_collector, nowhere, with_step
 from tests.runtime.nets import LINK
 
 NOTE = (
@@ -21,17 +21,13 @@ NOTE = (
 )
 
 
-def nowhere(model: Cyclic, state: State) -> None:
-    """Garbage as soon as forward returns."""
-
-
 def broken_up(model: Cyclic, state: State) -> None:
     """No cycle any more."""
     del state.own
 
 
 def taken(model: Cyclic, **options: object) -> Profile:
-    model, step, optimizer = fresh(model)
+    model, step, optimizer = with_step(model)
     return poochplan.profile(step, model=model, optimizer=optimizer, link=LINK, **options)  # type: ignore[arg-type]
 
 
@@ -64,7 +60,7 @@ def test_what_a_cycle_holds_lives_to_the_end_of_the_step_and_is_kept_however_oft
 
 def test_the_peak_is_that_of_a_step_in_which_nothing_is_collected() -> None:
     profile = taken(Cyclic(nowhere), iterations=1)
-    model, step, optimizer = fresh(Cyclic(nowhere))
+    model, step, optimizer = with_step(Cyclic(nowhere))
     with no_collector():
         peak_bytes = peak_of_a_step(model, step, optimizer, before=gc.collect)
     # The profile rounds each storage up to 512 bytes, the meter does not.

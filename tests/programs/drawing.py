@@ -1,4 +1,4 @@
-"""Random training programs, as data: what a seed draws. ``network.py`` and ``training.py`` make them real."""
+"""Random training programs, as data: what a seed draws. ``training.py`` makes them real."""
 
 from __future__ import annotations
 

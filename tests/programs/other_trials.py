@@ -27,8 +27,7 @@ from poochplan.planner.writing import write_plan
 from tests.planner.plans import plan_with, random_decisions
 
 from .drawing import Block, Program
-from .network import Running
-from .training import Snapshot, train
+from .training import Running, Snapshot, train
 from .trial import DEVICES, SERVED, UNMETERED, Outcome, Run, Tried, prepared, profile_of, trial_of
 
 CASTING = ("normed in 32 bits", "normed in 32 bits", "repeated", "narrow written later")

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import pytest
-import torch
 
 from tests.depth import seeds
 from tests.runtime.served import needs_compiler
@@ -19,14 +18,7 @@ from .other_trials import cast_trial, mask_trial, served_trial, windowed_trial
 from .trial import Outcome, trial
 
 SEEDS = seeds(day=10, deep=100)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_those_of_every_day_have_every_feature() -> None:

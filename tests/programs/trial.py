@@ -26,8 +26,7 @@ from tests.runtime.nets import LINK
 from tests.runtime.random_plans import random_plan
 
 from .drawing import ABANDONED, FOLLOWED, LEAVES_SOMETHING, PLAIN, SAME_STEP, WITHOUT_BACKWARD, Feature, Program
-from .network import Running
-from .training import REPLAYED, WRITES, Snapshot, differences, first_step, train
+from .training import REPLAYED, WRITES, Running, Snapshot, differences, first_step, train
 
 FAILING, SERVED, UNMETERED = "failing", "served", "unmetered"
 DEVICES = ("cpu", "adversarial")

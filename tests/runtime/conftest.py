@@ -65,15 +65,6 @@ def running_on() -> str:
     return "cpu"
 
 
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Ops of one thread, within the module: what is left behind is not to depend on the compute threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def copied_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU device makes no copy in the calling thread, however small."""

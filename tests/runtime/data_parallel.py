@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import poochplan
-from tests.runtime.nets import snapshot
+from tests.runtime.nets import Case, train
 
 
 class Shared(nn.Module):
@@ -39,24 +39,21 @@ def main(rank: int, folder: Path, plan_file: Path) -> None:
 
 
 def trained(rank: int, plan: poochplan.Plan | None) -> list[list[torch.Tensor]]:
-    torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(Shared())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tokens = torch.randint(0, 20, (4, 12), generator=torch.Generator().manual_seed(10 + rank))
-    seen = []
-    torch.manual_seed(20 + rank)
-    with contextlib.nullcontext() if plan is None else poochplan.apply(plan, model) as session:
-        for _ in range(3):
-            optimizer.zero_grad(set_to_none=True)
-            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-            loss.backward()
-            seen.append(snapshot(model, loss))
-            optimizer.step()
-    if session is not None:
-        total = session.report().total
-        assert total.fallbacks == 0, total.fallback_reasons
-        assert total.out_bytes > 0
-        assert total.replayed_values > 0
+
+    def make() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+        model = nn.parallel.DistributedDataParallel(Shared())
+        return model, lambda model: nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+    def seed(place: str) -> None:
+        if place == "before":
+            torch.manual_seed(20 + rank)
+
+    seen, report = train(Case(make), 3, plan, seed)
+    if report is not None:
+        assert report.total.fallbacks == 0, report.total.fallback_reasons
+        assert report.total.out_bytes > 0
+        assert report.total.replayed_values > 0
     return seen
 
 

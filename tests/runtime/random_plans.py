@@ -1,19 +1,30 @@
-"""Feasible plans that no planner made: random decisions, random points, straight from a profile."""
+"""Feasible plans that no planner made: random decisions and points, or decisions that are given, also about sources and
+bits; and the bits of the gradients that these give.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import torch
+from torch import nn
 
 import poochplan
 from poochplan.errors import UsageError
+from poochplan.formats.narrow import with_smaller
 from poochplan.formats.plan import Decision, Plan, PlannedValue, PointActions, Prediction, Solve, SolveStatus
-from poochplan.formats.profile import PointKind, Profile
-from poochplan.planner.writing import with_decisions
+from poochplan.formats.profile import LinkDirection, PointKind, Profile
+from poochplan.planner.policies import PolicyInput
+from poochplan.planner.search.optimise import Optimum
+from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.simulate import STYLES, Candidate, try_style
+from poochplan.planner.writing import with_decisions, write_plan
+from tests.planner.plans import random_actions
+from tests.runtime.nets import Case, as_bytes
 
 SWITCHES = (0.15, 0.4, 0.8)
 """At how many of the save points recording goes on or off."""
@@ -27,9 +38,7 @@ def random_plan(profile: Profile, seed: int, weights: tuple[float, float, float]
     saves = [profile.handles[point.handle].value for point in profile.points if point.kind is PointKind.SAVE]
     position = {value: index for index, value in enumerate(saves)}
     uses = [point.handle for point in profile.points if point.kind is PointKind.USE]
-    first_use: dict[int, int] = {}
-    for index, handle in enumerate(uses):
-        first_use.setdefault(position[profile.handles[handle].value], index)
+    first_use = {position[profile.handles[handle].value]: index for index, handle in reversed([*enumerate(uses)])}
     decisions = [_decision(profile, value, chance, weights) for value in saves]
     measured = {"in_core_peak_bytes": profile.in_core_peak_bytes, "memory": profile.memory}
     return Plan(
@@ -46,7 +55,7 @@ def random_plan(profile: Profile, seed: int, weights: tuple[float, float, float]
         values=_values(profile, saves, decisions),
         handles=tuple(position[handle.value] for handle in profile.handles),
         uses=tuple(uses),
-        schedule=_schedule(decisions, first_use, len(saves), chance),
+        schedule=random_actions(decisions, [first_use.get(index, 0) for index in position.values()], chance, 0.7),
     )
 
 
@@ -67,26 +76,6 @@ def _values(profile: Profile, saves: list[int], decisions: list[Decision]) -> tu
         same: Any = {name: getattr(facts, name) for name in ("name", "layer", "size_bytes", "dtype", "shape")}
         values.append(PlannedValue(decision=decision, host_offset=offset, **same))
     return tuple(values)
-
-
-def _schedule(
-    decisions: list[Decision], first_use: dict[int, int], saves: int, chance: random.Random
-) -> tuple[PointActions, ...]:
-    at: dict[tuple[str, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for index, decision in enumerate(decisions):
-        use = first_use.get(index, 0)
-        if decision is Decision.SWAP:
-            at["save", index]["swap_out"].append(index)
-            at["save", chance.randint(index, min(saves - 1, index + 6))]["release"].append(index)
-            if chance.random() < 0.7:
-                at["use", chance.randint(max(0, use - 5), use)]["prefetch"].append(index)
-        if decision is Decision.RECOMPUTE and chance.random() < 0.5:
-            at["use", chance.randint(max(0, use - 3), use)]["replay"].append(index)
-    ordered = sorted(at, key=lambda point: (point[0] == "use", point[1]))
-    return tuple(
-        PointActions(at=kind, index=index, **{name: tuple(values) for name, values in at[kind, index].items()})  # type: ignore[arg-type]
-        for kind, index in ordered
-    )
 
 
 def decided(profile: Profile, wishes: Sequence[Decision], **options: Any) -> Plan:
@@ -135,3 +124,48 @@ def windowed(plan: Plan, seed: int) -> Plan:
             points["save", index] = msgspec.structs.replace(actions, record="on" if is_on else "off")
     ordered = sorted(points, key=lambda point: (point[0] == "use", point[1]))
     return msgspec.structs.replace(plan, schedule=tuple(points[point] for point in ordered))
+
+
+KEEP, _, RECOMPUTE = Decision
+
+
+def planned(
+    case: Case, wish: list[Decision], budget_share: float = 0.0, style: int = 0, *, is_laid_out: bool = False
+) -> tuple[Plan, Candidate]:
+    profile = with_smaller(case.profile())
+    budget_bytes = int(budget_share * profile.in_core_peak_bytes)
+    found = try_style(build_problem(profile), "by hand", wish, budget_bytes, STYLES[style])
+    given = PolicyInput.of(profile, 1 << 40)
+    return write_plan(given, Optimum(found, "by hand"), 0.0, is_laid_out=is_laid_out), found
+
+
+def problem_of(case: Case) -> Problem:
+    return build_problem(with_smaller(case.profile()))
+
+
+def held(problem: Problem, of_sources: Decision, others: Decision = KEEP) -> list[Decision]:
+    """Every copy that can be is recomputed, and its source, or a mask's bits, is decided so."""
+    wish = [KEEP if reason else others for reason in problem.must_keep]
+    for source, copy in problem.copies.items():
+        if problem.replay.replays[copy] is not None:
+            possible = of_sources is not RECOMPUTE or problem.replay.replays[source] is not None
+            wish[copy], wish[source] = RECOMPUTE, of_sources if possible else KEEP
+    return wish
+
+
+def with_slow_copies(profile: Profile) -> Profile:
+    slow = LinkDirection(latency_s=1e-3, bandwidth_bytes_per_s=1e6)
+    line = msgspec.structs.replace(profile.link, outward=slow, inward=slow)
+    return msgspec.structs.replace(profile, link=line, runtime=None)
+
+
+def gradient_bits(
+    model: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor], plan: Plan | None = None, fallbacks: int = 0
+) -> list[bytes]:
+    """Of one step, in-core or under a plan that falls back so often."""
+    torch.manual_seed(5)
+    model.zero_grad(set_to_none=True)
+    with contextlib.nullcontext() if plan is None else poochplan.apply(plan, model) as session:
+        loss_of(model).backward()  # type: ignore[no-untyped-call]
+    assert session is None or session.report().total.fallbacks == fallbacks
+    return [as_bytes(one.grad) for one in model.parameters() if one.grad is not None]

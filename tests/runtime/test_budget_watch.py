@@ -13,8 +13,7 @@ import torch
 import poochplan
 from poochplan.formats.plan import Plan
 from poochplan.planner.planning import smallest_budget
-from tests.runtime.besides import live
-from tests.runtime.cyclic import HELD_BYTES, Cyclic, State, fresh, in_an_attribute, no_collector
+from tests.runtime.besides import HELD_BYTES, Cyclic, State, in_an_attribute, live, no_collector, nowhere, with_step
 from tests.runtime.nets import CASES, LINK
 from tests.runtime.served import needs_compiler
 
@@ -22,13 +21,9 @@ Keep = Callable[[Cyclic, State], object]
 BUDGET = "poochplan: a step that follows the plan took [0-9]+ bytes, more than its budget of [0-9]+ "
 
 
-def nowhere(model: Cyclic, state: State) -> None:
-    """Garbage as soon as forward returns."""
-
-
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    model, step, optimizer = fresh(Cyclic(nowhere))
+    model, step, optimizer = with_step(Cyclic(nowhere))
     profile = poochplan.profile(step, model=model, optimizer=optimizer, iterations=1, link=LINK)
     # As without the compiled allocator: then not every step is metered.
     return live(poochplan.plan(profile, smallest_budget(profile, arena="off"), evaluations=100, arena="off"))
@@ -36,7 +31,7 @@ def plan() -> Plan:
 
 def peaks(plan: Plan, keep: Keep, steps: int, after_each: Callable[[], object] = int) -> list[int | None]:
     """The metered peaks of some steps, in which Python's collector does not run by itself."""
-    model, step, optimizer = fresh(Cyclic(keep))
+    model, step, optimizer = with_step(Cyclic(keep))
     found = []
     with no_collector(), poochplan.apply(plan, model) as session:
         for _ in range(steps):
@@ -76,7 +71,7 @@ def test_steps_that_grow_are_metered_until_they_are_above_the_budget(plan: Plan)
 
 def test_a_last_step_above_the_budget_is_told_at_the_end_of_the_block(plan: Plan) -> None:
     tight = msgspec.structs.replace(plan, budget_bytes=plan.prediction.peak_bytes // 2)
-    model, step, _ = fresh(Cyclic(nowhere))
+    model, step, _ = with_step(Cyclic(nowhere))
     with pytest.warns(RuntimeWarning, match=BUDGET), poochplan.apply(tight, model):
         step().backward()
 

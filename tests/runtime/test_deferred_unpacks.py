@@ -25,7 +25,7 @@ from poochplan.planner.planning import smallest_budget
 from poochplan.runtime.compiled import inductor
 from poochplan.runtime.compiled.deferred_unpack import deferring, waiting
 from poochplan.runtime.compiled.inductor import GraphBackend, compiled_deferring, why_no_graph_mode, why_none_deferred
-from poochplan.runtime.compiled.partitioner import anchor, without_anchoring
+from poochplan.runtime.compiled.partitioner import AnchoringPass, anchor, without_anchoring
 from poochplan.runtime.compiled.points import DEFERRED_UNPACK, told_of_points
 from tests.runtime.compiled_nets import followed, fresh, loss_of, profiled, train
 from tests.runtime.nets import equal, taken
@@ -270,6 +270,13 @@ def test_the_settings_are_there_while_they_are_needed_and_no_longer() -> None:
     assert inside[0] is not None
     assert without_anchoring(inside[1]) in (own, (own,))
     assert settings.custom_partitioner_fn is None
+
+
+@cpu_device
+def test_code_behind_a_pass_that_the_caches_cannot_know_is_in_none() -> None:
+    assert AnchoringPass().uuid()
+    assert AnchoringPass(AnchoringPass()).uuid() != AnchoringPass().uuid()
+    assert not AnchoringPass(lambda graph: None).uuid()
 
 
 @cpu_device

@@ -27,10 +27,9 @@ from poochplan.tensors.operators import Flat
 from poochplan.tensors.storages import on_whole
 from poochplan.torch_private import tensor_internals
 from tests.processes import python
-from tests.runtime.by_hand import held, planned, problem_of
-from tests.runtime.form_nets import Formed
-from tests.runtime.mask_nets import MASKS
+from tests.runtime.narrow_nets import MASKS, Formed
 from tests.runtime.nets import Case, Net, followed, of
+from tests.runtime.random_plans import held, planned, problem_of
 from tests.runtime.served import needs_compiler
 
 KEEP, SWAP, RECOMPUTE = Decision
@@ -43,8 +42,8 @@ from tests.allocated_bytes import allocated_bytes
 meter = allocated_bytes()  # before the package's allocator
 import poochplan
 from poochplan.formats.plan import Decision, Plan
-from tests.runtime.by_hand import held, planned, problem_of
-from tests.runtime.form_nets import FORMS
+from tests.runtime.random_plans import held, planned, problem_of
+from tests.runtime.narrow_nets import FORMS
 from tests.runtime.nets import without_costs
 torch.set_num_threads(1)
 without_costs()

@@ -28,9 +28,8 @@ from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.replays.tape import Tape
 from poochplan.runtime.run_report import FallbackKind
 from poochplan.runtime.session import Session
-from tests.runtime.adversarial import AdversarialDevice, OpClock
+from tests.runtime.adversarial import AdversarialDevice, OpClock, PagedDevice, paged, pinned_bytes
 from tests.runtime.nets import Residual, Use, either_way, equal, gradients, of, our_warnings
-from tests.runtime.paged import PagedDevice, paged, pinned_bytes
 from tests.runtime.random_plans import random_plan
 from tests.runtime.served import follow
 

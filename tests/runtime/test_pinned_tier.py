@@ -11,8 +11,8 @@ import poochplan
 from poochplan.errors import UsageError
 from poochplan.runtime.devices import pinned
 from poochplan.runtime.devices.pinned import PinnedTier
+from tests.runtime.adversarial import OrdinaryMemory, pinned_bytes
 from tests.runtime.nets import CASES
-from tests.runtime.paged import OrdinaryMemory, pinned_bytes
 from tests.runtime.random_plans import random_plan
 
 pytestmark = pytest.mark.cpu_device

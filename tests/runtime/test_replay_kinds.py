@@ -18,11 +18,7 @@ from poochplan.planner.simulator.simulate import simulate
 from poochplan.runtime.session import Session
 from tests.depth import DEEP
 from tests.planner.plans import plan_with, random_decisions, random_tuning
-from tests.runtime import (
-    kinds_data,  # noqa: F401 - these three enter their kinds
-    kinds_layers,  # noqa: F401
-    kinds_storage,  # noqa: F401
-)
+from tests.runtime import kinds_layers  # noqa: F401 - it enters its kinds
 from tests.runtime.kinds import KINDS, Kind
 from tests.runtime.nets import TORCH, Case, either_way, followed, in_core, snapshot
 

@@ -21,7 +21,7 @@ from poochplan.profiler.trials.compare import DIFFERS
 from poochplan.runtime.run_report import FallbackKind, StepReport
 from poochplan.runtime.session import Session
 from tests.planner.plans import plan_with
-from tests.runtime.cyclic import no_collector
+from tests.runtime.besides import no_collector
 from tests.runtime.nets import CASES, Case, Net, either_way, of
 from tests.runtime.random_plans import random_plan
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.runtime.graph_nets import (
+from tests.runtime.compiled_nets import (
     Chain,
     Checkpointed,
     Make,

@@ -15,8 +15,7 @@ import poochplan
 from poochplan.runtime.compiled.deferred_unpack import waiting
 from poochplan.runtime.compiled.inductor import GraphBackend
 from poochplan.runtime.compiled.partitioner import Replays
-from tests.runtime.compiled_nets import profiled
-from tests.runtime.graph_nets import Noting, same, step
+from tests.runtime.compiled_nets import Noting, profiled, same, step
 from tests.runtime.nets import equal, gradients
 from tests.runtime.random_plans import random_plan
 from tests.runtime.served import needs_compiler

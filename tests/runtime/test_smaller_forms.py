@@ -21,11 +21,9 @@ from tests.depth import seeds
 from tests.live_bytes import LiveBytes
 from tests.planner.checker import check
 from tests.planner.plans import random_decisions
-from tests.runtime.by_hand import gradient_bits, held, planned, problem_of, with_slow_copies
-from tests.runtime.cast_nets import CASTS
-from tests.runtime.form_nets import FORMS, NAMES, Formed
-from tests.runtime.mask_nets import COUNTS, MASKS, Drawn
+from tests.runtime.narrow_nets import CASTS, COUNTS, FORMS, MASKS, NAMES, Drawn, Formed
 from tests.runtime.nets import equal, followed, in_core, metered_peaks
+from tests.runtime.random_plans import gradient_bits, held, planned, problem_of, with_slow_copies
 from tests.runtime.served import SETTLED, Loop, needs_compiler
 
 KEEP, SWAP, RECOMPUTE = Decision

@@ -12,46 +12,32 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
-from torch._subclasses.functional_tensor import FunctionalTensor
+from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import UnsupportedFakeTensorException as UnsupportedFakeTensorException
+from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
+from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as mode_stack
 
-__all__ = [  # what is re-exported
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "FunctionalTensor",
-    "OpOverload",
-    "TorchDispatchMode",
-    "UnsupportedFakeTensorException",
-    "UnsupportedOperatorException",
-    "mode_stack",
-    "pytree",
-    "without_modes",
-]
+__all__ = ["pytree", "without_modes"]  # re-exported under other names
 
 # --- Re-exported as they are -------------------------------------------------------------------------------------
 # TorchDispatchMode   sees every op with its arguments below autograd: recording, metering and profiling. Its own
 #                     __enter__ and __exit__ also remove a mode from the middle of the stack.
-# mode_stack          the dispatch modes of this thread: ours may be below others' when it is switched off.
 # without_modes       a block in which no dispatch mode sees an op: copies, checks and replays are not part of the step.
 # pytree              tensors in containers, in arguments and results of ops and in a model's inputs.
 # OpOverload          the class of ordinary ops; others (higher-order operators) are opaque.
 # FakeTensor(Mode)    tensors without memory: for mode "fake", and to recognise the compiler's own.
 # *Exception          raised under them by a step that needs a tensor's content, or by an op without a meta kernel.
 # FunctionalTensor    tensors that the compiler traces with: a backward over these is not part of the step.
+
+mode_stack: Callable[[], list[Any]] = torch.utils._python_dispatch._get_current_dispatch_mode_stack
+"""The dispatch modes of this thread: ours may be below others' when it is switched off."""
 
 mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Number of dispatch modes of this thread, nearly always 0."""
@@ -244,7 +230,7 @@ def graph_task() -> int:
 
 def has_topmost_hooks(hooks: torch.autograd.graph.saved_tensors_hooks) -> bool:
     """Whether these are the topmost saved-tensors hooks, which torch removes when any hooks end."""
-    topmost = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    topmost = topmost_hooks()
     return topmost is not None and topmost[0] is hooks.pack_hook
 
 

@@ -14,8 +14,8 @@ from poochplan.planner.simulator.evaluator import EVALUATOR, Evaluator, library
 from poochplan.planner.simulator.problem import build_problem
 from tests.planner.plans import random_decisions
 from tests.planner.random_profiles import transformer_like, unet_like
+from tests.processes import without_compiler
 
-from .plain import run_plain
 from .test_evaluator import assert_same
 
 
@@ -122,4 +122,4 @@ def test_without_a_compiler_the_simulator_stands_in() -> None:
             assert_same(problem, Evaluator(problem), random_decisions(problem, seed), profile.in_core_peak_bytes // 2)
         print("same")
     """
-    assert run_plain(code) == "same\n"
+    assert without_compiler(code) == "same\n"
