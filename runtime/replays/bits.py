@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from poochplan.formats.forms import HALF
+from poochplan.formats.forms import FORM_BYTES, HALF
 from poochplan.formats.narrow import DEVICE_PART, TABLE_ROWS
 from poochplan.runtime.metering.allocated import aside
 from poochplan.tensors.operators import Flat
@@ -231,27 +231,29 @@ def _table(integer: Any, patterns: Patterns) -> Integers:
     return np.array(patterns, dtype=integer)[each]
 
 
-class MadeBits(NamedTuple):
-    """The bits of a mask, or another narrow form, for a saved value; ``tensor`` has the whole storage."""
-
-    record: StorageRecord
-    tensor: torch.Tensor
-
-
 def bits_of(
     whole: StorageRecord, dtype: torch.dtype, form: str, order: int, most_bytes: int, tables: Tables
-) -> MadeBits | None:
-    """Narrows a mask, or a value with another form, to at most so many bytes. From then on an op of that ``order``
-    recomputes it. ``form``: the type of the narrow elements, as plans name it.
+) -> tuple[StorageRecord, torch.Tensor] | None:
+    """Narrows a mask, or a value with another form, to at most so many bytes: their record, and a tensor with all of
+    them. From then on an op of that ``order`` recomputes the value. ``form``: the type of the narrow elements, as plans
+    name it.
 
     None, without effect, if other ops than those of such a value have made it, or it is too large.
     """
+    storage = whole.storage()
+    if storage is None:
+        return None
+    count, made = storage.nbytes() // dtype.itemsize, None
+    widening: Any = widen
     with torch.no_grad():
-        has_bits = dtype is not torch.int64 and form not in (HALF, "")
-        found = (_as_bits if has_bits else _as_fewer_bytes)(whole, dtype, form, most_bytes, tables)
-        if found is None:
+        if dtype is not torch.int64 and form not in (HALF, ""):
+            patterns = patterns_of(whole, dtype, tables) if count <= 8 * most_bytes else None
+            made = narrow(storage, dtype, patterns) if patterns is not None else None
+            given: tuple[Any, ...] = count, dtype, patterns
+        elif fewer_bytes.has_form(whole, dtype, form) and count * FORM_BYTES[form] <= most_bytes:
+            made, widening, given = fewer_bytes.narrow(storage, form), fewer_bytes.widen, (count, form)
+        if made is None:
             return None
-        made, widening, given = found
         tensor = on_whole(made, torch.uint8)
     record = StorageRecord(weakref.ref(made), version_of(tensor))
     view = View(record, 0, Geometry.of(tensor), None)
@@ -259,28 +261,4 @@ def bits_of(
     op = RecordedOp(order, widening, arguments, (view,), Flat(len(arguments), ()), False)
     op.births = (Birth(0, whole),)
     whole.widened = len(whole.writes), op
-    return MadeBits(record, tensor)
-
-
-Narrowed = tuple[torch.UntypedStorage, Any, tuple[Any, ...]]
-"""A narrow storage, and the function that widens it, with its further arguments."""
-
-
-def _as_bits(mask: StorageRecord, dtype: torch.dtype, _form: str, most_bytes: int, tables: Tables) -> Narrowed | None:
-    storage = mask.storage()
-    if storage is None or storage.nbytes() // dtype.itemsize > 8 * most_bytes:
-        return None
-    patterns = patterns_of(mask, dtype, tables)
-    made = narrow(storage, dtype, patterns) if patterns is not None else None
-    return None if made is None else (made, widen, (storage.nbytes() // dtype.itemsize, dtype, patterns))
-
-
-def _as_fewer_bytes(
-    whole: StorageRecord, dtype: torch.dtype, form: str, most_bytes: int, _tables: Tables
-) -> Narrowed | None:
-    storage, kept = whole.storage(), fewer_bytes.DTYPES.get(form)
-    if storage is None or kept is None or not fewer_bytes.has_form(whole, dtype, form):
-        return None
-    count = storage.nbytes() // dtype.itemsize
-    made = fewer_bytes.narrow(storage, form) if count * kept.itemsize <= most_bytes else None
-    return None if made is None else (made, fewer_bytes.widen, (count, form))
+    return record, tensor
