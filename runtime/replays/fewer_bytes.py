@@ -42,15 +42,10 @@ def has_form(record: StorageRecord, dtype: torch.dtype, form: str) -> bool:
     birth = record.birth
     if birth is None or record.writes:
         return False
-    if form == HALF:
-        return dtype is torch.float32 and _is_cast(birth)
-    return dtype is torch.int64 and form in INTEGERS and _bound_of(birth, record) <= INTEGERS[form]
-
-
-def _is_cast(birth: RecordedOp) -> bool:
-    if birth.func is not CASTING or len(birth.reads) != 1 or birth.reads[0].geometry.dtype is not torch.bfloat16:
-        return False
-    return unflatten(list(birth.arguments), birth.spec)[1].get("dtype") is torch.float32
+    if form != HALF:
+        return dtype is torch.int64 and form in INTEGERS and _bound_of(birth, record) <= INTEGERS[form]
+    is_cast = birth.func is CASTING and [one.geometry.dtype for one in birth.reads] == [torch.bfloat16]
+    return is_cast and unflatten(list(birth.arguments), birth.spec)[1].get("dtype") is dtype is torch.float32
 
 
 def _bound_of(birth: RecordedOp, record: StorageRecord) -> float:
