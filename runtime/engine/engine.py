@@ -281,13 +281,17 @@ class Engine:
 
     def pack(self, tensor: torch.Tensor) -> SavedHandle:
         """Forward saves ``tensor``. Returns the object that autograd holds in its place."""
+        return self._timed(self._pack, tensor)  # type: ignore[no-any-return]
+
+    def _timed(self, hook: Callable[[Any], Any], given: Any) -> Any:
+        """What the hook returns; users' modes do not see its ops."""
         start_s = time.perf_counter()
         with self._lock:
             try:
                 if not mode_count():
-                    return self._pack(tensor)
+                    return hook(given)
                 with Unseen():
-                    return self._pack(tensor)
+                    return hook(given)
             finally:
                 self.segment.report.hooks_s += time.perf_counter() - start_s
 
@@ -403,15 +407,7 @@ class Engine:
 
     def unpack(self, handle: SavedHandle) -> torch.Tensor:
         """Backward asks for a saved tensor: brings its value back if necessary."""
-        start_s = time.perf_counter()
-        with self._lock:
-            try:
-                if not mode_count():
-                    return self._unpack(handle)
-                with Unseen():
-                    return self._unpack(handle)
-            finally:
-                self.segment.report.hooks_s += time.perf_counter() - start_s
+        return self._timed(self._unpack, handle)  # type: ignore[no-any-return]
 
     def may_wait(self, handle: SavedHandle) -> Geometry | None:
         """The geometry of the tensor that :meth:`unpack` returns, if compiled code may ask for it later; else None."""
