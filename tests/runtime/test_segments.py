@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -14,11 +14,13 @@ import poochplan
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.engine.cursor import Outcome, Segment, StepEvents
 from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.session import Session
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy, SwapEach
 from poochplan.tensors.modes import around_calls, uncompiled_hooks
 from poochplan.tensors.signatures import input_signature
 from poochplan.torch_private.tensor_internals import in_backward
-from tests.runtime.nets import CASES, Net, gradients
+from tests.runtime.detours import gradients_of
+from tests.runtime.nets import CASES, Net
 from tests.runtime.random_plans import random_plan
 
 pytestmark = pytest.mark.cpu_device
@@ -67,19 +69,21 @@ def under(chooser: InTurn, model: nn.Module) -> Iterator[Engine]:
         device.close()
 
 
-def _gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
-    model.zero_grad(set_to_none=True)
-    loss.backward()  # type: ignore[no-untyped-call]
-    return gradients(model)
+@contextmanager
+def swapping() -> Iterator[tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer, Session]]:
+    """A network in a session that swaps."""
+    model, step, optimizer = CASES["residual"].fresh()
+    with poochplan.apply(random_plan(CASES["residual"].profile(), 0, (0, 1, 0)), model) as session:
+        yield model, step, optimizer, session
 
 
 def test_each_segment_has_the_step_policy_that_was_chosen_for_it_and_the_same_gradients() -> None:
     model, batch, chooser = chain(), torch.ones(4, 8), InTurn()
-    wanted = _gradients(model, model(batch))
+    wanted = gradients_of(model, model(batch))
     moved = []
     with under(chooser, model) as engine:
         for _ in range(4):
-            found = _gradients(model, model(batch))
+            found = gradients_of(model, model(batch))
             assert all(map(torch.equal, found, wanted))
             moved.append(engine.segment.report.out_bytes)
     assert moved == [0, moved[1], 0, moved[1]]
@@ -118,12 +122,10 @@ def test_what_a_checkpoint_saves_in_backward_begins_no_segment_though_nothing_of
 
 def test_a_segment_counts_from_the_last_step_of_an_optimizer_of_the_models() -> None:
     model, batch = chain(), torch.ones(4, 8)
-    plan = random_plan(CASES["residual"].profile(), 0, (0, 1, 0))
-    planned, step, optimizer = CASES["residual"].fresh()
     other = torch.optim.SGD(model.parameters(), lr=0.1)
     model(batch).backward()
     ordinals = []
-    with poochplan.apply(plan, planned) as session:
+    with swapping() as (_, step, optimizer, session):
         for stepping in (None, other, optimizer, None):
             step().backward()
             ordinals.append(session._engine.segment.ordinal)
@@ -133,9 +135,7 @@ def test_a_segment_counts_from_the_last_step_of_an_optimizer_of_the_models() -> 
 
 
 def test_a_segment_ends_with_the_optimizers_step_once_it_was_used_and_not_before() -> None:
-    plan = random_plan(CASES["residual"].profile(), 0, (0, 1, 0))
-    model, step, optimizer = CASES["residual"].fresh()
-    with poochplan.apply(plan, model) as session:
+    with swapping() as (_, step, optimizer, session):
         step().backward()
         assert session._engine.cursor.is_open
         optimizer.step()
@@ -155,8 +155,8 @@ def test_handles_that_outlive_their_segment_are_left_over_and_count_as_there_bef
         first, second = chooser.chosen
         assert first.outcome is Outcome.LEFT_OVER
         assert (first.left_over_bytes, second.left_over_bytes) == (0, 3 * 4 * 8 * 4)
-        wanted = _gradients(model, model(batch))
-        assert all(map(torch.equal, _gradients(model, loss), wanted))
+        wanted = gradients_of(model, model(batch))
+        assert all(map(torch.equal, gradients_of(model, loss), wanted))
         assert engine.segment.number == 3
 
 
@@ -172,9 +172,7 @@ def test_a_step_behind_one_that_was_dropped_is_a_new_one_though_handles_of_earli
 
 
 def test_what_a_forward_that_raises_has_saved_is_a_segment_that_raised() -> None:
-    plan = random_plan(CASES["residual"].profile(), 0, (0, 1, 0))
-    model, step, _ = CASES["residual"].fresh()
-    with poochplan.apply(plan, model) as session:
+    with swapping() as (model, step, _, session):
         with pytest.raises(ValueError, match="enough"), list(model.modules())[-1].register_forward_hook(_raises):
             step()
         segment = session._engine.segment
@@ -184,9 +182,7 @@ def test_what_a_forward_that_raises_has_saved_is_a_segment_that_raised() -> None
 
 
 def test_a_step_that_is_tried_again_while_the_error_is_held_is_a_new_one_and_follows_the_plan() -> None:
-    plan = random_plan(CASES["residual"].profile(), 0, (0, 1, 0))
-    model, step, _ = CASES["residual"].fresh()
-    with poochplan.apply(plan, model) as session:
+    with swapping() as (model, step, _, session):
         hook = list(model.modules())[-1].register_forward_hook(_raises)
         try:
             step()
