@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import poochplan
-from poochplan.errors import InfeasibleError, ModelMismatchError, PoochError, UsageError
+from poochplan.errors import InfeasibleError, ModelMismatchError, PoochError, StepError, UsageError
 from poochplan.formats.plan import Decision, Plan
 from poochplan.tensors.modes import compiled_modules
 from tests.compiling.small_nets import SLOW_LINK, fresh, stock, train
@@ -174,6 +175,16 @@ def test_a_budget_that_nothing_fits_is_one_line_and_leaves_the_model_as_it_was()
     assert "no plan fits a budget of" in str(error.value)
     assert "\n" not in str(error.value)
     assert "compile its blocks" not in str(error.value)
+    assert not compiled_modules(model)
+
+
+def test_a_step_that_counts_its_calls_is_refused_before_anything_is_planned() -> None:
+    """It reads the counter, so that no comparison of two steps says anything about the kernels."""
+    model, step, optimizer = fresh()
+    calls = itertools.count(1)
+    message = "expected a step that gives the same bits when it is repeated .* found the loss to differ"
+    counting = lambda: step() * next(calls)  # noqa: E731
+    _refused(StepError, message, model, counting, optimizer=optimizer, budget="60%", link=LINK)
     assert not compiled_modules(model)
 
 

@@ -91,6 +91,13 @@ def planned_within(compiling: Compiling, budget: str | int | float, time_limit_s
     say("compiling the step without a plan")
     compiling.compile(None)
     stock = compiling.bits()
+    changing = stock.first_difference(compiling.bits())
+    if changing:
+        raise StepError(
+            "compile(): expected a step that gives the same bits when it is repeated from the same model, optimizer "
+            f"and generators, found the {changing} to differ; pass a step that reads one batch, and nothing else that "
+            "changes from call to call, such as a counter in Python (a buffer of the model can count)"
+        )
     measured = compiling.measured(_BRIEFLY)
     budget_bytes = parse_budget(budget, measured.in_core_peak_bytes)
     say("recording the compiled step without memory")
