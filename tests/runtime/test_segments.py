@@ -1,7 +1,9 @@
-"""Where segments begin and end, and what is known of each when it is over."""
+"""Where segments begin and end, and what is known of each when it is over; and the states of a saved value."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,14 +13,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import poochplan
+from poochplan.formats.plan import Decision
 from poochplan.runtime.devices.cpu import CpuDevice
+from poochplan.runtime.devices.transfers import copy_in, copy_out
 from poochplan.runtime.engine.cursor import Outcome, Segment, StepEvents
 from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.engine.saved_value import SavedValue, ValueState
+from poochplan.runtime.replays.replay import Recipe
+from poochplan.runtime.replays.tape import Recorder, Tape
 from poochplan.runtime.session import Session
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy, SwapEach
 from poochplan.tensors.modes import around_calls, uncompiled_hooks
 from poochplan.tensors.signatures import input_signature
 from poochplan.torch_private.tensor_internals import in_backward
+from tests.runtime.adversarial import AdversarialDevice, OpClock
 from tests.runtime.detours import gradients_of
 from tests.runtime.nets import CASES, Net
 from tests.runtime.random_plans import random_plan
@@ -230,3 +238,91 @@ def test_a_chooser_has_to_say_at_the_first_save_also_before_the_model_is_called(
         (model(scale.square()) * 1.0).backward()
     assert [segment.saves_next for segment in chooser.chosen] == [True]
     assert chooser.chosen[0].inputs is None
+
+
+# -- the life of a saved value: only these transitions, and in each state only what it says ----------------------------
+
+
+STATES = {
+    ValueState.ON_DEVICE: {"is_copied": ValueState.COPIED, "is_dropped": ValueState.TO_REPLAY},
+    ValueState.COPIED: {"is_released": ValueState.ON_HOST, "copy_has_failed": ValueState.ON_DEVICE},
+    ValueState.ON_HOST: {"is_fetched": ValueState.ARRIVING},
+    ValueState.ARRIVING: {"is_released": ValueState.ON_HOST},
+    ValueState.TO_REPLAY: {"came_back": ValueState.ON_DEVICE},
+}
+"""Where each transition leads."""
+ROADS = {
+    ValueState.ON_DEVICE: [],
+    ValueState.COPIED: ["is_copied"],
+    ValueState.ON_HOST: ["is_copied", "is_released"],
+    ValueState.ARRIVING: ["is_copied", "is_released", "is_fetched"],
+    ValueState.TO_REPLAY: ["is_dropped"],
+}
+NAMES = ("is_copied", "is_released", "copy_has_failed", "is_fetched", "is_dropped", "came_back")
+Transitions = dict[str, Callable[[], object]]
+
+
+@contextlib.contextmanager
+def alive(state: ValueState) -> Iterator[tuple[SavedValue, Transitions]]:
+    """A value in that state and its transitions, with real copies and a real recipe."""
+    with OpClock() as clock:
+        device, tape, source = AdversarialDevice(clock), Tape("cpu"), torch.ones(16)
+        recorder = Recorder(tape)
+        recorder.switch_on()
+        tensor = source * 2.0
+        recorder.switch_off()
+        storage = tensor.untyped_storage()
+        value = SavedValue.of(Decision.SWAP, tape.record_of(tensor), tensor, None)
+        recipe = Recipe(value.record, value.generation)
+
+        def is_fetched() -> None:
+            into = device.allocate(storage.nbytes())
+            value.is_fetched(into, device.compute, copy_in(device, into, 0))
+
+        given: dict[str, Callable[[], tuple[object, ...]]] = {
+            "is_copied": lambda: (copy_out(device, storage, 0), 0),
+            "is_dropped": lambda: (recipe,),
+            "came_back": lambda: (storage,),
+        }
+        transitions: Transitions = {
+            name: lambda name=name: getattr(value, name)(*given.get(name, tuple)())  # type: ignore[misc]
+            for name in NAMES
+        }
+        transitions["is_fetched"] = is_fetched
+        for name in ROADS[state]:
+            transitions[name]()
+        assert value.state is state
+        yield value, transitions
+        device.synchronize()
+
+
+@pytest.mark.parametrize(("state", "name"), list(itertools.product(ValueState, NAMES)))
+def test_a_value_goes_where_it_may_and_nowhere_else(state: ValueState, name: str) -> None:
+    refused = pytest.raises(AssertionError, match="not a value that is")
+    with alive(state) as (value, transitions):
+        with contextlib.nullcontext() if name in STATES[state] else refused:
+            transitions[name]()
+        assert value.state is STATES[state].get(name, state)
+
+
+@pytest.mark.parametrize("state", ValueState)
+def test_a_value_has_a_storage_where_its_state_says_so(state: ValueState) -> None:
+    on_host = state in (ValueState.COPIED, ValueState.ON_HOST, ValueState.ARRIVING)
+    with alive(state) as (value, _):
+        assert (value.storage is not None) == (state not in (ValueState.ON_HOST, ValueState.TO_REPLAY))
+        assert (value.recipe is not None) == (state is ValueState.TO_REPLAY)
+        assert (value.host_offset >= 0) == on_host
+
+
+def test_what_arrives_is_on_the_device_and_still_on_the_host() -> None:
+    with alive(ValueState.ARRIVING) as (value, _):
+        value.arrived()
+        assert value.state is ValueState.COPIED
+        assert value.in_copy is None
+
+
+def test_a_replay_that_gives_other_bytes_than_were_saved_is_an_error() -> None:
+    with alive(ValueState.TO_REPLAY) as (value, _):
+        with pytest.raises(RuntimeError, match="recomputing gave 4 bytes, 64 were saved"):
+            value.came_back(torch.ones(1).untyped_storage())
+        assert value.waits_for_replay
