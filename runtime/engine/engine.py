@@ -281,7 +281,7 @@ class Engine:
 
     def pack(self, tensor: torch.Tensor) -> SavedHandle:
         """Forward saves ``tensor``. Returns the object that autograd holds in its place."""
-        return self._timed(self._pack, tensor)  # type: ignore[no-any-return]
+        return self._timed(self._pack, tensor)
 
     def _timed(self, hook: Callable[[Any], Any], given: Any) -> Any:
         """What the hook returns; users' modes do not see its ops."""
@@ -407,7 +407,7 @@ class Engine:
 
     def unpack(self, handle: SavedHandle) -> torch.Tensor:
         """Backward asks for a saved tensor: brings its value back if necessary."""
-        return self._timed(self._unpack, handle)  # type: ignore[no-any-return]
+        return self._timed(self._unpack, handle)
 
     def may_wait(self, handle: SavedHandle) -> Geometry | None:
         """The geometry of the tensor that :meth:`unpack` returns, if compiled code may ask for it later; else None."""
