@@ -59,12 +59,14 @@ def plan(
     profile: the step to plan, measured by :func:`poochplan.profile`.
     budget: bytes, text such as ``"8GiB"``, or a share of the in-core peak such as ``"60%"``.
     solver: a solver that PuLP finds; HiGHS by default.
-    time_limit_s: planning ends after this time. On the first use on a machine a search waits for the evaluator's
-        build, for at most half of it; until then the plain Python simulator is used.
+    time_limit_s: planning ends after this time. On the first use on a machine a search first waits for the build of its
+        compiled evaluator, for at most half of this time. If the build takes longer, the search begins with the plain
+        Python simulator.
     gap: the search also ends when the step is within this share of the proven bound.
     threads: with 2 (the default) one improves the bound while the other searches; further ones search too.
-    host_budget: most bytes swapped out (bytes, or text; 0 for recomputing alone). By default what the host had left for
-        a CUDA profile, if that is known and of this machine; otherwise, and on the CPU, no limit.
+    host_budget: most bytes swapped out (bytes, or text; 0 for recomputing alone). The default for a CUDA profile is the
+        host memory that was free when it was measured, if it has that figure and assumes no other machine. Otherwise
+        there is no limit.
     ranks_per_host: number of processes on one host that train with this plan, each on its own device. Each gets an even
         share of ``host_budget`` and of the link's rates. A link that was measured with as many ranks is not divided.
     evaluations: counts simulations instead of ``time_limit_s``, with one thread. The same arguments then give the

@@ -126,9 +126,9 @@ def profile(
     ------
     StepError
         ``step`` returns no scalar that requires gradients, or one that depends on no parameter. Or it calls backward,
-        takes gradients or steps the optimizer itself. Or its times are doubtful twice
-        (:func:`poochplan.profiler.assembly.reconcile.steady`). Or, in mode ``"fake"``, it needs a tensor's content or
-        calls compiled code of another compiler than Inductor.
+        takes gradients or steps the optimizer itself. Or its timed steps were doubtful in two rounds, and the medians
+        of the rounds differ by more than half (:func:`poochplan.profiler.assembly.reconcile.steady`). Or, in mode
+        ``"fake"``, it needs a tensor's content or calls compiled code of another compiler than Inductor.
     UsageError
         An argument is invalid, the model is not on the device, or there is no such device. Or this thread or this
         model has an open session. Or the optimizer's step takes a closure.

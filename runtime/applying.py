@@ -82,10 +82,11 @@ def apply(
         from the next step on. The default is ``"replan"`` if ``profile`` is given, and otherwise, or for a plan set,
         ``"warn"``.
     profile: the plan's (for several models, by the same keys), for ``"replan"`` and ``session.explain_peak()``.
-    meter: when to take a census of all tensors and check the step's peak: ``"first-steps"`` in the first two steps,
-        while the peak grows, and in one of fifty; ``"always"`` in every step; ``"never"`` meters nothing. Allocators
-        that report peaks (CUDA, and the compiled one) meter the other steps too; without one only these steps are
-        metered. ``torch.cuda.max_memory_allocated`` and similar functions return what they would without a session.
+    meter: when to take a census of all tensors and check the step's peak: ``"first-steps"`` in the first two steps, in
+        later ones as long as peaks exceed the prediction and all earlier steps, in one of fifty, and after a step that
+        seemed above its budget; ``"always"`` in every step; ``"never"`` meters nothing. Allocators that report peaks
+        (CUDA, and the compiled one) meter the other steps too; without one only these steps are metered.
+        ``torch.cuda.max_memory_allocated`` and similar functions return what they would without a session.
     cap_bytes: hard limit of the CUDA allocator within the block, such as the budget and a margin for fragmentation.
         A step that needs more is an out-of-memory error.
     host_limit_bytes: on CUDA, the most pinned memory besides the planned one, for steps that diverge; by default
@@ -94,7 +95,7 @@ def apply(
     nvtx: on CUDA, name each copy and replay in an NVTX range, for Nsight Systems; some microseconds each.
     device: opens the device to run on, instead of the model's; the session closes it.
     arena: on the CPU, whether steps that follow the plan allocate from one arena. It needs the compiled allocator.
-        ``"auto"``: if that can be built; ``"on"``: or an error; ``"off"``.
+        ``"auto"``: if that can be built; ``"on"``: it is an error if not; ``"off"``: no arena.
     force: run the plan even if its times are those of another device's roofline (``plan.roofline``).
     quiet: print nothing on stderr but warnings.
     certify: take digests of what each step of the optimizer leaves, for ``session.report().certificate``. They are

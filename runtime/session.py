@@ -169,9 +169,10 @@ class Session:
     def step(self, model: str | None = None) -> None:
         """Marks where a new step begins. After the first call, calls of a model begin none.
 
-        Needed if a step calls the model more than once and lets go of all values that the first call saved, or if an
-        earlier forward still waits for its backward. With several models, ``model`` names the one that the step
-        belongs to: needed if its step calls another one first. Without a name it belongs to the model called first.
+        Needed if a step calls the model again after everything that the first call saved is gone, or if a step begins
+        while an earlier forward still waits for its backward. With several models, ``model`` names the one that the
+        step belongs to: needed if its step calls another one first. Without a name it belongs to the model called
+        first.
         """
         if self._state != "open":
             raise UsageError(
@@ -245,7 +246,7 @@ class Session:
 
     @property
     def total(self) -> StepReport:
-        """The sum of all steps that have ended."""
+        """The sum of all steps that were followed by another one; at the end of the session, of all steps."""
         return self._totals.total
 
     @property
@@ -254,7 +255,9 @@ class Session:
         return self._step_arena.report()
 
     def report(self) -> Report:
-        """A report of the steps so far. A step ends when the next one begins, or when nothing of it is held."""
+        """A report of the steps so far, the running one included. A step ends when the next one begins or, once
+        backward has used one of its values, with the optimizer's step.
+        """
         if self._state == "new":
             raise UsageError(
                 f"report(): expected a session that has been entered; use `with {self._opened_by} as session`"

@@ -243,7 +243,8 @@ RunOps = Callable[[list[RecordedOp], Leaves, set[StorageRecord], str], dict[Stor
 
 
 class NotReplayable(Exception):  # noqa: N818 - a verdict, caught where the recipe is made
-    """A writer was not recorded, is opaque, or an input is gone; the value is swapped instead.
+    """A writer was not recorded, is opaque, or an input is gone. The value is swapped instead; if that is found in
+    backward, when the replay is to run, it is an error.
 
     ``record``: the input concerned, if there is one.
     """

@@ -48,11 +48,11 @@ def arena(model: torch.nn.Module) -> PassArena:
     """An arena for inference: within ``with poochplan.arena(model) as arena:`` the blocks of each call of ``model``
     come from a single block of memory, by the layout of an earlier call.
 
-    It serves from the start, and without a ``with`` until ``close()``. Of each kind of call the first is ordinary
-    and the second is laid out. Kinds differ in shapes and types of the inputs, train mode, autocast and inference
-    mode. The eight kinds used last share one arena, as large as the largest needs. Results and kept values lie
-    outside. Bytes in use are never handed out. With gradients on nothing is served, nor in calls on another thread
-    meanwhile, nor inside a session of :func:`poochplan.apply`.
+    It works from this call on, until the ``with`` block ends or ``close()``. Of each kind of call the first two take
+    ordinary memory, and the second is recorded. Later ones come from the arena. Kinds differ in shapes and types of the
+    inputs, train mode, autocast and inference mode. The eight kinds used last share one arena, as large as the largest
+    needs. Results and kept values lie outside. Bytes in use are never handed out. Calls with gradients do not use it,
+    nor do calls on another thread while one uses it, nor those inside a session of :func:`poochplan.apply`.
 
     Parameters
     ----------

@@ -83,9 +83,9 @@ def auto(
         ``on_over_budget="error"``.
     on_refusal: how steps run if no plan fits the budget, with the same choices. One line names the smallest budget.
     arena: on the CPU, whether steps that follow a plan allocate from one arena, and whether plans are made for that:
-        the budget then covers the arena and everything outside it. It needs the compiled allocator, which is built
-        in the background if necessary; nothing is profiled before. ``"auto"``: if that can be built; ``"on"``: or an
-        error; ``"off"``.
+        the budget then covers the arena and everything outside it. It needs the compiled allocator, which is built in
+        the background if necessary; no step is profiled until that has ended. ``"auto"``: an arena if that can be
+        built; ``"on"``: it is an error if not; ``"off"``: no arena.
     cap_bytes: hard limit of the CUDA allocator within the block, from the first step on. A step that needs more is
         an out-of-memory error.
     quiet: print nothing on stderr but warnings.
