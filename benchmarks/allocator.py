@@ -23,7 +23,6 @@ from benchmarks.facts import facts_of_run, parser_of, write_results
 from poochplan.native import FLAGS
 from poochplan.runtime.arena.arena import Arena, Places
 from poochplan.runtime.arena.library import AllocationLog, ThreadScope, build, compiler_name, is_built
-from poochplan.runtime.metering.allocated import ByteCount
 
 SIZES_BYTES = 64, 4096, 65536
 PAIRS = 20_000
@@ -60,13 +59,12 @@ def compiled_loop(folder: Path) -> Callable[[int, int, int], float]:
 
 def kinds(loop: Callable[[int, int, int], float], scope: ThreadScope) -> dict[str, Pair]:
     """Nanoseconds of a pair of that many bytes, by kind."""
-    count = ByteCount(scope)
 
     def counted(size_bytes: int) -> float:
         with scope.joined():
-            count.begin()
+            scope.begin_count()
             taken_ns = loop(0, size_bytes, PAIRS)
-            count.end()
+            scope.end_count()
         return taken_ns
 
     def recorded(size_bytes: int) -> float:
@@ -78,7 +76,7 @@ def kinds(loop: Callable[[int, int, int], float], scope: ThreadScope) -> dict[st
         arena = Arena(Places(same + size_bytes, same, same), max(512, size_bytes), smallest_bytes=1)
         with arena.step():
             taken_ns = loop(0, size_bytes, PAIRS)
-        assert arena.fates().served.blocks == PAIRS
+        assert arena.fates().served == PAIRS
         arena.close()
         return taken_ns
 
@@ -116,12 +114,11 @@ def measure(rounds: int) -> dict[str, object]:
 
 def calls_ns(scope: ThreadScope) -> dict[str, object]:
     """Of what a runtime calls after each op and at each point."""
-    count = ByteCount(scope)
     arena = Arena(Places(*(np.zeros(0, np.int64) for _ in range(3))), 0)
-    count.begin()
+    scope.begin_count()
     with arena.step():
-        found = {"peak_ns": _each_ns(lambda _: count.peak_bytes), "at_ns": _each_ns(arena.at)}
-    count.end()
+        found = {"peak_ns": _each_ns(lambda _: scope.peak_bytes), "at_ns": _each_ns(arena.at)}
+    scope.end_count()
     return dict(found)
 
 

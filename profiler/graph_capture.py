@@ -17,7 +17,6 @@ import torch
 
 from poochplan.errors import StepError
 from poochplan.formats.profile import Profile, Value
-from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.fake.fake import FakeCapture, StepMode
 from poochplan.profiler.fake.roofline import Roofline, function_seconds
 from poochplan.runtime.compiled.partitioner import Partitioner, saved_nodes
@@ -38,14 +37,12 @@ class GraphCapture(FakeCapture):
 
     def __init__(self, model: torch.nn.Module, mode: StepMode, roofline: Roofline | None) -> None:
         super().__init__(model, mode, roofline)
-        self._fused: frozenset[Node] = frozenset()
+        self._fused_nodes: frozenset[Node] = frozenset()
         self._graph: torch.fx.Graph | None = None
         self._node: Node | None = None
         self._saved_by: dict[int, list[tuple[str, str, str]]] = {}
         """By value: the graphs and nodes that saved it, and why each is never replayed."""
         self._runs = False
-        self._computed_elsewhere: set[int] = set()
-        """Ids of ops that the compiler fuses into other kernels. The ops live as long as the capture."""
         self._graph_runs = 0
 
     def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,7 +88,7 @@ class GraphCapture(FakeCapture):
     def runs(self, node: Node) -> Iterator[None]:
         """A block in which a node of a graph runs."""
         if node.graph is not self._graph:
-            self._graph, self._fused = node.graph, never_in_memory(node.graph)
+            self._graph, self._fused_nodes = node.graph, never_in_memory(node.graph)
         outer, self._node, self.tracker.of_node = self.tracker.of_node, node, _layer_of(node)
         try:
             yield
@@ -109,16 +106,12 @@ class GraphCapture(FakeCapture):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = len(self.ops)
         outputs = super().__torch_dispatch__(func, types, args, kwargs)
-        for op in self.ops[before:] if self._node in self._fused else ():
-            self._computed_elsewhere.add(id(op))
+        for op in self.ops[before:] if self._node in self._fused_nodes else ():
+            self.fused.add(id(op))
             op.duration_s = 0.0 if self.roofline is None else function_seconds(self.roofline, func, outputs)
             for number in op.outputs:
                 self.values[number].size_bytes = 0
         return outputs
-
-    def takes(self, op: CapturedOp, seconds: float) -> None:
-        """Sets the op's duration: 0 if the kernels that read its result compute it."""
-        op.duration_s = 0.0 if id(op) in self._computed_elsewhere else seconds
 
     def told_of_graphs(self, profile: Profile) -> Profile:
         """The profile with the nodes that saved each value, and why it is never recomputed in its graph."""

@@ -14,6 +14,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -91,10 +92,10 @@ def measure_link(
         sizes = sizes or (SIZES_BYTES if where.type == "cpu" else CUDA_SIZES_BYTES)
         sizes = tuple(x for x in sizes if not throttle_bytes_per_s or x <= throttle_bytes_per_s / 4) or sizes[:1]
         if where.type == "cpu":
-            sizes = _that_fit(sizes, choose_spill_dir(directory))
+            sizes = _written_once(device, _that_fit(sizes, choose_spill_dir(directory)))
         else:
             sizes = tuple(size for size in sizes if 8 * size <= _room_bytes(device)) or sizes[:1]
-        sizes = _written_once(device, sizes)
+            sizes = _pinned_once(device, sizes)
         sizes = sizes[: least(len(sizes))]
 
         def begin() -> None:
@@ -142,14 +143,11 @@ def _that_fit(sizes: tuple[int, ...], directory: Path) -> tuple[int, ...]:
 
 def _room_bytes(device: ComputeDevice) -> int:
     """Bytes that are free on both device and host; the CPU device's host tier is a file."""
-    host_bytes = available_bytes()
-    return host_bytes if device.kind == "cpu" else min(host_bytes, memory_left(device.where))
+    return min(available_bytes(), memory_left(device.where))
 
 
 def _written_once(device: ComputeDevice, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """The sizes for whose two places there is room and that are fast enough, which have then been written once."""
-    if device.kind != "cpu":
-        return _pinned_once(device, sizes)
     written: list[int] = []
     for size in sizes:
         start_s = time.perf_counter()
@@ -199,31 +197,26 @@ def _buffer(device: ComputeDevice, size_bytes: int) -> torch.UntypedStorage:
 
 
 def _curve(copy: CopyCall, device: ComputeDevice, sizes: tuple[int, ...], begin: Begin) -> Curve:
-    curve = []
-    for size_bytes in sizes:
-        storage = _buffer(device, size_bytes)
+    def seconds(storage: torch.UntypedStorage) -> float:
+        return _median_s(begin, lambda: _checked(device, copy(device, storage, 0)))
 
-        def one(storage: torch.UntypedStorage = storage) -> None:
-            _checked(device, copy(device, storage, 0))
-
-        curve.append((size_bytes, _median_s(begin, one)))
-    return curve
+    return [(size_bytes, seconds(_buffer(device, size_bytes))) for size_bytes in sizes]
 
 
 def pageable_curves(device: ComputeDevice, sizes: tuple[int, ...], begin: Begin) -> tuple[Curve, Curve]:
     """Seconds of copies to ordinary host memory and back, which the driver stages in its own pinned memory."""
+
+    def copied(to: torch.Tensor, source: torch.Tensor) -> None:
+        to.copy_(source)
+        device.synchronize()
+
     out: Curve = []
     back: Curve = []
     for size_bytes in sizes:
         on_device = torch.ones(size_bytes, dtype=torch.uint8, device=device.where)
         on_host = torch.ones(size_bytes, dtype=torch.uint8, device="cpu")
-        for curve, to, source in ((out, on_host, on_device), (back, on_device, on_host)):
-
-            def copy(to: torch.Tensor = to, source: torch.Tensor = source) -> None:
-                to.copy_(source)
-                device.synchronize()
-
-            curve.append((size_bytes, _median_s(begin, copy)))
+        out.append((size_bytes, _median_s(begin, partial(copied, on_host, on_device))))
+        back.append((size_bytes, _median_s(begin, partial(copied, on_device, on_host))))
     return out, back
 
 

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,44 +62,38 @@ def profile_pass(
     library()  # builds it before any timing
     with _evaluating(model):
         progress("timing passes")
-        seen = _timed(step, model, iterations, warmup)
+        inputs, static_bytes, calls, seconds = _timed(step, model, iterations, warmup)
         progress("logging a pass")
         blocks, events = logged_pass(step, model)
         progress("logging a pass op by op")
         live_bytes = live_tensors_peak(step, model)
     progress("laying it out")
     offsets, figures = _laid_out(blocks, events)
-    note = f"a step calls the model {seen.calls} times; this is the first of them"
+    note = f"a step calls the model {calls} times; this is the first of them"
     return PassProfile(
         workload=workload,
         device=this_machine(torch.device("cpu")),
         versions=versions_here("cpu"),
         host=this_host(),
         model=model_signature(model),
-        inputs=seen.inputs,
-        calls=seen.calls,
-        pass_s=statistics.median(seen.seconds),
-        spread_s=float(np.subtract(*np.quantile(seen.seconds, (0.75, 0.25)))),
+        inputs=inputs,
+        calls=calls,
+        pass_s=statistics.median(seconds),
+        spread_s=float(np.subtract(*np.quantile(seconds, (0.75, 0.25)))),
         iterations=iterations,
-        static_bytes=seen.static_bytes,
+        static_bytes=static_bytes,
         live_peak_bytes=min(live_bytes, figures["allocated_peak_bytes"]),
         total_bytes=sum(rounded_up(block.size_bytes) for block in blocks),
-        notes=() if seen.calls == 1 else (note,),
+        notes=() if calls == 1 else (note,),
         blocks=tuple(PassBlock(*block[:3], offset, block.layer) for block, offset in zip(blocks, offsets, strict=True)),
         **figures,
     )
 
 
-class _Seen(NamedTuple):
-    """What the timed passes show."""
-
-    inputs: tuple[str, ...]
-    static_bytes: dict[str, int]
-    calls: int
-    seconds: list[float]
-
-
-def _timed(step: Callable[[], object], model: torch.nn.Module, iterations: int, warmup: int) -> _Seen:
+def _timed(
+    step: Callable[[], object], model: torch.nn.Module, iterations: int, warmup: int
+) -> tuple[tuple[str, ...], dict[str, int], int, list[float]]:
+    """The model's inputs, its static bytes, how often a step calls it, and the seconds of the first call in each."""
     inputs: tuple[str, ...] = ()
     static_bytes: dict[str, int] = {}
     seconds: list[float] = []
@@ -120,7 +114,7 @@ def _timed(step: Callable[[], object], model: torch.nn.Module, iterations: int, 
                     "step(): expected a call of the model, found none; compute it with the model that is given, called "
                     "as model(x)"
                 )
-    return _Seen(inputs, static_bytes, first.calls, seconds[warmup:])
+    return inputs, static_bytes, first.calls, seconds[warmup:]
 
 
 def _static_bytes(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
@@ -188,13 +182,11 @@ def logged_pass(step: Callable[[], object], model: torch.nn.Module) -> tuple[lis
 
     with first.of(model), around_parts(model, called):
         step()
-    found = lifetimes(log.events, LEAST_COUNTED_BYTES)
-    events = len(log.events)
-    rows = (
+    found, events = lifetimes(log.events, LEAST_COUNTED_BYTES), len(log.events)
+    return [
         PassBlock(size, birth, death if death >= 0 else events, OUTSIDE, layers[point])
         for size, point, birth, death in found.tolist()
-    )
-    return list(rows), events
+    ], events
 
 
 def live_tensors_peak(step: Callable[[], object], model: torch.nn.Module) -> int:

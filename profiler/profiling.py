@@ -48,7 +48,6 @@ from .link import measure_link
 from .request import (
     Options,
     ProgressCallback,
-    check_backward,
     check_mode,
     check_optimizer,
     check_whole,
@@ -60,7 +59,6 @@ NewSteps = Callable[..., StepFunction]
 """Makes the step function for one try; its keyword is ``in_core``."""
 RealMode = Literal["run", "swap-all"]
 ITERATIONS = 5
-CHOSE_FAKE = "mode auto chose fake, because a roofline was given"
 MOST_STEPS = 60
 """Most steps with ``backward="inside"`` until each kind of segment is profiled."""
 
@@ -139,8 +137,7 @@ def profile(
     begin_build()
     check_whole(model, step)
     where = checked_device(model, device, iterations, warmup)
-    check_mode(mode, roofline, iterations, where, throttle)
-    check_backward(backward, mode, roofline)
+    check_mode(mode, backward, roofline, iterations, where, throttle)
     if backward == "outside":
         check_optimizer(optimizer)
     beside = tensors_beside(also)
@@ -165,7 +162,8 @@ def profile(
         if rates is None:
             _wait_for_builds()
         with _session_memory(where):
-            profile = fake_profile(steps(), rates, options, [CHOSE_FAKE] if mode == "auto" else [])
+            notes = ["mode auto chose fake, because a roofline was given"] if mode == "auto" else []
+            profile = fake_profile(steps(), rates, options, notes)
     else:
         profile = _profile_fitting(steps, where, mode, options)
     if roofline is None and profile.runtime is None:

@@ -73,7 +73,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def check_mode(
-    mode: str, roofline: str | None, iterations: int | None, where: torch.device, throttle: str | float | None
+    mode: str,
+    backward: str,
+    roofline: str | None,
+    iterations: int | None,
+    where: torch.device,
+    throttle: str | float | None,
 ) -> None:
     """Raises what :func:`poochplan.profile` says about a mode with options that do not belong to it."""
     if mode not in MODES:
@@ -90,13 +95,9 @@ def check_mode(
         raise UsageError(f'device: expected a model on the CPU in mode "fake", found one on {where}; build it there')
     if throttle is not None and where.type != "cpu":
         raise UsageError(f"throttle: expected the CPU, found {where}, where copies are not slowed; leave it out")
-
-
-def check_backward(backward: str, mode: str, roofline: str | None) -> None:
-    """Raises what :func:`poochplan.profile` says about a step that calls backward itself, in a wrong mode."""
     if backward not in ("outside", "inside"):
         raise UsageError(f'backward: expected "outside" or "inside", found {backward!r}')
-    if backward == "inside" and (mode == "fake" or roofline is not None):
+    if backward == "inside" and fake:
         raise UsageError(
             'backward: expected "outside" in mode "fake", which runs no optimizer, found "inside"; return the loss'
         )

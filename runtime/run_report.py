@@ -124,6 +124,11 @@ class ArenaReport(msgspec.Struct, frozen=True, kw_only=True):
     larger_bytes: int = 0
     """By how much the recorded layout exceeds the room in the budget; it is then not used."""
 
+    @property
+    def missed(self) -> int:
+        """Number of blocks that lay outside contrary to the layout."""
+        return self.unplanned + self.taken
+
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """``session.report()``: the last step that ended, the sum over all steps, and the predictions.

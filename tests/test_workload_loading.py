@@ -86,7 +86,7 @@ def usage_error(target: str, **overrides: str) -> str:
 def test_a_toml_names_a_file_relative_to_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder.parent)
     loaded = load_workload(f"{folder.name}/linear.toml")
-    assert (loaded.name, loaded.target) == ("linear", f"{folder.name}/linear.toml")
+    assert loaded.name == "linear"
     assert isinstance(loaded.workload, Workload)
     assert loaded.parameters == {"width": 8, "lr": 1.0}
     assert loaded.workload.step().requires_grad
@@ -95,7 +95,7 @@ def test_a_toml_names_a_file_relative_to_itself(folder: Path, monkeypatch: pytes
 @pytest.mark.parametrize("target", ["training.py:linear", "./training.py:linear", "training:linear"])
 def test_a_file_or_a_module_of_the_current_folder_names_a_function(folder: Path, target: str) -> None:
     loaded = load_workload(target)
-    assert (loaded.name, loaded.target, loaded.parameters) == ("linear", target, {})
+    assert (loaded.name, loaded.parameters) == ("linear", {})
 
 
 def test_an_absolute_path_names_a_function(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,6 @@ def assemble(
     runs: Floats,
     measured: list[PhaseSeconds],
     *,
-    model: torch.nn.Module,
     link: Link,
     workload: str,
     mode: Literal["run", "swap-all", "fake"],
@@ -82,31 +81,31 @@ def assemble(
         held_until(f"before/{name}", size_bytes, last_tick) for name, size_bytes in held_bytes.items() if size_bytes
     )
     draft = Profile(
-        workload=workload or type(model).__name__,
+        workload=workload or type(capture.model).__name__,
         mode=mode,
         device=device,
         versions=versions_here(device.kind),
         switches=kernel_switches(device.kind),
         host=this_host(),
-        model=model_signature(model),
+        model=model_signature(capture.model),
         inputs=capture.inputs or (),
         ops_fingerprint=fingerprint,
         times=seconds.times,
         layer_times=seconds.layer_times,
         in_core_peak_bytes=0,
-        memory=capture.memory,
+        memory=capture.workspace.memory,
         in_core_peak_layer="",
         static_bytes={},
         gradients_live_through_forward=accumulate,
         link=link,
-        facts=step_facts(model, capture),
+        facts=step_facts(capture),
         notes=tuple(notes),
         ops=ops,
         values=values,
         handles=tuple(capture.handles),
         points=points,
     )
-    strays = stray_values(capture.workspace.strays(), draft.op_ticks, draft.tick_count)
+    strays = stray_values(capture.workspace.strays, draft.op_ticks, draft.tick_count)
     values += strays
     ops, carried = with_carried(capture, ops, draft.op_ticks, len(values))
     return _with_peak(msgspec.structs.replace(draft, ops=ops, values=(*values, *carried)))
@@ -144,7 +143,11 @@ def build_values(capture: Capture, kinds: dict[int, Kind], last_tick: int) -> tu
     ``kinds`` gives those known from outside (parameters, buffers, gradients, optimizer state) by value.
     """
     saved = {handle.value for handle in capture.handles}
-    first_use = _first_uses(capture)
+    first_use = {  # of the points of a value the first one counts, so it comes last
+        capture.handles[point.handle].value: point.op + index
+        for index, point in reversed(list(enumerate(capture.points)))
+        if point.kind is PointKind.USE
+    }
     names = value_names(capture, kinds)
     writers = _writers(capture)
     left_over = capture.left_over
@@ -215,15 +218,6 @@ def ops_fingerprint(ops: tuple[Op, ...], points: tuple[Point, ...], values: tupl
     for value in values:
         digest.update(f"{value.size_bytes}|{value.dtype}|{value.shape}\n".encode())
     return digest.hexdigest()[:16]
-
-
-def _first_uses(capture: Capture) -> dict[int, int]:
-    """Tick of the first use point of each saved value."""
-    first: dict[int, int] = {}
-    for index, point in enumerate(capture.points):
-        if point.kind is PointKind.USE:
-            first.setdefault(capture.handles[point.handle].value, point.op + index)
-    return first
 
 
 def _pinned(captured: CapturedValue, saved: bool, died: int, first_use: int | None) -> str:
@@ -351,18 +345,18 @@ def model_notes(model: torch.nn.Module) -> list[str]:
     return [f"modules in eval mode: {len(resting)}, first {first}: no dropout, no batch statistics there"]
 
 
-def step_facts(model: torch.nn.Module, capture: Capture) -> StepFacts:
+def step_facts(capture: Capture) -> StepFacts:
     """How the captured step was run."""
-    modules = list(model.modules())
+    modules = list(capture.model.modules())
     return StepFacts(
         modules=len(modules),
         eval_modules=sum(not module.training for module in modules),
-        checkpointed=tuple(capture.checkpointed),
+        checkpointed=tuple(capture.tracker.ran_again),
         garbage_bytes=_garbage_bytes(capture),
         kept_bytes=_kept_bytes(capture),
         unmeasured_regions=capture.compiled_calls.unmeasured,
-        graph_mode=written_replays(model) is not None,
-        unmeasured_ops=capture.unmeasured_ops if capture.memory is Memory.ALLOCATED else 0,
+        graph_mode=written_replays(capture.model) is not None,
+        unmeasured_ops=capture.unmeasured_ops,
     )
 
 

@@ -17,7 +17,7 @@ import torch
 
 from poochplan.formats import profile as formats
 from poochplan.formats.occupancy import Floats
-from poochplan.formats.profile import Memory, Phase, PointKind
+from poochplan.formats.profile import Phase, PointKind
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.capture.node_ops import Stretches
 from poochplan.profiler.capture.workspace import Workspace, workspace_of
@@ -53,6 +53,8 @@ class Capture(ToggledMode):
     """
 
     sees_values = True
+    unmeasured_ops = 0
+    """Number of distinct ops whose memory inside is unknown, if that of others is known."""
 
     def __init__(self, model: torch.nn.Module, where: torch.device, workspace: Workspace | None = None) -> None:
         """``workspace``: instead of the device's own."""
@@ -61,7 +63,7 @@ class Capture(ToggledMode):
         self.tracker = LayerTracker()
         self.phase = Phase.FORWARD
         self.ops: list[CapturedOp] = []
-        self.lifetimes = Lifetimes(lambda: self.last_tick, self.gone)
+        self.lifetimes = Lifetimes(lambda: len(self.ops) + len(self.points) - 1, self.gone)
         self.values = self.lifetimes.values
         self.handles: list[formats.Handle] = []
         self.points: list[formats.Point] = []
@@ -83,19 +85,8 @@ class Capture(ToggledMode):
         self._marks: list[tuple[CapturedOp, Stretches]] = []
         self.compiled_calls = CompiledCalls(self)
         self.nodes = NodeOps(self)
-        self.checkpointed = self.tracker.ran_again
-        """Layers whose forward ran again in backward, in order."""
         self._numbers: dict[int, int] = {}
         self._ends: dict[int, weakref.ref[SavedValue]] = {}
-
-    @property
-    def memory(self) -> Memory:
-        return self.workspace.memory
-
-    @property
-    def unmeasured_ops(self) -> int:
-        """Number of distinct ops whose memory inside is unknown, if that of others is known."""
-        return 0
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -152,18 +143,10 @@ class Capture(ToggledMode):
         """Seconds of each op of this step, as a run of (1, ops)."""
         return np.array([[op.duration_s for op in self.ops]])
 
-    @property
-    def last_tick(self) -> int:
-        return len(self.ops) + len(self.points) - 1
-
     def value_of(self, tensor: torch.Tensor) -> int:
         """The value of the tensor's storage. A value that is seen for the first time existed before the step."""
-        known = self.value_if_known(tensor)
+        known = self.lifetimes.find(tensor)
         return known if known >= 0 else self._new_value(tensor, "", born=-1)
-
-    def value_if_known(self, tensor: torch.Tensor) -> int:
-        """The value of the tensor's storage, or -1."""
-        return self.lifetimes.find(tensor)
 
     # -- ops --------------------------------------------------------------------------------------------------
 
@@ -201,7 +184,7 @@ class Capture(ToggledMode):
     def look_for_checkpoint(self, compiled: str | None = None) -> None:
         """Detects a checkpoint: autograd is off in backward, so if it is on, a forward runs again."""
         if self.phase is Phase.BACKWARD and in_backward() and torch.is_grad_enabled():
-            self.checkpointed[self.tracker.running_again(compiled)] = None
+            self.tracker.ran_again[self.tracker.running_again(compiled)] = None
 
     def ordinary(self, leaves: list[Any]) -> list[torch.Tensor]:
         """Those of the tensors that have storages, and the tensors that sparse and nested ones consist of."""
@@ -231,14 +214,14 @@ class Capture(ToggledMode):
     def bear(self, op: CapturedOp, leaves: list[Any], born: int) -> None:
         """New storages among the leaves are outputs of the op with number ``born``."""
         for part in self.ordinary(leaves):
-            if self.value_if_known(part) < 0:
+            if self.lifetimes.find(part) < 0:
                 self.workspace.holds(op, len(op.outputs), part.untyped_storage())
                 op.outputs.append(self._new_value(part, op.layer, born))
 
     def arise(self, tensor: torch.Tensor, behind: int = -1) -> None:
         """New storages, no op's output, appeared after that op (by default the last one), as sums of gradients do."""
         for part in self.ordinary([tensor]):
-            if self.value_if_known(part) < 0:
+            if self.lifetimes.find(part) < 0:
                 self._new_value(part, self.ops[behind].layer, range(len(self.ops))[behind])
 
     def _born(self, op: CapturedOp, outputs: Any, partly_unwritten: frozenset[int]) -> None:
@@ -270,8 +253,11 @@ class Capture(ToggledMode):
         self.compiled_calls.freed(value.size_bytes, rounded_up(value.size_bytes), value.born)
         self.nodes.freed(value.size_bytes)
 
-    def rounded_bytes(self, number: int) -> int:
-        return rounded_up(self.values[number].size_bytes)
+    def took_inside(self, op: CapturedOp, taken_bytes: int | None, freed_bytes: int = 0) -> None:
+        """Code that no mode looked into has taken so much, its outputs included, and freed so much of values."""
+        if taken_bytes is not None:
+            born_bytes = sum(rounded_up(self.values[number].size_bytes) for number in op.outputs)
+            op.workspace_bytes = max(0, taken_bytes - born_bytes + freed_bytes)
 
     @contextlib.contextmanager
     def timed(self, op: CapturedOp) -> Iterator[None]:
@@ -343,7 +329,7 @@ class Capture(ToggledMode):
                 self.kept.append((kind, where, {storage_key(x): x.untyped_storage().nbytes() for x in parts}))
 
     def _packed_value(self, tensor: torch.Tensor) -> int:
-        known = self.value_if_known(tensor)
+        known = self.lifetimes.find(tensor)
         if known >= 0:
             return known
         # Created where the dispatcher does not see it: inside compiled code, or outside torch.

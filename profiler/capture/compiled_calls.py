@@ -106,8 +106,7 @@ class CompiledCalls:
             for tensor in capture.ordinary(pytree.tree_leaves(outputs)):
                 part = self._part_with(parts, tensor.untyped_storage())
                 capture.bear(part.op, [tensor], part.number)
-            if taken_bytes is not None:
-                op.workspace_bytes = max(0, taken_bytes - self._born_bytes(op))
+            capture.took_inside(op, taken_bytes)
             around_backward(outputs, node_before, partial(self._backward_begins, path), self._backward_ran)
             return outputs
 
@@ -128,7 +127,7 @@ class CompiledCalls:
         try:
             outputs = call(*args, **kwargs)
         finally:
-            taken_bytes = self._part_ends(self._forward, Taker.FORWARD_COMPILED)[1]
+            taken_bytes = self._part_ends(self._forward)[1]
             parts, self._saved, self._forward = self._forward.parts, None, outer
         return outputs, taken_bytes, parts
 
@@ -145,12 +144,12 @@ class CompiledCalls:
             half.stack.enter_context(self._capture.unseen())
         half.stack.enter_context(self._capture.timed(op))
 
-    def _part_ends(self, half: Half, taker: Taker) -> tuple[CapturedOp, int | None]:
+    def _part_ends(self, half: Half, *, others_follow: bool = False) -> tuple[CapturedOp, int | None]:
         """Ends a part: records its op and its memory."""
         assert self._running, "compiled code ends that has not begun"
         half.stack.close()
         taken_bytes, op = self._meter.end(), self._running.pop()
-        self._workspace.end(op, taker)
+        self._workspace.end(op, Taker.BACKWARD if half.is_backward else Taker.FORWARD, is_part=others_follow)
         self.unmeasured += taken_bytes is None
         return op, taken_bytes
 
@@ -158,7 +157,7 @@ class CompiledCalls:
     def point(self) -> Iterator[None]:
         """A block in which compiled code saves or gets a tensor. One part ends before it, and the next begins."""
         if self.is_running:
-            self._part_ends(self._forward, Taker.FORWARD_PART)
+            self._part_ends(self._forward, others_follow=True)
             self._saves_now = True
             try:
                 yield
@@ -166,7 +165,7 @@ class CompiledCalls:
                 self._saves_now = False
                 self._part_begins(self._forward, self._new_op(self._forward.parts[0].op.layer))
         elif self._backward.parts:
-            op, _ = self._part_ends(self._backward, Taker.PART)
+            op, _ = self._part_ends(self._backward, others_follow=True)
             self._capture.ops.append(op)
             try:
                 yield
@@ -184,14 +183,11 @@ class CompiledCalls:
 
     def _backward_ran(self, gradients: list[torch.Tensor]) -> None:
         capture = self._capture
-        op, taken_bytes = self._part_ends(self._backward, Taker.BACKWARD_COMPILED)
+        op, taken_bytes = self._part_ends(self._backward)
         for gradient in capture.ordinary(gradients):
             part = self._part_with(self._backward.parts, gradient.untyped_storage())
             capture.bear(part.op, [gradient], part.number)
         self._backward.parts.clear()
-        if taken_bytes is not None:  # values that died in it are not live at the op, which comes after all its unpacks
-            op.workspace_bytes = max(0, taken_bytes - self._born_bytes(op) + self._freed_bytes)
+        # Values that died in it are not live at the op, which comes after all its unpacks.
+        capture.took_inside(op, taken_bytes, self._freed_bytes)
         capture.ops.append(op)
-
-    def _born_bytes(self, op: CapturedOp) -> int:
-        return sum(map(self._capture.rounded_bytes, op.outputs))

@@ -55,11 +55,10 @@ class Noting(Protocol):
     def look_for_checkpoint(self, compiled: str | None = None) -> None: ...
     def ordinary(self, leaves: list[Any]) -> list[torch.Tensor]: ...
     def value_of(self, tensor: torch.Tensor) -> int: ...
-    def value_if_known(self, tensor: torch.Tensor) -> int: ...
     def written(self, tensors: list[torch.Tensor]) -> list[int]: ...
     def bear(self, op: CapturedOp, leaves: list[Any], born: int) -> None: ...
     def arise(self, tensor: torch.Tensor, behind: int = -1) -> None: ...
-    def rounded_bytes(self, number: int) -> int: ...
+    def took_inside(self, op: CapturedOp, taken_bytes: int | None, freed_bytes: int = 0) -> None: ...
     def away(self) -> contextlib.AbstractContextManager[None]: ...
     def unseen(self) -> contextlib.AbstractContextManager[None]: ...
     def timed(self, op: CapturedOp) -> contextlib.AbstractContextManager[None]: ...
@@ -85,7 +84,7 @@ class NodeOps:
         self._freed_bytes = 0
         self._first_block = self._nodes_before = 0
         self._ran_another = False
-        self._sums = Sums(capture.lifetimes)
+        self._sums: dict[Edge, Pending] = {}
 
     @property
     def is_inside(self) -> bool:
@@ -139,7 +138,7 @@ class NodeOps:
         """Nodes are no longer observed. In the middle of a node, for example when it raises, that is no op."""
         if self._op is not None:
             self._meter.end()
-            self._workspace.end(self._op, Taker.BACKWARD_COMPILED)
+            self._workspace.end(self._op, Taker.BACKWARD)
             self._op = None
         self._clock.forget()
         self._sums.clear()
@@ -158,7 +157,7 @@ class NodeOps:
                 continue
             if pending is not None and pending.own is not None:
                 for part in self._capture.ordinary([gradient]):  # the first gradient's value goes on in the sum
-                    if self._capture.value_if_known(part) < 0:
+                    if self._capture.lifetimes.find(part) < 0:
                         self._workspace.knows(part.untyped_storage())
                         self._capture.lifetimes.stands_in(part.untyped_storage(), pending.own)
             self._capture.arise(gradient, -1 if pending is None else pending.made_behind)
@@ -169,9 +168,20 @@ class NodeOps:
         for gradient, edge in zip(gradients, node.next_functions, strict=False):
             parts = [] if gradient is None else self._capture.ordinary([gradient])
             if gradient is not None and parts:
-                number = self._capture.value_if_known(parts[0])
-                takes_sum = is_dense(gradient) and not is_view(gradient)
-                self._sums.adds(edge, number, len(self._capture.ops) - 1, takes_sum=takes_sum)
+                number = self._capture.lifetimes.find(parts[0])
+                self._adds(edge, number, takes_sum=is_dense(gradient) and not is_view(gradient))
+
+    def _adds(self, edge: Edge, number: int, *, takes_sum: bool) -> None:
+        """The value of that number is added to what waits there."""
+        pending = self._sums.get(edge)
+        if edge[0] is None or pending is None:
+            self._sums[edge] = Pending(number, takes_sum)
+        elif pending.own is None and pending.made_behind < 0:
+            holders = [number, *(one.number for one in self._sums.values())].count(pending.number)
+            if pending.takes_sum and holders == 1:
+                pending.own = self._capture.lifetimes.storage_of(pending.number)
+            if pending.own is None:
+                pending.made_behind = len(self._capture.ops) - 1
 
     def node_begins(self, node: Any, gradients: Gradients) -> None:
         self.gradients_arrive(gradients, node)
@@ -190,7 +200,7 @@ class NodeOps:
         op, self._op = self._op, None
         assert op is not None, "a node ends that has not begun"
         taken_bytes = self._meter.end()
-        self._workspace.end(op, Taker.BACKWARD_COMPILED)
+        self._workspace.end(op, Taker.BACKWARD)
         capture = self._capture
         leaf = getattr(node, "variable", None)
         accumulated = leaf.grad if isinstance(leaf, torch.Tensor) else None
@@ -200,8 +210,7 @@ class NodeOps:
         if capture.sees_values and (self._ran_another or last_sequence_number() != self._nodes_before):
             capture.bear(op, self._left_behind(), born)
         op.shapes = shapes_of(gradients)
-        if taken_bytes is not None:
-            op.workspace_bytes = max(0, taken_bytes - sum(map(capture.rounded_bytes, op.outputs)) + self._freed_bytes)
+        capture.took_inside(op, taken_bytes, self._freed_bytes)
         capture.took(op, self._clock.stretches)
         self._clock.goes_on()
 
@@ -241,25 +250,6 @@ class Pending:
     """The value of the first gradient, into which the sum is written."""
     made_behind: int = -1
     """The op after which the sum was made; -1 if there is none, or if it is no new value."""
-
-
-class Sums(dict[Edge, Pending]):
-    """Pending sums by their place."""
-
-    def __init__(self, lifetimes: Lifetimes) -> None:
-        super().__init__()
-        self._lifetimes = lifetimes
-
-    def adds(self, edge: Edge, number: int, behind: int, *, takes_sum: bool) -> None:
-        pending = self.get(edge)
-        if edge[0] is None or pending is None:
-            self[edge] = Pending(number, takes_sum)
-        elif pending.own is None and pending.made_behind < 0:
-            holders = [number, *(one.number for one in self.values())].count(pending.number)
-            if pending.takes_sum and holders == 1:
-                pending.own = self._lifetimes.storage_of(pending.number)
-            if pending.own is None:
-                pending.made_behind = behind
 
 
 def around_backward(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -36,19 +35,11 @@ class Taker(Enum):
     """Who takes the blocks. It decides which of the blocks that die while the op runs are live at its tick."""
 
     OP = "op"
-    FORWARD_COMPILED = "forward of compiled code"
+    FORWARD = "forward of compiled code"
     """A block that dies in it is live at its tick."""
-    FORWARD_PART = "part of a compiled forward, before others"
-    """The same."""
-    BACKWARD_COMPILED = "backward of compiled code"
+    BACKWARD = "backward of compiled code"
     """A block that dies in it was released at an earlier tick, although it exists when the code begins. The same holds
     for a node of a backward that only hooks observe."""
-    PART = "part of a compiled backward, before others"
-    """The same."""
-
-
-_PART_OF = {Taker.FORWARD_PART: Taker.FORWARD_COMPILED, Taker.PART: Taker.BACKWARD_COMPILED}
-"""The taker of the last part, by that of the other parts."""
 
 
 class Taken(NamedTuple):
@@ -115,14 +106,14 @@ def _workspace_bytes(events: Iterable[LogEvent], taker: Taker) -> int:
             live -= counted_bytes(size_bytes)
         else:
             live -= counted_bytes(-value)
-    if taker in (Taker.FORWARD_COMPILED, Taker.FORWARD_PART):
+    if taker is Taker.FORWARD:
         live += sum(counted_bytes(-value) for kind, _, _, value in events if kind == MARK)
     return max(0, most - live)
 
 
 def _blocks(events: Iterable[LogEvent], outputs: Mapping[int, int], taker: Taker) -> list[OpBlock]:
     """Blocks as they are taken. For a compiled backward, memory that existed and is freed in it comes first."""
-    is_backward = taker in (Taker.BACKWARD_COMPILED, Taker.PART)
+    is_backward = taker is Taker.BACKWARD
     freed = [-value for kind, _, _, value in events if kind == MARK] if is_backward else []
     blocks = [OpBlock(size_bytes, -1, -1) for size_bytes in freed if size_bytes >= LEAST_PLACED_BYTES]
     held = iter(range(len(blocks)))
@@ -158,55 +149,39 @@ def _ends(blocks: list[OpBlock], place: int) -> None:
     blocks[place] = OpBlock(taken.size_bytes, taken.output, len(blocks))
 
 
-@dataclass
-class CarriedBlock:
+class CarriedBlock(NamedTuple):
     """One block; ops are given by number."""
 
     block: int
     size_bytes: int
     made_in: int
-    let_go_in: int | None = None
-    """None if no part releases it."""
+    let_go_in: int
 
 
-@dataclass
-class Parts:
-    """The events of each op, and the blocks that parts pass to each other, in the order of their making."""
+def carried_in(
+    events_by_op: Iterable[list[LogEvent]], takers: Sequence[tuple[Taker, bool]], outputs: Collection[int]
+) -> tuple[list[list[LogEvent]], list[CarriedBlock]]:
+    """The events of each op, and the blocks that parts of ops pass to each other, in the order of their making.
 
-    events: list[list[LogEvent]] = field(default_factory=list)
-    carried: list[CarriedBlock] = field(default_factory=list)
-
-
-def carried_in(events_by_op: Iterable[list[LogEvent]], takers: Sequence[Taker], outputs: Collection[int]) -> Parts:
-    """Parts of ops that take memory as ``takers`` says; ``outputs`` are the blocks with outputs of ops.
-
-    If a part releases a block that an earlier part has made, its events have a mark, as for values from before.
+    ``takers`` says how each op takes memory, and whether other parts follow it; ``outputs`` are the blocks with outputs
+    of ops. If a part releases a block that an earlier part has made, its events have a mark, as for values from before.
     """
-    found = Parts()
-    by_direction: dict[Taker, dict[int, CarriedBlock]] = {end: {} for end in _PART_OF.values()}
-    for number, (events, taker) in enumerate(zip(events_by_op, takers, strict=True)):
-        if taker is Taker.OP:
-            found.events.append(events)
-            continue
-        alive = by_direction[_PART_OF.get(taker, taker)]
-        found.events.append([_seen_from(event, number, alive) for event in events])
-        if taker not in _PART_OF:
+    found, carried = list[list[LogEvent]](), list[CarriedBlock]()
+    by_taker = defaultdict[Taker, dict[int, tuple[int, int]]](dict)
+    """By block: its bytes, and the part that made it."""
+    for number, (events, (taker, is_part)) in enumerate(zip(events_by_op, takers, strict=True)):
+        alive, seen = by_taker[taker], list[LogEvent]()
+        for event in events:
+            made = alive.pop(event[1], None) if event[0] == DEATH else None
+            if made is not None:
+                carried.append(CarriedBlock(event[1], *made, number))
+            seen.append(event if made is None else (MARK, -1, 0, -made[0]))
+        found.append(seen)
+        if is_part:
+            alive |= {block: (size, number) for block, size in _left_behind(events) if block not in outputs}
+        else:
             alive.clear()
-            continue
-        left = [CarriedBlock(block, size, number) for block, size in _left_behind(events) if block not in outputs]
-        alive |= {one.block: one for one in left}
-        found.carried += left
-    found.carried = [one for one in found.carried if one.let_go_in is not None]
-    return found
-
-
-def _seen_from(event: LogEvent, number: int, alive: dict[int, CarriedBlock]) -> LogEvent:
-    kind, block, _, _ = event
-    one = alive.pop(block, None) if kind == DEATH else None
-    if one is None:
-        return event
-    one.let_go_in = number
-    return MARK, -1, 0, -one.size_bytes
+    return found, sorted(carried)  # blocks have their numbers in the order of their making
 
 
 def _left_behind(events: Iterable[LogEvent]) -> list[tuple[int, int]]:

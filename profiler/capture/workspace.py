@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -87,9 +88,11 @@ class Workspace:
 
     memory = Memory.LIVE
     """Whether it knows the memory inside ops."""
+    strays: Sequence[Stray] = ()
+    """Memory taken between ops that is no value, such as the generator states of a checkpoint."""
 
-    def compiled_meter(self) -> CompiledMeter | CpuMeter:
-        return CpuMeter()
+    def __init__(self, compiled_meter: Callable[[], CompiledMeter | CpuMeter] = CompiledMeter) -> None:
+        self.compiled_meter = compiled_meter
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """A block whose ops are measured; after it their blocks are known."""
@@ -98,8 +101,8 @@ class Workspace:
     def begin(self) -> None:
         """Before an op, compiled code or its backward."""
 
-    def end(self, op: CapturedOp, taker: Taker = Taker.OP) -> None:
-        """After it, while its outputs live: records an op's workspace."""
+    def end(self, op: CapturedOp, taker: Taker = Taker.OP, *, is_part: bool = False) -> None:
+        """After it, while its outputs live: records an op's workspace. ``is_part``: others of compiled code follow."""
 
     def freed(self, size_bytes: int) -> None:
         """The last hold of a value ends in compiled code that has not made it."""
@@ -121,10 +124,6 @@ class Workspace:
         """Number of the block in which the tensor lies."""
         return 0
 
-    def strays(self) -> Sequence[Stray]:
-        """Memory taken between ops that is no value, such as the generator states of a checkpoint."""
-        return ()
-
 
 class CudaWorkspace(Workspace):
     """The caching allocator's peak during the op, minus the memory allocated after it."""
@@ -133,14 +132,12 @@ class CudaWorkspace(Workspace):
 
     def __init__(self, where: torch.device) -> None:
         self._index = with_index(where).index
-
-    def compiled_meter(self) -> CompiledMeter:
-        return CudaMeter(self._index)
+        super().__init__(partial(CudaMeter, self._index))
 
     def begin(self) -> None:
         high_water().begin_part(self._index)
 
-    def end(self, op: CapturedOp, taker: Taker = Taker.OP) -> None:
+    def end(self, op: CapturedOp, taker: Taker = Taker.OP, *, is_part: bool = False) -> None:
         if taker is Taker.OP:
             now_bytes, peak_bytes = _bytes_of_part(self._index)
             op.workspace_bytes = peak_bytes - now_bytes
@@ -152,17 +149,15 @@ class LoggedWorkspace(Workspace):
     memory = Memory.ALLOCATED
 
     def __init__(self, scope: ThreadScope) -> None:
+        super().__init__()
         self._scope = scope
         self._log: AllocationLog | None = None
-        self._ops: list[tuple[CapturedOp, Taker]] = []
+        self._ops: list[CapturedOp] = []
+        self._takers: list[tuple[Taker, bool]] = []
         self._outputs: dict[int, int] = {}
         """By block: index of the op's output that lies in it."""
         self._known: set[int] = set()
         """Blocks in which values lie."""
-        self._strays: Sequence[Stray] = ()
-
-    def compiled_meter(self) -> CompiledMeter:
-        return CompiledMeter()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -182,10 +177,11 @@ class LoggedWorkspace(Workspace):
     def begin(self) -> None:
         self._mark(BEGINS)
 
-    def end(self, op: CapturedOp, taker: Taker = Taker.OP) -> None:
+    def end(self, op: CapturedOp, taker: Taker = Taker.OP, *, is_part: bool = False) -> None:
         if self._log is not None:
             self._log.mark(ENDS)
-            self._ops.append((op, taker))
+            self._ops.append(op)
+            self._takers.append((taker, is_part))
 
     def freed(self, size_bytes: int) -> None:
         if size_bytes:
@@ -208,27 +204,23 @@ class LoggedWorkspace(Workspace):
     def block_of(self, storage: torch.UntypedStorage) -> int:
         return self._scope.library.block_at(storage.data_ptr())
 
-    def strays(self) -> Sequence[Stray]:
-        return self._strays
-
     def _mark(self, value: int) -> None:
         if self._log is not None:
             self._log.mark(value)
 
     def _read(self, events: Table) -> None:
-        parts = carried_in(events_by_op(events), [taker for _, taker in self._ops], self._outputs)
-        for one in parts.carried:
-            assert one.let_go_in is not None
-            op, _ = self._ops[one.made_in]
+        events_of, carried = carried_in(events_by_op(events), self._takers, self._outputs)
+        for one in carried:
+            op = self._ops[one.made_in]
             self._outputs[one.block] = len(op.outputs) + len(op.carried)
-            op.carried.append((one.size_bytes, self._ops[one.let_go_in][0]))
-        for (op, taker), own in zip(self._ops, parts.events, strict=True):
+            op.carried.append((one.size_bytes, self._ops[one.let_go_in]))
+        for op, (taker, _), own in zip(self._ops, self._takers, events_of, strict=True):
             output_count = len(op.outputs) + len(op.carried)
             op.blocks, op.workspace_bytes = taken_in(own, self._outputs, output_count, taker)
-        self._strays = strays_in(events.tolist(), self._known)
-        for number, size_bytes in bytes_beside_ops(self._strays).items():
+        self.strays = strays_in(events.tolist(), self._known)
+        for number, size_bytes in bytes_beside_ops(self.strays).items():
             if 0 <= number < len(self._ops):
-                op, _ = self._ops[number]
+                op = self._ops[number]
                 op.workspace_bytes = max(op.workspace_bytes, size_bytes)
 
 
@@ -236,4 +228,4 @@ def workspace_of(where: torch.device) -> Workspace:
     if where.type == "cuda":
         return CudaWorkspace(where)
     scope = step_scope()
-    return Workspace() if scope is None or joined_count() is None else LoggedWorkspace(scope)
+    return Workspace(CpuMeter) if scope is None or joined_count() is None else LoggedWorkspace(scope)

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from poochplan.errors import StepError
-from poochplan.formats.profile import Memory, Phase, PointKind
+from poochplan.formats.profile import Phase, PointKind
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.capture.workspace import Workspace
@@ -157,22 +157,10 @@ class FakeCapture(Capture):
         self.specs: list[OpSpec] = []
         """One per op; empty with a roofline."""
         self._recency = Recency(cache_bytes())
-        self.unknown_memory: list[str] | None = None
-        """Names of the distinct ops with unknown memory inside; None if that is so of all, as before they have run."""
+        self.fused: set[int] = set()
+        """Ids of ops that the compiler computes inside other kernels. The ops live as long as the capture."""
         self._uncounted = ""
         """The first op with a sparse tensor. The number of its elements depends on data."""
-
-    @property
-    def memory(self) -> Memory:
-        return Memory.LIVE if self.unknown_memory is None else Memory.ALLOCATED
-
-    @property
-    def unmeasured_ops(self) -> int:
-        return len(self.unknown_memory or ())
-
-    def takes(self, op: CapturedOp, seconds: float) -> None:
-        """Sets the op's duration, measured by running it by itself."""
-        op.duration_s = seconds
 
     def notes(self) -> list[str]:
         """A note on ops whose results depend on data, which a fake step does not have."""

@@ -7,13 +7,12 @@ import contextlib
 import msgspec
 import torch
 
-from poochplan.formats.profile import ROOFLINE, Device, Kind, Link, Phase, Profile, preset_link
+from poochplan.formats.profile import ROOFLINE, Device, Kind, Link, Memory, Phase, Profile, preset_link
 from poochplan.profiler.assembly.assemble import this_machine
 from poochplan.profiler.capture.capture import collected_after
-from poochplan.profiler.capture.timing import difference_note
 from poochplan.profiler.graph_capture import GraphCapture, capturing_graphs
 from poochplan.profiler.link import measure_link
-from poochplan.profiler.live.after_capture import OpTiming
+from poochplan.profiler.live.after_capture import OpTiming, difference_note
 from poochplan.profiler.live.capturing import Capturing
 from poochplan.profiler.live.step_function import StepFunction
 from poochplan.profiler.request import Options
@@ -80,10 +79,11 @@ def _machine_of(
     bench = OpBench(device)
     costs = bench.costs(capture.specs, options.say)
     for op, cost in zip(capture.ops, costs, strict=True):
-        capture.takes(op, cost.seconds)
+        op.duration_s = 0.0 if id(op) in capture.fused else cost.seconds
     keys = [spec.key for spec in capture.specs]
     unknown, distinct = give_memory(capture.ops, capture.values, keys, costs), len(set(keys))
-    capture.unknown_memory = unknown if len(unknown) < distinct else None
+    if len(unknown) < distinct:
+        capture.workspace.memory, capture.unmeasured_ops = Memory.ALLOCATED, len(unknown)
     counts = ", ".join(f"{count} {what}" for what, count in bench.counts.items())
     note = f"durations are those of distinct ops, run by themselves on made-up tensors ({counts} from bytes)"
     return device, link, [note, memory_note(unknown, distinct)]

@@ -140,7 +140,6 @@ class OpBench:
         self._path = cache_path(device)
         self._known = read_cache(self._path, dict[str, OpCost]) or {}
         self.counts = {"measured": 0, "cached": 0, "estimated": 0}
-        self._copy_bytes_per_s = 0.0
 
     def costs(self, specs: list[OpSpec], say: Callable[[str], None] = lambda _: None) -> list[OpCost]:
         """The cost of each op, in order. New costs are written to the cache."""
@@ -163,18 +162,16 @@ class OpBench:
         measured = _measured(spec, self._scope) if spec.runnable and 2 * spec.bytes < available_bytes() else None
         if measured is None:
             self.counts["estimated"] += 1
-            return OpCost(spec.bytes / self._copy_rate())
+            return OpCost(spec.bytes / self._copy_rate)
         self.counts["measured"] += 1
         self._known[spec.key] = measured
         return measured
 
+    @functools.cached_property
     def _copy_rate(self) -> float:
         """Bytes per second that a copy reads and writes together."""
-        if not self._copy_bytes_per_s:
-            source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device="cpu")
-            took = _median_cost(lambda: ((source,), {}), torch.clone, None)
-            self._copy_bytes_per_s = 2 * _COPIED_BYTES / took.seconds
-        return self._copy_bytes_per_s
+        source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device="cpu")
+        return 2 * _COPIED_BYTES / _median_cost(lambda: ((source,), {}), torch.clone, None).seconds
 
 
 def _measured(spec: OpSpec, scope: ThreadScope | None) -> OpCost | None:

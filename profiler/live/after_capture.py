@@ -6,23 +6,28 @@ import contextlib
 import time
 from collections.abc import Callable, Container, Generator, Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
+from poochplan.formats.occupancy import Floats
 from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.profile import Phase
 from poochplan.planner.arena.packing import packed
 from poochplan.profiler.assembly.reconcile import PhaseSeconds, typical_phases
-from poochplan.profiler.capture.timing import OpRuns, OpTimer
-from poochplan.profiler.trials.late_writes import checksum
-from poochplan.profiler.trials.verify_replays import HostStore, Verify
+from poochplan.profiler.capture.capture import Capture
+from poochplan.profiler.capture.captured import CapturedOp, shapes_of
+from poochplan.profiler.capture.workspace import Workspace
+from poochplan.profiler.trials.verify_replays import HostStore, Verify, checksum
 from poochplan.runtime.arena.step_arena import RepeatedStep
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.saved_value import SavedHandle
 from poochplan.runtime.step_policies.follow import Follow
 from poochplan.runtime.step_policies.step_policy import StepPolicy, SwapEach
 from poochplan.tensors.host_memory import page_fault_s, page_faults
+from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import has_storage
 from poochplan.torch_private.tensor_internals import in_backward, without_modes
 
@@ -67,7 +72,7 @@ class PhaseTiming(SegmentObserver):
         self.in_hooks = HookSeconds()
         self.faults: dict[Phase, int] = dict.fromkeys(Phase, 0)
         self._arena = arena
-        self._since_s = 0.0
+        self._since_s = self._hooks_s = 0.0
         self._since_faults = 0
         self._is_over = False
 
@@ -96,7 +101,7 @@ class PhaseTiming(SegmentObserver):
             return result
         finally:
             self._since_faults += page_faults() - faults
-            self.hooks_s += time.perf_counter() - start_s
+            self._hooks_s += time.perf_counter() - start_s
 
     def enter(self, phase: Phase) -> None:
         self._account()
@@ -119,7 +124,101 @@ class PhaseTiming(SegmentObserver):
     def _now_s(self) -> float:
         """The present time, once all queued work is done, on a clock that stops in hooks."""
         self.context.clock.synchronize()
-        return time.perf_counter() - self.hooks_s
+        return time.perf_counter() - self._hooks_s
+
+
+class OpTimer(Capture):
+    """Seconds of each op (pure views left out), in the order of a capture, which knows no values and no memory."""
+
+    sees_values = False
+
+    def __init__(self, model: torch.nn.Module, where: torch.device) -> None:
+        super().__init__(model, where, Workspace())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        facts = traits(func)
+        if facts.pure_view or self._paused:
+            return func(*args, **(kwargs or {}))
+        op = CapturedOp(facts.name, "" if self.phase is Phase.BACKWARD else self.tracker.current(), self.phase)
+        begin = self.clock.begin()
+        outputs = func(*args, **(kwargs or {}))
+        self.took(op, [(begin, self.clock.end())])
+        op.shapes = shapes_of(outputs)
+        self.ops.append(op)
+        return outputs
+
+    def ordinary(self, leaves: list[Any]) -> list[torch.Tensor]:
+        return []
+
+    def resized(self, storage: torch.UntypedStorage, before_bytes: int) -> None:
+        pass
+
+
+class OpRuns:
+    """Times of the captured step's ops from the timed steps so far. ``steps``: their seconds, with the instruments."""
+
+    def __init__(self, captured: list[CapturedOp]) -> None:
+        self.steps: list[PhaseSeconds] = []
+        self._captured = captured
+        self._runs: list[Floats] = []
+        self._differences: dict[str, str] = {}
+
+    def add(self, timer: OpTimer, seconds: PhaseSeconds) -> None:
+        """Adds a step with its times. It is used if it dispatched the same ops, even if their shapes differ."""
+        self.steps.append(seconds)
+        what, difference = _first_difference(self._captured, timer.ops)
+        if what:
+            self._differences.setdefault(what, difference)
+        if what != "ops":
+            self._runs.append(timer.durations()[0])
+
+    @property
+    def seconds(self) -> Floats | None:
+        """Seconds of each op in each step that dispatched the same ops, (steps, ops); None if none did."""
+        return np.array(self._runs) if self._runs else None
+
+    @property
+    def notes(self) -> list[str]:
+        """Where and how steps differ, and what the durations then are; empty if they do not differ."""
+        used = len(self._runs)
+        of_some = f"of {used} of {len(self.steps)} timed steps" if used else "of the captured step alone"
+        for what, those in (("ops", of_some), ("shapes", "medians over such steps")):
+            if what in self._differences:
+                return [_note(what, self._differences[what], f"op durations are {those}")]
+        return []
+
+
+def difference_note(captured: list[CapturedOp], timer: OpTimer) -> list[str]:
+    """A note, if that step dispatched other ops than the captured one, or ops of other shapes."""
+    what, difference = _first_difference(captured, timer.ops)
+    return [_note(what, difference, "this is one of them")] if what else []
+
+
+def _note(what: str, difference: str, so: str) -> str:
+    return f"steps differ in {'the ops they dispatch' if what == 'ops' else what}, first at {difference}; {so}"
+
+
+def _first_difference(captured: list[CapturedOp], found: list[CapturedOp]) -> tuple[str, str]:
+    """``"ops"``, ``"shapes"`` or nothing, and the first op that differs in it."""
+    for index, (one, other) in enumerate(zip_longest(captured, found)):
+        if one is None or other is None or (one.name, _layer(one)) != (other.name, _layer(other)):
+            return "ops", f"op {index}: {_said(one)}, then {_said(other)}"
+    for index, (one, other) in enumerate(zip(captured, found, strict=True)):
+        if one.shapes != other.shapes:
+            return "shapes", f"op {index}: {_said(one)}, then {_said(other)}"
+    return "", ""
+
+
+def _layer(op: CapturedOp) -> str:
+    """Empty in backward, because hooks of the capture influence it there."""
+    return "" if op.phase is Phase.BACKWARD else op.layer
+
+
+def _said(op: CapturedOp | None) -> str:
+    if op is None:
+        return "no op"
+    shapes = f" {list(op.shapes)}".replace("(", "[").replace(")", "]") if op.shapes else ""
+    return f"{op.name}{f' in {_layer(op)}' if _layer(op) else ''}{shapes}"
 
 
 class OpTiming(PhaseTiming):

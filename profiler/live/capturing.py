@@ -48,14 +48,16 @@ class Moving(SwapEach):
         self._capture, self._all_of_it = capture, all_of_it
 
     def saved(self, index: int | None, ordinal: int, tensor: torch.Tensor, record: StorageRecord) -> Decision:
-        number = self._capture.value_if_known(tensor)
+        number = self._capture.lifetimes.find(tensor)
         if self._all_of_it or (number >= 0 and self._capture.values[number].born >= 0):
             return Decision.SWAP
         return super().saved(index, ordinal, tensor, record)
 
 
 class Capturing(SegmentObserver):
-    """``capture`` has the segment's ops and values, ``kinds`` the values' kinds, ``beside_bytes`` other memory."""
+    """``capture`` has the segment's ops and values, ``kinds`` the values' kinds, ``beside_bytes`` other memory. The
+    first kind that is noted for a value counts.
+    """
 
     def __init__(self, context: StudyContext, capture: Capture | None = None) -> None:
         """``capture``: for a step without memory, which has its own hooks."""
@@ -63,7 +65,7 @@ class Capturing(SegmentObserver):
         super().__init__(context, Moving(self.capture, all_of_it=context.is_repeated) if capture is None else None)
         self.swaps_once = True
         self.instrument = self.capture
-        self.kinds = Kinds(self.capture)
+        self.kinds: dict[int, Kind] = {}
         self.beside_bytes = 0
         self.has_gradients = False
         self._number = self._bucket_bytes = 0
@@ -91,22 +93,37 @@ class Capturing(SegmentObserver):
 
     def _look_around(self, segment: Segment) -> None:
         """Records the memory before the segment: that of the model and the optimizers, and that outside the step."""
-        model, kinds = self.context.model, self.kinds
+        model = self.context.model
         self._bucket_bytes = bucket_bytes(model)
-        kinds.note(model.parameters(), Kind.PARAMETER)
-        kinds.note(model.buffers(), Kind.BUFFER)
+        self._note(model.parameters(), Kind.PARAMETER)
+        self._note(model.buffers(), Kind.BUFFER)
         for optimizer in self.context.optimizers:
-            kinds.note(pytree.tree_leaves(list(optimizer.state.values())), Kind.OPTIMIZER_STATE)
+            self._note(pytree.tree_leaves(list(optimizer.state.values())), Kind.OPTIMIZER_STATE)
         if self.has_gradients:
-            kinds.note_gradients(model)
+            self._note_gradients()
         if self.context.there_before is not None:
-            kinds.note(self.context.there_before(), Kind.INPUT)  # last: those of the model keep their kinds
+            self._note(self.context.there_before(), Kind.INPUT)  # last: those of the model keep their kinds
             return
         storages = [bytes_of(storage) for storage in census(self.context.where.type, 1).values()]
-        others = sorted((one for one in storages if self.capture.value_if_known(one) < 0), key=lambda one: -one.nbytes)
-        kinds.note(others[:NAMED], Kind.INPUT)
+        others = sorted((one for one in storages if self.capture.lifetimes.find(one) < 0), key=lambda one: -one.nbytes)
+        self._note(others[:NAMED], Kind.INPUT)
         self.beside_bytes = segment.left_over_bytes + sum(rounded_up(one.nbytes) for one in others[NAMED:])
         self.look_around()
+
+    def _note(self, tensors: Iterable[Any], kind: Kind) -> None:
+        """Sets the kind of these tensors, and of the tensors that sparse and nested ones consist of."""
+        for tensor in tensors:
+            for part in parts_of(tensor) if isinstance(tensor, torch.Tensor) else ():
+                if has_storage(part, self.capture.device_type):
+                    self.kinds.setdefault(self.capture.value_of(part), kind)
+
+    def _note_gradients(self) -> None:
+        """Sets the kind of the gradients that exist. FSDP2 makes some after the last op of a backward."""
+        gradients = [one.grad for one in self.context.model.parameters() if one.grad is not None]
+        if self.phase is Phase.OPTIMIZER and is_sharded(self.context.model):
+            for one in gradients:
+                self.capture.arise(one)
+        self._note(gradients, Kind.GRADIENT)
 
     @functools.cached_property
     def _library_bytes(self) -> int:
@@ -129,7 +146,6 @@ class Capturing(SegmentObserver):
             self.kinds,
             runs,
             measured,
-            model=self.context.model,
             link=link,
             workload=workload,
             mode=mode,
@@ -159,7 +175,7 @@ class Capturing(SegmentObserver):
         super().enter(phase)
         self.capture.phase = phase
         if phase is Phase.OPTIMIZER:
-            self.kinds.note_gradients(self.context.model)
+            self._note_gradients()
 
     def end(self, *, stepped: bool) -> None:
         super().end(stepped=stepped)
@@ -177,7 +193,7 @@ class Capturing(SegmentObserver):
 
     def packed(self, tensor: torch.Tensor, handle: SavedHandle) -> None:
         if self.phase is not Phase.FORWARD and handle.value is not None:
-            self.why_not, self.is_final = SAVES_AFTER_USE, True
+            self.why_not, self.is_final = "it saves more after its backward has begun", True
         self.capture.packed(tensor, handle)
 
     def unpack(self, handle: SavedHandle, unpack: UnpackHook) -> torch.Tensor:
@@ -190,32 +206,6 @@ class Capturing(SegmentObserver):
             tensor = unpack(handle)
         self.capture.is_back(value, local_tensor(tensor).untyped_storage())
         return tensor
-
-
-SAVES_AFTER_USE = "it saves more after its backward has begun"
-
-
-class Kinds(dict[int, Kind]):
-    """The kinds of values; the first kind that is reported for a value counts."""
-
-    def __init__(self, capture: Capture) -> None:
-        super().__init__()
-        self._capture = capture
-
-    def note(self, tensors: Iterable[Any], kind: Kind) -> None:
-        """Sets the kind of these tensors, and of the tensors that sparse and nested ones consist of."""
-        for tensor in tensors:
-            for part in parts_of(tensor) if isinstance(tensor, torch.Tensor) else ():
-                if has_storage(part, self._capture.device_type):
-                    self.setdefault(self._capture.value_of(part), kind)
-
-    def note_gradients(self, model: torch.nn.Module) -> None:
-        """Sets the kind of the gradients that exist. FSDP2 makes some after the last op of a backward."""
-        gradients = [one.grad for one in model.parameters() if one.grad is not None]
-        if self._capture.phase is Phase.OPTIMIZER and is_sharded(model):
-            for one in gradients:
-                self._capture.arise(one)
-        self.note(gradients, Kind.GRADIENT)
 
 
 def _with_bits_kernel(profile: Profile, where: torch.device) -> Profile:

@@ -19,7 +19,7 @@ from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
 from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
 from poochplan.runtime.metering.census import census_bytes, foreseen_bytes
 from poochplan.runtime.step_policies.step_policy import KeepAll, KeepWhileRoom, StepPolicy, SwapEach
-from poochplan.tensors.signatures import Switches
+from poochplan.tensors.signatures import model_switches
 from poochplan.torch_private.tensor_internals import is_scripted
 
 from .segment_observer import SegmentObserver, StudyContext
@@ -63,7 +63,6 @@ class LoopObserver(PlanSource):
         self._compared: tuple[Key, int] | None = None
         self._segments = 0
         self._study_options = options
-        self._switches = Switches(model)
         self.context = StudyContext(model, where, clock_of(where), spill_dir, self._optimizers)
 
     # -- segments that are not observed ---------------------------------------------------------------------------
@@ -102,7 +101,7 @@ class LoopObserver(PlanSource):
         has_gradients = bool(segment.gradient_bytes)
         is_updated = self._optimizer_steps or self._segments < MOST_WARMUP
         place = segment.ordinal if is_updated else 0  # where no known optimizer steps, there are no places
-        own = Key(self._after, place, segment.inputs or (), has_gradients, self._switches.now())
+        own = Key(self._after, place, segment.inputs or (), has_gradients, model_switches(self.context.model))
         self._key, key = own, self.kinds.key_of(own)
         known = self.known(key, segment)
         if isinstance(known, SegmentObserver):

@@ -70,8 +70,6 @@ class SegmentObserver:
         self.foreseen_bytes = 0
         """Bytes that will be added one day, as far as optimizers determine them."""
         self.phase = Phase.FORWARD
-        self.hooks_s = 0.0
-        """Wall-clock seconds spent in hooks."""
         self.seconds: PhaseSeconds = dict.fromkeys(Phase, 0.0)
         """Seconds of each phase, if they are timed."""
         self.instrument: Capture | None = None
@@ -138,7 +136,7 @@ class SegmentObserver:
             try:
                 return self.observed(outputs, ran)
             except BaseException:
-                self.why_not = BACKWARD_RAISED
+                self.why_not = "its backward raised"
                 raise
             finally:
                 failure = None if self.instrument is None else self.instrument.nodes.failure
@@ -148,9 +146,6 @@ class SegmentObserver:
                 self.enter(Phase.OPTIMIZER)
 
         return seen
-
-
-BACKWARD_RAISED = "its backward raised"
 
 
 NewObserver = Callable[[], SegmentObserver]

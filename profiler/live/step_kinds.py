@@ -36,7 +36,7 @@ class Key(NamedTuple):
     gradients: bool
     """Whether gradients of earlier segments exist."""
     switches: str
-    """Autocast, precision and similar settings when it begins: see :class:`~poochplan.tensors.signatures.Switches`."""
+    """Autocast, precision and similar settings when it begins: see ``tensors/signatures.py``."""
 
     def is_beside(self, other: Key) -> bool:
         """Whether the two differ only in their inputs."""

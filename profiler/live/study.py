@@ -27,7 +27,6 @@ from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.assembly.assemble import SWAPPED, UNWRITTEN
 from poochplan.profiler.assembly.reconcile import PhaseSeconds, contradicted, is_doubted, steady
 from poochplan.profiler.capture.capture import Capture, collected_after
-from poochplan.profiler.capture.timing import OpRuns
 from poochplan.profiler.step.preserve import preserved
 from poochplan.profiler.trials.compare import RECORDED, instructions_for, keeping, verification, without_replays
 from poochplan.runtime.messages import users_line
@@ -36,7 +35,7 @@ from poochplan.runtime.step_policies.step_policy import StepPolicy, SwapEach
 from poochplan.tensors.host_memory import is_freed_memory_given_back, new_memory_holds
 from poochplan.units import counted
 
-from .after_capture import HookSeconds, Summing, TimedSteps, Verifying
+from .after_capture import HookSeconds, OpRuns, Summing, TimedSteps, Verifying
 from .capturing import Capturing
 from .own_costs import own_costs, with_own_costs
 from .segment_observer import NewObserver, Studied, StudyContext
@@ -165,7 +164,7 @@ def _timed(
     options.say(f"timing {counted(count, 'step')}")
     with collected_after(capture) if is_repeated else contextlib.nullcontext():
         ordinary = yield from steps.several(1)
-    is_allocated = steps.context.where.type == "cpu" and capture.memory is Memory.ALLOCATED
+    is_allocated = steps.context.where.type == "cpu" and capture.workspace.memory is Memory.ALLOCATED
     from_arena: list[PhaseSeconds] = []
     with contextlib.closing(steps):
         if is_allocated and options.has_arena() and (is_repeated or has_room()):

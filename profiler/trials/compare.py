@@ -36,19 +36,19 @@ RECORDED = "its step saves other bits where a mode records it"
 UNVERIFIED = "its replay could not be verified: steps differ in what they save, or came once"
 
 
-def verification(profile: Profile, *, is_tight: bool = False) -> Generator[Instructions, Verify, Profile]:
+def verification(profile: Profile, *, is_tight: bool) -> Generator[Instructions, Verify, Profile]:
     """Asks for one step after another under :class:`Verify`. Returns the profile with ``unreplayable`` set on every
     value whose replay was tried and failed.
 
     If a replay in a step gives other bits, the earliest such value is marked and another step is run, because later
-    values may differ only because their replays start from it. For mode ``swap-all``, or if memory ``is_tight``, two
-    steps each try a part of the values.
+    values may differ only because their replays start from it. If memory ``is_tight``, two steps
+    each try a part of the values.
 
     A step that diverges from its own profile is tried again, because steps may alternate. If no step follows it, values
     that no step has verified are not recomputed. Notes say where steps diverge, and why values were marked.
     """
     unverified = profile
-    parts = 2 if is_tight or profile.mode == "swap-all" else 1
+    parts = 2 if is_tight else 1
     divergence = ""
     for remaining in reversed(range(MOST_ROUNDS)):
         verified: set[int] = set()

@@ -2,13 +2,19 @@
 
 HostStore: storages in a separate host tier, as copies for the comparison. An operator may write a parameter, a buffer
 or an input without declaring it (running statistics, a counter), and would do so again with each replay; neither
-autograd nor the dispatcher shows it. So the bytes are kept, compared and, if they differ, restored (Untouched).
+autograd nor the dispatcher shows it. So the bytes are kept, compared and, if they differ, restored.
+
+LateWrites: saved values and sources that a step writes after they were saved, past the dispatcher. Autograd would use
+what was written, and a copy on the host has what was saved. Neither a version counter nor a recorded op shows such a
+write, for example through ``numpy()``. So contents are summed when they are saved, and once more when no other code can
+write them any longer, or when backward first uses them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -20,15 +26,23 @@ from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.devices.transfers import Copy, copy_in, copy_out
 from poochplan.runtime.engine.mechanism import Mechanism
 from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
-from poochplan.runtime.replays.replay import WRITTEN_SINCE, Leaves, NotReplayable, RecordedOp, StorageRecord, run_ops
+from poochplan.runtime.replays.replay import (
+    WRITTEN_SINCE,
+    Leaves,
+    NotReplayable,
+    RecordedOp,
+    StorageRecord,
+    run_ops,
+    source_of,
+)
 from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
 from poochplan.runtime.step_policies.step_policy import Actions, Diverged, StepPolicy, SwapEach, no_room
 from poochplan.tensors.storages import Geometry, bytes_of, memory_of
 from poochplan.tensors.storages import parts_of as tensor_parts
-from poochplan.torch_private.tensor_internals import without_modes
+from poochplan.torch_private.tensor_internals import holders_of, without_modes
 
-from .late_writes import PIECE_BYTES, LateWrites
-
+PIECE_BYTES = 65536
+"""Contents are summed and compared in pieces of at least this many bytes; a multiple of 8."""
 Copied = Callable[[int, int], torch.UntypedStorage]
 """Returns that many bytes of a copy, from an offset on: a storage for the caller to keep."""
 
@@ -131,11 +145,16 @@ class Verify(Follow):
     def _run(
         self, ops: list[RecordedOp], there: Leaves, keep: set[StorageRecord], device_type: str
     ) -> dict[StorageRecord, torch.UntypedStorage]:
-        untouched = Untouched(ops, there)
+        # Copies of the bytes that the ops see alone, the weights of a layer or two: many tensors may share one storage,
+        # as weights mapped from a file do.
+        before = [(record, part, part.clone()) for record, part in _parts(ops, there)]
         try:
             return run_ops(ops, there, keep, device_type)
         finally:
-            self._changed = untouched.restore()
+            changed = [(record, part, copy) for record, part, copy in before if not torch.equal(part, copy)]
+            for _, part, copy in changed:
+                part.copy_(copy)
+            self._changed = [record for record, _, _ in changed]
 
     def _compare(self, index: int, found: torch.UntypedStorage) -> None:
         copy, size_bytes, same = self._copies.pop(index), found.nbytes(), True
@@ -222,24 +241,6 @@ def _end(copy: Copy, what: str) -> None:
         raise no_room(copy.error, what) from copy.error
 
 
-class Untouched:
-    """Copies of those bytes of storages from before the step that the ops of one replay read.
-
-    They live as long as that replay and hold only the bytes that its ops see. So they amount to the weights of a layer
-    or two, even if many tensors share one storage (weights mapped from a file).
-    """
-
-    def __init__(self, ops: list[RecordedOp], there: Leaves) -> None:
-        self._kept = [(record, part, part.clone()) for record, part in _parts(ops, there)]
-
-    def restore(self) -> list[StorageRecord]:
-        """Restores the storages that have changed, and returns them."""
-        changed = [(record, part, copy) for record, part, copy in self._kept if not torch.equal(part, copy)]
-        for _, part, copy in changed:
-            part.copy_(copy)
-        return [record for record, _, _ in changed]
-
-
 def _parts(ops: list[RecordedOp], there: Leaves) -> Iterator[tuple[StorageRecord, torch.Tensor]]:
     """The bytes that the ops see of each earlier storage, in pieces that do not overlap."""
     storages: dict[StorageRecord, torch.UntypedStorage] = {}
@@ -273,3 +274,81 @@ def _extent(geometry: Geometry) -> tuple[int, int]:
     if 0 not in geometry.shape:
         count = 1 + sum((size - 1) * stride for size, stride in zip(geometry.shape, geometry.stride, strict=True))
     return geometry.offset * geometry.dtype.itemsize, (geometry.offset + count) * geometry.dtype.itemsize
+
+
+# -- late writes ------------------------------------------------------------------------------------------------------
+
+
+class LateWrites:
+    """State: storages that other code may still write before their first use, each with its checksum. One that only
+    this class holds is let go at the next save or use. So a step takes at most one value and its source more.
+    """
+
+    def __init__(self) -> None:
+        self.values: set[int] = set()
+        """Save points of values that were written after they were saved."""
+        self.copies: set[int] = set()
+        """Save points of copies whose source was written after it was read."""
+        self._held: dict[int, list[_Held]] = {}
+        """By save point: the value, and the source if it is a copy."""
+
+    def saved(self, index: int, value: SavedValue) -> None:
+        """A value is saved at this save point; its storage is still there."""
+        self._let_go()
+        assert value.storage is not None
+        copy_sum = checksum(value.storage)
+        held = self._held[index] = [_Held(value.storage, copy_sum, self.values)]
+        read = source_of(value.record)
+        source = None if read is None else read.record.storage()
+        if read is None or source is None or source.nbytes() >= value.size_bytes:
+            return
+        assert value.record.birth is not None
+        there = {(read.record, read.generation): source}
+        with without_modes():
+            again = run_ops([value.record.birth], there, {value.record}, source.device.type)[value.record]
+        if checksum(again) == copy_sum:
+            held.append(_Held(source, checksum(source), self.copies))
+        else:
+            self.copies.add(index)
+
+    def used(self, index: int) -> None:
+        """Backward is about to use the value of this save point. Its node may write it from then on."""
+        for one in self._held.pop(index, []):
+            one.compare(index)
+        self._let_go()
+
+    def forget(self) -> None:
+        """The step is over, or says nothing any more."""
+        self._held.clear()
+
+    def _let_go(self) -> None:
+        for index, held in list(self._held.items()):
+            for one in [one for one in held if holders_of(one.storage) == 1]:
+                one.compare(index)
+                held.remove(one)
+            if not held:
+                del self._held[index]
+
+
+class _Held(NamedTuple):
+    storage: torch.UntypedStorage
+    checksum: int
+    written: set[int]
+    """Gets the save point if the storage was written since."""
+
+    def compare(self, index: int) -> None:
+        if checksum(self.storage) != self.checksum:
+            self.written.add(index)
+
+
+def checksum(storage: torch.UntypedStorage) -> int:
+    """A number of the contents, in which each eight bytes have another weight in their piece, and each piece has."""
+    total = 0
+    with without_modes(), torch.no_grad():
+        whole = bytes_of(storage)
+        weights = torch.arange(1, PIECE_BYTES // 4, 2, device=storage.device)
+        for piece in whole.split(PIECE_BYTES):
+            words = piece[: len(piece) // 8 * 8].view(torch.int64)
+            total = (3 * total + int((words * weights[: len(words)]).sum())) % 2**64
+        rest = whole[len(whole) // 8 * 8 :]
+        return total + int((rest * weights[: len(rest)]).sum())

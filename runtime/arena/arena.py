@@ -6,8 +6,8 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from poochplan.errors import AllocatorError
@@ -18,8 +18,9 @@ from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, LEAST_PLACED_
 from ..run_report import ArenaReport, Unserved
 from .library import library
 
-_MOST_MISSES = 64
-MOST_UNSERVED = 8
+_MOST_UNSERVED = 8
+_FATES = "served", "unplanned", "taken"
+"""The outcomes for a block, in the order of the library."""
 
 
 @dataclass(frozen=True)
@@ -37,44 +38,6 @@ class Places:
     """Per block: the point of the clock after which it is allocated; never decreasing."""
 
 
-class BlockCount(NamedTuple):
-    """Number of blocks, and their requested bytes."""
-
-    blocks: int
-    size_bytes: int
-
-
-class Fates(NamedTuple):
-    """The outcomes for the blocks of at least the arena's smallest size."""
-
-    served: BlockCount
-    outside: BlockCount
-    """Served by the ordinary allocator, as planned."""
-    unplanned: BlockCount
-    """Served by the ordinary allocator, because no block of this size was expected here."""
-    taken: BlockCount
-    """Served by the ordinary allocator, because bytes of their place were in use."""
-    unmet: BlockCount
-    """Expected, but not requested."""
-
-    @property
-    def missed_blocks(self) -> int:
-        """Number of blocks that lay outside contrary to the layout. Expected blocks that did not come do no harm."""
-        return self.taken.blocks + self.unplanned.blocks
-
-
-class Miss(NamedTuple):
-    """A block that the ordinary allocator served, unlike planned."""
-
-    fate: str
-    """``unplanned`` or ``taken``."""
-    size_bytes: int
-    point: int
-    """The clock's last point."""
-    place: int
-    """The index of the next expected place."""
-
-
 class Arena:
     """``size_bytes`` of memory, and the places in it. State: open or closed; in a step or between two.
 
@@ -90,10 +53,8 @@ class Arena:
     """
 
     def __init__(self, places: Places, size_bytes: int, smallest_bytes: int = LEAST_PLACED_BYTES) -> None:
-        sizes, offsets, points = _checked(places, size_bytes)
         self._library = library()
-        at = sizes.ctypes.data, offsets.ctypes.data, points.ctypes.data
-        handle = self._library.arena_new(len(sizes), *at, size_bytes, smallest_bytes)
+        handle = self._library.arena_new(size_bytes)
         if handle is None:
             raise AllocatorError(
                 f"expected {size_bytes} bytes of address space for the arena, found less; raise ulimit -v"
@@ -102,6 +63,7 @@ class Arena:
         self.size_bytes = size_bytes
         self._drop = weakref.finalize(self, self._library.arena_drop, handle)
         self._drop.atexit = False
+        self.lay_out(places, smallest_bytes)
 
     def lay_out(self, places: Places, smallest_bytes: int = LEAST_PLACED_BYTES, kept_bytes: int | None = None) -> None:
         """Sets other places for the next steps. Live blocks in the arena stay where they are.
@@ -129,7 +91,7 @@ class Arena:
         self._library.arena_at(self._handle, point)
 
     def end(self) -> None:
-        """The step is over: no thread uses the arena any more, and blocks that did not come count as unmet."""
+        """The step is over: no thread uses the arena any more."""
         self._library.arena_end(self._handle)
 
     @contextlib.contextmanager
@@ -145,32 +107,29 @@ class Arena:
         """No blocks come from it any more. The memory is released with the last tensor in it. Idempotent."""
         self._drop()
 
-    def fates(self) -> Fates:
-        """Of the blocks of the running or last step."""
-        numbers = np.zeros((len(Fates._fields), 2), np.int64)
-        self._library.arena_counts(self._handle, numbers.ctypes.data)
-        return Fates(*(BlockCount(*row) for row in numbers.tolist()))
+    def fates(self) -> ArenaReport:
+        """Of the blocks of the running or last step, without their layers."""
+        counts = np.zeros((len(_FATES), 2), np.int64)
+        self._library.arena_counts(self._handle, counts.ctypes.data)
+        (served, served_bytes), (unplanned, unplanned_bytes), (taken, taken_bytes) = counts.tolist()
+        return ArenaReport(
+            served=served,
+            served_bytes=served_bytes,
+            unplanned=unplanned,
+            unplanned_bytes=unplanned_bytes,
+            taken=taken,
+            taken_bytes=taken_bytes,
+        )
 
     def report(self, size_bytes: int, layer_at: Callable[[int], str]) -> ArenaReport:
         """Of the last step; ``layer_at`` names the layer at a point of its clock."""
-        step = self.fates()
-        first = self.misses()[:MOST_UNSERVED]
-        return ArenaReport(
-            size_bytes=size_bytes,
-            served=step.served.blocks,
-            served_bytes=step.served.size_bytes,
-            unplanned=step.unplanned.blocks,
-            unplanned_bytes=step.unplanned.size_bytes,
-            taken=step.taken.blocks,
-            taken_bytes=step.taken.size_bytes,
-            unserved=[Unserved(size_bytes=one.size_bytes, layer=layer_at(one.point), why=one.fate) for one in first],
-        )
-
-    def misses(self) -> list[Miss]:
-        """The first 64 blocks of the step that did not get their places, in order."""
-        rows = np.zeros((_MOST_MISSES, 4), np.int64)
-        count = self._library.arena_misses(self._handle, rows.ctypes.data, _MOST_MISSES)
-        return [Miss(Fates._fields[fate], *numbers) for fate, *numbers in rows[:count].tolist()]
+        rows = np.zeros((_MOST_UNSERVED, 3), np.int64)
+        count = self._library.arena_misses(self._handle, rows.ctypes.data, _MOST_UNSERVED)
+        unserved = [
+            Unserved(size_bytes=block_bytes, layer=layer_at(point), why=_FATES[fate])
+            for fate, block_bytes, point in rows[:count].tolist()
+        ]
+        return msgspec.structs.replace(self.fates(), size_bytes=size_bytes, unserved=unserved)
 
     @property
     def live_blocks(self) -> int:

@@ -23,13 +23,13 @@ import numpy.typing as npt
 import torch
 
 from poochplan.errors import AllocatorError, NativeError
+from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES
 from poochplan.native import NativeBuild, Signatures, functions_of
 from poochplan.tensors.host_memory import freed_memory_given_back
 
 _HANDLE, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _SIGNATURES: Signatures = {
     "install": (_INT, ()),
-    "is_in_force": (_INT, ()),
     "live_blocks": (_INT64, ()),
     "next_block": (_INT64, ()),
     "block_at": (_INT64, (_HANDLE,)),
@@ -38,15 +38,15 @@ _SIGNATURES: Signatures = {
     "scope_join": (_HANDLE, (_HANDLE,)),
     "set_aside": (None, (_INT,)),
     "want_huge_pages": (None, (_INT,)),
-    "count_begin": (_INT, (_HANDLE, _INT64)),
+    "count_begin": (None, (_HANDLE, _INT64)),
     "count_of": (_INT64, (_HANDLE, _INT)),
     "count_reset_most": (None, (_HANDLE,)),
     "count_end": (None, (_HANDLE,)),
-    "record_begin": (_INT, (_HANDLE,)),
+    "record_begin": (None, (_HANDLE,)),
     "record_mark": (None, (_HANDLE, _INT64)),
     "record_end": (_INT64, (_HANDLE,)),
     "record_take": (None, (_HANDLE, _HANDLE, _INT64)),
-    "arena_new": (_HANDLE, (_INT64, _HANDLE, _HANDLE, _HANDLE, _INT64, _INT64)),
+    "arena_new": (_HANDLE, (_INT64,)),
     "arena_lay_out": (_INT, (_HANDLE, _INT64, _HANDLE, _HANDLE, _HANDLE, _INT64, _INT64)),
     "arena_begin": (_INT, (_HANDLE, _INT64)),
     "arena_at": (None, (_HANDLE, _INT64)),
@@ -193,6 +193,11 @@ class ThreadScope:
 
     A thread is in one scope at a time, or in none. Its state is in the library and never freed, so make few of them.
     Raises the errors of :func:`library`.
+
+    It has one count at a time: the signed bytes of its live blocks since :meth:`begin_count`, each rounded up to the
+    allocation unit. Births on threads of the scope count. Deaths count on any thread, for the scope's blocks and for
+    blocks that the beginning thread had allocated before; the latter make the count negative. Allocations of other
+    threads never count. Nor does a block from before the allocator was loaded.
     """
 
     def __init__(self) -> None:
@@ -226,10 +231,37 @@ class ThreadScope:
             self.library.set_aside(-1)
             self.library.scope_join(before)
 
+    def begin_count(self) -> None:
+        """Counts from 0."""
+        self.library.count_begin(self.handle, ALLOCATION_UNIT_BYTES)
 
-def too_many() -> AllocatorError:
-    """The error for a scope that is one too many to count or record."""
-    return AllocatorError("expected at most 16 meters of memory at once, found more; end a session")
+    def end_count(self) -> None:
+        """Stops the count; the results can still be read."""
+        self.library.count_end(self.handle)
+
+    def reset_peak(self) -> None:
+        """Both peaks restart at the present live bytes."""
+        self.library.count_reset_most(self.handle)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes live now minus those at the beginning."""
+        return self.library.count_of(self.handle, 0)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most live bytes at any time since the beginning, or since :meth:`reset_peak`; at least 0 after it begins."""
+        return self.library.count_of(self.handle, 1)
+
+    @property
+    def outside_live_bytes(self) -> int:
+        """Like :attr:`live_bytes`, for blocks that lie in no arena."""
+        return self.library.count_of(self.handle, 2)
+
+    @property
+    def outside_peak_bytes(self) -> int:
+        """Like :attr:`peak_bytes`, for blocks that lie in no arena."""
+        return self.library.count_of(self.handle, 3)
 
 
 class AllocationLog:
@@ -247,8 +279,7 @@ class AllocationLog:
         """Of type :data:`EVENT`, in order, once the block has ended."""
 
     def __enter__(self) -> AllocationLog:
-        if not self._library.record_begin(self._handle):
-            raise too_many()
+        self._library.record_begin(self._handle)
         self._joined.__enter__()
         return self
 

@@ -20,7 +20,6 @@ import torch
 
 from poochplan.errors import UsageError
 from poochplan.formats.files import html_table, text_table
-from poochplan.runtime.arena.arena import Fates
 from poochplan.runtime.arena.library import Table, ThreadScope
 from poochplan.runtime.arena.recorded_layout import ArenaRuns, PackBlocks, RecordedLayout, layout_of_run
 from poochplan.tensors.modes import Begins, Ends, around_calls, compiled_modules, inside, left_out_of_copies
@@ -191,11 +190,11 @@ class PassArena:
             self._is_free.release()
 
     def _learn(
-        self, runs: ArenaRuns, running: _Pass, known: KnownPass, fates: Fates | None, events: Table | None
+        self, runs: ArenaRuns, running: _Pass, known: KnownPass, fates: ArenaReport | None, events: Table | None
     ) -> None:
         """Makes a layout. Blocks that outlive the pass lie outside: its results, and blocks that other code keeps."""
         if fates is not None:
-            known.is_settled = not fates.missed_blocks
+            known.is_settled = not fates.missed
         if events is None or known.is_settled:
             return
         known.times += 1

@@ -14,13 +14,14 @@ from poochplan.errors import AllocatorError
 from poochplan.formats.occupancy import occupancy
 from poochplan.formats.plan import OUTSIDE
 from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, LEAST_PLACED_BYTES
-from poochplan.runtime.arena.arena import Arena, Fates, Places
+from poochplan.runtime.arena.arena import Arena, Places
 from poochplan.runtime.arena.library import MARK, AllocationLog, Table, ThreadScope, lifetimes
+from poochplan.runtime.run_report import ArenaReport
 from poochplan.tensors.host_memory import give_back_freed
 
 _lock = threading.Lock()
-_writers: dict[int, weakref.ref[ArenaRuns]] = {}
-"""The writer of each scope's log, by the scope's handle: one at a time in a process."""
+_logs: weakref.WeakValueDictionary[int, AllocationLog] = weakref.WeakValueDictionary()
+"""The open log of each scope, by the scope's handle: one at a time in a process."""
 PackBlocks: TypeAlias = Callable[[Sequence[tuple[int, int, int]], int], tuple[Sequence[int], int]]
 """Finds places, because the runtime itself cannot pack: offsets of blocks (born, died, bytes) in one arena, and its
 bytes, at most so many if possible."""
@@ -81,18 +82,12 @@ class ArenaRuns:
 
     def _write_down(self, scope: ThreadScope, point: int) -> None:
         with _lock:
-            known = _writers.get(scope.handle)
-            other = known() if known is not None else None
-            if other is not None and other is not self and other._log is not None:
+            if scope.handle in _logs:
                 return
-            _writers[scope.handle] = weakref.ref(self)
-            log = AllocationLog(scope)
-            try:
-                self._log = log.__enter__()
-            except AllocatorError:  # too many scopes are counted or logged already
-                return
+            self._log = _logs[scope.handle] = AllocationLog(scope)
+            self._log.__enter__()
         if point:
-            log.mark(point)
+            self._log.mark(point)
 
     @property
     def is_logged(self) -> bool:
@@ -108,7 +103,7 @@ class ArenaRuns:
         if self._log is not None:
             self._log.mark(point)
 
-    def end(self) -> Fates | None:
+    def end(self) -> ArenaReport | None:
         """The run is over. Returns the fates of its blocks; None if they had no places. The log continues: a block in
         the arena that dies before the next run keeps its place until then.
         """
@@ -120,7 +115,7 @@ class ArenaRuns:
         return self.fates
 
     @property
-    def fates(self) -> Fates | None:
+    def fates(self) -> ArenaReport | None:
         """The fates of the blocks of the run that began last; None if they had no places."""
         return self.arena.fates() if self.has_places and self.arena is not None else None
 

@@ -21,7 +21,6 @@ import torch
 from poochplan.errors import UsageError
 from poochplan.formats.plan import OUTSIDE, Plan
 from poochplan.formats.plan_set import Signature
-from poochplan.runtime.arena.arena import Fates
 from poochplan.runtime.arena.library import Table, why_unavailable
 from poochplan.runtime.arena.recorded_layout import (
     ArenaRuns,
@@ -33,6 +32,7 @@ from poochplan.runtime.arena.recorded_layout import (
 )
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.metering.allocated import step_scope
+from poochplan.runtime.metering.step_meter import layer_at
 
 from ..run_report import ArenaReport, StepReport
 
@@ -96,10 +96,10 @@ class KnownStep:
         self.layout, self.is_settled = None, False
         return True
 
-    def saw(self, events: Table, fates: Fates | None, pack: PackBlocks) -> bool:
+    def saw(self, events: Table, fates: ArenaReport | None, pack: PackBlocks) -> bool:
         """A whole step was logged, with ``fates`` if it had an arena. Returns whether it has another layout now."""
         self.logged += 1
-        has_missed = fates is not None and fates.missed_blocks > 0
+        has_missed = fates is not None and fates.missed > 0
         if fates is not None and not has_missed and self.layout is not None:
             self.is_settled = not self.has_missed
             return False
@@ -108,11 +108,11 @@ class KnownStep:
         self.layout = self._laid_out(events, pack)
         return True
 
-    def ran(self, fates: Fates) -> None:
+    def ran(self, fates: ArenaReport) -> None:
         """A whole step with an arena was not logged. If most of it lay outside, the layout is dropped."""
-        if fates.missed_blocks > fates.served.blocks:
+        if fates.missed > fates.served:
             self.layout, self.times = None, MOST_LAID_OUT
-        elif fates.missed_blocks:
+        elif fates.missed:
             self.has_missed, self.is_settled = True, False
 
     def _laid_out(self, events: Table, pack: PackBlocks) -> RecordedLayout | None:
@@ -280,8 +280,8 @@ class StepArena:
         self._is_on = False
         fates = self._runs.end()
         if self._report is not None and fates is not None:
-            self._report.served_bytes += fates.served.size_bytes
-            self._report.unserved_bytes += fates.unplanned.size_bytes + fates.taken.size_bytes
+            self._report.served_bytes += fates.served_bytes
+            self._report.unserved_bytes += fates.unplanned_bytes + fates.taken_bytes
         self._report = None
 
     def rests(self) -> None:
@@ -321,7 +321,7 @@ class StepArena:
             return  # the step has not ended, for example a forward whose loss was not used
         if events is not None:
             assert self._pack is not None
-            if known.saw(events, fates, self._pack) and fates is not None and fates.taken.blocks:
+            if known.saw(events, fates, self._pack) and fates is not None and fates.taken:
                 self._runs.leave()  # blocks with separate places may be there to stay
         elif fates is not None:
             known.ran(fates)
@@ -336,7 +336,7 @@ class StepArena:
         known, arena = self._known, self._runs.arena if self._has_begun else None
         if known is None or known.layout is None or arena is None or not self._runs.has_places:
             return ArenaReport(larger_bytes=known.larger_bytes) if known is not None and known.larger_bytes else None
-        return arena.report(known.layout.arena_bytes, functools.partial(_layer, known.plan))
+        return arena.report(known.layout.arena_bytes, functools.partial(layer_at, known.plan))
 
 
 class RepeatedStep:
@@ -355,7 +355,7 @@ class RepeatedStep:
     def is_from_arena(self) -> bool:
         """Whether the last run has missed no place."""
         fates = self._runs.fates
-        return fates is not None and not fates.missed_blocks
+        return fates is not None and not fates.missed
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
@@ -382,11 +382,11 @@ class RepeatedStep:
         fates, events = self._runs.fates, self._runs.events()
         if events is None:
             return
-        if fates is not None and not fates.missed_blocks:
+        if fates is not None and not fates.missed:
             self._times = MOST_LAID_OUT  # no further layout is made
             return
         self._times += 1
-        if fates is not None and fates.taken.blocks:
+        if fates is not None and fates.taken:
             self._runs.leave()  # blocks with separate places may be there to stay
         self._layout = layout_of_run(events, self._pack) or self._layout
 
@@ -424,13 +424,3 @@ def why_no_arena(device: str) -> str:
     if device != "cpu":
         return f"a plan for {device}, whose allocator takes no arena; leave it to that"
     return why_unavailable()
-
-
-def _layer(plan: Plan, point: int) -> str:
-    """The layer that saves or uses a value at the last point."""
-    saves = len(plan.values)
-    if 0 < point <= saves:
-        return plan.values[point - 1].layer
-    if saves < point <= saves + len(plan.uses):
-        return plan.values[plan.handles[plan.uses[point - saves - 1]]].layer
-    return ""

@@ -399,34 +399,29 @@ class HighWater:
     def reset(self, index: int) -> None:
         """The user resets the marks; those of the step stay."""
         with self._lock:
-            self._of_step[index] = self._highest(self._of_step, index)
+            self.begin_part(index)
             self._kept.pop(index, None)
-            self._reset(index)
 
     def begin(self, index: int) -> None:
         """A step begins: its peaks are separated from all before."""
         with self._lock:
-            self._kept[index] = self._highest(self._kept, index)
+            self.begin_part(index)
             self._of_step.pop(index, None)
-            self._reset(index)
 
     def begin_part(self, index: int) -> None:
         """A part of a step begins, such as an op that is measured; the step's marks and the user's stay."""
         with self._lock:
-            self._kept[index] = self._highest(self._kept, index)
-            self._of_step[index] = self._highest(self._of_step, index)
+            now = {
+                (name, pool): int(mark["peak"])
+                for name, pools in self._stats(index).items()
+                if isinstance(pools, dict)
+                for pool, mark in pools.items()
+                if isinstance(mark, dict) and "peak" in mark
+            }
+            for kept in (self._kept, self._of_step):
+                before = kept.get(index, {})
+                kept[index] = {of: max(peak_bytes, before.get(of, 0)) for of, peak_bytes in now.items()}
             self._reset(index)
-
-    def _highest(self, kept: dict[int, Marks], index: int) -> Marks:
-        """All marks of that GPU, as high as they are or were kept."""
-        before = kept.get(index, {})
-        return {
-            (name, pool): max(mark["peak"], before.get((name, pool), 0))
-            for name, pools in self._stats(index).items()
-            if isinstance(pools, dict)
-            for pool, mark in pools.items()
-            if isinstance(mark, dict) and "peak" in mark
-        }
 
     def since_begin(self, index: int, name: str) -> int:
         """The most of that statistic since the last :meth:`begin`."""

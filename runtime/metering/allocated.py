@@ -15,9 +15,8 @@ from typing import NamedTuple
 import torch
 
 from poochplan.errors import AllocatorError
-from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
 from poochplan.formats.profile_parts import counted_bytes
-from poochplan.runtime.arena.library import ThreadScope, too_many
+from poochplan.runtime.arena.library import ThreadScope
 
 
 @functools.cache
@@ -30,21 +29,19 @@ def step_scope() -> ThreadScope | None:
 
 
 @functools.cache
-def _counted() -> ByteCount | None:
+def _counted() -> ThreadScope | None:
     scope = step_scope()
-    if scope is None:
-        return None
-    count = ByteCount(scope)
-    count.begin()
-    return count
+    if scope is not None:
+        scope.begin_count()
+    return scope
 
 
-def joined_count() -> ByteCount | None:
-    """The count of this process, which never ends. From here on it includes the calling thread's allocations."""
-    scope, count = step_scope(), _counted()
+def joined_count() -> ThreadScope | None:
+    """The scope of steps, whose count never ends. From here on it includes the calling thread's allocations."""
+    scope = _counted()
     if scope is not None:
         scope.join()
-    return count
+    return scope
 
 
 def aside() -> contextlib.AbstractContextManager[None]:
@@ -66,8 +63,6 @@ class PeakBytes(NamedTuple):
 class StepPeak:
     """The peak of one step after another. This class itself knows none."""
 
-    arena_bytes = 0
-    """Size of the arena that the step uses, which counts as a whole. The caller keeps it up to date."""
     needs_census = True
     """Whether a census of the memory before the step is needed."""
 
@@ -76,6 +71,9 @@ class StepPeak:
 
     def looked_around(self, storages: Mapping[int, torch.UntypedStorage], unseen_bytes: int = 0) -> None:
         """A census found exactly these storages, and ``unseen_bytes`` that no tensor shows."""
+
+    def uses_arena(self, size_bytes: int) -> None:
+        """The step uses an arena of that size from here on, which counts as a whole; 0 for none."""
 
     def mark(self, number: int) -> None:
         """The step has reached that point."""
@@ -129,31 +127,19 @@ class AllocatedPeak(StepPeak):
 
     def now(self) -> PeakBytes | None:
         """The peak so far; None before the first census."""
-        return None if self._beside_bytes is None else PeakBytes(self.peak_bytes, self.blocks_peak_bytes)
+        if self._beside_bytes is None:
+            return None
+        blocks_bytes = max(self._most.blocks_bytes, self._beside_bytes + self._count.peak_bytes)
+        peak_bytes = max(self._most.peak_bytes, blocks_bytes)
+        if self._arena_bytes:
+            outside_bytes = self._beside_arena_bytes + self._count.outside_peak_bytes
+            peak_bytes = max(peak_bytes, self._arena_bytes + outside_bytes)
+        return PeakBytes(peak_bytes, blocks_bytes)
 
-    @property
-    def arena_bytes(self) -> int:
-        """Size of the arena that the step uses. The caller sets it when the arena gets or gives back its memory."""
-        return self._arena_bytes
-
-    @arena_bytes.setter
-    def arena_bytes(self, size_bytes: int) -> None:
+    def uses_arena(self, size_bytes: int) -> None:
         if size_bytes != self._arena_bytes:
             self._begin_anew()
             self._arena_bytes = size_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """The peak since the step began."""
-        most_bytes = max(self._most.peak_bytes, self.blocks_peak_bytes)
-        if not self._arena_bytes:
-            return most_bytes
-        return max(most_bytes, self._arena_bytes + self._beside_arena_bytes + self._count.outside_peak_bytes)
-
-    @property
-    def blocks_peak_bytes(self) -> int:
-        """The same, with an arena's blocks in place of the arena."""
-        return max(self._most.blocks_bytes, (self._beside_bytes or 0) + self._count.peak_bytes)
 
     def _begin_anew(self) -> None:
         """Keeps the peak so far: from now on the count is added to other bytes."""
@@ -167,54 +153,3 @@ class AllocatedPeak(StepPeak):
             self._begin_anew()
             self._beside_bytes -= size_bytes
             self._beside_arena_bytes -= size_bytes
-
-
-class ByteCount:
-    """Signed bytes of a scope's live blocks since :meth:`begin`, each rounded up to the allocation unit.
-
-    Births on threads of the scope count. Deaths count on any thread, for the scope's blocks and for blocks that the
-    beginning thread had allocated before; the latter make the count negative. Allocations of other threads never count.
-    Nor does a block from before the allocator was loaded.
-    """
-
-    def __init__(self, scope: ThreadScope) -> None:
-        self.library, self._handle = scope.library, scope.handle
-
-    def begin(self) -> None:
-        """Counts from 0. A scope has one count at a time: a second begin starts anew.
-
-        Raises
-        ------
-        AllocatorError
-            Sixteen scopes count or record already.
-        """
-        if not self.library.count_begin(self._handle, ALLOCATION_UNIT_BYTES):
-            raise too_many()
-
-    def end(self) -> None:
-        """Stops the count; the results can still be read."""
-        self.library.count_end(self._handle)
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes live now minus those at the beginning."""
-        return self.library.count_of(self._handle, 0)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most live bytes at any time since the beginning, or since :meth:`reset_peak`; at least 0 after it begins."""
-        return self.library.count_of(self._handle, 1)
-
-    def reset_peak(self) -> None:
-        """Both peaks restart at the present live bytes."""
-        self.library.count_reset_most(self._handle)
-
-    @property
-    def outside_live_bytes(self) -> int:
-        """Like :attr:`live_bytes`, for blocks that lie in no arena."""
-        return self.library.count_of(self._handle, 2)
-
-    @property
-    def outside_peak_bytes(self) -> int:
-        """Like :attr:`peak_bytes`, for blocks that lie in no arena."""
-        return self.library.count_of(self._handle, 3)

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from poochplan.formats.plan import Instructions, Plan
+from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Memory
 from poochplan.formats.profile_parts import Phase, counted_bytes
 from poochplan.runtime.devices.device import ComputeDevice
@@ -33,14 +33,6 @@ class PeakMoment(NamedTuple):
     part: Phase
     saves: int
     uses: int
-
-    def layer(self, instructions: Instructions) -> str:
-        """The layer that saves or uses a value there, as a plan names it; empty if none does."""
-        if self.part is Phase.FORWARD and instructions.values:
-            return instructions.values[min(self.saves, len(instructions.values) - 1)].layer
-        if self.part is Phase.BACKWARD and 0 < self.uses <= len(instructions.uses):
-            return instructions.values[instructions.handles[instructions.uses[self.uses - 1]]].layer
-        return ""
 
 
 class StepMeter:
@@ -154,7 +146,7 @@ class StepMeter:
     def uses_arena(self, arena_bytes: int) -> None:
         """The running step uses an arena of that size, which counts as a whole; 0 for none."""
         if self._source is not None:
-            self._source.arena_bytes = arena_bytes
+            self._source.uses_arena(arena_bytes)
 
     @property
     def peak_bytes(self) -> int | None:
@@ -202,8 +194,23 @@ class StepMeter:
 
 
 def described(moment: PeakMoment | None, plan: Plan) -> str:
-    """The moment in words; empty if it is not known."""
+    """The moment in words, with the layer that saves or uses a value there; empty if it is not known."""
     if moment is None:
         return ""
-    layer = moment.layer(plan.instructions)
+    saves, point = len(plan.values), 0
+    if moment.part is Phase.FORWARD:
+        point = min(moment.saves + 1, saves)
+    elif moment.part is Phase.BACKWARD and moment.uses:
+        point = saves + moment.uses
+    layer = layer_at(plan, point)
     return f"{moment.part}{f' of {layer}' if layer else ''}"
+
+
+def layer_at(plan: Plan, point: int) -> str:
+    """The layer that saves or uses a value at that point of the runtime's clock, from 1 on; empty if there is none."""
+    saves = len(plan.values)
+    if 0 < point <= saves:
+        return plan.values[point - 1].layer
+    if saves < point <= saves + len(plan.uses):
+        return plan.values[plan.handles[plan.uses[point - saves - 1]]].layer
+    return ""

@@ -62,8 +62,6 @@ class LoadedWorkload:
     name: str
     """Short name for tables: the TOML's name without its ending, or the function's name."""
     workload: Workload
-    target: str
-    """The requested name, as it was written."""
     parameters: Mapping[str, Any]
     """The given keyword parameters (by the TOML or by overrides), after conversion, without defaults."""
 
@@ -106,7 +104,7 @@ def load_workload(
     checked = _checked(workload, found_at)
     if device is not None:
         _check_device(checked.model, device, found_at)
-    return LoadedWorkload(short_name, checked, found_at if callable(target) else target, arguments)
+    return LoadedWorkload(short_name, checked, arguments)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

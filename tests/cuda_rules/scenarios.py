@@ -8,23 +8,14 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from poochplan.runtime.devices import transfers
+from poochplan.runtime.devices import transfers  # a mutant may stand there
 from poochplan.runtime.devices.cuda import CudaDevice
 from poochplan.runtime.devices.pinned import PAGE_BYTES, PinnedMemory, cupy_or_none
-from poochplan.runtime.devices.transfers import Copy
 from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
 from tests.runtime.paged import pinned_bytes
 
 SIZE = 4096
 Scenario = Callable[[Machine, CudaDevice], list[str]]
-
-
-def copy_out(device: CudaDevice, storage: torch.UntypedStorage, offset: int) -> Copy:
-    return transfers.copy_out(device, storage, offset)  # looked up now: a mutant may stand there
-
-
-def copy_in(device: CudaDevice, storage: torch.UntypedStorage, offset: int) -> Copy:
-    return transfers.copy_in(device, storage, offset)
 
 
 def filled(device: CudaDevice, number: int) -> torch.UntypedStorage:
@@ -50,7 +41,7 @@ def wrong_if_not(number: int, storage: torch.UntypedStorage) -> list[str]:
 def wrong_back(device: CudaDevice, number: int, offset: int = 0) -> list[str]:
     """What is wrong with what comes back from there."""
     back = device.allocate(SIZE)
-    copy_in(device, back, offset).wait()
+    transfers.copy_in(device, back, offset).wait()
     return wrong_if_not(number, back)
 
 
@@ -64,17 +55,17 @@ def filled_aside(device: CudaDevice, number: int) -> tuple[torch.cuda.Stream, to
 def swapped(gpu: Machine, device: CudaDevice) -> list[str]:
     """Out, let go, overwritten, and back."""
     for number in range(3):
-        copy_out(device, filled(device, number), number * SIZE).wait()
+        transfers.copy_out(device, filled(device, number), number * SIZE).wait()
         overwrite()
     return [wrong for number in range(3) for wrong in wrong_back(device, number, number * SIZE)]
 
 
 def both_ways(gpu: Machine, device: CudaDevice) -> list[str]:
     """A copy in is queued before the copy out is waited for: each has an end of its own."""
-    copy_out(device, filled(device, 3), SIZE).wait()
+    transfers.copy_out(device, filled(device, 3), SIZE).wait()
     back = device.allocate(SIZE)
-    out = copy_out(device, filled(device, 1), 0)
-    into = copy_in(device, back, SIZE)
+    out = transfers.copy_out(device, filled(device, 1), 0)
+    into = transfers.copy_in(device, back, SIZE)
     out.wait()
     overwrite()
     into.wait()
@@ -83,7 +74,7 @@ def both_ways(gpu: Machine, device: CudaDevice) -> list[str]:
 
 def waited_for(gpu: Machine, device: CudaDevice) -> list[str]:
     """A copy that was waited for holds no memory."""
-    copy = copy_out(device, filled(device, 1), 0)
+    copy = transfers.copy_out(device, filled(device, 1), 0)
     before = gpu.memory.allocated_bytes
     copy.wait()
     return [] if gpu.memory.allocated_bytes == before - SIZE else ["a copy holds what it has copied"]
@@ -91,7 +82,7 @@ def waited_for(gpu: Machine, device: CudaDevice) -> list[str]:
 
 def dropped(gpu: Machine, device: CudaDevice) -> list[str]:
     """Copies that nobody waits for and that alone hold their storages."""
-    for copy in (copy_out, copy_in):
+    for copy in (transfers.copy_out, transfers.copy_in):
         copy(device, filled(device, 1), 0)
         overwrite()
     return []
@@ -99,7 +90,7 @@ def dropped(gpu: Machine, device: CudaDevice) -> list[str]:
 
 def let_go_on_another_stream(gpu: Machine, device: CudaDevice) -> list[str]:
     side = torch.cuda.Stream(WHERE)
-    copy = copy_out(device, filled(device, 7), 0)
+    copy = transfers.copy_out(device, filled(device, 7), 0)
     with torch.cuda.stream(side):
         copy.wait()
     del copy
@@ -110,7 +101,7 @@ def let_go_on_another_stream(gpu: Machine, device: CudaDevice) -> list[str]:
 def saved_on_another_stream(gpu: Machine, device: CudaDevice) -> list[str]:
     """The copy is asked for on the main stream, which knows nothing of the one that wrote the value."""
     _, storage, home = filled_aside(device, 9)
-    copy_out(device, storage, 0).wait()
+    transfers.copy_out(device, storage, 0).wait()
     del home
     torch.cuda.synchronize()
     return wrong_if_not(9, storage)
@@ -119,9 +110,9 @@ def saved_on_another_stream(gpu: Machine, device: CudaDevice) -> list[str]:
 def used_on_another_stream(gpu: Machine, device: CudaDevice) -> list[str]:
     """A value came back on the main stream, an op of another one reads it, and its buffer is taken at once."""
     side = torch.cuda.Stream(WHERE)
-    copy_out(device, filled(device, 5), 0).wait()
+    transfers.copy_out(device, filled(device, 5), 0).wait()
     back, home = device.allocate(SIZE), device.compute
-    copy_in(device, back, 0).wait()
+    transfers.copy_in(device, back, 0).wait()
     with torch.cuda.stream(side):
         device.use(back, home)
         read = on(back).clone()
@@ -156,8 +147,8 @@ def replayed_in_vain(gpu: Machine, device: CudaDevice) -> list[str]:
 def trimmed(gpu: Machine, device: CudaDevice) -> list[str]:
     """Pages are given back while a copy of a dead value is queued, and those in use are not."""
     torch.cuda._sleep(1000)
-    kept = copy_out(device, filled(device, 2), 4 * SIZE)
-    copy_out(device, filled(device, 1), 4 * SIZE + PAGE_BYTES)
+    kept = transfers.copy_out(device, filled(device, 2), 4 * SIZE)
+    transfers.copy_out(device, filled(device, 1), 4 * SIZE + PAGE_BYTES)
     device.trim_host([(0, 4 * SIZE + PAGE_BYTES)])
     found = [] if device._host.behind_bytes == PAGE_BYTES else ["the last page was not given back"]
     kept.wait()
@@ -168,7 +159,7 @@ def pinned_ahead(gpu: Machine, device: CudaDevice) -> list[str]:
     """Of what a thread has pinned ahead nothing is left where pages are given back, and none where a plan comes."""
     found = []
     for comes in (lambda: device.trim_host([(0, 4 * SIZE)]), lambda: device.reserve_host(SIZE, PAGE_BYTES)):
-        copy_out(device, filled(device, 1), 4 * SIZE).wait()
+        transfers.copy_out(device, filled(device, 1), 4 * SIZE).wait()
         for page in device._host._ahead:
             page.result()
         found += [] if device._host._ahead else ["none was pinned ahead"]
@@ -179,7 +170,7 @@ def pinned_ahead(gpu: Machine, device: CudaDevice) -> list[str]:
 
 
 def closed_while_pinning(gpu: Machine, device: CudaDevice) -> list[str]:
-    copy_out(device, filled(device, 1), 4 * SIZE).wait()
+    transfers.copy_out(device, filled(device, 1), 4 * SIZE).wait()
     ahead = list(device._host._ahead)
     device.close()
     for page in ahead:  # one that the thread still pins would be seen only later
@@ -195,13 +186,13 @@ def by_cupy(gpu: Machine, device: CudaDevice) -> list[str]:
 def grown(gpu: Machine, device: CudaDevice) -> list[str]:
     """A larger plan's bytes are pinned while values lie on the slab and on pages, and copies of others are queued."""
     torch.cuda._sleep(1000)
-    kept = [copy_out(device, filled(device, number), (2 + number) * SIZE) for number in (1, 2)]
-    dead = copy_out(device, filled(device, 3), 0)
+    kept = [transfers.copy_out(device, filled(device, number), (2 + number) * SIZE) for number in (1, 2)]
+    dead = transfers.copy_out(device, filled(device, 3), 0)
     device._host.forget_ahead()  # a page that the thread pins meanwhile belongs to no value
     pinned = set(gpu.host_memory.pinned)
     device.reserve_host(PAGE_BYTES, 8 * SIZE)
     found = [] if pinned < set(gpu.host_memory.pinned) else ["other memory than before is pinned"]
-    copy_out(device, filled(device, 4), 8 * SIZE + PAGE_BYTES - SIZE).wait()
+    transfers.copy_out(device, filled(device, 4), 8 * SIZE + PAGE_BYTES - SIZE).wait()
     for number, offset in ((1, 3 * SIZE), (2, 4 * SIZE), (4, 7 * SIZE + PAGE_BYTES)):
         found += wrong_back(device, number, offset)
     for copy in (*kept, dead):
@@ -213,8 +204,8 @@ def retired(gpu: Machine, device: CudaDevice) -> list[str]:
     """The slab of a plan before is given back behind the last copy of it, and the one that is followed stays."""
     device.reserve_host(4 * SIZE, 4 * SIZE)
     torch.cuda._sleep(1000)
-    left = copy_out(device, filled(device, 1), 0)
-    kept = copy_out(device, filled(device, 2), 4 * SIZE)
+    left = transfers.copy_out(device, filled(device, 1), 0)
+    kept = transfers.copy_out(device, filled(device, 2), 4 * SIZE)
     device.trim_host([(4 * SIZE, 8 * SIZE)])
     found = [] if pinned_bytes(device._host) == 4 * SIZE else ["the slab before was not given back"]
     for copy in (left, kept):
@@ -224,7 +215,7 @@ def retired(gpu: Machine, device: CudaDevice) -> list[str]:
 
 def left_open(gpu: Machine, device: CudaDevice) -> list[str]:
     """The device is closed over copies that are queued, and twice."""
-    copies = [copy(device, filled(device, 1), offset) for copy, offset in ((copy_out, 0), (copy_in, SIZE))]
+    copies = [transfers.copy_out(device, filled(device, 1), 0), transfers.copy_in(device, filled(device, 1), SIZE)]
     device.close()
     device.close()
     for copy in copies:

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 import torch
 
-import poochplan
-from poochplan.formats.plan import Plan
 from poochplan.runtime.devices.cuda import CudaDevice, CudaEvent
 from tests.cuda_rules.machine import WHERE, Machine
 from tests.gpu.cases import CASES
+from tests.runtime.nets import train
 from tests.runtime.random_plans import random_plan
 
 CASE = CASES["residual"]
-
-
-def _calls_of_steps(gpu: Machine, plan: Plan) -> list[Counter[str]]:
-    model, step, optimizer = CASE.fresh()
-    found: list[Counter[str]] = []
-    with poochplan.apply(plan, model, meter="never"):
-        for _ in range(3):
-            before = Counter(gpu.counts)
-            step().backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            found.append(gpu.counts - before)
-    return found
 
 
 @pytest.mark.parametrize("is_used_again", [True, False], ids=["now", "before the pool"])
@@ -39,7 +25,9 @@ def test_a_swapped_value_takes_four_recordings_four_waits_and_two_copies_and_mak
     plan = random_plan(CASE.profile(), 0, (0, 1, 0))
     swapped = sum(value.host_offset >= 0 for value in plan.values)
     assert swapped > 10
-    first, *_, last = _calls_of_steps(gpu, plan)
+    counts: dict[str, list[Counter[str]]] = defaultdict(list)
+    train(CASE, 3, plan, lambda place: counts[place].append(Counter(gpu.counts)), meter="never")
+    first, _, last = (behind - before for before, behind in zip(counts["step"], counts["backward"], strict=True))
     calls = {"recorded": 4 * swapped, "waits": 4 * swapped, "copies": 2 * swapped}
     assert last == (calls if is_used_again else calls | {"events": 4 * swapped})
     assert (first["events"] < 2 * swapped) is is_used_again  # as many as are held at once

@@ -19,6 +19,7 @@ from poochplan.runtime.devices.pinned import PinnedMemory, cupy_or_none, memcpy_
 from poochplan.runtime.devices.transfers import copy_in, copy_out
 from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
 from tests.gpu.cases import CASES
+from tests.runtime.arena.steps import is_mapped
 from tests.runtime.nets import equal, followed, train
 from tests.runtime.random_plans import random_plan
 
@@ -42,15 +43,6 @@ def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(pinned, "PCI_DEVICES", tmp_path / "pci")
     monkeypatch.setattr(pinned, "NODES", tmp_path / "nodes")
     return tmp_path
-
-
-def test_without_cupy_memory_is_registered(gpu: Machine) -> None:
-    assert cupy_or_none() is None
-    memory = PinnedMemory(MIB, None)
-    assert gpu.host_memory.pinned == {memory.pointer: MIB}
-    assert memory.pointer % 4096 == 0
-    memory.free()
-    assert gpu.host_memory.pinned == {}
 
 
 def test_the_driver_refuses_and_the_device_goes_on(gpu: Machine) -> None:
@@ -167,17 +159,12 @@ def test_more_than_is_left_is_refused_before_a_page_is_touched(cupy: bool, monke
 
 def test_a_child_of_a_fork_has_no_part_in_it(gpu: Machine) -> None:
     memory = PinnedMemory(4 * MIB, None)
-    assert _is_mapped(memory.pointer)
+    assert is_mapped(memory.pointer)
     child = os.fork()
     if child == 0:
-        os._exit(1 if _is_mapped(memory.pointer) else 0)
+        os._exit(1 if is_mapped(memory.pointer) else 0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     memory.free()
-
-
-def _is_mapped(address: int) -> bool:
-    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
-    return any(int(first, 16) <= address < int(end, 16) for first, end in ranges)
 
 
 def test_it_is_touched_on_the_node_of_the_gpu_and_the_caller_stays_where_it_was(

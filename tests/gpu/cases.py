@@ -24,6 +24,8 @@ from tests.runtime.nets import Case, Recurrent, Residual, equal, metered_peaks, 
 WHERE = torch.device(os.environ.get("POOCH_GPU_TESTS_DEVICE", "cuda"))
 ON_A_GPU = torch.cuda.is_available()
 """And not on the stand-in: asked before that is there."""
+ABOUT_CUDA = [pytest.mark.gpu, pytest.mark.skipif(WHERE.type != "cuda", reason="about CUDA alone")]
+"""Marks of a file's tests."""
 Made = tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]
 Training = tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer]
 """As :meth:`Case.fresh` gives it."""

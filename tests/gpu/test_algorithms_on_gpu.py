@@ -13,14 +13,11 @@ from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import saved_values
 from poochplan.runtime.run_report import FallbackKind
-from tests.gpu.cases import CASES, WHERE, case_of, each, reference, takes_what_is_predicted
+from tests.gpu.cases import ABOUT_CUDA, CASES, case_of, each, reference, takes_what_is_predicted
 from tests.runtime.nets import equal, followed, train
 from tests.runtime.random_plans import random_plan
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(WHERE.type != "cuda", reason="about CUDA alone"),
-]
+pytestmark = ABOUT_CUDA
 REPLAY = (0, 0, 1)
 CONVOLVING = ("residual", "autocast", "channels_last", "two_streams_wait")
 

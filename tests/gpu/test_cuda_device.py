@@ -7,17 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from poochplan.runtime.devices.cuda import CudaDevice, hard_cap
+from poochplan.profiler import link as links
+from poochplan.runtime.devices.cuda import CudaDevice
 from poochplan.runtime.devices.pinned import PAGE_BYTES, PinnedMemory, cupy_or_none
 from poochplan.runtime.devices.transfers import Copy, copy_in, copy_out
-from tests.gpu.cases import CASES, WHERE
+from tests.gpu.cases import ABOUT_CUDA, CASES, WHERE
 from tests.runtime.nets import equal, train
 from tests.runtime.random_plans import random_plan
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(WHERE.type != "cuda", reason="about CUDA alone"),
-]
+pytestmark = ABOUT_CUDA
 MIB = 1 << 20
 A_WHILE_CYCLES = 400_000_000  # some 0.2 s
 
@@ -49,6 +47,7 @@ def test_pinned_memory_has_the_size_asked_for_and_is_given_back(cupy: Any) -> No
     assert memory.tensor.nbytes == memory.size_bytes == size_bytes
     assert memory.tensor.is_pinned()
     assert memory.tensor[-4096:].is_pinned()
+    assert memory.pointer % 4096 == 0 or cupy is not None
     assert torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) == taken
     probe = memory.tensor if cupy is None else None
     memory.free()
@@ -125,7 +124,7 @@ def test_compute_goes_on_beside_a_copy_that_nobody_waits_for(device: CudaDevice)
 SIZE_BYTES, COUNT = 2 * MIB, 50
 
 
-def _late_copy_out(device: CudaDevice, number: int, offset: int = 0) -> Copy:
+def _late_copy_out(device: CudaDevice, number: int, offset: int) -> Copy:
     """Of a new storage, full of that number, which it alone holds."""
     storage = device.allocate(SIZE_BYTES)
     _tensor(storage).fill_(number)
@@ -138,19 +137,21 @@ def _full(number: int) -> torch.Tensor:
     return torch.full((SIZE_BYTES,), number, dtype=torch.uint8, device=WHERE)
 
 
-def _assert_back(device: CudaDevice, number: int, offset: int = 0) -> None:
+def _assert_back(device: CudaDevice, number: int, offset: int) -> None:
     back = device.allocate(SIZE_BYTES)
     copy_in(device, back, offset).wait()
     assert bool((_tensor(back) == number).all()), number
 
 
-@pytest.mark.parametrize("waits", [True, False], ids=["waited for", "dropped"])
-def test_the_buffer_of_an_unfinished_copy_out_is_not_taken(device: CudaDevice, waits: bool) -> None:
+@pytest.mark.parametrize("way", ["waited for", "waited for on another stream", "dropped"])
+def test_the_buffer_of_an_unfinished_copy_out_is_not_taken(device: CudaDevice, way: str) -> None:
     device.reserve_host(SIZE_BYTES * COUNT)
+    side = torch.cuda.Stream(WHERE) if way == "waited for on another stream" else None
     for number in range(COUNT):
         copy = _late_copy_out(device, number, number * SIZE_BYTES)
-        if waits:
-            copy.wait()
+        if way != "dropped":
+            with torch.cuda.stream(side):
+                copy.wait()
         del copy
         for _ in range(3):  # whoever gets the block writes into it
             _full(255)
@@ -168,27 +169,6 @@ def test_the_buffer_of_an_unfinished_copy_in_is_not_taken(device: CudaDevice) ->
         other = _full(number)
         device.inward.stream.synchronize()
         assert bool((other == number).all()), number
-
-
-def test_a_buffer_released_on_another_stream_is_not_taken_on_its_own(device: CudaDevice) -> None:
-    device.reserve_host(SIZE_BYTES)
-    side = torch.cuda.Stream(WHERE)
-    for number in range(COUNT):
-        copy = _late_copy_out(device, number)
-        with torch.cuda.stream(side):
-            copy.wait()
-        del copy
-        _full(255)
-        _assert_back(device, number)
-
-
-def test_more_than_the_cap_is_out_of_memory_and_afterwards_it_is_not() -> None:
-    torch.cuda.empty_cache()
-    with hard_cap(WHERE, torch.cuda.memory_reserved(WHERE) + 64 * MIB):
-        assert torch.empty(16 * MIB, dtype=torch.uint8, device=WHERE).nbytes == 16 * MIB
-        with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(512 * MIB, dtype=torch.uint8, device=WHERE)
-    assert torch.empty(512 * MIB, dtype=torch.uint8, device=WHERE).nbytes == 512 * MIB
 
 
 def test_a_session_within_its_cap_trains_exactly() -> None:
@@ -234,3 +214,15 @@ def test_events_tell_the_time_of_the_device_not_of_queueing() -> None:
     clock.synchronize()
     seconds = sorted(clock.seconds(begin, end) for begin, end in marks)
     assert 0.5e-3 < seconds[10] < 5e-3
+
+
+def test_pageable_copies_are_measured_beside_pinned_ones() -> None:
+    largest = links.LARGEST_PAGEABLE_BYTES
+    sizes = (largest // 64, largest, 2 * largest)
+    link = links.measure_link(WHERE, None, None, sizes)
+    for pinned, pageable in ((link.outward, link.pageable_out), (link.inward, link.pageable_in)):
+        assert [size for size, _ in pinned.curve] == list(sizes)
+        assert pageable is not None
+        assert [size for size, _ in pageable.curve] == list(sizes[:-1])
+        assert all(seconds > 0 for _, seconds in pageable.curve)
+        assert pageable.bandwidth_bytes_per_s > 0

@@ -21,7 +21,7 @@ from tests.gpu.cases import BY_DAY, CASES, WHERE, case_of, each, reference
 from tests.runtime.by_hand import held, planned, problem_of
 from tests.runtime.form_nets import NAMES, forms_on
 from tests.runtime.mask_nets import masks_on
-from tests.runtime.nets import equal, followed, metered_peaks, train
+from tests.runtime.nets import Use, either_way, equal, followed, metered_peaks, train
 from tests.runtime.random_plans import random_plan
 
 pytestmark = pytest.mark.gpu
@@ -120,38 +120,25 @@ def test_the_metered_peak_is_within_the_plans_and_the_allocators_is_reported(nam
             assert report.memory.reserved_bytes >= report.memory.allocated_bytes >= report.total.peak_bytes
 
 
-def _both(name: str, use: Callable[[torch.nn.Module, Callable[[], torch.Tensor]], None]) -> None:
-    case = case_of(name)
-    plan = random_plan(case.profile(), 1, WEIGHTS["mixed"])
-    seen = []
-    for is_planned in (False, True):
-        model, step, _ = case.fresh()
-        with poochplan.apply(plan, model) if is_planned else contextlib.nullcontext():
-            use(model, step)
-        seen.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    assert equal([seen[0]], [seen[1]])
+def _backward_twice(_: object, step: Callable[[], torch.Tensor], __: object) -> None:
+    loss = step()
+    loss.backward(retain_graph=True)
+    loss.backward()
 
 
-@pytest.mark.parametrize("name", ["residual", "two_streams"])
-def test_backward_twice_with_retain_graph(name: str) -> None:
-    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> None:
+def _an_exception_between_forward_and_backward(_: object, step: Callable[[], torch.Tensor], __: object) -> None:
+    with contextlib.suppress(KeyError):
         loss = step()
-        loss.backward(retain_graph=True)
-        loss.backward()
+        raise KeyError
+    del loss
+    step().backward()
 
-    _both(name, use)
 
-
+@pytest.mark.parametrize("use", [_backward_twice, _an_exception_between_forward_and_backward])
 @pytest.mark.parametrize("name", ["residual", "two_streams"])
-def test_an_exception_between_forward_and_backward_then_another_step(name: str) -> None:
-    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> None:
-        with contextlib.suppress(KeyError):
-            loss = step()
-            raise KeyError
-        del loss
-        step().backward()
-
-    _both(name, use)
+def test_other_ways_through_a_step_give_the_gradients_of_in_core_training(name: str, use: Use) -> None:
+    case = case_of(name)
+    either_way(case, random_plan(case.profile(), 1, WEIGHTS["mixed"]), use, is_followed=False)
 
 
 @pytest.fixture(scope="module")

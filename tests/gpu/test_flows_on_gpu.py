@@ -1,5 +1,6 @@
-"""The ways to use a GPU: profiles of every mode, plans made anew, ``auto``, callbacks, ranks, the commands, and memory
-that runs out. By day each with one network. Bits are those of plain training, and no step takes more than predicted.
+"""The ways to use a GPU: profiles of every mode, plans made anew, ``auto``, callbacks, ranks, the commands, traces, and
+memory that runs out. By day each with one network. Bits are those of plain training, and no step takes more than
+predicted.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,17 @@ import torch
 import poochplan
 from poochplan.cli import main
 from poochplan.errors import BudgetExceededError
+from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
+from poochplan.report.timeline import write_trace
 from poochplan.runtime.devices.cuda import hard_cap
+from poochplan.tracing import traced_step
 from poochplan.units import format_bytes
+from poochplan.workload import Workload
+from tests.cli.trace_reader import read_trace
 from tests.gpu.cases import (
+    ABOUT_CUDA,
     BY_DAY,
     CASES,
     OF_FLOWS,
@@ -41,10 +49,7 @@ from tests.online.caches import empty_cache
 from tests.runtime.nets import LINK, TORCH, Case, equal, followed
 from tests.runtime.random_plans import random_plan
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(WHERE.type != "cuda", reason="about CUDA alone"),
-]
+pytestmark = ABOUT_CUDA
 WORKLOAD = """
 import torch
 
@@ -226,6 +231,20 @@ def test_the_commands_profile_plan_and_check_a_run_on_the_gpu(
     told = json.loads(capsys.readouterr().out)
     assert told["reserved_peak_bytes"] >= told["allocated_peak_bytes"] > 0
     assert 0 < told["measured_peak_bytes"] <= told["predicted_peak_bytes"]
+
+
+def test_a_trace_has_each_planned_copy_on_its_link_and_replays_beside_them(tmp_path: Path) -> None:
+    plan = random_plan(CASES["residual"].profile(), 3, (1, 1, 1))
+    traced = traced_step(lambda: Workload(*CASES["residual"].fresh()), plan)
+    trace = read_trace(write_trace(traced, tmp_path / "trace.json"))
+    swapped = Counter(value.name for value in plan.values if value.decision is Decision.SWAP)
+    assert swapped
+    assert Counter(one.of for one in trace.tracks["out-link"]) == swapped
+    assert {one.of for one in trace.tracks["in-link"]} <= set(swapped)
+    assert [one.name for one in trace.tracks["step"]] == ["forward", "backward", "optimizer"]
+    assert {"stall", "replay"} <= {one.name for one in trace.tracks["compute"]}
+    assert max(size for _, size in trace.counters["live bytes"]) == traced.memory.peak_bytes > 0
+    assert trace.other["fallbacks"] == 0
 
 
 def test_a_step_that_runs_out_of_memory_while_it_is_profiled_is_profiled_swapping() -> None:

@@ -25,8 +25,7 @@ from tests.runtime.nets import LINK, equal, followed, train
 from tests.runtime.random_plans import random_plan
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cases.WHERE.type != "cuda", reason="about CUDA alone"),
+    *cases.ABOUT_CUDA,
     pytest.mark.skipif(cases.ON_A_GPU and torch.cuda.device_count() < 2, reason="there is one GPU"),
 ]
 SECOND = torch.device("cuda", 1)

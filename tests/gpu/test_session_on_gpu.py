@@ -15,13 +15,10 @@ from poochplan.profiler.trials.machine_facts import measure_runtime
 from poochplan.runtime.devices.cuda import CudaDevice, hard_cap
 from poochplan.runtime.devices.transfers import copy_out
 from tests.cuda_rules.machine import MACHINE
-from tests.gpu.cases import CASES, WHERE
+from tests.gpu.cases import ABOUT_CUDA, CASES, WHERE
 from tests.runtime.random_plans import random_plan
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(WHERE.type != "cuda", reason="about CUDA alone"),
-]
+pytestmark = ABOUT_CUDA
 MIB = 1 << 20
 
 
@@ -38,12 +35,17 @@ def device() -> Iterator[CudaDevice]:
     opened.close()
 
 
-def test_a_cap_is_for_the_current_gpu_where_no_index_is_given() -> None:
+def test_a_cap_is_for_the_current_gpu_where_no_index_is_given_and_more_is_out_of_memory() -> None:
     where = torch.device("cuda", torch.cuda.current_device())
     before = torch.cuda.get_per_process_memory_fraction(where)
-    with hard_cap(torch.device("cuda"), torch.cuda.memory_reserved() + 64 * MIB):
+    torch.cuda.empty_cache()
+    with hard_cap(torch.device("cuda"), torch.cuda.memory_reserved(where) + 64 * MIB):
         assert torch.cuda.get_per_process_memory_fraction(where) < before
+        assert torch.empty(16 * MIB, dtype=torch.uint8, device=where).nbytes == 16 * MIB
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(512 * MIB, dtype=torch.uint8, device=where)
     assert torch.cuda.get_per_process_memory_fraction(where) == before
+    assert torch.empty(512 * MIB, dtype=torch.uint8, device=where).nbytes == 512 * MIB
 
 
 @pytest.mark.parametrize("meter", ["first-steps", "never"])

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from poochplan.online.plan_cache import scales_gradients
-from poochplan.tensors.signatures import Switches
+from poochplan.profiler.live import loop_observer
+from poochplan.tensors.signatures import model_switches
 from tests.online.runs import TURNS, opened, run_auto, run_plain
 from tests.online.trainings import Training, accumulation, autocast, blocks, compiled_blocks, plain
 
@@ -92,7 +93,7 @@ def test_two_kinds_of_step_in_one_run_follow_their_own_plans(tmp_path: Path) -> 
 def test_what_no_fingerprint_tells_is_found_by_leaving_a_plan_and_no_run_deletes_anothers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Switches, "now", lambda _: "")
+    monkeypatch.setattr(loop_observer, "model_switches", lambda _: "")
     plans = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # steps leave the other run's plan
@@ -123,31 +124,24 @@ def test_what_no_fingerprint_tells_is_found_by_leaving_a_plan_and_no_run_deletes
     ],
 )
 def test_each_switch_of_torch_tells_kinds_of_step_apart(around: Around) -> None:
-    switches = Switches(torch.nn.Linear(2, 2))
-    before = switches.now()
+    model = torch.nn.Linear(2, 2)
+    before = model_switches(model)
     with around():
-        inside = switches.now()
-    assert inside != before == switches.now()
+        inside = model_switches(model)
+    assert inside != before == model_switches(model)
 
 
-def test_modes_and_frozen_parameters_tell_kinds_of_step_apart() -> None:
+def test_modes_frozen_parameters_and_new_layers_tell_kinds_of_step_apart_and_layers_that_go_are_not_held() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    switches = Switches(model)
-    found = [switches.now()]
+    found, head = [model_switches(model)], weakref.ref(model[1])
     model[1].eval()
-    found.append(switches.now())
+    found.append(model_switches(model))
     model[1].bias.requires_grad_(False)
-    assert len({*found, switches.now()}) == 3
-
-
-def test_layers_that_come_within_a_session_make_another_kind_of_step_and_those_that_go_are_not_held() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    switches, head = Switches(model), weakref.ref(model[1])
-    found = [switches.now()]
+    found.append(model_switches(model))
     model[1] = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    found.append(switches.now())
+    found.append(model_switches(model))
     model[1][1].weight.requires_grad_(False)
-    assert len({*found, switches.now()}) == 3
+    assert len({*found, model_switches(model)}) == 5
     assert head() is None
 
 

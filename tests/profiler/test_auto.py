@@ -9,21 +9,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-import poochplan
 from poochplan.errors import StepError
-from poochplan.formats.profile import Profile
 from poochplan.profiler import profiling
 from poochplan.profiler.fake.fake_profile import needed_without_memory
 from poochplan.profiler.live.step_function import StepFunction
-from tests.runtime.nets import CASES, LINK, taken
+from tests.runtime.nets import CASES, Net, taken
 
 
 def needed(model: nn.Module, step: Any, optimizer: Any = None, accumulate: bool = False) -> int | None:
     return needed_without_memory(StepFunction(step, model, optimizer, torch.device("cpu"), accumulate=accumulate))
-
-
-def auto(model: nn.Module, step: Any, **options: Any) -> Profile:
-    return poochplan.profile(step, model=model, mode="auto", iterations=1, link=LINK, **options)
 
 
 @pytest.mark.parametrize("name", ["residual", "attention", "recurrent"])
@@ -48,41 +42,27 @@ def test_state_that_is_there_already_is_not_needed_again() -> None:
     assert abs(before - needed(model, step, optimizer) - state_bytes) < 4096
 
 
-class Cached(nn.Linear):
-    """Keeps what it computed in forward, as models keep their masks."""
-
-    def __init__(self) -> None:
-        super().__init__(8, 8)
-        self.mask: torch.Tensor | None = None
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        if self.mask is None:
-            self.mask = (self.weight.detach()[0] > 0).float()
-        return super().forward(batch) * self.mask
-
-
 def test_what_a_model_keeps_of_a_step_without_memory_is_taken_back() -> None:
-    model, batch = Cached(), torch.randn(4, 8)
+    def masked(net: Net, batch: torch.Tensor) -> torch.Tensor:
+        if net.mask is None:  # kept, as models keep their masks
+            net.mask = (net.inner.weight.detach()[0] > 0).float()
+        return net.inner(batch) * net.mask  # type: ignore[operator, no-any-return]
+
+    model, batch = Net(masked, inner=nn.Linear(8, 8), mask=None), torch.randn(4, 8)
     assert needed(model, lambda: model(batch).sum()) is not None
     assert model.mask is None
-    assert auto(model, lambda: model(batch).sum()).mode == "run"
+    assert taken(lambda: model(batch).sum(), model, mode="auto").mode == "run"
     assert type(model.mask) is torch.Tensor
 
 
-class Hooked(nn.Linear):
-    """Installs a hook in its first forward and remembers that it has, as transformers do."""
-
-    hooked, seen = False, 0
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        if not self.hooked:
-            self.hooked = True
-            self.register_forward_hook(lambda *_: setattr(self, "seen", self.seen + 1))
-        return super().forward(batch)
-
-
 def test_what_goes_with_an_installed_hook_stays() -> None:
-    model, batch = Hooked(8, 8), torch.randn(4, 8)
+    def hooked(net: Net, batch: torch.Tensor) -> torch.Tensor:
+        if not net.hooked:  # in its first forward, which it remembers, as transformers do
+            net.hooked = True
+            net.register_forward_hook(lambda *_: setattr(net, "seen", net.seen + 1))
+        return net.inner(batch)  # type: ignore[no-any-return]
+
+    model, batch = Net(hooked, inner=nn.Linear(8, 8), hooked=False, seen=0), torch.randn(4, 8)
     assert needed(model, lambda: model(batch).sum()) is not None
     before = model.seen
     model(batch)
@@ -108,7 +88,7 @@ def test_a_step_that_keeps_one_outside_the_model_is_one_clear_line() -> None:
         return (model(batch) * kept["mask"]).sum()  # type: ignore[no-any-return]
 
     with pytest.raises(StepError, match="which it kept outside the model; keep it in the model, or profile in mode"):
-        auto(model, step)
+        taken(step, model, mode="auto")
     assert isinstance(kept["mask"], FakeTensor)
 
 
@@ -121,8 +101,8 @@ def test_a_step_that_only_runs_with_data_is_swapped_until_its_need_is_known(monk
 
     said: list[str] = []
     assert needed(model, step) is None
-    profile = auto(model, step, progress=said.append)
+    profile = taken(step, model, mode="auto", progress=said.append)
     assert profile.mode == "run"
     assert any("swapping" in line for line in said)
     monkeypatch.setattr(profiling, "available_bytes", lambda: 0)
-    assert auto(model, step).mode == "swap-all"
+    assert taken(step, model, mode="auto").mode == "swap-all"

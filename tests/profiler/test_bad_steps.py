@@ -19,7 +19,7 @@ from poochplan.errors import SpillError, StepError, UsageError
 from poochplan.formats.profile import Profile
 from poochplan.profiler import profiling
 from poochplan.profiler.link import measure_link
-from tests.runtime.nets import CASES, LINK, Residual
+from tests.runtime.nets import CASES, LINK, Net, Residual
 
 MODES = ["run", "swap-all", "auto", "fake"]
 in_every_mode = pytest.mark.parametrize("mode", MODES)
@@ -52,15 +52,9 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
 
 
-class Bias(nn.Module):
+def bias() -> nn.Module:
     """Saves nothing: no hook sees its backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(16))
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return batch + self.bias
+    return Net(lambda net, batch: batch + net.bias, bias=nn.Parameter(torch.zeros(16)))
 
 
 # -- more than forward ---------------------------------------------------------------------------------------------
@@ -77,7 +71,7 @@ def _optimizer(loss: torch.Tensor, model: nn.Module) -> torch.Tensor:
 
 
 @in_every_mode
-@pytest.mark.parametrize("make", [network, Bias])
+@pytest.mark.parametrize("make", [network, bias])
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -127,10 +121,30 @@ def test_a_model_without_trainable_parameters_is_told_so(model: nn.Module, mode:
 
 
 @in_every_mode
-def test_a_loss_that_depends_on_no_parameter_is_told_so(mode: str) -> None:
-    model, batch = network(), torch.randn(8, 16, requires_grad=True)
-    message = refusal(lambda: batch.square().mean(), model, mode)
-    assert "expected a loss that depends on the model's parameters, found one that gives none of them" in message
+@pytest.mark.parametrize(
+    ("loss_of", "said"),
+    [
+        (lambda given: None, "expected the scalar loss, a tensor, found NoneType"),
+        (lambda given: given, "expected a scalar loss, found shape [8, 4]"),
+        (lambda given: given.mean().detach(), "expected a loss that requires gradients"),
+        (lambda given: given.mean().view(1).to_sparse(), "expected a scalar loss, found a sparse_coo tensor; reduce"),
+        (lambda given: given.mean().to("meta"), "expected a loss on cpu, where the model is, found one on meta"),
+        (
+            lambda given: torch.randn(8, 16, requires_grad=True).square().mean(),
+            "expected a loss that depends on the model's parameters, found one that gives none of them",
+        ),
+    ],
+    ids=["none", "no scalar", "without gradients", "sparse", "on another device", "of no parameter"],
+)
+def test_what_is_no_loss_of_the_model_is_told_so(loss_of: Callable[[torch.Tensor], Any], said: str, mode: str) -> None:
+    model, batch = network(), torch.randn(8, 16)
+    assert said in refusal(lambda: loss_of(model(batch)), model, mode)
+
+
+def test_a_nested_loss_is_told_so() -> None:
+    model = network()
+    said = refusal(lambda: torch.nested.as_nested_tensor([model(torch.ones(8, 16)).mean().view(1)]), model, "run")
+    assert "expected a scalar loss, found a nested tensor; reduce" in said
 
 
 def test_hooks_that_use_gradients_up_in_backward_are_no_untrained_model() -> None:
@@ -206,25 +220,14 @@ def test_what_of_the_model_is_on_another_device_is_named_with_both(
 
 
 @in_every_mode
-@pytest.mark.parametrize(
-    ("batch_on", "loss_on", "said"),
-    [
-        ("meta", "cpu", "expected the model's inputs on cpu, where its parameters are, found input 0 on meta"),
-        ("cpu", "meta", "expected a loss on cpu, where the model is, found one on meta"),
-    ],
-    ids=["input", "loss"],
-)
-def test_an_input_or_a_loss_on_another_device_is_told_so(batch_on: str, loss_on: str, said: str, mode: str) -> None:
-    model, batch = network(), torch.randn(8, 16, device=batch_on)
-    assert said in refusal(lambda: model(batch).mean().to(loss_on), model, mode)
+def test_an_input_on_another_device_is_told_so(mode: str) -> None:
+    model, batch = network(), torch.randn(8, 16, device="meta")
+    said = "expected the model's inputs on cpu, where its parameters are, found input 0 on meta"
+    assert said in refusal(lambda: model(batch).mean().to("cpu"), model, mode)
 
 
 def test_an_input_that_the_model_brings_to_its_device_is_fine() -> None:
-    class Moves(nn.Linear):
-        def forward(self, batch: torch.Tensor) -> torch.Tensor:
-            return super().forward(torch.ones_like(batch, device=self.weight.device))
-
-    model = Moves(16, 4)
+    model = Net(lambda net, batch: net.inner(torch.ones_like(batch, device="cpu")), inner=nn.Linear(16, 4))
     assert taken(lambda: model(torch.randn(8, 16, device="meta")).mean(), model).notes == ()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,9 +18,7 @@ from poochplan.planner.arena.step_layout import blocks_of, taken_by
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import simulate
-from poochplan.profiler.capture.op_blocks import BEGINS, ENDS, LogEvent, Taker, events_by_op, taken_in
-from poochplan.runtime.arena.library import BIRTH, DEATH, EVENT, MARK
-from tests.runtime.nets import taken
+from tests.runtime.nets import Net, taken
 from tests.runtime.random_plans import random_plan
 from tests.runtime.served import needs_compiler
 
@@ -33,40 +30,32 @@ def _clean_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class Wide(nn.Module):
+def _wide(net: Net, batch: torch.Tensor) -> torch.Tensor:
     """Temporaries in forward and backward that are larger than what goes in and out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 256), nn.Linear(256, 32)
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        wide = self.up(batch)
-        return self.down(wide * torch.sigmoid(wide) + torch.tanh(wide))
+    wide = net.up(batch)
+    return net.down(wide * torch.sigmoid(wide) + torch.tanh(wide))  # type: ignore[no-any-return]
 
 
-class Between(nn.Module):
+def _between(backend: str) -> nn.Module:
     """Compiled modules between plain layers."""
 
-    def __init__(self, backend: str) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
-        self.wide = nn.ModuleList(Wide() for _ in range(2))
-        for module in self.wide:
-            module.compile(backend=backend)
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        batch = self.first(batch).tanh()
-        for module in self.wide:
+    def body(net: Net, batch: torch.Tensor) -> torch.Tensor:
+        batch = net.first(batch).tanh()
+        for module in net.wide:
             batch = batch + module(batch)
-        return self.last(batch)
+        return net.last(batch)  # type: ignore[no-any-return]
+
+    wide = nn.ModuleList(Net(_wide, up=nn.Linear(32, 256), down=nn.Linear(256, 32)) for _ in range(2))
+    for module in wide:
+        module.compile(backend=backend)
+    return Net(body, first=nn.Linear(32, 32), last=nn.Linear(32, 32), wide=wide)
 
 
 @functools.cache
 def _steps(backend: str) -> tuple[Profile, list[int]]:
     """The profile, and the metered peaks of steps that keep everything."""
     torch.manual_seed(0)
-    model, batch = Between(backend), torch.randn(64, 32)
+    model, batch = _between(backend), torch.randn(64, 32)
     profile = taken(lambda: model(batch).square().mean(), model)
     peaks = []
     with poochplan.apply(random_plan(profile, 0, (1, 0, 0)), model, meter="always", arena="off") as session:
@@ -136,35 +125,3 @@ def test_compiled_calls_beside_another_profiler_are_measured_too() -> None:
     calls = [[op.workspace_bytes for op in one.ops if op.name == COMPILED_REGION] for one in (beside, alone)]
     assert calls[0] == calls[1]
     assert min(calls[1]) > 0
-
-
-# -- of a log --------------------------------------------------------------------------------------------------------
-
-
-def test_what_is_freed_in_a_backward_is_there_until_then() -> None:
-    events: list[LogEvent] = [(BIRTH, 1, 8192, 0), (MARK, -1, 0, -10240), (BIRTH, 2, 4096, 0), (DEATH, 1, 8192, 0)]
-    blocks, workspace_bytes = taken_in(events, {2: 0}, 1, Taker.BACKWARD_COMPILED)
-    assert [tuple(one) for one in blocks] == [(10240, -1, 2), (8192, -1, 3), (4096, 0, -1)]
-    assert workspace_bytes == 8192 + 10240 - 4096
-
-
-def test_what_is_freed_in_a_forward_is_live_at_its_tick_and_no_workspace() -> None:
-    events: list[LogEvent] = [(MARK, -1, 0, -10240), (BIRTH, 1, 4096, 0), (BIRTH, 2, 4096, 0), (DEATH, 1, 4096, 0)]
-    blocks, workspace_bytes = taken_in(events, {2: 0}, 1, Taker.FORWARD_COMPILED)
-    assert [tuple(one) for one in blocks] == [(4096, -1, 2), (4096, 0, -1)]
-    assert workspace_bytes == 0
-
-
-def test_what_was_there_before_compiled_code_and_dies_in_it_is_told_once() -> None:
-    events: list[LogEvent] = [(DEATH, 9, 10240, 0), (MARK, -1, 0, -10240), (BIRTH, 2, 4096, 0)]
-    assert taken_in(events, {2: 0}, 1, Taker.BACKWARD_COMPILED).workspace_bytes == 10240 - 4096
-
-
-def test_compiled_code_that_runs_within_a_backward_has_its_events_for_itself() -> None:
-    rows = [
-        (MARK, -1, 0, BEGINS), (BIRTH, 1, 64, 0), (MARK, -1, 0, BEGINS), (BIRTH, 2, 64, 0), (MARK, -1, 0, ENDS),
-        (BIRTH, 3, 64, 0), (MARK, -1, 0, ENDS),
-    ]  # fmt: skip
-
-    found = [[block for _, block, _, _ in events] for events in events_by_op(np.array(rows, EVENT))]
-    assert found == [[2], [1, 3]]

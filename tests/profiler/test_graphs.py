@@ -110,27 +110,13 @@ def test_a_step_with_nothing_compiled_names_no_nodes() -> None:
     assert not any(value.nodes for value in graphs_of(model, step, optimizer).values)
 
 
-class Reasons(nn.Module):
-    """Values that may not be recomputed, each for its own reason."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.block = nn.Linear(64, 64), Block(64, 64)
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        batch = self.before(batch).tanh()  # saved here, and by the block's graph
-        return self.block(self.block(batch)).sum()
-
-
-class Block(nn.Linear):
-    """Called twice."""
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return super().forward(batch).sin().exp()
-
-
 def test_what_is_saved_outside_of_graphs_or_by_a_graph_that_runs_twice_is_never_recomputed() -> None:
-    model, batch = Reasons(), torch.randn(64, 64)
+    def body(net: Net, batch: torch.Tensor) -> torch.Tensor:
+        batch = net.before(batch).tanh()  # saved here, and by the block's graph
+        return net.block(net.block(batch)).sum()  # type: ignore[no-any-return]
+
+    block = Net(lambda net, batch: net.inner(batch).sin().exp(), inner=nn.Linear(64, 64))
+    model, batch = Net(body, before=nn.Linear(64, 64), block=block), torch.randn(64, 64)
     model.block.compile(dynamic=False)
     found = saved(graphs_of(model, lambda: model(batch), None))
     inside = [value for value in found if value.nodes]
@@ -139,22 +125,13 @@ def test_what_is_saved_outside_of_graphs_or_by_a_graph_that_runs_twice_is_never_
     assert {value.unreplayable for value in found if not value.nodes} == {ELSEWHERE}
 
 
-class Written(nn.Module):
-    """What depends on a buffer that the step writes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(64, 64)
-        self.register_buffer("scale", torch.ones(64))
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        scaled = self.inner(batch) + self.scale
-        self.scale.mul_(1.5)
-        return (scaled.sin() @ self.inner.weight).exp().sum()
-
-
 def test_what_is_made_of_a_buffer_that_the_step_writes_is_never_recomputed() -> None:
-    model, batch = Written(), torch.randn(64, 64)
+    def body(net: Net, batch: torch.Tensor) -> torch.Tensor:
+        scaled = net.inner(batch) + net.scale
+        net.scale.mul_(1.5)
+        return (scaled.sin() @ net.inner.weight).exp().sum()  # type: ignore[no-any-return]
+
+    model, batch = Net(body, inner=nn.Linear(64, 64), scale=nn.Buffer(torch.ones(64))), torch.randn(64, 64)
     model.compile(dynamic=False)
     reasons = {value.unreplayable for value in saved(graphs_of(model, lambda: model(batch), None)) if value.nodes}
     assert any("an input that the step writes" in reason for reason in reasons)

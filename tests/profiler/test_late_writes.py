@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 import poochplan
-from poochplan.formats.profile import Profile
 from poochplan.formats.sources import sources_of
 from poochplan.planner.planning import smallest_budget
 from poochplan.profiler.trials.compare import SOURCE_WRITTEN_LATE, WRITTEN_LATE
-from tests.runtime.nets import taken
+from tests.runtime.nets import Case, Net, followed
 
 Write = Callable[[torch.Tensor], None]
 
@@ -32,58 +31,39 @@ def turn(tensor: torch.Tensor) -> None:
     array[:] = array[::-1].copy()
 
 
-class Writes(nn.Module):
-    """Saves the float32 copy of a tensor of bfloat16, and writes one of the two before or after that."""
+def writing(to: str, write: Write) -> Case:
+    """A step that saves the float32 copy of a tensor of bfloat16, and writes one of them before or after that."""
 
-    def __init__(self, to: str, write: Write) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(32, 64), nn.Linear(64, 1)
-        self._to, self._write = to, write
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        source = self.first(batch).bfloat16() * 1.5
+    def body(net: Net, batch: torch.Tensor) -> torch.Tensor:
+        source = net.first(batch).bfloat16() * 1.5
         copy = source.float()
-        if self._to == "source before the save":
-            self._write(source)
+        if to == "source before the save":
+            write(source)
         squares = copy * copy
-        if self._to == "source":
-            self._write(source)
-        if self._to == "value":
-            self._write(copy)
+        if to in ("source", "value"):
+            write(source if to == "source" else copy)
         del source, copy
-        return self.last(squares.sin()).sum()
+        return net.last(squares.sin()).sum()  # type: ignore[no-any-return]
 
-
-def profiled(to: str, write: Write, mode: str) -> tuple[Profile, nn.Module, torch.Tensor]:
-    torch.manual_seed(3)
-    model, batch = Writes(to, write), torch.randn(512, 32)
-    return taken(lambda: model(batch), model, mode=mode), model, batch
-
-
-def gradients(model: nn.Module, batch: torch.Tensor) -> list[torch.Tensor]:
-    model.zero_grad()
-    model(batch).backward()
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    batch = torch.randn(512, 32)
+    return Case(lambda: (Net(body, first=nn.Linear(32, 64), last=nn.Linear(64, 1)), lambda model: model(batch)))
 
 
 @pytest.mark.parametrize("mode", ["run", "swap-all"])
 @pytest.mark.parametrize("write", [zero, turn])
 @pytest.mark.parametrize("to", ["source before the save", "source", "value"])
 def test_a_late_write_is_found_and_no_plan_gives_other_gradients(to: str, write: Write, mode: str) -> None:
-    profile, model, batch = profiled(to, write, mode)
+    case = writing(to, write)
+    profile = case.profile(mode)
     marked = {value.pinned: value.dtype for value in profile.values if "no operator declares" in value.pinned}
     assert marked == ({WRITTEN_LATE: "float32"} if to == "value" else {SOURCE_WRITTEN_LATE: "bfloat16"})
     assert any("no operator declares" in note for note in profile.notes)
     assert bool(sources_of(profile)) == (to == "value")
-    plan = poochplan.plan(profile, budget=smallest_budget(profile), time_limit_s=1)
-    plain = gradients(model, batch)
-    with poochplan.apply(plan, model):
-        planned = gradients(model, batch)
-    assert all(map(torch.equal, plain, planned))
+    followed(case, poochplan.plan(profile, budget=smallest_budget(profile), time_limit_s=1), 1)
 
 
 @pytest.mark.parametrize("mode", ["run", "swap-all"])
 def test_a_step_without_late_writes_has_its_source(mode: str) -> None:
-    profile, _, _ = profiled("source", none, mode)
+    profile = writing("source", none).profile(mode)
     assert [profile.values[one].dtype for one in sources_of(profile).values()] == ["bfloat16"]
     assert not any("no operator declares" in note for note in profile.notes)

@@ -16,7 +16,7 @@ import poochplan
 from poochplan.formats.profile import Device, Memory, Op, Profile
 from poochplan.profiler.fake import op_bench
 from poochplan.profiler.fake.op_bench import OpBench, OpSpec, Recency, cache_bytes, cache_path
-from tests.profiler.test_workspace import Taking
+from tests.profiler.test_workspace import TAKING
 from tests.runtime.nets import CASES, of, taken
 from tests.runtime.served import needs_compiler
 
@@ -55,6 +55,8 @@ def test_all_but_the_seconds_is_as_with_a_roofline() -> None:
     roofline = CASES["attention"].profile(mode="fake", roofline="v100")
     assert measured.ops_fingerprint == roofline.ops_fingerprint
     assert measured.values == roofline.values
+    assert roofline.memory is Memory.LIVE
+    assert any("nothing was run, and peaks count live tensors alone" in note for note in roofline.notes)
     assert poochplan.plan(measured, budget="80%", evaluations=100).estimate
 
 
@@ -93,15 +95,7 @@ def test_ops_differ_by_shapes_strides_dtypes_scalars_and_shared_storage() -> Non
     x = torch.empty(8, 8)
     keys = [
         spec(aten.add.Tensor, *arguments).key
-        for arguments in [
-            (x, x),
-            (x, x.clone()),
-            (x, x.t()),
-            (x, 1.0),
-            (x, 2.0),
-            (x.double(), x.double()),
-            (x[:4], 1.0),
-        ]
+        for arguments in [(x, x), (x, x.clone()), (x, x.t()), (x, 1.0), (x, 2.0), (x.double(),) * 2, (x[:4], 1.0)]
     ]
     assert len(set(keys)) == len(keys)
     assert spec(aten.add.Tensor, x.clone(), 1.0).key == keys[3]
@@ -138,29 +132,20 @@ def test_integers_that_index_are_within_range() -> None:
     assert counts(profile)[2] == 0
 
 
-def test_what_was_touched_lately_is_there_and_the_oldest_goes_first() -> None:
+@pytest.mark.parametrize(
+    ("touched", "held"),  # values and their bytes
+    [
+        pytest.param([(1, 4), (2, 4), (1, 4), (3, 4)], {1, 3}, id="what was touched lately"),
+        pytest.param([(1, 4), (2, 11)], set(), id="nothing behind a value larger than the cache"),
+        pytest.param([(1, 4), (2, 11), (3, 10)], {3}, id="what fits after that"),
+        pytest.param([(1, 6)] * 5 + [(2, 4)], {1, 2}, id="a value touched again once"),
+    ],
+)
+def test_a_cache_of_ten_bytes_holds(touched: list[tuple[int, int]], held: set[int]) -> None:
     recency = Recency(10)
-    for value in (1, 2, 1, 3):
-        recency.touch(value, 4)
-    assert [recency.holds(value) for value in (1, 2, 3)] == [True, False, True]
-
-
-def test_a_value_larger_than_the_cache_leaves_nothing_there() -> None:
-    recency = Recency(10)
-    recency.touch(1, 4)
-    recency.touch(2, 11)
-    assert not recency.holds(1)
-    assert not recency.holds(2)
-    recency.touch(3, 10)
-    assert recency.holds(3)
-
-
-def test_a_value_touched_again_takes_its_room_once() -> None:
-    recency = Recency(10)
-    for _ in range(5):
-        recency.touch(1, 6)
-    recency.touch(2, 4)
-    assert recency.holds(1)
+    for value, size_bytes in touched:
+        recency.touch(value, size_bytes)
+    assert {value for value in (1, 2, 3) if recency.holds(value)} == held
 
 
 def test_a_processor_has_a_cache() -> None:
@@ -213,11 +198,6 @@ def test_what_ops_take_is_remembered_and_measured_anew_where_it_was_not_known(mo
     assert found[0].memory.workspace_bytes > 0
 
 
-def _partly_known() -> Profile:
-    model, batch = Taking(), torch.randn(64, 256)
-    return taken(lambda: model(batch).square().mean(), model, mode="fake")
-
-
 def _said(profile: Profile) -> str:
     (note,) = (note for note in profile.notes if "take and give back inside" in note)
     assert "\n" not in note
@@ -226,7 +206,7 @@ def _said(profile: Profile) -> str:
 
 @needs_compiler
 def test_an_op_that_cannot_be_run_by_itself_is_said_to_be_unknown() -> None:
-    profile = _partly_known()
+    profile = TAKING.new_profile(mode="fake")
     assert profile.memory is Memory.ALLOCATED
     assert "that of 1 is not known, first poochplan_tests.takes_and_gives_back.default: peaks may be" in _said(profile)
     (advice,) = (line for line in profile.advice() if "inside is not known" in line)
@@ -239,14 +219,8 @@ def test_without_the_allocator_peaks_count_live_tensors_and_the_profile_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(op_bench, "step_scope", lambda: None)
-    profile = _partly_known()
+    profile = TAKING.new_profile(mode="fake")
     assert profile.memory is Memory.LIVE
     assert "peaks count live tensors alone" in _said(profile)
     assert profile.facts.unmeasured_ops == 0
     assert not any(op.workspace_bytes for op in profile.ops)
-
-
-def test_with_a_roofline_peaks_count_live_tensors_and_the_profile_says_so() -> None:
-    profile = CASES["attention"].profile(mode="fake", roofline="v100")
-    assert profile.memory is Memory.LIVE
-    assert any("nothing was run, and peaks count live tensors alone" in note for note in profile.notes)

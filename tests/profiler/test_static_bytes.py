@@ -11,7 +11,7 @@ from torch import nn
 
 from poochplan.formats.profile import Profile
 from tests.live_bytes import peak_of_a_step
-from tests.runtime.nets import CASES, taken
+from tests.runtime.nets import CASES, Net, taken
 
 Step = Callable[[], torch.Tensor]
 UNIT = 512
@@ -94,17 +94,13 @@ def test_the_in_core_peak_is_what_an_outside_meter_sees(name: str, accumulate: b
     assert profile.gradients_live_through_forward is accumulate
 
 
-class Scratch(nn.Module):
-    """Scales its input by a number for which it needs a large tensor for a moment."""
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+def test_the_peak_is_in_the_layer_that_takes_the_most_for_a_moment() -> None:
+    def scaled(_: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             scale = batch.unsqueeze(-1).expand(-1, -1, 4096).exp().mean()
         return batch * scale
 
-
-def test_the_peak_is_in_the_layer_that_takes_the_most_for_a_moment() -> None:
-    layers = [nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), Scratch(), nn.Linear(32, 32)]
+    layers = [nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), Net(scaled), nn.Linear(32, 32)]
     model, batch = nn.Sequential(*layers), torch.randn(16, 32)
     profile = taken(lambda: model(batch).mean(), model)
     assert profile.in_core_peak_layer == "3"

@@ -18,7 +18,7 @@ from poochplan.formats.queries import saved_values
 from poochplan.planner.planning import smallest_budget
 from poochplan.profiler.trials.compare import RECORDED, UNVERIFIED
 from poochplan.torch_private.tensor_internals import mode_count
-from tests.runtime.nets import Residual, taken
+from tests.runtime.nets import Net, Residual, taken
 
 
 class Alternates(nn.Module):
@@ -88,22 +88,15 @@ def test_what_no_step_has_verified_is_not_recomputed() -> None:
     assert {str(value.decision) for value in plan.values} == {"keep", "swap"}
 
 
-class Watched(nn.Module):
+def watched() -> nn.Module:
     """A layer of users' code that computes otherwise where a dispatch mode looks on."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden * (1.0 + 2.0**-20 * bool(mode_count()))
+    return Net(lambda _, hidden: hidden * (1.0 + 2.0**-20 * bool(mode_count())))
 
 
-class Expert(nn.Module):
+def expert() -> nn.Module:
     """Multiplies by one weight of two: here by the other one just where a mode looks on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([torch.full((32,), 1.0), torch.full((32,), 2.0)])
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden * self.weights[bool(mode_count())]
+    weights = nn.ParameterList([torch.full((32,), 1.0), torch.full((32,), 2.0)])
+    return Net(lambda net, hidden: hidden * net.weights[bool(mode_count())], weights=weights)
 
 
 class HalfWritten(torch.autograd.Function):
@@ -124,12 +117,6 @@ class HalfWritten(torch.autograd.Function):
         return 2 * gradient * memory[: gradient.numel()].view_as(gradient)
 
 
-class HalfSaved(nn.Module):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        squared: torch.Tensor = HalfWritten.apply(hidden)
-        return squared
-
-
 def net(*layers: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(32, 32), *layers, nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 32), nn.Tanh())
@@ -145,7 +132,7 @@ def reasons(profile: Profile) -> set[str]:
 
 
 def test_nothing_is_recomputed_of_a_step_that_recording_alone_would_change() -> None:
-    profile = profiled(net(Watched()))
+    profile = profiled(net(watched()))
     assert RECORDED in reasons(profile)
     plan = poochplan.plan(profile, poochplan.smallest_budget(profile), evaluations=50)
     assert {value.decision for value in plan.values} <= {"keep", "swap"}
@@ -158,16 +145,16 @@ def test_a_step_that_draws_numbers_is_compared_from_one_state() -> None:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library does not fill new memory")
-@pytest.mark.parametrize(("layers", "is_moved"), [([], False), ([Watched()], True)], ids=["alone", "beside one moved"])
+@pytest.mark.parametrize(("layers", "is_moved"), [([], False), ([watched()], True)], ids=["alone", "beside one moved"])
 def test_what_a_step_saves_of_memory_that_nothing_wrote_is_not_compared(
     layers: list[nn.Module], is_moved: bool
 ) -> None:
-    profile = profiled(net(HalfSaved(), *layers))
+    profile = profiled(net(Net(lambda _, hidden: HalfWritten.apply(hidden)), *layers))
     assert (RECORDED in reasons(profile)) is is_moved
     assert any(not profile.values[one].unreplayable for one in saved_values(profile)) is not is_moved
 
 
-@pytest.mark.parametrize("layers", [[], [Expert()]], ids=["one way", "ways that data choose"])
+@pytest.mark.parametrize("layers", [[], [expert()]], ids=["one way", "ways that data choose"])
 def test_a_step_of_other_data_each_time_tells_nothing_of_recording(layers: list[nn.Module]) -> None:
     numbers = torch.Generator().manual_seed(0)
     profile = profiled(net(*layers), iter(lambda: torch.randn(16, 32, generator=numbers), None))

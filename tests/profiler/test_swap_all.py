@@ -19,7 +19,7 @@ from poochplan.profiler.trials.compare import DIFFERS, parts_of
 from poochplan.torch_private.tensor_internals import mode_count
 from poochplan.workload import load_workload
 from tests.processes import python
-from tests.runtime.nets import CASES, taken
+from tests.runtime.nets import CASES, Net, taken
 from tests.runtime.served import arenas_mapped, needs_compiler
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -65,22 +65,11 @@ class Unseen(torch.autograd.Function):
         return gradient
 
 
-class Noisy(nn.Module):
-    """Two layers around noise that no replay repeats; of the saved values every second one is its neighbour's heir."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            batch = torch.tanh(Unseen.apply(torch.sin(layer(batch))))
-        return batch.square().mean()
-
-
 def test_replays_that_give_other_bits_are_found_while_swapping() -> None:
-    model, batch = Noisy(), torch.randn(16, 32)
-    found = [taken(lambda: model(batch), model, mode=mode) for mode in ("run", "swap-all")]
+    """Of the saved values every second one is its neighbour's heir."""
+    noisy = [Net(lambda net, hidden: torch.tanh(Unseen.apply(torch.sin(hidden)))) for _ in range(3)]
+    model, batch = nn.Sequential(*(layer for one in noisy for layer in (nn.Linear(32, 32), one))), torch.randn(16, 32)
+    found = [taken(lambda: model(batch).square().mean(), model, mode=mode) for mode in ("run", "swap-all")]
     marked = [[value.name for value in profile.values if value.unreplayable == DIFFERS] for profile in found]
     assert marked[0]
     assert marked[1] == marked[0]
@@ -127,15 +116,8 @@ def test_auto_measures_in_core_where_that_fits_and_says_which_and_why(
 
 
 def test_verification_in_parts_replays_no_chain_of_values() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.nn.functional.gelu(self.inside(x))
-
-    model = nn.Sequential(*(Block() for _ in range(12)))
+    skips = (Net(lambda net, x: x + nn.functional.gelu(net.inside(x)), inside=nn.Linear(8, 8)) for _ in range(12))
+    model = nn.Sequential(*skips)
     batch = torch.randn(4, 8)
     profile = taken(lambda: model(batch).square().mean(), model)
     replays = build_problem(profile).replay.replays
@@ -155,17 +137,13 @@ OUT_OF_CORE = """
     import numpy.ma  # which a median loads when it is first asked for: with the limit on, there may be no room
     import poochplan
     from poochplan.planner.simulator.evaluator import library
-    from tests.runtime.nets import LINK, without_costs
+    from tests.runtime.nets import LINK, Net, without_costs
     without_costs()
     library(None)  # built before the limit: a thread that builds it has address space of its own
     torch.manual_seed(0)
-    class Block(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inside = torch.nn.Linear(128, 128)
-        def forward(self, x):
-            return x + torch.nn.functional.gelu(self.inside(x))
-    model = torch.nn.Sequential(*[Block() for _ in range(30)])
+    gelu, linear = torch.nn.functional.gelu, torch.nn.Linear
+    skips = [Net(lambda net, x: x + gelu(net.inside(x)), inside=linear(128, 128)) for _ in range(30)]
+    model = torch.nn.Sequential(*skips)
     batch = torch.randn(8192, 128)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = lambda: model(batch).square().mean()

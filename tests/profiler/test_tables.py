@@ -14,6 +14,7 @@ import torch
 from poochplan.errors import UsageError
 from poochplan.formats.profile import Kind, Phase, PointKind, Profile
 from poochplan.formats.queries import FRAMES, OUTSIDE
+from tests.planner.random_profiles import with_facts
 from tests.processes import python
 from tests.runtime.nets import LINK, Residual, taken
 
@@ -86,9 +87,7 @@ def test_recomputing_takes_the_ops_that_write_the_value_in_forward(profile: Prof
 
 def test_what_cannot_be_recomputed_has_no_recompute_time(profile: Profile) -> None:
     number = next(number for number, value in enumerate(profile.values) if value.name == "blocks.1.1/native_batch_norm")
-    values = list(profile.values)
-    values[number] = msgspec.structs.replace(values[number], unreplayable="it was tried")
-    lost = msgspec.structs.replace(profile, values=tuple(values))
+    lost = with_facts(profile, "values", number, unreplayable="it was tried")
     frame, before = lost.to_frame("layers"), profile.to_frame("layers")
     assert list(before.index[before["recompute_s"].notna() & frame["recompute_s"].isna()]) == ["blocks.1.1"]
     assert frame.loc["blocks.1.1", "swap_s"] == before.loc["blocks.1.1", "swap_s"] > 0
@@ -103,12 +102,8 @@ def test_what_is_pinned_costs_neither_but_is_still_saved(profile: Profile) -> No
     assert given[["swap_s", "recompute_s", "ratio"]].isna().all(axis=None)
     number = next(number for number, value in enumerate(profile.values) if value.kind is Kind.ACTIVATION)
     layer = profile.values[number].layer
-    pinned = list(profile.values)
-    pinned[number] = msgspec.structs.replace(pinned[number], pinned="held")
-    frame, before = (
-        msgspec.structs.replace(profile, values=tuple(pinned)).to_frame("layers"),
-        profile.to_frame("layers"),
-    )
+    pinned = with_facts(profile, "values", number, pinned="held")
+    frame, before = pinned.to_frame("layers"), profile.to_frame("layers")
     assert frame.loc[layer, "saved_bytes"] == before.loc[layer, "saved_bytes"]
     assert before.loc[layer, "free_bytes"] - frame.loc[layer, "free_bytes"] == profile.values[number].size_bytes
 

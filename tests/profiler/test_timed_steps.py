@@ -19,7 +19,7 @@ from poochplan.report.timeline import draw_timeline, timeline_of
 from poochplan.runtime.arena.library import library
 from poochplan.runtime.arena.step_arena import RepeatedStep
 from tests.processes import python
-from tests.runtime.nets import LINK, taken
+from tests.runtime.nets import LINK, Net, taken
 
 SLOWER = 1.5
 
@@ -38,10 +38,13 @@ def profile() -> Profile:
     return taken(step, model, iterations=3)
 
 
+def with_times(profile: Profile, **times: float | None) -> Profile:
+    return msgspec.structs.replace(profile, times=msgspec.structs.replace(profile.times, **times))
+
+
 def unserved(profile: Profile) -> Profile:
     """As if steps without an arena took half as long again."""
-    times = msgspec.structs.replace(profile.times, unserved_step_s=SLOWER * profile.times.step_s)
-    return msgspec.structs.replace(profile, times=times)
+    return with_times(profile, unserved_step_s=SLOWER * profile.times.step_s)
 
 
 def test_a_profile_has_the_step_by_pytorch_alone_and_without_an_arena(profile: Profile) -> None:
@@ -59,17 +62,15 @@ def test_in_a_loop_the_seconds_of_fresh_pages_are_not_those_of_ops(
     if not has_arena:
         monkeypatch.setattr(RepeatedStep, "is_from_arena", False)
 
-    class Scaled(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(1))
+    def body(net: Net, batch: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            batch = (batch * net.weight).tanh()
+        return batch.mean()
 
-        def forward(self, batch: torch.Tensor) -> torch.Tensor:
-            for _ in range(4):
-                batch = (batch * self.weight).tanh()
-            return batch.mean()
-
-    model, batch = Scaled(), torch.randn(40 << 18)  # 40 MiB: the C library maps each such tensor afresh
+    model, batch = (
+        Net(body, weight=torch.nn.Parameter(torch.ones(1))),
+        torch.randn(40 << 18),
+    )  # 40 MiB: the C library maps each such tensor afresh
     optimizer = torch.optim.SGD(model.parameters())
 
     def step() -> None:
@@ -130,8 +131,7 @@ def test_a_budget_that_holds_the_peak_and_not_the_arena_of_everything_gives_up_a
 def test_where_giving_up_is_dearer_everything_is_kept_without_an_arena_and_the_bound_is_of_steps_from_one(
     profile: Profile,
 ) -> None:
-    times = msgspec.structs.replace(profile.times, unserved_step_s=1.0001 * profile.times.step_s)
-    slower = for_machine(msgspec.structs.replace(profile, times=times), link="1MB/s")
+    slower = for_machine(with_times(profile, unserved_step_s=1.0001 * profile.times.step_s), link="1MB/s")
     plan = poochplan.plan(slower, slower.in_core_peak_bytes, evaluations=50)
     assert {value.decision for value in plan.values} == {Decision.KEEP}
     assert not plan.holds_arena
@@ -139,8 +139,7 @@ def test_where_giving_up_is_dearer_everything_is_kept_without_an_arena_and_the_b
 
 
 def test_where_pytorch_alone_was_not_timed_the_ops_stand_in_and_every_table_says_so(profile: Profile) -> None:
-    times = msgspec.structs.replace(profile.times, plain_step_s=None)
-    alone, without = profile, msgspec.structs.replace(profile, times=times)
+    alone, without = profile, with_times(profile, plain_step_s=None)
     for one, said in ((alone, "PyTorch alone "), (without, ", PyTorch alone not timed")):
         plan = poochplan.plan(one, "80%", evaluations=50)
         assert plan.prediction.is_timed_alone is (one is alone)
@@ -160,8 +159,7 @@ def test_a_step_that_swaps_is_timed_from_an_arena_and_not_by_pytorch_alone() -> 
 
 
 def test_a_step_that_was_never_served_is_what_it_was_timed_as(profile: Profile) -> None:
-    times = msgspec.structs.replace(profile.times, unserved_step_s=None)
-    ordinary = msgspec.structs.replace(profile, times=times)
+    ordinary = with_times(profile, unserved_step_s=None)
     assert without_arena(ordinary) is ordinary
 
 
@@ -169,8 +167,7 @@ def test_a_step_that_was_never_served_is_what_it_was_timed_as(profile: Profile) 
 def test_a_step_by_pytorch_alone_that_took_much_longer_than_in_a_session_is_timed_again(
     profile: Profile, alone_s: float, again_s: float, found_s: float
 ) -> None:
-    times = msgspec.structs.replace(profile.times, plain_step_s=alone_s, unserved_step_s=1.0)
-    found = with_plain_again(msgspec.structs.replace(profile, times=times), lambda: again_s)
+    found = with_plain_again(with_times(profile, plain_step_s=alone_s, unserved_step_s=1.0), lambda: again_s)
     assert found.times.plain_step_s == found_s
 
 

@@ -21,25 +21,14 @@ from poochplan.planner.simulator.simulate import simulate
 from poochplan.profiler.capture import capture as capturing
 from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.capture.op_blocks import (
-    BEGINS,
-    ENDS,
-    POINT,
     STEM,
-    LogEvent,
-    Taker,
-    bytes_beside_ops,
-    carried_in,
-    stray_values,
-    strays_in,
-    taken_in,
 )
 from poochplan.profiler.capture.workspace import Workspace, workspace_of
-from poochplan.runtime.arena.library import BIRTH, DEATH, MARK
 from poochplan.runtime.metering.allocated import joined_count
 from tests.depth import seeds
 from tests.live_bytes import peak_of_a_step
 from tests.processes import python
-from tests.runtime.nets import Case, metered_peaks, taken
+from tests.runtime.nets import Case, Net, metered_peaks, of
 from tests.runtime.random_plans import random_plan
 from tests.runtime.served import needs_compiler
 
@@ -59,22 +48,12 @@ takes_and_gives_back.register_fake(torch.empty_like)
 takes_and_gives_back.register_autograd(lambda _, gradient: 2 * gradient)
 
 
-class Taking(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside = nn.Linear(256, 256)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(takes_and_gives_back(self.inside(x)))  # type: ignore[no-any-return]
-
-
-def profile_of(model: nn.Module, batch: torch.Tensor) -> Profile:
-    return taken(lambda: model(batch).square().mean(), model)
+TAKING = of(lambda: Net(lambda net, x: takes_and_gives_back(net.inside(x)).tanh(), inside=nn.Linear(256, 256)), 64, 256)
 
 
 @needs_compiler
 def test_an_op_has_the_blocks_that_it_takes_in_their_order() -> None:
-    profile = profile_of(Taking(), torch.randn(64, 256))
+    profile = TAKING.profile()
     assert profile.memory is Memory.ALLOCATED
     (op,) = (op for op in profile.ops if "takes_and_gives_back" in op.name)
     assert op.workspace_bytes == 2 * INSIDE_BYTES
@@ -84,17 +63,6 @@ def test_an_op_has_the_blocks_that_it_takes_in_their_order() -> None:
         (INSIDE_BYTES, -1, 3),
     ]
     assert profile.in_core_peak_bytes > profile.in_core_live_peak_bytes
-
-
-def test_what_an_op_takes_that_is_too_small_for_a_place_is_counted_behind_the_others() -> None:
-    large, result, first, second, third = range(5)
-    sizes = {large: 8192, result: 5000, first: 4000, second: 600, third: 500}
-    born = {block: (BIRTH, block, size, 0) for block, size in sizes.items()}
-    died = {block: (DEATH, block, size, 0) for block, size in sizes.items()}
-    log = [born[large], born[first], born[second], died[first], born[third], died[second], died[third]]
-    blocks, workspace_bytes = taken_in([*log, born[result], died[large]], {result: 0}, 1)
-    assert workspace_bytes == 8192
-    assert [tuple(one) for one in blocks] == [(8192, -1, 2), (5000, 0, -1), (3584, -1, 4), (1536, -1, 4)]
 
 
 @needs_compiler
@@ -117,7 +85,7 @@ def test_what_another_thread_of_the_scope_takes_meanwhile_is_no_op_s() -> None:
 
 def test_without_the_allocator_peaks_are_of_live_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capturing, "workspace_of", lambda where: Workspace())
-    profile = profile_of(Taking(), torch.randn(64, 256))
+    profile = TAKING.new_profile()
     assert profile.memory is Memory.LIVE
     assert profile.in_core_peak_bytes == profile.in_core_live_peak_bytes
     assert not any(op.workspace_bytes or op.blocks for op in profile.ops)
@@ -166,20 +134,14 @@ def test_the_peaks_are_those_of_a_hook_of_the_tests() -> None:
     assert planned <= budget <= predicted
 
 
-class Skip(nn.Module):
+def test_a_gradient_that_is_added_to_a_part_of_another_is_new_memory() -> None:
     """The gradient of what skips is a part of that of ``cat``: torch adds the other one to it in new memory."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(1, 64, 4096))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        both = (self.weight * x).exp()
+    def skip(net: Net, x: torch.Tensor) -> torch.Tensor:
+        both = (net.weight * x).exp()
         return torch.cat([both, both * 0.5], 1).neg_()
 
-
-def test_a_gradient_that_is_added_to_a_part_of_another_is_new_memory() -> None:
-    model, batch = Skip(), torch.randn(1, 64, 4096)
+    model, batch = Net(skip, weight=nn.Parameter(torch.randn(1, 64, 4096))), torch.randn(1, 64, 4096)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> None:
@@ -195,102 +157,16 @@ def test_a_gradient_that_is_added_to_a_part_of_another_is_new_memory() -> None:
 STATE_BYTES = torch.get_rng_state().nbytes
 
 
-def mark(value: int) -> LogEvent:
-    return MARK, -1, 0, value
-
-
-OP = (mark(BEGINS), mark(ENDS))
-POINTED = (mark(POINT),)
-
-
-def events(*parts: tuple[LogEvent, ...] | tuple[int, int, int]) -> list[LogEvent]:
-    """Parts are several marks, or one block's birth or death: kind, number, bytes."""
-    found: list[LogEvent] = []
-    for part in parts:
-        if isinstance(part[0], tuple):
-            found += part  # type: ignore[arg-type]
-        else:
-            found.append((*part, 0))  # type: ignore[misc]
-    return found
-
-
-@pytest.mark.parametrize(
-    ("log", "op_ticks", "life"),  # its op, its first tick and its last
-    [
-        pytest.param(
-            events(OP, (BIRTH, 7, 5000), POINTED, OP, OP, (DEATH, 7, 5000), OP),
-            [0, 2, 3, 4],
-            (0, 1, 3),
-            id="between the ops and points that the log has",
-        ),
-        pytest.param(
-            events((BIRTH, 1, 5000), OP, (mark(BEGINS), (DEATH, 1, 5000, 0), mark(ENDS)), OP),
-            [0, 1, 2],
-            (-1, 0, 1),
-            id="up to the op inside which it dies",
-        ),
-        pytest.param(events(OP, (BIRTH, 1, 5000), OP), [0, 1], (0, 1, 1), id="to the end if nobody gives it back"),
-        pytest.param(events(OP, OP, (BIRTH, 1, 5000)), [0, 1], (1, 1, 1), id="at the last tick if taken behind it"),
-    ],
-)
-def test_a_stray_lives(log: list[LogEvent], op_ticks: list[int], life: tuple[int, ...]) -> None:
-    (value,) = stray_values(strays_in(log, known=()), op_ticks, op_ticks[-1] + 1)
-    assert (value.born, value.born_tick, value.freed) == life
-
-
-def test_values_and_what_ops_take_themselves_are_no_strays() -> None:
-    inside = (mark(BEGINS), (BIRTH, 1, 5000, 0), mark(ENDS))
-    assert strays_in(events(inside, (BIRTH, 2, 5000), (BIRTH, 3, 8), OP), known={2}) == []
-
-
-def test_what_is_gone_before_the_next_op_counts_with_that_op_alone() -> None:
-    strays = strays_in(events(OP, (BIRTH, 1, 5000), (DEATH, 1, 5000), OP), known=())
-    assert stray_values(strays, op_ticks=[0, 1], tick_count=2) == ()
-    assert bytes_beside_ops(strays) == {1: 5120}
-
-
-def test_what_is_taken_before_something_else_dies_counts_with_the_op_before() -> None:
-    log = events(OP, (BIRTH, 1, 5000), (DEATH, 2, 2048), (DEATH, 1, 5000), OP, (BIRTH, 3, 6000), (DEATH, 4, 64), OP)
-    strays = strays_in(log, known=())
-    assert bytes_beside_ops(strays) == {0: 5120, 1: 6144}
-    (value,) = stray_values(strays, op_ticks=[0, 1, 2], tick_count=3)
-    assert (value.size_bytes, value.born_tick, value.freed) == (6000, 2, 2)
-
-
-def test_what_is_taken_before_a_point_counts_with_what_a_plan_lets_go_of_there() -> None:
-    strays = strays_in(events(OP, (BIRTH, 1, 5000), POINTED, (BIRTH, 2, 6000), POINTED, OP), known=())
-    assert bytes_beside_ops(strays) == {0: 5120}
-    values = stray_values(strays, op_ticks=[0, 3], tick_count=4)
-    assert [(value.size_bytes, value.born_tick) for value in values] == [(5000, 1), (6000, 1)]
-
-
-def test_small_strays_of_one_lifetime_are_one_value_and_large_ones_their_own() -> None:
-    births = [(BIRTH, number, size) for number, size in enumerate([100, 200, 5000, 6000])]
-    values = stray_values(strays_in(events(OP, *births, OP), known=()), op_ticks=[0, 1], tick_count=2)
-    assert sorted(value.size_bytes for value in values) == [1024, 5000, 6000]
-    assert len({value.name for value in values}) == 3
-
-
-# -- in profiles -----------------------------------------------------------------------------------------------------
-
-
-class Checkpoints(nn.Module):
+def _checkpoints() -> nn.Module:
     """The most bytes live in its first op, before two checkpoints in sequence take their states of generators."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        hidden = takes_and_gives_back(self.first(batch))
-        for layer in (self.second, self.third):
+    def body(net: Net, batch: torch.Tensor) -> torch.Tensor:
+        hidden = takes_and_gives_back(net.first(batch))
+        for layer in (net.second, net.third):
             hidden = checkpoint(layer, hidden, use_reentrant=False)  # type: ignore[assignment]
         return hidden
 
-
-def _checkpoints() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    batch = torch.randn(4, 16)
-    return Checkpoints(), lambda model: model(batch).square().mean()
+    return Net(body, first=nn.Linear(16, 16), second=nn.Linear(16, 16), third=nn.Linear(16, 16))
 
 
 def _checkpoints_within_one() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
@@ -311,7 +187,7 @@ def _checkpoints_within_one() -> tuple[nn.Module, Callable[[nn.Module], torch.Te
     return layers, step
 
 
-CASE = Case(_checkpoints)
+CASE = of(_checkpoints, 4, 16)
 
 
 def _strays_of(profile: Profile) -> list[int]:
@@ -358,35 +234,3 @@ def test_a_state_that_is_taken_before_a_forward_in_backward_lets_go_of_its_casts
     problem = build_problem(profile)
     plan = random_plan(profile, 0, (1, 0, 0))
     assert metered_peaks(case, plan)[1] <= simulate(problem, schedule_of(plan, problem)).peak_bytes
-
-
-FIRST = events((BIRTH, 1, 8192), (BIRTH, 2, 4096), (DEATH, 2, 4096), (BIRTH, 3, 512))
-LAST = events((BIRTH, 4, 4096), (DEATH, 1, 8192), (BIRTH, 5, 4096), (DEATH, 5, 4096))
-
-
-def test_a_block_that_a_later_part_lets_go_of_is_carried_there_and_an_output_is_not() -> None:
-    parts = carried_in([FIRST, LAST], [Taker.PART, Taker.BACKWARD_COMPILED], {3, 4})
-    (one,) = parts.carried
-    assert (one.block, one.size_bytes, one.made_in, one.let_go_in) == (1, 8192, 0, 1)
-    assert parts.events[0] == FIRST
-    assert parts.events[1][1] == (MARK, -1, 0, -8192)
-
-
-def test_the_peaks_of_both_parts_are_those_of_all_their_blocks() -> None:
-    parts = carried_in([FIRST, LAST], [Taker.PART, Taker.BACKWARD_COMPILED], {3, 4})
-    blocks, first = taken_in(parts.events[0], {3: 0, 1: 1}, 2, Taker.PART)
-    assert first + 512 + 8192 == 8192 + 4096, "at its tick its outputs count too, the carried block among them"
-    assert [one.output for one in blocks] == [1, -1, 0]
-    _, last = taken_in(parts.events[1], {4: 0}, 1, Taker.BACKWARD_COMPILED)
-    assert last + 4096 == 8192 + 4096, "the carried block is live as it begins, and at no later tick"
-
-
-def test_what_outlives_its_backward_is_not_carried_and_the_next_one_has_no_part_in_it() -> None:
-    takers, born, died = [Taker.PART, Taker.BACKWARD_COMPILED] * 2, events((BIRTH, 1, 8192)), events((DEATH, 1, 8192))
-    parts = carried_in([born, [], died, []], takers, set())
-    assert parts.carried == []
-    assert parts.events[2] == died
-
-
-def test_other_ops_are_left_as_they_are() -> None:
-    assert carried_in([FIRST, LAST], [Taker.OP, Taker.FORWARD_COMPILED], set()).events == [FIRST, LAST]

@@ -56,7 +56,7 @@ class Loop(nets.Loop):
     def is_served_whole(self) -> bool:
         """Whether the last step was served, and nothing of it lay outside against the layout."""
         found = self.arena
-        return found.served > 0 and not found.unplanned + found.taken and not found.unserved
+        return found.served > 0 and not found.missed and not found.unserved
 
 
 @contextmanager

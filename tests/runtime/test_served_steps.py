@@ -236,10 +236,10 @@ def test_an_arena_counts_whole_and_its_blocks_do_not_count_beside_it(peak: Alloc
         inside = filled(SERVED_BYTES, 1)
     outside = filled(OUTSIDE_BYTES, 2)
     assert arena.live_blocks == 1
-    assert peak.peak_bytes == SERVED_BYTES + OUTSIDE_BYTES
-    peak.arena_bytes = ARENA_BYTES
-    assert peak.peak_bytes == ARENA_BYTES + OUTSIDE_BYTES
-    assert peak.blocks_peak_bytes == SERVED_BYTES + OUTSIDE_BYTES
+    assert peak.now().peak_bytes == SERVED_BYTES + OUTSIDE_BYTES
+    peak.uses_arena(ARENA_BYTES)
+    assert peak.now().peak_bytes == ARENA_BYTES + OUTSIDE_BYTES
+    assert peak.now().blocks_bytes == SERVED_BYTES + OUTSIDE_BYTES
     del inside, outside
     arena.close()
 
@@ -249,11 +249,11 @@ def test_what_is_gone_before_there_is_an_arena_does_not_count_beside_it_and_one_
 ) -> None:
     gone = filled(OUTSIDE_BYTES, 2)
     del gone
-    peak.arena_bytes = ARENA_BYTES
-    assert peak.peak_bytes == ARENA_BYTES
-    peak.arena_bytes = 0
+    peak.uses_arena(ARENA_BYTES)
+    assert peak.now().peak_bytes == ARENA_BYTES
+    peak.uses_arena(0)
     outside = filled(OUTSIDE_BYTES, 2)
-    assert peak.peak_bytes == ARENA_BYTES
+    assert peak.now().peak_bytes == ARENA_BYTES
     del outside
 
 
@@ -262,10 +262,10 @@ def test_the_most_with_an_arena_stands_when_something_from_before_the_allocator_
     earlier = torch.frombuffer(bytearray(SERVED_BYTES), dtype=torch.uint8).untyped_storage()
     peak.step_begins()
     peak.looked_around({0: earlier})
-    peak.arena_bytes = ARENA_BYTES
+    peak.uses_arena(ARENA_BYTES)
     outside = filled(OUTSIDE_BYTES, 2)
     del outside, earlier
-    assert peak.peak_bytes == ARENA_BYTES + SERVED_BYTES + OUTSIDE_BYTES
+    assert peak.now().peak_bytes == ARENA_BYTES + SERVED_BYTES + OUTSIDE_BYTES
 
 
 def test_an_evaluation_within_a_step_has_the_memory_of_the_arena_that_rests_meanwhile() -> None:
@@ -291,10 +291,10 @@ def test_what_lies_in_an_arena_as_a_step_begins_is_no_part_of_what_lies_beside_i
     with arena.step():
         inside = filled(SERVED_BYTES, 1)
     outside = filled(OUTSIDE_BYTES, 2)
-    peak.arena_bytes = ARENA_BYTES
+    peak.uses_arena(ARENA_BYTES)
     peak.step_begins()
     peak.looked_around({index: one.untyped_storage() for index, one in enumerate((inside, outside))})
-    assert peak.peak_bytes == ARENA_BYTES + OUTSIDE_BYTES
+    assert peak.now().peak_bytes == ARENA_BYTES + OUTSIDE_BYTES
     del inside, outside
     arena.close()
 

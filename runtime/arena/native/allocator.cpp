@@ -24,29 +24,28 @@ using pooch::Arena;
 using pooch::Block;
 using pooch::Scope;
 
-// A list that only grows. Its items are never freed.
+// A list that only grows, also while other threads read it. Its items are never freed.
 template <class Item>
 class Register {
  public:
   void add(Item* item) noexcept {
     std::lock_guard<std::mutex> guard(mutex);
-    item->following = first_;
-    first_ = item;
+    item->following = first_.load();
+    first_.store(item);
   }
   template <class Visit>
   void for_each(Visit visit) noexcept {
-    for (Item* item = first_; item != nullptr; item = item->following) visit(*item);
+    for (Item* item = first_.load(); item != nullptr; item = item->following) visit(*item);
   }
-  std::mutex mutex;
+  std::mutex mutex; // of additions
 
  private:
-  Item* first_ = nullptr;
+  std::atomic<Item*> first_{nullptr};
 };
 
 // Never destroyed, because tensors die while the process exits.
 struct State {
   pooch::LiveBlocks blocks;
-  pooch::ActiveScopes active;
   Register<Scope> scopes;
   Register<Arena> arenas;
   std::atomic<int64_t> next_id{0};
@@ -85,12 +84,12 @@ bool note_birth(void* address, size_t size_bytes, Arena* arena) noexcept {
 // The deleter of every block. It removes the address's entry before the address can be reused.
 void release(void* address) {
   if (address == nullptr) return;
-  Block block;
-  if (!state.blocks.remove(address, block)) { // a block from before this allocator, by raw_deallocate
+  const Block block = state.blocks.remove(address);
+  if (block.address == nullptr) { // a block from before this allocator, by raw_deallocate
     state.give_back(address);
     return;
   }
-  state.active.died(block, here.scope);
+  state.scopes.for_each([&](Scope& scope) { scope.died(block, &scope == here.scope); });
   if (block.arena == nullptr) {
     state.give_back(address);
     return;
@@ -149,7 +148,6 @@ Allocator& allocator = *new Allocator;
 void before_fork() noexcept {
   state.scopes.mutex.lock();
   state.arenas.mutex.lock();
-  state.active.mutex.lock();
   state.scopes.for_each([](Scope& scope) { scope.mutex.lock(); });
   state.arenas.for_each([](Arena& arena) { arena.mutex.lock(); });
   state.blocks.lock();
@@ -159,13 +157,11 @@ void after_fork() noexcept {
   state.blocks.unlock();
   state.arenas.for_each([](Arena& arena) { arena.mutex.unlock(); });
   state.scopes.for_each([](Scope& scope) { scope.mutex.unlock(); });
-  state.active.mutex.unlock();
   state.arenas.mutex.unlock();
   state.scopes.mutex.unlock();
 }
 
 void in_child() noexcept {
-  state.active.clear();
   state.scopes.for_each([](Scope& scope) { scope.stop(); });
   state.arenas.for_each([](Arena& arena) { arena.stop(); });
   here.scope = nullptr;
@@ -203,7 +199,6 @@ POOCH int pooch_install() noexcept {
     return kFailed;
   }
 }
-POOCH int pooch_is_in_force() noexcept { return c10::GetCPUAllocator() == &allocator; }
 POOCH int64_t pooch_live_blocks() noexcept { return state.blocks.count(); }
 POOCH int64_t pooch_next_block() noexcept { return state.next_id.load(); }
 // The number in logs of the live block that begins there; -1 if none does, or if it existed before this allocator.
@@ -229,37 +224,23 @@ POOCH void pooch_set_aside(int change) noexcept { here.asides += change; }
 // Enters (1) or leaves (-1) a block of code of this process in which large blocks request huge pages.
 POOCH void pooch_want_huge_pages(int change) noexcept { state.huge_pages.fetch_add(change); }
 
-POOCH int pooch_count_begin(Scope* scope, int64_t unit_bytes) noexcept {
-  if (!state.active.add(scope)) return 0;
+POOCH void pooch_count_begin(Scope* scope, int64_t unit_bytes) noexcept {
   scope->begin_count(unit_bytes, this_thread(), state.next_id.load());
-  return 1;
 }
 // Live bytes (0), and the most of them (1); those of blocks that lie in no arena (2), and the most of them (3).
 POOCH int64_t pooch_count_of(const Scope* scope, int which) noexcept { return scope->count_of(which); }
 POOCH void pooch_count_reset_most(Scope* scope) noexcept { scope->reset_most(); }
-POOCH void pooch_count_end(Scope* scope) noexcept {
-  scope->end_count();
-  state.active.remove_if_idle(scope);
-}
+POOCH void pooch_count_end(Scope* scope) noexcept { scope->end_count(); }
 
-POOCH int pooch_record_begin(Scope* scope) noexcept {
-  if (!state.active.add(scope)) return 0;
-  scope->begin_record(this_thread(), state.next_id.load());
-  return 1;
-}
+POOCH void pooch_record_begin(Scope* scope) noexcept { scope->begin_record(this_thread(), state.next_id.load()); }
 POOCH void pooch_record_mark(Scope* scope, int64_t value) noexcept { scope->mark(value); }
-POOCH int64_t pooch_record_end(Scope* scope) noexcept {
-  const int64_t count = scope->end_record();
-  state.active.remove_if_idle(scope);
-  return count;
-}
+POOCH int64_t pooch_record_end(Scope* scope) noexcept { return scope->end_record(); }
 POOCH void pooch_record_take(Scope* scope, pooch::Event* out, int64_t count) noexcept { scope->take_events(out, count); }
 
 // Null if there is no memory or address space.
-POOCH Arena* pooch_arena_new(int64_t count, const int64_t* sizes, const int64_t* offsets, const int64_t* points,
-                             int64_t size_bytes, int64_t smallest_bytes) noexcept {
+POOCH Arena* pooch_arena_new(int64_t size_bytes) noexcept {
   try {
-    auto* arena = new Arena({count, sizes, offsets, points}, size_bytes, smallest_bytes);
+    auto* arena = new Arena(size_bytes);
     state.arenas.add(arena);
     if (arena->map()) return arena;
     arena->drop();

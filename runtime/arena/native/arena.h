@@ -64,26 +64,21 @@ struct Places {
   std::vector<int64_t> sizes, offsets, points;
 };
 
-// The outcome for a block, in the order in which `counts` writes it.
-enum Fate { kServed, kOutside, kUnplanned, kTaken, kUnmet, kFates };
+// The outcome for a block, in the order in which `counts` writes it. Blocks outside as planned are not counted.
+enum Fate { kServed, kUnplanned, kTaken, kFates };
 
 struct BlockCount {
   int64_t blocks = 0, bytes = 0;
 };
 
 struct Miss {
-  int64_t fate, size_bytes, point, place; // `place`: the next expected one
+  int64_t fate, size_bytes, point;
 };
 
 // Never freed, only unmapped, because a served thread may still point to it. It is small without its places.
 class Arena {
  public:
-  Arena(Places places, int64_t size_bytes, int64_t smallest_bytes)
-      : places_(std::move(places)), size_bytes_(size_bytes), smallest_bytes_(smallest_bytes) {
-    met_.assign(places_.sizes.size(), 0);
-    live_.make_room(places_.sizes.size());
-    misses_.reserve(kMostMisses);
-  }
+  explicit Arena(int64_t size_bytes) : size_bytes_(size_bytes) { misses_.reserve(kMostMisses); }
 
   // False if there is no address space.
   bool map() noexcept {
@@ -126,22 +121,17 @@ class Arena {
     is_serving_ = true;
     step_ = {};
     misses_.clear();
-    range_begin_ = 0;
     go_to(point);
     return ++step_number_;
   }
 
   void at(int64_t point) noexcept {
     std::lock_guard<std::mutex> guard(mutex);
-    if (!is_serving_ || point == point_) return;
-    count_unmet(first_of(point));
-    go_to(point);
+    if (is_serving_ && point != point_) go_to(point);
   }
 
   void end() noexcept {
     std::lock_guard<std::mutex> guard(mutex);
-    if (!is_serving_) return;
-    count_unmet(places_.sizes.size());
     is_serving_ = false;
   }
 
@@ -162,16 +152,13 @@ class Arena {
     std::lock_guard<std::mutex> guard(mutex);
     if (!is_serving_ || step_number != step_number_) return nullptr;
     const size_t place = next_of(size_bytes);
-    if (place == kNone) return missed(kUnplanned, size_bytes, next_);
+    if (place == kNone) return missed(kUnplanned, size_bytes);
     met_[place] = step_number_;
-    const size_t expected = next_;
     if (place >= next_) next_ = place + 1;
     const int64_t offset = places_.offsets[place];
-    if (offset < 0) return tell(kOutside, size_bytes);
-    if (!live_.insert(offset, offset + (size_bytes + kUnit - 1) / kUnit * kUnit)) {
-      return missed(kTaken, size_bytes, expected);
-    }
-    tell(kServed, size_bytes);
+    if (offset < 0) return nullptr;
+    if (!live_.insert(offset, offset + (size_bytes + kUnit - 1) / kUnit * kUnit)) return missed(kTaken, size_bytes);
+    count(kServed, size_bytes);
     return base_ + offset;
   }
 
@@ -230,7 +217,7 @@ class Arena {
  private:
   static constexpr size_t kNone = static_cast<size_t>(-1), kHugePage = size_t{2} << 20;
   static constexpr int64_t kUnit = 512;
-  static constexpr size_t kLookAhead = 32, kMostMisses = 64;
+  static constexpr size_t kLookAhead = 32, kMostMisses = 8;
 
   size_t first_of(int64_t point) const noexcept {
     const auto& points = places_.points;
@@ -260,22 +247,15 @@ class Arena {
     return places_.sizes[place] == size_bytes && met_[place] != step_number_;
   }
 
-  // Counts the expected blocks up to `place` that did not come.
-  void count_unmet(size_t place) noexcept {
-    for (size_t at = range_begin_; at < place; ++at) {
-      if (met_[at] != step_number_) tell(kUnmet, places_.sizes[at]);
-    }
+  void* missed(Fate fate, int64_t size_bytes) noexcept {
+    if (misses_.size() < kMostMisses) misses_.push_back({fate, size_bytes, point_});
+    count(fate, size_bytes);
+    return nullptr;
   }
 
-  void* missed(Fate fate, int64_t size_bytes, size_t expected) noexcept {
-    if (misses_.size() < kMostMisses) misses_.push_back({fate, size_bytes, point_, static_cast<int64_t>(expected)});
-    return tell(fate, size_bytes);
-  }
-
-  void* tell(Fate fate, int64_t size_bytes) noexcept {
+  void count(Fate fate, int64_t size_bytes) noexcept {
     ++step_[fate].blocks;
     step_[fate].bytes += size_bytes;
-    return nullptr;
   }
 
   void unmap_if_unused() noexcept {
@@ -305,7 +285,7 @@ class Arena {
   std::vector<int64_t> met_; // the step in which each place was last requested
   LiveSet live_;
   const int64_t size_bytes_;
-  int64_t smallest_bytes_;
+  int64_t smallest_bytes_ = 0;
   char *mapping_ = nullptr, *base_ = nullptr;
   size_t mapped_bytes_ = 0;
   bool is_serving_ = false, is_dropped_ = false;

@@ -4,10 +4,10 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <mutex>
 #include <new>
 #include <utility>
+#include <vector>
 
 namespace pooch {
 
@@ -31,33 +31,24 @@ class Shard {
   // False if there is no memory for a larger table. If the address has an entry, its block was freed unseen, and the
   // new block replaces it.
   bool insert(const Block& block, size_t hash) noexcept {
-    if (10 * (count_ + 1) > 7 * capacity_ && !grow()) return false;
-    size_t at = hash & (capacity_ - 1);
-    while (entries_[at].address != nullptr && entries_[at].address != block.address) at = (at + 1) & (capacity_ - 1);
-    if (entries_[at].address == nullptr) ++count_;
-    entries_[at] = block;
-    return true;
-  }
-
-  bool remove(void* address, size_t hash, Block& found) noexcept {
-    if (count_ == 0) return false;
-    size_t at = hash & (capacity_ - 1);
-    while (entries_[at].address != address) {
-      if (entries_[at].address == nullptr) return false;
-      at = (at + 1) & (capacity_ - 1);
-    }
-    found = entries_[at];
-    --count_;
-    close_gap(at);
+    if (10 * (count_ + 1) > 7 * entries_.size() && !grow()) return false;
+    Block& entry = entries_[find(block.address, hash)];
+    if (entry.address == nullptr) ++count_;
+    entry = block;
     return true;
   }
 
   // The block that begins there; one without an address if none does.
-  Block at(const void* address, size_t hash) const noexcept {
-    if (count_ == 0) return {};
-    size_t at = hash & (capacity_ - 1);
-    while (entries_[at].address != nullptr && entries_[at].address != address) at = (at + 1) & (capacity_ - 1);
-    return entries_[at];
+  Block at(const void* address, size_t hash) const noexcept { return entries_[find(address, hash)]; }
+
+  // The same, and its entry is removed.
+  Block remove(const void* address, size_t hash) noexcept {
+    const size_t at = find(address, hash);
+    const Block found = entries_[at];
+    if (found.address == nullptr) return found;
+    --count_;
+    close_gap(at);
+    return found;
   }
 
   size_t count() const noexcept { return count_; }
@@ -68,8 +59,16 @@ class Shard {
   }
 
  private:
+  // The place of the address's entry, or of the gap where it would be. There always is a gap.
+  size_t find(const void* address, size_t hash) const noexcept {
+    const size_t mask = entries_.size() - 1;
+    size_t at = hash & mask;
+    while (entries_[at].address != nullptr && entries_[at].address != address) at = (at + 1) & mask;
+    return at;
+  }
+
   void close_gap(size_t gap) noexcept {
-    const size_t mask = capacity_ - 1;
+    const size_t mask = entries_.size() - 1;
     for (size_t at = (gap + 1) & mask; entries_[at].address != nullptr; at = (at + 1) & mask) {
       const size_t home = (hash_of(entries_[at].address) >> kShardBits) & mask;
       if (((at - home) & mask) < ((at - gap) & mask)) continue; // it would lie before its home
@@ -80,16 +79,14 @@ class Shard {
   }
 
   bool grow() noexcept {
-    const size_t larger = capacity_ == 0 ? kLeast : 2 * capacity_;
-    std::unique_ptr<Block[]> before(new (std::nothrow) Block[larger]);
-    if (!before) return false;
-    std::swap(before, entries_);
-    const size_t held = std::exchange(capacity_, larger);
-    for (size_t at = 0; at < held; ++at) {
-      if (before[at].address == nullptr) continue;
-      size_t to = (hash_of(before[at].address) >> kShardBits) & (capacity_ - 1);
-      while (entries_[to].address != nullptr) to = (to + 1) & (capacity_ - 1);
-      entries_[to] = before[at];
+    try {
+      std::vector<Block> before(2 * entries_.size());
+      std::swap(before, entries_);
+      for (const Block& block : before) {
+        if (block.address != nullptr) entries_[find(block.address, hash_of(block.address) >> kShardBits)] = block;
+      }
+    } catch (const std::bad_alloc&) {
+      return false;
     }
     return true;
   }
@@ -98,9 +95,7 @@ class Shard {
   static constexpr size_t kShardBits = 5;
 
  private:
-  static constexpr size_t kLeast = 64;
-  std::unique_ptr<Block[]> entries_;
-  size_t capacity_ = 0;
+  std::vector<Block> entries_{64}; // its size is a power of two
   size_t count_ = 0;
 };
 
@@ -121,13 +116,12 @@ class LiveBlocks {
     return in_shard(block.address, [&](Shard& shard, size_t hash) { return shard.insert(block, hash); });
   }
 
-  bool remove(void* address, Block& found) noexcept {
-    return in_shard(address, [&](Shard& shard, size_t hash) { return shard.remove(address, hash, found); });
-  }
-
-  // The block that begins there; one without an address if none does.
   Block at(const void* address) noexcept {
     return in_shard(address, [&](Shard& shard, size_t hash) { return shard.at(address, hash); });
+  }
+
+  Block remove(const void* address) noexcept {
+    return in_shard(address, [&](Shard& shard, size_t hash) { return shard.remove(address, hash); });
   }
 
   int64_t count() noexcept {

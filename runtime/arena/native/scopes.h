@@ -78,7 +78,6 @@ class Scope {
     std::vector<Event>().swap(events_);
   }
 
-  bool is_needed() const noexcept { return counts_.is_on.load() || records_.is_on.load(); }
   void stop() noexcept {
     counts_.is_on.store(false);
     records_.is_on.store(false);
@@ -139,46 +138,6 @@ class Scope {
   std::array<std::atomic<int64_t>, kKinds> bytes_{};
   std::vector<Event> events_;
   bool has_lost_ = false;
-};
-
-// The scopes that count or record now. Each death is reported to all of them.
-class ActiveScopes {
- public:
-  // False if too many are active.
-  bool add(Scope* scope) noexcept {
-    std::lock_guard<std::mutex> guard(mutex);
-    auto place = std::find(scopes_.begin(), scopes_.end(), scope);
-    if (place != scopes_.end()) return true;
-    place = std::find(scopes_.begin(), scopes_.end(), nullptr);
-    if (place == scopes_.end()) return false;
-    place->store(scope);
-    count_.fetch_add(1);
-    return true;
-  }
-  void remove_if_idle(Scope* scope) noexcept {
-    std::lock_guard<std::mutex> guard(mutex);
-    auto place = std::find(scopes_.begin(), scopes_.end(), scope);
-    if (place == scopes_.end() || scope->is_needed()) return;
-    place->store(nullptr);
-    count_.fetch_sub(1);
-  }
-  void died(const Block& block, const Scope* here) noexcept {
-    if (count_.load(std::memory_order_acquire) == 0) return;
-    for (std::atomic<Scope*>& place : scopes_) {
-      if (Scope* scope = place.load(std::memory_order_acquire)) scope->died(block, scope == here);
-    }
-  }
-  void clear() noexcept {
-    for (std::atomic<Scope*>& place : scopes_) place.store(nullptr);
-    count_.store(0);
-  }
-
-  std::mutex mutex; // of additions and removals
-
- private:
-  static constexpr size_t kMost = 16;
-  std::array<std::atomic<Scope*>, kMost> scopes_{};
-  std::atomic<int> count_{0};
 };
 
 } // namespace pooch

@@ -36,7 +36,7 @@ _ARENAS = "arena_max", "MALLOC_ARENA_MAX"
 _MOST = (1 << 31) - 1
 
 _lock = threading.RLock()  # reentrant, because a session may end in a finalizer, which can run anywhere
-_holders: set[object] = set()
+_open_blocks = 0
 _FRESH_BYTES, _FAULT_TRIALS = 4 << 20, 5
 MARGIN = 1.1
 """The in-core step must fit with a tenth to spare, because memory of allocators and threads belongs to no value."""
@@ -108,21 +108,16 @@ def freed_memory_given_back() -> Iterator[None]:
 
     Without effect if the C library has no ``mallopt``.
     """
-    holder = object()
-    with _lock:
-        _holders.add(holder)
-        _settle()
+    _settle(1)
     try:
         yield
     finally:
-        with _lock:
-            _holders.discard(holder)
-            _settle()
+        _settle(-1)
 
 
 def is_freed_memory_given_back() -> bool:
     """Whether such a block is open, so that the process spends additional time on fresh pages."""
-    return bool(_holders)
+    return _open_blocks > 0
 
 
 @contextlib.contextmanager
@@ -131,16 +126,11 @@ def new_memory_holds(byte: int) -> Iterator[None]:
 
     Not so some blocks of about a kilobyte that the same thread has freed. Without effect if there is no ``mallopt``.
     """
-    _fill_new(byte)
+    _call_libc("mallopt", _M_PERTURB, 0xFF ^ byte)  # it fills with the complement, and 0 disables filling
     try:
         yield
     finally:
-        _fill_new(0xFF ^ (_asked(os.environ, "perturb", "MALLOC_PERTURB_") or 0))
-
-
-def _fill_new(byte: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_PERTURB, 0xFF ^ byte)  # it fills with the complement, and 0 disables filling
+        _call_libc("mallopt", _M_PERTURB, _asked(os.environ, "perturb", "MALLOC_PERTURB_") or 0)
 
 
 def page_faults() -> int:
@@ -173,21 +163,23 @@ def _page_fault_s() -> float:
 
 def give_back_freed() -> None:
     """Releases the freed blocks that the C library has kept; without effect if the library has no call for it."""
+    _call_libc("malloc_trim", 0)
+
+
+def _call_libc(name: str, *arguments: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+        getattr(ctypes.CDLL(None), name)(*arguments)
 
 
-def _settle() -> None:
-    """Applies the present setting. In a block, memory that was freed before is released too."""
-    try:
-        library = ctypes.CDLL(None)
-        mallopt, trim = library.mallopt, library.malloc_trim
-    except (OSError, AttributeError):
-        return
-    for name, value in (_within() if _holders else _afterwards(os.environ)).items():
-        mallopt(name, min(value, _MOST))
-    if _holders:
-        trim(0)
+def _settle(more: int) -> None:
+    """Applies the setting of so many more open blocks. In one, memory that was freed before is released too."""
+    global _open_blocks
+    with _lock:
+        _open_blocks += more
+        for name, value in (_within() if _open_blocks else _afterwards(os.environ)).items():
+            _call_libc("mallopt", name, min(value, _MOST))
+        if _open_blocks:
+            give_back_freed()
 
 
 def _within() -> dict[int, int]:

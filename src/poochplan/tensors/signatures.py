@@ -124,20 +124,14 @@ def kernel_switches(kind: str) -> dict[str, str]:
     return {name: str(_read(_FLAGS[name])) for name in _OF_KERNELS} if kind == "cuda" else {}
 
 
-class Switches:
-    """Each query reads the flags of the modules and parameters that the model has then. None of them is held."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-
-    def now(self) -> str:
-        """Autocast of the calling thread, precision, algorithms, and the modules and parameters that train."""
-        flags = [f"{name}={value}" for name, value in torch_switches().items()]
-        modules = tuple(modules_of(self._model))
-        modes = _digest(module.training for module in modules)
-        parameters = (one for module in modules for one in owned_parameters(module).values() if one is not None)
-        trained = _digest(parameter.requires_grad for parameter in parameters)
-        return " ".join((*flags, f"modes={modes}", f"trained={trained}"))
+def model_switches(model: torch.nn.Module) -> str:
+    """Autocast of the calling thread, precision, algorithms, and the modules and parameters that train now."""
+    flags = [f"{name}={value}" for name, value in torch_switches().items()]
+    modules = tuple(modules_of(model))
+    modes = _digest(module.training for module in modules)
+    parameters = (one for module in modules for one in owned_parameters(module).values() if one is not None)
+    trained = _digest(parameter.requires_grad for parameter in parameters)
+    return " ".join((*flags, f"modes={modes}", f"trained={trained}"))
 
 
 def _autocast(kind: str) -> str:

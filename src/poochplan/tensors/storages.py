@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -44,13 +45,7 @@ class Geometry(msgspec.Struct, frozen=True, gc=False):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
         """The geometry of a tensor. Equal ones are one object: a step asks for thousands, and few differ."""
-        key = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
-        found = _GEOMETRIES.get(key)
-        if found is None:
-            if len(_GEOMETRIES) >= _MOST_GEOMETRIES:
-                _GEOMETRIES.clear()
-            found = _GEOMETRIES[key] = Geometry(*key)
-        return found
+        return _geometry(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """A tensor of this geometry on ``storage``, detached from any graph. No memory is taken."""
@@ -58,8 +53,7 @@ class Geometry(msgspec.Struct, frozen=True, gc=False):
         return empty.set_(storage, self.offset, self.shape, self.stride)
 
 
-_GEOMETRIES: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int], Geometry] = {}
-_MOST_GEOMETRIES = 4096
+_geometry = functools.lru_cache(4096)(Geometry)
 
 
 def new_storage(size_bytes: int, where: torch.device) -> torch.UntypedStorage:
@@ -220,9 +214,6 @@ def own_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
                 yield tensor
 
 
-_EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-
-
 def check_unwritten(tensor: torch.Tensor, version: int, what: str) -> None:
     """Raises autograd's error if a saved tensor, named ``what``, was written in place since it had that version."""
     if version_of(tensor) != version:
@@ -252,13 +243,14 @@ def version_probe(tensor: torch.Tensor) -> torch.Tensor:
     ``detach`` shares the counter, and assigning ``.data`` replaces the alias's storage but not the counter. So the
     probe's version shows in-place writes to a value, even after the runtime has released its device memory.
     """
-    key = (tensor.dtype, tensor.device)
-    empty = _EMPTY.get(key)
-    if empty is None:
-        empty = _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     probe = detached_alias(tensor)
-    probe.data = empty
+    probe.data = _empty(tensor.dtype, tensor.device)
     return probe
+
+
+@functools.cache
+def _empty(dtype: torch.dtype, where: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=where)
 
 
 def counted_by(probe: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -83,6 +85,18 @@ def places(*rows: tuple[int, int, int]) -> Places:
 def filled(size_bytes: int, value: int) -> torch.Tensor:
     """A block of that many bytes, all of that value."""
     return torch.empty(size_bytes, dtype=torch.uint8).fill_(value)
+
+
+def is_mapped(address: int) -> bool:
+    """Whether this process has memory there."""
+    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in spans)
+
+
+def on_another_thread(run: Callable[[], object]) -> None:
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
 
 
 def holds(tensor: torch.Tensor, value: int) -> bool:

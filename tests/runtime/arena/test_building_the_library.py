@@ -21,9 +21,10 @@ import torch
 early = torch.ones(100_000)
 from poochplan.runtime.arena.library import library
 found = library()
-assert found.is_in_force() and found is library()
+assert found is library()
 early.resize_(200_000)
 late = torch.ones(100_000)
+assert found.block_at(late.data_ptr()) >= 0 > found.block_at(early.data_ptr())
 assert float(early[:100_000].sum() + late.sum()) == 200_000
 del early
 """

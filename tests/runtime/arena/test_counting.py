@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from poochplan.runtime.arena.library import BIRTH, DEATH, MARK, AllocationLog, ThreadScope, lifetimes
-from poochplan.runtime.metering.allocated import AllocatedPeak, ByteCount, step_scope
-from tests.runtime.arena.steps import Net, recorded
+from poochplan.runtime.metering.allocated import AllocatedPeak, step_scope
+from tests.runtime.arena.steps import Net, on_another_thread, recorded
 
 SMALL_BYTES, ROUNDED_BYTES = 576, 1024
 
@@ -20,37 +20,29 @@ def empty(size_bytes: int) -> torch.Tensor:
     return torch.empty(size_bytes, dtype=torch.uint8)
 
 
-def on_another_thread(run: object) -> None:
-    thread = threading.Thread(target=run)  # type: ignore[arg-type]
-    thread.start()
-    thread.join()
-
-
 @pytest.fixture
-def count(scope: ThreadScope) -> Iterator[ByteCount]:
-    """It has begun, and this thread counts."""
-    found = ByteCount(scope)
+def count(scope: ThreadScope) -> Iterator[ThreadScope]:
+    """Its count has begun, and this thread counts."""
     with scope.joined():
-        found.begin()
-        yield found
-    found.end()
+        scope.begin_count()
+        yield scope
 
 
-def test_each_block_of_64_bytes_or_more_counts_rounded_up_to_the_unit(count: ByteCount) -> None:
+def test_each_block_of_64_bytes_or_more_counts_rounded_up_to_the_unit(count: ThreadScope) -> None:
     held = [empty(64), empty(513), empty(5000), empty(63), empty(0)]
     assert count.live_bytes == count.peak_bytes == 512 + 1024 + 5120
     del held
     assert (count.live_bytes, count.peak_bytes) == (0, 512 + 1024 + 5120)
 
 
-def test_what_an_op_takes_inside_is_in_the_peak_and_not_in_what_lives(count: ByteCount) -> None:
+def test_what_an_op_takes_inside_is_in_the_peak_and_not_in_what_lives(count: ThreadScope) -> None:
     x = torch.randn(8192)
     y = x.exp().neg()  # the first result dies when the second is there
     assert (count.live_bytes, count.peak_bytes) == (65536, 98304)
     assert torch.equal(y, x.exp().neg())
 
 
-def test_a_reset_gives_the_most_since_then(count: ByteCount) -> None:
+def test_a_reset_gives_the_most_since_then(count: ThreadScope) -> None:
     first = empty(4096)
     del first
     second, third = empty(1024), empty(2048)
@@ -60,7 +52,7 @@ def test_a_reset_gives_the_most_since_then(count: ByteCount) -> None:
     assert count.peak_bytes == second.nbytes == 1024
 
 
-def test_other_threads_births_and_deaths_never_count_but_a_block_of_the_scope_may_die_there(count: ByteCount) -> None:
+def test_other_threads_births_and_deaths_never_count_but_a_block_of_the_scope_may_die_there(count: ThreadScope) -> None:
     held: list[torch.Tensor] = []
     on_another_thread(lambda: held.append(empty(1 << 20)))
     assert (count.live_bytes, count.peak_bytes) == (0, 0)
@@ -72,29 +64,28 @@ def test_other_threads_births_and_deaths_never_count_but_a_block_of_the_scope_ma
 
 
 def test_deaths_of_what_this_thread_made_before_the_begin_count_down(scope: ThreadScope) -> None:
-    count, before, others = ByteCount(scope), [empty(4096)], []
+    before, others = [empty(4096)], []
     on_another_thread(lambda: others.append(empty(8192)))
     with scope.joined():
-        count.begin()
+        scope.begin_count()
         others.clear()
-        assert count.live_bytes == 0
+        assert scope.live_bytes == 0
         on_another_thread(before.clear)
-        assert (count.live_bytes, count.peak_bytes) == (-4096, 0)
-    count.end()
+        assert (scope.live_bytes, scope.peak_bytes) == (-4096, 0)
 
 
-def test_a_thread_that_has_joined_counts_and_what_is_set_aside_does_not(count: ByteCount, scope: ThreadScope) -> None:
+def test_a_thread_that_has_joined_counts_and_what_is_set_aside_does_not(count: ThreadScope) -> None:
     held: list[torch.Tensor] = []
 
     def joined() -> None:
-        with scope.joined():
+        with count.joined():
             held.append(empty(4096))
-            with scope.set_aside():
+            with count.set_aside():
                 held.append(empty(1 << 20))
 
     on_another_thread(joined)
     assert count.live_bytes == 4096
-    with scope.set_aside():
+    with count.set_aside():
         aside = empty(1 << 20)
     assert count.live_bytes == 4096
     del aside
@@ -103,49 +94,43 @@ def test_a_thread_that_has_joined_counts_and_what_is_set_aside_does_not(count: B
 
 
 def test_two_scopes_count_beside_each_other(native: object) -> None:
-    one, other = ThreadScope(), ThreadScope()
-    counts = ByteCount(one), ByteCount(other)
+    one, other = scopes = ThreadScope(), ThreadScope()
     held: dict[str, torch.Tensor] = {}
 
     def run() -> None:
         with other.joined():
-            counts[1].begin()
+            other.begin_count()
             held["other"] = empty(2048)
 
     with one.joined():
-        counts[0].begin()
+        one.begin_count()
         held["one"] = empty(1024)
         on_another_thread(run)
-        assert [count.live_bytes for count in counts] == [1024, 2048]
+        assert [scope.live_bytes for scope in scopes] == [1024, 2048]
         held.clear()
-        assert [count.live_bytes for count in counts] == [0, 0]
-    for count in counts:
-        count.end()
+        assert [scope.live_bytes for scope in scopes] == [0, 0]
 
 
 def test_a_count_is_exact_while_many_threads_allocate(scope: ThreadScope) -> None:
-    count = ByteCount(scope)
-
     def churn(joins: bool) -> None:
         if joins:
             scope.join()
         for number in range(2000):
             empty(512 * (1 + number % 7))
 
-    count.begin()
+    scope.begin_count()
     threads = [threading.Thread(target=churn, args=(joins,)) for joins in (True, False, True)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    count.end()
-    assert count.live_bytes == 0
-    assert 7 * 512 <= count.peak_bytes <= 2 * 7 * 512
+    assert scope.live_bytes == 0
+    assert 7 * 512 <= scope.peak_bytes <= 2 * 7 * 512
 
 
-def test_after_the_end_nothing_changes(count: ByteCount) -> None:
+def test_after_the_end_nothing_changes(count: ThreadScope) -> None:
     held = empty(4096)
-    count.end()
+    count.end_count()
     del held
     empty(1 << 20)
     assert (count.live_bytes, count.peak_bytes) == (4096, 4096)
@@ -164,12 +149,12 @@ def peak(scope: ThreadScope) -> Iterator[AllocatedPeak]:
 
 def test_what_was_born_since_the_census_counts_and_what_no_tensor_shows_where_it_is_told(peak: AllocatedPeak) -> None:
     peak.looked_around({})
-    known_bytes = peak.peak_bytes
+    known_bytes = peak.now().peak_bytes
     born = empty(SMALL_BYTES)
-    assert peak.peak_bytes == known_bytes + ROUNDED_BYTES
+    assert peak.now().peak_bytes == known_bytes + ROUNDED_BYTES
     del born
     peak.looked_around({}, unseen_bytes=ROUNDED_BYTES)
-    assert peak.peak_bytes == known_bytes + 2 * ROUNDED_BYTES
+    assert peak.now().peak_bytes == known_bytes + 2 * ROUNDED_BYTES
 
 
 def test_births_deaths_and_marks_are_in_order(scope: ThreadScope) -> None:

@@ -7,12 +7,10 @@ import threading
 import warnings
 from collections.abc import Callable
 
-import pytest
 import torch
 
 from poochplan.runtime.arena.arena import Arena
 from poochplan.runtime.arena.library import AllocationLog, Library, ThreadScope
-from poochplan.runtime.metering.allocated import ByteCount
 from tests.runtime.arena.steps import filled, holds, places
 
 KIB = 1024
@@ -46,35 +44,31 @@ def test_a_fork_in_mid_step_leaves_the_parent_served_and_the_child_not(native: L
         assert in_child(claim) == 0
         second = filled(8 * KIB, 2)
         assert (holds(first, 1), holds(second, 2), arena.live_blocks) == (True, True, 2)
-    assert arena.fates().served.blocks == 2
-    arena.close()
+    assert arena.fates().served == 2
 
 
 def test_in_the_child_nothing_is_counted_or_recorded_and_blocks_may_die(scope: ThreadScope) -> None:
-    count = ByteCount(scope)
     arena = Arena(places((8 * KIB, 0, 0)), 8 * KIB)
     with AllocationLog(scope) as log, arena.step():
-        count.begin()
+        scope.begin_count()
         held = [filled(8 * KIB, 1)]
 
         def claim() -> bool:
-            before = count.live_bytes
+            before = scope.live_bytes
             held.append(filled(1 << 20, 2))
             held.clear()
             arena.close()
             with scope.joined():
                 held.append(filled(1 << 20, 3))
-            unchanged = count.live_bytes == before
-            count.begin()  # of a thread that has not joined
+            unchanged = scope.live_bytes == before
+            scope.begin_count()  # of a thread that has not joined
             held.append(filled(1 << 20, 4))
-            return unchanged and count.live_bytes == 0
+            return unchanged and scope.live_bytes == 0
 
         assert in_child(claim) == 0
         held.clear()
-        assert (count.live_bytes, count.peak_bytes, arena.live_blocks) == (0, 8 * KIB, 0)
+        assert (scope.live_bytes, scope.peak_bytes, arena.live_blocks) == (0, 8 * KIB, 0)
     assert len(log.events) == 2
-    count.end()
-    arena.close()
 
 
 def test_the_child_may_begin_a_step_of_its_own(native: Library) -> None:
@@ -88,12 +82,10 @@ def test_the_child_may_begin_a_step_of_its_own(native: Library) -> None:
     with arena.step():
         assert in_child(claim) == 0
         assert arena.live_blocks == 0
-    arena.close()
 
 
 def test_no_child_finds_a_lock_held_by_a_thread_that_is_not_there(scope: ThreadScope) -> None:
     arena = Arena(places(*[(8 * KIB, 0, 0)] * 100), 8 * KIB)
-    count = ByteCount(scope)
     is_over = threading.Event()
 
     def churn() -> None:
@@ -102,14 +94,14 @@ def test_no_child_finds_a_lock_held_by_a_thread_that_is_not_there(scope: ThreadS
             with arena.step():
                 for _ in range(100):
                     torch.empty(8 * KIB, dtype=torch.uint8)
-            count.reset_peak()
+            scope.reset_peak()
 
     def claim() -> bool:
         with arena.step(), AllocationLog(scope) as log:
             held = [torch.empty(8 * KIB, dtype=torch.uint8) for _ in range(100)]
         return len(held) == 100 == len(log.events)
 
-    count.begin()
+    scope.begin_count()
     threads = [threading.Thread(target=churn) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -119,8 +111,3 @@ def test_no_child_finds_a_lock_held_by_a_thread_that_is_not_there(scope: ThreadS
         is_over.set()
         for thread in threads:
             thread.join()
-    count.end()
-    arena.close()
-
-
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import random
 import threading
-from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from poochplan.formats.plan import OUTSIDE
+from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
 from poochplan.planner.arena.packing import Block, pack
-from poochplan.runtime.arena.arena import Arena, BlockCount, Fates, Miss, Places
-from poochplan.runtime.arena.library import Library, ThreadScope
+from poochplan.runtime.arena.arena import Arena, Places
+from poochplan.runtime.arena.library import Library, ThreadScope, lifetimes
+from poochplan.runtime.run_report import ArenaReport, Unserved
 from poochplan.torch_private.tensor_internals import allocation_events, log_allocations
 from tests.depth import seeds
-from tests.runtime.arena.steps import Net, arena_of, filled, holds, places, recorded, resident_bytes
+from tests.runtime.arena.steps import (
+    Net,
+    arena_of,
+    filled,
+    holds,
+    is_mapped,
+    on_another_thread,
+    places,
+    recorded,
+    resident_bytes,
+)
 
-NOTHING = BlockCount(0, 0)
 KIB = 1024
 
 
@@ -31,12 +42,10 @@ def test_a_recorded_step_is_served_whole_and_its_gradients_are_the_same_bits(sco
     for _ in range(3):
         with arena.step():
             assert net.step(arena.at) == loss
-        step = arena.fates()
-        assert step.served.blocks > 20
-        assert (step.unplanned, step.taken, step.unmet) == (NOTHING, NOTHING, NOTHING)
+        assert arena.fates().served == np.count_nonzero(lifetimes(events, LEAST_PLACED_BYTES)["death"] >= 0) > 20
+        assert arena.fates().missed == 0
         assert all(torch.equal(*pair) for pair in zip(net.gradients(), gradients, strict=True))
     assert arena.live_blocks == 0
-    arena.close()
 
 
 def test_places_are_where_the_plan_says(native: object) -> None:
@@ -46,8 +55,7 @@ def test_places_are_where_the_plan_says(native: object) -> None:
         assert second.data_ptr() - first.data_ptr() == 8 * KIB
         assert not 0 <= outside.data_ptr() - first.data_ptr() < 64 * KIB
         assert arena.live_blocks == 2
-    assert arena.fates() == Fates(BlockCount(2, 24 * KIB), BlockCount(1, 8 * KIB), NOTHING, NOTHING, NOTHING)
-    arena.close()
+    assert arena.fates() == ArenaReport(served=2, served_bytes=24 * KIB)
 
 
 def test_only_the_thread_of_the_step_is_served(native: object) -> None:
@@ -58,14 +66,11 @@ def test_only_the_thread_of_the_step_is_served(native: object) -> None:
         held.append(filled(8 * KIB, 1))
 
     with arena.step():
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
+        on_another_thread(run)
         assert arena.live_blocks == 0
         run()
     run()
     assert arena.live_blocks == 1
-    arena.close()
 
 
 def test_a_thread_of_the_step_before_is_not_served_in_the_next(native: object) -> None:
@@ -88,7 +93,6 @@ def test_a_thread_of_the_step_before_is_not_served_in_the_next(native: object) -
         assert arena.live_blocks == 0
         blocks.append(filled(8 * KIB, 2))
         assert arena.live_blocks == 1
-    arena.close()
 
 
 def test_what_the_plan_does_not_expect_is_served_ordinarily_and_told(native: object) -> None:
@@ -99,10 +103,11 @@ def test_what_the_plan_does_not_expect_is_served_ordinarily_and_told(native: obj
         held.append(filled(16 * KIB, 4))
         arena.at(2)
         held.append(filled(16 * KIB, 5))
-    step = arena.fates()
-    assert (step.served, step.unplanned) == (BlockCount(2, 24 * KIB), BlockCount(2, 28 * KIB))
-    assert arena.misses() == [Miss("unplanned", 12 * KIB, 0, 1), Miss("unplanned", 16 * KIB, 2, 2)]
-    arena.close()
+    assert arena.fates() == ArenaReport(served=2, served_bytes=24 * KIB, unplanned=2, unplanned_bytes=28 * KIB)
+    wrong = [
+        Unserved(size_bytes=size, layer=point, why="unplanned") for size, point in ((12 * KIB, "0"), (16 * KIB, "2"))
+    ]
+    assert arena.report(7, str) == msgspec.structs.replace(arena.fates(), size_bytes=7, unserved=wrong)
 
 
 def test_the_sequence_finds_its_place_again_at_the_next_point(native: object) -> None:
@@ -114,9 +119,7 @@ def test_the_sequence_finds_its_place_again_at_the_next_point(native: object) ->
         arena.at(2)  # none of the second does
         for size_bytes, *_ in rows[8:]:
             filled(size_bytes, 1)
-    step = arena.fates()
-    assert (step.served.blocks, step.unplanned.blocks, step.unmet.blocks) == (5, 1, 7)
-    arena.close()
+    assert (arena.fates().served, arena.fates().missed) == (5, 1)
 
 
 @pytest.mark.parametrize(
@@ -133,9 +136,7 @@ def test_what_comes_in_another_order_finds_its_own_place(
         held = [filled(size * KIB, 1) for size in sizes_kib]
         base = held[0].data_ptr() - offsets_kib[0] * KIB
         assert [(block.data_ptr() - base) // KIB for block in held] == list(offsets_kib)
-    step = arena.fates()
-    assert (step.served.blocks, step.unmet.blocks) == (len(held), 4 - len(held))
-    arena.close()
+    assert (arena.fates().served, arena.fates().missed) == (len(held), 0)
 
 
 def test_torchs_own_log_of_memory_hears_of_served_blocks(native: object) -> None:
@@ -147,28 +148,22 @@ def test_torchs_own_log_of_memory_hears_of_served_blocks(native: object) -> None
         del block
         told = [size_bytes for kind, _, size_bytes in allocation_events() if kind == "memory_alloc"]
     assert told == [8 * KIB, -8 * KIB]
-    arena.close()
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("found", "message"),
     [
-        ([(8192, 100, 0)], "place 0: expected bytes at a multiple of 512 within 65536, found 8192 at 100"),
-        ([(8192, 0, 0), (8192, 61440, 0)], "place 1: expected .* found 8192 at 61440"),
-        ([(8192, -512, 0)], "place 0: .* found 8192 at -512"),
-        ([(0, 0, 0)], "place 0: .* found 0 at 0"),
-        ([(8192, 0, 3), (8192, 8192, 2)], "place 1: expected points that never decrease, found 2 after 3"),
+        (places((8192, 100, 0)), "place 0: expected bytes at a multiple of 512 within 65536, found 8192 at 100"),
+        (places((8192, 0, 0), (8192, 61440, 0)), "place 1: expected .* found 8192 at 61440"),
+        (places((8192, -512, 0)), "place 0: .* found 8192 at -512"),
+        (places((0, 0, 0)), "place 0: .* found 0 at 0"),
+        (places((8192, 0, 3), (8192, 8192, 2)), "place 1: expected points that never decrease, found 2 after 3"),
+        (Places(np.ones(1), np.zeros(2), np.zeros(1)), "found 1 sizes, 2 offsets, 1 points"),
     ],
 )
-def test_places_that_cannot_be_are_refused(native: object, rows: list[tuple[int, int, int]], message: str) -> None:
+def test_places_that_cannot_be_are_refused(native: object, found: Places, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Arena(places(*rows), 64 * KIB)
-
-
-def test_arrays_of_different_lengths_are_refused(native: object) -> None:
-    one, two = np.zeros(1, np.int64), np.zeros(2, np.int64)
-    with pytest.raises(ValueError, match="found 1 sizes, 2 offsets, 1 points"):
-        Arena(Places(one, two, one), 512)
+        Arena(found, 64 * KIB)
 
 
 def test_a_closed_arena_serves_nobody(native: object) -> None:
@@ -177,11 +172,6 @@ def test_a_closed_arena_serves_nobody(native: object) -> None:
     arena.close()
     with pytest.raises(RuntimeError, match="found one that was closed"):
         arena.begin()
-
-
-def is_mapped(address: int) -> bool:
-    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
-    return any(int(begin, 16) <= address < int(end, 16) for begin, end in spans)
 
 
 def test_other_places_are_served_from_the_next_step_on_and_what_lives_keeps_its_bytes(native: Library) -> None:
@@ -194,7 +184,7 @@ def test_other_places_are_served_from_the_next_step_on_and_what_lives_keeps_its_
     with arena.step():
         taken, other = filled(4 * KIB, 2), filled(4 * KIB, 3)
         assert (holds(kept, 1), holds(taken, 2), holds(other, 3)) == (True, True, True)
-    assert arena.fates().taken == BlockCount(1, 4 * KIB)
+    assert (arena.fates().taken, arena.fates().taken_bytes) == (1, 4 * KIB)
     assert other.data_ptr() - kept.data_ptr() == 8 * KIB
     del kept, taken, other
     with arena.step():
@@ -214,16 +204,15 @@ def test_a_place_whose_block_is_alive_is_not_handed_out(native: Library) -> None
         arena.at(1)
         other = filled(8 * KIB, 2)
         assert holds(kept, 1)
-    assert arena.fates().taken == BlockCount(1, 8 * KIB)
-    assert arena.misses() == [Miss("taken", 8 * KIB, 1, 1)]
+    assert (arena.fates().taken, arena.fates().taken_bytes) == (1, 8 * KIB)
+    assert arena.report(0, str).unserved == [Unserved(size_bytes=8 * KIB, layer="1", why="taken")]
     with arena.step():  # and so in the next step
         again = filled(8 * KIB, 3)
         assert (holds(kept, 1), holds(other, 2), holds(again, 3)) == (True, True, True)
     del kept
     with arena.step():
         filled(8 * KIB, 4)
-    assert arena.fates().served.blocks == 1
-    arena.close()
+    assert arena.fates().served == 1
 
 
 @pytest.mark.parametrize("way", ["closed", "forgotten"])
@@ -279,9 +268,7 @@ class Perturbed:
         if self.random.random() < 0.2:  # on another thread
             handed = [tensor]
             del tensor
-            thread = threading.Thread(target=handed.clear)
-            thread.start()
-            thread.join()
+            on_another_thread(handed.clear)
 
     def step(self, disorder: float) -> None:
         """One step; ``disorder`` is the share of births and deaths that are not as planned."""
@@ -310,13 +297,11 @@ class Perturbed:
 def test_no_bytes_are_shared_whatever_a_step_does(native: Library, seed: int) -> None:
     course = Perturbed(seed)
     course.step(0.0)
-    step = course.arena.fates()
-    assert (step.served.blocks, step.unplanned.blocks, step.taken.blocks, step.unmet.blocks) == (120, 0, 0, 0)
+    assert (course.arena.fates().served, course.arena.fates().missed) == (120, 0)
     taken, unplanned = 0, 0
     for disorder in (0.05, 0.3, 0.7):
         course.step(disorder)
-        fates = course.arena.fates()
-        taken, unplanned = taken + fates.taken.blocks, unplanned + fates.unplanned.blocks
+        taken, unplanned = taken + course.arena.fates().taken, unplanned + course.arena.fates().unplanned
     assert taken > 0
     assert unplanned > 0
     course.arena.close()

@@ -118,4 +118,4 @@ def alike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def is_served_whole(arena: PassArena) -> bool:
     """Whether the last served pass was as laid out."""
     found = arena.report()
-    return found.served > 0 and not found.unplanned + found.taken and not found.unserved
+    return found.served > 0 and not found.missed and not found.unserved

@@ -224,28 +224,19 @@ def test_the_arena_of_a_part_serves_nothing_within_a_pass_of_the_whole() -> None
         assert inner.report().served_passes == 0
 
 
-def test_tensors_outlive_the_arena_and_its_memory_goes_with_the_last() -> None:
+def test_a_closed_arena_serves_nothing_has_the_memory_of_live_tensors_alone_and_leaves_no_hook() -> None:
     gc.collect()
-    before = arenas_mapped()
+    mapped = arenas_mapped()
     model, batch = KINDS["convolutions"].fresh()
     kept: list[torch.Tensor] = []
-    with served(model, batch):
+    with served(model, batch) as arena:
         with model[1].register_forward_hook(lambda _, __, output: kept.append(output)):
             model(batch)
         content = kept[0].clone()
-    assert arenas_mapped() == before + 1
-    others = [torch.full_like(content, 9.0) for _ in range(20)]
-    assert torch.equal(kept[0], content)
-    del others
-    kept.clear()
-    assert arenas_mapped() == before
-
-
-def test_a_closed_arena_serves_nothing_leaves_no_hook_and_still_reports() -> None:
-    model, batch = KINDS["convolutions"].fresh()
-    with served(model, batch) as arena:
-        model(batch)
     arena.close()
+    assert arenas_mapped() == mapped + 1
+    assert torch.equal(kept.pop(), content)
+    assert arenas_mapped() == mapped
     before = arena.report()
     assert alike(plain(model, batch), plain(model, batch))
     assert arena.report() == before

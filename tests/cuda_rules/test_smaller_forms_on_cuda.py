@@ -1,5 +1,6 @@
-"""On CUDA too bits stand for masks: the bits and bytes are those of the plan. Kernels narrow and widen them, or ops of
-torch.
+"""On CUDA too a plan holds smaller forms: sources of copies, bits of masks, and indices and casts in fewer bytes. The
+bits and bytes are those of the plan, and the host waits for nothing. Kernels or ops of torch narrow and widen bits; one
+op of torch makes the other forms.
 
 The kernels run as C++ on the processor here (``kernels.py``). So this is about when, where and with what they are
 launched; ``tests/runtime/test_bits_kernel.py`` is about what they compute.
@@ -10,6 +11,8 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -20,7 +23,8 @@ from torch import nn
 import poochplan
 from poochplan.formats import narrow
 from poochplan.formats.plan import Decision
-from poochplan.runtime.replays import bits
+from poochplan.formats.sources import sources_of
+from poochplan.runtime.replays import bits, fewer_bytes
 from poochplan.runtime.replays.bits import kernels_on
 from poochplan.tensors.storages import on_whole
 from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
@@ -29,16 +33,19 @@ from tests.planner.checker import check
 from tests.planner.form_profiles import on_cuda
 from tests.planner.test_masks import dropout
 from tests.runtime.by_hand import held, planned, problem_of, with_slow_copies
+from tests.runtime.cast_nets import casts_on
+from tests.runtime.form_nets import NAMES, forms_on
 from tests.runtime.mask_nets import masks_on
 from tests.runtime.nets import as_bytes, followed, metered_peaks, taken, train
 from tests.runtime.served import needs_compiler
 
 COUNTS = {"float32": 6, "bfloat16": 6, "bools, float32": 9, "bools, bfloat16": 9}
 """Every mask: kernels widen its bits in less time than it is drawn again in."""
-CASES = masks_on(WHERE)
+CASES, CASTS, FORMS = masks_on(WHERE), casts_on(WHERE), forms_on(WHERE)
 SCALES = (torch.ops.aten.div_.Scalar, 0.7), (torch.ops.aten.mul_.Scalar, -3)
 BY_OPS = "bfloat16", "bools, float32"
 """The cases in which ops of torch narrow and widen, though the profile counts on the kernels."""
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -94,6 +101,18 @@ def test_plans_hold_the_bits_of_dropouts_masks_within_the_budget(gpu: Machine, n
     assert is_as_wanted(gpu, name)
 
 
+def without_waits(gpu: Machine, run: Callable[[], T]) -> tuple[T, int]:
+    """What it gives, while the host waits for nothing, and the most bytes that it takes at once."""
+    waits = list[Stream]()
+    before_bytes = gpu.memory.now["requested_bytes"]
+    gpu.memory.begin_peaks()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stream, "synchronise", waits.append)
+        found = run()
+    assert waits == []
+    return found, gpu.memory.peaks["requested_bytes"] - before_bytes
+
+
 @needs_compiler
 @pytest.mark.parametrize("by_kernels", [True, False])
 @pytest.mark.parametrize("dtype", bits._INTEGERS)
@@ -107,7 +126,7 @@ def test_narrowing_gives_numpys_bits_and_widening_the_very_patterns_at_the_bytes
     mask = drawn.to(WHERE).to(dtype)
     for scale, factor in scales:
         scale(mask, factor)
-    patterns, waits, name = bits.on_device(WHERE, dtype, scales), list[Stream](), str(dtype).removeprefix("torch.")
+    patterns, name = bits.on_device(WHERE, dtype, scales), str(dtype).removeprefix("torch.")
     assert patterns.kernels is not None
     if not by_kernels:
         patterns = patterns._replace(kernels=None)
@@ -115,20 +134,10 @@ def test_narrowing_gives_numpys_bits_and_widening_the_very_patterns_at_the_bytes
     (masked,) = narrow.masks_of(profile).values()
     values = [msgspec.structs.replace(one, dtype=name, size_bytes=mask.nbytes) for one in profile.values]
     foreseen = narrow._workspace_bytes(msgspec.structs.replace(profile, values=tuple(values)), masked)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Stream, "synchronise", waits.append)
-        before_bytes = gpu.memory.now["requested_bytes"]
-        gpu.memory.begin_peaks()
-        made = bits.narrow(mask.untyped_storage(), dtype, patterns)
-        narrowing_bytes = gpu.memory.peaks["requested_bytes"] - before_bytes
-        assert made is not None
-        packed = on_whole(made, torch.uint8)
-        before_bytes = gpu.memory.now["requested_bytes"]
-        gpu.memory.begin_peaks()
-        back = bits.widen(packed, count, dtype, patterns)
-        widening_bytes = gpu.memory.peaks["requested_bytes"] - before_bytes
-    assert waits == []
+    made, narrowing_bytes = without_waits(gpu, lambda: bits.narrow(mask.untyped_storage(), dtype, patterns))
+    assert made is not None
+    packed = on_whole(made, torch.uint8)
+    back, widening_bytes = without_waits(gpu, lambda: bits.widen(packed, count, dtype, patterns))
     assert packed.tolist() == np.packbits(drawn.numpy(), bitorder="little").tolist()
     integer = bits._INTEGERS[dtype][0]
     assert torch.equal(back.view(integer), mask.view(integer))
@@ -199,3 +208,42 @@ def test_a_cupy_without_kernels_is_told_once_and_the_profile_knows(
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert bits.on_device(WHERE, torch.bool, ()).kernels is None
+
+
+@pytest.mark.parametrize("decision", Decision)
+@pytest.mark.parametrize("name", CASTS)
+def test_a_source_is_held_swapped_or_replayed_in_place_of_its_copy(gpu: Machine, name: str, decision: Decision) -> None:
+    case = CASTS[name]
+    assert len(sources_of(case.profile())) >= 4
+    plan, found = planned(case, held(problem_of(case), decision))
+    followed(case, plan, 3, wanted=train(case, 3)[0])
+    assert metered_peaks(case, plan)[1] <= found.simulation.peak_bytes
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("decision", [Decision.KEEP, Decision.SWAP])
+def test_what_is_held_in_fewer_bytes_comes_back_as_it_was(gpu: Machine, name: str, decision: Decision) -> None:
+    case = FORMS[name]
+    assert len(narrow.masks_of(case.profile())) == len(NAMES[name])
+    plan, found = planned(case, held(problem_of(case), decision))
+    assert [value.dtype for value in plan.values if value.bits] == NAMES[name]
+    assert followed(case, plan, 3, wanted=train(case, 3)[0]).last_step.replayed_values >= len(NAMES[name])
+    assert metered_peaks(case, plan)[1] <= found.simulation.peak_bytes
+    assert check(case.profile(), plan).peak_bytes == found.simulation.peak_bytes
+
+
+@pytest.mark.parametrize("form", fewer_bytes.DTYPES)
+@pytest.mark.parametrize("count", [1, 1023, 70000])
+def test_fewer_bytes_are_made_without_memory_besides_and_without_waits(gpu: Machine, form: str, count: int) -> None:
+    patterns = torch.arange(count).to(torch.int16)
+    most = {"uint8": 1 << 8, "uint16": 1 << 16, "int32": 1 << 31}.get(form, 1)
+    whole = (torch.arange(count) * 46337 % most).to(WHERE)
+    if form == "bfloat16":
+        whole = patterns.view(torch.bfloat16).to(WHERE).float()
+    made, narrowing_bytes = without_waits(gpu, lambda: fewer_bytes.narrow(whole.untyped_storage(), form))
+    assert made is not None
+    assert narrowing_bytes <= -(-made.nbytes() // 512) * 512
+    back, widening_bytes = without_waits(gpu, lambda: fewer_bytes.widen(on_whole(made, torch.uint8), count, form))
+    assert widening_bytes <= -(-whole.nbytes // 512) * 512
+    integer = torch.int32 if form == "bfloat16" else torch.int64
+    assert torch.equal(back.view(integer), whole.view(integer))
