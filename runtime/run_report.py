@@ -55,12 +55,6 @@ class MemoryPeaks(msgspec.Struct, frozen=True, kw_only=True):
         return 1 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
 
 
-_SUMMED = (
-    "steps", "out_bytes", "in_bytes", "replay_s", "replayed_values", "stall_s", "hooks_s", "served_bytes",
-    "unserved_bytes", "fallbacks",
-)  # fmt: skip
-
-
 class StepReport(msgspec.Struct, kw_only=True):
     """One step, or the sum over steps (peaks: the largest)."""
 
@@ -91,8 +85,9 @@ class StepReport(msgspec.Struct, kw_only=True):
     """Where steps diverged, once for each step; only the first ones."""
 
     def add(self, other: StepReport) -> None:
-        for name in _SUMMED:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name, default in zip(self.__struct_fields__, self.__struct_defaults__, strict=True):
+            if isinstance(default, int | float):
+                setattr(self, name, getattr(self, name) + getattr(other, name))
         if other.peak_bytes is not None:
             self.peak_bytes = max(self.peak_bytes or 0, other.peak_bytes)
         for kind, times in other.fallback_kinds.items():

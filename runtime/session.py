@@ -20,7 +20,7 @@ from poochplan.formats.run_record import Certificate
 from poochplan.runtime.devices.cuda import hard_cap
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.transfers import forget_held_back, raise_held_back
-from poochplan.runtime.engine.cursor import Segment, StepEvents, weakly
+from poochplan.runtime.engine.cursor import Segment, StepEvents, nothing, weakly
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.messages import Messages
@@ -95,7 +95,7 @@ class Session:
         """Whether the session reacts to steps above their budgets."""
         events = StepEvents(
             chosen=weakly(self, Session._chosen),
-            point=weakly(self, Session._point) if self._step_arena.is_possible or self._is_metered else None,
+            point=weakly(self, Session._point) if self._step_arena.is_possible or self._is_metered else nothing,
             backward=self._meter.backward,
             over=weakly(self, Session._step_is_over),
             ended=weakly(self, Session._ended),

@@ -25,7 +25,7 @@ from poochplan.runtime.devices.cuda import with_index
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.saved_value import SavedHandle
 from poochplan.runtime.metering.census import bucket_bytes, census, census_bytes
-from poochplan.runtime.replays.bits_kernel import kernels_on
+from poochplan.runtime.replays.bits import kernels_on
 from poochplan.runtime.replays.replay import StorageRecord
 from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.tensors.modes import around_calls

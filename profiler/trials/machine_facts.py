@@ -323,7 +323,7 @@ def narrowing(where: torch.device) -> Callable[[], float]:
             assert made is not None
             assert record.widened is not None
             widening = record.widened[1]
-            widening.func(made.tensor, *widening.arguments[1:])
+            widening.func(made[1], *widening.arguments[1:])
         return (clock() - start_s) / MASKS
 
     return masks

@@ -172,8 +172,8 @@ class StepEvents:
 
     chosen: Callable[[Segment], None] = nothing
     """A segment has its step policy, which has done nothing yet."""
-    point: Callable[[int], None] | None = None
-    """Called at each save and use point before any action there, with the number of points passed. None costs least."""
+    point: Callable[[int], None] = nothing
+    """Called at each save and use point before any action there, with the number of points passed."""
     backward: Callable[[bool], None] = nothing
     """Autograd is about to compute a backward (true), or has ended (false)."""
     over: Callable[[Segment], None] = nothing

@@ -69,10 +69,9 @@ from poochplan.torch_private.sharding import gathered_weights, has_storages
 from poochplan.torch_private.tensor_internals import in_backward, is_scripted, mode_count, storage_identity, version_of
 
 from .cursor import NO_EVENTS, Cursor, Segment, StepEvents
-from .held_sources import held_bits, held_source, wants_bits
 from .host_tier import HostTier
 from .mechanism import Mechanism, Rebuild, rebuild_together
-from .saved_value import SavedHandle, SavedValue
+from .saved_value import SavedHandle, SavedValue, held_bits, held_source
 
 AroundCall = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 """Returns the callable that replaces a compiled callable, which is given with its path."""
@@ -241,7 +240,7 @@ class Engine:
                     self._tables.clear()
                 self._events.chosen(segment)
             if policy.instructions is not None:
-                self.host.follow(policy.instructions)
+                self.host.followed = policy.instructions
             self._carry_out(policy.begin(segment))
         except Diverged as reason:
             self._diverge(reason)
@@ -282,13 +281,17 @@ class Engine:
 
     def pack(self, tensor: torch.Tensor) -> SavedHandle:
         """Forward saves ``tensor``. Returns the object that autograd holds in its place."""
+        return self._timed(self._pack, tensor)
+
+    def _timed(self, hook: Callable[[Any], Any], given: Any) -> Any:
+        """What the hook returns; users' modes do not see its ops."""
         start_s = time.perf_counter()
         with self._lock:
             try:
                 if not mode_count():
-                    return self._pack(tensor)
+                    return hook(given)
                 with Unseen():
-                    return self._pack(tensor)
+                    return hook(given)
             finally:
                 self.segment.report.hooks_s += time.perf_counter() - start_s
 
@@ -350,19 +353,17 @@ class Engine:
         value, home = None, self.device.compute
         if not planned.bits:
             value = held_source(record, planned, home)
-        elif wants_bits(planned):
+        elif planned.until >= 0 and planned.decision is not Decision.RECOMPUTE:  # or no replay starts from them
             self.tape.count += 1
             value = held_bits(record, dtype, planned, home, self.tape.count, self._tables)
             self._no_mask = record if value is None else None
         segment.saves += 1
         segment.packs += 1
-        if self._events.point is not None:
-            self._events.point(segment.saves + segment.uses)
+        self._events.point(segment.saves + segment.uses)
         actions = self._policy.at_source(value, index)
         if value is not None and value.decision is Decision.RECOMPUTE:
             self._forget(value)
-        if actions is not NOTHING:
-            self._carry_out(actions)
+        self._carry_out(actions)
 
     def _save(self, record: StorageRecord, tensor: torch.Tensor, ordinal: int) -> SavedValue:
         assert self._policy is not None
@@ -373,8 +374,7 @@ class Engine:
             if index is not None:
                 record.save_point = index
                 segment.saves += 1
-                if self._events.point is not None:
-                    self._events.point(segment.saves + segment.uses)
+                self._events.point(segment.saves + segment.uses)
         except Diverged as reason:
             self._diverge(reason)
             index = None
@@ -386,8 +386,7 @@ class Engine:
         actions = self._policy.at_save(value, index)
         if decision is Decision.RECOMPUTE:
             self._forget(value)
-        if actions is not NOTHING:
-            self._carry_out(actions)
+        self._carry_out(actions)
         return value
 
     def _forget(self, value: SavedValue) -> None:
@@ -408,15 +407,7 @@ class Engine:
 
     def unpack(self, handle: SavedHandle) -> torch.Tensor:
         """Backward asks for a saved tensor: brings its value back if necessary."""
-        start_s = time.perf_counter()
-        with self._lock:
-            try:
-                if not mode_count():
-                    return self._unpack(handle)
-                with Unseen():
-                    return self._unpack(handle)
-            finally:
-                self.segment.report.hooks_s += time.perf_counter() - start_s
+        return self._timed(self._unpack, handle)
 
     def may_wait(self, handle: SavedHandle) -> Geometry | None:
         """The geometry of the tensor that :meth:`unpack` returns, if compiled code may ask for it later; else None."""
@@ -458,14 +449,14 @@ class Engine:
             self._diverge(reason)
             return
         segment.uses += 1
-        if self._events.point is not None:
-            self._events.point(segment.saves + segment.uses)
-        if actions is not NOTHING:
-            self._carry_out(actions)
+        self._events.point(segment.saves + segment.uses)
+        self._carry_out(actions)
 
     # -- actions at points (Rule 7) ---------------------------------------------------------------------------
 
     def _carry_out(self, actions: Actions) -> None:
+        if actions is NOTHING:
+            return
         self.mechanism.carry_out(actions)
         if actions.record is not None:
             (self.recorder.switch_on if actions.record else self.recorder.switch_off)()

@@ -8,10 +8,11 @@ import msgspec
 import torch
 
 from poochplan.errors import SpillError
-from poochplan.formats.plan import Decision
+from poochplan.formats.plan import Decision, PlannedValue
 from poochplan.runtime.devices.device import Stream
 from poochplan.runtime.devices.transfers import Copy
-from poochplan.runtime.replays.replay import Recipe, StorageRecord
+from poochplan.runtime.replays.bits import Tables, bits_of
+from poochplan.runtime.replays.replay import Recipe, StorageRecord, source_of
 from poochplan.tensors.storages import Geometry, Shell, check_unwritten, version_probe
 from poochplan.torch_private.tensor_internals import detached_alias, version_of
 
@@ -152,6 +153,36 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
         """Enters a state, from one of those that may come before."""
         assert self.state in before, f"not a value that is {self.state.value}"
         self.state = state
+
+
+def held_source(record: StorageRecord, planned: PlannedValue, home: Stream | None) -> SavedValue | None:
+    """The source of a storage; None if no replay starts from it, or it is not as planned."""
+    read = source_of(record) if planned.until >= 0 else None  # Rule 12
+    storage = read.record.storage() if read is not None else None
+    if read is None or read.source is None or storage is None or storage.nbytes() > planned.size_bytes:
+        return None
+    if read.record.value is not None and read.record.value() is not None:
+        return None
+    (probe, version), size_bytes = read.source, storage.nbytes()
+    value = SavedValue(
+        planned.decision, read.record, read.generation, probe, version, read.geometry, size_bytes, storage, home
+    )
+    read.record.attach(value)
+    return value
+
+
+def held_bits(
+    mask: StorageRecord, dtype: torch.dtype, planned: PlannedValue, home: Stream | None, order: int, tables: Tables
+) -> SavedValue | None:
+    """The bits of a mask, or its other form, made now; None if it has none. ``order``: of the op that widens them."""
+    made = bits_of(mask, dtype, planned.dtype, order, planned.size_bytes, tables)  # Rule 14
+    if made is None:
+        return None
+    record, bits = made
+    probe, geometry, storage = version_probe(bits), Geometry.of(bits), bits.untyped_storage()
+    value = SavedValue(planned.decision, record, 0, probe, version_of(bits), geometry, storage.nbytes(), storage, home)
+    record.attach(value)
+    return value
 
 
 class Lease:

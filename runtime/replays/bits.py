@@ -3,29 +3,32 @@
 What made a mask decides, and never its contents: recorded ops fill its whole storage by ``bernoulli_``, and scale it by
 numbers, or one op makes bools. So each element is one of two patterns, which the same ops give for 0 and 1. The whole
 storage is narrowed, in the order of its memory. On the CPU numpy does both, in parts that stay in the processor's
-cache. On CUDA a kernel each does (``bits_kernel.py``), or where there is none ops of torch. Nothing waits for them:
-contents are not compared with both patterns there.
+cache. On CUDA a kernel does each in one pass (``native/bits.cu``). CuPy compiles them, and queues them on torch's
+current stream; they take no memory. Where there is no CuPy that fits, ops of torch give the same bits. Nothing waits
+for either: contents are not compared with both patterns there.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from poochplan.formats.forms import HALF
+from poochplan.formats.forms import FORM_BYTES, HALF
 from poochplan.formats.narrow import DEVICE_PART, TABLE_ROWS
+from poochplan.runtime.devices.pinned import cupy_or_none, fitting_cupy, tried
 from poochplan.runtime.metering.allocated import aside
 from poochplan.tensors.operators import Flat
 from poochplan.tensors.storages import Geometry, new_storage, on_whole
+from poochplan.torch_private.cuda_internals import raw_stream
 from poochplan.torch_private.tensor_internals import version_of
 
 from . import fewer_bytes
-from .bits_kernel import Kernels, kernels_on
 from .replay import Birth, RecordedOp, StorageRecord, View
 
 Integers = npt.NDArray[Any]
@@ -46,6 +49,14 @@ PART = 1 << 16
 """Elements that are narrowed or widened at a time on the CPU; a multiple of 8."""
 GATHERING = 0x0102040810204080
 """By this product of eight bytes of 0 or 1, the highest byte has all of them as bits, the first one as the lowest."""
+SOURCE = Path(__file__).parent / "native" / "bits.cu"
+NAMES = tuple(f"{name}_{size_bytes}" for name in ("narrow", "widen") for size_bytes in (1, 2, 4))
+ALIGNED_BYTES = 16
+"""At a multiple of this begin the buffers of a kernel."""
+THREADS = 256
+"""Of a block."""
+_TRIED = 77
+"""Bools: the last of them are read and written one by one."""
 Scales = tuple[tuple[Any, int | float], ...]
 """Ops that scale a mask, and their numbers."""
 
@@ -231,27 +242,29 @@ def _table(integer: Any, patterns: Patterns) -> Integers:
     return np.array(patterns, dtype=integer)[each]
 
 
-class MadeBits(NamedTuple):
-    """The bits of a mask, or another narrow form, for a saved value; ``tensor`` has the whole storage."""
-
-    record: StorageRecord
-    tensor: torch.Tensor
-
-
 def bits_of(
     whole: StorageRecord, dtype: torch.dtype, form: str, order: int, most_bytes: int, tables: Tables
-) -> MadeBits | None:
-    """Narrows a mask, or a value with another form, to at most so many bytes. From then on an op of that ``order``
-    recomputes it. ``form``: the type of the narrow elements, as plans name it.
+) -> tuple[StorageRecord, torch.Tensor] | None:
+    """Narrows a mask, or a value with another form, to at most so many bytes: their record, and a tensor with all of
+    them. From then on an op of that ``order`` recomputes the value. ``form``: the type of the narrow elements, as plans
+    name it.
 
     None, without effect, if other ops than those of such a value have made it, or it is too large.
     """
+    storage = whole.storage()
+    if storage is None:
+        return None
+    count, made = storage.nbytes() // dtype.itemsize, None
+    widening: Any = widen
     with torch.no_grad():
-        has_bits = dtype is not torch.int64 and form not in (HALF, "")
-        found = (_as_bits if has_bits else _as_fewer_bytes)(whole, dtype, form, most_bytes, tables)
-        if found is None:
+        if dtype is not torch.int64 and form not in (HALF, ""):
+            patterns = patterns_of(whole, dtype, tables) if count <= 8 * most_bytes else None
+            made = narrow(storage, dtype, patterns) if patterns is not None else None
+            given: tuple[Any, ...] = count, dtype, patterns
+        elif fewer_bytes.has_form(whole, dtype, form) and count * FORM_BYTES[form] <= most_bytes:
+            made, widening, given = fewer_bytes.narrow(storage, form), fewer_bytes.widen, (count, form)
+        if made is None:
             return None
-        made, widening, given = found
         tensor = on_whole(made, torch.uint8)
     record = StorageRecord(weakref.ref(made), version_of(tensor))
     view = View(record, 0, Geometry.of(tensor), None)
@@ -259,28 +272,74 @@ def bits_of(
     op = RecordedOp(order, widening, arguments, (view,), Flat(len(arguments), ()), False)
     op.births = (Birth(0, whole),)
     whole.widened = len(whole.writes), op
-    return MadeBits(record, tensor)
+    return record, tensor
 
 
-Narrowed = tuple[torch.UntypedStorage, Any, tuple[Any, ...]]
-"""A narrow storage, and the function that widens it, with its further arguments."""
+# -- kernels on CUDA --------------------------------------------------------------------------------------------------
 
 
-def _as_bits(mask: StorageRecord, dtype: torch.dtype, _form: str, most_bytes: int, tables: Tables) -> Narrowed | None:
-    storage = mask.storage()
-    if storage is None or storage.nbytes() // dtype.itemsize > 8 * most_bytes:
-        return None
-    patterns = patterns_of(mask, dtype, tables)
-    made = narrow(storage, dtype, patterns) if patterns is not None else None
-    return None if made is None else (made, widen, (storage.nbytes() // dtype.itemsize, dtype, patterns))
+class _Stream(NamedTuple):
+    """What CuPy reads of a stream that is not its own."""
+
+    ptr: int
 
 
-def _as_fewer_bytes(
-    whole: StorageRecord, dtype: torch.dtype, form: str, most_bytes: int, _tables: Tables
-) -> Narrowed | None:
-    storage, kept = whole.storage(), fewer_bytes.DTYPES.get(form)
-    if storage is None or kept is None or not fewer_bytes.has_form(whole, dtype, form):
-        return None
-    count = storage.nbytes() // dtype.itemsize
-    made = fewer_bytes.narrow(storage, form) if count * kept.itemsize <= most_bytes else None
-    return None if made is None else (made, fewer_bytes.widen, (count, form))
+class Kernels:
+    """The kernels on the current GPU."""
+
+    def __init__(self, cupy: Any) -> None:
+        module = cupy.RawModule(code=SOURCE.read_text())
+        self._functions = {name: module.get_function(name) for name in NAMES}
+
+    def narrow(self, whole: torch.Tensor, bits: torch.Tensor, table: torch.Tensor) -> bool:
+        """Queues narrowing. False, without effect, if a buffer begins at another place than a kernel needs."""
+        return self._queue(f"narrow_{whole.itemsize}", whole, len(whole), bits, table, 16)
+
+    def widen(self, bits: torch.Tensor, whole: torch.Tensor, table: torch.Tensor) -> bool:
+        """The same for widening."""
+        return self._queue(f"widen_{whole.itemsize}", bits, len(whole), whole, table, 16 // whole.itemsize)
+
+    def _queue(
+        self, name: str, source: torch.Tensor, count: int, into: torch.Tensor, table: torch.Tensor, each: int
+    ) -> bool:
+        """``each``: the elements of a thread."""
+        if source.data_ptr() % ALIGNED_BYTES or into.data_ptr() % ALIGNED_BYTES:
+            return False
+        where, blocks = source.device, -(-count // (each * THREADS))
+        assert where.index is not None
+        with torch.cuda.device(where):  # CuPy takes the kernel of the current GPU
+            given = source.data_ptr(), count, into.data_ptr(), table.data_ptr()
+            self._functions[name]((blocks,), (THREADS,), given, stream=_Stream(raw_stream(where.index)))
+        return True
+
+
+def kernels_on(where: torch.device) -> Kernels | None:
+    """Those of a GPU; None without a CuPy that fits and compiles them. They are tried once for each GPU."""
+    cupy = cupy_or_none()
+    return _fitting(cupy, where) if cupy is not None and fitting_cupy(cupy, where) is not None else None
+
+
+@functools.lru_cache(maxsize=4)
+def _fitting(cupy: Any, where: torch.device) -> Kernels | None:
+    def trial() -> tuple[Kernels, str]:
+        kernels = Kernels(cupy)
+        return kernels, "" if _is_right(kernels, where) else "they gave other bits"
+
+    return tried(
+        trial,
+        where,
+        f"CuPy {cupy.__version__} has no kernels for the bits of masks here",
+        "ops of torch make them, in more time; install the CuPy for this CUDA (poochplan[cuda12] or [cuda13]) with its "
+        "compiler, NVRTC",
+    )
+
+
+def _is_right(kernels: Kernels, where: torch.device) -> bool:
+    """Whether some bools have numpy's bits, and come back. It takes less than plans count for the smallest mask."""
+    packed = np.packbits(np.arange(_TRIED) % 3 == 0, bitorder="little").tolist()
+    whole = (torch.arange(_TRIED, dtype=torch.uint8, device=where) % 3 == 0).view(torch.uint8)
+    table = torch.zeros(8 * TABLE_ROWS, dtype=torch.uint8, device=where)
+    table[-1] = 1
+    bits, back = torch.zeros(len(packed), dtype=torch.uint8, device=where), torch.full_like(whole, 2)
+    was_queued = kernels.narrow(whole, bits, table) and kernels.widen(bits, back, table)
+    return was_queued and bits.tolist() == packed and back.tolist() == whole.tolist()

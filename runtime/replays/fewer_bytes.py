@@ -7,13 +7,14 @@ are cut off as integers, so that each payload of a NaN stays, and widened by a c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
+from poochplan.formats import forms
 from poochplan.formats.forms import HALF, INTEGERS
 from poochplan.tensors.operators import unflatten
 from poochplan.tensors.storages import new_storage, on_whole
@@ -23,33 +24,15 @@ from .replay import RecordedOp, StorageRecord, View
 
 PART = 1 << 16
 """Elements that are narrowed or widened at a time on the CPU."""
-POOLING: dict[Any, int] = {
-    torch.ops.aten.max_pool2d_with_indices.default: 2,
-    torch.ops.aten.max_pool3d_with_indices.default: 3,
-    torch.ops.aten.adaptive_max_pool2d.default: 2,
-    torch.ops.aten.adaptive_max_pool3d.default: 3,
-}
-DILATED = 4
-"""The position of the dilation among the arguments of an op of pooling that has one."""
 
 
-class Choice(NamedTuple):
-    """Where an op that chooses along a dimension has its indices and its dimension, which may be left out."""
-
-    result: int
-    argument: int
-    default: int | None = -1
+def _op(name: str) -> Any:
+    return functools.reduce(getattr, name.split("."), torch.ops)
 
 
-CHOOSING: dict[Any, Choice] = {
-    torch.ops.aten.max.dim: Choice(1, 1),
-    torch.ops.aten.min.dim: Choice(1, 1),
-    torch.ops.aten.topk.default: Choice(1, 2),
-    torch.ops.aten.sort.default: Choice(1, 1),
-    torch.ops.aten.sort.stable: Choice(1, 1),
-    torch.ops.aten.argmax.default: Choice(0, 1, None),
-}
-"""The ops of ``formats/forms.py``, with what these know of them."""
+POOLING = {_op(name): dims for name, dims in forms.POOLING.items()}
+CHOOSING = {_op(name): result for name, result in forms.CHOOSING.items()}
+"""The ops of ``formats/forms.py``, with what it knows of them."""
 DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16, "int32": torch.int32, HALF: torch.bfloat16}
 """The forms, by their names in plans."""
 
@@ -59,40 +42,38 @@ def has_form(record: StorageRecord, dtype: torch.dtype, form: str) -> bool:
     birth = record.birth
     if birth is None or record.writes:
         return False
-    if form == HALF:
-        return dtype is torch.float32 and _is_cast(birth)
-    return dtype is torch.int64 and _bound_of(birth, record) <= INTEGERS.get(form, 0)
-
-
-def _is_cast(birth: RecordedOp) -> bool:
-    if birth.func is not CASTING or len(birth.reads) != 1 or birth.reads[0].geometry.dtype is not torch.bfloat16:
-        return False
-    return unflatten(list(birth.arguments), birth.spec)[1].get("dtype") is torch.float32
+    if form != HALF:
+        return dtype is torch.int64 and form in INTEGERS and _bound_of(birth, record) <= INTEGERS[form]
+    is_cast = birth.func is CASTING and [one.geometry.dtype for one in birth.reads] == [torch.bfloat16]
+    return is_cast and unflatten(list(birth.arguments), birth.spec)[1].get("dtype") is dtype is torch.float32
 
 
 def _bound_of(birth: RecordedOp, record: StorageRecord) -> float:
     """All elements of the storage are below it; infinity if the op has another result there."""
     args, kwargs = unflatten(list(birth.arguments), birth.spec)
-    dims, choice = POOLING.get(birth.func), CHOOSING.get(birth.func)
-    result = choice.result if choice is not None else 1
+    result = CHOOSING.get(birth.func, 1)
     is_result = any(one.record is record and one.position == result for one in birth.births)
     if not is_result or not args or not isinstance(args[0], View):
         return float("inf")
-    shape = args[0].geometry.shape
-    if choice is not None:
-        dim = args[choice.argument] if len(args) > choice.argument else kwargs.get("dim", choice.default)
+
+    def given(name: str, default: Any) -> Any:
+        places = {one.name: (place, one) for place, one in enumerate(birth.func._schema.arguments)}
+        if name not in places:
+            return default
+        place, argument = places[name]
+        return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
+
+    shape, dims = args[0].geometry.shape, POOLING.get(birth.func)
+    if birth.func in CHOOSING:
+        dim = given("dim", None)
         return prod(shape) if dim is None or not shape else shape[dim]
     if dims is None or len(shape) < dims:
         return float("inf")
     # The window of a result may lie in the padding alone. Its index is then that of its first place inside the bounds
     # that dilation leaves: each coordinate is below the larger of extent and dilation.
-    dilations = args[DILATED] if len(args) > DILATED else kwargs.get("dilation", 1)
-    return prod(map(max, shape[-dims:], _each(dilations, dims)))
-
-
-def _each(given: int | Sequence[int], dims: int) -> Sequence[int]:
-    given = [given] if isinstance(given, int) else given
-    return given if len(given) == dims else [given[0]] * dims
+    dilations = given("dilation", 1)
+    dilations = [dilations] if isinstance(dilations, int) else dilations
+    return prod(map(max, shape[-dims:], dilations if len(dilations) == dims else [dilations[0]] * dims))
 
 
 def narrow(storage: torch.UntypedStorage, form: str) -> torch.UntypedStorage | None:

@@ -108,7 +108,7 @@ class Recorder(ToggledMode):
         if facts.random:
             op.generator = _generator_of(flat, self._device_type)
             op.state = state_of(op.generator)
-        return op, self._written(op, facts, args, kwargs) if facts.may_write else _NONE
+        return op, self._written(op, facts, args, kwargs) if facts.may_write else []
 
     def _written(self, op: RecordedOp, facts: Traits, args: Any, kwargs: dict[str, Any]) -> list[CounterBefore]:
         """The storages that the op writes in place; completes the facts about the op."""
@@ -149,7 +149,6 @@ class Recorder(ToggledMode):
                 self.tape.was_born(op, position, output, storage)
 
 
-_NONE: list[CounterBefore] = []
 _UNUSABLE = object()
 """Stands for a tensor argument that a replay cannot reproduce: a subclass, another device, a sparse layout."""
 
@@ -209,10 +208,6 @@ class Tape:
             else:
                 _break_circles(records)
         self._kept = kept
-
-    def __len__(self) -> int:
-        """Number of live storages of this step."""
-        return sum(record.storage() is not None for record in self._registry.values())
 
     def is_given(self, tensors: Iterable[torch.Tensor]) -> None:
         """The step that begins gets these tensors. A part of a larger storage existed before the step."""

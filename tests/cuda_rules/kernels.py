@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from poochplan.runtime.replays.bits_kernel import SOURCE
+from poochplan.runtime.replays.bits import SOURCE
 from tests.allocated_bytes import compiler
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from poochplan.formats import narrow
 from poochplan.formats.plan import Decision
 from poochplan.formats.sources import sources_of
 from poochplan.runtime.replays import bits, fewer_bytes
-from poochplan.runtime.replays.bits_kernel import kernels_on
+from poochplan.runtime.replays.bits import kernels_on
 from poochplan.tensors.storages import on_whole
 from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
 from tests.cuda_rules.streams import Stream

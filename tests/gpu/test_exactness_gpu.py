@@ -13,7 +13,7 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
 from poochplan.runtime.replays import bits
-from poochplan.runtime.replays.bits_kernel import kernels_on
+from poochplan.runtime.replays.bits import kernels_on
 from poochplan.runtime.replays.fewer_bytes import narrow, widen
 from poochplan.tensors.storages import on_whole
 from tests.depth import seeds, tries

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from poochplan.runtime.replays.bits_kernel import ALIGNED_BYTES, NAMES, SOURCE, THREADS
+from poochplan.runtime.replays.bits import ALIGNED_BYTES, NAMES, SOURCE, THREADS
 from tests.cuda_rules.kernels import run
 from tests.runtime.served import needs_compiler
 

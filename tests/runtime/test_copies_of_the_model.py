@@ -71,32 +71,24 @@ def _trained_alone(model: nn.Module, case: Case) -> list[torch.Tensor]:
 
 @each_way
 @pytest.mark.parametrize("name", NETS)
-def test_a_copy_has_no_hook_of_ours_and_trains_by_itself(name: str, way: str) -> None:
-    case = NETS[name]
-    with poochplan.apply(_plan(case), case.fresh()[0]) as session:
-        copied = COPIES[way](session.model)
-        assert _hooks(session.model)
-        assert _hooks(copied) == []
-        assert session._engine.segment.number == 0
-    assert _hooks(session.model) == []
-    assert not any(vars(hooks) for hooks in (copied._forward_pre_hooks, session.model._forward_pre_hooks))
-    assert equal([_trained_alone(case.fresh()[0], case)], [_trained_alone(copied, case)])
-    assert session._engine.segment.number == 0
-
-
-@each_way
-@pytest.mark.parametrize("name", NETS)
-def test_the_session_goes_on_undisturbed(name: str, way: str) -> None:
-    """Copies are made between steps, and between forward and backward."""
-    case, copies = NETS[name], []
+def test_a_copy_has_no_hook_of_ours_and_trains_by_itself_and_the_session_goes_on_undisturbed(
+    name: str, way: str
+) -> None:
+    """Copies are made before the first step, between steps, and between forward and backward."""
+    case, plan = NETS[name], _plan(NETS[name])  # the profile draws numbers
     loop = Loop(case, at=lambda place: copies.append(COPIES[way](loop.model)) if place in ("step", "forward") else None)
-    with poochplan.apply(_plan(case), loop.model) as session:
+    with poochplan.apply(plan, loop.model) as session:
+        copies = [COPIES[way](loop.model)]
+        assert session._engine.segment.number == 0
         for _ in range(STEPS):
             loop.step()
+        assert _hooks(loop.model)
     assert equal(in_core(case, STEPS), loop.seen)
-    assert session.report().total.steps == STEPS
+    assert [_hooks(one) for one in (loop.model, *copies)] == [[]] * (2 + 2 * STEPS)
+    assert not any(vars(one._forward_pre_hooks) for one in (loop.model, copies[0]))
+    assert equal([_trained_alone(case.fresh()[0], case)], [_trained_alone(copies[0], case)])
+    assert session._engine.segment.number == session.report().total.steps == STEPS
     assert session.report().total.fallbacks == 0, session.report().total.fallback_reasons
-    assert [_hooks(copied) for copied in copies] == [[]] * 2 * STEPS
 
 
 @pytest.mark.cpu_device

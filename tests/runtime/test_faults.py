@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -279,22 +280,17 @@ def test_a_process_that_ends_inside_a_session_with_copies_under_way_ends(swaps: 
     assert (done.returncode, done.stdout, done.stderr) == (0, "reached the end\n", "")
 
 
-def test_the_spill_file_is_private_and_has_no_name(tmp_path: Path) -> None:
+def test_the_spill_file_is_private_has_no_name_and_is_written_once_ahead(tmp_path: Path) -> None:
     file = SpillFile(tmp_path)
     status = os.fstat(file.descriptor)
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_nlink == 0
     assert list(tmp_path.iterdir()) == []
-    file.close()
-    file.close()
-
-
-def test_the_file_is_written_once_ahead(tmp_path: Path) -> None:
-    file = SpillFile(tmp_path)
     file.write_ahead(20 << 20)
     status = os.fstat(file.descriptor)
     assert status.st_size == 20 << 20
     assert status.st_blocks * 512 >= 20 << 20  # allocated, not a hole
+    file.close()
     file.close()
 
 
@@ -306,14 +302,13 @@ def test_a_directory_in_memory_is_refused() -> None:
         choose_spill_dir(shared_memory)
 
 
-def test_a_directory_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpillError, match="expected a folder, found none"):
-        choose_spill_dir(tmp_path / "nowhere")
-
-
-def test_the_directory_can_be_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_directory_can_be_named_by_the_environment_and_has_to_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("POOCH_SPILL_DIR", str(tmp_path))
     assert choose_spill_dir() == tmp_path
+    with pytest.raises(SpillError, match="expected a folder, found none"):
+        choose_spill_dir(tmp_path / "nowhere")
 
 
 def test_a_small_copy_has_ended_when_the_call_returns_unless_others_are_before_it(
@@ -353,8 +348,6 @@ def test_a_small_copy_that_is_interrupted_has_failed_and_the_interrupt_is_raised
 
 
 def test_a_throttle_holds_copies_to_its_rate(tmp_path: Path) -> None:
-    import time
-
     device = CpuDevice(tmp_path, throttle_bytes_per_s=50e6)
     storage = torch.ones(5_000_000, dtype=torch.uint8).untyped_storage()
     start_s = time.perf_counter()

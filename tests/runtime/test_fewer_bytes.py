@@ -201,15 +201,7 @@ def test_profile_and_runtime_know_the_same_ops() -> None:
     assert names_of(bits.SCALING) == narrow_forms.SCALING
     assert {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in bits._INTEGERS} == narrow_forms.ELEMENT_BYTES
     assert str(fewer_bytes.CASTING) == forms.CASTING
-    assert {str(op): dims for op, dims in fewer_bytes.POOLING.items()} == forms.POOLING
-    assert {str(op): choice.result for op, choice in fewer_bytes.CHOOSING.items()} == forms.CHOOSING
     assert {name: dtype.itemsize for name, dtype in fewer_bytes.DTYPES.items()} == forms.FORM_BYTES
-    for op, choice in fewer_bytes.CHOOSING.items():
-        (dim,) = (one for one in op._schema.arguments if one.name == "dim")
-        assert dim.kwarg_only or op._schema.arguments[choice.argument].name == "dim"
-        assert not dim.has_default_value() or dim.default_value == choice.default
-    dilated = [op for op in fewer_bytes.POOLING if "adaptive" not in str(op)]
-    assert {op._schema.arguments[fewer_bytes.DILATED].name for op in dilated} == {"dilation"}
 
 
 def _written(when: str) -> Case:

@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,7 @@ from poochplan.runtime.replays.tape import Tape
 from poochplan.runtime.run_report import FallbackKind
 from poochplan.runtime.session import Session
 from tests.runtime.adversarial import AdversarialDevice, OpClock, PagedDevice, paged, pinned_bytes
+from tests.runtime.detours import gradients_of
 from tests.runtime.nets import Residual, Use, either_way, equal, gradients, of, our_warnings
 from tests.runtime.random_plans import random_plan
 from tests.runtime.served import follow
@@ -55,12 +56,6 @@ def swaps() -> Plan:
     return random_plan(CASE.profile(), 0, (0, 1, 0))
 
 
-def _backward(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
-    model.zero_grad(set_to_none=True)
-    loss.backward()  # type: ignore[no-untyped-call]
-    return gradients(model)
-
-
 def _train(
     model: nn.Module, lengths: tuple[int, ...], announce: Callable[[], None] = _nobody, *, overlap: bool = False
 ) -> Trained:
@@ -72,7 +67,7 @@ def _train(
         announce()
         waiting.append(model(_images(length)).square().mean())
         if len(waiting) > overlap:
-            seen.append(_backward(model, waiting.pop(0)))
+            seen.append(gradients_of(model, waiting.pop(0)))
     return seen
 
 
@@ -101,23 +96,25 @@ def _longest_step_bytes(plan: Plan) -> int:
 # -- bounded by what is alive -----------------------------------------------------------------------------------
 
 
-def test_steps_of_variable_length_take_the_host_bytes_of_the_longest_step_not_of_all_of_them(swaps: Plan) -> None:
-    expected = _train(CASE.fresh()[0], LENGTHS)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("on_pages", [False, pytest.param(True, marks=pytest.mark.cpu_device)])
+def test_steps_of_variable_length_take_the_host_bytes_of_those_that_are_alive_at_once_and_give_them_back(
+    swaps: Plan, on_pages: bool, overlap: bool
+) -> None:
+    """Pages are the tier of the CUDA device, in ordinary memory; some values lie on several."""
+    lengths = 3 * LENGTHS
+    expected = _train(CASE.fresh()[0], lengths, overlap=overlap)
     longest = _longest_step_bytes(swaps)
-    with _session(swaps) as (model, session):
-        assert equal(expected, _train(model, LENGTHS))
-        assert _host_bytes(session) == longest
-
-
-def test_steps_that_overlap_take_the_host_bytes_of_those_that_are_alive_at_once(swaps: Plan) -> None:
-    lengths = 4 * LENGTHS
-    expected = _train(CASE.fresh()[0], lengths, overlap=True)
-    longest = _longest_step_bytes(swaps)
-    with _session(swaps) as (model, session):
-        assert equal(expected, _train(model, lengths, session.step, overlap=True))
-        planned = session._engine.host.planned_bytes
-        one_step = longest - planned
-        assert _host_bytes(session) <= planned + 3 * one_step  # two alive, and room for what does not fit together
+    with paged() if on_pages else nullcontext() as device:
+        with _session(swaps, (lambda: device) if on_pages else None) as (model, session):
+            planned = session._engine.host.planned_bytes
+            assert equal(expected, _train(model, lengths, session.step, overlap=overlap))
+            assert not on_pages or device.taken[0].size_bytes == planned
+            steps = 3 if overlap else 1  # two alive, and room for what does not fit together
+            most = planned + steps * (longest - planned) + 10_000 * on_pages
+            assert (longest if not on_pages else planned + 1) <= _host_bytes(session) <= most
+            _train(model, (QUIET_STEPS + 2) * (PLANNED,), session.step)
+            assert _host_bytes(session) == planned
 
 
 def test_after_many_planned_steps_what_was_taken_behind_the_plan_is_given_back(swaps: Plan) -> None:
@@ -137,30 +134,11 @@ def test_what_is_still_alive_outlasts_the_giving_back(swaps: Plan) -> None:
         announce()
         loss = model(_images(LONGEST)).square().mean()
         seen = _train(model, 2 * QUIET_STEPS * (PLANNED,), announce)
-        return [*seen, _backward(model, loss)]
+        return [*seen, gradients_of(model, loss)]
 
     expected = use(CASE.fresh()[0], lambda: None)
     with _session(swaps) as (model, session):
         assert equal(expected, use(model, session.step))
-
-
-# -- the tier of the CUDA device, in ordinary memory --------------------------------------------------------------
-
-
-@pytest.mark.cpu_device
-@pytest.mark.parametrize("overlap", [False, True])
-def test_pages_hold_the_longest_step_and_values_that_lie_on_several_come_back(swaps: Plan, overlap: bool) -> None:
-    lengths = 3 * LENGTHS
-    expected = _train(CASE.fresh()[0], lengths, overlap=overlap)
-    one_step = _longest_step_bytes(swaps)
-    with paged() as device, _session(swaps, lambda: device) as (model, session):
-        planned = session._engine.host.planned_bytes
-        assert equal(expected, _train(model, lengths, session.step, overlap=overlap))
-        steps = 3 if overlap else 1
-        assert device.taken[0].size_bytes == planned
-        assert 0 < _host_bytes(session) - planned <= steps * (one_step - planned) + 10_000
-        _train(model, (QUIET_STEPS + 2) * (PLANNED,), session.step)
-        assert _host_bytes(session) == planned
 
 
 @pytest.mark.cpu_device
@@ -251,20 +229,13 @@ ORDERS = {"larger": (0, 1, 2), "smaller": (2, 1, 0), "up_and_down": (0, 2, 1, 0,
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("on_pages", [False, pytest.param(True, marks=pytest.mark.cpu_device)])
 def test_plans_of_any_sizes_follow_each_other_while_earlier_steps_wait_for_their_backward(
-    order: str, plans: list[Plan]
+    on_pages: bool, order: str, plans: list[Plan]
 ) -> None:
     chosen = [plans[index] for index in ORDERS[order]]
-    either_way(CASE, chosen[0], in_turn(chosen))
-
-
-@pytest.mark.cpu_device
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("order", ORDERS)
-def test_they_do_on_pinned_slabs_and_pages(order: str, plans: list[Plan]) -> None:
-    chosen = [plans[index] for index in ORDERS[order]]
-    with paged() as device:
-        either_way(CASE, chosen[0], in_turn(chosen), device=lambda: device)
+    with paged() if on_pages else nullcontext() as device:
+        either_way(CASE, chosen[0], in_turn(chosen), device=(lambda: device) if on_pages else None)
 
 
 def turn(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> None:

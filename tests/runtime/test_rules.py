@@ -14,7 +14,7 @@ from torch import nn
 from poochplan.formats.plan import Decision, Plan
 from poochplan.runtime.arena.library import library
 from poochplan.runtime.attachment import Attachment
-from poochplan.runtime.engine import held_sources
+from poochplan.runtime.engine import saved_value
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.host_tier import HostTier, Intervals
 from poochplan.runtime.engine.saved_value import SavedValue
@@ -118,7 +118,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         ),
     ),
     "a place on the host belongs to its value until that is gone": (
-        (HostTier, "_is_free", "occupant is not None and", "False and"),
+        (HostTier, "place", "self._planned.take_at(offset, value.size_bytes)", "True"),
         test_safety.test_steps_whose_backwards_wait_for_each_other_keep_their_values_apart,
     ),
     "a place behind the plan belongs to its value until that is gone": (
@@ -168,7 +168,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         _swapped_sources,
     ),
     "a source is held from the save point of its copy on": (
-        (held_sources, "held_source", "planned.until >= 0", "False"),
+        (saved_value, "held_source", "planned.until >= 0", "False"),
         _swapped_sources,
     ),
     "a dtensor is saved as its local tensor": (
