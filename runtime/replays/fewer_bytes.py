@@ -18,7 +18,7 @@ from poochplan.formats import forms
 from poochplan.formats.forms import HALF, INTEGERS
 from poochplan.tensors.operators import unflatten
 from poochplan.tensors.storages import new_storage, on_whole
-from poochplan.torch_private.tensor_internals import CASTING
+from poochplan.torch_private.tensor_internals import CASTING, schema_of
 
 from .replay import RecordedOp, StorageRecord, View
 
@@ -57,7 +57,7 @@ def _bound_of(birth: RecordedOp, record: StorageRecord) -> float:
         return float("inf")
 
     def given(name: str, default: Any) -> Any:
-        places = {one.name: (place, one) for place, one in enumerate(birth.func._schema.arguments)}
+        places = {one.name: (place, one) for place, one in enumerate(schema_of(birth.func).arguments)}
         if name not in places:
             return default
         place, argument = places[name]
