@@ -22,7 +22,7 @@ import poochplan
 from poochplan.formats.profile import Phase
 from poochplan.profiler.capture import capture as capturing
 from poochplan.profiler.capture.node_ops import NodeOps
-from poochplan.profiler.capture.workspace import Workspace
+from poochplan.profiler.capture.workspace import CpuMeter, Workspace
 from poochplan.profiler.live.segment_observer import SegmentObserver
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.torch_private.tensor_internals import mode_count
@@ -200,7 +200,7 @@ def test_without_the_allocator_the_in_core_peak_is_about_the_same(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, there = under_auto(name)
-    monkeypatch.setattr(capturing, "workspace_of", lambda where: Workspace())
+    monkeypatch.setattr(capturing, "workspace_of", lambda where: Workspace(CpuMeter))
     missing = run(BACKWARDS[name], tmp_path, turns=12).run.session.profile
     assert beside_what_was_there(missing) == pytest.approx(beside_what_was_there(there), rel=0.01)
 

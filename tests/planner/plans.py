@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import msgspec
 
-from poochplan.formats.plan import Decision, Plan, PointActions
+from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import PointKind, Profile
 from poochplan.formats.profile_parts import host_aligned
 from poochplan.planner.planning import plan, smallest_budget
@@ -23,6 +22,7 @@ from poochplan.planner.writing import last_recipes, with_decisions
 from tests.planner.checker import Verdict
 from tests.planner.random_profiles import link, random_profile, with_random_thread
 from tests.planner.time_checker import check_times
+from tests.runtime.random_plans import random_actions
 
 
 def budget_at(profile: Profile, share: float) -> int:
@@ -140,26 +140,3 @@ def random_schedule(problem: Problem, seed: int) -> Schedule:
     first_use = [problem.point_index[point] if point >= 0 else -1 for point in problem.first_use_point]
     actions = random_actions(decisions, first_use, rng, 0.8)
     return Schedule(tuple(decisions), actions, Decision.RECOMPUTE in decisions)
-
-
-def random_actions(
-    decisions: Sequence[Decision], first_use: Sequence[int], rng: random.Random, fetched: float
-) -> tuple[PointActions, ...]:
-    """Random points for each value; ``fetched`` is the share that is prefetched of those that have a first use."""
-    at: dict[tuple[bool, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for value, (decision, use) in enumerate(zip(decisions, first_use, strict=True)):
-        if decision is Decision.SWAP:
-            at[False, value]["swap_out"].append(value)
-            at[False, rng.randint(value, min(len(decisions) - 1, value + 6))]["release"].append(value)
-            if use >= 0 and rng.random() < fetched:
-                at[True, rng.randint(max(0, use - 5), use)]["prefetch"].append(value)
-        if decision is Decision.RECOMPUTE and use >= 0 and rng.random() < 0.5:
-            at[True, rng.randint(max(0, use - 3), use)]["replay"].append(value)
-    return tuple(
-        PointActions(
-            at="use" if is_use else "save",
-            index=index,
-            **{name: tuple(values) for name, values in at[is_use, index].items()},  # type: ignore[arg-type]
-        )
-        for is_use, index in sorted(at)
-    )

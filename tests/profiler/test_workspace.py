@@ -23,7 +23,7 @@ from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.capture.op_blocks import (
     STEM,
 )
-from poochplan.profiler.capture.workspace import Workspace, workspace_of
+from poochplan.profiler.capture.workspace import CpuMeter, Workspace, workspace_of
 from poochplan.runtime.metering.allocated import joined_count
 from tests.depth import seeds
 from tests.live_bytes import peak_of_a_step
@@ -84,7 +84,7 @@ def test_what_another_thread_of_the_scope_takes_meanwhile_is_no_op_s() -> None:
 
 
 def test_without_the_allocator_peaks_are_of_live_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capturing, "workspace_of", lambda where: Workspace())
+    monkeypatch.setattr(capturing, "workspace_of", lambda where: Workspace(CpuMeter))
     profile = TAKING.new_profile()
     assert profile.memory is Memory.LIVE
     assert profile.in_core_peak_bytes == profile.in_core_live_peak_bytes

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +24,6 @@ from poochplan.planner.search.optimise import Optimum
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.simulate import STYLES, Candidate, try_style
 from poochplan.planner.writing import with_decisions, write_plan
-from tests.planner.plans import random_actions
 from tests.runtime.nets import Case, as_bytes
 
 SWITCHES = (0.15, 0.4, 0.8)
@@ -56,6 +56,29 @@ def random_plan(profile: Profile, seed: int, weights: tuple[float, float, float]
         handles=tuple(position[handle.value] for handle in profile.handles),
         uses=tuple(uses),
         schedule=random_actions(decisions, [first_use.get(index, 0) for index in position.values()], chance, 0.7),
+    )
+
+
+def random_actions(
+    decisions: Sequence[Decision], first_use: Sequence[int], rng: random.Random, fetched: float
+) -> tuple[PointActions, ...]:
+    """Random points for each value; ``fetched`` is the share that is prefetched of those that have a first use."""
+    at: dict[tuple[bool, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for value, (decision, use) in enumerate(zip(decisions, first_use, strict=True)):
+        if decision is Decision.SWAP:
+            at[False, value]["swap_out"].append(value)
+            at[False, rng.randint(value, min(len(decisions) - 1, value + 6))]["release"].append(value)
+            if use >= 0 and rng.random() < fetched:
+                at[True, rng.randint(max(0, use - 5), use)]["prefetch"].append(value)
+        if decision is Decision.RECOMPUTE and use >= 0 and rng.random() < 0.5:
+            at[True, rng.randint(max(0, use - 3), use)]["replay"].append(value)
+    return tuple(
+        PointActions(
+            at="use" if is_use else "save",
+            index=index,
+            **{name: tuple(values) for name, values in at[is_use, index].items()},  # type: ignore[arg-type]
+        )
+        for is_use, index in sorted(at)
     )
 
 

@@ -17,7 +17,7 @@ import poochplan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
 from poochplan.profiler.capture import capture as capturing
-from poochplan.profiler.capture.workspace import Workspace
+from poochplan.profiler.capture.workspace import CpuMeter, Workspace
 from tests.live_bytes import LiveBytes
 from tests.runtime.compiled_nets import WAYS, Chained, compiled, followed, profiled, train
 from tests.runtime.nets import equal, taken
@@ -292,7 +292,7 @@ def test_what_a_backward_unpacks_lives_until_it_is_let_go_of_not_until_its_handl
 def test_without_the_allocator_regions_beside_another_profiler_are_said_to_be_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(capturing, "workspace_of", lambda where: Workspace())
+    monkeypatch.setattr(capturing, "workspace_of", lambda where: Workspace(CpuMeter))
     with torch.profiler.profile():
         profile = profiled(Blocks(Block, "wrapped"), torch.randn(8, 96, 32))
     assert profile.facts is not None
