@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from poochplan.formats.plan import Instructions
-from poochplan.formats.profile_parts import HOST_ALIGNMENT_BYTES
+from poochplan.formats.profile_parts import host_aligned
 from poochplan.runtime.devices.device import Interval
 
 from .saved_value import SavedValue
@@ -170,5 +170,4 @@ class Intervals:
 
 
 def _rounded(size_bytes: int) -> int:
-    """Up to the alignment. An empty value has a place too: no two share a first byte."""
-    return max(1, -(-size_bytes // HOST_ALIGNMENT_BYTES)) * HOST_ALIGNMENT_BYTES
+    return host_aligned(max(1, size_bytes))  # an empty value has a place too: no two share a first byte

@@ -45,6 +45,15 @@ def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_without_cupy_memory_is_registered(gpu: Machine) -> None:
+    assert cupy_or_none() is None
+    memory = PinnedMemory(MIB, None)
+    assert gpu.host_memory.pinned == {memory.pointer: MIB}
+    assert memory.pointer % 4096 == 0
+    memory.free()
+    assert gpu.host_memory.pinned == {}
+
+
 def test_the_driver_refuses_and_the_device_goes_on(gpu: Machine) -> None:
     gpu.host_memory.most_bytes = MIB
     with pytest.raises(OSError, match="2097152 bytes of host memory could not be pinned: CUDA error 2"):

@@ -365,6 +365,13 @@ def test_replays_follow_what_ran_now(name: str) -> None:
     assert replayed[0] >= 3
 
 
+def test_a_step_of_another_shape_between_is_exact_and_the_next_follows_again() -> None:
+    replayed, told = _replayed([_step(PLANNED), _step(PLANNED, rows=4), _step(PLANNED), _step("another op")])
+    assert "diverged from the plan" in told[0]
+    assert replayed[1] == 0
+    assert replayed[0] == replayed[2] == replayed[3] >= 3
+
+
 def _swapped(model: Net) -> None:
     """Another tensor behind the same object."""
     torch.utils.swap_tensors(model.scale, nn.Parameter(model.scale.detach() * 2))

@@ -36,6 +36,15 @@ def test_any_decisions_give_the_gradients_of_in_core_training(name: str, weights
         assert followed(CASES[name], random_plan(CASES[name].profile(), seed, weights), 3).total.steps == 3
 
 
+def test_decisions_are_carried_out() -> None:
+    case = CASES["residual"]
+    swapped, replayed = (followed(case, random_plan(case.profile(), 0, one)).last_step for one in (SWAPPED, REPLAYED))
+    assert swapped.out_bytes == swapped.in_bytes > 0
+    assert swapped.replayed_values == 0
+    assert replayed.replayed_values > 5
+    assert replayed.out_bytes == 0
+
+
 def test_the_metered_peak_is_the_profiles_in_core_peak_when_all_is_kept_and_falls_when_all_is_swapped() -> None:
     case = CASES["residual"]
     profile = case.profile()
