@@ -240,7 +240,7 @@ class Engine:
                     self._tables.clear()
                 self._events.chosen(segment)
             if policy.instructions is not None:
-                self.host.followed = policy.instructions
+                self.host.follow(policy.instructions)
             self._carry_out(policy.begin(segment))
         except Diverged as reason:
             self._diverge(reason)

@@ -19,17 +19,17 @@ QUIET_STEPS = 10
 
 
 class _Place(weakref.ref[SavedValue]):
-    """Where a value lies. It has no offset yet if an interrupt comes before that is known."""
+    """Where a value lies beside the planned bytes. It has no offset yet if an interrupt comes before that is known."""
 
     offset = -1
     size_bytes = 0
 
 
 class HostTier:
-    """State: the values that have a place, planned or beside. The tier has room for any of the instructions.
+    """State: the values on the planned places, and those beside them. The tier has room for any of the instructions.
 
-    A place is free again when its value dies or could not be written, even while a copy of it is still queued. The next
-    value there is safe:
+    A place beside the planned bytes is free again when its value dies or could not be written, even while a copy of it
+    is still queued. The next value there is safe:
 
     * Copies out run in order on one stream. So the next value's bytes are written after those of the dead one.
     * The next value is fetched only after its own copy out was waited for, and that copy runs after the dead one's.
@@ -40,15 +40,16 @@ class HostTier:
     """
 
     def __init__(self, alternatives: Sequence[Instructions]) -> None:
-        self.followed: Instructions | None = None
-        """The instructions by which values are placed."""
-        self.planned_bytes = self._first = 0
-        """The end of the planned places, and their begin."""
-        self._planned, self._taken = Intervals(), Intervals()
-        """The occupied intervals: within the planned bytes, and of all bytes. There the planned ones are one interval.
-        """
+        self._followed: Instructions | None = None
+        self.planned_bytes = self._first = self._room_bytes = 0
+        """The end of the planned places, their begin, and the bytes between."""
+        self._occupants: dict[int, weakref.ref[SavedValue]] = {}
+        self._of_others: list[weakref.ref[SavedValue]] = []
+        """Values that other instructions have placed and may be alive: their places overlap with the present ones."""
+        self._taken = Intervals()
+        """The planned bytes and the places beside them, as occupied intervals."""
         self._places: dict[int, _Place] = {}
-        """By offset."""
+        """The values beside the planned bytes, by offset."""
         self._died: deque[_Place] = deque()
         self._placed_beside = False
         self._quiet_steps = 0
@@ -57,9 +58,8 @@ class HostTier:
     def taken(self) -> list[Interval]:
         """The occupied intervals: every live value lies in one of them. The planned bytes are one interval."""
         self._free_the_dead()
-        room = [(self._first, self.planned_bytes)] if self.planned_bytes else []
-        beside = (place for place in self._places.values() if not self._is_planned(place.offset))
-        return room + [(place.offset, place.offset + place.size_bytes) for place in beside]
+        room = [(self._first, self.planned_bytes)] if self._room_bytes else []
+        return room + [(place.offset, place.offset + place.size_bytes) for place in self._places.values()]
 
     def grow(self, alternatives: Sequence[Instructions]) -> Interval | None:
         """Steps may follow these instructions too from now on. Moves the planned bytes if they need more of them.
@@ -68,16 +68,35 @@ class HostTier:
         """
         planned = (value for one in alternatives for value in one.values if value.host_offset >= 0)
         room_bytes = max((value.host_offset + value.size_bytes for value in planned), default=0)
-        if room_bytes <= self.planned_bytes - self._first:
+        if room_bytes <= self._room_bytes:
             return None
         self._free_the_dead()
-        taken = Intervals()
-        for place in self._places.values():
+        places, taken = dict(self._places), Intervals()
+        for reference in (*self._of_others, *self._occupants.values()):
+            value = reference()
+            if value is not None and value.host_offset >= 0:  # on the planned bytes, until it dies
+                places[value.host_offset] = self._place_at(value.host_offset, value)
+        for place in places.values():
             taken.take_at(place.offset, place.size_bytes)
         first = taken.take(room_bytes)
-        self._planned, self._taken = Intervals(), taken
-        self._first, self.planned_bytes = first, first + room_bytes
+        self._followed, self._occupants, self._of_others = None, {}, []
+        self._taken, self._places = taken, places
+        self._first, self._room_bytes, self.planned_bytes = first, room_bytes, first + room_bytes
         return first, first + room_bytes
+
+    def _place_at(self, offset: int, value: SavedValue) -> _Place:
+        place = _Place(value, self._died.append)
+        place.offset, place.size_bytes = offset, value.size_bytes
+        return place
+
+    def follow(self, instructions: Instructions) -> None:
+        """Values are placed by these instructions from now on."""
+        if instructions is self._followed:
+            return
+        self._followed = instructions
+        before = (*self._of_others, *self._occupants.values())
+        self._of_others = [reference for reference in before if reference() is not None]
+        self._occupants = {}
 
     def step_begins(self) -> bool:
         """Returns whether the bytes outside ``taken`` have been unused for long, and are to be released now."""
@@ -86,32 +105,25 @@ class HostTier:
         return self._quiet_steps > 0 and self._quiet_steps % QUIET_STEPS == 0
 
     def place(self, value: SavedValue) -> int:
-        """Byte offset for the value: its planned place, unless another value is still there."""
+        """Byte offset for the value: its planned place, unless a value of an earlier step is still there."""
+        planned = -1
+        if self._followed is not None and value.index is not None:
+            planned = self._followed.values[value.index].host_offset
+            planned += self._first if planned >= 0 else 0
+        if planned >= 0 and self._is_free(planned, value):
+            self._occupants[planned] = weakref.ref(value)
+            return planned
         self._free_the_dead()
-        offset = -1
-        if self.followed is not None and value.index is not None:
-            offset = self.followed.values[value.index].host_offset
-        if offset >= 0 and self._planned.take_at(offset, value.size_bytes):
-            offset += self._first
-        else:
-            self._placed_beside = True
-            offset = self._taken.take(value.size_bytes)
-        place = self._places[offset] = _Place(value, self._died.append)
-        place.offset, place.size_bytes = offset, value.size_bytes
+        self._placed_beside = True
+        offset = self._taken.take(value.size_bytes)
+        self._places[offset] = self._place_at(offset, value)
         return offset
 
     def free_place(self, offset: int) -> None:
         """The value that was placed at ``offset`` is dead, or could not be written and its copy has ended."""
         place = self._places.pop(offset, None)
-        if place is None:
-            return
-        if self._is_planned(offset):
-            self._planned.give_back(offset - self._first, place.size_bytes)
-        else:
+        if place is not None:  # a planned place is reserved for its value
             self._taken.give_back(offset, place.size_bytes)
-
-    def _is_planned(self, offset: int) -> bool:
-        return self._first <= offset < self.planned_bytes
 
     def _free_the_dead(self) -> None:
         while self._died:
@@ -119,6 +131,20 @@ class HostTier:
             # The traceback of an interrupt may have kept a place that was released and now belongs to another value.
             if self._places.get(place.offset) is place:
                 self.free_place(place.offset)
+
+    def _is_free(self, offset: int, value: SavedValue) -> bool:
+        reference = self._occupants.get(offset)
+        occupant = reference() if reference is not None else None
+        if occupant is not None and occupant is not value and occupant.host_offset == offset:  # or its copy has failed
+            return False
+        if not self._of_others:
+            return True
+        others = (reference() for reference in self._of_others)
+        end = offset + value.size_bytes
+        return not any(
+            other is not None and 0 <= other.host_offset < end and offset < other.host_offset + other.size_bytes
+            for other in others
+        )
 
 
 _NO_END = sys.maxsize
@@ -146,15 +172,14 @@ class Intervals:
         self._holes[index : index + 1] = [(behind, end)] if behind < end else []
         return start
 
-    def take_at(self, start: int, size_bytes: int) -> bool:
-        """Takes the interval of that size at ``start``. False, without effect, if a part of it is taken."""
+    def take_at(self, start: int, size_bytes: int) -> None:
+        """Takes the interval of that size at ``start``, which is free."""
         end = start + _rounded(size_bytes)
         index = bisect_right(self._holes, (start, _NO_END)) - 1
         first, behind = self._holes[index]
-        if index < 0 or behind < end:
-            return False
+        assert first <= start, "another interval ends behind its start"
+        assert end <= behind, "another interval begins before its end"
         self._holes[index : index + 1] = [hole for hole in ((first, start), (end, behind)) if hole[0] < hole[1]]
-        return True
 
     def give_back(self, start: int, size_bytes: int) -> None:
         """The interval that was taken at ``start`` with this size is free again; holes that touch become one."""

@@ -118,7 +118,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         ),
     ),
     "a place on the host belongs to its value until that is gone": (
-        (HostTier, "place", "self._planned.take_at(offset, value.size_bytes)", "True"),
+        (HostTier, "_is_free", "occupant is not None and", "False and"),
         test_safety.test_steps_whose_backwards_wait_for_each_other_keep_their_values_apart,
     ),
     "a place behind the plan belongs to its value until that is gone": (
