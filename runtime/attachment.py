@@ -152,7 +152,7 @@ class Attachment:
         self.call_site = CallSite.of_caller()
         self.leave: Callable[[], object] = self.__exit__
         """Ends the block if no caller has left it."""
-        self._is_hooked = self._is_short = False
+        self._is_short = False
         self._thread: int | None = None
         self._stack = ExitStack()
         self._held = ExitStack()
@@ -194,9 +194,8 @@ class Attachment:
             self._hooks = uncompiled_hooks(*hooks)
             self.state, self._thread = "open", threading.get_ident()
             stack.enter_context(stand_aside(self._hooks))
+            stack.callback(self._unhook)  # before they are there, for an interrupt may come right after that
             self._hooks.__enter__()
-            self._is_hooked = True
-            stack.callback(self._unhook)
             self._stack = stack.pop_all()
         return self
 
@@ -205,7 +204,7 @@ class Attachment:
         self._stack.close()
 
     def _unhook(self) -> None:
-        if self._is_hooked and threading.get_ident() == self._thread:  # on another thread they cannot be removed
+        if threading.get_ident() == self._thread:  # on another thread they cannot be removed
             self.take_hooks_off()
 
     @property
@@ -228,7 +227,6 @@ class Attachment:
         """Removes the hooks, unless others lie on top of them. Then they do nothing, and go when they are on top."""
         if has_topmost_hooks(self._hooks):
             self._hooks.__exit__()
-            self._is_hooked = False
 
     def ends_here(self) -> bool:
         """Whether its purpose has ended although nothing left the block. If so, it is left now."""
@@ -255,13 +253,11 @@ class Attachment:
         self.state = "away"
         with self.engine.recorder.away():
             self._hooks.__exit__()
-            self._is_hooked = False
             try:
                 yield
             finally:
                 if self.state == "away":  # or it has been ended meanwhile
                     self._hooks.__enter__()
-                    self._is_hooked = True
                     self.state = "open"
 
     # -- called by the engine and by torch --------------------------------------------------------------------

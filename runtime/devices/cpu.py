@@ -360,16 +360,15 @@ def choose_spill_dir(directory: str | Path | None = None) -> Path:
 
 
 class SpillFile:
-    """A file without a name: created 0600, unlinked at once, so that a crash leaves nothing behind."""
+    """A file without a name, which nobody else may read (0600): a crash leaves nothing behind."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         try:
-            self.descriptor, path = tempfile.mkstemp(prefix="poochplan-", suffix=".spill", dir=directory)
+            self._file = tempfile.TemporaryFile(buffering=0, dir=directory)  # noqa: SIM115
         except OSError as error:
             raise SpillError(f"spill directory {directory}: {error.strerror}; name another") from error
-        self._close = weakref.finalize(self, os.close, self.descriptor)  # also if an interrupt drops it
-        Path(path).unlink()
+        self.descriptor = self._file.fileno()
         self.size_bytes = 0
 
     def write_ahead(self, size_bytes: int, first: int = 0) -> None:
@@ -401,4 +400,4 @@ class SpillFile:
     def close(self) -> None:
         """Releases the space. Idempotent."""
         self.descriptor = -1
-        self._close()
+        self._file.close()

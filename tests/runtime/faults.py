@@ -48,7 +48,9 @@ def leaves_nothing(plan: Plan) -> Iterator[None]:
     threads, files = set(threading.enumerate()), open_files()
     yield
     gc.collect()
-    assert set(threading.enumerate()) <= threads
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(timeout=10)  # one that was just told to end may still run
+        assert not thread.is_alive()
     assert open_files() <= files
     assert not [thing for thing in gc.get_objects() if type(thing) in (SavedHandle, Copy)]
     assert _get_current_dispatch_mode_stack() == []

@@ -9,18 +9,24 @@ import operator
 import os
 import random
 import signal
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
 
 import msgspec
 import pytest
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import poochplan
 from poochplan.formats.plan import Plan
 from poochplan.runtime.devices.cpu import CpuDevice
+from poochplan.tensors.modes import ToggledMode
 from tests.runtime.faults import CASE, _ctrl_c_is_heard, leaves_nothing, open_files, plan, swaps
 from tests.runtime.nets import followed, train
 
@@ -129,6 +135,71 @@ def test_a_device_that_is_collected_while_an_interrupt_waits_ends_its_threads_an
         thread.join(timeout=10)
         assert not thread.is_alive()
     assert open_files() == files
+
+
+@contextlib.contextmanager
+def interrupt_at(number: int, within: CodeType | None = None) -> Iterator[None]:
+    """A block that is interrupted at most once, where Python raises signals: as a function begins, after one of C's.
+
+    ``number``: how many of these points pass before, of those in ``within`` if it is given.
+    """
+    passed = 0
+
+    def at_point(frame: FrameType, event: str, _: object) -> None:
+        nonlocal passed
+        if event in ("call", "c_return") and within in (None, frame.f_code):
+            passed += 1
+            if passed > number:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(at_point)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def of_each_point(run: Callable[[int], object]) -> int:
+    """Calls ``run`` with each number until it is not interrupted, and returns that."""
+    for number in range(1000):
+        try:
+            run(number)
+        except KeyboardInterrupt:
+            continue
+        return number
+    raise AssertionError("it is interrupted at every point")
+
+
+class Passing(ToggledMode):
+    """It changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs or {})
+
+
+def test_a_mode_that_is_interrupted_anywhere_as_it_is_switched_can_be_taken_off() -> None:
+    def switch(number: int) -> None:
+        mode = Passing()
+        try:
+            with interrupt_at(number):
+                mode.switch_on()
+                mode.switch_off()
+        finally:
+            mode.switch_off()
+            assert _get_current_dispatch_mode_stack() == []
+
+    assert of_each_point(switch) > 20
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_a_session_that_is_interrupted_as_its_hooks_come_takes_them_off(plan: Plan) -> None:
+    def enter(number: int) -> None:
+        with interrupt_at(number, torch.autograd.graph.saved_tensors_hooks.__enter__.__code__):
+            with poochplan.apply(plan, CASE.fresh()[0]):
+                train(CASE, 1)
+
+    assert of_each_point(enter) == 2
 
 
 @pytest.mark.usefixtures("leaves_nothing")

@@ -24,6 +24,8 @@ from poochplan.torch_private.tensor_internals import (
     is_no_step,
     mode_count,
     mode_stack,
+    pop_mode,
+    push_mode,
     topmost_mode,
     with_lazy_views,
 )
@@ -87,8 +89,7 @@ class ToggledMode(TorchDispatchMode):
             self._pushed = True
             above = _users_modes()
             _take_off(above)
-            TorchDispatchMode.__enter__(self)
-            _put_on(above)
+            _put_on([self, *above])
 
     def switch_off(self) -> None:
         """Takes the mode off the calling thread's stack, at any position."""
@@ -101,9 +102,9 @@ class ToggledMode(TorchDispatchMode):
         if is_restored or self not in stack:
             self._muted = True
             return
-        self._pushed = False
         above = stack[stack.index(self) + 1 :]
         _take_off([self, *above])
+        self._pushed = False
         _put_on(above)
 
     def leave_stack(self) -> None:
@@ -136,15 +137,14 @@ def _users_modes() -> list[TorchDispatchMode]:
     return stack[len(stack) - count :]
 
 
-# The base class's methods, so that a subclass's own __enter__ or __exit__ does not run twice.
 def _take_off(topmost: list[TorchDispatchMode]) -> None:
-    for mode in reversed(topmost):
-        TorchDispatchMode.__exit__(mode, None, None, None)
+    for _ in topmost:
+        pop_mode()
 
 
 def _put_on(modes: list[TorchDispatchMode]) -> None:
     for mode in modes:
-        TorchDispatchMode.__enter__(mode)
+        push_mode(mode)
 
 
 _NONE: list[TorchDispatchMode] = []

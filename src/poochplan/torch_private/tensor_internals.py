@@ -27,8 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 __all__ = ["pytree", "without_modes"]  # re-exported under other names
 
 # --- Re-exported as they are -------------------------------------------------------------------------------------
-# TorchDispatchMode   sees every op with its arguments below autograd: recording, metering and profiling. Its own
-#                     __enter__ and __exit__ also remove a mode from the middle of the stack.
+# TorchDispatchMode   sees every op with its arguments below autograd: recording, metering and profiling.
 # without_modes       a block in which no dispatch mode sees an op: copies, checks and replays are not part of the step.
 # pytree              tensors in containers, in arguments and results of ops and in a model's inputs.
 # OpOverload          the class of ordinary ops; others (higher-order operators) are opaque.
@@ -38,6 +37,11 @@ __all__ = ["pytree", "without_modes"]  # re-exported under other names
 
 mode_stack: Callable[[], list[Any]] = torch.utils._python_dispatch._get_current_dispatch_mode_stack
 """The dispatch modes of this thread: ours may be below others' when it is switched off."""
+
+push_mode: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_stack
+pop_mode: Callable[[], TorchDispatchMode] = functools.partial(torch._C._pop_torch_dispatch_stack, None)
+"""Put a mode on top of the stack, and take it off. An interrupt comes before or after them; within a mode's own
+``__exit__`` it would leave the mode on the stack."""
 
 mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Number of dispatch modes of this thread, nearly always 0."""
