@@ -30,7 +30,7 @@ from poochplan.profiler.live.step_kinds import StepKind
 from poochplan.profiler.live.study import StudyOptions, study
 from poochplan.profiler.step.forward_only import check_real
 from poochplan.profiler.step.preserve import preserved
-from poochplan.profiler.trials.machine_facts import measured_on, on_worker_thread, with_cached_cost, with_handles
+from poochplan.profiler.trials.machine_facts import on_worker_thread, with_cached_cost
 from poochplan.runtime.arena.library import build, fresh_memory
 from poochplan.runtime.attachment import check_no_session
 from poochplan.runtime.compiled.inductor import compiled_deferring
@@ -168,7 +168,7 @@ def profile(
         profile = _profile_fitting(steps, where, mode, options)
     if roofline is None and profile.runtime is None:
         with _session_memory(where):
-            profile = with_handles(profile, measured_on(where, torch.get_num_threads()), [])
+            profile = with_cached_cost(profile, where)
     profile = msgspec.structs.replace(profile, notes=(*profile.notes, *runtime_notes(profile.runtime)))
     if EVAL_MODE in profile.notes:
         warnings.warn(
@@ -294,7 +294,7 @@ def _profile_real(
         study_options = StudyOptions(
             link=lambda: options.link or measure_link(where, options.spill_dir, options.throttle_bytes_per_s),
             fits=lambda _: mode == "run",
-            with_costs=lambda one, kept: with_handles(one, measured_on(where, torch.get_num_threads()), kept),
+            with_costs=lambda one, kept: with_cached_cost(one, where, kept),
             workload=options.workload,
             timed=options.iterations,
             notes=notes,

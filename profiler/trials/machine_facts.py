@@ -80,8 +80,10 @@ def on_worker_thread(work: Callable[[], T]) -> T:
         return pool.submit(work).result()
 
 
-def with_cached_cost(profile: Profile, where: torch.device, steps: Sequence[HookSeconds]) -> Profile:
-    """The profile with the runtime's cost, which is measured now if this machine was never measured."""
+def with_cached_cost(profile: Profile, where: torch.device, steps: Sequence[HookSeconds] = ()) -> Profile:
+    """The profile with the runtime's cost, which is measured now if this machine was never measured; ``steps`` kept
+    every value.
+    """
     return with_handles(profile, on_worker_thread(lambda: cached_cost(where)), steps)
 
 

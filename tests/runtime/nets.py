@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import poochplan
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Link, LinkDirection, Profile
-from poochplan.profiler import profiling
+from poochplan.profiler.trials import machine_facts
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.metering.census import leave_out
 from poochplan.runtime.run_report import Report
@@ -136,7 +136,7 @@ def taken(
 
 def without_costs() -> None:
     """Profiles of this process measure no costs of the runtime: that takes seconds, where none are asked for."""
-    profiling.measured_on = lambda where, threads: None  # type: ignore[assignment]
+    machine_facts.cached_cost = lambda where: None  # type: ignore[assignment]
 
 
 class Gated(nn.Module):
