@@ -162,7 +162,8 @@ class Attachment:
         self.call_site = CallSite.of_caller()
         past_first_calls()
         leave_alone(*(f"poochplan.{one}." for one in ("online", "profiler", "runtime", "tensors", "torch_private")))
-        with ExitStack() as stack:  # undone if one of these fails
+        stack = self._stack
+        try:
             if self._kind == "cuda":
                 refuse_graphs(self.whole)
             check_no_session("apply()", self.models.values())
@@ -196,11 +197,14 @@ class Attachment:
             stack.enter_context(stand_aside(self._hooks))
             stack.callback(self._unhook)  # before they are there, for an interrupt may come right after that
             self._hooks.__enter__()
-            self._stack = stack.pop_all()
+        except BaseException:
+            stack.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.state = "closed"
+        if self.state != "new":
+            self.state = "closed"
         self._stack.close()
 
     def _unhook(self) -> None:

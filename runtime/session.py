@@ -109,9 +109,13 @@ class Session:
     def __enter__(self) -> Session:
         if self._state != "new":
             raise UsageError(f"this session is {self._state}; call {self._opened_by} for a new one")
-        with ExitStack() as stack:  # undone if one of these fails
+        stack = self._stack = ExitStack()
+        self._leave = weakref.finalize(self, stack.close)
+        self._leave.atexit = False
+        try:
             stack.callback(self._source.close)
-            stack.enter_context(self._attachment)
+            stack.push(self._attachment)  # before it is entered, for an interrupt may come right after that
+            self._attachment.__enter__()
             if self._cap_bytes is not None:
                 stack.enter_context(hard_cap(self._device.where, self._cap_bytes))
             self._warns_if_full(lambda: self._device.reserve_host(self._engine.host.planned_bytes))
@@ -123,9 +127,10 @@ class Session:
                 gc.collect()  # unreachable tensors must not count; planning again collects first
             self._device.start_peaks()
             stack.callback(self._engine.end)  # first, then everything is removed from model and torch
-            self._leave = weakref.finalize(self, stack.pop_all().close)
-            self._leave.atexit = False
             self._attachment.leave = self._leave
+        except BaseException:
+            stack.close()
+            raise
         return self
 
     def __exit__(
@@ -142,7 +147,7 @@ class Session:
             self._engine.tell_end()
             self._memory = self._device.peaks()  # later memory is not the session's
         finally:
-            self._leave()
+            self._stack.close()  # if an interrupt comes before it begins, ``_leave`` still does it
         if kind is None or not issubclass(kind, KeyboardInterrupt):  # an interrupt was raised already
             raise_held_back()
         forget_held_back()
