@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial, wraps
 from typing import Any, Literal
 
@@ -19,13 +19,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Instructions
 from poochplan.formats.profile import Profile
+from poochplan.guard import Guard, guard_here, guarded, guarded_around, stand
 from poochplan.runtime.arena.library import fresh_memory
 from poochplan.runtime.devices.cuda import refuse_capture, refuse_graphs
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.engine.cursor import NO_EVENTS, Segment, StepEvents
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
-from poochplan.runtime.engine.saved_value import SavedValue
+from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
 from poochplan.runtime.messages import CallSite, warn
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy
 from poochplan.tensors.modes import around_calls, around_compiled, uncompiled_hooks
@@ -36,9 +37,14 @@ from poochplan.torch_private.compiler_internals import leave_alone
 from poochplan.torch_private.tensor_internals import has_topmost_hooks, in_backward, intercept_autograd, stand_aside
 
 from .active_plan import ActivePlan
-from .compiled.deferred_unpack import deferring
+from .compiled.deferred_unpack import deferring, plainly_packed, plainly_unpacked
 from .compiled.inductor import compiled_deferring
 
+_ROOMS = "online", "profiler", "runtime", "tensors", "torch_private"
+FAILED = (
+    "the session stands aside, because something of ours has failed: {}; steps go on as without a session, the budget "
+    "is not kept, and every result is right; please report this line"
+)
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 OptimizerHook = Callable[[torch.optim.Optimizer], None]
 
@@ -108,12 +114,21 @@ class PlanSource:
         """Waits, between two steps, until no plan is being made. Returns whether each known kind of step has one."""
         return True
 
+    def stands_aside(self) -> None:
+        """The session stands aside: nothing observes the open segment any more."""
+
+    def plain_step_begins(self) -> None:
+        """A model is called outside backward while the session stands aside. It may come back:
+        :meth:`Attachment.comes_back`.
+        """
+
     def close(self) -> None:
         """The session has ended."""
 
 
 class Attachment:
-    """A context manager. States: *new*, *open* (inside the block), *away* (temporarily in-core), *closed*.
+    """A context manager. States: *new*, *open* (inside the block), *away* (temporarily in-core), *aside* (in-core until
+    :meth:`comes_back`, and for good after a failure of ours), *closed*.
 
     After the block, handles that are still alive can be unpacked (backward outside the ``with``). The host tier is
     released with the last of them, and the C library's allocator keeps freed memory again
@@ -127,6 +142,7 @@ class Attachment:
     source: gives each segment its step policy. If it does not give up values from the first step on,
         :meth:`memory_is_short` says when they leave the device.
     events: called at the events of a step.
+    is_guarded: whether an error of ours is to let the loop go on, by standing aside.
     """
 
     def __init__(
@@ -136,8 +152,11 @@ class Attachment:
         open_device: Callable[[], ComputeDevice],
         source: PlanSource,
         events: StepEvents = NO_EVENTS,
+        *,
+        is_guarded: bool = False,
     ) -> None:
         self.models = models
+        self.guard = Guard(self._failed) if is_guarded else None
         self.whole = together(models)
         self._kind = kind
         self._open_device = open_device
@@ -148,7 +167,7 @@ class Attachment:
         """Called when a segment is about to begin. If it returns false, ``abandoned`` is called."""
         self.abandoned: Callable[[], None] = lambda: None
         """Leaves the block."""
-        self.state: Literal["new", "open", "away", "closed"] = "new"
+        self.state: Literal["new", "open", "away", "aside", "closed"] = "new"
         self.call_site = CallSite.of_caller()
         self.leave: Callable[[], object] = self.__exit__
         """Ends the block if no caller has left it."""
@@ -161,7 +180,7 @@ class Attachment:
     def __enter__(self) -> Attachment:
         self.call_site = CallSite.of_caller()
         past_first_calls()
-        leave_alone(*(f"poochplan.{one}." for one in ("online", "profiler", "runtime", "tensors", "torch_private")))
+        leave_alone("poochplan.guard", *(f"poochplan.{one}." for one in _ROOMS))
         stack = self._stack
         try:
             if self._kind == "cuda":
@@ -170,6 +189,8 @@ class Attachment:
             _ENTERED.add(self)
             stack.callback(_ENTERED.discard, self)
             stack.callback(self._let_go)
+            if self.guard is not None:
+                stack.callback(stand(self.guard))
             if self._source.gives_up:
                 self.memory_is_short()
             self.device = self._held.enter_context(closing(self._open_device()))
@@ -187,9 +208,9 @@ class Attachment:
             for name, model in self.models.items():
                 stack.enter_context(around_calls(model, partial(self._forward_begins, name)))
                 stack.enter_context(around_calls(model, ends=self._forward_ends))
-            stack.enter_context(intercept_autograd(self._around_backward))
+            stack.enter_context(intercept_autograd(guarded_around(self._around_backward)))
             stack.enter_context(around_optimizer_steps(self.whole, self._optimizer_steps, self._optimizer_stepped))
-            hooks = deferring(*self._source.attached(self), self.engine.may_wait, self.whole, self._kind)
+            hooks = self._guarded(*self._source.attached(self))
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 hooks = self._until_let_go(*hooks)
             self._hooks = uncompiled_hooks(*hooks)
@@ -214,12 +235,17 @@ class Attachment:
     @property
     def is_left(self) -> bool:
         """Whether it was left open: the code that entered its block has ended."""
-        return self.state in ("open", "away") and self.call_site.is_left
+        return self.state in ("open", "away", "aside") and self.call_site.is_left
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something of ours has raised, so that the session stands aside for good."""
+        return self.guard is not None and self.guard.has_failed
 
     @property
     def thread(self) -> int | None:
         """The thread whose steps are observed, from the block's beginning to its end, except while it is away."""
-        return self._thread if self.state == "open" else None
+        return self._thread if self.state in ("open", "aside") and not self.has_failed else None
 
     def memory_is_short(self) -> None:
         """Values leave the device from now on, so freed memory is returned to the system. Idempotent."""
@@ -247,6 +273,9 @@ class Attachment:
     @contextmanager
     def away(self) -> Iterator[None]:
         """Steps inside run in-core, as if nothing were attached. Use it only on the level of the ``with`` block."""
+        if self.state == "aside" or self.has_failed:
+            yield
+            return
         if self.state != "open":
             raise UsageError(
                 f"away(): expected an open session, found a {self.state} one; call it inside the with block"
@@ -264,13 +293,73 @@ class Attachment:
                     self._hooks.__enter__()
                     self.state = "open"
 
+    # -- standing aside ----------------------------------------------------------------------------------------
+
+    def stand_aside(self) -> None:
+        """Steps are plain from now on: their saved tensors stay with autograd, and nothing records, plans or meters.
+        Values that are still saved come back when they are asked for. Call it between two steps on the session's
+        thread, such as in ``PlanSource.ended`` or ``choose``. Until :meth:`comes_back`, the source's
+        ``plain_step_begins`` is called at each call of a model, and nothing else. Idempotent.
+        """
+        if self.state == "open":
+            self.state = "aside"
+            self._source.stands_aside()
+            self.engine.stand_aside()
+            self._events.resting()
+            self._unhook()
+
+    def comes_back(self) -> None:
+        """Observes or plans again from the step on that is about to begin; see :meth:`stand_aside`."""
+        if self.state == "aside" and not self.has_failed:
+            self.state, self.engine.is_aside = "open", False
+            if not has_topmost_hooks(self._hooks):
+                self._hooks.__enter__()
+
+    def _failed(self, why: str) -> None:
+        """Something of ours has raised, perhaps amid a step. Whatever can be undone at any place is undone here."""
+        if self.state in ("open", "away"):
+            self.state = "aside"
+        self.engine.is_aside = True
+        for undo in (self._source.stands_aside, self.engine.stand_aside, self._events.departed, self._unhook):
+            with suppress(Exception):
+                undo()
+        with suppress(Exception):
+            warn(FAILED.format(why))
+
+    def _while_aside(self) -> None:
+        """A model is called. What could not be removed amid a step is removed now."""
+        if threading.get_ident() != self._thread or in_backward():
+            return
+        self._unhook()
+        if not self.has_failed:
+            self._source.plain_step_begins()
+            return
+        with suppress(Exception):
+            self._modes_leave()
+            self.leave()
+
+    def _modes_leave(self) -> None:
+        """No mode of ours is on the stack, not even a muted one (engine rule 11)."""
+        for mode in tuple(self.guard.modes) if self.guard is not None else ():
+            mode.leave_stack()
+
+    def _guarded(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Hooks:
+        """The hooks, which also defer unpacks of compiled code. Each falls back on a plain one."""
+        rescued = self.engine.rescued
+        own = guarded(unpack, rescued)  # compiled code may ask for it later
+        pack, unpack = deferring(pack, own, self.engine.may_wait, self.whole, self._kind)
+        pack = guarded(pack, partial(plainly_packed, SavedHandle.untouched))
+        return pack, own if unpack is own else guarded(unpack, partial(plainly_unpacked, rescued))
+
     # -- called by the engine and by torch --------------------------------------------------------------------
 
     def _is_ours(self) -> bool:
         return self.state == "open" and threading.get_ident() == self._thread
 
     def _forward_begins(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.state == "away":
+        if self.state == "aside":
+            self._while_aside()
+        if self.state in ("away", "aside", "closed"):
             return
         if not torch.is_grad_enabled():
             if self._is_ours() and not in_backward():
@@ -287,6 +376,8 @@ class Attachment:
             refuse_capture()
         if self.engine.cursor.forward_begins_one():
             self.engine.begin()
+            if self.state != "open":  # the source has asked for that
+                return
             given = [tensor for _, tensor in (*tensor_leaves("", args), *tensor_leaves("", kwargs))]
             self.engine.tape.is_given(given)
             storages = (plain_storage(tensor, self._kind) for tensor in given)
@@ -300,6 +391,8 @@ class Attachment:
 
     def _around_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def backward(*args: Any, **kwargs: Any) -> Any:
+            if self.has_failed and threading.get_ident() == self._thread and not in_backward():
+                self._modes_leave()
             if not self._is_ours() or in_backward():
                 return run(*args, **kwargs)
             with self.engine.backward():
@@ -317,7 +410,7 @@ class Attachment:
             self._source.stepped(optimizer)
 
     def _idle(self) -> None:
-        if self.state == "closed":
+        if self.state == "closed" or self.has_failed:
             self._held.close()
 
     def _until_let_go(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Hooks:
@@ -360,17 +453,24 @@ def around_optimizer_steps(model: torch.nn.Module, before: OptimizerHook, after:
     """In a block, calls ``before`` and ``after`` around each step of an optimizer with a parameter of ``model``."""
 
     known = weakref.WeakSet[torch.optim.Optimizer]()  # one for each parameter would look through the model as often
+    guard = guard_here()
+
+    def is_of_model(optimizer: torch.optim.Optimizer) -> bool:
+        if optimizer not in known:
+            own = set(map(id, model.parameters()))
+            if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+                return False
+            known.add(optimizer)
+        return True
 
     def told(tell: OptimizerHook) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
         def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
-            if optimizer not in known:
-                own = set(map(id, model.parameters()))
-                if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-                    return
-                known.add(optimizer)
-            tell(optimizer)
+            try:
+                if not torch.compiler.is_compiling() and is_of_model(optimizer):
+                    tell(optimizer)
+            except Exception as error:
+                if guard is None or not guard.takes(error):
+                    raise
 
         return hook
 

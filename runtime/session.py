@@ -75,6 +75,7 @@ class Session:
         certifier: Callable[[torch.nn.Module], Certifier] | None = None,
         step_arena: StepArena | None = None,
         messages: Messages | None = None,
+        is_guarded: bool = True,
     ) -> None:
         self._models, self._source, self._where = models, source, where
         self._on_over_budget, self._cap_bytes = on_over_budget, cap_bytes
@@ -104,7 +105,7 @@ class Session:
             optimizing=weakly(self, Session._optimizing),
             elsewhere=self._totals.called_elsewhere,
         )
-        self._attachment = Attachment(models, where.type, open_device, source, events)
+        self._attachment = Attachment(models, where.type, open_device, source, events, is_guarded=is_guarded)
 
     def __enter__(self) -> Session:
         if self._state != "new":
@@ -136,7 +137,19 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._state == "closed":  # it was ended after it had been left open
+        if self._state == "closed":  # it was ended after it had been left open, or has failed
+            return
+        guard = self._attachment.guard
+        try:
+            self._end(kind, error)
+        except Exception as failure:
+            if guard is None or not guard.takes(failure):
+                raise
+
+    def _end(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
+        if self._attachment.has_failed:
+            forget_held_back()
+            self._stack.close()
             return
         try:
             if isinstance(error, torch.OutOfMemoryError):
@@ -168,7 +181,7 @@ class Session:
 
     def close(self) -> None:
         """Ends the session like the end of the ``with`` block. Idempotent."""
-        if self._state in ("open", "away"):
+        if self._state in ("open", "away", "aside"):
             self.__exit__(None, None, None)
 
     def step(self, model: str | None = None) -> None:
@@ -179,6 +192,8 @@ class Session:
         step belongs to: needed if its step calls another one first. Without a name it belongs to the model called
         first.
         """
+        if self._state == "aside" or self._attachment.has_failed:
+            return
         if self._state != "open":
             raise UsageError(
                 f"step(): expected an open session, found a {self._state} one; call it inside the with block"
@@ -201,6 +216,8 @@ class Session:
 
         Returns False while steps are still being profiled: profiling needs further steps.
         """
+        if self._attachment.has_failed:
+            return False
         if self._state == "open":
             self._attachment.settle()
         return self._source.wait(timeout_s)
