@@ -28,6 +28,7 @@ from poochplan.torch_private.tensor_internals import (
     mode_stack,
     pop_mode,
     push_mode,
+    stand_aside,
     topmost_mode,
     with_lazy_views,
 )
@@ -217,6 +218,14 @@ def uncompiled_hooks(
     """Saved-tensors hooks that the compiler does not look into when compiled code calls them."""
     pack, unpack = hidden_from_compiler(pack), hidden_from_compiler(unpack)
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+@contextlib.contextmanager
+def hooked(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+    """A block under these hooks. They are off where its code forbids hooks: there autograd keeps what is saved."""
+    hooks = uncompiled_hooks(pack, unpack)
+    with stand_aside(hooks), hooks:
+        yield
 
 
 def compiled_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -228,6 +228,13 @@ def check_unwritten(tensor: torch.Tensor, version: int, what: str) -> None:
         )
 
 
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Its gradient. Of a tensor that gets none, such as one that ``functional_call`` has put in a parameter's place, it
+    is not read: torch warns of that.
+    """
+    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
+
+
 class CheckedTensor:
     """A saved tensor that is held unchanged, as autograd holds it. ``what``: its name in an error."""
 
