@@ -4,11 +4,14 @@ place on a terminal. Warnings cite the user's line: the frame of the user's code
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import NamedTuple
+
+from poochplan.guard import raises
 
 _NOT_THEIRS = ("poochplan", "torch", "contextlib", "weakref")
 _SUSPENDS = 0x20 | 0x80 | 0x200
@@ -24,8 +27,16 @@ def users_line() -> int:
 
 
 def warn(text: str) -> None:
-    """Warns, and cites the user's line."""
-    warnings.warn(f"poochplan: {text}", RuntimeWarning, stacklevel=users_line())
+    """Warns, and cites the user's line. Where warnings are errors (``python -W error``), the text is printed: what a
+    session has to say ends no loop.
+    """
+    try:
+        warnings.warn(f"poochplan: {text}", RuntimeWarning, stacklevel=users_line())
+    except RuntimeWarning:
+        if raises():
+            raise
+        with contextlib.suppress(Exception):
+            print(f"poochplan: {text}", file=sys.stderr, flush=True)
 
 
 class CallSite(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from poochplan.errors import BudgetExceededError, UsageError
+from poochplan.errors import BudgetExceededError, NativeError, PoochError, SpillError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Memory, Profile
 from poochplan.formats.profile_parts import rounded_up
@@ -106,6 +106,8 @@ class Session:
             elsewhere=self._totals.called_elsewhere,
         )
         self._attachment = Attachment(models, where.type, open_device, source, events, is_guarded=is_guarded)
+        if self._attachment.guard is not None and on_over_budget is OverBudget.ERROR:
+            self._attachment.guard.asked_for += (SpillError,)  # of a value that must not stay on the device
 
     def __enter__(self) -> Session:
         if self._state != "new":
@@ -129,10 +131,22 @@ class Session:
             self._device.start_peaks()
             stack.callback(self._engine.end)  # first, then everything is removed from model and torch
             self._attachment.leave = self._leave
-        except BaseException:
+        except BaseException as error:
             stack.close()
-            raise
+            if not self._goes_on_without(error):
+                raise
         return self
+
+    def _goes_on_without(self, error: BaseException) -> bool:
+        """Whether the loop runs as without a session, because something of ours has failed as it began. The user hears
+        of a wrong argument by an error.
+        """
+        guard = self._attachment.guard
+        is_for_users = isinstance(error, PoochError) and not isinstance(error, NativeError)
+        if guard is None or is_for_users or not isinstance(error, Exception) or not guard.takes(error):
+            return False
+        self._attachment.state = "closed"
+        return True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -201,8 +215,13 @@ class Session:
         if model is not None and model not in self._models:
             names = ", ".join(map(repr, self._models)) if "" not in self._models else "none, for there is one model"
             raise UsageError(f"step(): expected the name of a model of this session ({names}), found {model!r}")
-        self._engine.cursor.is_announced = True
-        self._engine.begin(model, announced=True)
+        try:
+            self._engine.cursor.is_announced = True
+            self._engine.begin(model, announced=True)
+        except Exception as error:
+            guard = self._attachment.guard
+            if guard is None or not guard.takes(error):
+                raise
 
     def away(self) -> AbstractContextManager[None]:
         """Steps inside run in-core, as if there were no session, for comparison with planned steps in the same process.
@@ -260,7 +279,7 @@ class Session:
     @property
     def last(self) -> StepReport:
         """The current step, or the last one."""
-        if self._state == "new":
+        if not self._attachment.has_begun:
             return StepReport()
         segment = self._engine.segment
         self._take_peak(segment)
@@ -284,6 +303,8 @@ class Session:
             raise UsageError(
                 f"report(): expected a session that has been entered; use `with {self._opened_by} as session`"
             )
+        if not self._attachment.has_begun:  # it has failed before
+            return self._totals.report(Segment(0, 0), None, self.plan, None, self.arena, None)
         self._engine.mechanism.take_times()
         segment = self._engine.segment
         self._take_peak(segment)

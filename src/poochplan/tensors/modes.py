@@ -12,6 +12,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from poochplan.errors import UsageError
 from poochplan.guard import Guard, guard_here, guarded_around, guarded_dispatch
 from poochplan.torch_private.compiler_internals import (
     call_attribute,
@@ -324,6 +325,11 @@ def around_calls(model: torch.nn.Module, begins: Begins | None = None, ends: End
             if guard is None or not guard.takes(error):
                 raise
 
+    if isinstance(model, torch.jit.RecursiveScriptModule):
+        raise UsageError(
+            "model: expected one that takes hooks, found TorchScript (torch.jit.script or load) as a whole; give a "
+            "module that contains it, such as torch.nn.Sequential(model), and call that"
+        )
     with contextlib.ExitStack() as stack:
         if begins is not None:
             stack.enter_context(left_out_of_copies(model.register_forward_pre_hook(before, with_kwargs=True)))
