@@ -162,7 +162,7 @@ class AllocatorBuild(NativeBuild):
                 raise NativeError(
                     f"expected {part} in {folder}, found none; install torch from its wheel, which has it"
                 )
-        return [f"-I{folder / 'include'}", f"-L{folder / 'lib'}", "-lc10", "-pthread"]
+        return ["-isystem", str(folder / "include"), f"-L{folder / 'lib'}", "-lc10", "-pthread"]
 
 
 ALLOCATOR = AllocatorBuild()

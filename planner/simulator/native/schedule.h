@@ -15,7 +15,7 @@ inline void put(Ints& moves, int64_t ticks, int64_t first, int64_t last, int64_t
   moves[std::min(std::max(last + 1, start), ticks)] -= size_bytes;
 }
 
-inline void apply(Ints& curve, const Ints& moves) {
+inline void add_moves(Ints& curve, const Ints& moves) {
   int64_t moved = 0;
   for (size_t tick = 0; tick < curve.size(); ++tick) {
     moved += moves[tick];
@@ -85,7 +85,7 @@ inline void release_early(const Problem& problem, Scratch& scratch) {
     if (scratch.decisions[value] != kSwap || is_idle(problem, scratch, value)) continue;
     release(problem, scratch, value, problem.values[value].early_point);
   }
-  apply(scratch.curve, scratch.moves);
+  add_moves(scratch.curve, scratch.moves);
 }
 
 // Releases the first waiting values that make a tick fit, without those that turn out to be unnecessary; returns the
@@ -139,7 +139,7 @@ inline void release_late(const Problem& problem, Scratch& scratch, int64_t budge
       break;
     }
   }
-  apply(scratch.curve, scratch.moves);
+  add_moves(scratch.curve, scratch.moves);
 }
 
 // Sorts values by one of their fields, which is below `keys`, and stably. Those with key k are then in `found` from
