@@ -18,14 +18,8 @@ from tests.packaging.folders import ROOT
 
 CLOCK = NativeBuild("clock", ROOT / "tests/planner/evaluator/native", (*EVALUATOR.flags, f"-I{EVALUATOR.sources}"))
 PARTS = pytest.mark.parametrize("part", [EVALUATOR, ALLOCATOR, CLOCK], ids=lambda part: part.name)
-STRICT = (
-    "-Wall",
-    "-Wextra",
-    "-Wpedantic",
-    "-Werror",
-    "-fsyntax-only",
-    "-Wno-unused-command-line-argument",
-)  # linking is not tried
+STRICT = "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", "-Wno-unused-command-line-argument"
+"""The last is for clang, which tells of options for linking."""
 FUNCTION = re.compile(r"^(?!POOCH|extern)\w[\w:<>*& ]*[ *&](\w+)\(", re.MULTILINE)
 """The name of a function of a namespace: its definition is not indented."""
 HEADERS = "algorithm", "array", "atomic", "cstdint", "limits", "mutex", "new", "tuple", "utility", "vector"
