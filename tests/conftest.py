@@ -49,9 +49,11 @@ def _the_link_is_measured_once() -> Iterator[None]:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Notebooks of the rest run on less: their kernels begin with ``kernel_start.py``. What tests import is not looked
-    at for garbage: it takes a quarter of the time of importing it.
+    at for garbage: it takes a quarter of the time of importing it. Autograd starts before a test's own fake tensors
+    pretend that there are GPUs: else it has a thread for each, and forked workers cannot compute gradients.
     """
     gc.disable()
+    torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
     if PART == "rest" and not DEEP:
         folder = tempfile.TemporaryDirectory(prefix="pooch-ipython-")
         session.config.add_cleanup(folder.cleanup)
