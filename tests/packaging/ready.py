@@ -45,7 +45,7 @@ def why_not(venv: Path) -> str:
     if any(venv.glob("lib/python3.*/site-packages/torch/version.py")):
         return ""
     quick = "--dry-run", "--no-deps", "--quiet", "--retries", "1", "--timeout", "20", "--report", "-"
-    command = [venv / "bin" / "python", "-m", "pip", "install", *quick, pinned_torch()]
+    command = [str(venv / "bin" / "python"), "-m", "pip", "install", *quick, pinned_torch()]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = re.sub(r"\s+", " ", (done.stderr.strip().splitlines() or ["it says nothing"])[-1])
