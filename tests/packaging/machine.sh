@@ -53,6 +53,7 @@ mount_all() {
   mkdir -p "$machines/pip" "$root/var/cache/pip"
   mount --bind "$machines/pip" "$root/var/cache/pip"
   cp --dereference --remove-destination /etc/resolv.conf "$root/etc/resolv.conf"
+  printf '127.0.0.1 localhost %s\n::1 localhost\n' "$(hostname)" >"$root/etc/hosts"
   local trusted=${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}
   [ ! -f "$trusted" ] || mount --bind "$trusted" "$root$certificates"
 }
@@ -80,7 +81,7 @@ run() {
   folder="$home/a path/poochplan"
   export GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=safe.directory GIT_CONFIG_VALUE_0='*'
   clone "$folder"
-  chown -R --no-dereference "$user:" "$machines/pip" "$(dirname "$root$folder")"
+  chroot "$root" chown -R --no-dereference "$user:" /var/cache/pip "$(dirname "$folder")"
   local kept=("HOME=$home" PATH=/usr/local/bin:/usr/bin:/bin LANG=C.UTF-8 PIP_CACHE_DIR=/var/cache/pip)
   kept+=("PIP_CERT=$certificates" "SSL_CERT_FILE=$certificates" "REQUESTS_CA_BUNDLE=$certificates")
   local name
