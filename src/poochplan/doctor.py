@@ -181,8 +181,8 @@ def software_findings(*, builds: bool = False) -> Iterator[Finding]:
     yield cuda(torch.cuda.device_count() if torch.cuda.is_available() else 0, torch.version.cuda)
     yield cupy(torch.version.cuda if torch.cuda.is_available() else None, installed)
     yield solvers(installed)
-    yield compiled_part(EVALUATOR, "a search makes about a hundred times fewer simulations", builds=builds)
-    yield compiled_part(ALLOCATOR, "everything else works", builds=builds)
+    yield compiled_part(EVALUATOR, builds=builds)
+    yield compiled_part(ALLOCATOR, builds=builds)
 
 
 def installed(package: str) -> str | None:
@@ -232,24 +232,25 @@ def solvers(versions: Versions) -> Finding:
     return missing("solvers", found, "pip install pulp highspy: planning needs them")
 
 
-def compiled_part(part: NativeBuild, without: str, *, builds: bool = False) -> Finding:
-    """Whether a compiled part is built, or what would build it; ``without`` is the effect of its absence. With
-    ``builds`` it is built here, and is missing if that fails.
+def compiled_part(part: NativeBuild, *, builds: bool = False) -> Finding:
+    """Whether a compiled part is built, why its last build failed, or what would build it. With ``builds`` it is built
+    here, and is missing if that fails.
     """
+    reason = ""
     if builds:
         try:
             part.build()
         except NativeError as error:
-            return missing(part.name, str(error), f"see that line; without it {without}")
+            reason = str(error)
+    elif not part.is_built():
+        reason = part.why_unavailable() or part.last_failure()
+    if reason:
+        found, advice = part.reason_and_advice(reason)
+        advice = f"{advice}; without it {part.without}"
+        return missing(part.name, found, advice) if builds else judged(part.name, False, found, advice)
     if part.is_built():
         return ok(part.name, f"built: {part.file().parent.name}")
-    reason = part.why_unavailable()
-    if not reason:
-        return ok(
-            part.name, f"not built yet; {part.compiler_name()} will do it on first use, or pooch doctor --build now"
-        )
-    found, _, advice = reason.partition("; ")
-    return judged(part.name, False, found, f"{advice}; without it {without}")
+    return ok(part.name, f"not built yet; {part.compiler_name()} will do it on first use, or pooch doctor --build now")
 
 
 def workload_findings(workload: Workload) -> Iterator[Finding]:

@@ -16,7 +16,8 @@ from poochplan.formats.profile import Kind, Profile
 from poochplan.formats.profile_parts import MOST_BYTES, rounded_up
 from poochplan.formats.queries import in_flight_bytes
 from poochplan.online.plan_cache import PlanCache
-from poochplan.planner.planning import smallest_budget
+from poochplan.planner.planning import NO_EVALUATOR, smallest_budget
+from poochplan.planner.simulator.evaluator import untold_absence
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.live.step_kinds import Key
 from poochplan.runtime.active_plan import ActivePlan, OverBudget
@@ -188,6 +189,8 @@ class KnownPlans:
             self._messages.say(KNOWN)
 
     def _found(self, key: Key, plan: Plan) -> None:
+        if NO_EVALUATOR in plan.notes:
+            self._tell_of_evaluator()
         followed = self.active.get(key)
         is_better = followed is None or followed.plan.prediction.step_s > plan.prediction.step_s  # equal: the first
         if is_better or key in self.doubted:
@@ -195,6 +198,11 @@ class KnownPlans:
             self.ready.append((key, plan))
 
     # -- active plans, and cached plans -----------------------------------------------------------------------
+
+    def _tell_of_evaluator(self) -> None:
+        """Says once why there is no evaluator, as soon as that is known."""
+        if line := untold_absence():
+            self._messages.warn(line)
 
     def activate(self, key: Key, plan: Plan) -> None:
         """Segments of that kind follow the plan from now on."""
@@ -220,6 +228,8 @@ class KnownPlans:
         """Stores plans that no step has followed yet, and which kinds are alike. The next run cannot find the latter by
         comparison.
         """
+        if any(NO_EVALUATOR in active.plan.notes for active in self.active.values()):
+            self._tell_of_evaluator()
         for key, pending in self.pending.take_done():
             with contextlib.suppress(PoochError):
                 profile, plan = pending.profile(), pending.plan()

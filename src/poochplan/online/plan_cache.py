@@ -21,6 +21,8 @@ from poochplan.formats.plan import SCHEMA_VERSION as PLAN_VERSION
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import SCHEMA_VERSION as PROFILE_VERSION
 from poochplan.formats.profile import Link, Profile
+from poochplan.planner.planning import NO_EVALUATOR
+from poochplan.planner.simulator.evaluator import EVALUATOR
 from poochplan.profiler.assembly.assemble import this_machine
 from poochplan.profiler.live.step_kinds import Key
 from poochplan.runtime.applying import model_signature
@@ -104,6 +106,8 @@ class PlanCache:
         with contextlib.suppress(PoochError):
             if (folder / "plan.json").exists():
                 plan = Plan.load(folder / "plan.json")
+                if NO_EVALUATOR in plan.notes and EVALUATOR.is_built():  # a better plan is found now
+                    return None
                 if (plan.model, plan.profile_fingerprint) == (self._model, profile.ops_fingerprint):
                     return plan
         return None
