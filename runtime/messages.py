@@ -28,6 +28,16 @@ def warn(text: str) -> None:
     warnings.warn(f"poochplan: {text}", RuntimeWarning, stacklevel=users_line())
 
 
+def warn_once(text: str) -> None:
+    """The same, once in a process for each text; nothing if it is empty."""
+    if text and text not in _told:
+        _told.add(text)
+        warn(text)
+
+
+_told: set[str] = set()
+
+
 class CallSite(NamedTuple):
     """A call in a frame of the user's code. It does not keep the frame alive."""
 

@@ -22,8 +22,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from poochplan.errors import NativeError, SpillError
-from poochplan.formats.files import package_version
-from poochplan.native import NativeBuild
+from poochplan.formats.files import cache_folder, package_version
+from poochplan.native import NativeBuild, check_makeable, is_noexec
 from poochplan.planner.simulator.evaluator import EVALUATOR
 from poochplan.planner.sweep import usable_processors
 from poochplan.profiler.assembly.assemble import model_notes, this_host
@@ -32,7 +32,7 @@ from poochplan.profiler.fake.fake_profile import needed_without_memory
 from poochplan.profiler.live.step_function import StepFunction
 from poochplan.runtime.arena.library import ALLOCATOR
 from poochplan.runtime.devices.cpu import SpillFile, choose_spill_dir, file_system_type
-from poochplan.tensors.host_memory import available_bytes
+from poochplan.tensors.host_memory import available_and_limit, available_bytes, io_limits
 from poochplan.tensors.modes import compiled_modules
 from poochplan.torch_private.tensor_internals import intercept_autograd, nodes_behind
 from poochplan.units import format_bytes, format_rate
@@ -87,9 +87,12 @@ def machine_findings(spill_dir: str | Path | None) -> Iterator[Finding]:
     """All findings on the machine. The spill disk is written to, for a fraction of a second."""
     yield system()
     yield threads(torch.get_num_threads(), usable_processors())
-    yield ok("memory", f"{format_bytes(available_bytes())} free for this process")
+    left_bytes, limit = available_and_limit()
+    yield ok("memory", f"{format_bytes(left_bytes)} free for this process, by the limit of {limit}")
     yield huge_pages(HUGE_PAGES.read_text(encoding="utf-8") if HUGE_PAGES.exists() else "")
     yield spill_disk(spill_dir)
+    yield disk_rate(io_limits())
+    yield caches(cache_folder())
     yield noise(_rounds_s())
 
 
@@ -138,6 +141,25 @@ def spill_disk(spill_dir: str | Path | None) -> Finding:
         "cache included)"
     )
     return judged("spill disk", free_bytes >= LEAST_FREE_BYTES, found, "make room there, or name another --spill-dir")
+
+
+def disk_rate(limits: Collection[str]) -> Finding:
+    """Whether cgroups limit the rate of a disk. The page cache hides that from a short measurement."""
+    found = ", ".join(limits) or "no cgroup of this process limits it"
+    advice = "if that is the spill disk, give profile and auto the limit as throttle: a short measurement misses it"
+    return judged("disk rate", not limits, found, advice)
+
+
+def caches(folder: Path) -> Finding:
+    """Whether plans, measurements and compiled parts can be kept in the user's cache folder, and loaded from there."""
+    advice = "set XDG_CACHE_HOME to another folder: else every run measures this machine and plans anew, uncompiled"
+    try:
+        check_makeable(folder / "native")
+    except NativeError as error:
+        return judged("caches", False, str(error).partition("; ")[0], advice)
+    if is_noexec(folder):
+        return judged("caches", False, f"{folder} is mounted noexec: what is compiled there cannot be loaded", advice)
+    return ok("caches", str(folder))
 
 
 def noise(rounds_s: list[float]) -> Finding:

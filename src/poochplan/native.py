@@ -64,7 +64,7 @@ class NativeBuild:
             if not file.exists():
                 return False
             _check(file)
-        except (NativeError, RuntimeError, OSError):
+        except (NativeError, OSError):
             return False
         return True
 
@@ -79,13 +79,13 @@ class NativeBuild:
             self._compiler()
             self.options()
             check_makeable(self.file().parent)
-        except (NativeError, RuntimeError, OSError) as error:
+        except (NativeError, OSError) as error:
             return str(error)
         return ""
 
     def last_failure(self) -> str:
         """Why the last build of these sources with the present compiler failed, in one line; empty if none has."""
-        with contextlib.suppress(NativeError, RuntimeError, OSError):
+        with contextlib.suppress(NativeError, OSError):
             compiler, _, said = self._failure_file().read_text(encoding="utf-8").partition("\n")
             if compiler == self._compiler_identity() and not self.is_built():
                 return said
@@ -118,12 +118,7 @@ class NativeBuild:
 
         Raises ``NativeError`` if it cannot be built here, or if others can write to its folder.
         """
-        try:
-            file = self.file()
-        except RuntimeError as error:  # there is no home folder
-            raise NativeError(
-                f"expected a folder for the compiled {self.name}, found {error}; set XDG_CACHE_HOME"
-            ) from None
+        file = self.file()
         if file.exists():
             _check(file)
             return file
@@ -146,7 +141,7 @@ class NativeBuild:
             found = {name: getattr(loaded, f"pooch_{name}") for name in signatures}
         except (OSError, AttributeError) as error:
             remedy = "remove it, and it is built anew"
-            if os.statvfs(file).f_flag & os.ST_NOEXEC:
+            if is_noexec(file):
                 remedy = "set XDG_CACHE_HOME to a folder whose file system is not mounted noexec"
             raise NativeError(f"{file}: cannot be loaded ({' '.join(str(error).split())}); {remedy}") from None
         for name, (result, arguments) in signatures.items():
@@ -242,6 +237,13 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def is_noexec(path: Path) -> bool:
+    """Whether programs and libraries cannot be loaded from there, or from where it would be made."""
+    there = next(one for one in (path, *path.parents) if one.exists())
+    flag = getattr(os, "ST_NOEXEC", 0)  # not on every system that can plan
+    return bool(flag and os.statvfs(there).f_flag & flag)
+
+
 def make_folder(folder: Path) -> None:
     """Makes ``folder`` and its parent for this user alone (mode 0700), and checks both.
 
@@ -266,7 +268,7 @@ def check_makeable(folder: Path) -> None:
     there = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
     if there == folder:
         check_folder(folder)
-    if not os.access(there, os.W_OK):
+    if not (there.is_dir() and os.access(there, os.W_OK)):
         raise NativeError(
             f"{there}: expected a folder that can be written, found one that cannot; set XDG_CACHE_HOME to another"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import importlib
 import io
@@ -87,17 +86,39 @@ def package_version() -> str:
     return str(importlib.import_module(__name__.partition(".")[0]).__version__)
 
 
+NO_HOME = Path("/dev/null/no-home-folder")
+"""Stands for the home folder of a user who has none. Nothing can be made there."""
+
+
 def cache_folder() -> Path:
     """``$XDG_CACHE_HOME/poochplan``, by default in ``~/.cache``; a relative path there is ignored."""
     asked = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (asked if asked.is_absolute() else Path.home() / ".cache") / "poochplan"
+    if not asked.is_absolute():
+        try:
+            asked = Path.home() / ".cache"
+        except RuntimeError:  # neither HOME nor an entry for the user
+            asked = NO_HOME
+    return asked / "poochplan"
 
 
-def write_cache(path: Path, data: bytes) -> None:
-    """Writes ``data`` completely or not at all. A cache that cannot be written is no error."""
-    with contextlib.suppress(OSError, PoochError):
+def write_cache(path: Path, data: bytes) -> str:
+    """Writes ``data`` completely or not at all. A cache that cannot be written is no error: returns why, else an empty
+    text.
+    """
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, data, force=True)
+    except (OSError, PoochError) as error:
+        return (error.strerror if isinstance(error, OSError) else "") or one_line(error)
+    return ""
+
+
+def not_kept(folder: Path, why: str) -> str:
+    """The line for the user if a cache could not be written; empty if ``why`` is."""
+    return why and (
+        f"{folder}: cannot be written ({why}), so nothing is kept there and the next run begins anew; name another "
+        "folder (by XDG_CACHE_HOME, or auto's cache=...)"
+    )
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):

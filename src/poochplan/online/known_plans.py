@@ -167,7 +167,7 @@ class KnownPlans:
             try:
                 plan = pending.plan()
                 self.profiles[key] = pending.profile()
-                self._cache.keep(key, self.profiles[key], plan)
+                self._keep(key, self.profiles[key], plan)
                 self._found(key, plan)
             except PoochError as error:
                 self._messages.warn(not_planned(str(error)))
@@ -220,9 +220,13 @@ class KnownPlans:
         self._looked_up.discard(key)
         self._cache.leave(key)
 
+    def _keep(self, key: Key, profile: Profile, plan: Plan | None = None) -> None:
+        if line := self._cache.keep(key, profile, plan):
+            self._messages.warn(line)
+
     def keep_profile(self, key: Key, profile: Profile) -> None:
         """Stores the profile, so that the next run continues from it."""
-        self._cache.keep(key, profile)
+        self._keep(key, profile)
 
     def keep_for_the_next_run(self, alike: list[tuple[Key, Key]]) -> None:
         """Stores plans that no step has followed yet, and which kinds are alike. The next run cannot find the latter by
@@ -234,13 +238,13 @@ class KnownPlans:
             with contextlib.suppress(PoochError):
                 profile, plan = pending.profile(), pending.plan()
                 self.profiles[key] = profile
-                self._cache.keep(key, profile, plan)
+                self._keep(key, profile, plan)
             pending.close()
         for key, active in self.active.items():
             if not active.has_exceeded:
                 self._cache.was_right(key)
         for key, like in alike:
             if like in self.active and like in self.profiles:
-                self._cache.keep(key, self.profiles[like], self.active[like].plan)
+                self._keep(key, self.profiles[like], self.active[like].plan)
             elif self.is_refused_whatever_lives(like):
-                self._cache.keep(key, self.profiles[like])
+                self._keep(key, self.profiles[like])
