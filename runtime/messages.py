@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 RAISES = os.environ.get("POOCH_RAISES") == "1"
 """Whether a warning that is an error is raised, so that tests see it."""
-_NOT_THEIRS = ("poochplan", "torch", "contextlib", "weakref")
+_NOT_THEIRS = ("poochplan", "torch", "contextlib", "weakref", "concurrent", "threading")
 _SUSPENDS = 0x20 | 0x80 | 0x200
 """``CO_GENERATOR``, ``CO_COROUTINE``, ``CO_ASYNC_GENERATOR``: such a frame leaves the stack from time to time."""
 

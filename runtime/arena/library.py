@@ -121,6 +121,15 @@ def is_loaded() -> bool:
     return _library is not None
 
 
+def why_not_loaded() -> str:
+    """Loads it, which builds it if necessary. Says why that is impossible, and what to do, in one line; else empty."""
+    try:
+        library()
+    except AllocatorError as error:
+        return str(error)
+    return ""
+
+
 def why_unavailable() -> str:
     """Why there is no library in this process and can be none, and what to do, in one line; else empty. It builds
     nothing, so a compiler that fails is known once :func:`library` was called.

@@ -30,6 +30,7 @@ FLAGS = "-O2", "-shared", "-fPIC", "-fvisibility=hidden"
 INSTALL_ADVICE = "install g++ or clang++ (apt install g++, dnf install gcc-c++), or set CXX"
 OTHER_COMPILER = "set CXX to another compiler, and try it with pooch doctor --build"
 TIMEOUT_S = 300
+_DIGEST_BYTES = hashlib.sha256().digest_size
 _MOST_LETTERS = 200
 """Of what a compiler says, in one line."""
 Signatures = Mapping[str, tuple[Any, tuple[Any, ...]]]
@@ -60,13 +61,9 @@ class NativeBuild:
     def is_built(self) -> bool:
         """Whether the library for this source exists and may be loaded. Builds nothing."""
         try:
-            file = self.file()
-            if not file.exists():
-                return False
-            _check(file)
+            return _is_there(self.file())
         except (NativeError, OSError):
             return False
-        return True
 
     def why_unavailable(self) -> str:
         """Why the library does not exist and cannot be built, and what to do, in one line; empty otherwise.
@@ -114,18 +111,18 @@ class NativeBuild:
             return ""
 
     def build(self) -> Path:
-        """The library, which is built if it does not exist, in a few seconds. Two processes may call it at once.
+        """The library, which is built in a few seconds if it does not exist or is damaged. Two processes may call it
+        at once.
 
         Raises ``NativeError`` if it cannot be built here, or if others can write to its folder.
         """
         file = self.file()
-        if file.exists():
-            _check(file)
+        if _is_there(file):
             return file
         command = [*self._compiler(), *self.flags, str(self.sources / f"{self.name}.cpp"), *self.options()]
         make_folder(file.parent)
         with _locked(file.parent):
-            if not file.exists():  # no other process has built it meanwhile
+            if not _is_there(file):  # no other process has built it meanwhile
                 self._compile(command, file)
         _check(file)
         return file
@@ -195,6 +192,8 @@ class NativeBuild:
                     start_new_session=True,  # the compiler ignores Ctrl-C
                 )
                 if done.returncode == 0:
+                    with scratch.open("ab") as library:
+                        library.write(hashlib.sha256(scratch.read_bytes()).digest())  # loaders ignore what comes last
                     scratch.chmod(0o700)
                     scratch.replace(file)
                     self._failure_file().unlink(missing_ok=True)
@@ -213,6 +212,18 @@ class NativeBuild:
         line = (errors or lines[-1:] or ["it says nothing"])[0].replace(f"{self.sources}{os.sep}", "")
         line = line.replace("; ", ", ")  # which divides our own messages
         return line if len(line) <= _MOST_LETTERS else f"{line[: _MOST_LETTERS - 3]}..."
+
+
+def _is_there(file: Path) -> bool:
+    """Whether a library is there and whole: to load one that is cut short may end the process.
+
+    Raises ``NativeError`` if other users can write to it.
+    """
+    if not file.exists():
+        return False
+    _check(file)
+    data = file.read_bytes()
+    return hashlib.sha256(data[:-_DIGEST_BYTES]).digest() == data[-_DIGEST_BYTES:]
 
 
 def _check(file: Path) -> None:

@@ -42,7 +42,7 @@ def check_output(path: str | Path, *, force: bool = False) -> Path:
     OutputExistsError
         The file exists and ``force`` is false.
     UsageError
-        The folder does not exist, or the path is a folder.
+        The folder does not exist or cannot be written, or the path is a folder.
     """
     target = Path(path)
     if target.is_dir():
@@ -51,6 +51,12 @@ def check_output(path: str | Path, *, force: bool = False) -> Path:
         raise UsageError(f"{target}: the folder {target.parent} does not exist; create it or name another")
     if target.exists() and not force:
         raise OutputExistsError(f"{target} {_EXISTS}")
+    try:  # a file without a name, which leaves nothing behind: modes alone do not tell
+        tempfile.TemporaryFile(dir=target.parent).close()
+    except OSError as error:
+        raise UsageError(
+            f"{target}: the folder {target.parent} cannot be written ({error.strerror}); name another"
+        ) from None
     return target
 
 
@@ -212,10 +218,12 @@ def read_data(source: Path, what: str, missing: str) -> bytes:
     Raises
     ------
     UsageError
-        The file does not exist.
+        The file does not exist, or is a folder.
     InputFileError
         It cannot be read, or is larger than any file that this package writes.
     """
+    if source.is_dir():
+        raise UsageError(f"{source}: expected {what}, found a folder; name a file in it")
     try:
         with source.open("rb") as file:
             data = file.read(MOST_FILE_BYTES + 1)

@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 import torch
 
-from poochplan.errors import AllocatorError, NativeError, PoochError, UsageError
+from poochplan.errors import NativeError, PoochError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.profiler.trials.machine_facts import completed, is_complete, on_worker_thread
-from poochplan.runtime.arena.library import build, is_built, is_loaded, library, untold_absence
+from poochplan.runtime.arena.library import build, is_built, is_loaded, untold_absence, why_not_loaded
 from poochplan.runtime.arena.step_arena import ArenaMode, why_no_arena
 from poochplan.runtime.messages import Messages
 
@@ -178,10 +178,7 @@ class BackgroundBuild:
         reason = why_no_arena(where.type)
         self._is_loaded = bool(reason)
         if not reason and mode == "on":  # an arena is required, so wait for the build or its error
-            try:
-                library()
-            except AllocatorError as error:
-                reason = str(error)
+            reason = why_not_loaded()
         if reason and mode == "on":
             raise UsageError(f'arena: "on" is not possible: {reason}; take "auto" to train without an arena')
         if reason and where.type == "cpu":
@@ -208,9 +205,7 @@ class BackgroundBuild:
             return False
         if not self._is_loaded:
             self._is_loaded = True
-            try:
-                library()
-            except AllocatorError:
+            if why_not_loaded():
                 self._tell()
         return True
 
