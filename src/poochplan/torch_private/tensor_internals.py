@@ -453,8 +453,8 @@ def modules_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def own_attribute(module: torch.nn.Module, name: str) -> Any:
-    """An attribute or a child of the module, without its author's ``__getattr__``, which may raise for unknown names. None
-    if there is none.
+    """An attribute or child of the module, without its author's ``__getattr__``, which may raise for unknown names.
+    None if there is none.
     """
     own = vars(module)
     if name in own:
