@@ -69,6 +69,20 @@ class Run:
     said: list[str] = field(default_factory=list)
     error: str = ""
     was_reached: bool = False
+    in_trial: bool = False
+    """Whether the fault came in a replay that was tried: the profile notes why it failed, and no plan has it."""
+
+    def why_not(self, plain: Run) -> str:
+        """Why it is not as asked: the loop goes on with the bits of the plain one, and one line of ours tells of it."""
+        lines = [line for line in self.said if line.startswith("poochplan:")]
+        told = lines or self.said  # Python itself tells of what a dying object raises
+        if self.error:
+            return f"the loop ended by {self.error}"
+        if self.bits != plain.bits:
+            return "other bits"
+        if self.was_reached and len(told) != 1 and not (self.in_trial and not told):
+            return f"{len(told)} lines: {told}"
+        return ""
 
 
 class Watch:
@@ -77,7 +91,7 @@ class Watch:
     def __init__(self, place: Place | None = None) -> None:
         self.place, self.phase = place, ""
         self.calls: Counter[tuple[str, str, str]] = Counter()
-        self.was_reached = False
+        self.was_reached = self.in_trial = False
         self._lock = threading.Lock()
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
@@ -98,6 +112,7 @@ class Watch:
                 if self.calls[key] != place.call or self.was_reached:
                     return
                 self.was_reached = True
+            self.in_trial = any(one.f_code.co_name == "_rebuild_one" for one in callers(frame))
             raise FaultError(f"injected into {place}")
 
     @contextlib.contextmanager
@@ -109,6 +124,12 @@ class Watch:
         finally:
             sys.setprofile(None)
             threading.setprofile(None)  # type: ignore[arg-type]
+
+
+def callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def is_entry(frame: FrameType) -> bool:
@@ -129,7 +150,9 @@ Loop = Callable[[Watch], list[bytes]]
 
 
 def run(loop: Loop, place: Place | None = None) -> tuple[Run, Watch]:
-    """The loop with a fault at that place; without one the calls are counted."""
+    """The loop with a fault at that place; without one the calls are counted. As users run it: nothing is raised that
+    can be told.
+    """
     watch, found = Watch(place), Run()
 
     def unraisable(told: Any) -> None:
@@ -146,7 +169,7 @@ def run(loop: Loop, place: Place | None = None) -> tuple[Run, Watch]:
         except BaseException as error:
             found.error = f"{type(error).__name__}: {error}"
     found.said += [str(one.message) for one in caught if str(one.message).startswith("poochplan:")]
-    found.was_reached = watch.was_reached
+    found.was_reached, found.in_trial = watch.was_reached, watch.in_trial
     return found, watch
 
 
@@ -159,7 +182,7 @@ def places(watch: Watch) -> list[Place]:
 # -- loops -----------------------------------------------------------------------------------------------------------
 
 
-def steps(watch: Watch, case: Case, count: int, session_of: SessionOf, settle: bool = False) -> list[bytes]:
+def steps(watch: Watch, case: Case, count: int, session_of: SessionOf) -> list[bytes]:
     """Bits of that many steps: losses and gradients of each, at last parameters, buffers and the generator."""
     model, step, optimizer = case.fresh()
     torch.manual_seed(1)
@@ -205,3 +228,16 @@ def automatic(case: Case, count: int, cache: Path | None, budget: str = "70%") -
             return steps(watch, case, count, session_of)
 
     return loop
+
+
+def filled_cache(case: Case, folder: Path, budget: str) -> None:
+    """Trains until there is a plan, which the next session follows at once."""
+    model, step, optimizer = case.fresh()
+    with poochplan.auto(model, optimizer, budget=budget, cache=folder, quiet=True, time_limit_s=1) as session:
+        for number in range(40):
+            optimizer.zero_grad()
+            step().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            if number > 8 and session.wait_until_planned(60):
+                return
+    raise AssertionError("no plan")
