@@ -33,7 +33,13 @@ from poochplan.tensors.operators import past_first_calls
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import plain_storage
 from poochplan.torch_private.compiler_internals import leave_alone
-from poochplan.torch_private.tensor_internals import has_topmost_hooks, in_backward, intercept_autograd, stand_aside
+from poochplan.torch_private.tensor_internals import (
+    has_topmost_hooks,
+    in_backward,
+    intercept_autograd,
+    stand_aside,
+    topmost_hooks,
+)
 
 from .active_plan import ActivePlan
 from .compiled.deferred_unpack import deferring
@@ -97,6 +103,16 @@ class PlanSource:
     def ended(self, segment: Segment) -> None:
         """A segment is over, and all its facts are known."""
 
+    def rests(self) -> float | None:
+        """Called between two segments: whether no step to come has use for the session, so that it may rest. Returns
+        None if not, else the most bytes that a step may take before steps are observed again; 0 if they are not known.
+        """
+        return None
+
+    def wakes(self, peak_bytes: int) -> str:
+        """Steps are observed again, because one took so many bytes. Returns a sentence that says so, or nothing."""
+        return ""
+
     def plan_again(self, plan: ActivePlan, more_bytes: int) -> str:
         """Asks for another plan: steps take ``more_bytes`` more than predicted. Returns a sentence on what follows."""
         return ""
@@ -114,6 +130,9 @@ class PlanSource:
 
 class Attachment:
     """A context manager. States: *new*, *open* (inside the block), *away* (temporarily in-core), *closed*.
+
+    An open one *rests* (``is_resting``) while its source has no use for it. Then autograd has no hooks of it, and it is
+    told only where a step begins and ends.
 
     After the block, handles that are still alive can be unpacked (backward outside the ``with``). The host tier is
     released with the last of them, and the C library's allocator keeps freed memory again
@@ -152,9 +171,13 @@ class Attachment:
         self.call_site = CallSite.of_caller()
         self.leave: Callable[[], object] = self.__exit__
         """Ends the block if no caller has left it."""
-        self._is_short = False
+        self._is_short = self.is_resting = False
+        self.wakes_next = False
+        """Whether steps are to be observed again."""
+        self._below: Hooks | None = None
+        """Whose hooks autograd has while this rests."""
         self._thread: int | None = None
-        self._stack = ExitStack()
+        self._stack, self._observing, self._short = ExitStack(), ExitStack(), ExitStack()
         self._held = ExitStack()
         """Resources that last until the last handle is gone: the device, and how its memory is released."""
 
@@ -186,8 +209,6 @@ class Attachment:
             stack.enter_context(around_compiled(self.whole, self.engine.unrecorded(self._source.around_call)))
             for name, model in self.models.items():
                 stack.enter_context(around_calls(model, partial(self._forward_begins, name)))
-                stack.enter_context(around_calls(model, ends=self._forward_ends))
-            stack.enter_context(intercept_autograd(self._around_backward))
             stack.enter_context(around_optimizer_steps(self.whole, self._optimizer_steps, self._optimizer_stepped))
             hooks = deferring(*self._source.attached(self), self.engine.may_wait, self.whole, self._kind)
             if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -195,8 +216,9 @@ class Attachment:
             self._hooks = uncompiled_hooks(*hooks)
             self.state, self._thread = "open", threading.get_ident()
             stack.enter_context(stand_aside(self._hooks))
+            self._held.callback(self._short.close)
             stack.callback(self._unhook)  # before they are there, for an interrupt may come right after that
-            self._hooks.__enter__()
+            self._observe()
         except BaseException:
             stack.close()
             raise
@@ -207,7 +229,15 @@ class Attachment:
             self.state = "closed"
         self._stack.close()
 
+    def _observe(self) -> None:
+        """Steps are observed from here on."""
+        for model in self.models.values():
+            self._observing.enter_context(around_calls(model, ends=self._forward_ends))
+        self._observing.enter_context(intercept_autograd(self._around_backward))
+        self._hooks.__enter__()
+
     def _unhook(self) -> None:
+        self._observing.close()
         if threading.get_ident() == self._thread:  # on another thread they cannot be removed
             self.take_hooks_off()
 
@@ -225,7 +255,39 @@ class Attachment:
         """Values leave the device from now on, so freed memory is returned to the system. Idempotent."""
         if self._kind == "cpu" and not self._is_short:
             self._is_short = True
-            self._held.enter_context(fresh_memory())
+            self._short.enter_context(fresh_memory())
+
+    # -- resting ----------------------------------------------------------------------------------------------
+
+    def rest(self) -> bool:
+        """Called where a segment is about to begin: ends the last one. If nothing is to come for which steps need to be
+        observed, the session rests from here on, and the answer is true.
+        """
+        if self.engine.segment.number or self.engine.cursor.is_open:
+            self.engine.end()
+            self.settle()
+        most_bytes = self._source.rests() if has_topmost_hooks(self._hooks) else None
+        if most_bytes is None:
+            return False
+        self._events.resting()
+        self._observing.close()
+        self._hooks.__exit__()
+        self._below = topmost_hooks()
+        self._short.close()
+        self._is_short, self.is_resting, self.wakes_next = False, True, False
+        self._events.rests(most_bytes)
+        return True
+
+    def begins_at_rest(self) -> bool:
+        """A step is about to begin. If the session rests, and goes on to do so, the answer is true."""
+        if not self.is_resting:
+            return False
+        if self.wakes_next and topmost_hooks() == self._below:  # else hooks of others would be removed for ours
+            self.is_resting = False
+            self._observe()
+            return False
+        self._events.at_rest(True)
+        return True
 
     def take_hooks_off(self) -> None:
         """Removes the hooks, unless others lie on top of them. Then they do nothing, and go when they are on top."""
@@ -251,17 +313,19 @@ class Attachment:
             raise UsageError(
                 f"away(): expected an open session, found a {self.state} one; call it inside the with block"
             )
-        if self.engine.segment.used:
+        if self.engine.segment.used and not self.is_resting:
             self._events.over(self.engine.segment)
         self._events.resting()
         self.state = "away"
         with self.engine.recorder.away():
-            self._hooks.__exit__()
+            if not self.is_resting:
+                self._hooks.__exit__()
             try:
                 yield
             finally:
                 if self.state == "away":  # or it has been ended meanwhile
-                    self._hooks.__enter__()
+                    if not self.is_resting:
+                        self._hooks.__enter__()
                     self.state = "open"
 
     # -- called by the engine and by torch --------------------------------------------------------------------
@@ -273,7 +337,7 @@ class Attachment:
         if self.state == "away":
             return
         if not torch.is_grad_enabled():
-            if self._is_ours() and not in_backward():
+            if self._is_ours() and not self.is_resting and not in_backward():
                 if self.engine.segment.used and not self.engine.segment.is_held:  # a validation after the step
                     self._events.over(self.engine.segment)
                 self._events.resting()
@@ -283,15 +347,21 @@ class Attachment:
             return
         if in_backward() or self.ends_here():  # a user's checkpoint runs forward again in backward
             return
+        if self.is_resting and (self.engine.cursor.is_announced or self.begins_at_rest()):
+            return
         if self._kind == "cuda":
             refuse_capture()
         if self.engine.cursor.forward_begins_one():
+            if self.rest():
+                self.begins_at_rest()
+                return
             self.engine.begin()
             given = [tensor for _, tensor in (*tensor_leaves("", args), *tensor_leaves("", kwargs))]
             self.engine.tape.is_given(given)
             storages = (plain_storage(tensor, self._kind) for tensor in given)
             self.engine.segment.given = [(weakref.ref(one), one.nbytes()) for one in storages if one is not None]
-        self.engine.model_is_called(lambda: input_signature(args, kwargs), name)
+        if not self.is_resting:
+            self.engine.model_is_called(lambda: input_signature(args, kwargs), name)
 
     def _forward_ends(self, result: Any) -> None:
         if result is None and sys.exc_info()[0] is not None and self._is_ours() and not in_backward():  # it has raised
@@ -309,12 +379,14 @@ class Attachment:
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_ours():
-            self._events.optimizing(optimizer)
+            (self._source if self.is_resting else self._events).optimizing(optimizer)
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_ours():
             self.engine.optimizer_stepped()
             self._source.stepped(optimizer)
+            if self.is_resting:
+                self._events.at_rest(False)
 
     def _idle(self) -> None:
         if self.state == "closed":

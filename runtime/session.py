@@ -26,6 +26,7 @@ from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.messages import Messages
 from poochplan.runtime.metering.holders import held_beside
 from poochplan.runtime.metering.step_meter import StepMeter, When, described
+from poochplan.runtime.metering.watch import Watch
 from poochplan.runtime.step_totals import StepTotals, follows
 from poochplan.units import format_bytes
 
@@ -84,6 +85,8 @@ class Session:
         self._meter = StepMeter(where.type, meter, memory)
         self._is_metered = meter != "never"
         self._totals = StepTotals(models)
+        self._watch: Watch | None = None
+        """Of the steps while the session rests."""
         self._memory: MemoryPeaks | None = None
         self._following: ActivePlan | None = None
         """The plan of the open segment."""
@@ -101,6 +104,8 @@ class Session:
             ended=weakly(self, Session._ended),
             departed=self._step_arena.departed,
             resting=weakly(self, Session._resting),
+            rests=weakly(self, Session._rests),
+            at_rest=weakly(self, Session._at_rest),
             optimizing=weakly(self, Session._optimizing),
             elsewhere=self._totals.called_elsewhere,
         )
@@ -187,6 +192,9 @@ class Session:
             names = ", ".join(map(repr, self._models)) if "" not in self._models else "none, for there is one model"
             raise UsageError(f"step(): expected the name of a model of this session ({names}), found {model!r}")
         self._engine.cursor.is_announced = True
+        attached = self._attachment
+        if attached.begins_at_rest() or (attached.rest() and attached.begins_at_rest()):
+            return
         self._engine.begin(model, announced=True)
 
     def away(self) -> AbstractContextManager[None]:
@@ -245,6 +253,8 @@ class Session:
         """The current step, or the last one."""
         if self._state == "new":
             return StepReport()
+        if self._watch is not None and self._watch.report is not None:
+            return self._watch.report
         segment = self._engine.segment
         self._take_peak(segment)
         return segment.report
@@ -320,6 +330,7 @@ class Session:
     # -- called by the attachment --------------------------------------------------------------------------------
 
     def _chosen(self, segment: Segment) -> None:
+        self._watch = None
         plan = self._following = self._source.following(segment)
         if plan is None or self._engine.follows is None:
             self._step_arena.stands_aside()
@@ -376,6 +387,22 @@ class Session:
     def _resting(self) -> None:
         self._step_arena.rests()
         self._meter.uses_arena(self._step_arena.arena_bytes)
+
+    def _rests(self, most_bytes: float) -> None:
+        self._following = None
+        self._watch = Watch(self._meter, self._engine, self._device, most_bytes)
+
+    def _at_rest(self, begins: bool) -> None:
+        watch = self._watch
+        report = None if watch is None else watch.begins() if begins else watch.stepped()
+        if watch is None or report is None:
+            return
+        self._totals.rested(report)
+        if watch.is_above(report) and not self._attachment.wakes_next:
+            assert report.peak_bytes is not None
+            self._attachment.wakes_next = True
+            if text := self._source.wakes(report.peak_bytes):
+                self._messages.warn(text)
 
     def _step_is_over(self, segment: Segment) -> None:
         self._step_arena.step_is_over()

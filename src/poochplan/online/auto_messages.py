@@ -31,6 +31,13 @@ OUTGROWN = "there is more in memory than when the step was profiled: planning ag
 LEFT = "steps differ from their plan now: profiling again"
 
 
+def grown(peak_bytes: int) -> str:
+    return (
+        f"steps without a plan take {format_bytes(peak_bytes)} now, more than before or than the budget: they are "
+        "looked at again, and the budget is not kept meanwhile"
+    )
+
+
 def activated(plan: Plan) -> str:
     found, promise = plan.decided(), plan.prediction
     words = {Decision.SWAP: "swapped", Decision.RECOMPUTE: "recomputed"}
