@@ -73,6 +73,10 @@ class Segment:
     """Device bytes of values that earlier segments saved and that are still held."""
     report: StepReport = field(default_factory=StepReport)
     saves: int = 0
+    saved_values: int = 0
+    """The same without points of values that it has left out, and of sources."""
+    left_out: int = 0
+    """Number of planned values that it lacks, because it has left out the layers that save them."""
     saved_bytes: int = 0
     """Bytes of the storages that it has saved."""
     packs: int = 0

@@ -84,6 +84,11 @@ class StepPolicy:
         """
         return Decision.KEEP
 
+    def at_sourced(self, index: int, ordinal: int, tensor: torch.Tensor) -> None:
+        """The next save point is that of a source; the tensor is the next one that is saved. Raises ``LeftOut`` if the
+        step leaves out the layers from there on.
+        """
+
     def at_source(self, value: SavedValue | None, index: int) -> Actions:
         """Actions at the save point of a source; ``value`` is None if it is not held."""
         return NOTHING
