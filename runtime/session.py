@@ -26,7 +26,7 @@ from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.messages import Messages
 from poochplan.runtime.metering.holders import held_beside
 from poochplan.runtime.metering.step_meter import StepMeter, When, described
-from poochplan.runtime.metering.watch import Watch
+from poochplan.runtime.metering.watch import MostBytes, Watch
 from poochplan.runtime.step_totals import StepTotals, follows
 from poochplan.units import format_bytes
 
@@ -76,6 +76,7 @@ class Session:
         certifier: Callable[[torch.nn.Module], Certifier] | None = None,
         step_arena: StepArena | None = None,
         messages: Messages | None = None,
+        is_guarded: bool = True,
     ) -> None:
         self._models, self._source, self._where = models, source, where
         self._on_over_budget, self._cap_bytes = on_over_budget, cap_bytes
@@ -109,7 +110,7 @@ class Session:
             optimizing=weakly(self, Session._optimizing),
             elsewhere=self._totals.called_elsewhere,
         )
-        self._attachment = Attachment(models, where.type, open_device, source, events)
+        self._attachment = Attachment(models, where.type, open_device, source, events, is_guarded=is_guarded)
 
     def __enter__(self) -> Session:
         if self._state != "new":
@@ -141,7 +142,19 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._state == "closed":  # it was ended after it had been left open
+        if self._state == "closed":  # it was ended after it had been left open, or has failed
+            return
+        guard = self._attachment.guard
+        try:
+            self._end(kind, error)
+        except Exception as failure:
+            if guard is None or not guard.takes(failure):
+                raise
+
+    def _end(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
+        if self._attachment.has_failed:
+            forget_held_back()
+            self._stack.close()
             return
         try:
             if isinstance(error, torch.OutOfMemoryError):
@@ -173,7 +186,7 @@ class Session:
 
     def close(self) -> None:
         """Ends the session like the end of the ``with`` block. Idempotent."""
-        if self._state in ("open", "away"):
+        if self._state in ("open", "away", "aside"):
             self.__exit__(None, None, None)
 
     def step(self, model: str | None = None) -> None:
@@ -184,7 +197,10 @@ class Session:
         step belongs to: needed if its step calls another one first. Without a name it belongs to the model called
         first.
         """
-        if self._state != "open":
+        attached = self._attachment
+        if attached.has_failed:
+            return
+        if self._state not in ("open", "aside"):
             raise UsageError(
                 f"step(): expected an open session, found a {self._state} one; call it inside the with block"
             )
@@ -192,8 +208,7 @@ class Session:
             names = ", ".join(map(repr, self._models)) if "" not in self._models else "none, for there is one model"
             raise UsageError(f"step(): expected the name of a model of this session ({names}), found {model!r}")
         self._engine.cursor.is_announced = True
-        attached = self._attachment
-        if attached.begins_at_rest() or (attached.rest() and attached.begins_at_rest()):
+        if attached.begins_at_rest() if attached.is_resting else attached.rests():
             return
         self._engine.begin(model, announced=True)
 
@@ -209,6 +224,8 @@ class Session:
 
         Returns False while steps are still being profiled: profiling needs further steps.
         """
+        if self._attachment.has_failed:
+            return False
         if self._state == "open":
             self._attachment.settle()
         return self._source.wait(timeout_s)
@@ -388,9 +405,9 @@ class Session:
         self._step_arena.rests()
         self._meter.uses_arena(self._step_arena.arena_bytes)
 
-    def _rests(self, most_bytes: float) -> None:
+    def _rests(self, most: MostBytes) -> None:
         self._following = None
-        self._watch = Watch(self._meter, self._engine, self._device, most_bytes)
+        self._watch = Watch(self._meter, self._engine, self._device, most)
 
     def _at_rest(self, begins: bool) -> None:
         watch = self._watch
@@ -398,9 +415,9 @@ class Session:
         if watch is None or report is None:
             return
         self._totals.rested(report)
-        if watch.is_above(report) and not self._attachment.wakes_next:
+        if watch.is_above(report):
             assert report.peak_bytes is not None
-            self._attachment.wakes_next = True
+            self._attachment.wakes_next()
             if text := self._source.wakes(report.peak_bytes):
                 self._messages.warn(text)
 

@@ -209,6 +209,12 @@ class LoopObserver(PlanSource):
             self._attachment.engine.fallbacks.silent = False
         return observer
 
+    def stands_aside(self) -> None:
+        try:
+            self._take_off(stepped=False)
+        finally:
+            self._observer = self._kind = self._compared = None
+
     def close(self) -> None:
         if self._observer is not None:  # the loop has ended in a segment, and without leaving its session
             self._take_off(stepped=False)

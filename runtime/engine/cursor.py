@@ -189,8 +189,8 @@ class StepEvents:
     """A segment has diverged from its plan, or its forward has raised."""
     resting: Callable[[], None] = nothing
     """The code that runs next follows no plan: a model is called without gradients, or steps run in-core."""
-    rests: Callable[[float], None] = nothing
-    """The session rests from here on, until a step takes more than so many bytes; 0 if these are not known."""
+    rests: Callable[[Any], None] = nothing
+    """The session rests from here on, until a step takes more than this (``metering/watch.py``)."""
     at_rest: Callable[[bool], None] = nothing
     """While the session rests: a step is about to begin (true), or its optimizer has stepped."""
     optimizing: Callable[[torch.optim.Optimizer], None] = nothing

@@ -59,7 +59,6 @@ from poochplan.tensors.modes import Unseen
 from poochplan.tensors.storages import (
     Geometry,
     Shell,
-    counted_by,
     has_storage,
     keys_of,
     own_tensors,
@@ -128,6 +127,8 @@ class Engine:
         self._ungathered: list[Any] = []
         """FSDP2's weights that have no storages yet."""
         self._lock = threading.RLock()
+        self.is_aside = False
+        """Whether saved tensors stay with autograd, and values come back without a step policy."""
 
     @property
     def segment(self) -> Segment:
@@ -149,6 +150,8 @@ class Engine:
         """A segment begins; the open one ends. ``announced``: by the caller, for the model of that name."""
         self.end()
         self.tell_end()
+        if self.is_aside:
+            return
         before, segment = self.segment, self.cursor.begin()
         segment.announced, segment.model = announced, name
         self.mechanism.report = segment.report
@@ -189,6 +192,16 @@ class Engine:
             self._events.over(self.segment)
         self.cursor.end()
         self._policy = None
+
+    def stand_aside(self) -> None:
+        """The open segment ends here, and no other begins. Its handles stay usable."""
+        self.is_aside = True
+        try:
+            self.recorder.leave_stack()
+            self.end()
+        finally:
+            self.cursor.end()
+            self._policy = None
 
     def tell_end(self) -> None:
         """The last segment is over, and its report is final."""
@@ -235,7 +248,7 @@ class Engine:
         try:
             with one_moment():
                 policy = self._chooser.choose(segment)
-                if policy is None:
+                if policy is None or self.is_aside:
                     return
                 self._policy = policy
                 if not policy.sources:
@@ -283,6 +296,8 @@ class Engine:
 
     def pack(self, tensor: torch.Tensor) -> SavedHandle:
         """Forward saves ``tensor``. Returns the object that autograd holds in its place."""
+        if self.is_aside:
+            return SavedHandle.untouched(tensor)
         return self._timed(self._pack, tensor)
 
     def _timed(self, hook: Callable[[Any], Any], given: Any) -> Any:
@@ -305,6 +320,8 @@ class Engine:
         cursor = self.cursor
         if cursor.save_begins_one():
             self.begin()
+            if self.is_aside:
+                return SavedHandle.untouched(whole)
         segment, tensor, storage = cursor.segment, whole, plain_storage(whole, self.device.kind)  # Rule 2
         if storage is None:
             tensor = saved_part(whole)  # Rule 13
@@ -441,7 +458,14 @@ class Engine:
 
     def unpack(self, handle: SavedHandle) -> torch.Tensor:
         """Backward asks for a saved tensor: brings its value back if necessary."""
+        if self.is_aside:
+            return self.rescued(handle)
         return self._timed(self._unpack, handle)
+
+    def rescued(self, handle: SavedHandle) -> torch.Tensor:
+        """The saved tensor, by whatever still has its value: without a step policy, a plan or a meter."""
+        with self._lock, Unseen():
+            return handle.given_back(self.mechanism.rescued)
 
     def may_wait(self, handle: SavedHandle) -> Geometry | None:
         """The geometry of the tensor that :meth:`unpack` returns, if compiled code may ask for it later; else None."""
@@ -460,16 +484,7 @@ class Engine:
             if not handle.used:
                 handle.used = True
                 self._use_point(handle)
-        if value is None:
-            handle.check_version()
-            return handle.tensor
-        if version_of(handle.tensor) != handle.version:  # Rule 5
-            handle.check_version()
-        geometry, shell = handle.geometry, handle.shell
-        found = handle.tensor
-        if geometry is not None:
-            found = counted_by(found, geometry.on(self.mechanism.resident(value)))  # Rules 5 and 6
-        return found if shell is None else shell.around(found)  # Rule 13
+        return handle.given_back(self.mechanism.resident)
 
     def _use_point(self, handle: SavedHandle) -> None:
         segment = self.segment

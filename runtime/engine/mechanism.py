@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from poochplan.errors import is_out_of_memory
 from poochplan.formats.plan import Decision
 from poochplan.runtime.devices.device import ComputeDevice, Stopwatch
 from poochplan.runtime.devices.transfers import copy_in, copy_out
@@ -132,6 +133,32 @@ class Mechanism:
         if value.home is not None:
             self.device.use(value.storage, value.home)
         return value.storage
+
+    def rescued(self, value: SavedValue) -> torch.UntypedStorage:
+        """Like :meth:`resident`, after something of ours has failed: if that fails again, by the shortest way there is.
+
+        Raises the error of the first way if the value is lost.
+        """
+        try:
+            return self.resident(value)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            try:
+                self._bring_back(value)
+            except Exception:  # the value is lost, and the first error says why
+                raise error from error.__cause__
+        assert value.storage is not None
+        return value.storage
+
+    def _bring_back(self, value: SavedValue) -> None:
+        """Replays the value, or reads it from the host on the calling thread, unless it is on the device."""
+        if value.state is ValueState.TO_REPLAY:
+            replay(value, lambda one: self.rescued(_saved(one)), self.device.kind, run_ops)
+        elif value.state in (ValueState.ON_HOST, ValueState.ARRIVING):
+            storage = self.device.allocate(value.size_bytes)
+            self.device.read(storage, value.host_offset)
+            value.came_from_host(storage)
 
     def take_times(self) -> None:
         """Adds the compute stream's times to the report, for waits that have ended; the others are added later."""

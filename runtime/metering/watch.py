@@ -5,6 +5,7 @@ peak is read once it is over.
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.engine.engine import Engine
@@ -15,7 +16,13 @@ from .step_meter import StepMeter
 CENSUS_SHARE = 0.003
 """Share of a loop's time that censuses may take. A census counts all tensors of the process."""
 GROWS = 1.25
-"""If it is not known how much steps may take, they may take by this factor more than the first one."""
+"""Where no budget is kept, steps may take by this factor more than the first one."""
+
+
+class MostBytes(NamedTuple):
+    size_bytes: float
+    is_kept: bool
+    """Whether they are a budget that is kept. Else the first step may take more, and tells how much later ones may."""
 
 
 class Watch:
@@ -23,12 +30,12 @@ class Watch:
 
     Parameters
     ----------
-    most_bytes: that a step may take; 0 if this is not known.
+    most: the bytes that a step may take.
     """
 
-    def __init__(self, meter: StepMeter, engine: Engine, device: ComputeDevice, most_bytes: float) -> None:
+    def __init__(self, meter: StepMeter, engine: Engine, device: ComputeDevice, most: MostBytes) -> None:
         self._meter, self._engine, self._device = meter, engine, device
-        self.most_bytes = most_bytes
+        self._most_bytes, self._learns = most.size_bytes, not most.is_kept
         self.report: StepReport | None = None
         """Of the running step, or of the last one; None before there is one."""
         self._is_open = self._has_stepped = False
@@ -64,13 +71,14 @@ class Watch:
         self._meter.step_is_over()
         assert self.report is not None
         peak_bytes = self.report.peak_bytes = self._meter.peak_bytes
-        if not self.most_bytes and peak_bytes is not None:
-            self.most_bytes = GROWS * peak_bytes
+        if self._learns and peak_bytes is not None:
+            self._learns = False
+            self._most_bytes = self._most_bytes if peak_bytes <= self._most_bytes else GROWS * peak_bytes
         return self.report
 
     def is_above(self, report: StepReport) -> bool:
         """Whether the step has taken too much. If its meter is not certain, the next one tells."""
-        if not report.peak_bytes or not self.most_bytes or report.peak_bytes <= self.most_bytes:
+        if self._learns or not report.peak_bytes or report.peak_bytes <= self._most_bytes:
             return False
         self._is_due = not self._meter.is_certain
         return self._meter.is_certain

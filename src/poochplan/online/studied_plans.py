@@ -28,7 +28,7 @@ from poochplan.runtime.attachment import Attachment, Hooks
 from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.messages import Messages
 from poochplan.runtime.metering.census import Growth, foreseen_bytes
-from poochplan.runtime.metering.watch import GROWS
+from poochplan.runtime.metering.watch import GROWS, MostBytes
 from poochplan.runtime.run_report import StepReport
 from poochplan.runtime.step_policies.follow import Follow
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy, SwapEach
@@ -111,8 +111,9 @@ class StudiedPlans(LoopObserver):
         self._missed, self._studies = Counter[Key](), Counter[Key]()
         self._grown, self._improved, self._without_arena = Counter[Key](), Counter[Key](), Counter[Key]()
         """How often a kind was planned anew: because it took more memory, to wait less for copies, to have an arena."""
-        self._calm = 0
-        """How many segments in a row need no session: no plan is to come for them, or theirs moves nothing."""
+        self._calm = self._calm_since = 0
+        """How many segments in a row need no session (no plan is to come for them, or theirs moves nothing), and how
+        often optimizers had stepped before them."""
         self._saved_bytes = 0
         """The most that one of them has saved."""
         self._is_calm = self._is_unplanned = False
@@ -234,24 +235,24 @@ class StudiedPlans(LoopObserver):
 
     # -- when nothing is to come ------------------------------------------------------------------------------
 
-    def rests(self) -> float | None:
+    def rests(self) -> MostBytes | None:
         """After a few segments in a row that need no session; after more while some kind of segment is being studied.
-        The budget is kept only if each kind has a plan. Whether a step takes more than without memory's being short, is
-        found out at the first one.
+        Where a kind has no plan, the budget is not kept, which was told.
         """
         if self._ranks is not None or (self._calm < CALM and not self._is_one_region):
             return None
         known, is_studied = self._known, self._is_studying and self._calm < PATIENCE
         plans = [one.plan for one in known.active.values()]
-        if is_studied or known.pending or known.ready or not all(map(_keeps_all, plans)):
+        has_stepped = self._optimizer_steps - self._calm_since > 1 or not self._optimizer_steps or self._is_one_region
+        if is_studied or not has_stepped or known.pending or known.ready or not all(map(_keeps_all, plans)):
             return None
         is_kept = bool(plans) and not self._is_unplanned
         is_in_core = not self._is_one_region or self._before.before is Unplanned.IN_CORE
         if not is_kept and not (is_in_core and self._before.is_plentiful(self._saved_bytes)):
             return None
         self._calm, self._is_unplanned = 0, False
-        budget_bytes = max((plan.budget_bytes for plan in plans), default=known.budget_bytes) if is_kept else 0
-        return max(budget_bytes or known.budget_bytes, self._woken_bytes)
+        budget_bytes = max((plan.budget_bytes for plan in plans), default=0) or known.budget_bytes
+        return MostBytes(max(budget_bytes, self._woken_bytes), is_kept)
 
     def wakes(self, peak_bytes: int) -> str:
         """Steps follow their plans again, or are looked at again to find kinds that were not there before."""
@@ -265,6 +266,7 @@ class StudiedPlans(LoopObserver):
     def ended(self, segment: Segment) -> None:
         super().ended(segment)
         self._calm = self._calm + 1 if self._is_calm else 0
+        self._calm_since = self._calm_since if self._calm else self._optimizer_steps
         self._is_unplanned = self._calm > 0 and (self._is_unplanned or self._following is None)
         self._saved_bytes = max(self._saved_bytes, segment.saved_bytes)
         plan, self._following = self._following, None

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
+from poochplan.guard import users
 from poochplan.torch_private.sharding import around_local_tensor, local_tensor, without_local_tensor
 from poochplan.torch_private.tensor_internals import (
     COO_PARTS,
@@ -217,11 +218,13 @@ def own_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 def check_unwritten(tensor: torch.Tensor, version: int, what: str) -> None:
     """Raises autograd's error if a saved tensor, named ``what``, was written in place since it had that version."""
     if version_of(tensor) != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"{what} is at version {version_of(tensor)}; expected version {version} instead. "
-            "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
-            "with torch.autograd.set_detect_anomaly(True)."
+        raise users(
+            RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{what} is at version {version_of(tensor)}; expected version {version} instead. "
+                "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
+                "with torch.autograd.set_detect_anomaly(True)."
+            )
         )
 
 
