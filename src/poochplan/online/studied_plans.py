@@ -40,10 +40,10 @@ from .background import BackgroundBuild
 from .before_plan import BeforePlan, Unplanned
 from .ranks import ALIKE_STEPS, Buckets, RankMessage, Ranks
 
-MOST_STUDIES = 3
-"""A kind of segment is studied at most this often, if its segments differ from its plans."""
-MISSES = 2
-"""After this many segments in a row that diverge from their plan, the kind is studied anew."""
+MISSES = 8
+"""After this many segments in a row that diverge from their plan, the kind is studied anew: the loop has changed for
+good. After each study twice as many. One that runs more layers than the plan has is enough.
+"""
 STEPS = 10
 """Number of steps that are compared with the prediction. The first two, in which an arena is recorded, do not move
 their median."""
@@ -274,7 +274,10 @@ class StudiedPlans(LoopObserver):
             return
         key = self._key_of(plan)
         self._missed[key] = self._missed[key] + 1 if segment.diverged else 0
-        if self._missed[key] >= MISSES and self._studies[key] < MOST_STUDIES - 1 and self._ranks is None:
+        is_longer = segment.diverged and segment.saved_values > len(plan.plan.saved)
+        is_other = self._missed[key] >= MISSES << self._studies[key]
+        if (is_longer or is_other) and self._ranks is None:
+            self._longest[key] = segment.saved_values if is_longer else 0
             self._studies[key] += 1
             self._missed[key] = 0
             self._known.leave(key)
