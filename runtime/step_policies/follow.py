@@ -123,6 +123,8 @@ class Follow(StepPolicy):
         that may be left out.
         """
         plan = self._plan
+        if self._policy is DivergencePolicy.ERROR:  # every other step is one
+            return
         for behind in range(index + 1, self._last + 1):
             if plan.fits(behind + (behind in self.sources), tensor) and plan.gaps.may_leave_out(index, behind):
                 raise self._pass_over(index, behind, ordinal, plan.gaps.first_handle(behind))
@@ -132,6 +134,8 @@ class Follow(StepPolicy):
         ``LeftOut`` if it is planned behind layers that may be left out.
         """
         handles, behind = self._handles, ordinal
+        if self._policy is DivergencePolicy.ERROR:
+            return False
         if ordinal < len(handles) and handles[ordinal] in self._absent_values:
             return self._plan.fits(handles[ordinal], tensor)
         saves = self._segment.saves if index in self._values else index
@@ -157,6 +161,8 @@ class Follow(StepPolicy):
         """A handle is used whose use is not planned there. Raises ``LeftOut`` if all that is planned before does not
         exist in this step.
         """
+        if self._policy is DivergencePolicy.ERROR:
+            return
         pack = self._segment.packs
         absent = self._absent if saves > self._last else self._absent.union(range(pack, len(self._handles)))
         if saves <= self._last and not self._plan.gaps.may_leave_out(saves, self._last + 1):

@@ -47,6 +47,8 @@ good. After each study twice as many. One that runs more layers than the plan ha
 STEPS = 10
 """Number of steps that are compared with the prediction. The first two, in which an arena is recorded, do not move
 their median."""
+UNMATCHED = 2
+"""The same for a plan that no step has followed: another run has made it for other steps."""
 CALM = 3
 """After this many segments that need no session it rests."""
 MOST = 1.25
@@ -109,6 +111,8 @@ class StudiedPlans(LoopObserver):
         self._promises: dict[Key, Promise] = {}
         self._beside = defaultdict[Key, Growth](Growth)
         self._missed, self._studies = Counter[Key](), Counter[Key]()
+        self._matched = set[Key]()
+        """Kinds of which a step has followed the present plan."""
         self._grown, self._improved, self._without_arena = Counter[Key](), Counter[Key](), Counter[Key]()
         """How often a kind was planned anew: because it took more memory, to wait less for copies, to have an arena."""
         self._calm = self._calm_since = 0
@@ -275,11 +279,13 @@ class StudiedPlans(LoopObserver):
         key = self._key_of(plan)
         self._missed[key] = self._missed[key] + 1 if segment.diverged else 0
         is_longer = segment.diverged and segment.saved_values > len(plan.plan.saved)
-        is_other = self._missed[key] >= MISSES << self._studies[key]
+        self._matched |= set() if segment.diverged else {key}
+        is_other = self._missed[key] >= (MISSES << self._studies[key] if key in self._matched else UNMATCHED)
         if (is_longer or is_other) and self._ranks is None:
             self._longest[key] = segment.saved_values if is_longer else 0
             self._studies[key] += 1
             self._missed[key] = 0
+            self._matched.discard(key)
             self._known.leave(key)
             self._last = None if self._last is plan else self._last
             self.forget(key)
@@ -411,6 +417,8 @@ class StudiedPlans(LoopObserver):
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Ranks share their plans here, because all of them have come to the same step."""
         super().stepped(optimizer)
+        if self._optimizer_steps == 1 and self._attachment.is_resting:  # what seemed to be all steps is a part of one
+            self._attachment.wakes_next()
         self._took_s = time.perf_counter() - self._began_s
         if self._ranks is not None and self._ranks.are_due():
             self._known.poll()
