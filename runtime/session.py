@@ -41,6 +41,7 @@ HOST_IS_FULL = (
     "there is no room for {} of swapped values ({}): those that find none stay on the device, and steps may exceed the "
     "budget; free disk space or host memory, or name another spill_dir"
 )
+LEFT_ABOVE = "a step that has left its plan took {}, more than the budget of {}, as others of its kind may; this is told once"
 Explain = Callable[[Profile, Plan | None, int | None], str]
 """Describes where a step takes most memory, and its holders; the runtime itself cannot."""
 
@@ -95,7 +96,7 @@ class Session:
         """The plan that was followed last, by kind of step."""
         self._certifier: Certifier | None = None
         self._gradients_checked = self._is_ending = False
-        self._looks = True
+        self._looks, self._is_left_told = True, False
         """Whether the session reacts to steps above their budgets."""
         events = StepEvents(
             chosen=weakly(self, Session._chosen),
@@ -449,11 +450,15 @@ class Session:
             segment.report.peak_bytes = peak_bytes
 
     def _look(self, segment: Segment) -> None:
-        """Reacts to a step above its budget. That a step which left its plan may take more has been said already."""
+        """Reacts to a step above its budget. Of one that has left its plan it is only said, once."""
         plan, peak_bytes = self._following, segment.report.peak_bytes
-        if not self._looks or plan is None or peak_bytes is None or segment.diverged:
+        if not self._looks or plan is None or peak_bytes is None or not plan.is_over(peak_bytes):
             return
-        if not plan.is_over(peak_bytes):
+        if segment.diverged:
+            if not self._is_left_told and self._meter.is_certain:
+                self._is_left_told = True
+                took, budget = format_bytes(peak_bytes), format_bytes(plan.plan.budget_bytes)
+                self._messages.warn(LEFT_ABOVE.format(took, budget))
             return
         within = (self._meter.blocks_peak_bytes or peak_bytes) <= plan.plan.budget_bytes  # without the arena's holes
         if self._step_arena.may_give_up and within:

@@ -83,7 +83,8 @@ def not_planned(reason: str) -> str:
 
 
 def without_plan(reason: str, mode: Unplanned) -> str:
-    return f"no plan is made for some of the steps: {reason}; they {_HOW[mode]}"
+    kept = ", and the budget is not kept for them" if mode is Unplanned.IN_CORE else ""
+    return f"no plan is made for some of the steps: {reason}; they {_HOW[mode]}{kept}"
 
 
 _HOW = {

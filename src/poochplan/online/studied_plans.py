@@ -261,6 +261,7 @@ class StudiedPlans(LoopObserver):
     def wakes(self, peak_bytes: int) -> str:
         """Steps follow their plans again, or are looked at again to find kinds that were not there before."""
         self._woken_bytes = GROWS * peak_bytes
+        self._matched.clear()  # steps may have changed long since
         for plan in self._known.active.values():
             plan.check_next()
         if self._known.active:  # if it really exceeds its budget, that is told, and another plan is made
@@ -269,7 +270,7 @@ class StudiedPlans(LoopObserver):
 
     def ended(self, segment: Segment) -> None:
         super().ended(segment)
-        self._calm = self._calm + 1 if self._is_calm else 0
+        self._calm = self._calm + 1 if self._is_calm and not segment.diverged else 0
         self._calm_since = self._calm_since if self._calm else self._optimizer_steps
         self._is_unplanned = self._calm > 0 and (self._is_unplanned or self._following is None)
         self._saved_bytes = max(self._saved_bytes, segment.saved_bytes)
