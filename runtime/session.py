@@ -41,7 +41,9 @@ HOST_IS_FULL = (
     "there is no room for {} of swapped values ({}): those that find none stay on the device, and steps may exceed the "
     "budget; free disk space or host memory, or name another spill_dir"
 )
-LEFT_ABOVE = "a step that has left its plan took {}, more than the budget of {}, as others of its kind may; this is told once"
+LEFT_ABOVE = (
+    "a step that has left its plan took {}, more than the budget of {}, as others of its kind may; this is told once"
+)
 Explain = Callable[[Profile, Plan | None, int | None], str]
 """Describes where a step takes most memory, and its holders; the runtime itself cannot."""
 
