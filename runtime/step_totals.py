@@ -42,8 +42,9 @@ class StepTotals:
         self._compiled = compiled_graphs()
 
     def rested(self, report: StepReport) -> None:
-        """A step has ended in which the session rested."""
-        self.total.add(report)
+        """A step has ended in which the session rested. Its report has a peak alone."""
+        self.total.steps += 1
+        self.total.peak_bytes = max(self.total.peak_bytes or 0, report.peak_bytes or 0) or None
         self._steps[next(iter(self._models))] += 1
 
     def called_elsewhere(self, name: str) -> None:

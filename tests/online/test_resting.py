@@ -1,4 +1,4 @@
-"""Where no plan is in force and none is to come, a session rests: no hook of it is left, and every bit is the plain one.
+"""Where no plan is in force and none is to come, a session rests: no hook of it is left, and bits are the plain ones.
 A step that takes too much ends the rest.
 """
 

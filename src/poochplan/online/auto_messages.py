@@ -28,7 +28,7 @@ NO_BACKWARD = (
     "have taken it (save_on_cpu, a hook of a framework's): switch them off"
 )
 OUTGROWN = "there is more in memory than when the step was profiled: planning again"
-LEFT = "steps differ from their plan now: profiling again"
+LEFT = "steps differ from their plan now: profiling again, in-core; the budget is kept again from the next plan on"
 
 
 def grown(peak_bytes: int) -> str:
