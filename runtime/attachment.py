@@ -259,6 +259,11 @@ class Attachment:
         return self.state in ("open", "away", "aside") and self.call_site.is_left
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it has an engine."""
+        return "engine" in vars(self)
+
+    @property
     def has_failed(self) -> bool:
         """Whether something of ours has raised, so that the session stands aside for good."""
         return self.guard is not None and self.guard.has_failed
@@ -360,10 +365,10 @@ class Attachment:
         """Something of ours has raised, perhaps amid a step. Whatever can be undone at any place is undone here."""
         if self.state in ("open", "away"):
             self.state = "aside"
-        self.engine.is_aside = True
-        for undo in (self._source.stands_aside, self.engine.stand_aside, self._events.departed, self._unhook):
-            with suppress(Exception):
-                undo()
+        if self.has_begun:
+            for undo in (self.engine.stand_aside, self._source.stands_aside, self._events.departed, self._unhook):
+                with suppress(Exception):
+                    undo()
         with suppress(Exception):
             warn(FAILED.format(why))
 
@@ -376,6 +381,8 @@ class Attachment:
                 self.begins_at_rest()
             return
         self._unhook()
+        if self._kind == "cuda" and torch.cuda.is_current_stream_capturing():  # leaving waits for copies
+            return
         with suppress(Exception):
             self._modes_leave()
             self.leave()

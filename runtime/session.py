@@ -12,9 +12,9 @@ from typing import Protocol
 
 import torch
 
-from poochplan.errors import BudgetExceededError, UsageError
+from poochplan.errors import BudgetExceededError, NativeError, PoochError, SpillError, UsageError
 from poochplan.formats.plan import Plan
-from poochplan.formats.profile import Memory, Profile
+from poochplan.formats.profile import Profile
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.formats.run_record import Certificate
 from poochplan.runtime.devices.cuda import hard_cap
@@ -61,7 +61,7 @@ class Session:
 
     :func:`poochplan.apply`, :func:`poochplan.auto`, :func:`poochplan.compile` and the callbacks of trainers return
     one. Only its user holds a reference to it. When nothing refers to it any more, it ends, even inside the block.
-    Its options are those of :func:`poochplan.apply`; ``memory`` is what its meter counts.
+    Its options are those of :func:`poochplan.apply`. Its meter counts the memory that its first plan predicts.
     """
 
     def __init__(
@@ -73,7 +73,6 @@ class Session:
         *,
         on_over_budget: OverBudget = OverBudget.WARN,
         meter: When = "first-steps",
-        memory: Memory = Memory.ALLOCATED,
         cap_bytes: int | None = None,
         explain: Explain | None = None,
         certifier: Callable[[torch.nn.Module], Certifier] | None = None,
@@ -86,7 +85,7 @@ class Session:
         self._explain, self._new_certifier = explain, certifier
         self._step_arena = step_arena or StepArena(None, "off")
         self._messages = messages or Messages(is_quiet=True)
-        self._meter = StepMeter(where.type, meter, memory)
+        self._meter = StepMeter(where.type, meter)
         self._is_metered = meter != "never"
         self._totals = StepTotals(models)
         self._watch: Watch | None = None
@@ -114,6 +113,8 @@ class Session:
             elsewhere=self._totals.called_elsewhere,
         )
         self._attachment = Attachment(models, where.type, open_device, source, events, is_guarded=is_guarded)
+        if self._attachment.guard is not None and on_over_budget is OverBudget.ERROR:
+            self._attachment.guard.asked_for += (SpillError,)  # of a value that must not stay on the device
 
     def __enter__(self) -> Session:
         if self._state != "new":
@@ -137,10 +138,22 @@ class Session:
             self._device.start_peaks()
             stack.callback(self._engine.end)  # first, then everything is removed from model and torch
             self._attachment.leave = self._leave
-        except BaseException:
+        except BaseException as error:
             stack.close()
-            raise
+            if not self._goes_on_without(error):
+                raise
         return self
+
+    def _goes_on_without(self, error: BaseException) -> bool:
+        """Whether the loop runs as without a session, because something of ours has failed as it began. The user hears
+        of a wrong argument by an error.
+        """
+        guard = self._attachment.guard
+        is_for_users = isinstance(error, PoochError) and not isinstance(error, NativeError)
+        if guard is None or is_for_users or not isinstance(error, Exception) or not guard.takes(error):
+            return False
+        self._attachment.state = "closed"
+        return True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -210,10 +223,14 @@ class Session:
         if model is not None and model not in self._models:
             names = ", ".join(map(repr, self._models)) if "" not in self._models else "none, for there is one model"
             raise UsageError(f"step(): expected the name of a model of this session ({names}), found {model!r}")
-        self._engine.cursor.is_announced = True
-        if attached.begins_at_rest() if attached.is_resting else attached.rests():
-            return
-        self._engine.begin(model, announced=True)
+        try:
+            self._engine.cursor.is_announced = True
+            if not (attached.begins_at_rest() if attached.is_resting else attached.rests()):
+                self._engine.begin(model, announced=True)
+        except Exception as error:
+            guard = attached.guard
+            if guard is None or not guard.takes(error):
+                raise
 
     def away(self) -> AbstractContextManager[None]:
         """Steps inside run in-core, as if there were no session, for comparison with planned steps in the same process.
@@ -271,7 +288,7 @@ class Session:
     @property
     def last(self) -> StepReport:
         """The current step, or the last one."""
-        if self._state == "new":
+        if not self._attachment.has_begun:
             return StepReport()
         if self._watch is not None and self._watch.report is not None:
             return self._watch.report
@@ -297,6 +314,8 @@ class Session:
             raise UsageError(
                 f"report(): expected a session that has been entered; use `with {self._opened_by} as session`"
             )
+        if not self._attachment.has_begun:  # it has failed before
+            return self._totals.report(Segment(0, 0), None, self.plan, None, self.arena, None)
         self._engine.mechanism.take_times()
         segment = self._engine.segment
         self._take_peak(segment)
@@ -362,7 +381,8 @@ class Session:
             self._begins(plan)
         if self._is_metered:
             self._meter.uses_arena(self._step_arena.held_for(plan.plan))
-            self._meter.step_begins(self._engine, self._device, is_due=plan.is_due)
+            memory = plan.plan.prediction.memory
+            self._meter.step_begins(self._engine, self._device, is_due=plan.is_due, memory=memory)
         plan.begins()
         if self._source.is_given:
             self._check_gradients(segment, plan.plan)

@@ -280,9 +280,9 @@ class Capture(ToggledMode):
         number = self.saved(local_tensor(tensor))
         key = id(value)
         if key not in self._ends:
+            self.lifetimes.holds(number)
             self._numbers[key] = number
             self._ends[key] = weakref.ref(value, lambda _: self._ended(key))
-            self.lifetimes.holds(number)
 
     def is_back(self, value: SavedValue, storage: torch.UntypedStorage) -> None:
         """Backward is about to read the value there."""

@@ -16,7 +16,7 @@ from poochplan.formats.plan import Decision
 from poochplan.profiler.capture.clock import clock_of
 from poochplan.runtime.attachment import Attachment, Hooks, PlanSource
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
+from poochplan.runtime.engine.mechanism import Mechanism, Rebuild, rebuild_together
 from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
 from poochplan.runtime.metering.census import census_bytes, foreseen_bytes
 from poochplan.runtime.step_policies.step_policy import KeepAll, KeepWhileRoom, StepPolicy, SwapEach
@@ -58,6 +58,8 @@ class LoopObserver(PlanSource):
         """With their places. A new optimizer gets that of one that is gone."""
         self._after = 0
         self._observer: SegmentObserver | None = None
+        self._rebuild: Rebuild = rebuild_together
+        """Of the values that an observer has left behind: a replay that it tries has not been verified."""
         self._kind: StepKind | None = None
         self._key: Key | None = None
         """The key of the open segment, before its kind is known."""
@@ -160,7 +162,7 @@ class LoopObserver(PlanSource):
         self.kinds.pop(key, None)
 
     def rebuild(self, value: SavedValue, mechanism: Mechanism) -> None:
-        (self._observer.rebuild if self._observer is not None else rebuild_together)(value, mechanism)
+        (self._observer.rebuild if self._observer is not None else self._rebuild)(value, mechanism)
 
     # -- what segments do -------------------------------------------------------------------------------------
 
@@ -214,10 +216,12 @@ class LoopObserver(PlanSource):
         return observer
 
     def stands_aside(self) -> None:
-        try:
-            self._take_off(stepped=False)
-        finally:
-            self._observer = self._kind = self._compared = None
+        observer = self._observer
+        self._observer = self._kind = self._compared = None
+        if observer is not None:
+            self._rebuild = observer.rebuild
+            self._attachment.engine.fallbacks.silent = False
+            observer.end(stepped=False)
 
     def close(self) -> None:
         if self._observer is not None:  # the loop has ended in a segment, and without leaving its session

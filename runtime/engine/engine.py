@@ -59,6 +59,7 @@ from poochplan.tensors.modes import Unseen
 from poochplan.tensors.storages import (
     Geometry,
     Shell,
+    gradient_of,
     has_storage,
     keys_of,
     own_tensors,
@@ -279,7 +280,7 @@ class Engine:
                 self._alive[key] = reference
             else:
                 static.update(dict.fromkeys(keys_of(tensor, kind), 0))
-            grad = tensor.grad if tensor.is_leaf else None
+            grad = gradient_of(tensor)
             if grad is not None and has_storage(grad, kind):
                 segment.gradient_bytes += grad.untyped_storage().nbytes()
         gathered, self._ungathered = gathered_weights(model)

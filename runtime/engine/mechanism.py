@@ -49,7 +49,7 @@ class Mechanism:
         copy_failed: Callable[[SavedValue, OSError], None],
     ) -> None:
         self.report = StepReport()
-        self.timed = False
+        self.timed = self._is_short_of_ways = False
         self._stalls, self._replays = device.stopwatch(), device.stopwatch()
         self.device = device
         self._host = host
@@ -114,7 +114,8 @@ class Mechanism:
 
     def run_replay(self, value: SavedValue, run: RunOps) -> list[SavedValue]:
         """One replay, whose ops ``run`` runs; brings back all values that it rebuilds."""
-        back = [_saved(one) for one in replay(value, lambda one: self.resident(_saved(one)), self.device.kind, run)]
+        resident = self.rescued if self._is_short_of_ways else self.resident
+        back = [_saved(one) for one in replay(value, lambda one: resident(_saved(one)), self.device.kind, run)]
         for rebuilt in back:
             rebuilt.home = self.device.compute
         self.report.replayed_values += len(back)
@@ -144,6 +145,7 @@ class Mechanism:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
+            self._is_short_of_ways = True
             try:
                 self._bring_back(value)
             except Exception:  # the value is lost, and the first error says why
@@ -154,7 +156,7 @@ class Mechanism:
     def _bring_back(self, value: SavedValue) -> None:
         """Replays the value, or reads it from the host on the calling thread, unless it is on the device."""
         if value.state is ValueState.TO_REPLAY:
-            replay(value, lambda one: self.rescued(_saved(one)), self.device.kind, run_ops)
+            self._rebuild(value, self)
         elif value.state in (ValueState.ON_HOST, ValueState.ARRIVING):
             storage = self.device.allocate(value.size_bytes)
             self.device.read(storage, value.host_offset)

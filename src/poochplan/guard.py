@@ -27,6 +27,10 @@ RAISES = os.environ.get("POOCH_RAISES") == "1"
 _USERS = "poochplan_passes"
 
 
+def raises() -> bool:
+    return RAISES
+
+
 def users(error: ErrorT) -> ErrorT:
     """The error, which is the user's own: a guard lets it pass."""
     setattr(error, _USERS, True)

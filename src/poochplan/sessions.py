@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from poochplan.errors import AllocatorError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.formats.run_record import Certificate, StepDigests
@@ -22,14 +21,14 @@ from poochplan.peak import explain_peak
 from poochplan.planner.arena.packing import packed
 from poochplan.runtime.applying import Planner
 from poochplan.runtime.applying import apply as runtime_apply
-from poochplan.runtime.arena.library import library, why_unavailable
+from poochplan.runtime.arena.library import why_not_loaded, why_unavailable
 from poochplan.runtime.arena.pass_arena import PassArena
 from poochplan.runtime.attachment import around_optimizer_steps, check_no_session
 from poochplan.runtime.messages import users_line
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.session import Session
 from poochplan.tensors.signatures import torch_switches
-from poochplan.tensors.storages import own_tensors
+from poochplan.tensors.storages import gradient_of, own_tensors
 from poochplan.torch_private.tensor_internals import in_backward, intercept_autograd, without_modes
 
 if TYPE_CHECKING:
@@ -85,13 +84,7 @@ def _why_no_arena(model: torch.nn.Module) -> str:
     elsewhere = next((one.device for one in own_tensors(model) if one.device.type != "cpu"), None)
     if elsewhere is not None:
         return f"a model on {elsewhere}, whose allocator takes no arena"
-    try:
-        reason = why_unavailable()
-        if not reason:
-            library()
-        return reason
-    except AllocatorError as error:
-        return str(error)
+    return why_unavailable() or why_not_loaded()
 
 
 def replanned(profile: Profile, plan: Plan, beside_bytes: int) -> Plan:
@@ -203,7 +196,7 @@ class SessionDigests:
     def _optimizer_steps(self, _: torch.optim.Optimizer) -> None:
         if threading.get_ident() == self._thread:
             named = self._model.named_parameters()
-            self._gradients = digests((name, one.grad) for name, one in named if one.grad is not None)
+            self._gradients = digests((name, grad) for name, one in named if (grad := gradient_of(one)) is not None)
 
     def _optimizer_stepped(self, _: torch.optim.Optimizer) -> None:
         if threading.get_ident() != self._thread:

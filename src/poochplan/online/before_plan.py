@@ -18,7 +18,7 @@ from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.metering.census import census_bytes
 from poochplan.runtime.step_policies.step_policy import KeepWhileRoom, StepPolicy, SwapEach
 from poochplan.tensors.host_memory import memory_left
-from poochplan.tensors.storages import own_tensors
+from poochplan.tensors.storages import gradient_of, own_tensors
 
 SHARE_TAKEN = 0.9
 """Share of the free memory that may be taken."""
@@ -119,7 +119,7 @@ class BeforePlan:
         """Bytes of gradients that do not exist yet, and of the state of optimizers that have not stepped."""
         parameters = [one for one in own_tensors(self._model) if one.is_leaf and one.requires_grad]
         stateful = {id(one) for optimizer in self._optimizers for one in optimizer.state}
-        tensors = ((one.grad is None) + STATES_PER_PARAMETER * (not stateful) for one in parameters)
+        tensors = ((gradient_of(one) is None) + STATES_PER_PARAMETER * (not stateful) for one in parameters)
         return sum(count * one.nbytes for count, one in zip(tensors, parameters, strict=True))
 
 

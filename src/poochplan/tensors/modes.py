@@ -12,6 +12,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from poochplan.errors import UsageError
 from poochplan.guard import Guard, guard_here, guarded_around, guarded_dispatch
 from poochplan.torch_private.compiler_internals import (
     call_attribute,
@@ -28,6 +29,7 @@ from poochplan.torch_private.tensor_internals import (
     mode_stack,
     pop_mode,
     push_mode,
+    stand_aside,
     topmost_mode,
     with_lazy_views,
 )
@@ -219,6 +221,14 @@ def uncompiled_hooks(
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
+@contextlib.contextmanager
+def hooked(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+    """A block under these hooks. They are off where its code forbids hooks: there autograd keeps what is saved."""
+    hooks = uncompiled_hooks(pack, unpack)
+    with stand_aside(hooks), hooks:
+        yield
+
+
 def compiled_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The outermost modules of ``model`` that ``torch.compile`` has wrapped, by path."""
     found: dict[str, torch.nn.Module] = {}
@@ -315,6 +325,11 @@ def around_calls(model: torch.nn.Module, begins: Begins | None = None, ends: End
             if guard is None or not guard.takes(error):
                 raise
 
+    if isinstance(model, torch.jit.RecursiveScriptModule):
+        raise UsageError(
+            "model: expected one that takes hooks, found TorchScript (torch.jit.script or load) as a whole; give a "
+            "module that contains it, such as torch.nn.Sequential(model), and call that"
+        )
     with contextlib.ExitStack() as stack:
         if begins is not None:
             stack.enter_context(left_out_of_copies(model.register_forward_pre_hook(before, with_kwargs=True)))
