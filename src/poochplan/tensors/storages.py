@@ -49,7 +49,7 @@ def _autograd_starts() -> None:
     """
     if torch.backends.cuda.is_built() and not torch.cuda.is_available():
         with without_modes(), torch.inference_mode(False):
-            torch.ones((), device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]
+            torch.ones((), device="cpu", requires_grad=True).backward()
 
 
 class Geometry(msgspec.Struct, frozen=True, gc=False):
