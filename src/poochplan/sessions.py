@@ -28,7 +28,7 @@ from poochplan.runtime.messages import users_line
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.session import Session
 from poochplan.tensors.signatures import torch_switches
-from poochplan.tensors.storages import own_tensors
+from poochplan.tensors.storages import gradient_of, own_tensors
 from poochplan.torch_private.tensor_internals import in_backward, intercept_autograd, without_modes
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class SessionDigests:
     def _optimizer_steps(self, _: torch.optim.Optimizer) -> None:
         if threading.get_ident() == self._thread:
             named = self._model.named_parameters()
-            self._gradients = digests((name, one.grad) for name, one in named if one.grad is not None)
+            self._gradients = digests((name, grad) for name, one in named if (grad := gradient_of(one)) is not None)
 
     def _optimizer_stepped(self, _: torch.optim.Optimizer) -> None:
         if threading.get_ident() != self._thread:

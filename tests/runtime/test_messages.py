@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from poochplan.runtime import messages
+from poochplan import guard
 from poochplan.runtime.messages import Messages, warn
 from tests.processes import python, stderr_of
 
@@ -79,7 +79,7 @@ def unusable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_stderr_that_cannot_be_written_to_raises_nothing(
     unusable: object, filters: str, is_quiet: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messages, "RAISES", False)
+    monkeypatch.setattr(guard, "RAISES", False)
     said = Messages(is_quiet=is_quiet)
     with warnings.catch_warnings():
         warnings.simplefilter(filters)  # type: ignore[arg-type]
@@ -162,7 +162,7 @@ def test_a_warning_comes_once_as_a_warning_or_as_a_line(
 def test_a_warning_that_is_an_error_is_a_line(
     is_quiet: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(messages, "RAISES", False)
+    monkeypatch.setattr(guard, "RAISES", False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Messages(is_quiet=is_quiet).warn(REFUSAL)
@@ -171,9 +171,9 @@ def test_a_warning_that_is_an_error_is_a_line(
 
 DAEMON = """
     import os, sys, tempfile, torch
-    os.environ.pop("POOCH_RAISES", None)
     {before}
-    import poochplan
+    import poochplan.guard
+    poochplan.guard.RAISES = False
     from torch import nn
     def trained(around):
         torch.manual_seed(3)
