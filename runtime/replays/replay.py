@@ -21,6 +21,7 @@ import torch
 from poochplan.runtime.metering.allocated import aside
 from poochplan.tensors.operators import ArgumentTree, Flat, outputs_of, unflatten
 from poochplan.tensors.storages import Geometry
+from poochplan.torch_private.switches import SwitchesAsRecorded, SwitchState
 from poochplan.torch_private.tensor_internals import WIDENING, outside_transforms, version_of
 
 OFF = 0
@@ -101,6 +102,8 @@ class RecordedOp(msgspec.Struct, gc=False, eq=False):
     generator: torch.Generator | None = None
     state: bytearray | None = None
     """Generator state before the op, when it is random."""
+    switches: SwitchState | None = None
+    """How torch's switches were; None for those of now."""
 
 
 class StorageRecord(msgspec.Struct, gc=False, eq=False):
@@ -408,8 +411,10 @@ def run_ops(
     with outside_transforms(), contextlib.ExitStack() as stack:  # it makes no graph, because its inputs are detached
         if torch.is_autocast_enabled(device_type):
             stack.enter_context(torch.autocast(device_type, enabled=False))
-        with_gradients = torch.is_grad_enabled()
+        with_gradients, switches = torch.is_grad_enabled(), stack.enter_context(SwitchesAsRecorded())
         for op in ops:
+            if op.switches is not None:
+                switches.turn(op.switches)
             if op.grad_enabled is not with_gradients:
                 with_gradients = op.grad_enabled
                 stack.enter_context(torch.set_grad_enabled(with_gradients))
