@@ -249,6 +249,7 @@ class Engine:
         kind, static, before = self.device.kind, self.tape.static, self._alive
         static.clear()
         self._own.clear()
+        self.tape.buffers.clear()
         self._alive = {}
         segment.gradient_bytes = 0
         model = self.model_of(segment)
@@ -257,6 +258,8 @@ class Engine:
             storage = plain_storage(tensor, kind)
             if storage is not None:
                 key = storage_identity(storage)
+                if tensor.ndim < 2 or not isinstance(tensor, torch.nn.Parameter):
+                    self.tape.buffers.add(key)
                 static[key] = max(version_of(tensor), static.get(key, 0))
                 reference = before.get(key)
                 if reference is None or reference() is not storage:

@@ -15,7 +15,8 @@ import torch
 from poochplan.formats.plan import Decision
 from poochplan.runtime.devices.device import ComputeDevice, Stopwatch
 from poochplan.runtime.devices.transfers import copy_in, copy_out
-from poochplan.runtime.replays.replay import Content, RunOps, replay, run_ops
+from poochplan.runtime.replays.replay import Content, RunOps, replay
+from poochplan.runtime.replays.running import run_ops
 from poochplan.runtime.run_report import StepReport
 from poochplan.runtime.step_policies.step_policy import Actions
 
@@ -113,7 +114,10 @@ class Mechanism:
 
     def run_replay(self, value: SavedValue, run: RunOps) -> list[SavedValue]:
         """One replay, whose ops ``run`` runs; brings back all values that it rebuilds."""
-        back = [_saved(one) for one in replay(value, lambda one: self.resident(_saved(one)), self.device.kind, run)]
+        found = replay(
+            value, lambda one: self.resident(_saved(one)), self.device.kind, run, from_copies=run is run_ops
+        )  # verification asks what the step itself writes
+        back = [_saved(one) for one in found]
         for rebuilt in back:
             rebuilt.home = self.device.compute
         self.report.replayed_values += len(back)

@@ -37,7 +37,7 @@ def _sdp(name: str) -> tuple[_Switch, ...]:
 
 def _matmul_precision() -> str | None:
     try:
-        return _C._get_float32_matmul_precision()  # type: ignore[no-any-return]
+        return str(_C._get_float32_matmul_precision())
     except RuntimeError:  # set by the new names alone, which :func:`_precision` reads
         return None
 
