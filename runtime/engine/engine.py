@@ -68,6 +68,7 @@ from poochplan.tensors.storages import (
 from poochplan.torch_private.sharding import gathered_weights, has_storages
 from poochplan.torch_private.tensor_internals import in_backward, is_scripted, mode_count, storage_identity, version_of
 
+from .audit import Audit
 from .cursor import NO_EVENTS, Cursor, Segment, StepEvents
 from .host_tier import HostTier
 from .mechanism import Mechanism, Rebuild, rebuild_together
@@ -108,7 +109,8 @@ class Engine:
         self.tape = Tape(device.kind)
         self.recorder = Recorder(self.tape)
         self.host = HostTier(chooser.alternatives)
-        self.mechanism = Mechanism(device, self.host, rebuild, self._copy_failed)
+        self.audit = Audit(device.where)
+        self.mechanism = Mechanism(device, self.host, rebuild, self._copy_failed, self.audit)
         self._chooser = chooser
         self._policy: StepPolicy | None = None
         self.model = model
@@ -378,6 +380,8 @@ class Engine:
                 record.save_point = index
                 segment.saves += 1
                 self._events.point(segment.saves + segment.uses)
+                self.audit.point(segment.saves)
+                decision = Decision.KEEP if self.audit.is_kept(index) else decision
         except Diverged as reason:
             self._diverge(reason)
             index = None
@@ -404,6 +408,7 @@ class Engine:
             self._carry_out(self._policy.not_replayable(value, reason))
             return
         self._policy.before_drop(value)
+        self.audit.leaves(value)
         value.is_dropped(recipe)
 
     # -- unpack -----------------------------------------------------------------------------------------------
@@ -445,6 +450,8 @@ class Engine:
         if not self.cursor.is_open or handle.segment != segment.number or self._policy is None:
             segment.earlier_uses += handle.segment != segment.number
             return
+        if not segment.used:
+            self.audit.point(segment.saves)
         segment.used = True
         try:
             actions = self._policy.at_use(segment.uses, handle, segment.saves)

@@ -20,6 +20,7 @@ from poochplan.runtime.replays.running import run_ops
 from poochplan.runtime.run_report import StepReport
 from poochplan.runtime.step_policies.step_policy import Actions
 
+from .audit import Audit
 from .host_tier import HostTier
 from .saved_value import SavedValue, ValueState
 
@@ -47,6 +48,7 @@ class Mechanism:
         host: HostTier,
         rebuild: Rebuild,
         copy_failed: Callable[[SavedValue, OSError], None],
+        audit: Audit,
     ) -> None:
         self.report = StepReport()
         self.timed = False
@@ -55,6 +57,7 @@ class Mechanism:
         self._host = host
         self._rebuild = rebuild
         self._copy_failed = copy_failed
+        self._audit = audit
 
     def carry_out(self, actions: Actions) -> None:
         """Carries out the actions of a point, in order (rule 7)."""
@@ -91,6 +94,7 @@ class Mechanism:
             self._host.free_place(offset)  # last, because the place may then belong to another value
             self._copy_failed(value, error)
             return
+        self._audit.leaves(value)
         value.is_released()
 
     def prefetch(self, value: SavedValue) -> None:
@@ -132,6 +136,8 @@ class Mechanism:
         if value.state is ValueState.ARRIVING:
             with self._times(self._stalls):
                 self.report.stall_s += value.arrived()
+        if value.beside is not None:
+            self._audit.comes_back(value)
         assert value.storage is not None
         if value.home is not None:
             self.device.use(value.storage, value.home)

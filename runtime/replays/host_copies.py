@@ -40,5 +40,6 @@ class HostCopy:
         """A storage on the device with these contents; on the CPU the copy itself."""
         if self._where.type == "cpu":
             count, offset = self._size_bytes, self._offset
-            return torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=offset).untyped_storage()
+            found = torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=offset)
+            return found.untyped_storage()
         return self._pinned.to(self._where, non_blocking=True).untyped_storage()
