@@ -22,7 +22,8 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.sources import sources_of
 from poochplan.runtime.replays import bits, fewer_bytes
 from poochplan.runtime.replays.fewer_bytes import narrow, widen
-from poochplan.runtime.replays.replay import Birth, RecordedOp, StorageRecord, run_ops
+from poochplan.runtime.replays.replay import Birth, RecordedOp, StorageRecord
+from poochplan.runtime.replays.running import run_ops
 from poochplan.tensors.operators import Flat
 from poochplan.tensors.storages import on_whole
 from poochplan.torch_private import tensor_internals
