@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
+from poochplan.formats.profile import Memory
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.run_report import StepReport
@@ -52,7 +53,7 @@ class Watch:
         self._is_open, self.report = True, StepReport(steps=1)
         start_s = time.monotonic()
         is_due = self._is_due or start_s - self._looked_s > self._look_took_s / CENSUS_SHARE
-        self._meter.step_begins(self._engine, self._device, is_due=is_due)
+        self._meter.step_begins(self._engine, self._device, is_due=is_due, memory=Memory.ALLOCATED)
         if is_due:
             self._is_due, self._looked_s = False, time.monotonic()
             self._look_took_s = self._looked_s - start_s
