@@ -245,7 +245,7 @@ class StudiedPlans(LoopObserver):
         """After a few segments in a row that need no session; after more while some kind of segment is being studied.
         Where a kind has no plan, the budget is not kept, which was told.
         """
-        if self._ranks is not None or (self._calm < CALM and not self._is_one_region):
+        if self._ranks is not None or (self._calm < CALM and not self._is_one_region) or not self._build.is_ready:
             return None
         known, is_studied = self._known, self._is_studying and self._calm < PATIENCE
         plans = [one.plan for one in known.active.values()]
