@@ -155,9 +155,9 @@ def build_values(capture: Capture, kinds: dict[int, Kind], last_tick: int) -> tu
     for number, captured in enumerate(capture.values):
         was_there = captured.born < 0 and captured.born_tick is None
         kind = Kind.INPUT if was_there else Kind.ACTIVATION if number in saved else Kind.TEMPORARY
-        ends = (captured.died, captured.let_go) if number in capture.saved_values else (captured.died,)
-        died = last_tick if captured.died is None else captured.died
-        freed = max(last_tick if at is None else at for at in ends)
+        ends = (captured.died, captured.let_go) if capture.lifetimes.is_saved(number) else (captured.died,)
+        died = last_tick if captured.died is None else max(0, captured.died)  # it may die before the first op
+        freed = max(died, *(last_tick if at is None else at for at in ends))
         values.append(
             Value(
                 name=names[number],

@@ -148,6 +148,11 @@ class Capture(ToggledMode):
         known = self.lifetimes.find(tensor)
         return known if known >= 0 else self._new_value(tensor, "", born=-1)
 
+    def inherit(self, earlier: Capture) -> None:
+        """Values of an earlier step that something still holds are there before this one."""
+        for storage in self.lifetimes.inherit(earlier.lifetimes):
+            self.workspace.knows(storage)
+
     # -- ops --------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

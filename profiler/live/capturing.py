@@ -24,7 +24,7 @@ from poochplan.profiler.capture.clock import library_bytes
 from poochplan.runtime.devices.cuda import with_index
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.saved_value import SavedHandle
-from poochplan.runtime.metering.census import bucket_bytes, census, census_bytes
+from poochplan.runtime.metering.census import LEAST_BYTES, bucket_bytes, census, census_bytes
 from poochplan.runtime.replays.bits import kernels_on
 from poochplan.runtime.replays.replay import StorageRecord
 from poochplan.runtime.step_policies.step_policy import SwapEach
@@ -59,8 +59,10 @@ class Capturing(SegmentObserver):
     first kind that is noted for a value counts.
     """
 
-    def __init__(self, context: StudyContext, capture: Capture | None = None) -> None:
-        """``capture``: for a step without memory, which has its own hooks."""
+    def __init__(self, context: StudyContext, capture: Capture | None = None, before: Capture | None = None) -> None:
+        """``capture``: for a step without memory, which has its own hooks. ``before``: of the step before, if values
+        of it live on.
+        """
         self.capture = capture or Capture(context.model, context.where)
         super().__init__(context, Moving(self.capture, all_of_it=context.is_repeated) if capture is None else None)
         self.swaps_once = True
@@ -69,6 +71,7 @@ class Capturing(SegmentObserver):
         self.beside_bytes = 0
         self.has_gradients = False
         self._number = self._bucket_bytes = 0
+        self._before = before
         self._model_notes: list[str] = []
         """Notes on the model, as the step has left it."""
 
@@ -103,12 +106,22 @@ class Capturing(SegmentObserver):
             self._note_gradients()
         if self.context.there_before is not None:
             self._note(self.context.there_before(), Kind.INPUT)  # last: those of the model keep their kinds
+            if self._before is not None:
+                self.capture.inherit(self._before)
             return
         storages = [bytes_of(storage) for storage in census(self.context.where.type, 1).values()]
         others = sorted((one for one in storages if self.capture.lifetimes.find(one) < 0), key=lambda one: -one.nbytes)
         self._note(others[:NAMED], Kind.INPUT)
         self.beside_bytes = segment.left_over_bytes + sum(rounded_up(one.nbytes) for one in others[NAMED:])
         self.look_around()
+
+    @property
+    def lives_on(self) -> bool:
+        """Whether values of the step, besides gradients and the like, are held after it: by nodes of the loss's graph,
+        by attributes of the model, or by autograd for an output that is no part of the loss.
+        """
+        held = self.capture.lifetimes.held() - self.kinds.keys()
+        return sum(self.capture.values[number].size_bytes for number in held) >= LEAST_BYTES
 
     def _note(self, tensors: Iterable[Any], kind: Kind) -> None:
         """Sets the kind of these tensors, and of the tensors that sparse and nested ones consist of."""
