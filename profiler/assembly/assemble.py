@@ -227,6 +227,8 @@ def _pinned(captured: CapturedValue, saved: bool, died: int, first_use: int | No
         return captured.pinned_because
     if captured.born < 0:
         return "input of the step: held by the caller, or made outside torch or by a compiled function"
+    if first_use is None and captured.let_go is None:
+        return "of an output that outlives the step, and that its backward does not use"
     if first_use is not None and died >= first_use:
         return "held by something other than autograd until backward uses it"
     return ""
