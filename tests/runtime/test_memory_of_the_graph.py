@@ -126,3 +126,13 @@ def test_memory_that_lives_as_long_as_the_loss_is_planned_for(kind: str) -> None
             assert session.total.peak_bytes == plan.prediction.peak_bytes
         else:
             assert session.total.peak_bytes is not None and session.total.peak_bytes <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("kind", ["node", "side branch"])
+def test_each_mode_of_a_profile_counts_it(kind: str) -> None:
+    model, optimizer = made(kind)
+    batch = torch.randn(BATCH, WIDTH)
+    modes = ("run", "fake", "swap-all")
+    profiles = [taken(lambda: model(batch).square().mean(), model, optimizer, mode=mode) for mode in modes]
+    assert len({one.in_core_live_peak_bytes for one in profiles}) == 1
+    assert len({smallest_budget(one, arena="off") for one in profiles}) == 1
