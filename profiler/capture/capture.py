@@ -153,6 +153,13 @@ class Capture(ToggledMode):
         for storage in self.lifetimes.inherit(earlier.lifetimes):
             self.workspace.knows(storage)
 
+    def begins_with(self, value: SavedValue) -> None:
+        """A value that the segment before has saved is there before this one, until its last handle is gone."""
+        storage = value.storage
+        if storage is not None:
+            self.workspace.knows(storage)
+        self._follows(value, self.lifetimes.outlives(value.size_bytes, storage))
+
     # -- ops --------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -283,11 +290,14 @@ class Capture(ToggledMode):
             self.kept_as_it_is(tensor)
             return
         number = self.saved(local_tensor(tensor))
+        if id(value) not in self._ends:
+            self._follows(value, number)
+
+    def _follows(self, value: SavedValue, number: int) -> None:
         key = id(value)
-        if key not in self._ends:
-            self._numbers[key] = number
-            self._ends[key] = weakref.ref(value, lambda _: self._ended(key))
-            self.lifetimes.holds(number)
+        self._numbers[key] = number
+        self._ends[key] = weakref.ref(value, lambda _: self._ended(key))
+        self.lifetimes.holds(number)
 
     def is_back(self, value: SavedValue, storage: torch.UntypedStorage) -> None:
         """Backward is about to read the value there."""

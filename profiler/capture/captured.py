@@ -169,16 +169,22 @@ class Lifetimes:
             storage, old = earlier.storage_of(number), earlier.values[number]
             if storage is not None and self.is_known(storage):
                 continue
-            mine = len(self.values)
-            value = CapturedValue(old.size_bytes, old.dtype, old.shape, "", -1, 0, died=0)
-            self.values.append(value)
+            mine = self.outlives(old.size_bytes, storage)
             if storage is not None:
-                value.died, value.key = None, storage_identity(storage)
-                self._knows(mine, storage)
                 yield storage
             if earlier.is_saved(number):
                 self.holds(mine)
                 earlier._heirs[number] = partial(self.let_go, mine)
+
+    def outlives(self, size_bytes: int, storage: torch.UntypedStorage | None) -> int:
+        """The number of a value of an earlier step; without a storage, only autograd holds it."""
+        number = len(self.values)
+        key = 0 if storage is None else storage_identity(storage)
+        value = CapturedValue(size_bytes, "uint8", (size_bytes,), "", -1, key, died=None if storage is not None else 0)
+        self.values.append(value)
+        if storage is not None:
+            self._knows(number, storage)
+        return number
 
     def is_saved(self, number: int) -> bool:
         """Whether autograd has held it, in this step or since an earlier one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from poochplan.profiler.capture.capture import Capture, collected_after
 from poochplan.profiler.capture.clock import library_bytes
 from poochplan.runtime.devices.cuda import with_index
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.engine.saved_value import SavedHandle
+from poochplan.runtime.engine.saved_value import Lease, SavedHandle
 from poochplan.runtime.metering.census import LEAST_BYTES, bucket_bytes, census, census_bytes
 from poochplan.runtime.replays.bits import kernels_on
 from poochplan.runtime.replays.replay import StorageRecord
@@ -71,6 +72,7 @@ class Capturing(SegmentObserver):
         self.beside_bytes = 0
         self.has_gradients = False
         self._number = self._bucket_bytes = 0
+        self._used: weakref.ref[Lease] | None = None
         self._before = before
         self._model_notes: list[str] = []
         """Notes on the model, as the step has left it."""
@@ -109,10 +111,13 @@ class Capturing(SegmentObserver):
             if self._before is not None:
                 self.capture.inherit(self._before)
             return
+        for value in (reference() for reference in segment.left_over):
+            if value is not None:
+                self.capture.begins_with(value)
         storages = [bytes_of(storage) for storage in census(self.context.where.type, 1).values()]
         others = sorted((one for one in storages if self.capture.lifetimes.find(one) < 0), key=lambda one: -one.nbytes)
         self._note(others[:NAMED], Kind.INPUT)
-        self.beside_bytes = segment.left_over_bytes + sum(rounded_up(one.nbytes) for one in others[NAMED:])
+        self.beside_bytes = sum(rounded_up(one.nbytes) for one in others[NAMED:])
         self.look_around()
 
     @property
@@ -122,6 +127,10 @@ class Capturing(SegmentObserver):
         """
         held = self.capture.lifetimes.held() - self.kinds.keys()
         return sum(self.capture.values[number].size_bytes for number in held) >= LEAST_BYTES
+
+    @property
+    def is_retained(self) -> bool:
+        return self._used is not None and self._used() is not None
 
     def _note(self, tensors: Iterable[Any], kind: Kind) -> None:
         """Sets the kind of these tensors, and of the tensors that sparse and nested ones consist of."""
@@ -217,6 +226,11 @@ class Capturing(SegmentObserver):
             self.capture.passes(PointKind.USE, handle.ordinal)
         with self.capture.set_aside():
             tensor = unpack(handle)
+        used = self._used() if self._used is not None else None
+        if used is None:
+            used = Lease(handle.lease, None if handle.lease is None else handle.lease.late_uses)
+            self._used = weakref.ref(used)
+        handle.lease = used
         self.capture.is_back(value, local_tensor(tensor).untyped_storage())
         return tensor
 

@@ -116,6 +116,11 @@ class SegmentObserver:
         """The result of ``run()``, the user's backward. Its gradients are used, so no mode of ours may be on."""
         return run() if self.instrument is None or self.context.is_repeated else self.instrument.observed(outputs, run)
 
+    @property
+    def is_retained(self) -> bool:
+        """Whether a handle that backward has used is still held, if that is known."""
+        return False
+
     def runs_another(self) -> None:
         """A backward begins within a backward."""
 
