@@ -118,7 +118,7 @@ class Capturing(SegmentObserver):
         others = sorted((one for one in storages if self.capture.lifetimes.find(one) < 0), key=lambda one: -one.nbytes)
         self._note(others[:NAMED], Kind.INPUT)
         self.beside_bytes = sum(rounded_up(one.nbytes) for one in others[NAMED:])
-        self.look_around()
+        self.look_around(segment)
 
     @property
     def lives_on(self) -> bool:
