@@ -125,4 +125,7 @@ REMEDY = (
     "release tensors that are not needed (for cycles call gc.collect() after each step), or have them counted: "
     'profile(also=[...]), or apply(on_over_budget="replan", profile=profile)'
 )
-STILL_GROWS = f"it has been planned again {MOST_PLANS} times and still grows: release the tensors that the loop keeps"
+STILL_GROWS = (
+    f"it has been planned again {MOST_PLANS} times and still grows: the loop keeps tensors, perhaps with the graphs "
+    "behind them, as in a list of losses or outputs; keep loss.item() or output.detach()"
+)
