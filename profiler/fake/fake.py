@@ -287,9 +287,10 @@ def explained(what: str) -> Iterator[None]:
         is_torchs = type(error).__module__.partition(".")[0] in ("builtins", "torch")
         if not is_torchs or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             raise  # a class of the user's, or of ours
+        found = named_line(error).rstrip(".")
         raise StepError(
-            f"{what}: expected code that runs without data in mode fake, found that it raises {named_line(error).rstrip('.')}; "
-            "leave that out of the profiled step, or profile in mode run, where tensors have data"
+            f"{what}: expected code that runs without data in mode fake, found that it raises {found}; leave "
+            "that out of the profiled step, or profile in mode run, where tensors have data"
         ) from error
 
 

@@ -1,5 +1,5 @@
-"""What the nodes of a graph keep lives until the loop lets go of its loss. A plan knows it, in loops that hold their loss
-until the next one, and in those that do not.
+"""What the nodes of a graph keep lives until the loop lets go of its loss. A plan knows it, in loops that hold their
+loss until the next one, and in those that do not.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def test_memory_that_lives_as_long_as_the_loss_is_planned_for(kind: str) -> None
         if holds:
             assert session.total.peak_bytes == plan.prediction.peak_bytes
         else:
-            assert session.total.peak_bytes is not None and session.total.peak_bytes <= plan.budget_bytes
+            assert session.total.peak_bytes is not None
+            assert session.total.peak_bytes <= plan.budget_bytes
 
 
 @pytest.mark.parametrize("kind", ["node", "side branch"])
