@@ -161,7 +161,6 @@ def apply(
         GivenPlans(plans, models, DivergencePolicy(on_divergence), profiles, replan, ranks_of),
         on_over_budget=policy,
         meter=meter,
-        memory=first.prediction.memory,
         cap_bytes=cap_bytes,
         explain=explain,
         certifier=certifier if certify else None,

@@ -14,7 +14,7 @@ import torch
 
 from poochplan.errors import BudgetExceededError, UsageError
 from poochplan.formats.plan import Plan
-from poochplan.formats.profile import Memory, Profile
+from poochplan.formats.profile import Profile
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.formats.run_record import Certificate
 from poochplan.runtime.devices.cuda import hard_cap
@@ -57,7 +57,7 @@ class Session:
 
     :func:`poochplan.apply`, :func:`poochplan.auto`, :func:`poochplan.compile` and the callbacks of trainers return
     one. Only its user holds a reference to it. When nothing refers to it any more, it ends, even inside the block.
-    Its options are those of :func:`poochplan.apply`; ``memory`` is what its meter counts.
+    Its options are those of :func:`poochplan.apply`. Its meter counts the memory that its first plan predicts.
     """
 
     def __init__(
@@ -69,7 +69,6 @@ class Session:
         *,
         on_over_budget: OverBudget = OverBudget.WARN,
         meter: When = "first-steps",
-        memory: Memory = Memory.ALLOCATED,
         cap_bytes: int | None = None,
         explain: Explain | None = None,
         certifier: Callable[[torch.nn.Module], Certifier] | None = None,
@@ -81,7 +80,7 @@ class Session:
         self._explain, self._new_certifier = explain, certifier
         self._step_arena = step_arena or StepArena(None, "off")
         self._messages = messages or Messages(is_quiet=True)
-        self._meter = StepMeter(where.type, meter, memory)
+        self._meter = StepMeter(where.type, meter)
         self._is_metered = meter != "never"
         self._totals = StepTotals(models)
         self._memory: MemoryPeaks | None = None
@@ -331,7 +330,8 @@ class Session:
             self._begins(plan)
         if self._is_metered:
             self._meter.uses_arena(self._step_arena.held_for(plan.plan))
-            self._meter.step_begins(self._engine, self._device, is_due=plan.is_due)
+            memory = plan.plan.prediction.memory
+            self._meter.step_begins(self._engine, self._device, is_due=plan.is_due, memory=memory)
         plan.begins()
         if self._source.is_given:
             self._check_gradients(segment, plan.plan)

@@ -21,7 +21,7 @@ import torch
 from poochplan.errors import UsageError
 from poochplan.formats.plan import OUTSIDE, Plan
 from poochplan.formats.plan_set import Signature
-from poochplan.runtime.arena.library import Table, why_unavailable
+from poochplan.runtime.arena.library import Table, why_not_loaded, why_unavailable
 from poochplan.runtime.arena.recorded_layout import (
     ArenaRuns,
     PackBlocks,
@@ -398,7 +398,7 @@ def step_arena_for(
 
     Raises ``UsageError`` if the mode is ``"on"`` and an arena is impossible.
     """
-    reason = why_no_step_arena(mode, device, plans)
+    reason = why_no_step_arena(mode, device, plans) or (why_not_loaded() if mode == "on" else "")
     if not reason and pack is not None:
         return StepArena(pack, mode)
     if mode == "on":

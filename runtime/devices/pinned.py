@@ -38,6 +38,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
+from poochplan.errors import named_line
 from poochplan.runtime.messages import warn
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.torch_private.tensor_internals import without_modes
@@ -232,13 +233,23 @@ class PinnedTier:
 
 
 def cupy_or_none() -> Any:
-    """CuPy, if it is installed and finds a CUDA runtime."""
-    with contextlib.suppress(Exception):  # an incompatible installation fails in many ways
+    """CuPy, if it is installed and finds a CUDA runtime. If it is installed and does not, one line says so, once."""
+    global _is_told
+    try:
         import cupy
 
         cupy.cuda.runtime.runtimeGetVersion()
         return cupy
+    except Exception as error:  # an incompatible installation fails in many ways
+        is_installed = not (isinstance(error, ModuleNotFoundError) and error.name == "cupy")
+        if is_installed and not _is_told:
+            _is_told = True
+            warn(f"CuPy is installed and cannot be used ({named_line(error)}): {_WITHOUT_CUPY}")
     return None
+
+
+_is_told = False
+_WITHOUT_CUPY = "going on without it; install the one for this CUDA (poochplan[cuda12] or [cuda13]), or none"
 
 
 @functools.lru_cache(maxsize=4)
@@ -254,7 +265,7 @@ def fitting_cupy(cupy: Any, where: torch.device) -> Any:
         lambda: _copied(cupy, where),
         where,
         f"CuPy {cupy.__version__} does not work with this driver and torch {torch.__version__}",
-        "going on without it; install the one for this CUDA (poochplan[cuda12] or [cuda13]), or none",
+        _WITHOUT_CUPY,
     )
 
 

@@ -48,11 +48,9 @@ class StepMeter:
     kind: of the device.
     when: ``"always"`` begins each step with a census; ``"first-steps"`` only the steps that are due. Without a compiled
         allocator only these steps are metered.
-    memory: which memory the figures count.
     """
 
-    def __init__(self, kind: str, when: When, memory: Memory = Memory.ALLOCATED) -> None:
-        self._memory = memory
+    def __init__(self, kind: str, when: When) -> None:
         self._kind = kind
         self._when = when
         self._is_due = False
@@ -73,13 +71,15 @@ class StepMeter:
         self._peak_at = 0
         """The passed point that the peak followed."""
 
-    def step_begins(self, engine: Engine, device: ComputeDevice, *, is_due: bool) -> None:
-        """A segment has begun on this thread. ``is_due``: begin with a census."""
+    def step_begins(self, engine: Engine, device: ComputeDevice, *, is_due: bool, memory: Memory) -> None:
+        """A segment has begun on this thread. ``is_due``: begin with a census. ``memory``: what the figures count from
+        the first step on.
+        """
         self._engine, self._open, self._told = engine, True, None
         self._passed, self._peak_at = [], 0
         if self._when == "never":
             return
-        source = self._source = self._source or step_peak_of(device, self._memory)
+        source = self._source = self._source or step_peak_of(device, memory)
         source.step_begins()
         self._is_due = is_due = is_due or self._when == "always"
         self.is_certain = is_due or not source.needs_census

@@ -37,7 +37,7 @@ MODULES = [
 ]
 """What runs in a session, or opens one."""
 ADVICE = ("what_changed", "_of_inputs", "_of_parameters", "_of_place")
-"""Functions that say what has changed in a step that diverges: in the middle of its message, and in rows of their own."""
+"""Functions that say what has changed in a step that diverges: amid its message, and in rows of their own."""
 
 
 class Place(NamedTuple):
@@ -164,12 +164,10 @@ def _assigned(node: ast.Name | ast.Attribute, function: ast.FunctionDef) -> Iter
     if not isinstance(node, ast.Name):
         return
     for one in ast.walk(function):
-        if isinstance(one, ast.Assign) and any(isinstance(to, ast.Name) and to.id == node.id for to in one.targets):
-            yield one.value
-        elif isinstance(one, ast.NamedExpr) and one.target.id == node.id:
-            yield one.value
-        elif isinstance(one, ast.For) and isinstance(one.target, ast.Name) and one.target.id == node.id:
-            yield one.iter
+        targets = one.targets if isinstance(one, ast.Assign) else [getattr(one, "target", None)]
+        value = getattr(one, "iter", None) if isinstance(one, ast.For) else getattr(one, "value", None)
+        if value is not None and any(isinstance(to, ast.Name) and to.id == node.id for to in targets):
+            yield value
 
 
 @functools.cache

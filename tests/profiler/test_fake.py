@@ -16,6 +16,7 @@ import poochplan
 from poochplan.errors import StepError, UsageError
 from poochplan.formats.profile import PointKind, Profile
 from poochplan.profiler.fake.fake import building, workspace_bytes
+from tests.processes import python
 from tests.runtime.nets import CASES, LINK, Net, of, taken, train
 
 
@@ -237,6 +238,28 @@ def test_an_error_of_the_user_s_own_class_passes_through_a_step_without_memory(e
     model = nn.Linear(8, 8)
     with pytest.raises(type(error), match=str(error)):
         poochplan.profile(lambda: _raises(error), model=model, mode="fake", roofline="v100")
+
+
+FORKS = """
+import os, torch, poochplan
+from tests.runtime.nets import CASES
+CASES["residual"].profile(mode="fake", roofline="v100")
+
+def gradient():
+    torch.ones(4, requires_grad=True).sum().backward()
+
+gradient()
+child = os.fork()
+if child == 0:
+    gradient()
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_worker_that_is_forked_afterwards_computes_gradients() -> None:
+    """Also if this torch was built for GPUs and none is here."""
+    assert python(FORKS) == "7\n"
 
 
 def test_fake_tensors_of_another_mode_are_refused() -> None:

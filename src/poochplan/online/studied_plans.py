@@ -24,6 +24,7 @@ from poochplan.profiler.live.study import StudyOptions
 from poochplan.profiler.trials.machine_facts import with_cached_cost, with_known_cost
 from poochplan.runtime.active_plan import MOST_PLANS, REMEDY, STILL_GROWS, ActivePlan, OverBudget
 from poochplan.runtime.applying import check_model
+from poochplan.runtime.arena.library import is_loaded
 from poochplan.runtime.attachment import Attachment, Hooks
 from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.messages import Messages
@@ -425,7 +426,8 @@ class Promise:
     def _why(self) -> str:
         if self.stall_s > (self.step_s - self.plan.prediction.step_s) / 2:
             return COPIES
-        if self.plan.prediction.arena_peak_bytes is not None and not self._reports[-1].served_bytes:
+        has_arena = self.plan.prediction.arena_peak_bytes is not None and is_loaded()
+        if has_arena and not self._reports[-1].served_bytes:
             return NO_ARENA
         return BUSY if os.getloadavg()[0] > (os.cpu_count() or 1) else SLOWER
 

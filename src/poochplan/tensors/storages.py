@@ -23,6 +23,7 @@ from poochplan.torch_private.tensor_internals import (
     owned_parameters,
     storage_identity,
     version_of,
+    without_modes,
     wraps_another,
 )
 
@@ -32,6 +33,22 @@ class FakeMemory(FakeTensorMode):
 
     Fake tensors of other modes (the compiler's) count as a subclass, and are never touched.
     """
+
+    def __init__(self, **options: Any) -> None:
+        _autograd_starts()
+        super().__init__(**options)
+
+
+@functools.cache
+def _autograd_starts() -> None:
+    """Runs a first backward before fake tensors, if this torch was built for GPUs and none is here.
+
+    Fake tensors then pretend that there are GPUs. In its first backward autograd starts a thread for each GPU, and no
+    worker that is forked after that can compute gradients.
+    """
+    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
+        with without_modes(), torch.inference_mode(False):
+            torch.ones((), device="cpu", requires_grad=True).backward()
 
 
 class Geometry(msgspec.Struct, frozen=True, gc=False):
