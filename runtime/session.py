@@ -418,6 +418,8 @@ class Session:
 
     def _begins(self, plan: ActivePlan) -> None:
         """The first step under the plan begins. The plan replaces the one that its kind has followed before."""
+        if not self._followed:
+            gc.collect()  # so that an earlier session, and its model, do not count for this one
         before = self._followed.get(plan.kind)
         self._followed[plan.kind] = plan
         if before is not None:
@@ -523,8 +525,7 @@ class Session:
             is_smaller = self._step_arena.exceeded(plan.plan, peak_bytes - plan.plan.budget_bytes)
             if is_smaller is not None:
                 now = FROM_SMALLER if is_smaller else FROM_TORCH
-                took, budget = format_bytes(peak_bytes), format_bytes(plan.plan.budget_bytes)
-                self._messages.say(f"{now} from now on: with the whole one a step took {took}, its budget is {budget}")
+                self._messages.warn(f"{self._above(plan, segment, peak_bytes)}; {now} from now on, within the budget")
         elif not self._meter.is_certain and not self._is_ending:  # at the end no later step can tell
             plan.check_next()
         else:
@@ -533,8 +534,7 @@ class Session:
     def _is_above(self, plan: ActivePlan, segment: Segment, peak_bytes: int) -> None:
         """Reports the excess, raises, or requests another plan."""
         plan.has_exceeded = True
-        held = held_beside(self._engine, segment, plan.plan)
-        text = over_budget_text(peak_bytes, plan.plan, described(self._meter.moment, plan.plan), held)
+        text = self._above(plan, segment, peak_bytes)
         if self._on_over_budget is OverBudget.ERROR:
             raise BudgetExceededError(f"{text}; {REMEDY}", peak_bytes=peak_bytes)
         plan.is_told = True
@@ -544,6 +544,14 @@ class Session:
         promised_bytes = plan.plan.prediction.peak_of_step(bool(segment.report.served_bytes))
         more_bytes = rounded_up(max(1, peak_bytes - promised_bytes))
         self._messages.warn(f"{text}; {self._source.plan_again(plan, more_bytes)}")
+
+    def _above(self, plan: ActivePlan, segment: Segment, peak_bytes: int) -> str:
+        where, gaps_bytes = described(self._meter.moment, plan.plan), 0
+        blocks_bytes = self._meter.blocks_peak_bytes or peak_bytes
+        if blocks_bytes <= plan.plan.prediction.peak_bytes:  # nothing takes more than predicted
+            gaps_bytes = peak_bytes - blocks_bytes
+        held = [] if gaps_bytes else held_beside(self._engine, segment, plan.plan)
+        return over_budget_text(peak_bytes, plan.plan, where, held, gaps_bytes)
 
     # -- names of 0.2, for one version more -----------------------------------------------------------------------
 

@@ -161,6 +161,7 @@ class Engine:
         with Unseen():  # parameters may be sparse, and are taken apart
             self._look_at_model(segment)
         self.tape.forget(lambda: before.is_held)
+        segment.left_over = [weakref.ref(value) for value in self._left_over()]
         segment.left_over_bytes = sum(storage.nbytes() for storage in self.left_over_storages())
         with self._lock:
             if self.host.step_begins():
@@ -293,10 +294,12 @@ class Engine:
 
     def left_over_storages(self) -> list[torch.UntypedStorage]:
         """Device storages of values that earlier segments saved and that are still held."""
+        return [value.storage for value in self._left_over() if value.storage is not None]
+
+    def _left_over(self) -> list[SavedValue]:
         if not self.cursor.holds_values:
             return []
-        values = self.tape.earlier_values()
-        return [one.storage for one in values if isinstance(one, SavedValue) and one.storage is not None]
+        return [value for value in self.tape.earlier_values() if isinstance(value, SavedValue)]
 
     # -- pack -------------------------------------------------------------------------------------------------
 
@@ -499,6 +502,8 @@ class Engine:
         segment = self.segment
         if not self.cursor.is_open or handle.segment != segment.number or self._policy is None:
             segment.earlier_uses += handle.segment != segment.number
+            if handle.lease is not None and handle.lease.late_uses is not None:
+                handle.lease.late_uses.append(handle.ordinal)
             return None
         if not segment.used:
             self.audit.point(segment.saves)

@@ -201,10 +201,12 @@ class Lease:
     The leases of all segments hold ``whole``, which dies with the last of them.
     """
 
-    __slots__ = ("__weakref__", "whole")
+    __slots__ = ("__weakref__", "late_uses", "whole")
 
-    def __init__(self, whole: Lease | None = None) -> None:
+    def __init__(self, whole: Lease | None = None, late_uses: list[int] | None = None) -> None:
         self.whole = whole
+        self.late_uses = late_uses
+        """The handles that were first used after their segment, by ordinal: the segment's list."""
 
 
 class SavedHandle(msgspec.Struct, gc=False, eq=False):

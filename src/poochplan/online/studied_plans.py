@@ -378,15 +378,18 @@ class StudiedPlans(LoopObserver):
         self._known.want(key, profile, ahead_bytes, arena_room_bytes=self._arena_room_bytes[key])
 
     def _is_outgrown(self, plan: ActivePlan, number: int) -> bool:
-        """Whether the memory outside the step now makes the plan exceed its budget. If so, another plan is made."""
+        """Whether the memory outside the step now makes the plan exceed its budget. If so, another plan is made, unless
+        it grows on and on: then the step is reported that exceeds its budget.
+        """
         key = self._key_of(plan)
         profile, beside = self._known.profiles.get(key), self._beside[key]
         if self._known.policy is not OverBudget.REPLAN or profile is None:
             return False
-        if not (plan.is_due or beside.is_due(number)):
+        if not (plan.is_due or beside.is_due(number)) or self._grown[key] == MOST_PLANS:
             return False
         more_bytes = beside.outgrown(number, profile, plan.plan, self.context.where.type)
         if more_bytes:
+            self._grown[key] += 1
             self._messages.say(auto_messages.OUTGROWN)
             self._want_another(key, profile, more_bytes)
         return bool(more_bytes)
