@@ -119,7 +119,7 @@ class Session:
             self._attachment.guard.asked_for += (SpillError,)  # of a value that must not stay on the device
 
     def __enter__(self) -> Session:
-        if self._state != "new":
+        if self._attachment.state != "new":
             raise UsageError(f"this session is {self._state}; call {self._opened_by} for a new one")
         stack = self._stack = ExitStack()
         self._leave = weakref.finalize(self, stack.close)
@@ -160,7 +160,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._state == "closed":  # it was ended after it had been left open, or has failed
+        if self._attachment.state == "closed":  # it was ended after it had been left open, or has failed
             return
         guard = self._attachment.guard
         try:
