@@ -271,7 +271,9 @@ UNMOVED = "all that they save is sparse, nested or of a subclass, which no plan 
 _WHY_NOT = {
     Outcome.RAISED: "the forward raised",
     Outcome.UNUSED: UNUSED,
-    Outcome.LEFT_OVER: "a later part of the loop uses the saved tensors, or the loop holds them (retain_graph=True)",
+    Outcome.LEFT_OVER: (
+        "a later part of the loop uses the saved tensors, or its backward keeps them (retain_graph=True)"
+    ),
 }
 """Outcomes of a segment that say nothing about a complete one."""
 _TRIES = {Outcome.LEFT_OVER: 3, Outcome.UNUSED: 3}

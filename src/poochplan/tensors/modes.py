@@ -330,7 +330,7 @@ def around_calls(model: torch.nn.Module, begins: Begins | None = None, ends: End
             if guard is None or not guard.takes(error):
                 raise
 
-    if isinstance(model, torch.jit.RecursiveScriptModule):
+    if isinstance(model, torch.jit.ScriptModule):
         raise UsageError(
             "model: expected one that takes hooks, found TorchScript (torch.jit.script or load) as a whole; give a "
             "module that contains it, such as torch.nn.Sequential(model), and call that"

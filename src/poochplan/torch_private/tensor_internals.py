@@ -255,8 +255,9 @@ def stand_aside(hooks: torch.autograd.graph.saved_tensors_hooks) -> Iterator[Non
     """
     with _ASIDE_LOCK:
         _ASIDE.append(hooks)
-        torch._C._autograd._saved_tensors_hooks_disable = _disable_others
-        torch._C._autograd._saved_tensors_hooks_enable = _enable_ours
+        hooks_of_torch: Any = torch._C._autograd
+        hooks_of_torch._saved_tensors_hooks_disable = _disable_others
+        hooks_of_torch._saved_tensors_hooks_enable = _enable_ours
     try:
         yield
     finally:
