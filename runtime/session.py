@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from types import MappingProxyType, SimpleNamespace, TracebackType
-from typing import Protocol
 
 import torch
 
@@ -16,7 +15,6 @@ from poochplan.errors import BudgetExceededError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Memory, Profile
 from poochplan.formats.profile_parts import rounded_up
-from poochplan.formats.run_record import Certificate
 from poochplan.runtime.devices.cuda import hard_cap
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.transfers import forget_held_back, raise_held_back
@@ -26,7 +24,7 @@ from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.messages import Messages
 from poochplan.runtime.metering.holders import held_beside
 from poochplan.runtime.metering.step_meter import StepMeter, When, described
-from poochplan.runtime.step_totals import StepTotals, follows
+from poochplan.runtime.step_totals import StepTotals
 from poochplan.units import format_bytes
 
 from .active_plan import REMEDY, ActivePlan, OverBudget, out_of_memory_text, over_budget_text
@@ -42,14 +40,6 @@ HOST_IS_FULL = (
 )
 Explain = Callable[[Profile, Plan | None, int | None], str]
 """Describes where a step takes most memory, and its holders; the runtime itself cannot."""
-
-
-class Certifier(AbstractContextManager["Certifier"], Protocol):
-    """Takes digests of the results of a block's steps."""
-
-    def follows(self, plan: Plan | None) -> None: ...
-
-    def certificate(self, plan: Plan | None, device: str) -> Certificate: ...
 
 
 class Session:
@@ -72,13 +62,12 @@ class Session:
         memory: Memory = Memory.ALLOCATED,
         cap_bytes: int | None = None,
         explain: Explain | None = None,
-        certifier: Callable[[torch.nn.Module], Certifier] | None = None,
         step_arena: StepArena | None = None,
         messages: Messages | None = None,
     ) -> None:
         self._models, self._source, self._where = models, source, where
         self._on_over_budget, self._cap_bytes = on_over_budget, cap_bytes
-        self._explain, self._new_certifier = explain, certifier
+        self._explain = explain
         self._step_arena = step_arena or StepArena(None, "off")
         self._messages = messages or Messages(is_quiet=True)
         self._meter = StepMeter(where.type, meter, memory)
@@ -89,7 +78,6 @@ class Session:
         """The plan of the open segment."""
         self._followed: dict[Hashable, ActivePlan] = {}
         """The plan that was followed last, by kind of step."""
-        self._certifier: Certifier | None = None
         self._gradients_checked = self._is_ending = False
         self._looks = True
         """Whether the session reacts to steps above their budgets."""
@@ -119,8 +107,6 @@ class Session:
             if self._cap_bytes is not None:
                 stack.enter_context(hard_cap(self._device.where, self._cap_bytes))
             self._warns_if_full(lambda: self._device.reserve_host(self._engine.host.planned_bytes))
-            if self._new_certifier is not None:
-                self._certifier = stack.enter_context(self._new_certifier(self.model))
             stack.callback(self._meter.step_is_over)
             stack.callback(self._step_arena.close)
             if self._is_metered and (self._source.is_given or self._on_over_budget is not OverBudget.REPLAN):
@@ -272,8 +258,7 @@ class Session:
         self._take_peak(segment)
         memory = self._device.peaks() if self._state == "open" else self._memory
         followed = self._following.plan if self._following is not None else None
-        proof = self._certifier.certificate(self.plan, self._where.type) if self._certifier is not None else None
-        return self._totals.report(segment, followed, self.plan, memory, self.arena, proof)
+        return self._totals.report(segment, followed, self.plan, memory, self.arena)
 
     def explain_peak(self) -> str:
         """Where the step's peak is and what holds it, as text; empty if :attr:`profile` is None.
@@ -368,9 +353,6 @@ class Session:
         self._source.optimizing(optimizer)
         if complaint := self._totals.optimizing(self._engine.segment):
             self._messages.warn(complaint)
-        if self._certifier is not None:
-            plan = self._following.plan if self._following is not None else None
-            self._certifier.follows(plan if plan and follows(self._engine.segment, plan.instructions) else None)
         self._step_arena.optimizer_steps(optimizer)
 
     def _resting(self) -> None:

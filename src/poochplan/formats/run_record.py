@@ -1,6 +1,4 @@
-"""The files that ``pooch run`` writes: a RunRecord, to be compared with its plan later, and a Certificate of its
-bits.
-"""
+"""The file that ``pooch run`` writes: a RunRecord, to be compared with its plan later."""
 
 from __future__ import annotations
 
@@ -16,7 +14,6 @@ from .plan import Departure, Plan
 from .profile_parts import Bytes, Change, Count, Host, Memory, Seconds, Text
 
 SCHEMA_VERSION = 1
-"""The version of both."""
 MUCH_FRAGMENTATION = 0.1
 
 
@@ -204,69 +201,3 @@ def fragmentation_text(allocated_bytes: int, reserved_bytes: int) -> str:
     if share > MUCH_FRAGMENTATION and "expandable_segments:True" not in settings:
         return f"{text}; set PYTORCH_ALLOC_CONF=expandable_segments:True to have less"
     return text
-
-
-class StepDigests(msgspec.Struct, frozen=True, kw_only=True):
-    """Digests of one step: SHA-256 of dtype, shape and bytes of each tensor, rows in order, by name."""
-
-    loss: Text
-    """The tensor on which ``backward()`` was called; for several, a digest of their digests."""
-    gradients: dict[Text, Text]
-    """Before the optimizer's step."""
-    buffers: dict[Text, Text]
-    """After the optimizer's step; so are the next two."""
-    parameters: dict[Text, Text]
-    generators: dict[Text, Text]
-    """States of torch's random number generators, by kind of device."""
-
-    def first_difference(self, other: StepDigests) -> str:
-        """Kind and name of the first digest that differs; empty if none does."""
-        if self.loss != other.loss:
-            return "loss"
-        for kind in ("gradients", "buffers", "parameters", "generators"):
-            ours, theirs = getattr(self, kind), getattr(other, kind)
-            for name in (*ours, *theirs):
-                if ours.get(name) != theirs.get(name):
-                    return f"{kind.removesuffix('s')} {name}"
-        return ""
-
-
-class Certificate(Document, frozen=True, kw_only=True):
-    """Digests of in-core steps and of the same steps under a plan from the same seed, for a supplement; or of the steps
-    of one session, for comparison with another session.
-
-    Anyone with the same versions, machine and flags can run the workload without a plan and find the same digests.
-    """
-
-    heading: ClassVar[str] = "Certificate of {}"
-    kind: Literal["certificate"] = "certificate"
-    schema_version: int = SCHEMA_VERSION
-    workload: Text
-    plan_fingerprint: Text
-    """``Plan.fingerprint`` of the plan that was followed; empty without one."""
-    seed: int
-    """For a session, torch's seed when it was opened."""
-    versions: dict[Text, Text]
-    host: Host | None = None
-    flags: dict[Text, Text]
-    """Settings of torch that can change bits."""
-    equal: bool | None
-    """None for a session, which has no other run for comparison."""
-    in_core: tuple[StepDigests, ...]
-    """For a session, its ``away()`` steps, which differ from the planned ones."""
-    planned: tuple[StepDigests, ...]
-    followed: tuple[Text, ...] = ()
-    """For each planned step of a session, the fingerprint of the plan that it followed up to its backward; empty if it
-    diverged."""
-
-    @property
-    def steps(self) -> tuple[StepDigests, ...]:
-        """The planned steps, or else the in-core ones."""
-        return self.planned or self.in_core
-
-    def rows(self) -> dict[str, str]:
-        steps = f"{len(self.in_core)} in-core, {len(self.planned)} planned"
-        if self.equal is None:
-            steps += f", {sum(map(bool, self.followed))} of them followed a plan"
-        equal = {None: "not compared here; pooch diff compares two files", True: "yes", False: "no"}[self.equal]
-        return {"seed": str(self.seed), "steps": steps, "bitwise equal": equal}

@@ -54,7 +54,6 @@ def auto(
     arena: ArenaMode = "auto",
     cap_bytes: int | None = None,
     quiet: bool = False,
-    certify: bool = False,
 ) -> Session:
     """A session around an unmodified training loop: ``with auto(model, optimizer, budget="8GiB") as session:``.
 
@@ -89,7 +88,6 @@ def auto(
     cap_bytes: hard limit of the CUDA allocator within the block, from the first step on. A step that needs more is
         an out-of-memory error.
     quiet: print nothing on stderr but warnings.
-    certify: as for :func:`poochplan.apply`.
 
     Raises
     ------
@@ -146,7 +144,6 @@ def auto(
         on_over_budget=policy,
         cap_bytes=cap_bytes,
         explain=PLANNER.explain,
-        certifier=PLANNER.certifier if certify else None,
         step_arena=StepArena(PLANNER.pack, arena) if has_arena else None,
         messages=messages,
     )

@@ -22,7 +22,7 @@ from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.plan_set import describe
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import OUTSIDE, saved_values, writers_by_value
-from poochplan.formats.run_record import Certificate, RunRecord
+from poochplan.formats.run_record import RunRecord
 from poochplan.peak import simulate_plan
 from poochplan.planner.simulator.streams import Lane
 from poochplan.planner.whatif import as_followed
@@ -34,13 +34,12 @@ Columns = Mapping[str, str] | Iterable[str]
 _FORMATS = {"bytes": format_bytes, "s": format_seconds, "share": "{:+.2%}".format, "bytes/s": format_rate}
 DECISIONS = tuple(str(decision) for decision in Decision)
 UNKNOWN = "not written in this file"
-Inspected = Profile | PassProfile | Plan | RunRecord | Certificate
+Inspected = Profile | PassProfile | Plan | RunRecord
 KINDS: dict[str, type[Inspected]] = {
     "profile": Profile,
     "inference": PassProfile,
     "plan": Plan,
     "run": RunRecord,
-    "certificate": Certificate,
 }
 
 
@@ -242,8 +241,8 @@ def load_any(path: str | Path) -> Inspected:
 
 def file_rows(found: Inspected) -> dict[str, str]:
     """The purpose of the file, its origin, and its figures."""
-    if isinstance(found, RunRecord | Certificate):
-        rows = {"for": f"plan {found.plan_fingerprint or 'none'}"}
+    if isinstance(found, RunRecord):
+        rows = {"for": f"plan {found.plan_fingerprint}"}
     else:
         first = found.model.tensors[0] if found.model.tensors else OUTSIDE
         rows = {"for": f"a model of {len(found.model.tensors)} parameters and buffers, the first {first}"}
