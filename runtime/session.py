@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from types import MappingProxyType, SimpleNamespace, TracebackType
+from types import MappingProxyType, TracebackType
 
 import torch
 
@@ -419,29 +418,3 @@ class Session:
         promised_bytes = plan.plan.prediction.peak_of_step(bool(segment.report.served_bytes))
         more_bytes = rounded_up(max(1, peak_bytes - promised_bytes))
         self._messages.warn(f"{text}; {self._source.plan_again(plan, more_bytes)}")
-
-    # -- names of 0.2, for one version more -----------------------------------------------------------------------
-
-    @property
-    def ways(self) -> dict[Hashable, SimpleNamespace]:
-        """Use :attr:`plans`."""
-        _goes("ways", "plans")
-        return {kind: SimpleNamespace(key=kind, plan=plan) for kind, plan in self.plans.items()}
-
-    @property
-    def followed(self) -> int:
-        """Use ``report().steps_followed``. This is the number of steps that have begun under a plan."""
-        _goes("followed", "report().steps_followed")
-        return sum(one.begun for one in self._followed.values())
-
-    @property
-    def engine(self) -> Engine:
-        """Internal."""
-        _goes("engine", "last, total and report()")
-        return self._engine
-
-
-def _goes(name: str, instead: str) -> None:
-    warnings.warn(
-        f"session.{name} will be removed in the next version; use session.{instead}", DeprecationWarning, stacklevel=3
-    )
