@@ -44,7 +44,7 @@ from benchmarks.gpu_nets import NETS, Net
 from benchmarks.gpu_overlap import TimedCuda, overlap, total_s
 from benchmarks.gpu_page import page
 from benchmarks.pairs import profiled as profile_steps
-from benchmarks.plans import part_budget, predicted
+from benchmarks.plans import part_budget
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
@@ -318,7 +318,6 @@ def planned(suite: Suite, net: Net, plan: Plan) -> Row:
     return {
         "budget_bytes": plan.budget_bytes,
         "predicted_peak_bytes": max(prediction.peak_bytes, prediction.first_step_peak_bytes),
-        **predicted(plan, "arena_bytes", "arena_live_bytes"),
         "predicted_step_s": prediction.step_s,
         "predicted_overhead": prediction.overhead,
         "predicted_stall_s": prediction.stall_s,

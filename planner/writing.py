@@ -40,7 +40,7 @@ def write_plan(
     laid = found.laid
     if found.bound_s is None and found.policy == KEEP_ALL:
         found = replace(found, bound_s=given.problem.keep_all_s)
-    if laid is None and is_laid_out and given.profile.device.kind == "cpu":
+    if laid is None and is_laid_out and given.profile.device.kind == "cpu" and not given.profile.roofline:
         laid = layout_of(given.profile, given.problem, found.best.schedule)
     if laid is None or laid.peak_bytes > given.budget_bytes:  # its steps cannot use an arena
         given, found = _without_arena(given, found)

@@ -297,18 +297,18 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         return rows
 
     def arena_rows(self) -> dict[str, str]:
-        """Rows on the arena of the step. If the compiled allocator was missing, a row that says so. Otherwise empty."""
+        """Rows on the arena of a step measured on the CPU, and whether the compiled allocator was missing."""
         found = self.prediction
-        if not found.arena_bytes or not found.arena_live_bytes:
+        if self.device != "cpu" or self.roofline or not found.arena_bytes or not found.arena_live_bytes:
             return {}
         above = found.arena_bytes / found.arena_live_bytes - 1
         text = f"{format_bytes(found.arena_bytes)} for all that the step makes, {above:.1%} above its live peak"
         if found.arena_peak_bytes is not None:
             text = f"{text}; {format_bytes(found.arena_peak_bytes)} with what lies outside"
-        if self.device == "cpu" and not self.holds_arena:
+        if not self.holds_arena:
             text = f"{text}, ABOVE THE BUDGET: only pooch run --arena on serves steps from it"
         rows = {"arena": text}
-        if self.device == "cpu" and found.memory is Memory.LIVE and not self.estimate:
+        if found.memory is Memory.LIVE and not self.estimate:
             rows["no allocator"] = (
                 "the profile does not have the memory inside ops; install g++ or clang++ if it is missing (see pooch "
                 "doctor), and profile again"

@@ -141,7 +141,7 @@ class RunRecord(Document, frozen=True, kw_only=True):
             "time recomputed": f"{format_seconds(self.replay_s)} a step, {self.replayed_values} values",
             "stall": f"{format_seconds(self.stall_s)} a step",
             "gradients bitwise equal": self._equal_text(),
-            **self._allocator_rows(plan),
+            **self._allocator_rows(),
             **(self._arena_rows() if plan is None or plan.device == "cpu" else {}),
             **({"left the plan": f"{self.left_steps} of {self.steps} steps"} if self.left_steps else {}),
             **({"worst rank": f"{self.rank} of {len(self.ranks)}, whose figures these are"} if self.ranks else {}),
@@ -166,17 +166,14 @@ class RunRecord(Document, frozen=True, kw_only=True):
             return "yes"
         return f"yes (and loss, buffers, parameters: {self.compared_tensors} tensors in {self.compared_steps} steps)"
 
-    def _allocator_rows(self, plan: Plan | None) -> dict[str, str]:
-        """The peaks of CUDA's caching allocator, and the arena that an allocator with knowledge of the plan would
-        need.
-        """
+    def _allocator_rows(self) -> dict[str, str]:
+        """The peaks of CUDA's caching allocator."""
         if self.allocated_peak_bytes is None or self.reserved_peak_bytes is None:
             return {}
         fragmentation = fragmentation_text(self.allocated_peak_bytes, self.reserved_peak_bytes)
         return {
             "allocated peak": f"{format_bytes(self.allocated_peak_bytes)} (the allocator's, workspaces included)",
             "reserved peak": f"{format_bytes(self.reserved_peak_bytes)}{fragmentation}",
-            **({} if plan is None else plan.arena_rows()),
         }
 
     def _arena_rows(self) -> dict[str, str]:
