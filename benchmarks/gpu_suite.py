@@ -39,7 +39,6 @@ from torch.utils.checkpoint import checkpoint
 
 import poochplan
 from benchmarks.facts import Row, facts_of_run, write_results
-from benchmarks.gpu_bits import rows as rows_of_bits
 from benchmarks.gpu_nets import NETS, Net
 from benchmarks.gpu_overlap import TimedCuda, overlap, total_s
 from benchmarks.gpu_page import page
@@ -90,7 +89,6 @@ class Suite:
             "tests": None,
             "profiles": [],
             "rows": [],
-            "bits": [],
             "failed": [],
             "skipped": [],
         }
@@ -428,9 +426,6 @@ def main(argv: list[str] | None = None) -> int:
     suite.write()
     if not arguments.no_tests:
         suite.case("GPU tests", lambda: run_tests(suite, arguments.tests))
-    if suite.where.type == "cuda":
-        suite.case("bits of masks", lambda: suite.results["bits"].extend(rows_of_bits(suite.where, is_tiny=suite.tiny)))
-        forget_peaks(suite.where)
     for name in arguments.nets:
         run_net(suite, name)
         forget_peaks(suite.where)

@@ -128,8 +128,6 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
     """Whether it has had its save point."""
     save_point: int | None = None
     """Its planned save point; None before it, and outside the plan."""
-    widened: tuple[int, RecordedOp] | None = None
-    """The generation of which there are bits, and the op that widens them (``bits.py``)."""
     waiting: dict[int, weakref.ref[Recipe]] | None = None
     """Recipes that read this storage before it was packed: they claim its value once it is."""
 
@@ -179,12 +177,8 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
         """The ops that make this content from nothing; None if one of them was not recorded or cannot be run again.
 
         A storage that was created uninitialised counts only if the first write was seen and covers it. Earlier writes
-        past the dispatcher are then overwritten. If a plan holds the bits of a mask, they are widened instead.
+        past the dispatcher are then overwritten.
         """
-        if self.widened is not None and self.widened[0] == generation:
-            op = self.widened[1]
-            if op.reads[0].record.value_at(0) is not None:
-                return [op]
         if self.birth is None or (self.birth.uninitialised and not self._overwritten(generation)):
             return None
         if not self.broken and self.birth.usable:
@@ -403,7 +397,6 @@ def run_ops(
 ) -> dict[StorageRecord, torch.UntypedStorage]:
     """Runs the ops in order and returns the storages of the records in ``keep``; frees others after their last use."""
     last_use = {view.record: op.order for op in ops for view in op.reads}
-    last_birth = {birth.record: op.order for op in ops for birth in op.births}  # dropout's mask may be widened as well
     built: dict[StorageRecord, torch.UntypedStorage] = {}
     with outside_transforms(), contextlib.ExitStack() as stack:  # it makes no graph, because its inputs are detached
         if torch.is_autocast_enabled(device_type):
@@ -416,8 +409,7 @@ def run_ops(
             outputs = _call(op, there, built)
             for birth in op.births:
                 record = birth.record
-                is_wanted = record in keep or last_use.get(record, 0) > op.order
-                if is_wanted and last_birth[record] == op.order:
+                if record in keep or last_use.get(record, 0) > op.order:
                     built[record] = outputs[birth.position].untyped_storage()
             del outputs
             for view in op.reads:

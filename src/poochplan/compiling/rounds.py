@@ -13,10 +13,10 @@ import msgspec
 import torch
 
 from poochplan.errors import InfeasibleError, StepError
-from poochplan.formats.narrow import as_planned
 from poochplan.formats.plan import Decision, Plan, Prediction
 from poochplan.formats.profile import Link, Phase, Profile
 from poochplan.formats.queries import saved_values
+from poochplan.formats.sources import as_planned
 from poochplan.planner.planning import plan as planned
 from poochplan.profiler.profiling import profile as profiled
 from poochplan.profiler.step.forward_only import checked_loss

@@ -101,7 +101,7 @@ def _of_plans(first: Plan, second: Plan) -> Differences:
     if not is_same_step:
         parts.append("The plans are for steps that save or use other values: their points do not compare.")
     elif not is_comparable:
-        parts.append("The plans decide about other sources or narrow forms: their points do not compare.")
+        parts.append("The plans decide about other sources: their points do not compare.")
     data = {"same_step": is_same_step, "values": values, "points": points}
     return Differences(bool(figures or parts), "Plans", figures, parts, data)
 

@@ -16,13 +16,13 @@ from rich.table import Table
 
 from poochplan.errors import InputFileError
 from poochplan.formats.files import one_line, read_data, write_atomic
-from poochplan.formats.narrow import as_planned, narrowed
 from poochplan.formats.pass_profile import PassProfile
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.plan_set import describe
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import OUTSIDE, saved_values, writers_by_value
 from poochplan.formats.run_record import RunRecord
+from poochplan.formats.sources import as_planned
 from poochplan.peak import simulate_plan
 from poochplan.planner.simulator.streams import Lane
 from poochplan.planner.whatif import as_followed
@@ -199,10 +199,10 @@ def overhead_by_layer(profile: Profile, plan: Plan) -> pd.DataFrame:
 
 
 def _writing_seconds(profile: Profile) -> dict[str, float]:
-    """Seconds of the ops that write each saved value, or what its bits stand for, by the value's name."""
-    writers, masks = writers_by_value(profile), narrowed(profile)
+    """Seconds of the ops that write each saved value, by its name."""
+    writers = writers_by_value(profile)
     return {
-        profile.values[index].name: sum(profile.ops[op].duration_s for op in writers[masks.get(index, index)])
+        profile.values[index].name: sum(profile.ops[op].duration_s for op in writers[index])
         for index in saved_values(profile)
     }
 
