@@ -403,8 +403,8 @@ class Search:
         return False
 
     def _without_dead(self, places: list[int], tick: int) -> list[int]:
-        """One name for the place of every value whose life is over, so that states meet. That of bits is not, before
-        their mask's save point.
+        """One name for the place of every value whose life is over, so that states meet. That of a source is not,
+        before its copy's save point.
         """
         return [
             BACK
