@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Literal
 
 from poochplan.errors import InfeasibleError, UsageError
 from poochplan.formats.occupancy import static_bytes
-from poochplan.formats.plan import Plan
+from poochplan.formats.plan import Plan, SolveStatus
 from poochplan.formats.profile import Link, Memory, Profile
 from poochplan.formats.queries import limits
 from poochplan.formats.sources import SOURCES, with_sources
@@ -18,7 +19,7 @@ from poochplan.planner.arena.step_layout import NO_ARENA, Fitting, layout_of, sm
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.search.allowance import SearchCallback, SearchLimits
 from poochplan.planner.search.optimise import Optimum, optimise
-from poochplan.planner.simulator.evaluator import begin_build
+from poochplan.planner.simulator.evaluator import begin_build, library, untold_absence
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import keep_all
 from poochplan.planner.simulator.simulate import Candidate, simulated, swap_all_on_demand
@@ -29,6 +30,11 @@ from .writing import KEEP_ALL, write_plan
 
 ILP = "ilp"
 """The default policy."""
+NO_EVALUATOR = (
+    "it was found without the compiled evaluator, about a hundred times more slowly: plan again once pooch doctor says "
+    "that it is built"
+)
+"""A plan's note."""
 STRONG_POLICIES = ("greedy", "pooch")
 """The search also tries the plans of these policies if its own are not near the bound."""
 
@@ -81,6 +87,8 @@ def plan(
         bytes, and if such a plan is found; the plan's notes say if there is none.
     without: what the plan may not hold in place of saved values: ``"sources"`` of larger copies.
 
+    Warns, once in a process, if the compiled evaluator cannot be built. The plan's notes say if it was found without.
+
     Raises
     ------
     InfeasibleError
@@ -120,9 +128,18 @@ def plan(
         found = _optimal(given, search, watch, has_arena=has_arena)
         if arena == "on" and NO_ARENA in found.notes:
             found = replace(found, best=swap_all_on_demand(problem), notes=())
-    found = replace(found, notes=(*found.notes, *_shares(measured, profile.link, host_bytes, ranks_per_host)))
+    notes = (*_shares(measured, profile.link, host_bytes, ranks_per_host), *_without_evaluator(found))
+    found = replace(found, notes=(*found.notes, *notes))
+    if line := untold_absence():
+        warnings.warn(f"poochplan: {line}", UserWarning, stacklevel=2)
     wall_s = time.perf_counter() - started_s
     return write_plan(given, found, wall_s, is_laid_out=arena != "off", workload=workload)
+
+
+def _without_evaluator(found: Optimum) -> Iterator[str]:
+    """What a plan's notes say if there is no evaluator, or none yet."""
+    if found.status is not SolveStatus.NOT_NEEDED and library() is None:
+        yield NO_EVALUATOR
 
 
 def _shares(measured: Link, link: Link, host_bytes: int | None, ranks_per_host: int) -> Iterator[str]:

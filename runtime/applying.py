@@ -157,7 +157,6 @@ def apply(
         GivenPlans(plans, models, DivergencePolicy(on_divergence), profiles, replan, ranks_of),
         on_over_budget=policy,
         meter=meter,
-        memory=first.prediction.memory,
         cap_bytes=cap_bytes,
         explain=explain,
         step_arena=step_arena_for(arena, where.type, pack, every),

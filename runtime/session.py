@@ -10,9 +10,9 @@ from types import MappingProxyType, TracebackType
 
 import torch
 
-from poochplan.errors import BudgetExceededError, UsageError
+from poochplan.errors import BudgetExceededError, NativeError, PoochError, SpillError, UsageError
 from poochplan.formats.plan import Plan
-from poochplan.formats.profile import Memory, Profile
+from poochplan.formats.profile import Profile
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.runtime.devices.cuda import hard_cap
 from poochplan.runtime.devices.device import ComputeDevice
@@ -23,6 +23,7 @@ from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.messages import Messages
 from poochplan.runtime.metering.holders import held_beside
 from poochplan.runtime.metering.step_meter import StepMeter, When, described
+from poochplan.runtime.metering.watch import MostBytes, Watch
 from poochplan.runtime.step_totals import StepTotals
 from poochplan.units import format_bytes
 
@@ -37,6 +38,9 @@ HOST_IS_FULL = (
     "there is no room for {} of swapped values ({}): those that find none stay on the device, and steps may exceed the "
     "budget; free disk space or host memory, or name another spill_dir"
 )
+LEFT_ABOVE = (
+    "a step that has left its plan took {}, more than the budget of {}, as others of its kind may; this is told once"
+)
 Explain = Callable[[Profile, Plan | None, int | None], str]
 """Describes where a step takes most memory, and its holders; the runtime itself cannot."""
 
@@ -46,7 +50,7 @@ class Session:
 
     :func:`poochplan.apply`, :func:`poochplan.auto`, :func:`poochplan.compile` and the callbacks of trainers return
     one. Only its user holds a reference to it. When nothing refers to it any more, it ends, even inside the block.
-    Its options are those of :func:`poochplan.apply`; ``memory`` is what its meter counts.
+    Its options are those of :func:`poochplan.apply`. Its meter counts the memory that its first plan predicts.
     """
 
     def __init__(
@@ -58,27 +62,29 @@ class Session:
         *,
         on_over_budget: OverBudget = OverBudget.WARN,
         meter: When = "first-steps",
-        memory: Memory = Memory.ALLOCATED,
         cap_bytes: int | None = None,
         explain: Explain | None = None,
         step_arena: StepArena | None = None,
         messages: Messages | None = None,
+        is_guarded: bool = True,
     ) -> None:
         self._models, self._source, self._where = models, source, where
         self._on_over_budget, self._cap_bytes = on_over_budget, cap_bytes
         self._explain = explain
         self._step_arena = step_arena or StepArena(None, "off")
         self._messages = messages or Messages(is_quiet=True)
-        self._meter = StepMeter(where.type, meter, memory)
+        self._meter = StepMeter(where.type, meter)
         self._is_metered = meter != "never"
         self._totals = StepTotals(models)
+        self._watch: Watch | None = None
+        """Of the steps while the session rests."""
         self._memory: MemoryPeaks | None = None
         self._following: ActivePlan | None = None
         """The plan of the open segment."""
         self._followed: dict[Hashable, ActivePlan] = {}
         """The plan that was followed last, by kind of step."""
         self._gradients_checked = self._is_ending = False
-        self._looks = True
+        self._looks, self._is_left_told = True, False
         """Whether the session reacts to steps above their budgets."""
         events = StepEvents(
             chosen=weakly(self, Session._chosen),
@@ -88,10 +94,14 @@ class Session:
             ended=weakly(self, Session._ended),
             departed=self._step_arena.departed,
             resting=weakly(self, Session._resting),
+            rests=weakly(self, Session._rests),
+            at_rest=weakly(self, Session._at_rest),
             optimizing=weakly(self, Session._optimizing),
             elsewhere=self._totals.called_elsewhere,
         )
-        self._attachment = Attachment(models, where.type, open_device, source, events)
+        self._attachment = Attachment(models, where.type, open_device, source, events, is_guarded=is_guarded)
+        if self._attachment.guard is not None and on_over_budget is OverBudget.ERROR:
+            self._attachment.guard.asked_for += (SpillError,)  # of a value that must not stay on the device
 
     def __enter__(self) -> Session:
         if self._state != "new":
@@ -113,15 +123,39 @@ class Session:
             self._device.start_peaks()
             stack.callback(self._engine.end)  # first, then everything is removed from model and torch
             self._attachment.leave = self._leave
-        except BaseException:
+        except BaseException as error:
             stack.close()
-            raise
+            if not self._goes_on_without(error):
+                raise
         return self
+
+    def _goes_on_without(self, error: BaseException) -> bool:
+        """Whether the loop runs as without a session, because something of ours has failed as it began. The user hears
+        of a wrong argument by an error.
+        """
+        guard = self._attachment.guard
+        is_for_users = isinstance(error, PoochError) and not isinstance(error, NativeError)
+        if guard is None or is_for_users or not isinstance(error, Exception) or not guard.takes(error):
+            return False
+        self._attachment.state = "closed"
+        return True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._state == "closed":  # it was ended after it had been left open
+        if self._state == "closed":  # it was ended after it had been left open, or has failed
+            return
+        guard = self._attachment.guard
+        try:
+            self._end(kind, error)
+        except Exception as failure:
+            if guard is None or not guard.takes(failure):
+                raise
+
+    def _end(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
+        if self._attachment.has_failed:
+            forget_held_back()
+            self._stack.close()
             return
         try:
             if isinstance(error, torch.OutOfMemoryError):
@@ -153,7 +187,7 @@ class Session:
 
     def close(self) -> None:
         """Ends the session like the end of the ``with`` block. Idempotent."""
-        if self._state in ("open", "away"):
+        if self._state in ("open", "away", "aside"):
             self.__exit__(None, None, None)
 
     def step(self, model: str | None = None) -> None:
@@ -164,15 +198,24 @@ class Session:
         step belongs to: needed if its step calls another one first. Without a name it belongs to the model called
         first.
         """
-        if self._state != "open":
+        attached = self._attachment
+        if attached.has_failed:
+            return
+        if self._state not in ("open", "aside"):
             raise UsageError(
                 f"step(): expected an open session, found a {self._state} one; call it inside the with block"
             )
         if model is not None and model not in self._models:
             names = ", ".join(map(repr, self._models)) if "" not in self._models else "none, for there is one model"
             raise UsageError(f"step(): expected the name of a model of this session ({names}), found {model!r}")
-        self._engine.cursor.is_announced = True
-        self._engine.begin(model, announced=True)
+        try:
+            self._engine.cursor.is_announced = True
+            if not (attached.begins_at_rest() if attached.is_resting else attached.rests()):
+                self._engine.begin(model, announced=True)
+        except Exception as error:
+            guard = attached.guard
+            if guard is None or not guard.takes(error):
+                raise
 
     def away(self) -> AbstractContextManager[None]:
         """Steps inside run in-core, as if there were no session, for comparison with planned steps in the same process.
@@ -186,6 +229,8 @@ class Session:
 
         Returns False while steps are still being profiled: profiling needs further steps.
         """
+        if self._attachment.has_failed:
+            return False
         if self._state == "open":
             self._attachment.settle()
         return self._source.wait(timeout_s)
@@ -228,8 +273,10 @@ class Session:
     @property
     def last(self) -> StepReport:
         """The current step, or the last one."""
-        if self._state == "new":
+        if not self._attachment.has_begun:
             return StepReport()
+        if self._watch is not None and self._watch.report is not None:
+            return self._watch.report
         segment = self._engine.segment
         self._take_peak(segment)
         return segment.report
@@ -252,6 +299,8 @@ class Session:
             raise UsageError(
                 f"report(): expected a session that has been entered; use `with {self._opened_by} as session`"
             )
+        if not self._attachment.has_begun:  # it has failed before
+            return self._totals.report(Segment(0, 0), None, self.plan, None, self.arena, None)
         self._engine.mechanism.take_times()
         segment = self._engine.segment
         self._take_peak(segment)
@@ -304,6 +353,7 @@ class Session:
     # -- called by the attachment --------------------------------------------------------------------------------
 
     def _chosen(self, segment: Segment) -> None:
+        self._watch = None
         plan = self._following = self._source.following(segment)
         if plan is None or self._engine.follows is None:
             self._step_arena.stands_aside()
@@ -315,7 +365,8 @@ class Session:
             self._begins(plan)
         if self._is_metered:
             self._meter.uses_arena(self._step_arena.held_for(plan.plan))
-            self._meter.step_begins(self._engine, self._device, is_due=plan.is_due)
+            memory = plan.plan.prediction.memory
+            self._meter.step_begins(self._engine, self._device, is_due=plan.is_due, memory=memory)
         plan.begins()
         if self._source.is_given:
             self._check_gradients(segment, plan.plan)
@@ -358,6 +409,22 @@ class Session:
         self._step_arena.rests()
         self._meter.uses_arena(self._step_arena.arena_bytes)
 
+    def _rests(self, most: MostBytes) -> None:
+        self._following = None
+        self._watch = Watch(self._meter, self._engine, self._device, most)
+
+    def _at_rest(self, begins: bool) -> None:
+        watch = self._watch
+        report = None if watch is None else watch.begins() if begins else watch.stepped()
+        if watch is None or report is None:
+            return
+        self._totals.rested(report)
+        if watch.is_above(report):
+            assert report.peak_bytes is not None
+            self._attachment.wakes_next()
+            if text := self._source.wakes(report.peak_bytes):
+                self._messages.warn(text)
+
     def _step_is_over(self, segment: Segment) -> None:
         self._step_arena.step_is_over()
         self._meter.step_is_over()
@@ -386,11 +453,15 @@ class Session:
             segment.report.peak_bytes = peak_bytes
 
     def _look(self, segment: Segment) -> None:
-        """Reacts to a step above its budget. That a step which left its plan may take more has been said already."""
+        """Reacts to a step above its budget. Of one that has left its plan it is only said, once."""
         plan, peak_bytes = self._following, segment.report.peak_bytes
-        if not self._looks or plan is None or peak_bytes is None or segment.diverged:
+        if not self._looks or plan is None or peak_bytes is None or not plan.is_over(peak_bytes):
             return
-        if not plan.is_over(peak_bytes):
+        if segment.diverged:
+            if not self._is_left_told and self._meter.is_certain:
+                self._is_left_told = True
+                took, budget = format_bytes(peak_bytes), format_bytes(plan.plan.budget_bytes)
+                self._messages.warn(LEFT_ABOVE.format(took, budget))
             return
         within = (self._meter.blocks_peak_bytes or peak_bytes) <= plan.plan.budget_bytes  # without the arena's holes
         if self._step_arena.may_give_up and within:

@@ -25,7 +25,7 @@ from poochplan.runtime.replays.replay import StorageRecord
 from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.tensors.modes import around_calls
 from poochplan.tensors.signatures import input_signature
-from poochplan.tensors.storages import bytes_of, has_storage, parts_of
+from poochplan.tensors.storages import bytes_of, gradient_of, has_storage, parts_of
 from poochplan.torch_private.sharding import is_sharded, local_tensor
 from poochplan.torch_private.tensor_internals import pytree
 
@@ -71,7 +71,7 @@ class Capturing(SegmentObserver):
     def instruments(self, segment: Segment) -> Iterator[None]:
         self._number = segment.number
         self.capture.inputs, self.capture.is_called = segment.inputs, not self.context.is_repeated
-        self.has_gradients = any(one.grad is not None for one in self.context.model.parameters())
+        self.has_gradients = any(gradient_of(one) is not None for one in self.context.model.parameters())
         gc.collect()  # so that garbage does not count for the step
         self._look_around(segment)
         with (
@@ -114,7 +114,7 @@ class Capturing(SegmentObserver):
 
     def _note_gradients(self) -> None:
         """Sets the kind of the gradients that exist. FSDP2 makes some after the last op of a backward."""
-        gradients = [one.grad for one in self.context.model.parameters() if one.grad is not None]
+        gradients = [one for one in map(gradient_of, self.context.model.parameters()) if one is not None]
         if self.phase is Phase.OPTIMIZER and is_sharded(self.context.model):
             for one in gradients:
                 self.capture.arise(one)

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from poochplan.errors import SpillError
-from poochplan.formats.files import cache_folder, encode_readable, read_cache, write_cache
+from poochplan.formats.files import cache_folder, encode_readable, not_kept, read_cache, write_cache
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Link, LinkDirection, Phase, PointKind, Profile, RuntimeCost
 from poochplan.formats.profile_parts import Seconds
@@ -37,6 +37,7 @@ from poochplan.profiler.live.step_function import StepFunction
 from poochplan.profiler.step.preserve import kept_generators, restored
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.messages import warn_once
 from poochplan.runtime.step_policies.follow import AlwaysFollow
 from poochplan.tensors.modes import uncompiled_hooks
 
@@ -144,7 +145,8 @@ def cached_cost(where: torch.device) -> Measured | None:
     measured, key, known = measured_on(where, torch.get_num_threads()), _key(where), _load()
     if measured is not None:
         costs = {**known, key: (measured.cost, measured.call_s)}
-        write_cache(cache_folder() / "runtime-costs.json", encode_readable(CachedCosts(version=VERSION, costs=costs)))
+        kept = encode_readable(CachedCosts(version=VERSION, costs=costs))
+        warn_once(not_kept(cache_folder(), write_cache(cache_folder() / "runtime-costs.json", kept)))
     return measured
 
 

@@ -34,10 +34,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
+from poochplan.errors import named_line
 from poochplan.runtime.messages import warn
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.torch_private.tensor_internals import without_modes
@@ -53,9 +54,6 @@ PCI_DEVICES, NODES = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/nod
 _MOST_THREADS = 8
 _LEAST_BYTES_A_THREAD = 16 << 20
 _TRIED_BYTES = 4096
-
-
-T = TypeVar("T")
 
 
 class Part(NamedTuple):
@@ -232,13 +230,23 @@ class PinnedTier:
 
 
 def cupy_or_none() -> Any:
-    """CuPy, if it is installed and finds a CUDA runtime."""
-    with contextlib.suppress(Exception):  # an incompatible installation fails in many ways
+    """CuPy, if it is installed and finds a CUDA runtime. If it is installed and does not, one line says so, once."""
+    global _is_told
+    try:
         import cupy
 
         cupy.cuda.runtime.runtimeGetVersion()
         return cupy
+    except Exception as error:  # an incompatible installation fails in many ways
+        is_installed = not (isinstance(error, ModuleNotFoundError) and error.name == "cupy")
+        if is_installed and not _is_told:
+            _is_told = True
+            warn(f"CuPy is installed and cannot be used ({named_line(error)}): {_WITHOUT_CUPY}")
     return None
+
+
+_is_told = False
+_WITHOUT_CUPY = "going on without it; install the one for this CUDA (poochplan[cuda12] or [cuda13]), or none"
 
 
 @functools.lru_cache(maxsize=4)
@@ -258,8 +266,7 @@ def fitting_cupy(cupy: Any, where: torch.device) -> Any:
     if not reason:
         return cupy
     warn(
-        f"CuPy {cupy.__version__} does not work with this driver and torch {torch.__version__} ({reason}): going on "
-        "without it; install the one for this CUDA (poochplan[cuda12] or [cuda13]), or none"
+        f"CuPy {cupy.__version__} does not work with this driver and torch {torch.__version__} ({reason}): {_WITHOUT_CUPY}"
     )
     return None
 

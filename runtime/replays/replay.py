@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import torch
 
+from poochplan.guard import users
 from poochplan.runtime.metering.allocated import aside
 from poochplan.tensors.operators import ArgumentTree, Flat, outputs_of, unflatten
 from poochplan.tensors.storages import Geometry
@@ -380,9 +381,11 @@ def replay(
             for need, source in closure.leaves.items()
         }
     except NotReplayable as reason:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"it is to be recomputed, and {reason}"
+        raise users(
+            RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"it is to be recomputed, and {reason}"
+            )
         ) from None
     targets = [(value.record, value), *closure.targets]
     ops = [closure.ops[order] for order in sorted(closure.ops)]

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from poochplan.errors import AllocatorError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.peak import explain_peak
 from poochplan.planner.arena.packing import packed
 from poochplan.runtime.applying import Planner
 from poochplan.runtime.applying import apply as runtime_apply
-from poochplan.runtime.arena.library import library, why_unavailable
+from poochplan.runtime.arena.library import why_not_loaded, why_unavailable
 from poochplan.runtime.arena.pass_arena import PassArena
 from poochplan.runtime.attachment import check_no_session
 from poochplan.runtime.messages import users_line
@@ -76,13 +75,7 @@ def _why_no_arena(model: torch.nn.Module) -> str:
     elsewhere = next((one.device for one in own_tensors(model) if one.device.type != "cpu"), None)
     if elsewhere is not None:
         return f"a model on {elsewhere}, whose allocator takes no arena"
-    try:
-        reason = why_unavailable()
-        if not reason:
-            library()
-        return reason
-    except AllocatorError as error:
-        return str(error)
+    return why_unavailable() or why_not_loaded()
 
 
 def replanned(profile: Profile, plan: Plan, beside_bytes: int) -> Plan:

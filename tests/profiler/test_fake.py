@@ -15,6 +15,7 @@ import poochplan
 from poochplan.errors import StepError, UsageError
 from poochplan.formats.profile import PointKind, Profile
 from poochplan.profiler.fake.fake import building, workspace_bytes
+from tests.processes import python
 from tests.runtime.nets import CASES, LINK, Net, of, taken, train
 
 
@@ -179,6 +180,28 @@ def test_an_operator_without_a_shape_function_is_named() -> None:
     model = nn.Linear(4, 4)
     said = _refusal(model, lambda: model(torch.ops.poochplan_tests.shapeless(model(torch.randn(2, 4)))).sum())
     assert "poochplan_tests.shapeless.default, which has no shape function" in said
+
+
+FORKS = """
+import os, torch, poochplan
+from tests.runtime.nets import CASES
+CASES["residual"].profile(mode="fake", roofline="v100")
+
+def gradient():
+    torch.ones(4, requires_grad=True).sum().backward()
+
+gradient()
+child = os.fork()
+if child == 0:
+    gradient()
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_worker_that_is_forked_afterwards_computes_gradients() -> None:
+    """Also if this torch was built for GPUs and none is here."""
+    assert python(FORKS) == "7\n"
 
 
 def test_fake_tensors_of_another_mode_are_refused() -> None:

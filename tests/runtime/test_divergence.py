@@ -58,6 +58,8 @@ OTHER_STEPS = {
     "longer sequences": ("tokens", _tokens(length=33)),
     "one sequence": ("tokens", _tokens(1)),
 }
+FOLLOWED = ("the first layer skipped", "a layer skipped", "the last layer skipped")
+"""Steps that follow the plan unless that is to be an error: ``test_left_out.py``."""
 BOTH_SHAPES = re.compile(r"\((layer \w[^)]*|of no layer)\): planned \w+\[[\d, ]+\].* found .*\w+\[[\d, ]+\]")
 
 
@@ -70,7 +72,7 @@ def plans() -> dict[str, list[Plan]]:
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["swap", "replay"])
-@pytest.mark.parametrize("what", OTHER_STEPS)
+@pytest.mark.parametrize("what", [one for one in OTHER_STEPS if one not in FOLLOWED])
 def test_another_step_falls_back_with_one_warning_and_the_next_follows_the_plan_again(
     plans: dict[str, list[Plan]], what: str, which: int
 ) -> None:

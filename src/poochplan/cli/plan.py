@@ -168,6 +168,8 @@ def share_done(progress: Progress, allowed: float) -> float:
 def default_plan_name(profile_path: str) -> Path:
     """``name.plan.json`` beside ``name.profile.json``."""
     path = Path(profile_path)
+    if path.is_dir():
+        raise UsageError(f"{path}: expected a profile, found a folder; name a file in it")
     name = path.name.removesuffix(".gz").removesuffix(".json")
     name = name.removesuffix(".profile")
     return path.with_name("plan.json" if name in ("profile", "") else f"{name}.plan.json")
