@@ -300,7 +300,7 @@ class Session:
                 f"report(): expected a session that has been entered; use `with {self._opened_by} as session`"
             )
         if not self._attachment.has_begun:  # it has failed before
-            return self._totals.report(Segment(0, 0), None, self.plan, None, self.arena, None)
+            return self._totals.report(Segment(0, 0), None, self.plan, None, self.arena)
         self._engine.mechanism.take_times()
         segment = self._engine.segment
         self._take_peak(segment)

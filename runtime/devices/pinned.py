@@ -265,9 +265,8 @@ def fitting_cupy(cupy: Any, where: torch.device) -> Any:
         reason = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
     if not reason:
         return cupy
-    warn(
-        f"CuPy {cupy.__version__} does not work with this driver and torch {torch.__version__} ({reason}): {_WITHOUT_CUPY}"
-    )
+    what = f"CuPy {cupy.__version__} does not work with this driver and torch {torch.__version__}"
+    warn(f"{what} ({reason}): {_WITHOUT_CUPY}")
     return None
 
 
