@@ -1,10 +1,10 @@
-"""Steps that get no plan under ``poochplan.auto``, beside those of the same loop as it is: what a session costs for nothing.
+"""Steps that get no plan under ``poochplan.auto``, beside those of the same loop as it is: what a session costs at rest.
 
     OMP_NUM_THREADS=1 python -m benchmarks.at_rest [--loops "packed sequences"] [--pairs 60] [-o FILE.json]
 
-Loops are those of ``tests/online/test_resting.py``. Of each there are two in one process, one of them in a session. First
-come as many turns as are to make a session rest; what these take more than the plain ones is told in CPU seconds.
-Then turns of both are compared in pairs (``benchmarks/pairs.py``), and plain ones with plain ones.
+Loops are those of ``tests/online/test_resting.py``. Of each there are two in one process, one of them in a session.
+First come as many turns as make a session rest; what these take more than the plain ones is told in CPU seconds. Then
+turns of both are compared in pairs (``benchmarks/pairs.py``), and plain ones with plain ones.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def main() -> None:
     for name, row in rows.items():
         ratio, noise = (row[one]["cpu"] for one in ("under_over_plain", "plain_over_plain"))
         print(
-            f"{name:32}  {'rests' if row['rests'] else 'DOES NOT REST'}  first {FIRST} turns +{row['first_s']:.2f} s, then "
-            f"{ratio['median_ratio']:.3f} {ratio['interval_95']} of plain (noise {noise['median_ratio']:.3f}), "
+            f"{name:32}  {'rests' if row['rests'] else 'DOES NOT REST'}  first {FIRST} turns +{row['first_s']:.2f} s, "
+            f"then {ratio['median_ratio']:.3f} {ratio['interval_95']} of plain (noise {noise['median_ratio']:.3f}), "
             f"{ratio['median_s'][0] * 1e3:.2f} ms"
         )
     write_results(arguments.output, facts_of_run(arguments) | {"rows": rows})

@@ -19,6 +19,7 @@ from poochplan.runtime.compiled.inductor import written_replays
 from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.opening import check_cap, model_device, open_device
+from poochplan.runtime.engine.audit import OnAudit
 from poochplan.runtime.messages import Messages, warn
 from poochplan.runtime.metering.step_meter import When
 from poochplan.runtime.step_policies.follow import DivergencePolicy
@@ -56,6 +57,7 @@ def apply(
     device: Callable[[], ComputeDevice] | None = None,
     force: bool = False,
     arena: ArenaMode = "auto",
+    on_audit: Literal["warn", "error", "off"] = "warn",
     quiet: bool = False,
     planner: Planner | None = None,
 ) -> Session:
@@ -94,6 +96,9 @@ def apply(
     device: opens the device to run on, instead of the model's; the session closes it.
     arena: on the CPU, whether steps that follow the plan allocate from one arena. It needs the compiled allocator.
         ``"auto"``: if that can be built; ``"on"``: it is an error if not; ``"off"``: no arena.
+    on_audit: in each step some of the released values are compared with what comes back for them. If one differs,
+        ``"warn"`` reports it once and keeps it from then on, and ``"error"`` raises
+        :class:`~poochplan.errors.AuditError` at the end of the step; ``"off"`` compares nothing.
     force: run the plan even if its times are those of another device's roofline (``plan.roofline``).
     quiet: print nothing on stderr but warnings.
     planner: ``poochplan.apply`` fills it in.
@@ -120,6 +125,7 @@ def apply(
         ("on_over_budget", on_over_budget or OverBudget.WARN, tuple(OverBudget)),
         ("meter", meter, ("first-steps", "always", "never")),
         ("arena", arena, ("auto", "on", "off")),
+        ("on_audit", on_audit, tuple(OnAudit)),
     ):
         if value not in choices:
             wanted = ", ".join(f'"{one}"' for one in choices[:-1]) + f' or "{choices[-1]}"'
@@ -161,6 +167,7 @@ def apply(
         explain=explain,
         step_arena=step_arena_for(arena, where.type, pack, every),
         messages=Messages(is_quiet=quiet),
+        on_audit=OnAudit(on_audit),
     )
 
 

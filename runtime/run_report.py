@@ -80,6 +80,10 @@ class StepReport(msgspec.Struct, kw_only=True):
     fallback_kinds: dict[FallbackKind, int] = msgspec.field(default_factory=dict)
     """The number of each kind."""
     fallback_reasons: list[str] = msgspec.field(default_factory=list)
+    audited_values: int = 0
+    """Released values that were compared with what came back for them."""
+    audit_differences: int = 0
+    """Those that did not come back as they were; they are kept from then on."""
     departures: list[Departure] = msgspec.field(default_factory=list)
     """Where steps diverged, once for each step; only the first ones."""
 
@@ -182,6 +186,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             row("waits for copies", lambda step: format_seconds(step.stall_s)),
             row("time in hooks", lambda step: format_seconds(step.hooks_s)),
             ("as planned", "", f"{self.steps_followed} of {self.total.steps} steps ({self.status})"),
+            row("audited", self._audited),
             row("not as planned", lambda step: f"{step.fallbacks} times" if step.fallbacks else "never"),
         ]
         if self.compiled_graphs:
@@ -194,6 +199,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         if self.arena is not None:
             rows += _arena_rows(self.arena, self.total)
         return rows + [("because", "", reason) for reason in self.total.fallback_reasons]
+
+    def _audited(self, step: StepReport) -> str:
+        differing = f", {step.audit_differences} DIFFERED" if step.audit_differences else ""
+        return f"{counted(step.audited_values, 'value')}{differing}"
 
     def _peak(self, step: StepReport) -> str:
         if step.peak_bytes is None:

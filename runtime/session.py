@@ -10,13 +10,14 @@ from types import MappingProxyType, TracebackType
 
 import torch
 
-from poochplan.errors import BudgetExceededError, NativeError, PoochError, SpillError, UsageError
+from poochplan.errors import AuditError, BudgetExceededError, NativeError, PoochError, SpillError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.runtime.devices.cuda import hard_cap
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.transfers import forget_held_back, raise_held_back
+from poochplan.runtime.engine.audit import OnAudit, differences_text
 from poochplan.runtime.engine.cursor import Segment, StepEvents, nothing, weakly
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.saved_value import SavedValue
@@ -67,6 +68,7 @@ class Session:
         step_arena: StepArena | None = None,
         messages: Messages | None = None,
         is_guarded: bool = True,
+        on_audit: OnAudit = OnAudit.WARN,
     ) -> None:
         self._models, self._source, self._where = models, source, where
         self._on_over_budget, self._cap_bytes = on_over_budget, cap_bytes
@@ -74,7 +76,7 @@ class Session:
         self._step_arena = step_arena or StepArena(None, "off")
         self._messages = messages or Messages(is_quiet=True)
         self._meter = StepMeter(where.type, meter)
-        self._is_metered = meter != "never"
+        self._is_metered, self._on_audit = meter != "never", on_audit
         self._totals = StepTotals(models)
         self._watch: Watch | None = None
         """Of the steps while the session rests."""
@@ -355,6 +357,7 @@ class Session:
     def _chosen(self, segment: Segment) -> None:
         self._watch = None
         plan = self._following = self._source.following(segment)
+        self._engine.audit.step_ends()
         if plan is None or self._engine.follows is None:
             self._step_arena.stands_aside()
             self._meter.uses_arena(0)
@@ -363,6 +366,8 @@ class Session:
             return
         if self._followed.get(plan.kind) is not plan:
             self._begins(plan)
+        if self._on_audit is not OnAudit.OFF and self._engine.follows is not None:
+            self._audit(plan)
         if self._is_metered:
             self._meter.uses_arena(self._step_arena.held_for(plan.plan))
             memory = plan.plan.prediction.memory
@@ -371,11 +376,36 @@ class Session:
         if self._source.is_given:
             self._check_gradients(segment, plan.plan)
 
+    def _audit(self, plan: ActivePlan) -> None:
+        """Has values of the step that begins compared."""
+        arena_bytes = self._step_arena.held_for(plan.plan)
+        room = plan.room_beside(arena_bytes, may_be_recorded=self._step_arena.is_possible and not arena_bytes)
+        self._engine.audit.step_begins(plan.audited, room, plan.plan.prediction.step_s)
+        if self._engine.audit.keeps_all:
+            self._step_arena.stands_aside()
+
+    def _tell_differences(self, segment: Segment) -> None:
+        """Values that did not come back as they were are told, and kept from now on."""
+        audit, plan = self._engine.audit, self._following
+        segment.report.audited_values = audit.compared
+        found, audit.differing = audit.differing, []
+        if not found or plan is None:
+            return
+        segment.report.audit_differences += len(found)
+        for one in found:
+            one.plan.kept.add(one.index)
+            one.plan.is_alarmed = not audit.keeps_all
+        text = differences_text([one.value for one in found], is_right=all(one.is_right for one in found))
+        if self._on_audit is OnAudit.ERROR:
+            raise AuditError(text)
+        self._messages.warn(f"{text}; {self._source.keep(plan, [one.value.name for one in found])}")
+
     def _begins(self, plan: ActivePlan) -> None:
         """The first step under the plan begins. The plan replaces the one that its kind has followed before."""
         before = self._followed.get(plan.kind)
         self._followed[plan.kind] = plan
         if before is not None:
+            plan.audited.takes_over(before.audited)
             self._step_arena.forget(before.plan)
         if reason := self._step_arena.why_not(plan.plan):
             self._messages.warn(f"{FROM_TORCH}, and not from one arena: {reason}")
@@ -395,7 +425,7 @@ class Session:
         self._meter.point()
         if passed > 1:
             self._step_arena.at(passed)
-        elif self._following is not None and self._engine.follows is not None:
+        elif self._following is not None and self._engine.follows is not None and not self._engine.audit.keeps_all:
             self._step_arena.begin(self._following.plan, self._engine.segment)
             self._meter.uses_arena(self._step_arena.arena_bytes)
 
@@ -430,6 +460,7 @@ class Session:
         self._meter.step_is_over()
         self._take_peak(segment)
         self._look(segment)
+        self._tell_differences(segment)
 
     def _ended(self, segment: Segment) -> None:
         self._meter.step_is_over()
@@ -443,7 +474,10 @@ class Session:
             self._source.lacks_arena(plan, more_bytes)
         if plan is not None and self._looks:
             self._look(segment)
-            plan.ended(self._meter.blocks_peak_bytes, has_gradients=bool(segment.gradient_bytes))
+            plan.ended(
+                None if self._engine.audit.keeps_all else self._meter.blocks_peak_bytes,
+                has_gradients=bool(segment.gradient_bytes),
+            )
 
     # -- steps and their budgets ----------------------------------------------------------------------------------
 
@@ -456,6 +490,8 @@ class Session:
         """Reacts to a step above its budget. Of one that has left its plan it is only said, once."""
         plan, peak_bytes = self._following, segment.report.peak_bytes
         if not self._looks or plan is None or peak_bytes is None or not plan.is_over(peak_bytes):
+            return
+        if self._engine.audit.keeps_all:
             return
         if segment.diverged:
             if not self._is_left_told and self._meter.is_certain:

@@ -67,6 +67,7 @@ from poochplan.tensors.storages import (
 from poochplan.torch_private.sharding import gathered_weights, has_storages
 from poochplan.torch_private.tensor_internals import in_backward, is_scripted, mode_count, storage_identity, version_of
 
+from .audit import Audit
 from .cursor import NO_EVENTS, Cursor, Segment, StepEvents
 from .host_tier import HostTier
 from .mechanism import Mechanism, Rebuild, rebuild_together
@@ -107,7 +108,8 @@ class Engine:
         self.tape = Tape(device.kind)
         self.recorder = Recorder(self.tape)
         self.host = HostTier(chooser.alternatives)
-        self.mechanism = Mechanism(device, self.host, rebuild, self._copy_failed)
+        self.audit = Audit(device.where)
+        self.mechanism = Mechanism(device, self.host, rebuild, self._copy_failed, self.audit)
         self._chooser = chooser
         self._policy: StepPolicy | None = None
         self.model = model
@@ -256,6 +258,7 @@ class Engine:
         kind, static, before = self.device.kind, self.tape.static, self._alive
         static.clear()
         self._own.clear()
+        self.tape.buffers.clear()
         self._alive = {}
         segment.gradient_bytes = 0
         model = self.model_of(segment)
@@ -264,6 +267,8 @@ class Engine:
             storage = plain_storage(tensor, kind)
             if storage is not None:
                 key = storage_identity(storage)
+                if tensor.ndim < 2 or not isinstance(tensor, torch.nn.Parameter):
+                    self.tape.buffers.add(key)
                 static[key] = max(version_of(tensor), static.get(key, 0))
                 reference = before.get(key)
                 if reference is None or reference() is not storage:
@@ -405,6 +410,8 @@ class Engine:
                 record.save_point = index
                 segment.saves += 1
                 self._events.point(segment.saves + segment.uses)
+                self.audit.point(segment.saves)
+                decision = Decision.KEEP if self.audit.is_kept(index) else decision
         except LeftOut as gap:
             self._pass_over(gap)
             if self._policy.sources and index is not None:
@@ -436,6 +443,7 @@ class Engine:
             self._carry_out(self._policy.not_replayable(value, reason))
             return
         self._policy.before_drop(value)
+        self.audit.leaves(value)
         value.is_dropped(recipe)
 
     # -- unpack -----------------------------------------------------------------------------------------------
@@ -475,6 +483,8 @@ class Engine:
         if not self.cursor.is_open or handle.segment != segment.number or self._policy is None:
             segment.earlier_uses += handle.segment != segment.number
             return None
+        if not segment.used:
+            self.audit.point(segment.saves)
         segment.used = True
         try:
             actions = self._policy.at_use(segment.uses, handle, segment.saves)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from typing import Any
 
 import msgspec
 import torch
@@ -59,6 +60,8 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
     out_copy: Copy | None = None
     in_copy: Copy | None = None
     recipe: Recipe | None = None
+    beside: Any = None
+    """What the audit knows of it while it is released."""
 
     @classmethod
     def of(cls, decision: Decision, record: StorageRecord, tensor: torch.Tensor, home: Stream | None) -> SavedValue:

@@ -7,10 +7,12 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
+from poochplan.formats.profile import Memory
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.run_report import StepReport
 
+from .allocated import joined_count
 from .step_meter import StepMeter
 
 CENSUS_SHARE = 0.003
@@ -52,7 +54,8 @@ class Watch:
         self._is_open, self.report = True, StepReport(steps=1)
         start_s = time.monotonic()
         is_due = self._is_due or start_s - self._looked_s > self._look_took_s / CENSUS_SHARE
-        self._meter.step_begins(self._engine, self._device, is_due=is_due)
+        memory = Memory.LIVE if joined_count() is None else Memory.ALLOCATED
+        self._meter.step_begins(self._engine, self._device, is_due=is_due, memory=memory)
         if is_due:
             self._is_due, self._looked_s = False, time.monotonic()
             self._look_took_s = self._looked_s - start_s
