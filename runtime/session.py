@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from types import MappingProxyType, SimpleNamespace, TracebackType
-from typing import Protocol
+from types import MappingProxyType, TracebackType
 
 import torch
 
@@ -16,7 +14,6 @@ from poochplan.errors import AuditError, BudgetExceededError, NativeError, Pooch
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.formats.profile_parts import rounded_up
-from poochplan.formats.run_record import Certificate
 from poochplan.runtime.devices.cuda import hard_cap
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.transfers import forget_held_back, raise_held_back
@@ -28,7 +25,7 @@ from poochplan.runtime.messages import Messages
 from poochplan.runtime.metering.holders import held_beside
 from poochplan.runtime.metering.step_meter import StepMeter, When, described
 from poochplan.runtime.metering.watch import MostBytes, Watch
-from poochplan.runtime.step_totals import StepTotals, follows
+from poochplan.runtime.step_totals import StepTotals
 from poochplan.units import format_bytes
 
 from .active_plan import REMEDY, ActivePlan, OverBudget, out_of_memory_text, over_budget_text
@@ -47,14 +44,6 @@ LEFT_ABOVE = (
 )
 Explain = Callable[[Profile, Plan | None, int | None], str]
 """Describes where a step takes most memory, and its holders; the runtime itself cannot."""
-
-
-class Certifier(AbstractContextManager["Certifier"], Protocol):
-    """Takes digests of the results of a block's steps."""
-
-    def follows(self, plan: Plan | None) -> None: ...
-
-    def certificate(self, plan: Plan | None, device: str) -> Certificate: ...
 
 
 class Session:
@@ -76,7 +65,6 @@ class Session:
         meter: When = "first-steps",
         cap_bytes: int | None = None,
         explain: Explain | None = None,
-        certifier: Callable[[torch.nn.Module], Certifier] | None = None,
         step_arena: StepArena | None = None,
         messages: Messages | None = None,
         is_guarded: bool = True,
@@ -84,7 +72,7 @@ class Session:
     ) -> None:
         self._models, self._source, self._where = models, source, where
         self._on_over_budget, self._cap_bytes = on_over_budget, cap_bytes
-        self._explain, self._new_certifier = explain, certifier
+        self._explain = explain
         self._step_arena = step_arena or StepArena(None, "off")
         self._messages = messages or Messages(is_quiet=True)
         self._meter = StepMeter(where.type, meter)
@@ -97,7 +85,6 @@ class Session:
         """The plan of the open segment."""
         self._followed: dict[Hashable, ActivePlan] = {}
         """The plan that was followed last, by kind of step."""
-        self._certifier: Certifier | None = None
         self._gradients_checked = self._is_ending = False
         self._looks, self._is_left_told = True, False
         """Whether the session reacts to steps above their budgets."""
@@ -131,8 +118,6 @@ class Session:
             if self._cap_bytes is not None:
                 stack.enter_context(hard_cap(self._device.where, self._cap_bytes))
             self._warns_if_full(lambda: self._device.reserve_host(self._engine.host.planned_bytes))
-            if self._new_certifier is not None:
-                self._certifier = stack.enter_context(self._new_certifier(self.model))
             stack.callback(self._meter.step_is_over)
             stack.callback(self._step_arena.close)
             if self._is_metered and (self._source.is_given or self._on_over_budget is not OverBudget.REPLAN):
@@ -317,14 +302,13 @@ class Session:
                 f"report(): expected a session that has been entered; use `with {self._opened_by} as session`"
             )
         if not self._attachment.has_begun:  # it has failed before
-            return self._totals.report(Segment(0, 0), None, self.plan, None, self.arena, None)
+            return self._totals.report(Segment(0, 0), None, self.plan, None, self.arena)
         self._engine.mechanism.take_times()
         segment = self._engine.segment
         self._take_peak(segment)
         memory = self._device.peaks() if self._state == "open" else self._memory
         followed = self._following.plan if self._following is not None else None
-        proof = self._certifier.certificate(self.plan, self._where.type) if self._certifier is not None else None
-        return self._totals.report(segment, followed, self.plan, memory, self.arena, proof)
+        return self._totals.report(segment, followed, self.plan, memory, self.arena)
 
     def explain_peak(self) -> str:
         """Where the step's peak is and what holds it, as text; empty if :attr:`profile` is None.
@@ -451,9 +435,6 @@ class Session:
         self._source.optimizing(optimizer)
         if complaint := self._totals.optimizing(self._engine.segment):
             self._messages.warn(complaint)
-        if self._certifier is not None:
-            plan = self._following.plan if self._following is not None else None
-            self._certifier.follows(plan if plan and follows(self._engine.segment, plan.instructions) else None)
         self._step_arena.optimizer_steps(optimizer)
 
     def _resting(self) -> None:
@@ -552,29 +533,3 @@ class Session:
             gaps_bytes = peak_bytes - blocks_bytes
         held = [] if gaps_bytes else held_beside(self._engine, segment, plan.plan)
         return over_budget_text(peak_bytes, plan.plan, where, held, gaps_bytes)
-
-    # -- names of 0.2, for one version more -----------------------------------------------------------------------
-
-    @property
-    def ways(self) -> dict[Hashable, SimpleNamespace]:
-        """Use :attr:`plans`."""
-        _goes("ways", "plans")
-        return {kind: SimpleNamespace(key=kind, plan=plan) for kind, plan in self.plans.items()}
-
-    @property
-    def followed(self) -> int:
-        """Use ``report().steps_followed``. This is the number of steps that have begun under a plan."""
-        _goes("followed", "report().steps_followed")
-        return sum(one.begun for one in self._followed.values())
-
-    @property
-    def engine(self) -> Engine:
-        """Internal."""
-        _goes("engine", "last, total and report()")
-        return self._engine
-
-
-def _goes(name: str, instead: str) -> None:
-    warnings.warn(
-        f"session.{name} will be removed in the next version; use session.{instead}", DeprecationWarning, stacklevel=3
-    )

@@ -9,11 +9,8 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-import msgspec
 import torch
 
-from poochplan.formats.forms import BITS, form_of
-from poochplan.formats.narrow import masks_of
 from poochplan.formats.occupancy import Floats
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Device, Kind, Link, Phase, PointKind, Profile, preset_link
@@ -22,11 +19,9 @@ from poochplan.profiler.assembly.assemble import assemble, model_notes, step_not
 from poochplan.profiler.assembly.reconcile import PhaseSeconds
 from poochplan.profiler.capture.capture import Capture, collected_after
 from poochplan.profiler.capture.clock import library_bytes
-from poochplan.runtime.devices.cuda import with_index
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.saved_value import Lease, SavedHandle
 from poochplan.runtime.metering.census import LEAST_BYTES, bucket_bytes, census, census_bytes
-from poochplan.runtime.replays.bits import kernels_on
 from poochplan.runtime.replays.replay import StorageRecord
 from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.tensors.modes import around_calls
@@ -163,7 +158,7 @@ class Capturing(SegmentObserver):
         device: Device | None = None,
     ) -> Profile:
         """The profile of the captured step, its ops' seconds reconciled with the ``measured`` steps."""
-        drafted = assemble(
+        return assemble(
             self.capture,
             self.kinds,
             runs,
@@ -176,7 +171,6 @@ class Capturing(SegmentObserver):
             accumulate=self.has_gradients,
             held_bytes={"cublas": self._library_bytes, "beside": self.beside_bytes + self._unmet_bucket_bytes()},
         )
-        return _with_bits_kernel(drafted, self.context.where)
 
     def _unmet_bucket_bytes(self) -> int:
         """Bytes of data-parallel training's buckets that no op of the step used: Python knows no tensor on them."""
@@ -233,12 +227,3 @@ class Capturing(SegmentObserver):
         handle.lease = used
         self.capture.is_back(value, local_tensor(tensor).untyped_storage())
         return tensor
-
-
-def _with_bits_kernel(profile: Profile, where: torch.device) -> Profile:
-    """Says on CUDA whether kernels narrow the step's masks. Without masks none are compiled."""
-    masks = masks_of(profile).values() if profile.device.kind == "cuda" else ()
-    if all(form_of(profile, mask) != BITS for mask in masks):
-        return profile
-    device = msgspec.structs.replace(profile.device, bits_kernel=kernels_on(with_index(where)) is not None)
-    return msgspec.structs.replace(profile, device=device)

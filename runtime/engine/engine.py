@@ -24,8 +24,6 @@ Rules, cited in the code:
     formulas for some backwards under a mode.
 12. A source is held only as its copy's op has read it: if it was written since, the plan's replays do without it.
 13. A DTensor is saved as its local tensor, and returned as a DTensor around that. One written in place is not touched.
-14. Bits are held only of what the recorded ops of a mask have made, and so is each other narrow form; anything else is
-    swapped.
 """
 
 from __future__ import annotations
@@ -48,7 +46,6 @@ from poochplan.formats.plan_set import Signature
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.transfers import held_back, raise_held_back
 from poochplan.runtime.metering.census import one_moment
-from poochplan.runtime.replays.bits import NO_MASK, Tables
 from poochplan.runtime.replays.replay import NotReplayable, Recipe, StorageRecord
 from poochplan.runtime.replays.tape import Recorder, Tape
 from poochplan.runtime.run_report import FallbackKind, Fallbacks
@@ -74,7 +71,7 @@ from .audit import Audit
 from .cursor import NO_EVENTS, Cursor, Segment, StepEvents
 from .host_tier import HostTier
 from .mechanism import Mechanism, Rebuild, rebuild_together
-from .saved_value import SavedHandle, SavedValue, held_bits, held_source
+from .saved_value import SavedHandle, SavedValue, held_source
 
 AroundCall = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 """Returns the callable that replaces a compiled callable, which is given with its path."""
@@ -119,10 +116,6 @@ class Engine:
         self._parts = parts
         self._events = events
         self.fallbacks = Fallbacks()
-        self._no_mask: StorageRecord | None = None
-        """The last storage that was to be narrowed, and could not be."""
-        self._tables: Tables = {}
-        """By these bits are widened on CUDA, as long as plans have sources."""
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Storages of ``tape.static``, by identity: another may get that of a buffer that a forward replaces."""
         self._own = set[int]()
@@ -255,8 +248,6 @@ class Engine:
                 if policy is None or self.is_aside:
                     return
                 self._policy = policy
-                if not policy.sources:
-                    self._tables.clear()
                 self._events.chosen(segment)
             if policy.instructions is not None:
                 self.host.follow(policy.instructions)
@@ -392,13 +383,7 @@ class Engine:
         except LeftOut as gap:
             self._pass_over(gap)
             return self._pass_source(record, tensor)
-        value, home = None, self.device.compute
-        if not planned.bits:
-            value = held_source(record, planned, home)
-        elif planned.until >= 0 and planned.decision is not Decision.RECOMPUTE:  # or no replay starts from them
-            self.tape.count += 1
-            value = held_bits(record, tensor.dtype, planned, home, self.tape.count, self._tables)
-            self._no_mask = record if value is None else None
+        value = held_source(record, planned, self.device.compute)
         segment.saves += 1
         segment.packs += 1
         self._events.point(segment.saves + segment.uses)
@@ -454,8 +439,6 @@ class Engine:
     def _forget(self, value: SavedValue) -> None:
         assert self._policy is not None
         try:
-            if value.record is self._no_mask:
-                raise NotReplayable(NO_MASK)
             recipe = Recipe(value.record, value.generation)
         except NotReplayable as reason:  # Rule 10
             self._fell_back(FallbackKind.NOT_REPLAYABLE, f"{value.name} is swapped, not recomputed: {reason}")

@@ -13,7 +13,6 @@ from poochplan.errors import SpillError
 from poochplan.formats.plan import Decision, PlannedValue
 from poochplan.runtime.devices.device import Stream
 from poochplan.runtime.devices.transfers import Copy
-from poochplan.runtime.replays.bits import Tables, bits_of
 from poochplan.runtime.replays.replay import Recipe, StorageRecord, source_of
 from poochplan.tensors.storages import Geometry, Shell, check_unwritten, counted_by, version_probe
 from poochplan.torch_private.tensor_internals import detached_alias, version_of
@@ -178,20 +177,6 @@ def held_source(record: StorageRecord, planned: PlannedValue, home: Stream | Non
         planned.decision, read.record, read.generation, probe, version, read.geometry, size_bytes, storage, home
     )
     read.record.attach(value)
-    return value
-
-
-def held_bits(
-    mask: StorageRecord, dtype: torch.dtype, planned: PlannedValue, home: Stream | None, order: int, tables: Tables
-) -> SavedValue | None:
-    """The bits of a mask, or its other form, made now; None if it has none. ``order``: of the op that widens them."""
-    made = bits_of(mask, dtype, planned.dtype, order, planned.size_bytes, tables)  # Rule 14
-    if made is None:
-        return None
-    record, bits = made
-    probe, geometry, storage = version_probe(bits), Geometry.of(bits), bits.untyped_storage()
-    value = SavedValue(planned.decision, record, 0, probe, version_of(bits), geometry, storage.nbytes(), storage, home)
-    record.attach(value)
     return value
 
 

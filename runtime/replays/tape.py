@@ -294,5 +294,5 @@ class Tape:
 
 def _break_circles(records: list[StorageRecord]) -> None:
     for record in records:
-        record.birth = record.widened = None
+        record.birth = None
         record.writes = ()

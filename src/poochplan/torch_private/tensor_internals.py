@@ -105,9 +105,7 @@ def packet_of(func: Any) -> Any:
     return getattr(func, "_overloadpacket", None)
 
 
-CASTING: Any = torch.ops.aten._to_copy.default
-"""The op of a cast."""
-WIDENING: tuple[Any, ...] = (CASTING, torch.ops.aten.clone.default)
+WIDENING: tuple[Any, ...] = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 """A cast or a clone may make a larger tensor of the one that it reads (``formats/sources.py``)."""
 
 cudnn_takes_ctc_loss: Any = torch.ops.aten._use_cudnn_ctc_loss.Tensor
