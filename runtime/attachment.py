@@ -28,13 +28,20 @@ from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
 from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
 from poochplan.runtime.messages import CallSite, warn
+from poochplan.runtime.metering.watch import MostBytes
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy
 from poochplan.tensors.modes import around_calls, around_compiled, uncompiled_hooks
 from poochplan.tensors.operators import past_first_calls
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import plain_storage
 from poochplan.torch_private.compiler_internals import leave_alone
-from poochplan.torch_private.tensor_internals import has_topmost_hooks, in_backward, intercept_autograd, stand_aside
+from poochplan.torch_private.tensor_internals import (
+    has_topmost_hooks,
+    in_backward,
+    intercept_autograd,
+    stand_aside,
+    topmost_hooks,
+)
 
 from .active_plan import ActivePlan
 from .compiled.deferred_unpack import deferring, plainly_packed, plainly_unpacked
@@ -47,6 +54,10 @@ FAILED = (
 )
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 OptimizerHook = Callable[[torch.optim.Optimizer], None]
+
+
+KEPT_FROM_NOW_ON = "from now on such values are kept, and steps may exceed the budget"
+KEPT_BY_PLAN = "from now on such values are kept, and another plan is made that does so"
 
 
 class PlanSource:
@@ -103,9 +114,23 @@ class PlanSource:
     def ended(self, segment: Segment) -> None:
         """A segment is over, and all its facts are known."""
 
+    def rests(self) -> MostBytes | None:
+        """Called between two segments. None if steps to come have use for the session; else what steps may take before
+        they are observed again.
+        """
+        return None
+
+    def wakes(self, peak_bytes: int) -> str:
+        """Steps are observed again, because one took so many bytes. Returns a sentence that says so, or nothing."""
+        return ""
+
     def plan_again(self, plan: ActivePlan, more_bytes: int) -> str:
         """Asks for another plan: steps take ``more_bytes`` more than predicted. Returns a sentence on what follows."""
         return ""
+
+    def keep(self, plan: ActivePlan, names: Iterable[str]) -> str:
+        """Asks for another plan: these values of the plan are to be kept. Returns a sentence on what follows."""
+        return KEPT_FROM_NOW_ON
 
     def lacks_arena(self, plan: ActivePlan, more_bytes: int) -> None:
         """Steps of the plan use no arena, because it would need ``more_bytes`` more than the budget leaves."""
@@ -117,18 +142,13 @@ class PlanSource:
     def stands_aside(self) -> None:
         """The session stands aside: nothing observes the open segment any more."""
 
-    def plain_step_begins(self) -> None:
-        """A model is called outside backward while the session stands aside. It may come back:
-        :meth:`Attachment.comes_back`.
-        """
-
     def close(self) -> None:
         """The session has ended."""
 
 
 class Attachment:
-    """A context manager. States: *new*, *open* (inside the block), *away* (temporarily in-core), *aside* (in-core until
-    :meth:`comes_back`, and for good after a failure of ours), *closed*.
+    """A context manager. States: *new*, *open* (inside the block), *away* (temporarily in-core), *aside* (in-core for
+    good after a failure of ours, or while it *rests*: its source has no use for it), *closed*.
 
     After the block, handles that are still alive can be unpacked (backward outside the ``with``). The host tier is
     released with the last of them, and the C library's allocator keeps freed memory again
@@ -171,9 +191,11 @@ class Attachment:
         self.call_site = CallSite.of_caller()
         self.leave: Callable[[], object] = self.__exit__
         """Ends the block if no caller has left it."""
-        self._is_short = False
+        self._is_short = self._wakes = False
+        self._below: Hooks | None = None
+        """Whose hooks autograd has while this rests."""
         self._thread: int | None = None
-        self._stack = ExitStack()
+        self._stack, self._observing, self._short = ExitStack(), ExitStack(), ExitStack()
         self._held = ExitStack()
         """Resources that last until the last handle is gone: the device, and how its memory is released."""
 
@@ -207,8 +229,6 @@ class Attachment:
             stack.enter_context(around_compiled(self.whole, self.engine.unrecorded(self._source.around_call)))
             for name, model in self.models.items():
                 stack.enter_context(around_calls(model, partial(self._forward_begins, name)))
-                stack.enter_context(around_calls(model, ends=self._forward_ends))
-            stack.enter_context(intercept_autograd(guarded_around(self._around_backward)))
             stack.enter_context(around_optimizer_steps(self.whole, self._optimizer_steps, self._optimizer_stepped))
             hooks = self._guarded(*self._source.attached(self))
             if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -216,8 +236,9 @@ class Attachment:
             self._hooks = uncompiled_hooks(*hooks)
             self.state, self._thread = "open", threading.get_ident()
             stack.enter_context(stand_aside(self._hooks))
+            self._held.callback(self._short.close)
             stack.callback(self._unhook)  # before they are there, for an interrupt may come right after that
-            self._hooks.__enter__()
+            self._observe()
         except BaseException:
             stack.close()
             raise
@@ -228,7 +249,15 @@ class Attachment:
             self.state = "closed"
         self._stack.close()
 
+    def _observe(self) -> None:
+        """Steps are observed from here on."""
+        for model in self.models.values():
+            self._observing.enter_context(around_calls(model, ends=self._forward_ends))
+        self._observing.enter_context(intercept_autograd(guarded_around(self._around_backward)))
+        self._hooks.__enter__()
+
     def _unhook(self) -> None:
+        self._observing.close()
         if threading.get_ident() == self._thread:  # on another thread they cannot be removed
             self.take_hooks_off()
 
@@ -256,7 +285,7 @@ class Attachment:
         """Values leave the device from now on, so freed memory is returned to the system. Idempotent."""
         if self._kind == "cpu" and not self._is_short:
             self._is_short = True
-            self._held.enter_context(fresh_memory())
+            self._short.enter_context(fresh_memory())
 
     def take_hooks_off(self) -> None:
         """Removes the hooks, unless others lie on top of them. Then they do nothing, and go when they are on top."""
@@ -300,25 +329,45 @@ class Attachment:
 
     # -- standing aside ----------------------------------------------------------------------------------------
 
-    def stand_aside(self) -> None:
-        """Steps are plain from now on: their saved tensors stay with autograd, and nothing records, plans or meters.
-        Values that are still saved come back when they are asked for. Call it between two steps on the session's
-        thread, such as in ``PlanSource.ended`` or ``choose``. Until :meth:`comes_back`, the source's
-        ``plain_step_begins`` is called at each call of a model, and nothing else. Idempotent.
-        """
-        if self.state == "open":
-            self.state = "aside"
-            self._source.stands_aside()
-            self.engine.stand_aside()
-            self._events.resting()
-            self._unhook()
+    @property
+    def is_resting(self) -> bool:
+        """Whether steps are plain until one takes too much."""
+        return self.state == "aside" and not self.has_failed
 
-    def comes_back(self) -> None:
-        """Observes or plans again from the step on that is about to begin; see :meth:`stand_aside`."""
-        if self.state == "aside" and not self.has_failed:
-            self.state, self.engine.is_aside = "open", False
-            if not has_topmost_hooks(self._hooks):
-                self._hooks.__enter__()
+    def rests(self) -> bool:
+        """Called where a segment is about to begin: ends the last one. If nothing is to come for which steps need to be
+        observed, they are plain from here on, and the answer is true: their saved tensors stay with autograd, and
+        nothing records, plans or meters. Values that are still saved come back when they are asked for.
+        """
+        self.engine.end()
+        self.settle()
+        most = self._source.rests() if has_topmost_hooks(self._hooks) else None
+        if most is None:
+            return False
+        self.state, self._wakes = "aside", False
+        self._source.stands_aside()
+        self.engine.stand_aside()
+        self._events.resting()
+        self._unhook()
+        self._below = topmost_hooks()
+        self._short.close()
+        self._is_short = False
+        self._events.rests(most)
+        self._events.at_rest(True)
+        return True
+
+    def wakes_next(self) -> None:
+        """The session rests until the next step."""
+        self._wakes = True
+
+    def begins_at_rest(self) -> bool:
+        """A step is about to begin while the session rests. Returns whether it goes on to do so."""
+        if not self._wakes or topmost_hooks() != self._below:  # above hooks of others, theirs would take ours off
+            self._events.at_rest(True)
+            return True
+        self.state, self.engine.is_aside = "open", False
+        self._observe()
+        return False
 
     def _failed(self, why: str) -> None:
         """Something of ours has raised, perhaps amid a step. Whatever can be undone at any place is undone here."""
@@ -335,10 +384,11 @@ class Attachment:
         """A model is called. What could not be removed amid a step is removed now."""
         if threading.get_ident() != self._thread or in_backward():
             return
-        self._unhook()
         if not self.has_failed:
-            self._source.plain_step_begins()
+            if torch.is_grad_enabled() and not self.engine.cursor.is_announced:
+                self.begins_at_rest()
             return
+        self._unhook()
         if self._kind == "cuda" and torch.cuda.is_current_stream_capturing():  # leaving waits for copies
             return
         with suppress(Exception):
@@ -363,6 +413,9 @@ class Attachment:
     def _is_ours(self) -> bool:
         return self.state == "open" and threading.get_ident() == self._thread
 
+    def _is_at_rest(self) -> bool:
+        return self.is_resting and threading.get_ident() == self._thread
+
     def _forward_begins(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.state == "aside":
             self._while_aside()
@@ -382,9 +435,9 @@ class Attachment:
         if self._kind == "cuda":
             refuse_capture()
         if self.engine.cursor.forward_begins_one():
-            self.engine.begin()
-            if self.state != "open":  # the source has asked for that
+            if self.rests():
                 return
+            self.engine.begin()
             given = [tensor for _, tensor in (*tensor_leaves("", args), *tensor_leaves("", kwargs))]
             self.engine.tape.is_given(given)
             storages = (plain_storage(tensor, self._kind) for tensor in given)
@@ -410,11 +463,17 @@ class Attachment:
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_ours():
             self._events.optimizing(optimizer)
+        elif self._is_at_rest():
+            self._source.optimizing(optimizer)
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_ours():
             self.engine.optimizer_stepped()
             self._source.stepped(optimizer)
+        elif self._is_at_rest():
+            self.engine.cursor.optimizer_stepped()
+            self._source.stepped(optimizer)
+            self._events.at_rest(False)
 
     def _idle(self) -> None:
         if self.state == "closed" or self.has_failed:

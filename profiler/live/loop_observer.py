@@ -6,6 +6,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ class LoopObserver(PlanSource):
         self._kind: StepKind | None = None
         self._key: Key | None = None
         """The key of the open segment, before its kind is known."""
+        self._longest: dict[Key, int] = {}
+        """Number of values that the longest segment of a kind has saved, if it is studied again for that."""
         self._compared: tuple[Key, int] | None = None
         self._segments = 0
         self._study_options = options
@@ -146,7 +149,8 @@ class LoopObserver(PlanSource):
             for kind in beside:
                 if kind.is_studied and key.is_larger(kind.key):
                     self.forget(kind.key)
-            kind = StepKind(key, study(self.context, self._study_options), self.kinds.stood(key))
+            new_study = partial(study, self.context, self._study_options)
+            kind = StepKind(key, new_study, self.kinds.stood(key), self._longest.get(key, 0))
             if sum(one.is_studied for one in self.kinds.values()) >= MOST_KINDS:
                 kind.give_up(TOO_MANY)
                 self.profiled(kind)

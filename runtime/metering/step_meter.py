@@ -133,6 +133,8 @@ class StepMeter:
     def _count_what_was_met(self) -> None:
         """Small storages that the step was given or has saved count from its beginning on, and in later steps."""
         small, self._small = self._small, {}
+        if not small:
+            return
         engine = self._engine
         given = {id(one()) for one, _ in engine.segment.given} if engine is not None else set()
         for key, reference in small.items():

@@ -74,6 +74,10 @@ class BeforePlan:
         vars(self).pop("_widest", None)  # layers may have been replaced since the last step
         return SwapEach(at_once=True) if mode is Unplanned.SWAP else self._while_room
 
+    def is_plentiful(self, needed_bytes: int) -> bool:
+        """Whether a step without a plan was in-core and would be with twice the bytes, so that nobody need look."""
+        return self.refused is Unplanned.IN_CORE and not self._while_room.swaps and self._room() > 2 * needed_bytes
+
     def room_of(self, budget_bytes: int) -> int:
         """Most bytes that a step may take while it is profiled: the budget, or the device's memory."""
         if self.before is Unplanned.SWAP:

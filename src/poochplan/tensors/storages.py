@@ -49,7 +49,7 @@ def _autograd_starts() -> None:
     """
     if torch.backends.cuda.is_built() and not torch.cuda.is_available():
         with without_modes(), torch.inference_mode(False):
-            torch.ones((), device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]
+            torch.ones((), device="cpu", requires_grad=True).backward()
 
 
 class Geometry(msgspec.Struct, frozen=True, gc=False):
@@ -88,12 +88,6 @@ def new_storage(size_bytes: int, where: torch.device) -> torch.UntypedStorage:
     finally:
         if fills:
             settings.fill_uninitialized_memory = True
-
-
-def on_whole(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
-    """The whole storage as one row, without a copy."""
-    count = storage.nbytes() // dtype.itemsize
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (count,), (1,))
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
