@@ -39,6 +39,9 @@ DOORWAYS = frozenset(
         ("tensor_internals.py", "run"),
         ("tensor_internals.py", "_run_backward"),
         ("compiler_internals.py", "run"),
+        ("attributes.py", "packed"),
+        ("attributes.py", "unpacked"),
+        ("attributes.py", "saved_tensors"),
         ("session.py", "__enter__"),
         ("session.py", "__exit__"),
     }
