@@ -119,7 +119,6 @@ REFUSED = """
 2 run {small} --plan {plan} --cap
   ^--cap: expected a plan for cuda, whose allocator takes a limit, found one for cpu; leave it out$
 2 run {small} --plan {plan} --margin 1GiB | --margin: expected --cap beside it
-2 run {small} --plan {plan} --certificate a.json | --certificate: expected --check beside it
 1 run {small} --plan {plan} --spill-dir nowhere | spill directory nowhere: expected a folder, found none
 2 run {small} | expected --plan FILE, or --compile with --budget, found neither; name the plan to follow
 2 run {small} --compile | --compile: expected --budget or --plan beside it, found neither; add --budget 60%

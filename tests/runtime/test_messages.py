@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from poochplan.runtime import messages
+from poochplan import guard
 from poochplan.runtime.messages import Messages, warn
 from tests.processes import python, stderr_of
 
@@ -80,7 +80,7 @@ def unusable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_stderr_that_cannot_be_written_to_raises_nothing(
     unusable: object, filters: str, is_quiet: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messages, "RAISES", False)
+    monkeypatch.setattr(guard, "RAISES", False)
     said = Messages(is_quiet=is_quiet)
     with warnings.catch_warnings():
         warnings.simplefilter(filters)  # type: ignore[arg-type]
@@ -163,7 +163,7 @@ def test_a_warning_comes_once_as_a_warning_or_as_a_line(
 def test_a_warning_that_is_an_error_is_a_line(
     is_quiet: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(messages, "RAISES", False)
+    monkeypatch.setattr(guard, "RAISES", False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Messages(is_quiet=is_quiet).warn(REFUSAL)
@@ -174,9 +174,9 @@ DAEMON = """
     import os, sys, tempfile, torch
     {before}
     import poochplan
-    from poochplan.runtime import messages
+    import poochplan.guard
     from torch import nn
-    messages.RAISES = False
+    poochplan.guard.RAISES = False
     def trained(around):
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 64), nn.Sigmoid(), nn.Linear(64, 64))
