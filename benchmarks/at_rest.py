@@ -1,4 +1,4 @@
-"""Steps that get no plan under ``poochplan.auto``, beside those of the same loop as it is: its costs at rest.
+"""Steps that get no plan under ``poochplan.auto``, beside those of the same loop as it is: what a rest costs.
 
     OMP_NUM_THREADS=1 python -m benchmarks.at_rest [--loops "packed sequences"] [--pairs 60] [-o FILE.json]
 

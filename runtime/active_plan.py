@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from enum import StrEnum
 
 from poochplan.formats.plan import Plan
+from poochplan.runtime.engine.audit import AuditedPlan, Room
 from poochplan.runtime.step_policies.follow import IndexedPlan
 from poochplan.units import format_bytes
 
@@ -44,6 +45,7 @@ class ActivePlan:
         self.exact = IndexedPlan.of(plan.instructions)
         self.smaller = IndexedPlan.of(plan.instructions, exact=False)
         """The plan for steps of smaller inputs."""
+        self.audited = AuditedPlan(plan.instructions)
         self.begun = 0
         self.is_told = False
         """Whether a step above the budget was reported. It is reported once."""
@@ -59,6 +61,16 @@ class ActivePlan:
     def is_due(self) -> bool:
         """Whether the next step is to be metered, beginning with a census."""
         return not self._is_settled or self._to_check > 0 or (self.begun + 1) % EVERY == 0
+
+    def room_beside(self, arena_bytes: int, *, may_be_recorded: bool) -> Room:
+        """What the audit may keep beside the next step, by what is predicted and what was measured; nothing in a step
+        whose blocks may be recorded for an arena.
+        """
+        if may_be_recorded or self.has_exceeded:
+            return Room(0)
+        largest_bytes = max(self.plan.prediction.peak_of_step(arena_bytes > 0), *self._most_bytes.values(), 0)
+        block_bytes = max((value.size_bytes for value in self.plan.values), default=0)
+        return Room(self.plan.budget_bytes - largest_bytes, 4 * block_bytes if arena_bytes else 0)
 
     def begins(self) -> None:
         self.begun += 1
@@ -91,12 +103,16 @@ class ActivePlan:
         self._is_settled = self._ended >= FIRST_STEPS and (self.is_told or not grows)
 
 
-def over_budget_text(peak_bytes: int, plan: Plan, where: str, held: Sequence[HeldMemory]) -> str:
-    """The text about a step above its budget: its bytes, their moment, and the holders of unpredicted bytes."""
+def over_budget_text(peak_bytes: int, plan: Plan, where: str, held: Sequence[HeldMemory], gaps_bytes: int = 0) -> str:
+    """The text about a step above its budget: its bytes, their moment, and the holders of unpredicted bytes.
+    ``gaps_bytes``: between the blocks of its arena, if they alone are the excess.
+    """
     text = (
         f"a step that follows the plan took {peak_bytes} bytes, more than its budget of {plan.budget_bytes} "
         f"(predicted: {plan.prediction.peak_bytes}){f', in {where}' if where else ''}"
     )
+    if gaps_bytes:
+        return f"{text}; {format_bytes(gaps_bytes)} of them are gaps between the blocks of its arena"
     if not held:
         return (
             f"{text}; perhaps it makes more tensors than when it was profiled, or reference cycles hold tensors until "
@@ -125,4 +141,7 @@ REMEDY = (
     "release tensors that are not needed (for cycles call gc.collect() after each step), or have them counted: "
     'profile(also=[...]), or apply(on_over_budget="replan", profile=profile)'
 )
-STILL_GROWS = f"it has been planned again {MOST_PLANS} times and still grows: release the tensors that the loop keeps"
+STILL_GROWS = (
+    f"it has been planned again {MOST_PLANS} times and still grows: the loop keeps tensors, perhaps with the graphs "
+    "behind them, as in a list of losses or outputs; keep loss.item() or output.detach()"
+)

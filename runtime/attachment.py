@@ -56,6 +56,10 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 OptimizerHook = Callable[[torch.optim.Optimizer], None]
 
 
+KEPT_FROM_NOW_ON = "from now on such values are kept, and steps may exceed the budget"
+KEPT_BY_PLAN = "from now on such values are kept, and another plan is made that does so"
+
+
 class PlanSource:
     """Base class, in which no step follows a plan. A session asks it for the step policy of each step (it is the
     engine's :class:`~.step_policies.step_policy.Chooser`), and reports to it how each step ended.
@@ -123,6 +127,10 @@ class PlanSource:
     def plan_again(self, plan: ActivePlan, more_bytes: int) -> str:
         """Asks for another plan: steps take ``more_bytes`` more than predicted. Returns a sentence on what follows."""
         return ""
+
+    def keep(self, plan: ActivePlan, names: Iterable[str]) -> str:
+        """Asks for another plan: these values of the plan are to be kept. Returns a sentence on what follows."""
+        return KEPT_FROM_NOW_ON
 
     def lacks_arena(self, plan: ActivePlan, more_bytes: int) -> None:
         """Steps of the plan use no arena, because it would need ``more_bytes`` more than the budget leaves."""

@@ -12,6 +12,7 @@ from poochplan.errors import DivergenceError, InfeasibleError
 from poochplan.formats.plan import Decision, Instructions, Plan
 from poochplan.formats.plan_set import PlanSet, describe, plans_of
 from poochplan.formats.profile import Profile
+from poochplan.formats.queries import with_kept
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.messages import warn
 from poochplan.runtime.step_policies.follow import DivergencePolicy, Follow
@@ -19,7 +20,7 @@ from poochplan.runtime.step_policies.step_policy import Actions, Diverged, KeepA
 from poochplan.units import format_bytes
 
 from .active_plan import MOST_PLANS, REMEDY, STILL_GROWS, ActivePlan
-from .attachment import Attachment, Hooks, PlanSource
+from .attachment import KEPT_BY_PLAN, KEPT_FROM_NOW_ON, Attachment, Hooks, PlanSource
 from .run_report import FallbackKind, Fallbacks
 
 Replan = Callable[[Profile, Plan, int], Plan]
@@ -155,6 +156,20 @@ class GivenPlans(PlanSource):
     def following(self, segment: Segment) -> ActivePlan:
         return self._of[segment.model].latest if segment.model in self._of else self.latest
 
+    def keep(self, plan: ActivePlan, names: Iterable[str]) -> str:
+        """Makes the new plan while the training waits, if the profile is known."""
+        name, beside_bytes = str(plan.kind), self._beside_bytes[str(plan.kind)]
+        if self._replan is None or name not in self._profiles:
+            return KEPT_FROM_NOW_ON
+        profile = with_kept(self._profiles[name], names)
+        try:
+            changed = self._replan(profile, plan.plan, beside_bytes)
+        except InfeasibleError as error:
+            return f"{KEPT_FROM_NOW_ON}: if they are kept, {error}"
+        self._profiles = {**self._profiles, name: profile}
+        self._of[name].follow(changed)
+        return KEPT_BY_PLAN
+
     def plan_again(self, plan: ActivePlan, more_bytes: int) -> str:
         """Makes the new plan while the training waits. The next steps follow it."""
         name = str(plan.kind)
@@ -205,7 +220,10 @@ class PlansOfModel:
                 segment.aside = True
                 return KeepAll()
         if self._set is None:
-            return Follow(self.latest.exact, SwapEach(), self.policy, inputs=self._inputs, model=self._model)
+            tensors = self.latest.plan.model.tensors
+            return Follow(
+                self.latest.exact, SwapEach(), self.policy, inputs=self._inputs, model=self._model, tensors=tensors
+            )
         if segment.inputs is None:
             return WithoutPlan(_TOO_EARLY, self.policy) if segment.saves_next else None
         plan = self._set.choose(segment.inputs)
@@ -216,7 +234,7 @@ class PlansOfModel:
         self.latest = next(one for one in self.every if one.plan is plan)
         is_exact = sorted(plan.inputs) == sorted(segment.inputs)
         indexed = self.latest.exact if is_exact else self.latest.smaller
-        return Follow(indexed, SwapEach(), self.policy, model=self._model)
+        return Follow(indexed, SwapEach(), self.policy, model=self._model, tensors=plan.model.tensors)
 
 
 _TOO_EARLY = "something saved before its model is called: a set picks the plan by the model's inputs"

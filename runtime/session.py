@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from types import MappingProxyType, SimpleNamespace, TracebackType
-from typing import Protocol
+from types import MappingProxyType, TracebackType
 
 import torch
 
-from poochplan.errors import BudgetExceededError, NativeError, PoochError, SpillError, UsageError
+from poochplan.errors import AuditError, BudgetExceededError, NativeError, PoochError, SpillError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.formats.profile_parts import rounded_up
-from poochplan.formats.run_record import Certificate
 from poochplan.runtime.devices.cuda import hard_cap
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.transfers import forget_held_back, raise_held_back
+from poochplan.runtime.engine.audit import OnAudit, differences_text
 from poochplan.runtime.engine.cursor import Segment, StepEvents, nothing, weakly
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.saved_value import SavedValue
@@ -27,7 +25,7 @@ from poochplan.runtime.messages import Messages
 from poochplan.runtime.metering.holders import held_beside
 from poochplan.runtime.metering.step_meter import StepMeter, When, described
 from poochplan.runtime.metering.watch import MostBytes, Watch
-from poochplan.runtime.step_totals import StepTotals, follows
+from poochplan.runtime.step_totals import StepTotals
 from poochplan.units import format_bytes
 
 from .active_plan import REMEDY, ActivePlan, OverBudget, out_of_memory_text, over_budget_text
@@ -46,14 +44,6 @@ LEFT_ABOVE = (
 )
 Explain = Callable[[Profile, Plan | None, int | None], str]
 """Describes where a step takes most memory, and its holders; the runtime itself cannot."""
-
-
-class Certifier(AbstractContextManager["Certifier"], Protocol):
-    """Takes digests of the results of a block's steps."""
-
-    def follows(self, plan: Plan | None) -> None: ...
-
-    def certificate(self, plan: Plan | None, device: str) -> Certificate: ...
 
 
 class Session:
@@ -75,18 +65,18 @@ class Session:
         meter: When = "first-steps",
         cap_bytes: int | None = None,
         explain: Explain | None = None,
-        certifier: Callable[[torch.nn.Module], Certifier] | None = None,
         step_arena: StepArena | None = None,
         messages: Messages | None = None,
         is_guarded: bool = True,
+        on_audit: OnAudit = OnAudit.WARN,
     ) -> None:
         self._models, self._source, self._where = models, source, where
         self._on_over_budget, self._cap_bytes = on_over_budget, cap_bytes
-        self._explain, self._new_certifier = explain, certifier
+        self._explain = explain
         self._step_arena = step_arena or StepArena(None, "off")
         self._messages = messages or Messages(is_quiet=True)
         self._meter = StepMeter(where.type, meter)
-        self._is_metered = meter != "never"
+        self._is_metered, self._on_audit = meter != "never", on_audit
         self._totals = StepTotals(models)
         self._watch: Watch | None = None
         """Of the steps while the session rests."""
@@ -95,7 +85,6 @@ class Session:
         """The plan of the open segment."""
         self._followed: dict[Hashable, ActivePlan] = {}
         """The plan that was followed last, by kind of step."""
-        self._certifier: Certifier | None = None
         self._gradients_checked = self._is_ending = False
         self._looks, self._is_left_told = True, False
         """Whether the session reacts to steps above their budgets."""
@@ -117,7 +106,7 @@ class Session:
             self._attachment.guard.asked_for += (SpillError,)  # of a value that must not stay on the device
 
     def __enter__(self) -> Session:
-        if self._state != "new":
+        if self._attachment.state != "new":
             raise UsageError(f"this session is {self._state}; call {self._opened_by} for a new one")
         stack = self._stack = ExitStack()
         self._leave = weakref.finalize(self, stack.close)
@@ -129,8 +118,6 @@ class Session:
             if self._cap_bytes is not None:
                 stack.enter_context(hard_cap(self._device.where, self._cap_bytes))
             self._warns_if_full(lambda: self._device.reserve_host(self._engine.host.planned_bytes))
-            if self._new_certifier is not None:
-                self._certifier = stack.enter_context(self._new_certifier(self.model))
             stack.callback(self._meter.step_is_over)
             stack.callback(self._step_arena.close)
             if self._is_metered and (self._source.is_given or self._on_over_budget is not OverBudget.REPLAN):
@@ -158,7 +145,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._state == "closed":  # it was ended after it had been left open, or has failed
+        if self._attachment.state == "closed":  # it was ended after it had been left open, or has failed
             return
         guard = self._attachment.guard
         try:
@@ -315,14 +302,13 @@ class Session:
                 f"report(): expected a session that has been entered; use `with {self._opened_by} as session`"
             )
         if not self._attachment.has_begun:  # it has failed before
-            return self._totals.report(Segment(0, 0), None, self.plan, None, self.arena, None)
+            return self._totals.report(Segment(0, 0), None, self.plan, None, self.arena)
         self._engine.mechanism.take_times()
         segment = self._engine.segment
         self._take_peak(segment)
         memory = self._device.peaks() if self._state == "open" else self._memory
         followed = self._following.plan if self._following is not None else None
-        proof = self._certifier.certificate(self.plan, self._where.type) if self._certifier is not None else None
-        return self._totals.report(segment, followed, self.plan, memory, self.arena, proof)
+        return self._totals.report(segment, followed, self.plan, memory, self.arena)
 
     def explain_peak(self) -> str:
         """Where the step's peak is and what holds it, as text; empty if :attr:`profile` is None.
@@ -371,6 +357,7 @@ class Session:
     def _chosen(self, segment: Segment) -> None:
         self._watch = None
         plan = self._following = self._source.following(segment)
+        self._engine.audit.step_ends()
         if plan is None or self._engine.follows is None:
             self._step_arena.stands_aside()
             self._meter.uses_arena(0)
@@ -379,6 +366,8 @@ class Session:
             return
         if self._followed.get(plan.kind) is not plan:
             self._begins(plan)
+        if self._on_audit is not OnAudit.OFF and self._engine.follows is not None:
+            self._audit(plan)
         if self._is_metered:
             self._meter.uses_arena(self._step_arena.held_for(plan.plan))
             memory = plan.plan.prediction.memory
@@ -387,11 +376,38 @@ class Session:
         if self._source.is_given:
             self._check_gradients(segment, plan.plan)
 
+    def _audit(self, plan: ActivePlan) -> None:
+        """Has values of the step that begins compared."""
+        arena_bytes = self._step_arena.held_for(plan.plan)
+        room = plan.room_beside(arena_bytes, may_be_recorded=self._step_arena.is_possible and not arena_bytes)
+        self._engine.audit.step_begins(plan.audited, room, plan.plan.prediction.step_s)
+        if self._engine.audit.keeps_all:
+            self._step_arena.stands_aside()
+
+    def _tell_differences(self, segment: Segment) -> None:
+        """Values that did not come back as they were are told, and kept from now on."""
+        audit, plan = self._engine.audit, self._following
+        segment.report.audited_values = audit.compared
+        found, audit.differing = audit.differing, []
+        if not found or plan is None:
+            return
+        segment.report.audit_differences += len(found)
+        for one in found:
+            one.plan.kept.add(one.index)
+            one.plan.is_alarmed = not audit.keeps_all
+        text = differences_text([one.value for one in found], is_right=all(one.is_right for one in found))
+        if self._on_audit is OnAudit.ERROR:
+            raise AuditError(text)
+        self._messages.warn(f"{text}; {self._source.keep(plan, [one.value.name for one in found])}")
+
     def _begins(self, plan: ActivePlan) -> None:
         """The first step under the plan begins. The plan replaces the one that its kind has followed before."""
+        if not self._followed:
+            gc.collect()  # so that an earlier session, and its model, do not count for this one
         before = self._followed.get(plan.kind)
         self._followed[plan.kind] = plan
         if before is not None:
+            plan.audited.takes_over(before.audited)
             self._step_arena.forget(before.plan)
         if reason := self._step_arena.why_not(plan.plan):
             self._messages.warn(f"{FROM_TORCH}, and not from one arena: {reason}")
@@ -411,7 +427,7 @@ class Session:
         self._meter.point()
         if passed > 1:
             self._step_arena.at(passed)
-        elif self._following is not None and self._engine.follows is not None:
+        elif self._following is not None and self._engine.follows is not None and not self._engine.audit.keeps_all:
             self._step_arena.begin(self._following.plan, self._engine.segment)
             self._meter.uses_arena(self._step_arena.arena_bytes)
 
@@ -419,9 +435,6 @@ class Session:
         self._source.optimizing(optimizer)
         if complaint := self._totals.optimizing(self._engine.segment):
             self._messages.warn(complaint)
-        if self._certifier is not None:
-            plan = self._following.plan if self._following is not None else None
-            self._certifier.follows(plan if plan and follows(self._engine.segment, plan.instructions) else None)
         self._step_arena.optimizer_steps(optimizer)
 
     def _resting(self) -> None:
@@ -449,6 +462,7 @@ class Session:
         self._meter.step_is_over()
         self._take_peak(segment)
         self._look(segment)
+        self._tell_differences(segment)
 
     def _ended(self, segment: Segment) -> None:
         self._meter.step_is_over()
@@ -462,7 +476,10 @@ class Session:
             self._source.lacks_arena(plan, more_bytes)
         if plan is not None and self._looks:
             self._look(segment)
-            plan.ended(self._meter.blocks_peak_bytes, has_gradients=bool(segment.gradient_bytes))
+            plan.ended(
+                None if self._engine.audit.keeps_all else self._meter.blocks_peak_bytes,
+                has_gradients=bool(segment.gradient_bytes),
+            )
 
     # -- steps and their budgets ----------------------------------------------------------------------------------
 
@@ -476,6 +493,8 @@ class Session:
         plan, peak_bytes = self._following, segment.report.peak_bytes
         if not self._looks or plan is None or peak_bytes is None or not plan.is_over(peak_bytes):
             return
+        if self._engine.audit.keeps_all:
+            return
         if segment.diverged:
             if not self._is_left_told and self._meter.is_certain:
                 self._is_left_told = True
@@ -487,8 +506,7 @@ class Session:
             is_smaller = self._step_arena.exceeded(plan.plan, peak_bytes - plan.plan.budget_bytes)
             if is_smaller is not None:
                 now = FROM_SMALLER if is_smaller else FROM_TORCH
-                took, budget = format_bytes(peak_bytes), format_bytes(plan.plan.budget_bytes)
-                self._messages.say(f"{now} from now on: with the whole one a step took {took}, its budget is {budget}")
+                self._messages.warn(f"{self._above(plan, segment, peak_bytes)}; {now} from now on, within the budget")
         elif not self._meter.is_certain and not self._is_ending:  # at the end no later step can tell
             plan.check_next()
         else:
@@ -497,8 +515,7 @@ class Session:
     def _is_above(self, plan: ActivePlan, segment: Segment, peak_bytes: int) -> None:
         """Reports the excess, raises, or requests another plan."""
         plan.has_exceeded = True
-        held = held_beside(self._engine, segment, plan.plan)
-        text = over_budget_text(peak_bytes, plan.plan, described(self._meter.moment, plan.plan), held)
+        text = self._above(plan, segment, peak_bytes)
         if self._on_over_budget is OverBudget.ERROR:
             raise BudgetExceededError(f"{text}; {REMEDY}", peak_bytes=peak_bytes)
         plan.is_told = True
@@ -509,28 +526,10 @@ class Session:
         more_bytes = rounded_up(max(1, peak_bytes - promised_bytes))
         self._messages.warn(f"{text}; {self._source.plan_again(plan, more_bytes)}")
 
-    # -- names of 0.2, for one version more -----------------------------------------------------------------------
-
-    @property
-    def ways(self) -> dict[Hashable, SimpleNamespace]:
-        """Use :attr:`plans`."""
-        _goes("ways", "plans")
-        return {kind: SimpleNamespace(key=kind, plan=plan) for kind, plan in self.plans.items()}
-
-    @property
-    def followed(self) -> int:
-        """Use ``report().steps_followed``. This is the number of steps that have begun under a plan."""
-        _goes("followed", "report().steps_followed")
-        return sum(one.begun for one in self._followed.values())
-
-    @property
-    def engine(self) -> Engine:
-        """Internal."""
-        _goes("engine", "last, total and report()")
-        return self._engine
-
-
-def _goes(name: str, instead: str) -> None:
-    warnings.warn(
-        f"session.{name} will be removed in the next version; use session.{instead}", DeprecationWarning, stacklevel=3
-    )
+    def _above(self, plan: ActivePlan, segment: Segment, peak_bytes: int) -> str:
+        where, gaps_bytes = described(self._meter.moment, plan.plan), 0
+        blocks_bytes = self._meter.blocks_peak_bytes or peak_bytes
+        if blocks_bytes <= plan.plan.prediction.peak_bytes:  # nothing takes more than predicted
+            gaps_bytes = peak_bytes - blocks_bytes
+        held = [] if gaps_bytes else held_beside(self._engine, segment, plan.plan)
+        return over_budget_text(peak_bytes, plan.plan, where, held, gaps_bytes)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from poochplan.formats.plan import Instructions, Plan
-from poochplan.formats.run_record import Certificate
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.run_report import ArenaReport, MemoryPeaks, Report, SessionStatus, StepReport
 from poochplan.torch_private.compiler_internals import compiled_graphs
@@ -123,7 +122,6 @@ class StepTotals:
         promised: Plan | None,
         memory: MemoryPeaks | None,
         arena: ArenaReport | None,
-        certificate: Certificate | None,
     ) -> Report:
         """The report, with the open segment as the last step, and the plan that it followed or was meant to."""
         totals = copy.deepcopy(self, {id(self._models): self._models, id(self._last): self._last})
@@ -140,7 +138,6 @@ class StepTotals:
             memory=memory,
             arena=arena,
             compiled_graphs=max(compiled_graphs() - self._compiled, 0),
-            certificate=certificate,
         )
 
 

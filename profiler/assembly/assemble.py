@@ -156,9 +156,10 @@ def build_values(capture: Capture, kinds: dict[int, Kind], last_tick: int) -> tu
     for number, captured in enumerate(capture.values):
         was_there = captured.born < 0 and captured.born_tick is None
         kind = Kind.INPUT if was_there else Kind.ACTIVATION if number in saved else Kind.TEMPORARY
-        ends = (captured.died, captured.let_go) if number in capture.saved_values else (captured.died,)
-        died = last_tick if captured.died is None else captured.died
-        freed = max(last_tick if at is None else at for at in ends)
+        ends = (captured.died, captured.let_go) if capture.lifetimes.is_saved(number) else (captured.died,)
+        died = last_tick if captured.died is None else max(0, captured.died)  # it may die before the first op
+        freed = max(died, *(last_tick if at is None else at for at in ends))
+        lives_on = freed == last_tick if left_over is None else number in left_over
         values.append(
             Value(
                 name=names[number],
@@ -171,12 +172,9 @@ def build_values(capture: Capture, kinds: dict[int, Kind], last_tick: int) -> tu
                 born_tick=captured.born_tick,
                 forward_death=died,
                 freed=freed,
-                gone_by_next=left_over is not None
-                and captured.born >= 0
-                and freed == last_tick
-                and number not in left_over,
+                gone_by_next=captured.born >= 0 and freed == last_tick and not lives_on,
                 stretch_of=captured.stretch_of,
-                pinned=_pinned(captured, number in saved, died, first_use.get(number)),
+                pinned=_pinned(captured, died, first_use.get(number), lives_on=lives_on) if number in saved else "",
                 unreplayable=_unreplayable(capture, number, writers.get(number, [])) if number in saved else "",
             )
         )
@@ -221,13 +219,13 @@ def ops_fingerprint(ops: tuple[Op, ...], points: tuple[Point, ...], values: tupl
     return digest.hexdigest()[:16]
 
 
-def _pinned(captured: CapturedValue, saved: bool, died: int, first_use: int | None) -> str:
-    if not saved:
-        return ""
+def _pinned(captured: CapturedValue, died: int, first_use: int | None, *, lives_on: bool) -> str:
     if captured.pinned_because:
         return captured.pinned_because
     if captured.born < 0:
         return "input of the step: held by the caller, or made outside torch or by a compiled function"
+    if first_use is None and lives_on:
+        return "saved for an output that outlives the step, and that backward does not use"
     if first_use is not None and died >= first_use:
         return "held by something other than autograd until backward uses it"
     return ""

@@ -339,7 +339,7 @@ class Verifying(Summing):
     @contextlib.contextmanager
     def instruments(self, segment: Segment) -> Iterator[None]:
         if not self.context.is_repeated:
-            self.look_around()
+            self.look_around(segment)
         yield
 
     def end(self, *, stepped: bool) -> None:

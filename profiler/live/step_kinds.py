@@ -76,6 +76,9 @@ class StepKind:
         """The shape (see :func:`shape_of`) of its first segment with a result."""
         self.base_bytes = 0
         """Bytes alive when that segment began, plus those foreseen then: foreseen growth does not change the sum."""
+        self._last: Segment | None = None
+        self._is_used_later = False
+        """Whether later segments have used what one of the kind has left over."""
         self._most_bytes = most_bytes
         self._new_study, self._study = study, study()
         self.next_observer: NewObserver | None = next(self._study)
@@ -84,7 +87,7 @@ class StepKind:
     def has_seen(self, observer: SegmentObserver, segment: Segment) -> None:
         """An observed segment is over."""
         self.segments += 1
-        why_not = observer.why_not or _WHY_NOT.get(segment.outcome or Outcome.USED, "")
+        why_not = observer.why_not or self._why_not(observer, segment)
         why_not = UNMOVED if why_not == UNUSED and segment.others and not segment.saves else why_not
         longer = self._is_other_path(observer, segment)
         if longer is not None:
@@ -135,6 +138,15 @@ class StepKind:
             self._go_on(lambda: self._study.throw(NoMoreSegments()))
         elif self._shorter >= MOST_SHORTER:  # the longest one is too rare
             self._shorter = self._least_values = 0
+
+    def _why_not(self, observer: SegmentObserver, segment: Segment) -> str:
+        """Why the outcome says nothing. What is left over may be only held, as an output is that the loop logs."""
+        before, self._last = self._last, segment
+        self._is_used_later |= before is not None and bool(before.late_uses)
+        is_only_held = segment.used and not (self._is_used_later or observer.is_retained)
+        if segment.outcome is Outcome.LEFT_OVER and is_only_held:
+            return ""
+        return _WHY_NOT.get(segment.outcome or Outcome.USED, "")
 
     @property
     def is_studied(self) -> bool:
@@ -259,7 +271,9 @@ UNMOVED = "all that they save is sparse, nested or of a subclass, which no plan 
 _WHY_NOT = {
     Outcome.RAISED: "the forward raised",
     Outcome.UNUSED: UNUSED,
-    Outcome.LEFT_OVER: "a later part of the loop uses the saved tensors, or the loop holds them (retain_graph=True)",
+    Outcome.LEFT_OVER: (
+        "a later part of the loop uses the saved tensors, or its backward keeps them (retain_graph=True)"
+    ),
 }
 """Outcomes of a segment that say nothing about a complete one."""
 _TRIES = {Outcome.LEFT_OVER: 3, Outcome.UNUSED: 3}

@@ -95,6 +95,9 @@ def study(context: StudyContext, options: StudyOptions) -> Studied:
     """Asks for observers, receives each back when its step has a result, and returns the profile."""
     options.say("capturing one step")
     seen: Capturing = yield lambda: Capturing(context)
+    if context.is_repeated and seen.lives_on:
+        options.say("capturing the next step: it begins with what this one has left")
+        seen = yield partial(Capturing, context, before=seen.capture)
     seen.capture.left_over = seen.capture.lifetimes.held()  # the next step is about to begin
     options.say("measuring the link")
     draft = partial(seen.draft, link=options.link(), workload=options.workload)

@@ -24,8 +24,6 @@ Rules, cited in the code:
     formulas for some backwards under a mode.
 12. A source is held only as its copy's op has read it: if it was written since, the plan's replays do without it.
 13. A DTensor is saved as its local tensor, and returned as a DTensor around that. One written in place is not touched.
-14. Bits are held only of what the recorded ops of a mask have made, and so is each other narrow form; anything else is
-    swapped.
 """
 
 from __future__ import annotations
@@ -48,7 +46,6 @@ from poochplan.formats.plan_set import Signature
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.transfers import held_back, raise_held_back
 from poochplan.runtime.metering.census import one_moment
-from poochplan.runtime.replays.bits import NO_MASK, Tables
 from poochplan.runtime.replays.replay import NotReplayable, Recipe, StorageRecord
 from poochplan.runtime.replays.tape import Recorder, Tape
 from poochplan.runtime.run_report import FallbackKind, Fallbacks
@@ -70,10 +67,11 @@ from poochplan.tensors.storages import (
 from poochplan.torch_private.sharding import gathered_weights, has_storages
 from poochplan.torch_private.tensor_internals import in_backward, is_scripted, mode_count, storage_identity, version_of
 
+from .audit import Audit
 from .cursor import NO_EVENTS, Cursor, Segment, StepEvents
 from .host_tier import HostTier
 from .mechanism import Mechanism, Rebuild, rebuild_together
-from .saved_value import SavedHandle, SavedValue, held_bits, held_source
+from .saved_value import SavedHandle, SavedValue, held_source
 
 AroundCall = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 """Returns the callable that replaces a compiled callable, which is given with its path."""
@@ -110,17 +108,14 @@ class Engine:
         self.tape = Tape(device.kind)
         self.recorder = Recorder(self.tape)
         self.host = HostTier(chooser.alternatives)
-        self.mechanism = Mechanism(device, self.host, rebuild, self._copy_failed)
+        self.audit = Audit(device.where)
+        self.mechanism = Mechanism(device, self.host, rebuild, self._copy_failed, self.audit)
         self._chooser = chooser
         self._policy: StepPolicy | None = None
         self.model = model
         self._parts = parts
         self._events = events
         self.fallbacks = Fallbacks()
-        self._no_mask: StorageRecord | None = None
-        """The last storage that was to be narrowed, and could not be."""
-        self._tables: Tables = {}
-        """By these bits are widened on CUDA, as long as plans have sources."""
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Storages of ``tape.static``, by identity: another may get that of a buffer that a forward replaces."""
         self._own = set[int]()
@@ -159,6 +154,7 @@ class Engine:
         with Unseen():  # parameters may be sparse, and are taken apart
             self._look_at_model(segment)
         self.tape.forget(lambda: before.is_held)
+        segment.left_over = [weakref.ref(value) for value in self._left_over()]
         segment.left_over_bytes = sum(storage.nbytes() for storage in self.left_over_storages())
         with self._lock:
             if self.host.step_begins():
@@ -252,8 +248,6 @@ class Engine:
                 if policy is None or self.is_aside:
                     return
                 self._policy = policy
-                if not policy.sources:
-                    self._tables.clear()
                 self._events.chosen(segment)
             if policy.instructions is not None:
                 self.host.follow(policy.instructions)
@@ -265,6 +259,7 @@ class Engine:
         kind, static, before = self.device.kind, self.tape.static, self._alive
         static.clear()
         self._own.clear()
+        self.tape.buffers.clear()
         self._alive = {}
         segment.gradient_bytes = 0
         model = self.model_of(segment)
@@ -273,6 +268,8 @@ class Engine:
             storage = plain_storage(tensor, kind)
             if storage is not None:
                 key = storage_identity(storage)
+                if tensor.ndim < 2 or not isinstance(tensor, torch.nn.Parameter):
+                    self.tape.buffers.add(key)
                 static[key] = max(version_of(tensor), static.get(key, 0))
                 reference = before.get(key)
                 if reference is None or reference() is not storage:
@@ -288,10 +285,12 @@ class Engine:
 
     def left_over_storages(self) -> list[torch.UntypedStorage]:
         """Device storages of values that earlier segments saved and that are still held."""
+        return [value.storage for value in self._left_over() if value.storage is not None]
+
+    def _left_over(self) -> list[SavedValue]:
         if not self.cursor.holds_values:
             return []
-        values = self.tape.earlier_values()
-        return [one.storage for one in values if isinstance(one, SavedValue) and one.storage is not None]
+        return [value for value in self.tape.earlier_values() if isinstance(value, SavedValue)]
 
     # -- pack -------------------------------------------------------------------------------------------------
 
@@ -384,13 +383,7 @@ class Engine:
         except LeftOut as gap:
             self._pass_over(gap)
             return self._pass_source(record, tensor)
-        value, home = None, self.device.compute
-        if not planned.bits:
-            value = held_source(record, planned, home)
-        elif planned.until >= 0 and planned.decision is not Decision.RECOMPUTE:  # or no replay starts from them
-            self.tape.count += 1
-            value = held_bits(record, tensor.dtype, planned, home, self.tape.count, self._tables)
-            self._no_mask = record if value is None else None
+        value = held_source(record, planned, self.device.compute)
         segment.saves += 1
         segment.packs += 1
         self._events.point(segment.saves + segment.uses)
@@ -420,6 +413,8 @@ class Engine:
                 record.save_point = index
                 segment.saves += 1
                 self._events.point(segment.saves + segment.uses)
+                self.audit.point(segment.saves)
+                decision = Decision.KEEP if self.audit.is_kept(index) else decision
         except LeftOut as gap:
             self._pass_over(gap)
             if self._policy.sources and index is not None:
@@ -444,8 +439,6 @@ class Engine:
     def _forget(self, value: SavedValue) -> None:
         assert self._policy is not None
         try:
-            if value.record is self._no_mask:
-                raise NotReplayable(NO_MASK)
             recipe = Recipe(value.record, value.generation)
         except NotReplayable as reason:  # Rule 10
             self._fell_back(FallbackKind.NOT_REPLAYABLE, f"{value.name} is swapped, not recomputed: {reason}")
@@ -453,6 +446,7 @@ class Engine:
             self._carry_out(self._policy.not_replayable(value, reason))
             return
         self._policy.before_drop(value)
+        self.audit.leaves(value)
         value.is_dropped(recipe)
 
     # -- unpack -----------------------------------------------------------------------------------------------
@@ -491,7 +485,11 @@ class Engine:
         segment = self.segment
         if not self.cursor.is_open or handle.segment != segment.number or self._policy is None:
             segment.earlier_uses += handle.segment != segment.number
+            if handle.lease is not None and handle.lease.late_uses is not None:
+                handle.lease.late_uses.append(handle.ordinal)
             return None
+        if not segment.used:
+            self.audit.point(segment.saves)
         segment.used = True
         try:
             actions = self._policy.at_use(segment.uses, handle, segment.saves)

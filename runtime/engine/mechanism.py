@@ -16,10 +16,12 @@ from poochplan.errors import is_out_of_memory
 from poochplan.formats.plan import Decision
 from poochplan.runtime.devices.device import ComputeDevice, Stopwatch
 from poochplan.runtime.devices.transfers import copy_in, copy_out
-from poochplan.runtime.replays.replay import Content, RunOps, replay, run_ops
+from poochplan.runtime.replays.replay import Content, RunOps, replay
+from poochplan.runtime.replays.running import run_ops
 from poochplan.runtime.run_report import StepReport
 from poochplan.runtime.step_policies.step_policy import Actions
 
+from .audit import Audit
 from .host_tier import HostTier
 from .saved_value import SavedValue, ValueState
 
@@ -47,6 +49,7 @@ class Mechanism:
         host: HostTier,
         rebuild: Rebuild,
         copy_failed: Callable[[SavedValue, OSError], None],
+        audit: Audit,
     ) -> None:
         self.report = StepReport()
         self.timed = self._is_short_of_ways = False
@@ -55,6 +58,7 @@ class Mechanism:
         self._host = host
         self._rebuild = rebuild
         self._copy_failed = copy_failed
+        self._audit = audit
 
     def carry_out(self, actions: Actions) -> None:
         """Carries out the actions of a point, in order (rule 7)."""
@@ -91,6 +95,7 @@ class Mechanism:
             self._host.free_place(offset)  # last, because the place may then belong to another value
             self._copy_failed(value, error)
             return
+        self._audit.leaves(value)
         value.is_released()
 
     def prefetch(self, value: SavedValue) -> None:
@@ -115,7 +120,10 @@ class Mechanism:
     def run_replay(self, value: SavedValue, run: RunOps) -> list[SavedValue]:
         """One replay, whose ops ``run`` runs; brings back all values that it rebuilds."""
         resident = self.rescued if self._is_short_of_ways else self.resident
-        back = [_saved(one) for one in replay(value, lambda one: resident(_saved(one)), self.device.kind, run)]
+        found = replay(
+            value, lambda one: resident(_saved(one)), self.device.kind, run, from_copies=run is run_ops
+        )  # verification asks what the step itself writes
+        back = [_saved(one) for one in found]
         for rebuilt in back:
             rebuilt.home = self.device.compute
         self.report.replayed_values += len(back)
@@ -130,6 +138,8 @@ class Mechanism:
         if value.state is ValueState.ARRIVING:
             with self._times(self._stalls):
                 self.report.stall_s += value.arrived()
+        if value.beside is not None:
+            self._audit.comes_back(value)
         assert value.storage is not None
         if value.home is not None:
             self.device.use(value.storage, value.home)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from typing import Any
 
 import msgspec
 import torch
@@ -12,7 +13,6 @@ from poochplan.errors import SpillError
 from poochplan.formats.plan import Decision, PlannedValue
 from poochplan.runtime.devices.device import Stream
 from poochplan.runtime.devices.transfers import Copy
-from poochplan.runtime.replays.bits import Tables, bits_of
 from poochplan.runtime.replays.replay import Recipe, StorageRecord, source_of
 from poochplan.tensors.storages import Geometry, Shell, check_unwritten, counted_by, version_probe
 from poochplan.torch_private.tensor_internals import detached_alias, version_of
@@ -60,6 +60,8 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
     out_copy: Copy | None = None
     in_copy: Copy | None = None
     recipe: Recipe | None = None
+    beside: Any = None
+    """What the audit knows of it while it is released."""
 
     @classmethod
     def of(cls, decision: Decision, record: StorageRecord, tensor: torch.Tensor, home: Stream | None) -> SavedValue:
@@ -178,30 +180,18 @@ def held_source(record: StorageRecord, planned: PlannedValue, home: Stream | Non
     return value
 
 
-def held_bits(
-    mask: StorageRecord, dtype: torch.dtype, planned: PlannedValue, home: Stream | None, order: int, tables: Tables
-) -> SavedValue | None:
-    """The bits of a mask, or its other form, made now; None if it has none. ``order``: of the op that widens them."""
-    made = bits_of(mask, dtype, planned.dtype, order, planned.size_bytes, tables)  # Rule 14
-    if made is None:
-        return None
-    record, bits = made
-    probe, geometry, storage = version_probe(bits), Geometry.of(bits), bits.untyped_storage()
-    value = SavedValue(planned.decision, record, 0, probe, version_of(bits), geometry, storage.nbytes(), storage, home)
-    record.attach(value)
-    return value
-
-
 class Lease:
     """Every handle on a segment's values holds its lease. So it dies with the last handle, wherever an interrupt comes.
 
     The leases of all segments hold ``whole``, which dies with the last of them.
     """
 
-    __slots__ = ("__weakref__", "whole")
+    __slots__ = ("__weakref__", "late_uses", "whole")
 
-    def __init__(self, whole: Lease | None = None) -> None:
+    def __init__(self, whole: Lease | None = None, late_uses: list[int] | None = None) -> None:
         self.whole = whole
+        self.late_uses = late_uses
+        """The handles that were first used after their segment, by ordinal: the segment's list."""
 
 
 class SavedHandle(msgspec.Struct, gc=False, eq=False):

@@ -49,7 +49,8 @@ class Follow(StepPolicy):
     plan: the plan to follow.
     safe: decides if the step diverges, and for values that cannot be recomputed.
     policy: whether a diverged step is an error.
-    inputs, model: of the planned step, if they matter. With inputs, layers save only after the model is called.
+    inputs, model, tensors: of the planned step, if they matter. With inputs, layers save only after the model is
+        called. ``tensors``: its parameters and buffers, as in the plan.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Follow(StepPolicy):
         *,
         inputs: Signature = (),
         model: torch.nn.Module | None = None,
+        tensors: tuple[str, ...] = (),
     ) -> None:
         self.instructions = plan.instructions
         self._plan = plan
@@ -77,7 +79,7 @@ class Follow(StepPolicy):
         """Whether it diverged where the planned value has another size."""
         self._sources: list[tuple[int, SavedValue]] = []
         """Sources from which recipes still to be made start, with the last save point of these."""
-        self._inputs, self._model = inputs, model
+        self._inputs, self._model, self._tensors = inputs, model, tensors
         self._awaits_call: Segment | None = None
         self.divergence = ""
         """Where and how the segment diverged; empty while it has not."""
@@ -248,7 +250,8 @@ class Follow(StepPolicy):
         self._let_go()
         self.divergence = reason.reason
         if self._difference is not None:
-            reason.advice = what_changed(self._segment, self._inputs, self._model, self._difference)
+            changed = what_changed(self._segment, self._inputs, self._model, self._difference, self._tensors)
+            reason.advice = changed
         self._policy.judge(reason)
         if self._awaits_call is not None and self._awaits_call.model is None:  # perhaps not a step of the model
             self._awaits_call.aside = True

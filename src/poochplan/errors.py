@@ -46,6 +46,10 @@ class DivergenceError(PoochError):
     exit_code = 6
 
 
+class AuditError(PoochError):
+    """A value did not come back as it was when it was released; raised with ``on_audit="error"``."""
+
+
 class BudgetExceededError(PoochError):
     """A step that followed its plan exceeded its budget; raised by ``pooch run`` and with ``on_over_budget="error"``.
 

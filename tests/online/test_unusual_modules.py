@@ -1,6 +1,5 @@
-"""Modules and tensors at which a look warns or raises: TorchScript, parameters replaced for a call, code of an author who
-allows no questions, parts that forbid hooks. Their loops train under ``auto`` as without, and profiles of them end in
-words.
+"""Modules and tensors at which a look warns or raises: TorchScript, parameters replaced for a call, modules that answer
+no questions, parts that forbid hooks. Their loops train under ``auto`` as without, and profiles of them end in words.
 """
 
 from __future__ import annotations

@@ -39,6 +39,8 @@ DOORWAYS = frozenset(
         ("tensor_internals.py", "run"),
         ("tensor_internals.py", "_run_backward"),
         ("compiler_internals.py", "run"),
+        ("session.py", "__enter__"),
+        ("session.py", "__exit__"),
     }
 )
 """The functions that torch itself calls, each of which tries what it calls: nothing stands around them."""
@@ -187,7 +189,9 @@ def steps(watch: Watch, case: Case, count: int, session_of: SessionOf) -> list[b
     model, step, optimizer = case.fresh()
     torch.manual_seed(1)
     bits: list[bytes] = []
-    with session_of(model, optimizer):
+    session = session_of(model, optimizer)
+    watch.phase = "entering"
+    with session:
         for _ in range(count):
             watch.phase = "forward"
             optimizer.zero_grad()
@@ -199,6 +203,8 @@ def steps(watch: Watch, case: Case, count: int, session_of: SessionOf) -> list[b
             watch.phase = ""
             bits.append(as_bytes(loss.detach()))
             bits += [as_bytes(one.grad) for one in model.parameters() if one.grad is not None]
+        watch.phase = "leaving"
+    watch.phase = ""
     bits += [as_bytes(one) for one in (*model.parameters(), *model.buffers(), torch.get_rng_state())]
     return bits
 

@@ -172,9 +172,10 @@ def test_a_warning_that_is_an_error_is_a_line(
 DAEMON = """
     import os, sys, tempfile, torch
     {before}
+    import poochplan
     import poochplan.guard
-    poochplan.guard.RAISES = False
     from torch import nn
+    poochplan.guard.RAISES = False
     def trained(around):
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 64), nn.Sigmoid(), nn.Linear(64, 64))
@@ -212,8 +213,9 @@ def test_a_loop_without_stderr_trains_with_the_same_bits(kind: str) -> None:
     assert python(DAEMON.format(before=before, amid=amid)) == "equal\n"
 
 
-def test_a_loop_with_warnings_as_errors_says_its_refusal_and_goes_on(tmp_path: Path) -> None:
-    before = "import warnings; warnings.simplefilter('error')"
+@pytest.mark.parametrize("action", ["error", "ignore"])
+def test_a_loop_whose_filters_hide_warnings_or_raise_them_says_its_refusal_and_goes_on(action: str) -> None:
+    before = f"import warnings; warnings.simplefilter('{action}')"
     code = DAEMON.format(before=before, amid="pass").replace('budget="80%"', "budget=4096")
     code = code.replace("range(4)", "range(14)").replace('"swap"', '"in-core"')
     said = [line for line in stderr_of(code).splitlines() if "no plan fits" in line]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -15,6 +15,7 @@ import torch
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Link, LinkDirection, Profile
 from poochplan.formats.profile_parts import rounded_up
+from poochplan.formats.queries import with_kept
 from poochplan.online.known_plans import KnownPlans
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.live.loop_observer import LoopObserver
@@ -25,7 +26,7 @@ from poochplan.profiler.trials.machine_facts import with_cached_cost, with_known
 from poochplan.runtime.active_plan import MOST_PLANS, REMEDY, STILL_GROWS, ActivePlan, OverBudget
 from poochplan.runtime.applying import check_model
 from poochplan.runtime.arena.library import is_loaded
-from poochplan.runtime.attachment import Attachment, Hooks
+from poochplan.runtime.attachment import KEPT_BY_PLAN, KEPT_FROM_NOW_ON, Attachment, Hooks
 from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.messages import Messages
 from poochplan.runtime.metering.census import Growth, foreseen_bytes
@@ -361,6 +362,15 @@ class StudiedPlans(LoopObserver):
         self._want_another(key, profile, more_bytes)
         return f"another plan is made that has room for {format_bytes(more_bytes)} more"
 
+    def keep(self, plan: ActivePlan, names: Iterable[str]) -> str:
+        """Plans in the other process; until then steps follow the present plan, but keep these values."""
+        key = self._key_of(plan)
+        profile = self._known.profiles.get(key)
+        if profile is None or self._ranks is not None:
+            return KEPT_FROM_NOW_ON
+        self._want_meanwhile(key, with_kept(profile, names))
+        return KEPT_BY_PLAN
+
     def _want_another(self, key: Key, profile: Profile, more_bytes: int) -> None:
         self._known.withdraw(key)
         profile = with_bytes_beside(profile, more_bytes)
@@ -368,15 +378,18 @@ class StudiedPlans(LoopObserver):
         self._known.want(key, profile, ahead_bytes, arena_room_bytes=self._arena_room_bytes[key])
 
     def _is_outgrown(self, plan: ActivePlan, number: int) -> bool:
-        """Whether the memory outside the step now makes the plan exceed its budget. If so, another plan is made."""
+        """Whether the memory outside the step now makes the plan exceed its budget. If so, another plan is made, unless
+        it grows on and on: then the step is reported that exceeds its budget.
+        """
         key = self._key_of(plan)
         profile, beside = self._known.profiles.get(key), self._beside[key]
         if self._known.policy is not OverBudget.REPLAN or profile is None:
             return False
-        if not (plan.is_due or beside.is_due(number)):
+        if not (plan.is_due or beside.is_due(number)) or self._grown[key] == MOST_PLANS:
             return False
         more_bytes = beside.outgrown(number, profile, plan.plan, self.context.where.type)
         if more_bytes:
+            self._grown[key] += 1
             self._messages.say(auto_messages.OUTGROWN)
             self._want_another(key, profile, more_bytes)
         return bool(more_bytes)

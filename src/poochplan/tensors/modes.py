@@ -14,11 +14,13 @@ from torch.utils.hooks import RemovableHandle
 
 from poochplan.errors import UsageError
 from poochplan.guard import Guard, guard_here, guarded_around, guarded_dispatch
+from poochplan.torch_private.attributes import with_attributes
 from poochplan.torch_private.compiler_internals import (
     call_attribute,
     dispatch_hidden_from_compiler,
     hidden_from_compiler,
     is_compiled,
+    run_as_written,
 )
 from poochplan.torch_private.tensor_internals import (
     TorchDispatchMode,
@@ -216,8 +218,11 @@ def is_dispatched_plainly() -> bool:
 def uncompiled_hooks(
     pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
 ) -> torch.autograd.graph.saved_tensors_hooks:
-    """Saved-tensors hooks that the compiler does not look into when compiled code calls them."""
-    pack, unpack = hidden_from_compiler(pack), hidden_from_compiler(unpack)
+    """Saved-tensors hooks that the compiler does not look into when compiled code calls them. Attributes of the tensors
+    come back with them.
+    """
+    pack, unpack = with_attributes(hidden_from_compiler(pack), hidden_from_compiler(unpack))
+    run_as_written(pack, unpack)
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
@@ -325,7 +330,7 @@ def around_calls(model: torch.nn.Module, begins: Begins | None = None, ends: End
             if guard is None or not guard.takes(error):
                 raise
 
-    if isinstance(model, torch.jit.RecursiveScriptModule):
+    if isinstance(model, torch.jit.ScriptModule):
         raise UsageError(
             "model: expected one that takes hooks, found TorchScript (torch.jit.script or load) as a whole; give a "
             "module that contains it, such as torch.nn.Sequential(model), and call that"

@@ -90,12 +90,6 @@ def new_storage(size_bytes: int, where: torch.device) -> torch.UntypedStorage:
             settings.fill_uninitialized_memory = True
 
 
-def on_whole(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
-    """The whole storage as one row, without a copy."""
-    count = storage.nbytes() // dtype.itemsize
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (count,), (1,))
-
-
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """All of a storage, as a tensor of bytes on it."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -120,6 +120,12 @@ def hidden_from_compiler(hook: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def run_as_written(*functions: Callable[..., Any]) -> None:
+    """The compiler does not trace these functions themselves. What they call must be hidden from it."""
+    for function in functions if _compiler_is_there() else ():
+        _skip_code(function)
+
+
 def leave_alone(*packages: str) -> None:
     """Has the compiler run these packages' functions as they are where code around the model is compiled, and calls
     them outside its graphs. Otherwise it compiles one after another, and fails at some.

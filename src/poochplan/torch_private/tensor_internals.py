@@ -105,9 +105,7 @@ def packet_of(func: Any) -> Any:
     return getattr(func, "_overloadpacket", None)
 
 
-CASTING: Any = torch.ops.aten._to_copy.default
-"""The op of a cast."""
-WIDENING: tuple[Any, ...] = (CASTING, torch.ops.aten.clone.default)
+WIDENING: tuple[Any, ...] = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 """A cast or a clone may make a larger tensor of the one that it reads (``formats/sources.py``)."""
 
 cudnn_takes_ctc_loss: Any = torch.ops.aten._use_cudnn_ctc_loss.Tensor
@@ -255,8 +253,9 @@ def stand_aside(hooks: torch.autograd.graph.saved_tensors_hooks) -> Iterator[Non
     """
     with _ASIDE_LOCK:
         _ASIDE.append(hooks)
-        torch._C._autograd._saved_tensors_hooks_disable = _disable_others
-        torch._C._autograd._saved_tensors_hooks_enable = _enable_ours
+        hooks_of_torch: Any = torch._C._autograd
+        hooks_of_torch._saved_tensors_hooks_disable = _disable_others
+        hooks_of_torch._saved_tensors_hooks_enable = _enable_ours
     try:
         yield
     finally:
