@@ -133,7 +133,8 @@ def plan(
         found = _optimal(given, search, watch, has_arena=has_arena)
         if arena == "on" and NO_ARENA in found.notes:
             found = replace(found, best=swap_all_on_demand(problem), notes=())
-    notes = (*_shares(measured, profile.link, host_bytes, ranks_per_host), *_without_evaluator(found))
+    held = (note for note in profile.notes if note.startswith(LOSS_IS_HELD))
+    notes = (*held, *_shares(measured, profile.link, host_bytes, ranks_per_host), *_without_evaluator(found))
     found = replace(found, notes=(*found.notes, *notes))
     if line := untold_absence():
         warnings.warn(f"poochplan: {line}", UserWarning, stacklevel=2)
