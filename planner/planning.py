@@ -10,11 +10,12 @@ from functools import partial
 from typing import Literal
 
 from poochplan.errors import InfeasibleError, UsageError
-from poochplan.formats.narrow import NARROWED, SMALLER, narrowed, with_smaller
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan, SolveStatus
 from poochplan.formats.profile import Link, Memory, Profile
+from poochplan.formats.profile_parts import LOSS_IS_HELD
 from poochplan.formats.queries import limits
+from poochplan.formats.sources import SOURCES, with_sources
 from poochplan.planner.arena.step_layout import NO_ARENA, Fitting, layout_of, smallest_arena
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.search.allowance import SearchCallback, SearchLimits
@@ -85,8 +86,7 @@ def plan(
     arena: whether the budget covers one arena for the step and everything outside it
         (``Plan.prediction.arena_peak_bytes``), instead of the peak alone. ``"auto"``: for a CPU profile of allocated
         bytes, and if such a plan is found; the plan's notes say if there is none.
-    without: what the plan may not hold in place of saved values: ``"sources"`` of larger copies, or ``"narrow"``, the
-        bits of masks and other narrow forms.
+    without: what the plan may not hold in place of saved values: ``"sources"`` of larger copies.
 
     Warns, once in a process, if the compiled evaluator cannot be built. The plan's notes say if it was found without.
 
@@ -99,19 +99,15 @@ def plan(
         than one thread or a solver other than HiGHS.
     """
     started_s = time.perf_counter()
-    if unknown := set(without).difference(SMALLER):
-        raise UsageError(f"without: expected {' or '.join(SMALLER)}, found {min(unknown)!r}; name one of these")
+    if unknown := set(without).difference([SOURCES]):
+        raise UsageError(f"without: expected {SOURCES}, found {min(unknown)!r}; name that, or nothing")
     begin_build()
     budget_bytes = parse_budget(budget, profile.in_core_peak_bytes)
     has_arena, measured = in_arena(profile, arena), profile.link
     profile = shared(without_arena(profile) if arena == "off" else profile, ranks_per_host)
-    plain = profile
-    if policy == ILP and profile.in_core_peak_bytes > budget_bytes:
-        profile = with_smaller(plain, without)
+    if policy == ILP and profile.in_core_peak_bytes > budget_bytes and SOURCES not in without:
+        profile = with_sources(profile)
     problem = build_problem(profile)
-    if narrowed(profile) and swap_all_on_demand(problem).peak_bytes > budget_bytes:  # narrowing takes memory itself
-        profile = with_smaller(plain, (*without, NARROWED))
-        problem = build_problem(profile)
     given = PolicyInput(profile, problem, budget_bytes)
     if policy != ILP and arena == "on":
         raise UsageError(f'arena: expected "auto" or "off" with policy {policy!r}, which decides alone, found "on"')

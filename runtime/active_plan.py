@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from enum import StrEnum
 
 from poochplan.formats.plan import Plan
+from poochplan.runtime.engine.audit import AuditedPlan, Room
 from poochplan.runtime.step_policies.follow import IndexedPlan
 from poochplan.units import format_bytes
 
@@ -44,6 +45,7 @@ class ActivePlan:
         self.exact = IndexedPlan.of(plan.instructions)
         self.smaller = IndexedPlan.of(plan.instructions, exact=False)
         """The plan for steps of smaller inputs."""
+        self.audited = AuditedPlan(plan.instructions)
         self.begun = 0
         self.is_told = False
         """Whether a step above the budget was reported. It is reported once."""
@@ -59,6 +61,16 @@ class ActivePlan:
     def is_due(self) -> bool:
         """Whether the next step is to be metered, beginning with a census."""
         return not self._is_settled or self._to_check > 0 or (self.begun + 1) % EVERY == 0
+
+    def room_beside(self, arena_bytes: int, *, may_be_recorded: bool) -> Room:
+        """What the audit may keep beside the next step, by what is predicted and what was measured; nothing in a step
+        whose blocks may be recorded for an arena.
+        """
+        if may_be_recorded or self.has_exceeded:
+            return Room(0)
+        largest_bytes = max(self.plan.prediction.peak_of_step(arena_bytes > 0), *self._most_bytes.values(), 0)
+        block_bytes = max((value.size_bytes for value in self.plan.values), default=0)
+        return Room(self.plan.budget_bytes - largest_bytes, 4 * block_bytes if arena_bytes else 0)
 
     def begins(self) -> None:
         self.begun += 1

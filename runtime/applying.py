@@ -19,6 +19,7 @@ from poochplan.runtime.compiled.inductor import written_replays
 from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.opening import check_cap, model_device, open_device
+from poochplan.runtime.engine.audit import OnAudit
 from poochplan.runtime.messages import Messages, warn
 from poochplan.runtime.metering.step_meter import When
 from poochplan.runtime.step_policies.follow import DivergencePolicy
@@ -28,7 +29,7 @@ from .active_plan import OverBudget
 from .arena.step_arena import ArenaMode, step_arena_for
 from .attachment import together
 from .plan_source import GivenPlans, RanksOf, Replan
-from .session import Certifier, Explain, Session
+from .session import Explain, Session
 
 
 class Planner(NamedTuple):
@@ -38,7 +39,6 @@ class Planner(NamedTuple):
     pack: PackBlocks
     """Makes a layout for the blocks of a step."""
     explain: Explain
-    certifier: Callable[[torch.nn.Module], Certifier]
     ranks_of: RanksOf
 
 
@@ -57,8 +57,8 @@ def apply(
     device: Callable[[], ComputeDevice] | None = None,
     force: bool = False,
     arena: ArenaMode = "auto",
+    on_audit: Literal["warn", "error", "off"] = "warn",
     quiet: bool = False,
-    certify: bool = False,
     planner: Planner | None = None,
 ) -> Session:
     """A session: within ``with apply(plan, model) as session:`` every training step of ``model`` follows the plan.
@@ -96,10 +96,11 @@ def apply(
     device: opens the device to run on, instead of the model's; the session closes it.
     arena: on the CPU, whether steps that follow the plan allocate from one arena. It needs the compiled allocator.
         ``"auto"``: if that can be built; ``"on"``: it is an error if not; ``"off"``: no arena.
+    on_audit: in each step some of the released values are compared with what comes back for them. If one differs,
+        ``"warn"`` reports it once and keeps it from then on, and ``"error"`` raises
+        :class:`~poochplan.errors.AuditError` at the end of the step; ``"off"`` compares nothing.
     force: run the plan even if its times are those of another device's roofline (``plan.roofline``).
     quiet: print nothing on stderr but warnings.
-    certify: take digests of what each step of the optimizer leaves, for ``session.report().certificate``. They are
-        taken on the host.
     planner: ``poochplan.apply`` fills it in.
 
     Warns if the plan was made for another machine (``plan.assumed``), or profiled under other settings of torch
@@ -124,6 +125,7 @@ def apply(
         ("on_over_budget", on_over_budget or OverBudget.WARN, tuple(OverBudget)),
         ("meter", meter, ("first-steps", "always", "never")),
         ("arena", arena, ("auto", "on", "off")),
+        ("on_audit", on_audit, tuple(OnAudit)),
     ):
         if value not in choices:
             wanted = ", ".join(f'"{one}"' for one in choices[:-1]) + f' or "{choices[-1]}"'
@@ -153,7 +155,7 @@ def apply(
     def opened() -> ComputeDevice:
         return open_device(where, spill_dir, first.link.throttle_bytes_per_s, host_limit_bytes, spans=nvtx)
 
-    replan, pack, explain, certifier, ranks_of = planner or (None, None, None, None, lambda _: None)
+    replan, pack, explain, ranks_of = planner or (None, None, None, lambda _: None)
     return Session(
         models,
         where,
@@ -163,9 +165,9 @@ def apply(
         meter=meter,
         cap_bytes=cap_bytes,
         explain=explain,
-        certifier=certifier if certify else None,
         step_arena=step_arena_for(arena, where.type, pack, every),
         messages=Messages(is_quiet=quiet),
+        on_audit=OnAudit(on_audit),
     )
 
 

@@ -7,15 +7,14 @@ filters make an error is a line on stderr.
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-RAISES = os.environ.get("POOCH_RAISES") == "1"
-"""Whether a warning that is an error is raised, so that tests see it."""
+from poochplan.guard import raises
+
 _NOT_THEIRS = ("poochplan", "torch", "contextlib", "weakref", "concurrent", "threading")
 _SUSPENDS = 0x20 | 0x80 | 0x200
 """``CO_GENERATOR``, ``CO_COROUTINE``, ``CO_ASYNC_GENERATOR``: such a frame leaves the stack from time to time."""
@@ -37,7 +36,7 @@ def warn(text: str, category: type[Warning] = RuntimeWarning) -> bool:
             return False
         warnings.warn(line, category, stacklevel=level)
     except Warning:
-        if RAISES:
+        if raises():
             raise
         _write(f"{line}\n")
     except Exception:  # a stderr that is closed, or something else that cannot be written to

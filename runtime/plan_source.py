@@ -12,6 +12,7 @@ from poochplan.errors import DivergenceError, InfeasibleError
 from poochplan.formats.plan import Decision, Instructions, Plan
 from poochplan.formats.plan_set import PlanSet, describe, plans_of
 from poochplan.formats.profile import Profile
+from poochplan.formats.queries import with_kept
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.messages import warn
 from poochplan.runtime.step_policies.follow import DivergencePolicy, Follow
@@ -19,7 +20,7 @@ from poochplan.runtime.step_policies.step_policy import Actions, Diverged, KeepA
 from poochplan.units import format_bytes
 
 from .active_plan import MOST_PLANS, REMEDY, STILL_GROWS, ActivePlan
-from .attachment import Attachment, Hooks, PlanSource
+from .attachment import KEPT_BY_PLAN, KEPT_FROM_NOW_ON, Attachment, Hooks, PlanSource
 from .run_report import FallbackKind, Fallbacks
 
 Replan = Callable[[Profile, Plan, int], Plan]
@@ -154,6 +155,20 @@ class GivenPlans(PlanSource):
 
     def following(self, segment: Segment) -> ActivePlan:
         return self._of[segment.model].latest if segment.model in self._of else self.latest
+
+    def keep(self, plan: ActivePlan, names: Iterable[str]) -> str:
+        """Makes the new plan while the training waits, if the profile is known."""
+        name, beside_bytes = str(plan.kind), self._beside_bytes[str(plan.kind)]
+        if self._replan is None or name not in self._profiles:
+            return KEPT_FROM_NOW_ON
+        profile = with_kept(self._profiles[name], names)
+        try:
+            changed = self._replan(profile, plan.plan, beside_bytes)
+        except InfeasibleError as error:
+            return f"{KEPT_FROM_NOW_ON}: if they are kept, {error}"
+        self._profiles = {**self._profiles, name: profile}
+        self._of[name].follow(changed)
+        return KEPT_BY_PLAN
 
     def plan_again(self, plan: ActivePlan, more_bytes: int) -> str:
         """Makes the new plan while the training waits. The next steps follow it."""

@@ -9,7 +9,6 @@ import msgspec
 
 from poochplan.formats.files import html_table, text_table
 from poochplan.formats.plan import Departure
-from poochplan.formats.run_record import Certificate
 from poochplan.runtime.messages import warn
 from poochplan.units import counted, format_bytes, format_seconds
 
@@ -81,6 +80,10 @@ class StepReport(msgspec.Struct, kw_only=True):
     fallback_kinds: dict[FallbackKind, int] = msgspec.field(default_factory=dict)
     """The number of each kind."""
     fallback_reasons: list[str] = msgspec.field(default_factory=list)
+    audited_values: int = 0
+    """Released values that were compared with what came back for them."""
+    audit_differences: int = 0
+    """Those that did not come back as they were; they are kept from then on."""
     departures: list[Departure] = msgspec.field(default_factory=list)
     """Where steps diverged, once for each step; only the first ones."""
 
@@ -154,8 +157,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     compiled_graphs: int = 0
     """Graphs of any model that ``torch.compile`` compiled inside the session, or took from its caches. Graphs of other
     shapes than the plan's have no plan; ``TORCH_LOGS=recompiles`` shows other reasons for compiling again."""
-    certificate: Certificate | None = None
-    """Digests of the steps so far, with ``certify=True``; ``certificate.save(path)`` writes them."""
 
     def __str__(self) -> str:
         return text_table(self._title(), self._rows(), _HEADINGS)
@@ -185,6 +186,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             row("waits for copies", lambda step: format_seconds(step.stall_s)),
             row("time in hooks", lambda step: format_seconds(step.hooks_s)),
             ("as planned", "", f"{self.steps_followed} of {self.total.steps} steps ({self.status})"),
+            row("audited", self._audited),
             row("not as planned", lambda step: f"{step.fallbacks} times" if step.fallbacks else "never"),
         ]
         if self.compiled_graphs:
@@ -197,6 +199,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         if self.arena is not None:
             rows += _arena_rows(self.arena, self.total)
         return rows + [("because", "", reason) for reason in self.total.fallback_reasons]
+
+    def _audited(self, step: StepReport) -> str:
+        differing = f", {step.audit_differences} DIFFERED" if step.audit_differences else ""
+        return f"{counted(step.audited_values, 'value')}{differing}"
 
     def _peak(self, step: StepReport) -> str:
         if step.peak_bytes is None:

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from types import MappingProxyType, SimpleNamespace, TracebackType
-from typing import Protocol
+from types import MappingProxyType, TracebackType
 
 import torch
 
-from poochplan.errors import BudgetExceededError, UsageError
+from poochplan.errors import AuditError, BudgetExceededError, NativeError, PoochError, SpillError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.formats.profile_parts import rounded_up
-from poochplan.formats.run_record import Certificate
 from poochplan.runtime.devices.cuda import hard_cap
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.transfers import forget_held_back, raise_held_back
+from poochplan.runtime.engine.audit import OnAudit, differences_text
 from poochplan.runtime.engine.cursor import Segment, StepEvents, nothing, weakly
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.messages import Messages
 from poochplan.runtime.metering.holders import held_beside
 from poochplan.runtime.metering.step_meter import StepMeter, When, described
-from poochplan.runtime.step_totals import StepTotals, follows
+from poochplan.runtime.metering.watch import MostBytes, Watch
+from poochplan.runtime.step_totals import StepTotals
 from poochplan.units import format_bytes
 
 from .active_plan import REMEDY, ActivePlan, OverBudget, out_of_memory_text, over_budget_text
@@ -40,16 +39,11 @@ HOST_IS_FULL = (
     "there is no room for {} of swapped values ({}): those that find none stay on the device, and steps may exceed the "
     "budget; free disk space or host memory, or name another spill_dir"
 )
+LEFT_ABOVE = (
+    "a step that has left its plan took {}, more than the budget of {}, as others of its kind may; this is told once"
+)
 Explain = Callable[[Profile, Plan | None, int | None], str]
 """Describes where a step takes most memory, and its holders; the runtime itself cannot."""
-
-
-class Certifier(AbstractContextManager["Certifier"], Protocol):
-    """Takes digests of the results of a block's steps."""
-
-    def follows(self, plan: Plan | None) -> None: ...
-
-    def certificate(self, plan: Plan | None, device: str) -> Certificate: ...
 
 
 class Session:
@@ -71,26 +65,28 @@ class Session:
         meter: When = "first-steps",
         cap_bytes: int | None = None,
         explain: Explain | None = None,
-        certifier: Callable[[torch.nn.Module], Certifier] | None = None,
         step_arena: StepArena | None = None,
         messages: Messages | None = None,
+        is_guarded: bool = True,
+        on_audit: OnAudit = OnAudit.WARN,
     ) -> None:
         self._models, self._source, self._where = models, source, where
         self._on_over_budget, self._cap_bytes = on_over_budget, cap_bytes
-        self._explain, self._new_certifier = explain, certifier
+        self._explain = explain
         self._step_arena = step_arena or StepArena(None, "off")
         self._messages = messages or Messages(is_quiet=True)
         self._meter = StepMeter(where.type, meter)
-        self._is_metered = meter != "never"
+        self._is_metered, self._on_audit = meter != "never", on_audit
         self._totals = StepTotals(models)
+        self._watch: Watch | None = None
+        """Of the steps while the session rests."""
         self._memory: MemoryPeaks | None = None
         self._following: ActivePlan | None = None
         """The plan of the open segment."""
         self._followed: dict[Hashable, ActivePlan] = {}
         """The plan that was followed last, by kind of step."""
-        self._certifier: Certifier | None = None
         self._gradients_checked = self._is_ending = False
-        self._looks = True
+        self._looks, self._is_left_told = True, False
         """Whether the session reacts to steps above their budgets."""
         events = StepEvents(
             chosen=weakly(self, Session._chosen),
@@ -100,13 +96,17 @@ class Session:
             ended=weakly(self, Session._ended),
             departed=self._step_arena.departed,
             resting=weakly(self, Session._resting),
+            rests=weakly(self, Session._rests),
+            at_rest=weakly(self, Session._at_rest),
             optimizing=weakly(self, Session._optimizing),
             elsewhere=self._totals.called_elsewhere,
         )
-        self._attachment = Attachment(models, where.type, open_device, source, events)
+        self._attachment = Attachment(models, where.type, open_device, source, events, is_guarded=is_guarded)
+        if self._attachment.guard is not None and on_over_budget is OverBudget.ERROR:
+            self._attachment.guard.asked_for += (SpillError,)  # of a value that must not stay on the device
 
     def __enter__(self) -> Session:
-        if self._state != "new":
+        if self._attachment.state != "new":
             raise UsageError(f"this session is {self._state}; call {self._opened_by} for a new one")
         stack = self._stack = ExitStack()
         self._leave = weakref.finalize(self, stack.close)
@@ -118,8 +118,6 @@ class Session:
             if self._cap_bytes is not None:
                 stack.enter_context(hard_cap(self._device.where, self._cap_bytes))
             self._warns_if_full(lambda: self._device.reserve_host(self._engine.host.planned_bytes))
-            if self._new_certifier is not None:
-                self._certifier = stack.enter_context(self._new_certifier(self.model))
             stack.callback(self._meter.step_is_over)
             stack.callback(self._step_arena.close)
             if self._is_metered and (self._source.is_given or self._on_over_budget is not OverBudget.REPLAN):
@@ -127,15 +125,39 @@ class Session:
             self._device.start_peaks()
             stack.callback(self._engine.end)  # first, then everything is removed from model and torch
             self._attachment.leave = self._leave
-        except BaseException:
+        except BaseException as error:
             stack.close()
-            raise
+            if not self._goes_on_without(error):
+                raise
         return self
+
+    def _goes_on_without(self, error: BaseException) -> bool:
+        """Whether the loop runs as without a session, because something of ours has failed as it began. The user hears
+        of a wrong argument by an error.
+        """
+        guard = self._attachment.guard
+        is_for_users = isinstance(error, PoochError) and not isinstance(error, NativeError)
+        if guard is None or is_for_users or not isinstance(error, Exception) or not guard.takes(error):
+            return False
+        self._attachment.state = "closed"
+        return True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._state == "closed":  # it was ended after it had been left open
+        if self._attachment.state == "closed":  # it was ended after it had been left open, or has failed
+            return
+        guard = self._attachment.guard
+        try:
+            self._end(kind, error)
+        except Exception as failure:
+            if guard is None or not guard.takes(failure):
+                raise
+
+    def _end(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
+        if self._attachment.has_failed:
+            forget_held_back()
+            self._stack.close()
             return
         try:
             if isinstance(error, torch.OutOfMemoryError):
@@ -167,7 +189,7 @@ class Session:
 
     def close(self) -> None:
         """Ends the session like the end of the ``with`` block. Idempotent."""
-        if self._state in ("open", "away"):
+        if self._state in ("open", "away", "aside"):
             self.__exit__(None, None, None)
 
     def step(self, model: str | None = None) -> None:
@@ -178,15 +200,24 @@ class Session:
         step belongs to: needed if its step calls another one first. Without a name it belongs to the model called
         first.
         """
-        if self._state != "open":
+        attached = self._attachment
+        if attached.has_failed:
+            return
+        if self._state not in ("open", "aside"):
             raise UsageError(
                 f"step(): expected an open session, found a {self._state} one; call it inside the with block"
             )
         if model is not None and model not in self._models:
             names = ", ".join(map(repr, self._models)) if "" not in self._models else "none, for there is one model"
             raise UsageError(f"step(): expected the name of a model of this session ({names}), found {model!r}")
-        self._engine.cursor.is_announced = True
-        self._engine.begin(model, announced=True)
+        try:
+            self._engine.cursor.is_announced = True
+            if not (attached.begins_at_rest() if attached.is_resting else attached.rests()):
+                self._engine.begin(model, announced=True)
+        except Exception as error:
+            guard = attached.guard
+            if guard is None or not guard.takes(error):
+                raise
 
     def away(self) -> AbstractContextManager[None]:
         """Steps inside run in-core, as if there were no session, for comparison with planned steps in the same process.
@@ -200,6 +231,8 @@ class Session:
 
         Returns False while steps are still being profiled: profiling needs further steps.
         """
+        if self._attachment.has_failed:
+            return False
         if self._state == "open":
             self._attachment.settle()
         return self._source.wait(timeout_s)
@@ -242,8 +275,10 @@ class Session:
     @property
     def last(self) -> StepReport:
         """The current step, or the last one."""
-        if self._state == "new":
+        if not self._attachment.has_begun:
             return StepReport()
+        if self._watch is not None and self._watch.report is not None:
+            return self._watch.report
         segment = self._engine.segment
         self._take_peak(segment)
         return segment.report
@@ -266,13 +301,14 @@ class Session:
             raise UsageError(
                 f"report(): expected a session that has been entered; use `with {self._opened_by} as session`"
             )
+        if not self._attachment.has_begun:  # it has failed before
+            return self._totals.report(Segment(0, 0), None, self.plan, None, self.arena)
         self._engine.mechanism.take_times()
         segment = self._engine.segment
         self._take_peak(segment)
         memory = self._device.peaks() if self._state == "open" else self._memory
         followed = self._following.plan if self._following is not None else None
-        proof = self._certifier.certificate(self.plan, self._where.type) if self._certifier is not None else None
-        return self._totals.report(segment, followed, self.plan, memory, self.arena, proof)
+        return self._totals.report(segment, followed, self.plan, memory, self.arena)
 
     def explain_peak(self) -> str:
         """Where the step's peak is and what holds it, as text; empty if :attr:`profile` is None.
@@ -319,7 +355,9 @@ class Session:
     # -- called by the attachment --------------------------------------------------------------------------------
 
     def _chosen(self, segment: Segment) -> None:
+        self._watch = None
         plan = self._following = self._source.following(segment)
+        self._engine.audit.step_ends()
         if plan is None or self._engine.follows is None:
             self._step_arena.stands_aside()
             self._meter.uses_arena(0)
@@ -328,6 +366,8 @@ class Session:
             return
         if self._followed.get(plan.kind) is not plan:
             self._begins(plan)
+        if self._on_audit is not OnAudit.OFF and self._engine.follows is not None:
+            self._audit(plan)
         if self._is_metered:
             self._meter.uses_arena(self._step_arena.held_for(plan.plan))
             memory = plan.plan.prediction.memory
@@ -336,6 +376,30 @@ class Session:
         if self._source.is_given:
             self._check_gradients(segment, plan.plan)
 
+    def _audit(self, plan: ActivePlan) -> None:
+        """Has values of the step that begins compared."""
+        arena_bytes = self._step_arena.held_for(plan.plan)
+        room = plan.room_beside(arena_bytes, may_be_recorded=self._step_arena.is_possible and not arena_bytes)
+        self._engine.audit.step_begins(plan.audited, room, plan.plan.prediction.step_s)
+        if self._engine.audit.keeps_all:
+            self._step_arena.stands_aside()
+
+    def _tell_differences(self, segment: Segment) -> None:
+        """Values that did not come back as they were are told, and kept from now on."""
+        audit, plan = self._engine.audit, self._following
+        segment.report.audited_values = audit.compared
+        found, audit.differing = audit.differing, []
+        if not found or plan is None:
+            return
+        segment.report.audit_differences += len(found)
+        for one in found:
+            one.plan.kept.add(one.index)
+            one.plan.is_alarmed = not audit.keeps_all
+        text = differences_text([one.value for one in found], is_right=all(one.is_right for one in found))
+        if self._on_audit is OnAudit.ERROR:
+            raise AuditError(text)
+        self._messages.warn(f"{text}; {self._source.keep(plan, [one.value.name for one in found])}")
+
     def _begins(self, plan: ActivePlan) -> None:
         """The first step under the plan begins. The plan replaces the one that its kind has followed before."""
         if not self._followed:
@@ -343,6 +407,7 @@ class Session:
         before = self._followed.get(plan.kind)
         self._followed[plan.kind] = plan
         if before is not None:
+            plan.audited.takes_over(before.audited)
             self._step_arena.forget(before.plan)
         if reason := self._step_arena.why_not(plan.plan):
             self._messages.warn(f"{FROM_TORCH}, and not from one arena: {reason}")
@@ -362,7 +427,7 @@ class Session:
         self._meter.point()
         if passed > 1:
             self._step_arena.at(passed)
-        elif self._following is not None and self._engine.follows is not None:
+        elif self._following is not None and self._engine.follows is not None and not self._engine.audit.keeps_all:
             self._step_arena.begin(self._following.plan, self._engine.segment)
             self._meter.uses_arena(self._step_arena.arena_bytes)
 
@@ -370,20 +435,34 @@ class Session:
         self._source.optimizing(optimizer)
         if complaint := self._totals.optimizing(self._engine.segment):
             self._messages.warn(complaint)
-        if self._certifier is not None:
-            plan = self._following.plan if self._following is not None else None
-            self._certifier.follows(plan if plan and follows(self._engine.segment, plan.instructions) else None)
         self._step_arena.optimizer_steps(optimizer)
 
     def _resting(self) -> None:
         self._step_arena.rests()
         self._meter.uses_arena(self._step_arena.arena_bytes)
 
+    def _rests(self, most: MostBytes) -> None:
+        self._following = None
+        self._watch = Watch(self._meter, self._engine, self._device, most)
+
+    def _at_rest(self, begins: bool) -> None:
+        watch = self._watch
+        report = None if watch is None else watch.begins() if begins else watch.stepped()
+        if watch is None or report is None:
+            return
+        self._totals.rested(report)
+        if watch.is_above(report):
+            assert report.peak_bytes is not None
+            self._attachment.wakes_next()
+            if text := self._source.wakes(report.peak_bytes):
+                self._messages.warn(text)
+
     def _step_is_over(self, segment: Segment) -> None:
         self._step_arena.step_is_over()
         self._meter.step_is_over()
         self._take_peak(segment)
         self._look(segment)
+        self._tell_differences(segment)
 
     def _ended(self, segment: Segment) -> None:
         self._meter.step_is_over()
@@ -397,7 +476,10 @@ class Session:
             self._source.lacks_arena(plan, more_bytes)
         if plan is not None and self._looks:
             self._look(segment)
-            plan.ended(self._meter.blocks_peak_bytes, has_gradients=bool(segment.gradient_bytes))
+            plan.ended(
+                None if self._engine.audit.keeps_all else self._meter.blocks_peak_bytes,
+                has_gradients=bool(segment.gradient_bytes),
+            )
 
     # -- steps and their budgets ----------------------------------------------------------------------------------
 
@@ -407,11 +489,17 @@ class Session:
             segment.report.peak_bytes = peak_bytes
 
     def _look(self, segment: Segment) -> None:
-        """Reacts to a step above its budget. That a step which left its plan may take more has been said already."""
+        """Reacts to a step above its budget. Of one that has left its plan it is only said, once."""
         plan, peak_bytes = self._following, segment.report.peak_bytes
-        if not self._looks or plan is None or peak_bytes is None or segment.diverged:
+        if not self._looks or plan is None or peak_bytes is None or not plan.is_over(peak_bytes):
             return
-        if not plan.is_over(peak_bytes):
+        if self._engine.audit.keeps_all:
+            return
+        if segment.diverged:
+            if not self._is_left_told and self._meter.is_certain:
+                self._is_left_told = True
+                took, budget = format_bytes(peak_bytes), format_bytes(plan.plan.budget_bytes)
+                self._messages.warn(LEFT_ABOVE.format(took, budget))
             return
         within = (self._meter.blocks_peak_bytes or peak_bytes) <= plan.plan.budget_bytes  # without the arena's holes
         if self._step_arena.may_give_up and within:
@@ -445,29 +533,3 @@ class Session:
             gaps_bytes = peak_bytes - blocks_bytes
         held = [] if gaps_bytes else held_beside(self._engine, segment, plan.plan)
         return over_budget_text(peak_bytes, plan.plan, where, held, gaps_bytes)
-
-    # -- names of 0.2, for one version more -----------------------------------------------------------------------
-
-    @property
-    def ways(self) -> dict[Hashable, SimpleNamespace]:
-        """Use :attr:`plans`."""
-        _goes("ways", "plans")
-        return {kind: SimpleNamespace(key=kind, plan=plan) for kind, plan in self.plans.items()}
-
-    @property
-    def followed(self) -> int:
-        """Use ``report().steps_followed``. This is the number of steps that have begun under a plan."""
-        _goes("followed", "report().steps_followed")
-        return sum(one.begun for one in self._followed.values())
-
-    @property
-    def engine(self) -> Engine:
-        """Internal."""
-        _goes("engine", "last, total and report()")
-        return self._engine
-
-
-def _goes(name: str, instead: str) -> None:
-    warnings.warn(
-        f"session.{name} will be removed in the next version; use session.{instead}", DeprecationWarning, stacklevel=3
-    )

@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+os.environ["POOCH_RAISES"] = "1"  # before the first import: a fault of ours is raised, and not only told
+
 import pytest
 import torch
 

@@ -39,6 +39,7 @@ from poochplan.runtime.applying import model_signature
 from poochplan.runtime.compiled.inductor import why_none_deferred, written_replays
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.signatures import kernel_switches
+from poochplan.torch_private.tensor_internals import is_training
 from poochplan.units import format_bytes
 
 from .reconcile import PhaseSeconds, reconcile
@@ -339,7 +340,7 @@ def step_notes(capture: Capture, kinds: dict[int, Kind], *, is_fake: bool) -> li
 
 def model_notes(model: torch.nn.Module) -> list[str]:
     """Notes on a model in eval mode, or with a part in eval mode."""
-    resting = [(name, module) for name, module in model.named_modules() if not module.training]
+    resting = [(name, module) for name, module in model.named_modules() if not is_training(module)]
     if not resting:
         return []
     if len(resting) == sum(1 for _ in model.modules()):
@@ -354,7 +355,7 @@ def step_facts(capture: Capture) -> StepFacts:
     modules = list(capture.model.modules())
     return StepFacts(
         modules=len(modules),
-        eval_modules=sum(not module.training for module in modules),
+        eval_modules=sum(not is_training(module) for module in modules),
         checkpointed=tuple(capture.tracker.ran_again),
         garbage_bytes=_garbage_bytes(capture),
         kept_bytes=_kept_bytes(capture),

@@ -171,7 +171,7 @@ class Capture(ToggledMode):
         layer = self.tracker.current() if not self._paused else ""
         facts = traits(func)
         if self._paused or facts.pure_view:
-            return func(*args, **kwargs)
+            return self.run_op(func, args, kwargs)
         self.look_for_checkpoint()
         op = CapturedOp(facts.name, layer, self.phase)
         leaves = tensors_in((args, kwargs))
@@ -214,7 +214,7 @@ class Capture(ToggledMode):
         """Runs the op and returns its result; records its time and memory."""
         self.workspace.begin()
         begin = self.clock.begin()
-        outputs = func(*args, **kwargs)
+        outputs = self.run_op(func, args, kwargs)
         self.took(op, [(begin, self.clock.end())])
         self.workspace.end(op)
         return outputs
@@ -299,9 +299,9 @@ class Capture(ToggledMode):
 
     def _follows(self, value: SavedValue, number: int) -> None:
         key = id(value)
+        self.lifetimes.holds(number)
         self._numbers[key] = number
         self._ends[key] = weakref.ref(value, lambda _: self._ended(key))
-        self.lifetimes.holds(number)
 
     def is_back(self, value: SavedValue, storage: torch.UntypedStorage) -> None:
         """Backward is about to read the value there."""

@@ -41,7 +41,7 @@ from poochplan.profiler.step.preserve import (
     restored,
 )
 from poochplan.runtime.compiled.deferred_unpack import deferring
-from poochplan.tensors.modes import compiled_modules, uncompiled_hooks
+from poochplan.tensors.modes import compiled_modules, hooked
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import FakeMemory, Geometry, is_made_of_parts, is_plain, stands_for_memory, storage_key
 from poochplan.torch_private.compiler_internals import running_as_written
@@ -194,7 +194,7 @@ class FakeCapture(Capture):
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         hooks = deferring(self._pack, self._unpack, self._may_wait, self.model, self.device_type)
-        with uncompiled_hooks(*hooks), super().running():
+        with hooked(*hooks), super().running():
             yield
 
     def _pack(self, tensor: torch.Tensor) -> FakeHandle | torch.Tensor:

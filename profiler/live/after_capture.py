@@ -138,10 +138,10 @@ class OpTimer(Capture):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = traits(func)
         if facts.pure_view or self._paused:
-            return func(*args, **(kwargs or {}))
+            return self.run_op(func, args, kwargs)
         op = CapturedOp(facts.name, "" if self.phase is Phase.BACKWARD else self.tracker.current(), self.phase)
         begin = self.clock.begin()
-        outputs = func(*args, **(kwargs or {}))
+        outputs = self.run_op(func, args, kwargs)
         self.took(op, [(begin, self.clock.end())])
         op.shapes = shapes_of(outputs)
         self.ops.append(op)

@@ -9,11 +9,8 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-import msgspec
 import torch
 
-from poochplan.formats.forms import BITS, form_of
-from poochplan.formats.narrow import masks_of
 from poochplan.formats.occupancy import Floats
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Device, Kind, Link, Phase, PointKind, Profile, preset_link
@@ -22,16 +19,14 @@ from poochplan.profiler.assembly.assemble import assemble, model_notes, step_not
 from poochplan.profiler.assembly.reconcile import PhaseSeconds
 from poochplan.profiler.capture.capture import Capture, collected_after
 from poochplan.profiler.capture.clock import library_bytes
-from poochplan.runtime.devices.cuda import with_index
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.saved_value import Lease, SavedHandle
 from poochplan.runtime.metering.census import LEAST_BYTES, bucket_bytes, census, census_bytes
-from poochplan.runtime.replays.bits import kernels_on
 from poochplan.runtime.replays.replay import StorageRecord
 from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.tensors.modes import around_calls
 from poochplan.tensors.signatures import input_signature
-from poochplan.tensors.storages import bytes_of, has_storage, parts_of
+from poochplan.tensors.storages import bytes_of, gradient_of, has_storage, parts_of
 from poochplan.torch_private.sharding import is_sharded, local_tensor
 from poochplan.torch_private.tensor_internals import pytree
 
@@ -81,7 +76,7 @@ class Capturing(SegmentObserver):
     def instruments(self, segment: Segment) -> Iterator[None]:
         self._number = segment.number
         self.capture.inputs, self.capture.is_called = segment.inputs, not self.context.is_repeated
-        self.has_gradients = any(one.grad is not None for one in self.context.model.parameters())
+        self.has_gradients = any(gradient_of(one) is not None for one in self.context.model.parameters())
         gc.collect()  # so that garbage does not count for the step
         self._look_around(segment)
         with (
@@ -141,7 +136,7 @@ class Capturing(SegmentObserver):
 
     def _note_gradients(self) -> None:
         """Sets the kind of the gradients that exist. FSDP2 makes some after the last op of a backward."""
-        gradients = [one.grad for one in self.context.model.parameters() if one.grad is not None]
+        gradients = [one for one in map(gradient_of, self.context.model.parameters()) if one is not None]
         if self.phase is Phase.OPTIMIZER and is_sharded(self.context.model):
             for one in gradients:
                 self.capture.arise(one)
@@ -163,7 +158,7 @@ class Capturing(SegmentObserver):
         device: Device | None = None,
     ) -> Profile:
         """The profile of the captured step, its ops' seconds reconciled with the ``measured`` steps."""
-        drafted = assemble(
+        return assemble(
             self.capture,
             self.kinds,
             runs,
@@ -176,7 +171,6 @@ class Capturing(SegmentObserver):
             accumulate=self.has_gradients,
             held_bytes={"cublas": self._library_bytes, "beside": self.beside_bytes + self._unmet_bucket_bytes()},
         )
-        return _with_bits_kernel(drafted, self.context.where)
 
     def _unmet_bucket_bytes(self) -> int:
         """Bytes of data-parallel training's buckets that no op of the step used: Python knows no tensor on them."""
@@ -233,12 +227,3 @@ class Capturing(SegmentObserver):
         handle.lease = used
         self.capture.is_back(value, local_tensor(tensor).untyped_storage())
         return tensor
-
-
-def _with_bits_kernel(profile: Profile, where: torch.device) -> Profile:
-    """Says on CUDA whether kernels narrow the step's masks. Without masks none are compiled."""
-    masks = masks_of(profile).values() if profile.device.kind == "cuda" else ()
-    if all(form_of(profile, mask) != BITS for mask in masks):
-        return profile
-    device = msgspec.structs.replace(profile.device, bits_kernel=kernels_on(with_index(where)) is not None)
-    return msgspec.structs.replace(profile, device=device)

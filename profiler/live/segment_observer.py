@@ -15,6 +15,7 @@ import torch
 from poochplan.errors import named_line
 from poochplan.formats.profile import Phase, Profile
 from poochplan.formats.profile_parts import rounded_up
+from poochplan.guard import guarded_around
 from poochplan.profiler.assembly.reconcile import PhaseSeconds
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.clock import Clock
@@ -81,7 +82,7 @@ class SegmentObserver:
 
     def begin(self, segment: Segment) -> None:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(intercept_autograd(self._backward))
+            stack.enter_context(intercept_autograd(guarded_around(self._backward)))
             stack.enter_context(self.instruments(segment))
             self._stack = stack.pop_all()
 

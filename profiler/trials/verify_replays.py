@@ -32,9 +32,9 @@ from poochplan.runtime.replays.replay import (
     NotReplayable,
     RecordedOp,
     StorageRecord,
-    run_ops,
     source_of,
 )
+from poochplan.runtime.replays.running import run_ops
 from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
 from poochplan.runtime.step_policies.step_policy import Actions, Diverged, StepPolicy, SwapEach, no_room
 from poochplan.tensors.storages import Geometry, bytes_of, memory_of

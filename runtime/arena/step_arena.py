@@ -185,6 +185,7 @@ class StepArena:
         self._has_begun = False
         """Whether a step has used the arena or was logged. Before that there is no memory to give back."""
         self._report: StepReport | None = None
+        self._segment: Segment | None = None
         self._is_on = False
         self._is_whole = False
         """Whether the step is a complete example of its variant."""
@@ -209,7 +210,7 @@ class StepArena:
             self._runs.stands_aside()
             return
         self._is_on = self._is_whole = True
-        self._report, self._point = segment.report, 1
+        self._report, self._segment, self._point = segment.report, segment, 1
         self._runs.begin(
             known.layout,
             largest_bytes=self._steps.largest_bytes,
@@ -315,7 +316,7 @@ class StepArena:
         """Learns from the last step, which has ended. If its blocks did not match the layout, it is laid out again."""
         self.step_is_over()
         fates, events = self._runs.fates, self._runs.events()
-        known, is_whole = self._known, self._is_whole
+        known, is_whole = self._known, self._is_whole and not (self._segment and self._segment.left_out)
         self._is_whole = False  # no step is learned from twice
         if known is None or not is_whole or self._point < len(known.plan.values) + len(known.plan.uses):
             return  # the step has not ended, for example a forward whose loss was not used

@@ -307,6 +307,14 @@ class CpuDevice(ComputesWhenCalled):
     def copy_in(self, storage: torch.UntypedStorage, host_offset: int) -> SpillCopy:
         return self.inward.copy(storage, host_offset)
 
+    def read(self, storage: torch.UntypedStorage, host_offset: int) -> None:
+        buffer, at = _bytes_of(storage), 0
+        while at < len(buffer):
+            count = os.preadv(self.file.descriptor, [buffer[at : at + CHUNK_BYTES]], host_offset + at)
+            if count == 0:
+                raise OSError(errno.EIO, "the spill file ended early")
+            at += count
+
     def synchronize(self) -> None:
         for stream in (self.outward, self.inward):
             self.compute.wait(stream.record())

@@ -34,7 +34,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -54,9 +54,6 @@ PCI_DEVICES, NODES = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/nod
 _MOST_THREADS = 8
 _LEAST_BYTES_A_THREAD = 16 << 20
 _TRIED_BYTES = 4096
-
-
-T = TypeVar("T")
 
 
 class Part(NamedTuple):
@@ -261,35 +258,27 @@ def fitting_cupy(cupy: Any, where: torch.device) -> Any:
     """
     if cupy is None:
         return None
-    return tried(
-        lambda: _copied(cupy, where),
-        where,
-        f"CuPy {cupy.__version__} does not work with this driver and torch {torch.__version__}",
-        _WITHOUT_CUPY,
-    )
-
-
-def tried(trial: Callable[[], tuple[T, str]], where: torch.device, what: str, instead: str) -> T | None:
-    """What a trial of CuPy on a GPU gives; None, and one line, if the trial says what is wrong with it, or fails."""
     try:
         with torch.cuda.device(where), without_modes(), torch.no_grad():
-            found, reason = trial()
+            reason = _misfit(cupy, where)
     except Exception as error:  # it fails in many ways
         reason = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
     if not reason:
-        return found
-    warn(f"{what} ({reason}): {instead}")
+        return cupy
+    what = f"CuPy {cupy.__version__} does not work with this driver and torch {torch.__version__}"
+    warn(f"{what} ({reason}): {_WITHOUT_CUPY}")
     return None
 
 
-def _copied(cupy: Any, where: torch.device) -> tuple[Any, str]:
+def _misfit(cupy: Any, where: torch.device) -> str:
+    """What is wrong with a copy that it makes; empty if nothing is."""
     pinned = cupy.cuda.PinnedMemory(_TRIED_BYTES)
     stream = torch.cuda.current_stream(where)
     there = torch.full((_TRIED_BYTES,), 7, dtype=torch.uint8, device=where)
     cupy.cuda.runtime.memcpyAsync(int(pinned.ptr), there.data_ptr(), _TRIED_BYTES, 2, stream.cuda_stream)
     stream.synchronize()
     found = bytes((ctypes.c_ubyte * _TRIED_BYTES).from_address(int(pinned.ptr)))
-    return cupy, "" if found == bytes([7]) * _TRIED_BYTES else "a copy gave other bytes"
+    return "" if found == bytes([7]) * _TRIED_BYTES else "a copy gave other bytes"
 
 
 MemcpyAsync = Callable[[int, int, int, int, int], object]

@@ -75,6 +75,10 @@ class Segment:
     """Their bytes on the device."""
     report: StepReport = field(default_factory=StepReport)
     saves: int = 0
+    saved_values: int = 0
+    """The same without points of values that it has left out, and of sources."""
+    left_out: int = 0
+    """Number of planned values that it lacks, because it has left out the layers that save them."""
     saved_bytes: int = 0
     """Bytes of the storages that it has saved."""
     packs: int = 0
@@ -189,6 +193,10 @@ class StepEvents:
     """A segment has diverged from its plan, or its forward has raised."""
     resting: Callable[[], None] = nothing
     """The code that runs next follows no plan: a model is called without gradients, or steps run in-core."""
+    rests: Callable[[Any], None] = nothing
+    """The session rests from here on, until a step takes more than this (``metering/watch.py``)."""
+    at_rest: Callable[[bool], None] = nothing
+    """While the session rests: a step is about to begin (true), or its optimizer has stepped."""
     optimizing: Callable[[torch.optim.Optimizer], None] = nothing
     """An optimizer of the models is about to step."""
     elsewhere: Callable[[str], None] = nothing

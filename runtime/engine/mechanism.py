@@ -12,13 +12,16 @@ from collections.abc import Callable
 
 import torch
 
+from poochplan.errors import is_out_of_memory
 from poochplan.formats.plan import Decision
 from poochplan.runtime.devices.device import ComputeDevice, Stopwatch
 from poochplan.runtime.devices.transfers import copy_in, copy_out
-from poochplan.runtime.replays.replay import Content, RunOps, replay, run_ops
+from poochplan.runtime.replays.replay import Content, RunOps, replay
+from poochplan.runtime.replays.running import run_ops
 from poochplan.runtime.run_report import StepReport
 from poochplan.runtime.step_policies.step_policy import Actions
 
+from .audit import Audit
 from .host_tier import HostTier
 from .saved_value import SavedValue, ValueState
 
@@ -46,14 +49,16 @@ class Mechanism:
         host: HostTier,
         rebuild: Rebuild,
         copy_failed: Callable[[SavedValue, OSError], None],
+        audit: Audit,
     ) -> None:
         self.report = StepReport()
-        self.timed = False
+        self.timed = self._is_short_of_ways = False
         self._stalls, self._replays = device.stopwatch(), device.stopwatch()
         self.device = device
         self._host = host
         self._rebuild = rebuild
         self._copy_failed = copy_failed
+        self._audit = audit
 
     def carry_out(self, actions: Actions) -> None:
         """Carries out the actions of a point, in order (rule 7)."""
@@ -90,6 +95,7 @@ class Mechanism:
             self._host.free_place(offset)  # last, because the place may then belong to another value
             self._copy_failed(value, error)
             return
+        self._audit.leaves(value)
         value.is_released()
 
     def prefetch(self, value: SavedValue) -> None:
@@ -113,7 +119,11 @@ class Mechanism:
 
     def run_replay(self, value: SavedValue, run: RunOps) -> list[SavedValue]:
         """One replay, whose ops ``run`` runs; brings back all values that it rebuilds."""
-        back = [_saved(one) for one in replay(value, lambda one: self.resident(_saved(one)), self.device.kind, run)]
+        resident = self.rescued if self._is_short_of_ways else self.resident
+        found = replay(
+            value, lambda one: resident(_saved(one)), self.device.kind, run, from_copies=run is run_ops
+        )  # verification asks what the step itself writes
+        back = [_saved(one) for one in found]
         for rebuilt in back:
             rebuilt.home = self.device.compute
         self.report.replayed_values += len(back)
@@ -128,10 +138,39 @@ class Mechanism:
         if value.state is ValueState.ARRIVING:
             with self._times(self._stalls):
                 self.report.stall_s += value.arrived()
+        if value.beside is not None:
+            self._audit.comes_back(value)
         assert value.storage is not None
         if value.home is not None:
             self.device.use(value.storage, value.home)
         return value.storage
+
+    def rescued(self, value: SavedValue) -> torch.UntypedStorage:
+        """Like :meth:`resident`, after something of ours has failed: if that fails again, by the shortest way there is.
+
+        Raises the error of the first way if the value is lost.
+        """
+        try:
+            return self.resident(value)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            self._is_short_of_ways = True
+            try:
+                self._bring_back(value)
+            except Exception:  # the value is lost, and the first error says why
+                raise error from error.__cause__
+        assert value.storage is not None
+        return value.storage
+
+    def _bring_back(self, value: SavedValue) -> None:
+        """Replays the value, or reads it from the host on the calling thread, unless it is on the device."""
+        if value.state is ValueState.TO_REPLAY:
+            self._rebuild(value, self)
+        elif value.state in (ValueState.ON_HOST, ValueState.ARRIVING):
+            storage = self.device.allocate(value.size_bytes)
+            self.device.read(storage, value.host_offset)
+            value.came_from_host(storage)
 
     def take_times(self) -> None:
         """Adds the compute stream's times to the report, for waits that have ended; the others are added later."""

@@ -16,7 +16,7 @@ from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.metering.allocated import PeakBytes, StepPeak
 from poochplan.runtime.metering.device_peak import step_peak_of
 from poochplan.tensors.modes import around_calls
-from poochplan.tensors.storages import own_tensors, plain_storage
+from poochplan.tensors.storages import gradient_of, own_tensors, plain_storage
 from poochplan.torch_private.sharding import rebuilds_buckets
 from poochplan.torch_private.tensor_internals import in_backward, storage_identity
 
@@ -133,6 +133,8 @@ class StepMeter:
     def _count_what_was_met(self) -> None:
         """Small storages that the step was given or has saved count from its beginning on, and in later steps."""
         small, self._small = self._small, {}
+        if not small:
+            return
         engine = self._engine
         given = {id(one()) for one, _ in engine.segment.given} if engine is not None else set()
         for key, reference in small.items():
@@ -182,7 +184,7 @@ class StepMeter:
 
         Small storages of no such owner count if a step has used them.
         """
-        tensors = [x for own in own_tensors(engine.model) for x in (own, own.grad if own.is_leaf else None)]
+        tensors = [x for own in own_tensors(engine.model) for x in (own, gradient_of(own))]
         tensors += state_of_optimizers(own_tensors(engine.model))
         plain = [plain_storage(one, self._kind) for one in tensors if one is not None]
         found = [storage for storage in (*plain, *engine.left_over_storages()) if storage is not None]

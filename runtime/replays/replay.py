@@ -10,7 +10,6 @@ contents from which they start, and what must stay until then; its recipe holds 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -18,10 +17,13 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import torch
 
-from poochplan.runtime.metering.allocated import aside
-from poochplan.tensors.operators import ArgumentTree, Flat, outputs_of, unflatten
+from poochplan.guard import users
+from poochplan.tensors.operators import ArgumentTree
 from poochplan.tensors.storages import Geometry
-from poochplan.torch_private.tensor_internals import WIDENING, outside_transforms, version_of
+from poochplan.torch_private.switches import SwitchState
+from poochplan.torch_private.tensor_internals import WIDENING, version_of
+
+from .host_copies import HostCopy
 
 OFF = 0
 """Stands for the number of a window when nothing is recorded."""
@@ -101,6 +103,8 @@ class RecordedOp(msgspec.Struct, gc=False, eq=False):
     generator: torch.Generator | None = None
     state: bytearray | None = None
     """Generator state before the op, when it is random."""
+    switches: SwitchState | None = None
+    """How torch's switches were; None for those of now."""
 
 
 class StorageRecord(msgspec.Struct, gc=False, eq=False):
@@ -128,8 +132,10 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
     """Whether it has had its save point."""
     save_point: int | None = None
     """Its planned save point; None before it, and outside the plan."""
-    widened: tuple[int, RecordedOp] | None = None
-    """The generation of which there are bits, and the op that widens them (``bits.py``)."""
+    may_copy: bool = False
+    """Whether a recipe that reads it makes a copy, because the step may still write it."""
+    copies: dict[int, HostCopy] | None = None
+    """By generation."""
     waiting: dict[int, weakref.ref[Recipe]] | None = None
     """Recipes that read this storage before it was packed: they claim its value once it is."""
 
@@ -164,6 +170,18 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
                 with contextlib.suppress(NotReplayable):  # the replay reports what was written
                     recipe.refresh()
 
+    def keep_copy(self, generation: int) -> None:
+        """Its present content stays available, as this generation."""
+        storage = self.storage()
+        if storage is not None and (self.copies is None or generation not in self.copies):
+            self.copies = {**(self.copies or {}), generation: HostCopy(storage)}
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a recipe that is still needed reads it as it is now."""
+        recipes = (reference() for reference in (self.waiting or {}).values())
+        return any(recipe is not None for recipe in recipes)
+
     def wait_for_value(self, recipe: Recipe) -> None:
         """Has the recipe refreshed when this storage is packed."""
         if self.waiting is None:
@@ -179,12 +197,8 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
         """The ops that make this content from nothing; None if one of them was not recorded or cannot be run again.
 
         A storage that was created uninitialised counts only if the first write was seen and covers it. Earlier writes
-        past the dispatcher are then overwritten. If a plan holds the bits of a mask, they are widened instead.
+        past the dispatcher are then overwritten.
         """
-        if self.widened is not None and self.widened[0] == generation:
-            op = self.widened[1]
-            if op.reads[0].record.value_at(0) is not None:
-                return [op]
         if self.birth is None or (self.birth.uninitialised and not self._overwritten(generation)):
             return None
         if not self.broken and self.birth.usable:
@@ -261,9 +275,17 @@ class Closure:
         self.ops: dict[int, RecordedOp] = {}
         self.leaves: dict[tuple[StorageRecord, int], Content | None] = {}
         """Contents that exist already: saved values, or (None) storages found in place."""
+        self.copied = set[tuple[StorageRecord, int]]()
+        """Leaves that were written since, and of which there is a copy."""
         self.rebuilt: dict[StorageRecord, None] = {}
         self.targets: list[tuple[StorageRecord, Content]] = []
         """Saved values that wait for a replay themselves and are brought back along the way."""
+
+    def takes_copy(self, record: StorageRecord, generation: int) -> None:
+        """The leaf was written since it was read; raises ``NotReplayable`` if there is no copy of what was read."""
+        if record.copies is None or generation not in record.copies:
+            raise NotReplayable(WRITTEN_SINCE, record)
+        self.copied.add((record, generation))
 
 
 def closure_of(root: StorageRecord, generation: int, *, follow_recipes: bool) -> Closure:
@@ -293,7 +315,7 @@ def closure_of(root: StorageRecord, generation: int, *, follow_recipes: bool) ->
             if record is root or value is not None:
                 raise NotReplayable("an op that made it was not recorded, or cannot be run again")
             if wanted != len(record.writes):
-                raise NotReplayable(WRITTEN_SINCE, record)
+                closure.takes_copy(record, wanted)
             closure.leaves[need] = None
             continue
         closure.rebuilt[record] = None
@@ -320,7 +342,7 @@ def _check(closure: Closure) -> None:
             if view.probe is None or (view.record, view.generation) not in leaves:
                 continue
             if version_of(view.probe[0]) != view.probe[1]:
-                raise NotReplayable(WRITTEN_SINCE, view.record)
+                closure.takes_copy(view.record, view.generation)
 
 
 class Recipe(msgspec.Struct, eq=False, weakref=True):
@@ -342,12 +364,14 @@ class Recipe(msgspec.Struct, eq=False, weakref=True):
         """Determines again what must stay. Called again when a storage on the way has become a saved value."""
         closure = closure_of(self.record, self.generation, follow_recipes=False)
         values, storages = [], []
-        for (record, _), value in closure.leaves.items():
+        for (record, generation), value in closure.leaves.items():
             if value is not None:
                 values.append(value)
-            else:
-                storages.append(storage_of(record))
-                record.wait_for_value(self)
+                continue
+            storages.append(storage_of(record))
+            record.wait_for_value(self)
+            if record.may_copy:
+                record.keep_copy(generation)
         for record in closure.rebuilt:
             if record is not self.record:
                 record.wait_for_value(self)
@@ -362,7 +386,12 @@ def storage_of(record: StorageRecord) -> torch.UntypedStorage:
     return storage
 
 
-def _with_memory(record: StorageRecord) -> torch.UntypedStorage:
+def _in_place(need: tuple[StorageRecord, int], closure: Closure, *, from_copies: bool) -> torch.UntypedStorage:
+    record, generation = need
+    if need in closure.copied:
+        if not from_copies or record.copies is None:
+            raise NotReplayable(WRITTEN_SINCE, record)
+        return record.copies[generation].storage()
     storage = storage_of(record)
     if not storage.nbytes():
         raise NotReplayable("a sharded weight that it needs is not gathered")
@@ -370,25 +399,32 @@ def _with_memory(record: StorageRecord) -> torch.UntypedStorage:
 
 
 def replay(
-    value: Content, resident: Callable[[Content], torch.UntypedStorage], device_type: str, run: RunOps
+    value: Content,
+    resident: Callable[[Content], torch.UntypedStorage],
+    device_type: str,
+    run: RunOps,
+    *,
+    from_copies: bool = True,
 ) -> list[Content]:
     """Brings ``value``, and every saved value on the way that waits for a replay, back onto the device.
 
     ``resident(other)`` gives the storage of a saved value that is not waiting for a replay, waiting for its copy;
     ``run`` is :func:`run_ops`, or calls it.
-    Returns the saved values that came back. Raises ``RuntimeError`` as autograd would when an input was written in
-    place after it was read.
+    ``from_copies``: what was written since may come from a copy. Returns the saved values that came back. Raises
+    ``RuntimeError`` as autograd would when an input was written in place after it was read.
     """
     try:
         closure = closure_of(value.record, value.generation, follow_recipes=True)
         there = {
-            need: _with_memory(need[0]) if source is None else resident(source)
+            need: _in_place(need, closure, from_copies=from_copies) if source is None else resident(source)
             for need, source in closure.leaves.items()
         }
     except NotReplayable as reason:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"it is to be recomputed, and {reason}"
+        raise users(
+            RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"it is to be recomputed, and {reason}"
+            )
         ) from None
     targets = [(value.record, value), *closure.targets]
     ops = [closure.ops[order] for order in sorted(closure.ops)]
@@ -396,75 +432,3 @@ def replay(
     for record, target in targets:
         target.came_back(built[record])
     return [target for _, target in targets]
-
-
-def run_ops(
-    ops: list[RecordedOp], there: Leaves, keep: set[StorageRecord], device_type: str
-) -> dict[StorageRecord, torch.UntypedStorage]:
-    """Runs the ops in order and returns the storages of the records in ``keep``; frees others after their last use."""
-    last_use = {view.record: op.order for op in ops for view in op.reads}
-    last_birth = {birth.record: op.order for op in ops for birth in op.births}  # dropout's mask may be widened as well
-    built: dict[StorageRecord, torch.UntypedStorage] = {}
-    with outside_transforms(), contextlib.ExitStack() as stack:  # it makes no graph, because its inputs are detached
-        if torch.is_autocast_enabled(device_type):
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        with_gradients = torch.is_grad_enabled()
-        for op in ops:
-            if op.grad_enabled is not with_gradients:
-                with_gradients = op.grad_enabled
-                stack.enter_context(torch.set_grad_enabled(with_gradients))
-            outputs = _call(op, there, built)
-            for birth in op.births:
-                record = birth.record
-                is_wanted = record in keep or last_use.get(record, 0) > op.order
-                if is_wanted and last_birth[record] == op.order:
-                    built[record] = outputs[birth.position].untyped_storage()
-            del outputs
-            for view in op.reads:
-                if last_use[view.record] == op.order and view.record not in keep:
-                    built.pop(view.record, None)
-    return built
-
-
-def _call(op: RecordedOp, there: Leaves, built: dict[StorageRecord, torch.UntypedStorage]) -> list[Any]:
-    arguments = [
-        _tensor(argument, op, there, built) if type(argument) is View or type(argument) is Scratch else argument
-        for argument in op.arguments
-    ]
-    if op.generator is None or op.state is None:
-        if type(op.spec) is Flat and not op.spec.names:
-            return outputs_of(op.func(*arguments))
-        args, kwargs = unflatten(arguments, op.spec)
-        return outputs_of(op.func(*args, **kwargs))
-    args, kwargs = unflatten(arguments, op.spec)
-    now = state_of(op.generator)
-    set_state_of(op.generator, op.state)
-    try:
-        return outputs_of(op.func(*args, **kwargs))
-    finally:
-        set_state_of(op.generator, now)
-
-
-def _tensor(
-    argument: View | Scratch, op: RecordedOp, there: Leaves, built: dict[StorageRecord, torch.UntypedStorage]
-) -> torch.Tensor:
-    if isinstance(argument, Scratch):
-        return torch.ones(argument.shape, dtype=argument.dtype, device=argument.device)
-    # The op only writes the replay's own storages, never a saved value.
-    owned = argument.record in op.writes
-    storage = None if owned else there.get((argument.record, argument.generation))
-    return argument.geometry.on(built[argument.record] if storage is None else storage)
-
-
-def state_of(generator: torch.Generator) -> bytearray:
-    """The generator's state, copied into Python's memory, because no budget has room for it: each random op on a tape
-    has one, of 5056 bytes for the CPU's generator.
-    """
-    with aside():
-        state = generator.get_state()
-        return bytearray(ctypes.string_at(state.data_ptr(), state.nbytes))  # not an op, which modes would see
-
-
-def set_state_of(generator: torch.Generator, state: bytearray) -> None:
-    """Puts the generator into the state; takes no memory of the device."""
-    generator.set_state(torch.frombuffer(state, dtype=torch.uint8))

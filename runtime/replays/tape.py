@@ -20,9 +20,12 @@ from poochplan.tensors.operators import (
     writes_of,
 )
 from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, plain_storage, version_probe
+from poochplan.torch_private.switches import SwitchReader
 from poochplan.torch_private.tensor_internals import WIDENING, called_below_autograd, storage_identity, version_of
 
-from .replay import OFF, Birth, Content, CounterBefore, RecordedOp, Scratch, StorageRecord, View, state_of
+from .host_copies import MOST_BYTES, MOST_OTHERS_BYTES
+from .replay import OFF, Birth, Content, CounterBefore, RecordedOp, Scratch, StorageRecord, View
+from .running import state_of
 
 
 class Recorder(ToggledMode):
@@ -37,6 +40,7 @@ class Recorder(ToggledMode):
         self.tape = tape
         self._device_type = tape.device_type
         self._within_op = False
+        self._switches = SwitchReader(tape.device_type)
 
     @property
     def window(self) -> int:
@@ -47,6 +51,7 @@ class Recorder(ToggledMode):
         """Begins a new window of recording, unless one is open."""
         if not self.is_on:
             self.tape.window += 1
+            self._switches = SwitchReader(self.tape.device_type)
             self._within_op = is_dispatched_plainly()  # otherwise a mode gets that op as a whole
         super().switch_on()
 
@@ -58,13 +63,13 @@ class Recorder(ToggledMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = traits(func)
         if facts.pure_view or not self.is_on:
-            return func(*args, **kwargs) if kwargs else func(*args)
+            return self.run_op(func, args, kwargs)
         kwargs = kwargs or {}
         if self._within_op and self._is_of_that_op(facts, args, kwargs):
             self._pass_over(facts, args, kwargs)
-            return func(*args, **kwargs)
+            return self.run_op(func, args, kwargs)
         op, written = self._before(func, facts, args, kwargs)
-        outputs = func(*args, **kwargs)
+        outputs = self.run_op(func, args, kwargs)
         self._after(op, written, outputs)
         return outputs
 
@@ -104,7 +109,7 @@ class Recorder(ToggledMode):
             arguments.append(leaf)
         self.tape.count += 1
         op = RecordedOp(self.tape.count, func, tuple(arguments), tuple(reads), spec, torch.is_grad_enabled(), usable)
-        op.uninitialised = facts.uninitialised
+        op.uninitialised, op.switches = facts.uninitialised, self._switches.now(facts.name, func)
         if facts.random:
             op.generator = _generator_of(flat, self._device_type)
             op.state = state_of(op.generator)
@@ -123,7 +128,11 @@ class Recorder(ToggledMode):
         if writes.overwritten is not None:
             op.overwrites = self.tape.record_of(writes.overwritten)
         plain = (tensor for tensor in writes.in_place if is_plain(tensor, self._device_type))
-        return [CounterBefore(self.tape.record_of(one), version_probe(one), version_of(one)) for one in plain]
+        counters = [CounterBefore(self.tape.record_of(one), version_probe(one), version_of(one)) for one in plain]
+        for record in {counter.record for counter in counters}:
+            if record.birth is None and record.is_awaited:
+                record.keep_copy(len(record.writes))
+        return counters
 
     def _reference(self, leaf: torch.Tensor, *, may_be_held: bool) -> Any:
         storage = plain_storage(leaf, self._device_type)
@@ -176,6 +185,8 @@ class Tape:
         self.device_type = device_type
         self.static: dict[int, int] = {}
         """Storage keys of parameters and buffers in this step, and their version counters at its beginning."""
+        self.buffers = set[int]()
+        """Storage keys of those that a step may write without an error in-core: buffers, and biases."""
         self.window = OFF
         """Number of the window that is being recorded, or was last; windows count from 1."""
         self._registry: dict[int, StorageRecord] = {}
@@ -235,10 +246,11 @@ class Tape:
         key = storage_identity(storage)
         before = self._earlier.get(key)
         was_there = before is not None and before.storage() is storage
-        version = self.static.get(key)  # the tensor may be one of `.data`, which has its own counter
-        if version is None:
-            version = version_of(tensor)
+        static = self.static.get(key)  # the tensor may be one of `.data`, which has its own counter
+        version = version_of(tensor) if static is None else static
         record = self._registry[key] = StorageRecord(weakref.ref(storage), version, was_there)
+        most_bytes = MOST_BYTES if key in self.buffers else MOST_OTHERS_BYTES if was_there and static is None else 0
+        record.may_copy = storage.nbytes() <= most_bytes
         return record
 
     def met(self, tensor: torch.Tensor, storage: torch.UntypedStorage, window: int) -> StorageRecord:
@@ -282,5 +294,5 @@ class Tape:
 
 def _break_circles(records: list[StorageRecord]) -> None:
     for record in records:
-        record.birth = record.widened = None
+        record.birth = None
         record.writes = ()

@@ -13,7 +13,7 @@ from poochplan.formats.plan_set import Signature, describe, entry_of
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.tensors.signatures import model_tensors, passing_buffers
 from poochplan.tensors.storages import has_storage, storage_key
-from poochplan.torch_private.tensor_internals import owned_parameters
+from poochplan.torch_private.tensor_internals import is_training, owned_parameters
 
 SAFELY = "the rest of this step swaps every saved value: slower, perhaps above the budget; its gradients are right"
 KEPT = "values saved before the model is called are kept, and the call begins a step"
@@ -55,7 +55,7 @@ def what_changed(
     """
     if other_inputs := _of_inputs(segment.inputs or (), inputs):
         return other_inputs
-    if model is not None and not model.training:
+    if model is not None and not is_training(model):
         return "the model is in eval mode; call model.train() before the step, and evaluate under torch.no_grad()"
     if segment.calls > 1 and not segment.used:
         return (

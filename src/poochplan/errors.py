@@ -46,6 +46,10 @@ class DivergenceError(PoochError):
     exit_code = 6
 
 
+class AuditError(PoochError):
+    """A value did not come back as it was when it was released; raised with ``on_audit="error"``."""
+
+
 class BudgetExceededError(PoochError):
     """A step that followed its plan exceeded its budget; raised by ``pooch run`` and with ``on_over_budget="error"``.
 
@@ -94,6 +98,18 @@ class GapError(PoochError):
     """
 
     exit_code = 4
+
+
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: Python's and NumPy's ``MemoryError``, torch's on CUDA, and its plain
+    ``RuntimeError`` of the CPU's allocator.
+    """
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _OUT_OF_MEMORY)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from poochplan.runtime import messages
+from poochplan import guard
 from poochplan.runtime.messages import Messages, warn
 from tests.processes import python, stderr_of
 
@@ -79,7 +79,7 @@ def unusable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_stderr_that_cannot_be_written_to_raises_nothing(
     unusable: object, filters: str, is_quiet: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messages, "RAISES", False)
+    monkeypatch.setattr(guard, "RAISES", False)
     said = Messages(is_quiet=is_quiet)
     with warnings.catch_warnings():
         warnings.simplefilter(filters)  # type: ignore[arg-type]
@@ -162,7 +162,7 @@ def test_a_warning_comes_once_as_a_warning_or_as_a_line(
 def test_a_warning_that_is_an_error_is_a_line(
     is_quiet: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(messages, "RAISES", False)
+    monkeypatch.setattr(guard, "RAISES", False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Messages(is_quiet=is_quiet).warn(REFUSAL)
@@ -171,10 +171,11 @@ def test_a_warning_that_is_an_error_is_a_line(
 
 DAEMON = """
     import os, sys, tempfile, torch
-    os.environ.pop("POOCH_RAISES", None)
     {before}
     import poochplan
+    import poochplan.guard
     from torch import nn
+    poochplan.guard.RAISES = False
     def trained(around):
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 64), nn.Sigmoid(), nn.Linear(64, 64))
@@ -212,8 +213,9 @@ def test_a_loop_without_stderr_trains_with_the_same_bits(kind: str) -> None:
     assert python(DAEMON.format(before=before, amid=amid)) == "equal\n"
 
 
-def test_a_loop_with_warnings_as_errors_says_its_refusal_and_goes_on(tmp_path: Path) -> None:
-    before = "import warnings; warnings.simplefilter('error')"
+@pytest.mark.parametrize("action", ["error", "ignore"])
+def test_a_loop_whose_filters_hide_warnings_or_raise_them_says_its_refusal_and_goes_on(action: str) -> None:
+    before = f"import warnings; warnings.simplefilter('{action}')"
     code = DAEMON.format(before=before, amid="pass").replace('budget="80%"', "budget=4096")
     code = code.replace("range(4)", "range(14)").replace('"swap"', '"in-core"')
     said = [line for line in stderr_of(code).splitlines() if "no plan fits" in line]

@@ -18,7 +18,7 @@ from poochplan.runtime.engine import saved_value
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.host_tier import HostTier, Intervals
 from poochplan.runtime.engine.saved_value import SavedValue
-from poochplan.runtime.replays import bits, replay, tape
+from poochplan.runtime.replays import running, tape
 from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
 from poochplan.tensors import operators, storages
 from tests.runtime import (
@@ -27,7 +27,7 @@ from tests.runtime import (
     test_dtensors,
     test_replay_limits,
     test_safety,
-    test_smaller_forms,
+    test_sources,
 )
 from tests.runtime.detours import profile_of
 from tests.runtime.mutants import assert_needed, rewritten
@@ -73,12 +73,8 @@ def _with_patch(test: Callable[..., None], *given: Any) -> None:
         test(*given, patch)
 
 
-def _made_otherwise(how: str) -> Callable[[], None]:
-    return lambda: test_smaller_forms.test_what_other_ops_have_made_is_swapped_and_not_narrowed(how, Decision.KEEP)
-
-
 def _swapped_sources() -> None:
-    test_smaller_forms.test_it_is_held_swapped_or_made_again_in_place_of_the_value("sources of bfloat16", Decision.SWAP)
+    test_sources.test_it_is_held_swapped_or_made_again_in_place_of_its_copy("bfloat16", Decision.SWAP)
 
 
 RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
@@ -127,36 +123,24 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
             _divergence_plans(), "a larger batch", 0
         ),
     ),
-    "bits are held only of what the ops of a mask have made": (
-        (bits, "_scales_of", "op.func is not DRAWING", "False"),
-        _made_otherwise("filled"),
-    ),
-    "bits of bools are held only of what one op has made": (
-        (bits, "_scales_of", "birth.func in MAKING and not writes", "True"),
-        _made_otherwise("written bools"),
-    ),
-    "what cannot be narrowed is swapped": (
-        (Engine, "_forget", "value.record is self._no_mask", "False"),
-        _made_otherwise("filled"),
-    ),
     "running statistics are not updated twice": (
         (operators, "writes_of", "scratch = _statistics(facts, args)", "scratch = dict[int, torch.Tensor]()"),
         Exact("residual", REPLAY),
     ),
     "a random op replays from its recorded state": (
-        (replay, "_call", "set_state_of(op.generator, op.state)", "None"),
+        (running, "_call", "set_state_of(op.generator, op.state)", "None"),
         Exact("residual", REPLAY),
     ),
     "a replay leaves the generator as it was": (
-        (replay, "_call", "set_state_of(op.generator, now)", "None"),
+        (running, "_call", "set_state_of(op.generator, now)", "None"),
         Exact("drawing", REPLAY),
     ),
     "a replay is not cast": (
-        (replay, "run_ops", "torch.autocast(device_type, enabled=False)", "torch.enable_grad()"),
+        (running, "run_ops", "torch.autocast(device_type, enabled=False)", "torch.enable_grad()"),
         test_safety.test_backward_inside_autocast,
     ),
     "a replay runs in the grad mode of forward": (
-        (replay, "run_ops", "with_gradients = op.grad_enabled", "with_gradients = False"),
+        (running, "run_ops", "with_gradients = op.grad_enabled", "with_gradients = False"),
         Exact("recurrent", REPLAY),
     ),
     "no mode looks on while autograd computes": (

@@ -15,13 +15,11 @@ import msgspec
 from .pass_profile import PassProfile
 from .plan import Plan
 from .profile import Profile
-from .run_record import Certificate
 
 FILES: dict[str, type[msgspec.Struct]] = {
     "profile.schema.json": Profile,
     "plan.schema.json": Plan,
     "inference.schema.json": PassProfile,
-    "certificate.schema.json": Certificate,
 }
 
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 from msgspec.structs import asdict
 
 from poochplan.units import format_bytes, format_seconds
@@ -30,6 +31,20 @@ if TYPE_CHECKING:
     import pandas as pd  # in the functions that need it, because a training loop calls none of them
 
 OUTSIDE = "(outside the model)"
+
+
+WRITTEN_LATE = "in a later step other bytes than forward left came back for it"
+ProfileT = TypeVar("ProfileT", bound=ProfileData)
+
+
+def with_kept(profile: ProfileT, names: Iterable[str]) -> ProfileT:
+    """The same step, in which plans keep the values of these names."""
+    kept = set(names)
+    values = (
+        msgspec.structs.replace(value, pinned=value.pinned or WRITTEN_LATE) if value.name in kept else value
+        for value in profile.values
+    )
+    return msgspec.structs.replace(profile, values=tuple(values))
 
 
 def saved_values(profile: ProfileData) -> list[int]:

@@ -20,6 +20,7 @@ from poochplan.runtime.arena.step_arena import ArenaMode, StepArena, why_no_aren
 from poochplan.runtime.attachment import together
 from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.opening import check_cap, open_device
+from poochplan.runtime.engine.audit import OnAudit
 from poochplan.runtime.messages import Messages
 from poochplan.runtime.session import Session
 from poochplan.sessions import PLANNER
@@ -53,8 +54,8 @@ def auto(
     on_refusal: Mode = "in-core",
     arena: ArenaMode = "auto",
     cap_bytes: int | None = None,
+    on_audit: Literal["warn", "error", "off"] = "warn",
     quiet: bool = False,
-    certify: bool = False,
 ) -> Session:
     """A session around an unmodified training loop: ``with auto(model, optimizer, budget="8GiB") as session:``.
 
@@ -88,8 +89,8 @@ def auto(
         built; ``"on"``: it is an error if not; ``"off"``: no arena.
     cap_bytes: hard limit of the CUDA allocator within the block, from the first step on. A step that needs more is
         an out-of-memory error.
+    on_audit: as for :func:`poochplan.apply`. With ``"warn"`` another plan is made that keeps the value.
     quiet: print nothing on stderr but warnings.
-    certify: as for :func:`poochplan.apply`.
 
     Raises
     ------
@@ -109,6 +110,8 @@ def auto(
         raise UsageError(f'on_over_budget: expected "warn", "error" or "replan", found {on_over_budget!r}')
     if arena not in get_args(ArenaMode):
         raise UsageError(f'arena: expected "auto", "on" or "off", found {arena!r}')
+    if on_audit not in tuple(OnAudit):
+        raise UsageError(f'on_audit: expected "warn", "error" or "off", found {on_audit!r}')
     before = checked("before_plan", before_plan or ("swap" if on_over_budget == "error" else "in-core"))
     refused = checked("on_refusal", on_refusal)
     check_budget(budget)  # here, not in the middle of the loop
@@ -146,9 +149,9 @@ def auto(
         on_over_budget=policy,
         cap_bytes=cap_bytes,
         explain=PLANNER.explain,
-        certifier=PLANNER.certifier if certify else None,
         step_arena=StepArena(PLANNER.pack, arena) if has_arena else None,
         messages=messages,
+        on_audit=OnAudit(on_audit),
     )
 
 

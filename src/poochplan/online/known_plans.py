@@ -76,6 +76,12 @@ class KnownPlans:
         self._smallest_bytes = 0
         """The largest of the smallest possible budgets that were reported."""
 
+    @property
+    def budget_bytes(self) -> int:
+        """The budget if it was given in bytes; 0 if it is a share."""
+        found = {parse_budget(self._budget, peak_bytes) for peak_bytes in (1 << 40, 1 << 41)}
+        return found.pop() if len(found) == 1 else 0
+
     def budget_of(self, profile: Profile) -> int:
         """The budget in bytes, for the segments of a profile."""
         return parse_budget(self._budget, profile.in_core_peak_bytes)

@@ -191,10 +191,17 @@ def switches_digest(model: torch.nn.Module) -> str:
     for name, module in model.named_modules():
         own = vars(module)
         config = own.get("config")
-        flags = [*_plain(own), *_plain(vars(config) if hasattr(config, "__dict__") else {}), module.extra_repr()]
+        flags = [*_plain(own), *_plain(vars(config) if hasattr(config, "__dict__") else {}), _told_by(module)]
         digest.update(repr((name, type(module).__qualname__, flags, _calls(own.get("forward")))).encode())
         digest.update(compiled_with(module).encode())
     return digest.hexdigest()[:16]
+
+
+def _told_by(module: torch.nn.Module) -> str:
+    """What the module tells of itself, by code of its author."""
+    with contextlib.suppress(Exception):
+        return module.extra_repr()
+    return ""
 
 
 def _plain(attributes: Mapping[str, object]) -> list[tuple[str, str]]:

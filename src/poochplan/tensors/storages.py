@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
+from poochplan.guard import users
 from poochplan.torch_private.sharding import around_local_tensor, local_tensor, without_local_tensor
 from poochplan.torch_private.tensor_internals import (
     COO_PARTS,
@@ -87,12 +88,6 @@ def new_storage(size_bytes: int, where: torch.device) -> torch.UntypedStorage:
     finally:
         if fills:
             settings.fill_uninitialized_memory = True
-
-
-def on_whole(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
-    """The whole storage as one row, without a copy."""
-    count = storage.nbytes() // dtype.itemsize
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (count,), (1,))
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -234,12 +229,21 @@ def own_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 def check_unwritten(tensor: torch.Tensor, version: int, what: str) -> None:
     """Raises autograd's error if a saved tensor, named ``what``, was written in place since it had that version."""
     if version_of(tensor) != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"{what} is at version {version_of(tensor)}; expected version {version} instead. "
-            "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
-            "with torch.autograd.set_detect_anomaly(True)."
+        raise users(
+            RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{what} is at version {version_of(tensor)}; expected version {version} instead. "
+                "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
+                "with torch.autograd.set_detect_anomaly(True)."
+            )
         )
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Its gradient. Of a tensor that gets none, such as one that ``functional_call`` has put in a parameter's place, it
+    is not read: torch warns of that.
+    """
+    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
 
 
 class CheckedTensor:

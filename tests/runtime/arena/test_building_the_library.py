@@ -175,8 +175,34 @@ def test_a_link_in_the_place_of_the_folder_is_refused(built_home: Path, tmp_path
         build()
 
 
-def test_a_library_that_cannot_be_loaded_is_one_clear_line(built_home: Path) -> None:
-    library_file().write_bytes(b"no library")
+DAMAGES = {
+    "other content": lambda data: b"no library",
+    "nothing": lambda data: b"",
+    "cut short": lambda data: data[: len(data) // 3],  # to load it would end the process
+    "one byte": lambda data: data[:-999] + bytes([data[-999] ^ 1]) + data[-998:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_library_is_built_anew_and_without_a_compiler_is_one_clear_line(
+    damage: str, built_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = library_file().read_bytes()
+    (built_home / "whole").write_bytes(whole)
+    library_file().write_bytes(DAMAGES[damage](whole))
+    assert not is_built()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(NativeError, match="CXX=no-such-compiler: expected a C\\+\\+ compiler"):
+        build()
+    compiler = script(built_home / "copies", f"for last; do :; done; cp {built_home}/whole $last")
+    monkeypatch.setenv("CXX", str(compiler))
+    assert build().read_bytes().startswith(whole)
+    assert is_built()
+
+
+def test_a_library_that_cannot_be_loaded_is_one_clear_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = script(home / "compiler", "for last; do :; done; echo no library > $last")
+    monkeypatch.setenv("CXX", str(compiler))
     with pytest.raises(NativeError) as error:
         Library()
     assert "cannot be loaded" in one_line(error)

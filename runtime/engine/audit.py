@@ -1,0 +1,302 @@
+"""The audit: in each planned step some of the released values are compared with what comes back for them.
+
+It finds writes that no version counter shows and that begin after the profile: by ``.data``, NumPy, a kernel. A value
+is *kept beside* where there is room: its storage stays until its use, and that use takes it. So writes until forward's
+last reference to it count, as in-core. Otherwise a checksum of it is compared: taken when it is released, and again at
+the last point at which forward still held it in the step before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from poochplan.formats.plan import Decision, Instructions, PlannedValue
+from poochplan.tensors.host_memory import available_bytes
+from poochplan.tensors.storages import bytes_of
+from poochplan.torch_private.tensor_internals import unseen_by_modes
+
+from .saved_value import SavedValue
+
+MOST_SHARE = 0.005
+"""Of a step's time may go into comparing; but one value is always compared."""
+FIRST_BYTES_PER_S = 4e9
+"""The rate of comparing that is assumed before it is measured."""
+LOOKS = 8
+"""At so many points a checksum is taken anew, in the first step that audits the value."""
+PIECE_BYTES = 1 << 24
+SHARE_OF_FREE = 0.5
+"""Of the device's free memory may go into keeping all values beside."""
+
+
+class OnAudit(StrEnum):
+    """The reaction to a value that does not come back as it was."""
+
+    WARN = "warn"
+    """One warning names it; it is kept from then on."""
+    ERROR = "error"
+    """``AuditError`` is raised at the end of that step."""
+    OFF = "off"
+    """Nothing is compared."""
+
+
+class Room(NamedTuple):
+    """What may be kept beside a step: bytes, and what each value takes besides its own. One that stays in an arena may
+    displace blocks that are larger than it, at both of its ends.
+    """
+
+    size_bytes: int
+    extra_bytes: int = 0
+
+
+class AuditedPlan:
+    """State: the released values of a plan whose turn comes next, and those that are kept from now on."""
+
+    def __init__(self, instructions: Instructions) -> None:
+        self.values = instructions.values
+        released = (value.decision is not Decision.KEEP and not value.source for value in self.values)
+        self.turns = deque(index for index, is_released in enumerate(released) if is_released)
+        self.kept = set[int]()
+        """Save points of values that have differed."""
+        self.last_held: dict[int, int] = {}
+        """The last save point at which forward held a value after its release, as the step before has shown."""
+        self.is_alarmed = False
+        """Whether the next step compares all, because what has changed one value may have changed others."""
+
+    def chosen(self, room: Room, most_bytes: float) -> dict[int, bool]:
+        """The values of the next step, those first that were never compared, and whether each is kept beside. So many
+        bytes can be compared in the time that there is.
+        """
+        found: dict[int, bool] = {}
+        room_bytes, extra_bytes = room
+        for _ in range(len(self.turns)):
+            index = self.turns[0]
+            size_bytes = self.values[index].size_bytes
+            if found and size_bytes > most_bytes:
+                break
+            most_bytes -= size_bytes
+            self.turns.rotate(-1)
+            if index in self.kept:
+                continue
+            found[index] = size_bytes + extra_bytes <= room_bytes
+            room_bytes -= size_bytes + extra_bytes if found[index] else 0
+        return found
+
+    def takes_over(self, before: AuditedPlan) -> None:
+        """The plan replaces another for the same steps: what differed under that one is known by its name."""
+        names = {before.values[index].name for index in before.kept}
+        self.kept = {index for index, value in enumerate(self.values) if value.name in names}
+        self.is_alarmed = bool(names)
+
+
+class Audit:
+    """State: the values of the running step that are audited, and the names of those that have differed in it."""
+
+    def __init__(self, where: torch.device) -> None:
+        self._where = where
+        self._plan: AuditedPlan | None = None
+        self._chosen: dict[int, bool] = {}
+        self._watched: list[Beside] = []
+        self._held_at: dict[int, int] = {}
+        self._pending: list[Comparison] = []
+        self._bytes, self._seconds = FIRST_BYTES_PER_S / 1e3, 1e-3
+        self.differing: list[Comparison] = []
+        """Of values that did not come back as they were, since this was emptied."""
+        self.compared = 0
+        """Number of values compared in this step."""
+
+        self.keeps_all = False
+        """Whether this step may exceed its budget, because all values are kept beside."""
+
+    def step_begins(self, plan: AuditedPlan, room: Room, step_s: float) -> None:
+        """A segment begins that follows the plan, and takes ``step_s`` seconds. :meth:`step_ends` comes before."""
+        self._plan = plan
+        if plan.is_alarmed:
+            plan.is_alarmed = False
+            all_bytes = sum(plan.values[one].size_bytes for one in plan.turns)
+            self.keeps_all = all_bytes <= self._free_bytes()
+            self._chosen = dict.fromkeys((one for one in plan.turns if one not in plan.kept), self.keeps_all)
+        else:
+            most_bytes = MOST_SHARE * step_s * self._bytes / self._seconds
+            self._chosen = plan.chosen(room, most_bytes)
+
+    def step_ends(self) -> None:
+        """Forgets what was watched; takes the results of a GPU's comparisons that are there."""
+        if self._plan is not None and self._held_at:
+            self._plan.last_held.update(self._held_at)
+        self._held_at, self._watched, self._chosen = {}, [], {}
+        self._plan, self.compared, self.keeps_all = None, 0, False
+        if self._pending:
+            self._pending = [one for one in self._pending if not self._is_taken(one)]
+
+    def _is_taken(self, one: Comparison) -> bool:
+        if not one.is_done:
+            return False
+        if one.differs:
+            self.differing.append(one)
+        return True
+
+    def is_kept(self, index: int | None) -> bool:
+        """Whether a value is kept, whatever the plan says, because it has differed."""
+        return self._plan is not None and index in self._plan.kept
+
+    # -- values that leave and come back --------------------------------------------------------------------------
+
+    def leaves(self, value: SavedValue) -> None:
+        """Its storage is about to be released by the engine, or has been: forward may still hold it."""
+        if value.index not in self._chosen or value.beside is not None or self._plan is None or value.storage is None:
+            return
+        begin_s = time.perf_counter()
+        beside = Beside(self._plan, value.index, value.storage, is_kept=self._chosen.pop(value.index))
+        value.beside = beside
+        if not beside.is_kept:
+            beside.look()
+            self._watched.append(beside)
+            self._took(begin_s, value.size_bytes)
+
+    def point(self, saves: int) -> None:
+        """The step has come to that save point, or with the number of all to its first use."""
+        for beside in self._watched:
+            if beside.weak() is None:
+                continue
+            self._held_at[beside.index] = saves
+            last = beside.plan.last_held.get(beside.index)
+            if saves == last or (last is None and beside.looks < LOOKS):
+                begin_s = time.perf_counter()
+                beside.look()
+                self._took(begin_s, beside.size_bytes)
+
+    def comes_back(self, value: SavedValue) -> None:
+        """Its storage is there again. A value kept beside gets back what was kept."""
+        beside, value.beside = value.beside, None
+        if beside is None or value.storage is None:
+            return
+        begin_s = time.perf_counter()
+        self.compared += 1
+        found = Comparison(beside, value.storage)
+        if found.is_done:
+            self._is_taken(found)
+        else:
+            self._pending.append(found)
+        if beside.kept is not None and (not found.is_done or found.differs):
+            value.storage = beside.kept
+        self._took(begin_s, value.size_bytes)
+
+    def _took(self, begin_s: float, size_bytes: int) -> None:
+        self._bytes += size_bytes
+        self._seconds += time.perf_counter() - begin_s
+
+    def _free_bytes(self) -> float:
+        if self._where.type == "cuda":
+            return SHARE_OF_FREE * torch.cuda.mem_get_info(self._where)[0]
+        return SHARE_OF_FREE * available_bytes()
+
+
+class Beside:
+    """What is known of a value that the engine has released: the storage itself, or a checksum of it."""
+
+    def __init__(self, plan: AuditedPlan, index: int, storage: torch.UntypedStorage, *, is_kept: bool) -> None:
+        self.plan, self.index, self.is_kept = plan, index, is_kept
+        self.size_bytes = storage.nbytes()
+        self.kept = storage if is_kept else None
+        self.weak = weakref.ref(storage)
+        self.looks = 0
+        self.checksum: Any = None
+
+    def look(self) -> None:
+        """Takes the checksum of what the storage has now."""
+        storage = self.weak()
+        if storage is not None and storage.nbytes() == self.size_bytes:
+            self.looks += 1
+            self.checksum = checksum(storage)
+
+
+class Comparison:
+    """Of a value that has come back. On a GPU the result is read later, so that nothing waits."""
+
+    def __init__(self, beside: Beside, storage: torch.UntypedStorage) -> None:
+        self.plan, self.index, self.is_right = beside.plan, beside.index, beside.is_kept
+        if storage.device.type == "cpu":
+            self._differs = _cpu_differs(beside, storage)
+            self._done: torch.cuda.Event | None = None
+            return
+        with unseen_by_modes():
+            if beside.kept is not None:
+                found = _cuda_differs(beside.kept, storage)
+            else:
+                found = torch.ne(checksum(storage), beside.checksum)
+            self._result = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._result.copy_(found, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record(torch.cuda.current_stream(storage.device))
+
+    @property
+    def value(self) -> PlannedValue:
+        return self.plan.values[self.index]
+
+    @property
+    def is_done(self) -> bool:
+        return self._done is None or bool(self._done.query())
+
+    @property
+    def differs(self) -> bool:
+        """Only if it is done."""
+        return self._differs if self._done is None else bool(self._result.item())
+
+
+def differences_text(values: Sequence[PlannedValue], *, is_right: bool) -> str:
+    """The text about values that did not come back as they were. ``is_right``: their uses took what was kept beside."""
+    named = ", ".join(
+        f"{value.name} ({_AGAIN[value.decision]}{f', layer {value.layer}' if value.layer else ''})"
+        for value in values[:_MOST_NAMED]
+    )
+    more = f" and {len(values) - _MOST_NAMED} more" if len(values) > _MOST_NAMED else ""
+    used = "backward has used the right ones" if is_right else "this step's gradients, and perhaps earlier ones, differ"
+    return (
+        f"the audit found other bytes than forward left in {named}{more}: something writes them, or what they are made "
+        f"of, past torch's dispatcher (.data, numpy(), DLPack, a kernel); {used}"
+    )
+
+
+_MOST_NAMED = 4
+_AGAIN = {Decision.SWAP: "swapped", Decision.RECOMPUTE: "recomputed", Decision.KEEP: "kept"}
+
+
+def checksum(storage: torch.UntypedStorage) -> Any:
+    """The sum of all words, modulo 2^64, and of the bytes behind the last; on the storage's device."""
+    if storage.device.type == "cpu":
+        memory: Any = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+        words = storage.nbytes() // 8
+        whole = int(np.add.reduce(np.frombuffer(memory, np.uint64, words))) if words else 0
+        return whole, memory[words * 8 :]
+    with unseen_by_modes():
+        content = bytes_of(storage)
+        end = content.numel() // 8 * 8
+        return content[:end].view(torch.int64).sum() + content[end:].sum(dtype=torch.int64)
+
+
+_C_LIBRARY = ctypes.CDLL(None)
+_C_LIBRARY.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+
+def _cpu_differs(beside: Beside, storage: torch.UntypedStorage) -> bool:
+    if beside.kept is None:
+        return bool(checksum(storage) != beside.checksum)
+    same_size = beside.kept.nbytes() == storage.nbytes()
+    return not same_size or bool(_C_LIBRARY.memcmp(beside.kept.data_ptr(), storage.data_ptr(), storage.nbytes()))
+
+
+def _cuda_differs(kept: torch.UntypedStorage, storage: torch.UntypedStorage) -> torch.Tensor:
+    """In pieces, because each takes memory."""
+    left, right = bytes_of(kept), bytes_of(storage)
+    pieces: Iterable[int] = range(0, left.numel(), PIECE_BYTES)
+    parts = [torch.ne(left[at : at + PIECE_BYTES], right[at : at + PIECE_BYTES]).any() for at in pieces]
+    return torch.stack(parts).any()

@@ -1,0 +1,180 @@
+"""Writes that no version counter shows and that begin late: told within the bound, and gradients are right then."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from poochplan.errors import AuditError
+from poochplan.formats.plan import Decision, Plan
+from tests.runtime.nets import Case, of, our_warnings, train
+from tests.runtime.random_plans import random_plan
+
+pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread")]
+
+Write = Callable[[torch.Tensor], object]
+SWAP, REPLAY = (0, 1, 0), (0, 0, 1)
+BEGINS = 3
+
+
+class Late(nn.Module):
+    """``write`` is called with an activation behind its save, or with fresh zeros before any, once it is not None."""
+
+    write: Write | None = None
+
+    def __init__(self, *, before: bool = False) -> None:
+        super().__init__()
+        self.layers, self.before = nn.ModuleList(nn.Linear(24, 24) for _ in range(3)), before
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = torch.softmax(layer(batch), -1)
+            fresh = torch.zeros_like(hidden)
+            if self.write is not None:
+                self.write(fresh if self.before else hidden)
+            batch = torch.sin(hidden * 8 + batch) * torch.exp(0.1 * fresh)
+        return batch
+
+
+def _data_copy(tensor: torch.Tensor) -> object:
+    return tensor.data.copy_(tensor.round(decimals=1) + 0.25)
+
+
+def _data_sub(tensor: torch.Tensor) -> object:
+    return tensor.data.sub_(0.5)
+
+
+def _numpy(tensor: torch.Tensor) -> object:
+    return np.add(tensor.detach().numpy(), 0.25, out=tensor.detach().numpy())
+
+
+def _dlpack(tensor: torch.Tensor) -> object:
+    return torch.from_dlpack(tensor.detach()).add_(0.5)
+
+
+def _foreach(tensor: torch.Tensor) -> object:
+    return torch._foreach_add_([tensor.data], 0.5)
+
+
+def _memset(tensor: torch.Tensor) -> object:
+    return ctypes.memset(tensor.data_ptr() + 8, 0x3D, tensor.nbytes - 8)
+
+
+def _a_few_bytes(tensor: torch.Tensor) -> object:
+    return ctypes.memset(tensor.data_ptr() + 49, 0x3D, 3)
+
+
+LIBRARY = torch.library.Library("poochaudit", "DEF")
+LIBRARY.define("lies(Tensor x) -> Tensor")
+LIBRARY.impl("lies", lambda x: (np.add(x.numpy(), 0.5, out=x.numpy()), x.new_zeros(1))[1], "CPU")
+
+
+def _lying(tensor: torch.Tensor) -> object:
+    return torch.ops.poochaudit.lies(tensor.detach())
+
+
+RECORDED = _data_copy, _data_sub, _foreach
+"""The recorder sees these: a replay writes them again, as long as it is on."""
+WRITES = [_data_copy, _data_sub, _numpy, _dlpack, _foreach, _memset, _a_few_bytes, _lying]
+
+
+def gradients_of(
+    case: Case, steps: int, write: Write | None, plan: Plan | None, patch: pytest.MonkeyPatch, **options: Any
+) -> tuple[list[list[torch.Tensor]], Any, list[str]]:
+    """What each step gives, with a write from step ``BEGINS`` on; the report, and what was said."""
+    begun = 0
+
+    def late(place: str) -> None:
+        nonlocal begun
+        begun += place == "step"
+        patch.setattr(Late, "write", staticmethod(write) if write is not None and begun > BEGINS else None)
+
+    with our_warnings() as said:
+        seen, report = train(case, steps, plan, late, **options)
+    return seen, report, said
+
+
+def differing(case: Case, steps: int, write: Write, plan: Plan, patch: pytest.MonkeyPatch, **options: Any) -> Any:
+    """The steps whose own gradients differ from those of in-core, each from the planned loop's weights; and the rest.
+
+    Weights that differ once differ for ever, so these networks do not learn.
+    """
+    wanted, _, _ = gradients_of(case, steps, write, None, patch)
+    seen, report, said = gradients_of(case, steps, write, plan, patch, **options)
+    wrong = [
+        number
+        for number, (left, right) in enumerate(zip(wanted, seen, strict=True))
+        if not all(map(torch.equal, left, right))
+    ]
+    return wrong, report, said
+
+
+def _still(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+CASES = {
+    "after the save": of(Late, 20, 24, optimizer=_still),
+    "before the save": of(lambda: Late(before=True), 20, 24, optimizer=_still),
+}
+
+
+def released(plan: Plan) -> int:
+    return sum(value.decision is not Decision.KEEP for value in plan.values)
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("where", CASES)
+@pytest.mark.parametrize("way", [SWAP, REPLAY])
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_late_write_is_told_within_the_bound_and_then_right(
+    write: Write, where: str, way: tuple[float, float, float], has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[where]
+    plan = random_plan(case.profile(), 0, way)
+    bound = released(plan)
+    if not has_room:  # checksums are compared
+        plan = msgspec.structs.replace(plan, budget_bytes=1)
+    wrong, report, said = differing(case, BEGINS + bound + 4, write, plan, monkeypatch, meter="never")
+    is_exact = where == "before the save" if way == SWAP else write in RECORDED
+    if is_exact:  # the copies have what was written, or replays write it again
+        assert (wrong, said) == ([], [])
+        return
+    assert report.total.audit_differences > 0
+    assert any("the audit found other bytes" in text for text in said)
+    assert len(wrong) < bound
+    assert wrong == list(range(BEGINS, BEGINS + len(wrong)))
+
+
+def test_without_it_steps_stay_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["before the save"]
+    plan = random_plan(case.profile(), 0, REPLAY)
+    wrong, report, said = differing(case, 30, _numpy, plan, monkeypatch, on_audit="off")
+    assert wrong == list(range(BEGINS, 30))
+    assert (report.total.audited_values, said) == (0, [])
+
+
+@pytest.mark.parametrize("way", [SWAP, REPLAY])
+def test_without_late_writes_nothing_is_said(way: tuple[float, float, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["after the save"]
+    plan = random_plan(case.profile(), 0, way)
+    wanted, _, _ = gradients_of(case, 8, None, None, monkeypatch)
+    seen, report, said = gradients_of(case, 8, None, plan, monkeypatch)
+    assert all(torch.equal(*both) for steps in zip(wanted, seen, strict=True) for both in zip(*steps, strict=True))
+    assert said == []
+    assert report.total.audited_values >= 8
+    assert report.total.audit_differences == 0
+
+
+def test_it_can_be_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["before the save"]
+    plan = random_plan(case.profile(), 0, REPLAY)
+    with pytest.raises(AuditError, match="recomputed"):
+        gradients_of(case, BEGINS + released(plan) + 1, _numpy, plan, monkeypatch, on_audit="error")
