@@ -130,6 +130,8 @@ def _called(node: ast.Call, place: Place, depth: int) -> Iterator[str]:
             yield re.sub(r"\{\w*\}", GAP, text)
         return
     known = functions().get(name, [])
+    owner = getattr(getattr(node.func, "value", None), "attr", "").strip("_")
+    known = [one for one in known if owner and owner in one[0].module.__name__.rpartition(".")[2]] or known
     results = [
         (where, part.value)
         for where, function in known
@@ -144,7 +146,7 @@ def _called(node: ast.Call, place: Place, depth: int) -> Iterator[str]:
 
 def _named(node: ast.Name | ast.Attribute, place: Place, depth: int) -> Iterator[str]:
     value = _global(node, place.module)
-    if isinstance(value, str):
+    if isinstance(value, str) and (node.id if isinstance(node, ast.Name) else node.attr).isupper():
         yield value
         return
     found = [one for function in place.around for one in _assigned(node, function)] if value is None else []
