@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,15 +48,6 @@ class OnAudit(StrEnum):
     """Nothing is compared."""
 
 
-class Room(NamedTuple):
-    """What may be kept beside a step: bytes, and what each value takes besides its own. One that stays in an arena may
-    displace blocks that are larger than it, at both of its ends.
-    """
-
-    size_bytes: int
-    extra_bytes: int = 0
-
-
 class AuditedPlan:
     """State: the released values of a plan whose turn comes next, and those that are kept from now on."""
 
@@ -71,12 +62,11 @@ class AuditedPlan:
         self.is_alarmed = False
         """Whether the next step compares all, because what has changed one value may have changed others."""
 
-    def chosen(self, room: Room, most_bytes: float) -> dict[int, bool]:
+    def chosen(self, room_bytes: int, most_bytes: float) -> dict[int, bool]:
         """The values of the next step, those first that were never compared, and whether each is kept beside. So many
         bytes can be compared in the time that there is.
         """
         found: dict[int, bool] = {}
-        room_bytes, extra_bytes = room
         for _ in range(len(self.turns)):
             index = self.turns[0]
             size_bytes = self.values[index].size_bytes
@@ -86,8 +76,8 @@ class AuditedPlan:
             self.turns.rotate(-1)
             if index in self.kept:
                 continue
-            found[index] = size_bytes + extra_bytes <= room_bytes
-            room_bytes -= size_bytes + extra_bytes if found[index] else 0
+            found[index] = size_bytes <= room_bytes
+            room_bytes -= size_bytes if found[index] else 0
         return found
 
     def takes_over(self, before: AuditedPlan) -> None:
@@ -116,7 +106,7 @@ class Audit:
         self.keeps_all = False
         """Whether this step may exceed its budget, because all values are kept beside."""
 
-    def step_begins(self, plan: AuditedPlan, room: Room, step_s: float) -> None:
+    def step_begins(self, plan: AuditedPlan, room_bytes: int, step_s: float) -> None:
         """A segment begins that follows the plan, and takes ``step_s`` seconds. :meth:`step_ends` comes before."""
         self._plan = plan
         if plan.is_alarmed:
@@ -126,7 +116,7 @@ class Audit:
             self._chosen = dict.fromkeys((one for one in plan.turns if one not in plan.kept), self.keeps_all)
         else:
             most_bytes = MOST_SHARE * step_s * self._bytes / self._seconds
-            self._chosen = plan.chosen(room, most_bytes)
+            self._chosen = plan.chosen(room_bytes, most_bytes)
 
     def step_ends(self) -> None:
         """Forgets what was watched; takes the results of a GPU's comparisons that are there."""
