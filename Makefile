@@ -1,7 +1,7 @@
 # Everything a person types. `make test` and `make demo` do all of their own set-up in .venv/.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all test-torch lint format types docs packages notebooks demo bench gpu-suite dist clean
+.PHONY: about help setup test test-all test-torch test-machine lint format types docs packages notebooks demo bench gpu-suite dist clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,8 +16,11 @@ NOTEBOOKS := --nbmake --nbmake-timeout=900 notebooks
 # The suite uses a machine's own torch with CUDA: LIBS names folders of what else is not installed there.
 GPU_PYTHON ?= python3
 # The first of these that is new enough; `make PYTHON=/path/to/python test` names another.
-PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+
+# /tmp may be small, and in memory; torch's packages for CUDA take 3 GB.
+INSTALL = mkdir -p $(VENV)/tmp && TMPDIR="$$PWD/$(VENV)/tmp" $(BIN)/python -m pip install --quiet
 
 # What the caller's shell has set must change neither what is imported nor how many threads are used. Bytecode is kept:
 # the suite starts some hundred processes, and each would compile all modules again.
@@ -28,7 +31,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export POOCH_DEEP ?= $(DEEP)
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## Make .venv and install poochplan with everything it needs (again only when the pins change)
 
@@ -42,11 +45,15 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); \
 		echo "error: $(PYTHON) cannot make a virtual environment with pip in it; install its venv and pip" \
 			"packages (on Debian and Ubuntu: apt install python3-venv python3-pip)" >&2; exit 1; }
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' || { \
+	@$(PYTHON) tests/packaging/ready.py install $(VENV)
+	@$(INSTALL) --constraint constraints.txt --editable '.[dev]' || { \
 		echo "error: pip could not install the packages of constraints.txt; its own message is above" >&2; exit 1; }
 	@touch $@
 
-test: setup  ## Check what is claimed, each claim once: lint, format, types, docs, tests (some eight minutes)
+about:
+	@[ -z "$(PYTHON)" ] || $(PYTHON) tests/packaging/ready.py about $(VENV)
+
+test: about setup  ## Check what is claimed, each claim once: lint, format, types, docs, tests (some ten minutes)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync lint types docs
 	POOCH_PART=first OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) tests
 	@echo "make test: lint, types, docs and tests all passed."
@@ -55,18 +62,23 @@ test-all: test  ## That, and the rest: second device, mutants, packaging, stacks
 	POOCH_PART=rest OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(NOTEBOOKS) tests
 	@echo "make test-all: the rest of the tests and the notebooks passed too."
 
-test-torch: $(VENV)-torch-$(VERSION)/.installed  ## Run the suite on another torch, in an environment of its own: VERSION=2.14.1
+test-torch: $(VENV)-torch-$(VERSION)/.installed  ## Run the suite on another torch, in an environment of its own: VERSION=2.14.1 or newest
 	OMP_NUM_THREADS=1 $(VENV)-torch-$(VERSION)/bin/python -m pytest $(PARALLEL) $(TORCH_ARGS) tests
-	@echo "make test-torch: passed on torch $(VERSION)."
+	@echo "make test-torch: passed on torch $$($(VENV)-torch-$(VERSION)/bin/python -c 'import torch; print(torch.__version__)')."
 
 # sympy and setuptools: torch pins its own. highspy, numpy and pandas: the newest, which nothing else here tries.
 $(VENV)-torch-$(VERSION)/.installed: pyproject.toml constraints.txt
 	@if [ -z "$(VERSION)" ]; then \
-		echo "error: expected a version of torch: make test-torch VERSION=2.14.1" >&2; exit 1; fi
+		echo "error: expected a version of torch, or newest: make test-torch VERSION=2.14.1" >&2; exit 1; fi
 	$(PYTHON) -m venv --clear $(@D)
 	grep -vE '^(torch|sympy|setuptools|highspy|numpy|pandas)==' constraints.txt > $(@D)/constraints.txt
-	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt 'torch==$(VERSION)' --editable '.[dev]'
+	mkdir -p $(@D)/tmp
+	TMPDIR="$$PWD/$(@D)/tmp" $(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt \
+		'$(if $(filter newest,$(VERSION)),torch,torch==$(VERSION))' --editable '.[dev]'
 	@touch $@
+
+test-machine:  ## As root: `make test` in a root folder of another Debian, made for it: RELEASE=trixie; ORDINARY=1 as a user
+	@RELEASE="$(RELEASE)" tests/packaging/machine.sh
 
 lint: setup  ## Check style and formatting (ruff)
 	$(BIN)/ruff check .
@@ -109,7 +121,7 @@ dist: setup  ## Build sdist and wheel into dist/ and check them: twine, a clean 
 	$(RELEASE)/tools/bin/python -m twine check --strict dist/*
 	$(RELEASE)/clean/bin/pip install --quiet --constraint constraints.txt dist/*.whl
 	cd $(RELEASE) && clean/bin/pooch --version && \
-		clean/bin/pooch plan $(CURDIR)/benchmarks/instances/resnet50-b256-v100.json.gz --budget 60% --policy greedy -o plan.json
+		clean/bin/pooch plan '$(CURDIR)/benchmarks/instances/resnet50-b256-v100.json.gz' --budget 60% --policy greedy -o plan.json
 	rm -rf $(RELEASE)
 	@echo "make dist: $$(ls dist | tr '\n' ' ')passed."
 

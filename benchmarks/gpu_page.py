@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks.facts import Row, table_head, table_row
-from benchmarks.gpu_bits import table
 from poochplan.units import format_bytes, format_seconds
 
 COLUMNS = (
@@ -55,8 +54,6 @@ def _verdicts(results: Row) -> Iterator[str]:
 
 
 def _profiles(results: Row) -> Iterator[str]:
-    if results["bits"]:
-        yield from ("## Bits of masks", "", *table(results["bits"]), "")
     if not results["profiles"]:
         return
     yield "## Networks"

@@ -39,12 +39,11 @@ from torch.utils.checkpoint import checkpoint
 
 import poochplan
 from benchmarks.facts import Row, facts_of_run, write_results
-from benchmarks.gpu_bits import rows as rows_of_bits
 from benchmarks.gpu_nets import NETS, Net
 from benchmarks.gpu_overlap import TimedCuda, overlap, total_s
 from benchmarks.gpu_page import page
 from benchmarks.pairs import profiled as profile_steps
-from benchmarks.plans import part_budget, predicted
+from benchmarks.plans import part_budget
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
@@ -90,7 +89,6 @@ class Suite:
             "tests": None,
             "profiles": [],
             "rows": [],
-            "bits": [],
             "failed": [],
             "skipped": [],
         }
@@ -318,7 +316,6 @@ def planned(suite: Suite, net: Net, plan: Plan) -> Row:
     return {
         "budget_bytes": plan.budget_bytes,
         "predicted_peak_bytes": max(prediction.peak_bytes, prediction.first_step_peak_bytes),
-        **predicted(plan, "arena_bytes", "arena_live_bytes"),
         "predicted_step_s": prediction.step_s,
         "predicted_overhead": prediction.overhead,
         "predicted_stall_s": prediction.stall_s,
@@ -429,9 +426,6 @@ def main(argv: list[str] | None = None) -> int:
     suite.write()
     if not arguments.no_tests:
         suite.case("GPU tests", lambda: run_tests(suite, arguments.tests))
-    if suite.where.type == "cuda":
-        suite.case("bits of masks", lambda: suite.results["bits"].extend(rows_of_bits(suite.where, is_tiny=suite.tiny)))
-        forget_peaks(suite.where)
     for name in arguments.nets:
         run_net(suite, name)
         forget_peaks(suite.where)

@@ -8,8 +8,7 @@ Three kinds of instance, each a random step with a random budget between the sma
   proven bound may not be above the optimum.
 * ``decisions``: 5 to 10 movable values against all decisions, each as the planner's own scheduler carries it out. The
   planner may be faster here, where it tries more schedules of a decision than one.
-* ``smaller``: as ``full``, of steps with smaller forms of saved values, each form in turn: sources, bits of masks on
-  the CPU and on CUDA, integers and upper halves.
+* ``sources``: as ``full``, of steps with sources of saved values.
 
 Seeds are those of ``tests/planner/tiny_profiles.py``; one instance repeats with ``--kind full --first SEED --count 1``.
 """
@@ -33,11 +32,11 @@ from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import movable, try_decisions
 from tests.planner.oracle import best_decisions, best_schedule  # the yardstick, none of the package
 from tests.planner.oracle_search import Freedom
-from tests.planner.tiny_profiles import FORMS, tiny_instance, tiny_with
+from tests.planner.tiny_profiles import tiny_instance, tiny_with_sources
 
 VALUES = {"full": (2, 5), "decisions": (5, 10)}
-SMALLER = "smaller"
-KINDS = *VALUES, SMALLER
+SOURCES = "sources"
+KINDS = *VALUES, SOURCES
 EQUAL = 1e-6
 """Relative difference of the simulated step below which two plans are equal."""
 ROUNDING = 1e-9
@@ -54,8 +53,8 @@ FREEDOMS = {
 
 def one(kind: str, seed: int, time_limit_s: float) -> dict[str, Any]:
     """The planner and the oracle on one instance."""
-    if kind == SMALLER:
-        profile, problem, budget = tiny_with(list(FORMS.values())[seed % len(FORMS)], seed // len(FORMS))
+    if kind == SOURCES:
+        profile, problem, budget = tiny_with_sources(seed)
     else:
         profile, problem, budget = tiny_instance(seed, *VALUES[kind])
     started_s = time.perf_counter()

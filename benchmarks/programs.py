@@ -11,7 +11,7 @@ it has to be bitwise the one in-core. With ``--windows`` they run twice over as 
 without, under random plans that record in short windows.
 
 With ``--casts`` they have casts and clones, and run under random plans that hold what these read in place of their
-larger results. With ``--masks`` they have dropout too, and the plans hold bits (``tests/programs/other_trials.py``).
+larger results (``tests/programs/other_trials.py``).
 
 With ``--mutants`` the runtime is broken on purpose, in one place at a time (those of ``tests/runtime/test_mutants.py``
 and of the rules in ``test_rules.py``), and it is told which program notices first.
@@ -23,7 +23,6 @@ and of the rules in ``test_rules.py``), and it is told which program notices fir
     python -m benchmarks.programs --windows --seeds 0:500 -o benchmarks/results/programs-windows.json \
         --always "exception in forward" views "several forwards a step"
     python -m benchmarks.programs --casts --seeds 0:500 -o benchmarks/results/programs-casts.json
-    python -m benchmarks.programs --masks --seeds 0:500 -o benchmarks/results/programs-masks.json
     python -m benchmarks.programs --mutants --seeds 0:40 -o benchmarks/results/programs-mutants.json
 """
 
@@ -45,7 +44,7 @@ import torch
 from benchmarks.facts import facts_of_run, parser_of, write_results
 from tests.programs.drawing import Feature, Program, draw
 from tests.programs.mutated import all_mutants, caught_by, ready
-from tests.programs.other_trials import cast_trial, mask_trial, served_trial, windowed_trial
+from tests.programs.other_trials import cast_trial, served_trial, windowed_trial
 from tests.programs.trial import KINDS, Outcome, trial, warm_up
 
 SAVE_EVERY = 20
@@ -125,7 +124,6 @@ def main() -> int:
         arena=(False, "steps are served from an arena"),
         windows=(False, "steps are unmetered, and recorded in short windows"),
         casts=(False, "plans hold what casts and clones read"),
-        masks=(False, "plans hold the bits of masks, too"),
     )
     parser.add_argument("--always", type=Feature, nargs="+", default=(), help="features that every program has")
     arguments = parser.parse_args()
@@ -140,7 +138,6 @@ def main() -> int:
         (arguments.windows, windowed_trial),
         (arguments.arena, served_trial),
         (arguments.casts, cast_trial),
-        (arguments.masks, mask_trial),
     )
     tried = next((one for is_asked, one in others if is_asked), trial)
     found = run_programs(range(first, end), arguments.output, facts, tried, arguments.always)

@@ -42,7 +42,7 @@ TIGHT_DEVICE, NOT_TIGHT = "v100", "bert-large"
 WITH_POLICIES = ("resnet50-b256-a100", "seq2seq-h200")
 PREDICTED = (
     "peak_bytes", "first_step_peak_bytes", "in_core_step_s", "step_s", "stall_s", "replay_s", "interference_s",
-    "runtime_s", "out_bytes", "in_bytes", "host_bytes", "arena_bytes", "arena_live_bytes",
+    "runtime_s", "out_bytes", "in_bytes", "host_bytes",
 )  # fmt: skip
 ACTIONS = ("at", "index", "swap_out", "release", "prefetch", "replay", "record")
 

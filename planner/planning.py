@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 from poochplan.errors import InfeasibleError, UsageError
-from poochplan.formats.narrow import NARROWED, SMALLER, narrowed, with_smaller
 from poochplan.formats.occupancy import static_bytes
-from poochplan.formats.plan import Plan
+from poochplan.formats.plan import Plan, SolveStatus
 from poochplan.formats.profile import Link, Memory, Profile
 from poochplan.formats.queries import limits
+from poochplan.formats.sources import SOURCES, with_sources
 from poochplan.planner.arena.step_layout import NO_ARENA, Fitting, layout_of, smallest_arena
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.search.allowance import SearchCallback, SearchLimits
 from poochplan.planner.search.optimise import Optimum, optimise
-from poochplan.planner.simulator.evaluator import begin_build
+from poochplan.planner.simulator.evaluator import begin_build, library, untold_absence
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import keep_all
 from poochplan.planner.simulator.simulate import Candidate, simulated, swap_all_on_demand
@@ -29,6 +30,11 @@ from .writing import KEEP_ALL, write_plan
 
 ILP = "ilp"
 """The default policy."""
+NO_EVALUATOR = (
+    "it was found without the compiled evaluator, about a hundred times more slowly: plan again once pooch doctor says "
+    "that it is built"
+)
+"""A plan's note."""
 STRONG_POLICIES = ("greedy", "pooch")
 """The search also tries the plans of these policies if its own are not near the bound."""
 
@@ -79,8 +85,9 @@ def plan(
     arena: whether the budget covers one arena for the step and everything outside it
         (``Plan.prediction.arena_peak_bytes``), instead of the peak alone. ``"auto"``: for a CPU profile of allocated
         bytes, and if such a plan is found; the plan's notes say if there is none.
-    without: what the plan may not hold in place of saved values: ``"sources"`` of larger copies, or ``"narrow"``, the
-        bits of masks and other narrow forms.
+    without: what the plan may not hold in place of saved values: ``"sources"`` of larger copies.
+
+    Warns, once in a process, if the compiled evaluator cannot be built. The plan's notes say if it was found without.
 
     Raises
     ------
@@ -91,19 +98,15 @@ def plan(
         than one thread or a solver other than HiGHS.
     """
     started_s = time.perf_counter()
-    if unknown := set(without).difference(SMALLER):
-        raise UsageError(f"without: expected {' or '.join(SMALLER)}, found {min(unknown)!r}; name one of these")
+    if unknown := set(without).difference([SOURCES]):
+        raise UsageError(f"without: expected {SOURCES}, found {min(unknown)!r}; name that, or nothing")
     begin_build()
     budget_bytes = parse_budget(budget, profile.in_core_peak_bytes)
     has_arena, measured = in_arena(profile, arena), profile.link
     profile = shared(without_arena(profile) if arena == "off" else profile, ranks_per_host)
-    plain = profile
-    if policy == ILP and profile.in_core_peak_bytes > budget_bytes:
-        profile = with_smaller(plain, without)
+    if policy == ILP and profile.in_core_peak_bytes > budget_bytes and SOURCES not in without:
+        profile = with_sources(profile)
     problem = build_problem(profile)
-    if narrowed(profile) and swap_all_on_demand(problem).peak_bytes > budget_bytes:  # narrowing takes memory itself
-        profile = with_smaller(plain, (*without, NARROWED))
-        problem = build_problem(profile)
     given = PolicyInput(profile, problem, budget_bytes)
     if policy != ILP and arena == "on":
         raise UsageError(f'arena: expected "auto" or "off" with policy {policy!r}, which decides alone, found "on"')
@@ -125,9 +128,18 @@ def plan(
         found = _optimal(given, search, watch, has_arena=has_arena)
         if arena == "on" and NO_ARENA in found.notes:
             found = replace(found, best=swap_all_on_demand(problem), notes=())
-    found = replace(found, notes=(*found.notes, *_shares(measured, profile.link, host_bytes, ranks_per_host)))
+    notes = (*_shares(measured, profile.link, host_bytes, ranks_per_host), *_without_evaluator(found))
+    found = replace(found, notes=(*found.notes, *notes))
+    if line := untold_absence():
+        warnings.warn(f"poochplan: {line}", UserWarning, stacklevel=2)
     wall_s = time.perf_counter() - started_s
     return write_plan(given, found, wall_s, is_laid_out=arena != "off", workload=workload)
+
+
+def _without_evaluator(found: Optimum) -> Iterator[str]:
+    """What a plan's notes say if there is no evaluator, or none yet."""
+    if found.status is not SolveStatus.NOT_NEEDED and library() is None:
+        yield NO_EVALUATOR
 
 
 def _shares(measured: Link, link: Link, host_bytes: int | None, ranks_per_host: int) -> Iterator[str]:

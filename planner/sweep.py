@@ -15,6 +15,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -31,6 +32,7 @@ from poochplan.planner.policies import PolicyInput, policy_names, run_policy
 from poochplan.planner.policies.registry import unknown_policy
 from poochplan.planner.search.optimise import Optimum
 from poochplan.planner.search.solvers import choose_solver
+from poochplan.planner.simulator.evaluator import begin_build, untold_absence
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.writing import write_plan
 
@@ -158,6 +160,7 @@ _given: tuple[Profile, Solving]
 def _begin(profile: Profile, solving: Solving) -> None:
     global _given
     _given = profile, solving
+    warnings.filterwarnings("ignore", "poochplan: ")  # the parent gives it once
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -287,7 +290,10 @@ def sweep(
             found[cell] = solve_cell(profile, solving, cell)
             tell(found[cell])
     else:
+        begin_build()
         found = solve_in_processes(profile, solving, cells, processes, tell)
+        if line := untold_absence():
+            warnings.warn(f"poochplan: {line}", UserWarning, stacklevel=2)
     return [found[cell] for cell in cells]
 
 

@@ -10,10 +10,10 @@ import msgspec
 
 from poochplan.errors import UsageError
 from poochplan.formats.files import package_version
-from poochplan.formats.narrow import as_planned, narrowed
 from poochplan.formats.plan import Decision, Plan, PlannedValue, Prediction, Solve, SolveStatus
 from poochplan.formats.profile import Memory, PointKind, Profile
 from poochplan.formats.profile_parts import host_aligned
+from poochplan.formats.sources import as_planned
 from poochplan.planner.arena.caching_allocator import SMALL_BYTES
 from poochplan.planner.arena.step_layout import Laid, layout_of
 from poochplan.planner.policies import PolicyInput
@@ -40,7 +40,7 @@ def write_plan(
     laid = found.laid
     if found.bound_s is None and found.policy == KEEP_ALL:
         found = replace(found, bound_s=given.problem.keep_all_s)
-    if laid is None and is_laid_out and given.profile.device.kind == "cpu":
+    if laid is None and is_laid_out and given.profile.device.kind == "cpu" and not given.profile.roofline:
         laid = layout_of(given.profile, given.problem, found.best.schedule)
     if laid is None or laid.peak_bytes > given.budget_bytes:  # its steps cannot use an arena
         given, found = _without_arena(given, found)
@@ -191,7 +191,7 @@ def _planned_values(
     profile: Profile, problem: Problem, decisions: tuple[Decision, ...], tiny: frozenset[int]
 ) -> tuple[tuple[PlannedValue, ...], int]:
     """The plan's values in save order, and the bytes of the host slab."""
-    offset, until, of_bits = 0, last_recipes(problem, decisions), narrowed(profile)
+    offset, until = 0, last_recipes(problem, decisions)
     planned = []
     for value, decision in enumerate(decisions):
         handle = profile.handles[profile.points[problem.save_points[value]].handle]
@@ -212,7 +212,6 @@ def _planned_values(
                 host_offset=host_offset,
                 why=problem.must_keep[value] or ("too small to matter" if is_tiny else ""),
                 source=value in problem.copies,
-                bits=problem.replay.value_of[value] in of_bits,
                 until=until.get(value, -1),
             )
         )

@@ -24,13 +24,14 @@ import numpy as np
 import torch
 
 from poochplan.errors import SpillError
-from poochplan.formats.files import cache_folder, encode_readable, read_cache, write_cache
+from poochplan.formats.files import cache_folder, encode_readable, not_kept, read_cache, write_cache
 from poochplan.formats.occupancy import Floats
 from poochplan.formats.profile import Link, LinkDirection
 from poochplan.runtime.devices.cpu import choose_spill_dir, file_system_type
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.devices.transfers import Copy, copy_in, copy_out
+from poochplan.runtime.messages import warn_once
 from poochplan.tensors.host_memory import available_bytes, memory_left
 from poochplan.units import format_bytes, format_seconds
 
@@ -384,7 +385,8 @@ def cached_link(
     if known is not None and not refresh:
         return known, True
     link = measure_link(where, directory, throttle_bytes_per_s, CURVE_SIZES_BYTES)
-    write_cache(cache_path(), encode_readable(CachedLinks(version=VERSION, links={**_load(), key: link})))
+    kept = encode_readable(CachedLinks(version=VERSION, links={**_load(), key: link}))
+    warn_once(not_kept(cache_folder(), write_cache(cache_path(), kept)))
     return link, False
 
 

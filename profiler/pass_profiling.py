@@ -255,9 +255,9 @@ class _Marking(ToggledMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._first.is_running:
-            return func(*args, **(kwargs or {}))
+            return self.run_op(func, args, kwargs)
         self._log.mark(_BEGINS)
         try:
-            return func(*args, **(kwargs or {}))
+            return self.run_op(func, args, kwargs)
         finally:
             self._log.mark(_ENDS)

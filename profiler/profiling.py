@@ -200,7 +200,8 @@ def _profile_inside(
         workload=options.workload,
     )
     observer = LoopObserver(model, [] if optimizer is None else [optimizer], where, study_options, spill_dir)
-    session = Session({"": model}, where, lambda: open_device(where, spill_dir, rate), observer, meter="never")
+    device = partial(open_device, where, spill_dir, rate)
+    session = Session({"": model}, where, device, observer, meter="never", is_guarded=False)
     with preserved(model, optimizer), session:
         for _ in range(MOST_STEPS):
             step()

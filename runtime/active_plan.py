@@ -102,12 +102,16 @@ class ActivePlan:
         self._is_settled = self._ended >= FIRST_STEPS and (self.is_told or not grows)
 
 
-def over_budget_text(peak_bytes: int, plan: Plan, where: str, held: Sequence[HeldMemory]) -> str:
-    """The text about a step above its budget: its bytes, their moment, and the holders of unpredicted bytes."""
+def over_budget_text(peak_bytes: int, plan: Plan, where: str, held: Sequence[HeldMemory], gaps_bytes: int = 0) -> str:
+    """The text about a step above its budget: its bytes, their moment, and the holders of unpredicted bytes.
+    ``gaps_bytes``: between the blocks of its arena, if they alone are the excess.
+    """
     text = (
         f"a step that follows the plan took {peak_bytes} bytes, more than its budget of {plan.budget_bytes} "
         f"(predicted: {plan.prediction.peak_bytes}){f', in {where}' if where else ''}"
     )
+    if gaps_bytes:
+        return f"{text}; {format_bytes(gaps_bytes)} of them are gaps between the blocks of its arena"
     if not held:
         return (
             f"{text}; perhaps it makes more tensors than when it was profiled, or reference cycles hold tensors until "
@@ -136,4 +140,7 @@ REMEDY = (
     "release tensors that are not needed (for cycles call gc.collect() after each step), or have them counted: "
     'profile(also=[...]), or apply(on_over_budget="replan", profile=profile)'
 )
-STILL_GROWS = f"it has been planned again {MOST_PLANS} times and still grows: release the tensors that the loop keeps"
+STILL_GROWS = (
+    f"it has been planned again {MOST_PLANS} times and still grows: the loop keeps tensors, perhaps with the graphs "
+    "behind them, as in a list of losses or outputs; keep loss.item() or output.detach()"
+)

@@ -29,7 +29,7 @@ from .active_plan import OverBudget
 from .arena.step_arena import ArenaMode, step_arena_for
 from .attachment import together
 from .plan_source import GivenPlans, RanksOf, Replan
-from .session import Certifier, Explain, Session
+from .session import Explain, Session
 
 
 class Planner(NamedTuple):
@@ -39,7 +39,6 @@ class Planner(NamedTuple):
     pack: PackBlocks
     """Makes a layout for the blocks of a step."""
     explain: Explain
-    certifier: Callable[[torch.nn.Module], Certifier]
     ranks_of: RanksOf
 
 
@@ -60,7 +59,6 @@ def apply(
     arena: ArenaMode = "auto",
     on_audit: Literal["warn", "error", "off"] = "warn",
     quiet: bool = False,
-    certify: bool = False,
     planner: Planner | None = None,
 ) -> Session:
     """A session: within ``with apply(plan, model) as session:`` every training step of ``model`` follows the plan.
@@ -103,8 +101,6 @@ def apply(
         :class:`~poochplan.errors.AuditError` at the end of the step; ``"off"`` compares nothing.
     force: run the plan even if its times are those of another device's roofline (``plan.roofline``).
     quiet: print nothing on stderr but warnings.
-    certify: take digests of what each step of the optimizer leaves, for ``session.report().certificate``. They are
-        taken on the host.
     planner: ``poochplan.apply`` fills it in.
 
     Warns if the plan was made for another machine (``plan.assumed``), or profiled under other settings of torch
@@ -159,7 +155,7 @@ def apply(
     def opened() -> ComputeDevice:
         return open_device(where, spill_dir, first.link.throttle_bytes_per_s, host_limit_bytes, spans=nvtx)
 
-    replan, pack, explain, certifier, ranks_of = planner or (None, None, None, None, lambda _: None)
+    replan, pack, explain, ranks_of = planner or (None, None, None, lambda _: None)
     return Session(
         models,
         where,
@@ -167,10 +163,8 @@ def apply(
         GivenPlans(plans, models, DivergencePolicy(on_divergence), profiles, replan, ranks_of),
         on_over_budget=policy,
         meter=meter,
-        memory=first.prediction.memory,
         cap_bytes=cap_bytes,
         explain=explain,
-        certifier=certifier if certify else None,
         step_arena=step_arena_for(arena, where.type, pack, every),
         messages=Messages(is_quiet=quiet),
         on_audit=OnAudit(on_audit),

@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial, wraps
 from typing import Any, Literal
 
@@ -19,26 +19,39 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Instructions
 from poochplan.formats.profile import Profile
+from poochplan.guard import Guard, guard_here, guarded, guarded_around, stand
 from poochplan.runtime.arena.library import fresh_memory
 from poochplan.runtime.devices.cuda import refuse_capture, refuse_graphs
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.engine.cursor import NO_EVENTS, Segment, StepEvents
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
-from poochplan.runtime.engine.saved_value import SavedValue
+from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
 from poochplan.runtime.messages import CallSite, warn
+from poochplan.runtime.metering.watch import MostBytes
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy
 from poochplan.tensors.modes import around_calls, around_compiled, uncompiled_hooks
 from poochplan.tensors.operators import past_first_calls
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import plain_storage
 from poochplan.torch_private.compiler_internals import leave_alone
-from poochplan.torch_private.tensor_internals import has_topmost_hooks, in_backward, intercept_autograd, stand_aside
+from poochplan.torch_private.tensor_internals import (
+    has_topmost_hooks,
+    in_backward,
+    intercept_autograd,
+    stand_aside,
+    topmost_hooks,
+)
 
 from .active_plan import ActivePlan
-from .compiled.deferred_unpack import deferring
+from .compiled.deferred_unpack import deferring, plainly_packed, plainly_unpacked
 from .compiled.inductor import compiled_deferring
 
+_ROOMS = "online", "profiler", "runtime", "tensors", "torch_private"
+FAILED = (
+    "the session stands aside, because something of ours has failed: {}; steps go on as without a session, the budget "
+    "is not kept, and every result is right; please report this line"
+)
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 OptimizerHook = Callable[[torch.optim.Optimizer], None]
 
@@ -101,6 +114,16 @@ class PlanSource:
     def ended(self, segment: Segment) -> None:
         """A segment is over, and all its facts are known."""
 
+    def rests(self) -> MostBytes | None:
+        """Called between two segments. None if steps to come have use for the session; else what steps may take before
+        they are observed again.
+        """
+        return None
+
+    def wakes(self, peak_bytes: int) -> str:
+        """Steps are observed again, because one took so many bytes. Returns a sentence that says so, or nothing."""
+        return ""
+
     def plan_again(self, plan: ActivePlan, more_bytes: int) -> str:
         """Asks for another plan: steps take ``more_bytes`` more than predicted. Returns a sentence on what follows."""
         return ""
@@ -116,12 +139,16 @@ class PlanSource:
         """Waits, between two steps, until no plan is being made. Returns whether each known kind of step has one."""
         return True
 
+    def stands_aside(self) -> None:
+        """The session stands aside: nothing observes the open segment any more."""
+
     def close(self) -> None:
         """The session has ended."""
 
 
 class Attachment:
-    """A context manager. States: *new*, *open* (inside the block), *away* (temporarily in-core), *closed*.
+    """A context manager. States: *new*, *open* (inside the block), *away* (temporarily in-core), *aside* (in-core for
+    good after a failure of ours, or while it *rests*: its source has no use for it), *closed*.
 
     After the block, handles that are still alive can be unpacked (backward outside the ``with``). The host tier is
     released with the last of them, and the C library's allocator keeps freed memory again
@@ -135,6 +162,7 @@ class Attachment:
     source: gives each segment its step policy. If it does not give up values from the first step on,
         :meth:`memory_is_short` says when they leave the device.
     events: called at the events of a step.
+    is_guarded: whether an error of ours is to let the loop go on, by standing aside.
     """
 
     def __init__(
@@ -144,8 +172,11 @@ class Attachment:
         open_device: Callable[[], ComputeDevice],
         source: PlanSource,
         events: StepEvents = NO_EVENTS,
+        *,
+        is_guarded: bool = False,
     ) -> None:
         self.models = models
+        self.guard = Guard(self._failed) if is_guarded else None
         self.whole = together(models)
         self._kind = kind
         self._open_device = open_device
@@ -156,20 +187,22 @@ class Attachment:
         """Called when a segment is about to begin. If it returns false, ``abandoned`` is called."""
         self.abandoned: Callable[[], None] = lambda: None
         """Leaves the block."""
-        self.state: Literal["new", "open", "away", "closed"] = "new"
+        self.state: Literal["new", "open", "away", "aside", "closed"] = "new"
         self.call_site = CallSite.of_caller()
         self.leave: Callable[[], object] = self.__exit__
         """Ends the block if no caller has left it."""
-        self._is_short = False
+        self._is_short = self._wakes = False
+        self._below: Hooks | None = None
+        """Whose hooks autograd has while this rests."""
         self._thread: int | None = None
-        self._stack = ExitStack()
+        self._stack, self._observing, self._short = ExitStack(), ExitStack(), ExitStack()
         self._held = ExitStack()
         """Resources that last until the last handle is gone: the device, and how its memory is released."""
 
     def __enter__(self) -> Attachment:
         self.call_site = CallSite.of_caller()
         past_first_calls()
-        leave_alone(*(f"poochplan.{one}." for one in ("online", "profiler", "runtime", "tensors", "torch_private")))
+        leave_alone("poochplan.guard", *(f"poochplan.{one}." for one in _ROOMS))
         stack = self._stack
         try:
             if self._kind == "cuda":
@@ -178,6 +211,8 @@ class Attachment:
             _ENTERED.add(self)
             stack.callback(_ENTERED.discard, self)
             stack.callback(self._let_go)
+            if self.guard is not None:
+                stack.callback(stand(self.guard))
             if self._source.gives_up:
                 self.memory_is_short()
             self.device = self._held.enter_context(closing(self._open_device()))
@@ -194,17 +229,16 @@ class Attachment:
             stack.enter_context(around_compiled(self.whole, self.engine.unrecorded(self._source.around_call)))
             for name, model in self.models.items():
                 stack.enter_context(around_calls(model, partial(self._forward_begins, name)))
-                stack.enter_context(around_calls(model, ends=self._forward_ends))
-            stack.enter_context(intercept_autograd(self._around_backward))
             stack.enter_context(around_optimizer_steps(self.whole, self._optimizer_steps, self._optimizer_stepped))
-            hooks = deferring(*self._source.attached(self), self.engine.may_wait, self.whole, self._kind)
+            hooks = self._guarded(*self._source.attached(self))
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 hooks = self._until_let_go(*hooks)
             self._hooks = uncompiled_hooks(*hooks)
             self.state, self._thread = "open", threading.get_ident()
             stack.enter_context(stand_aside(self._hooks))
+            self._held.callback(self._short.close)
             stack.callback(self._unhook)  # before they are there, for an interrupt may come right after that
-            self._hooks.__enter__()
+            self._observe()
         except BaseException:
             stack.close()
             raise
@@ -215,25 +249,43 @@ class Attachment:
             self.state = "closed"
         self._stack.close()
 
+    def _observe(self) -> None:
+        """Steps are observed from here on."""
+        for model in self.models.values():
+            self._observing.enter_context(around_calls(model, ends=self._forward_ends))
+        self._observing.enter_context(intercept_autograd(guarded_around(self._around_backward)))
+        self._hooks.__enter__()
+
     def _unhook(self) -> None:
+        self._observing.close()
         if threading.get_ident() == self._thread:  # on another thread they cannot be removed
             self.take_hooks_off()
 
     @property
     def is_left(self) -> bool:
         """Whether it was left open: the code that entered its block has ended."""
-        return self.state in ("open", "away") and self.call_site.is_left
+        return self.state in ("open", "away", "aside") and self.call_site.is_left
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has an engine."""
+        return "engine" in vars(self)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something of ours has raised, so that the session stands aside for good."""
+        return self.guard is not None and self.guard.has_failed
 
     @property
     def thread(self) -> int | None:
         """The thread whose steps are observed, from the block's beginning to its end, except while it is away."""
-        return self._thread if self.state == "open" else None
+        return self._thread if self.state in ("open", "aside") and not self.has_failed else None
 
     def memory_is_short(self) -> None:
         """Values leave the device from now on, so freed memory is returned to the system. Idempotent."""
         if self._kind == "cpu" and not self._is_short:
             self._is_short = True
-            self._held.enter_context(fresh_memory())
+            self._short.enter_context(fresh_memory())
 
     def take_hooks_off(self) -> None:
         """Removes the hooks, unless others lie on top of them. Then they do nothing, and go when they are on top."""
@@ -255,6 +307,9 @@ class Attachment:
     @contextmanager
     def away(self) -> Iterator[None]:
         """Steps inside run in-core, as if nothing were attached. Use it only on the level of the ``with`` block."""
+        if self.state == "aside" or self.has_failed:
+            yield
+            return
         if self.state != "open":
             raise UsageError(
                 f"away(): expected an open session, found a {self.state} one; call it inside the with block"
@@ -272,13 +327,99 @@ class Attachment:
                     self._hooks.__enter__()
                     self.state = "open"
 
+    # -- standing aside ----------------------------------------------------------------------------------------
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether steps are plain until one takes too much."""
+        return self.state == "aside" and not self.has_failed
+
+    def rests(self) -> bool:
+        """Called where a segment is about to begin: ends the last one. If nothing is to come for which steps need to be
+        observed, they are plain from here on, and the answer is true: their saved tensors stay with autograd, and
+        nothing records, plans or meters. Values that are still saved come back when they are asked for.
+        """
+        self.engine.end()
+        self.settle()
+        most = self._source.rests() if has_topmost_hooks(self._hooks) else None
+        if most is None:
+            return False
+        self.state, self._wakes = "aside", False
+        self._source.stands_aside()
+        self.engine.stand_aside()
+        self._events.resting()
+        self._unhook()
+        self._below = topmost_hooks()
+        self._short.close()
+        self._is_short = False
+        self._events.rests(most)
+        self._events.at_rest(True)
+        return True
+
+    def wakes_next(self) -> None:
+        """The session rests until the next step."""
+        self._wakes = True
+
+    def begins_at_rest(self) -> bool:
+        """A step is about to begin while the session rests. Returns whether it goes on to do so."""
+        if not self._wakes or topmost_hooks() != self._below:  # above hooks of others, theirs would take ours off
+            self._events.at_rest(True)
+            return True
+        self.state, self.engine.is_aside = "open", False
+        self._observe()
+        return False
+
+    def _failed(self, why: str) -> None:
+        """Something of ours has raised, perhaps amid a step. Whatever can be undone at any place is undone here."""
+        if self.state in ("open", "away"):
+            self.state = "aside"
+        if self.has_begun:
+            for undo in (self.engine.stand_aside, self._source.stands_aside, self._events.departed, self._unhook):
+                with suppress(Exception):
+                    undo()
+        with suppress(Exception):
+            warn(FAILED.format(why))
+
+    def _while_aside(self) -> None:
+        """A model is called. What could not be removed amid a step is removed now."""
+        if threading.get_ident() != self._thread or in_backward():
+            return
+        if not self.has_failed:
+            if torch.is_grad_enabled() and not self.engine.cursor.is_announced:
+                self.begins_at_rest()
+            return
+        self._unhook()
+        if self._kind == "cuda" and torch.cuda.is_current_stream_capturing():  # leaving waits for copies
+            return
+        with suppress(Exception):
+            self._modes_leave()
+            self.leave()
+
+    def _modes_leave(self) -> None:
+        """No mode of ours is on the stack, not even a muted one (engine rule 11)."""
+        for mode in tuple(self.guard.modes) if self.guard is not None else ():
+            mode.leave_stack()
+
+    def _guarded(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Hooks:
+        """The hooks, which also defer unpacks of compiled code. Each falls back on a plain one."""
+        rescued = self.engine.rescued
+        own = guarded(unpack, rescued)  # compiled code may ask for it later
+        pack, unpack = deferring(pack, own, self.engine.may_wait, self.whole, self._kind)
+        pack = guarded(pack, partial(plainly_packed, SavedHandle.untouched))
+        return pack, own if unpack is own else guarded(unpack, partial(plainly_unpacked, rescued))
+
     # -- called by the engine and by torch --------------------------------------------------------------------
 
     def _is_ours(self) -> bool:
         return self.state == "open" and threading.get_ident() == self._thread
 
+    def _is_at_rest(self) -> bool:
+        return self.is_resting and threading.get_ident() == self._thread
+
     def _forward_begins(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.state == "away":
+        if self.state == "aside":
+            self._while_aside()
+        if self.state in ("away", "aside", "closed"):
             return
         if not torch.is_grad_enabled():
             if self._is_ours() and not in_backward():
@@ -294,6 +435,8 @@ class Attachment:
         if self._kind == "cuda":
             refuse_capture()
         if self.engine.cursor.forward_begins_one():
+            if self.rests():
+                return
             self.engine.begin()
             given = [tensor for _, tensor in (*tensor_leaves("", args), *tensor_leaves("", kwargs))]
             self.engine.tape.is_given(given)
@@ -308,6 +451,8 @@ class Attachment:
 
     def _around_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def backward(*args: Any, **kwargs: Any) -> Any:
+            if self.has_failed and threading.get_ident() == self._thread and not in_backward():
+                self._modes_leave()
             if not self._is_ours() or in_backward():
                 return run(*args, **kwargs)
             with self.engine.backward():
@@ -318,14 +463,20 @@ class Attachment:
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_ours():
             self._events.optimizing(optimizer)
+        elif self._is_at_rest():
+            self._source.optimizing(optimizer)
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_ours():
             self.engine.optimizer_stepped()
             self._source.stepped(optimizer)
+        elif self._is_at_rest():
+            self.engine.cursor.optimizer_stepped()
+            self._source.stepped(optimizer)
+            self._events.at_rest(False)
 
     def _idle(self) -> None:
-        if self.state == "closed":
+        if self.state == "closed" or self.has_failed:
             self._held.close()
 
     def _until_let_go(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Hooks:
@@ -368,17 +519,24 @@ def around_optimizer_steps(model: torch.nn.Module, before: OptimizerHook, after:
     """In a block, calls ``before`` and ``after`` around each step of an optimizer with a parameter of ``model``."""
 
     known = weakref.WeakSet[torch.optim.Optimizer]()  # one for each parameter would look through the model as often
+    guard = guard_here()
+
+    def is_of_model(optimizer: torch.optim.Optimizer) -> bool:
+        if optimizer not in known:
+            own = set(map(id, model.parameters()))
+            if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+                return False
+            known.add(optimizer)
+        return True
 
     def told(tell: OptimizerHook) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
         def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
-            if optimizer not in known:
-                own = set(map(id, model.parameters()))
-                if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-                    return
-                known.add(optimizer)
-            tell(optimizer)
+            try:
+                if not torch.compiler.is_compiling() and is_of_model(optimizer):
+                    tell(optimizer)
+            except Exception as error:
+                if guard is None or not guard.takes(error):
+                    raise
 
         return hook
 

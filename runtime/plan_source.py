@@ -220,7 +220,10 @@ class PlansOfModel:
                 segment.aside = True
                 return KeepAll()
         if self._set is None:
-            return Follow(self.latest.exact, SwapEach(), self.policy, inputs=self._inputs, model=self._model)
+            tensors = self.latest.plan.model.tensors
+            return Follow(
+                self.latest.exact, SwapEach(), self.policy, inputs=self._inputs, model=self._model, tensors=tensors
+            )
         if segment.inputs is None:
             return WithoutPlan(_TOO_EARLY, self.policy) if segment.saves_next else None
         plan = self._set.choose(segment.inputs)
@@ -231,7 +234,7 @@ class PlansOfModel:
         self.latest = next(one for one in self.every if one.plan is plan)
         is_exact = sorted(plan.inputs) == sorted(segment.inputs)
         indexed = self.latest.exact if is_exact else self.latest.smaller
-        return Follow(indexed, SwapEach(), self.policy, model=self._model)
+        return Follow(indexed, SwapEach(), self.policy, model=self._model, tensors=plan.model.tensors)
 
 
 _TOO_EARLY = "something saved before its model is called: a set picks the plan by the model's inputs"

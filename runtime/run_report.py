@@ -9,7 +9,6 @@ import msgspec
 
 from poochplan.formats.files import html_table, text_table
 from poochplan.formats.plan import Departure
-from poochplan.formats.run_record import Certificate
 from poochplan.runtime.messages import warn
 from poochplan.units import counted, format_bytes, format_seconds
 
@@ -158,8 +157,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     compiled_graphs: int = 0
     """Graphs of any model that ``torch.compile`` compiled inside the session, or took from its caches. Graphs of other
     shapes than the plan's have no plan; ``TORCH_LOGS=recompiles`` shows other reasons for compiling again."""
-    certificate: Certificate | None = None
-    """Digests of the steps so far, with ``certify=True``; ``certificate.save(path)`` writes them."""
 
     def __str__(self) -> str:
         return text_table(self._title(), self._rows(), _HEADINGS)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from types import MappingProxyType, SimpleNamespace, TracebackType
-from typing import Protocol
+from types import MappingProxyType, TracebackType
 
 import torch
 
-from poochplan.errors import AuditError, BudgetExceededError, UsageError
+from poochplan.errors import AuditError, BudgetExceededError, NativeError, PoochError, SpillError, UsageError
 from poochplan.formats.plan import Plan
-from poochplan.formats.profile import Memory, Profile
+from poochplan.formats.profile import Profile
 from poochplan.formats.profile_parts import rounded_up
-from poochplan.formats.run_record import Certificate
 from poochplan.runtime.devices.cuda import hard_cap
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.transfers import forget_held_back, raise_held_back
@@ -27,7 +24,8 @@ from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.messages import Messages
 from poochplan.runtime.metering.holders import held_beside
 from poochplan.runtime.metering.step_meter import StepMeter, When, described
-from poochplan.runtime.step_totals import StepTotals, follows
+from poochplan.runtime.metering.watch import MostBytes, Watch
+from poochplan.runtime.step_totals import StepTotals
 from poochplan.units import format_bytes
 
 from .active_plan import REMEDY, ActivePlan, OverBudget, out_of_memory_text, over_budget_text
@@ -41,16 +39,11 @@ HOST_IS_FULL = (
     "there is no room for {} of swapped values ({}): those that find none stay on the device, and steps may exceed the "
     "budget; free disk space or host memory, or name another spill_dir"
 )
+LEFT_ABOVE = (
+    "a step that has left its plan took {}, more than the budget of {}, as others of its kind may; this is told once"
+)
 Explain = Callable[[Profile, Plan | None, int | None], str]
 """Describes where a step takes most memory, and its holders; the runtime itself cannot."""
-
-
-class Certifier(AbstractContextManager["Certifier"], Protocol):
-    """Takes digests of the results of a block's steps."""
-
-    def follows(self, plan: Plan | None) -> None: ...
-
-    def certificate(self, plan: Plan | None, device: str) -> Certificate: ...
 
 
 class Session:
@@ -58,7 +51,7 @@ class Session:
 
     :func:`poochplan.apply`, :func:`poochplan.auto`, :func:`poochplan.compile` and the callbacks of trainers return
     one. Only its user holds a reference to it. When nothing refers to it any more, it ends, even inside the block.
-    Its options are those of :func:`poochplan.apply`; ``memory`` is what its meter counts.
+    Its options are those of :func:`poochplan.apply`. Its meter counts the memory that its first plan predicts.
     """
 
     def __init__(
@@ -70,30 +63,30 @@ class Session:
         *,
         on_over_budget: OverBudget = OverBudget.WARN,
         meter: When = "first-steps",
-        memory: Memory = Memory.ALLOCATED,
         cap_bytes: int | None = None,
         explain: Explain | None = None,
-        certifier: Callable[[torch.nn.Module], Certifier] | None = None,
         step_arena: StepArena | None = None,
         messages: Messages | None = None,
+        is_guarded: bool = True,
         on_audit: OnAudit = OnAudit.WARN,
     ) -> None:
         self._models, self._source, self._where = models, source, where
         self._on_over_budget, self._cap_bytes = on_over_budget, cap_bytes
-        self._explain, self._new_certifier = explain, certifier
+        self._explain = explain
         self._step_arena = step_arena or StepArena(None, "off")
         self._messages = messages or Messages(is_quiet=True)
-        self._meter = StepMeter(where.type, meter, memory)
+        self._meter = StepMeter(where.type, meter)
         self._is_metered, self._on_audit = meter != "never", on_audit
         self._totals = StepTotals(models)
+        self._watch: Watch | None = None
+        """Of the steps while the session rests."""
         self._memory: MemoryPeaks | None = None
         self._following: ActivePlan | None = None
         """The plan of the open segment."""
         self._followed: dict[Hashable, ActivePlan] = {}
         """The plan that was followed last, by kind of step."""
-        self._certifier: Certifier | None = None
         self._gradients_checked = self._is_ending = False
-        self._looks = True
+        self._looks, self._is_left_told = True, False
         """Whether the session reacts to steps above their budgets."""
         events = StepEvents(
             chosen=weakly(self, Session._chosen),
@@ -103,13 +96,17 @@ class Session:
             ended=weakly(self, Session._ended),
             departed=self._step_arena.departed,
             resting=weakly(self, Session._resting),
+            rests=weakly(self, Session._rests),
+            at_rest=weakly(self, Session._at_rest),
             optimizing=weakly(self, Session._optimizing),
             elsewhere=self._totals.called_elsewhere,
         )
-        self._attachment = Attachment(models, where.type, open_device, source, events)
+        self._attachment = Attachment(models, where.type, open_device, source, events, is_guarded=is_guarded)
+        if self._attachment.guard is not None and on_over_budget is OverBudget.ERROR:
+            self._attachment.guard.asked_for += (SpillError,)  # of a value that must not stay on the device
 
     def __enter__(self) -> Session:
-        if self._state != "new":
+        if self._attachment.state != "new":
             raise UsageError(f"this session is {self._state}; call {self._opened_by} for a new one")
         stack = self._stack = ExitStack()
         self._leave = weakref.finalize(self, stack.close)
@@ -121,8 +118,6 @@ class Session:
             if self._cap_bytes is not None:
                 stack.enter_context(hard_cap(self._device.where, self._cap_bytes))
             self._warns_if_full(lambda: self._device.reserve_host(self._engine.host.planned_bytes))
-            if self._new_certifier is not None:
-                self._certifier = stack.enter_context(self._new_certifier(self.model))
             stack.callback(self._meter.step_is_over)
             stack.callback(self._step_arena.close)
             if self._is_metered and (self._source.is_given or self._on_over_budget is not OverBudget.REPLAN):
@@ -130,15 +125,39 @@ class Session:
             self._device.start_peaks()
             stack.callback(self._engine.end)  # first, then everything is removed from model and torch
             self._attachment.leave = self._leave
-        except BaseException:
+        except BaseException as error:
             stack.close()
-            raise
+            if not self._goes_on_without(error):
+                raise
         return self
+
+    def _goes_on_without(self, error: BaseException) -> bool:
+        """Whether the loop runs as without a session, because something of ours has failed as it began. The user hears
+        of a wrong argument by an error.
+        """
+        guard = self._attachment.guard
+        is_for_users = isinstance(error, PoochError) and not isinstance(error, NativeError)
+        if guard is None or is_for_users or not isinstance(error, Exception) or not guard.takes(error):
+            return False
+        self._attachment.state = "closed"
+        return True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._state == "closed":  # it was ended after it had been left open
+        if self._attachment.state == "closed":  # it was ended after it had been left open, or has failed
+            return
+        guard = self._attachment.guard
+        try:
+            self._end(kind, error)
+        except Exception as failure:
+            if guard is None or not guard.takes(failure):
+                raise
+
+    def _end(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
+        if self._attachment.has_failed:
+            forget_held_back()
+            self._stack.close()
             return
         try:
             if isinstance(error, torch.OutOfMemoryError):
@@ -170,7 +189,7 @@ class Session:
 
     def close(self) -> None:
         """Ends the session like the end of the ``with`` block. Idempotent."""
-        if self._state in ("open", "away"):
+        if self._state in ("open", "away", "aside"):
             self.__exit__(None, None, None)
 
     def step(self, model: str | None = None) -> None:
@@ -181,15 +200,24 @@ class Session:
         step belongs to: needed if its step calls another one first. Without a name it belongs to the model called
         first.
         """
-        if self._state != "open":
+        attached = self._attachment
+        if attached.has_failed:
+            return
+        if self._state not in ("open", "aside"):
             raise UsageError(
                 f"step(): expected an open session, found a {self._state} one; call it inside the with block"
             )
         if model is not None and model not in self._models:
             names = ", ".join(map(repr, self._models)) if "" not in self._models else "none, for there is one model"
             raise UsageError(f"step(): expected the name of a model of this session ({names}), found {model!r}")
-        self._engine.cursor.is_announced = True
-        self._engine.begin(model, announced=True)
+        try:
+            self._engine.cursor.is_announced = True
+            if not (attached.begins_at_rest() if attached.is_resting else attached.rests()):
+                self._engine.begin(model, announced=True)
+        except Exception as error:
+            guard = attached.guard
+            if guard is None or not guard.takes(error):
+                raise
 
     def away(self) -> AbstractContextManager[None]:
         """Steps inside run in-core, as if there were no session, for comparison with planned steps in the same process.
@@ -203,6 +231,8 @@ class Session:
 
         Returns False while steps are still being profiled: profiling needs further steps.
         """
+        if self._attachment.has_failed:
+            return False
         if self._state == "open":
             self._attachment.settle()
         return self._source.wait(timeout_s)
@@ -245,8 +275,10 @@ class Session:
     @property
     def last(self) -> StepReport:
         """The current step, or the last one."""
-        if self._state == "new":
+        if not self._attachment.has_begun:
             return StepReport()
+        if self._watch is not None and self._watch.report is not None:
+            return self._watch.report
         segment = self._engine.segment
         self._take_peak(segment)
         return segment.report
@@ -269,13 +301,14 @@ class Session:
             raise UsageError(
                 f"report(): expected a session that has been entered; use `with {self._opened_by} as session`"
             )
+        if not self._attachment.has_begun:  # it has failed before
+            return self._totals.report(Segment(0, 0), None, self.plan, None, self.arena)
         self._engine.mechanism.take_times()
         segment = self._engine.segment
         self._take_peak(segment)
         memory = self._device.peaks() if self._state == "open" else self._memory
         followed = self._following.plan if self._following is not None else None
-        proof = self._certifier.certificate(self.plan, self._where.type) if self._certifier is not None else None
-        return self._totals.report(segment, followed, self.plan, memory, self.arena, proof)
+        return self._totals.report(segment, followed, self.plan, memory, self.arena)
 
     def explain_peak(self) -> str:
         """Where the step's peak is and what holds it, as text; empty if :attr:`profile` is None.
@@ -322,6 +355,7 @@ class Session:
     # -- called by the attachment --------------------------------------------------------------------------------
 
     def _chosen(self, segment: Segment) -> None:
+        self._watch = None
         plan = self._following = self._source.following(segment)
         self._engine.audit.step_ends()
         if plan is None or self._engine.follows is None:
@@ -336,7 +370,8 @@ class Session:
             self._audit(plan)
         if self._is_metered:
             self._meter.uses_arena(self._step_arena.held_for(plan.plan))
-            self._meter.step_begins(self._engine, self._device, is_due=plan.is_due)
+            memory = plan.plan.prediction.memory
+            self._meter.step_begins(self._engine, self._device, is_due=plan.is_due, memory=memory)
         plan.begins()
         if self._source.is_given:
             self._check_gradients(segment, plan.plan)
@@ -366,6 +401,8 @@ class Session:
 
     def _begins(self, plan: ActivePlan) -> None:
         """The first step under the plan begins. The plan replaces the one that its kind has followed before."""
+        if not self._followed:
+            gc.collect()  # so that an earlier session, and its model, do not count for this one
         before = self._followed.get(plan.kind)
         self._followed[plan.kind] = plan
         if before is not None:
@@ -397,14 +434,27 @@ class Session:
         self._source.optimizing(optimizer)
         if complaint := self._totals.optimizing(self._engine.segment):
             self._messages.warn(complaint)
-        if self._certifier is not None:
-            plan = self._following.plan if self._following is not None else None
-            self._certifier.follows(plan if plan and follows(self._engine.segment, plan.instructions) else None)
         self._step_arena.optimizer_steps(optimizer)
 
     def _resting(self) -> None:
         self._step_arena.rests()
         self._meter.uses_arena(self._step_arena.arena_bytes)
+
+    def _rests(self, most: MostBytes) -> None:
+        self._following = None
+        self._watch = Watch(self._meter, self._engine, self._device, most)
+
+    def _at_rest(self, begins: bool) -> None:
+        watch = self._watch
+        report = None if watch is None else watch.begins() if begins else watch.stepped()
+        if watch is None or report is None:
+            return
+        self._totals.rested(report)
+        if watch.is_above(report):
+            assert report.peak_bytes is not None
+            self._attachment.wakes_next()
+            if text := self._source.wakes(report.peak_bytes):
+                self._messages.warn(text)
 
     def _step_is_over(self, segment: Segment) -> None:
         self._step_arena.step_is_over()
@@ -438,19 +488,24 @@ class Session:
             segment.report.peak_bytes = peak_bytes
 
     def _look(self, segment: Segment) -> None:
-        """Reacts to a step above its budget. That a step which left its plan may take more has been said already."""
+        """Reacts to a step above its budget. Of one that has left its plan it is only said, once."""
         plan, peak_bytes = self._following, segment.report.peak_bytes
-        if not self._looks or plan is None or peak_bytes is None or segment.diverged:
+        if not self._looks or plan is None or peak_bytes is None or not plan.is_over(peak_bytes):
             return
-        if not plan.is_over(peak_bytes) or self._engine.audit.keeps_all:
+        if self._engine.audit.keeps_all:
+            return
+        if segment.diverged:
+            if not self._is_left_told and self._meter.is_certain:
+                self._is_left_told = True
+                took, budget = format_bytes(peak_bytes), format_bytes(plan.plan.budget_bytes)
+                self._messages.warn(LEFT_ABOVE.format(took, budget))
             return
         within = (self._meter.blocks_peak_bytes or peak_bytes) <= plan.plan.budget_bytes  # without the arena's holes
         if self._step_arena.may_give_up and within:
             is_smaller = self._step_arena.exceeded(plan.plan, peak_bytes - plan.plan.budget_bytes)
             if is_smaller is not None:
                 now = FROM_SMALLER if is_smaller else FROM_TORCH
-                took, budget = format_bytes(peak_bytes), format_bytes(plan.plan.budget_bytes)
-                self._messages.say(f"{now} from now on: with the whole one a step took {took}, its budget is {budget}")
+                self._messages.warn(f"{self._above(plan, segment, peak_bytes)}; {now} from now on, within the budget")
         elif not self._meter.is_certain and not self._is_ending:  # at the end no later step can tell
             plan.check_next()
         else:
@@ -459,8 +514,7 @@ class Session:
     def _is_above(self, plan: ActivePlan, segment: Segment, peak_bytes: int) -> None:
         """Reports the excess, raises, or requests another plan."""
         plan.has_exceeded = True
-        held = held_beside(self._engine, segment, plan.plan)
-        text = over_budget_text(peak_bytes, plan.plan, described(self._meter.moment, plan.plan), held)
+        text = self._above(plan, segment, peak_bytes)
         if self._on_over_budget is OverBudget.ERROR:
             raise BudgetExceededError(f"{text}; {REMEDY}", peak_bytes=peak_bytes)
         plan.is_told = True
@@ -471,28 +525,10 @@ class Session:
         more_bytes = rounded_up(max(1, peak_bytes - promised_bytes))
         self._messages.warn(f"{text}; {self._source.plan_again(plan, more_bytes)}")
 
-    # -- names of 0.2, for one version more -----------------------------------------------------------------------
-
-    @property
-    def ways(self) -> dict[Hashable, SimpleNamespace]:
-        """Use :attr:`plans`."""
-        _goes("ways", "plans")
-        return {kind: SimpleNamespace(key=kind, plan=plan) for kind, plan in self.plans.items()}
-
-    @property
-    def followed(self) -> int:
-        """Use ``report().steps_followed``. This is the number of steps that have begun under a plan."""
-        _goes("followed", "report().steps_followed")
-        return sum(one.begun for one in self._followed.values())
-
-    @property
-    def engine(self) -> Engine:
-        """Internal."""
-        _goes("engine", "last, total and report()")
-        return self._engine
-
-
-def _goes(name: str, instead: str) -> None:
-    warnings.warn(
-        f"session.{name} will be removed in the next version; use session.{instead}", DeprecationWarning, stacklevel=3
-    )
+    def _above(self, plan: ActivePlan, segment: Segment, peak_bytes: int) -> str:
+        where, gaps_bytes = described(self._meter.moment, plan.plan), 0
+        blocks_bytes = self._meter.blocks_peak_bytes or peak_bytes
+        if blocks_bytes <= plan.plan.prediction.peak_bytes:  # nothing takes more than predicted
+            gaps_bytes = peak_bytes - blocks_bytes
+        held = [] if gaps_bytes else held_beside(self._engine, segment, plan.plan)
+        return over_budget_text(peak_bytes, plan.plan, where, held, gaps_bytes)

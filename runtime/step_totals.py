@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from poochplan.formats.plan import Instructions, Plan
-from poochplan.formats.run_record import Certificate
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.run_report import ArenaReport, MemoryPeaks, Report, SessionStatus, StepReport
 from poochplan.torch_private.compiler_internals import compiled_graphs
@@ -40,6 +39,12 @@ class StepTotals:
         """Steps of optimizers before the first one of a model."""
         self._last: Segment | None = None
         self._compiled = compiled_graphs()
+
+    def rested(self, report: StepReport) -> None:
+        """A step has ended in which the session rested. Its report has a peak alone."""
+        self.total.steps += 1
+        self.total.peak_bytes = max(self.total.peak_bytes or 0, report.peak_bytes or 0) or None
+        self._steps[next(iter(self._models))] += 1
 
     def called_elsewhere(self, name: str) -> None:
         """A model was called with gradients on a thread that is not the session's."""
@@ -117,7 +122,6 @@ class StepTotals:
         promised: Plan | None,
         memory: MemoryPeaks | None,
         arena: ArenaReport | None,
-        certificate: Certificate | None,
     ) -> Report:
         """The report, with the open segment as the last step, and the plan that it followed or was meant to."""
         totals = copy.deepcopy(self, {id(self._models): self._models, id(self._last): self._last})
@@ -134,7 +138,6 @@ class StepTotals:
             memory=memory,
             arena=arena,
             compiled_graphs=max(compiled_graphs() - self._compiled, 0),
-            certificate=certificate,
         )
 
 

@@ -70,7 +70,7 @@ def build(library: Path, torch_folder: Path) -> None:
     found, lib = compiler(), torch_folder / "lib"
     assert found is not None, "expected a C++ compiler"
     BUILT.mkdir(parents=True, exist_ok=True)
-    options = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{torch_folder / 'include'}"]
+    options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-isystem", str(torch_folder / "include")]
     linked = [f"-L{lib}", "-lc10", f"-Wl,-rpath,{lib}"]
     with tempfile.TemporaryDirectory(dir=BUILT) as folder:
         made = Path(folder) / library.name

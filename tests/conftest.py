@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -8,10 +9,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+os.environ["POOCH_RAISES"] = "1"  # before the first import: a fault of ours is raised, and not only told
+
 import pytest
 import torch
 
+from poochplan.errors import SpillError
 from poochplan.profiler import profiling
+from poochplan.runtime.devices.cpu import choose_spill_dir
 from tests.depth import DEEP, LONGEST, MARKED, PART, is_in_part, is_looked_at
 from tests.hangs import pytest_configure
 
@@ -28,6 +33,23 @@ def _collections_look_at_what_is_new() -> None:
     """Each profile collects garbage (it must), which takes longer than a small step where all of torch is looked at."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder of the test on a disk, to spill to: pytest's own may be in memory.
+
+    It is then in the one that ``POOCH_SPILL_DIR`` names, else in one that the package finds.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = choose_spill_dir(tmp_path)
+        except SpillError:
+            try:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pooch-", dir=choose_spill_dir())))
+            except SpillError as error:
+                pytest.skip(f"{error}")
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +71,11 @@ def _the_link_is_measured_once() -> Iterator[None]:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Notebooks of the rest run on less: their kernels begin with ``kernel_start.py``. What tests import is not looked
-    at for garbage: it takes a quarter of the time of importing it.
+    at for garbage: it takes a quarter of the time of importing it. Autograd starts before a test's own fake tensors
+    pretend that there are GPUs: else it has a thread for each, and forked workers cannot compute gradients.
     """
     gc.disable()
+    torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
     if PART == "rest" and not DEEP:
         folder = tempfile.TemporaryDirectory(prefix="pooch-ipython-")
         session.config.add_cleanup(folder.cleanup)

@@ -47,7 +47,7 @@ REST = {
 What they claim of one step is claimed of a small network in the first part too.
 """
 REST_FILES = {HERE / folder / f"test_{name}.py" for folder, names in REST.items() for name in names.split()}
-COPYING = "exactness fewer_bytes host_places replay_kinds served_steps unusual_tensors"
+COPYING = "exactness host_places replay_kinds served_steps unusual_tensors"
 ON_THE_CPU_TOO = {HERE / "runtime" / f"test_{name}.py" for name in COPYING.split()}
 """What the adversarial device claims of a step by day, these claim on the CPU's device too; with ``DEEP=1`` all do."""
 MARKED = HERE / "gpu"

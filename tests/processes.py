@@ -16,12 +16,23 @@ ROOT = Path(__file__).parents[1]
 
 def python(code: str, *arguments: object, is_fresh: bool = False, **environment: str) -> str:
     """What it prints. Its stderr is the message of the failure, where it fails. ``is_fresh``: torch is not imported."""
+    return _ran("ignore", code, arguments, is_fresh, environment).stdout
+
+
+def stderr_of(code: str, *arguments: object, is_fresh: bool = False, **environment: str) -> str:
+    """What it says on stderr, warnings included."""
+    return _ran("default", code, arguments, is_fresh, environment).stderr
+
+
+def _ran(
+    warnings: str, code: str, arguments: tuple[object, ...], is_fresh: bool, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
     variables = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", **environment}
     start = [sys.executable] if is_fresh else forked()
-    command = [*start, "-W", "ignore", "-c", textwrap.dedent(code), *map(str, arguments)]
+    command = [*start, "-W", warnings, "-c", textwrap.dedent(code), *map(str, arguments)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=variables)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done
 
 
 def without_compiler(code: str) -> str:

@@ -13,7 +13,16 @@ import pytest
 
 from poochplan.errors import InputFileError, OutputExistsError, UsageError
 from poochplan.formats import files
-from poochplan.formats.files import Document, check_output, encode_readable, read_cache, write_atomic
+from poochplan.formats.files import (
+    Document,
+    cache_folder,
+    check_output,
+    encode_readable,
+    not_kept,
+    read_cache,
+    write_atomic,
+    write_cache,
+)
 
 
 class Note(Document, frozen=True, kw_only=True):
@@ -117,6 +126,30 @@ def test_an_output_needs_a_folder_and_a_file_name(tmp_path: Path) -> None:
         check_output(tmp_path)
     with pytest.raises(UsageError, match="does not exist; create it or name another"):
         check_output(tmp_path / "missing" / "note.json")
+    with pytest.raises(UsageError, match="the folder /proc cannot be written"):
+        check_output("/proc/note.json")
+    assert check_output(tmp_path / "note.json") == tmp_path / "note.json"
+    assert names(tmp_path) == []
+
+
+def test_a_cache_that_cannot_be_written_says_why_and_a_user_without_a_home_has_such_a_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(_: object) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    assert write_cache(tmp_path / "deep" / "note.json", b"data") == ""
+    (tmp_path / "file").touch()
+    assert write_cache(tmp_path / "file" / "note.json", b"data") == "File exists"
+    assert write_cache(Path("/proc/none/note.json"), b"data") == "No such file or directory"
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", classmethod(none))
+    assert write_cache(cache_folder() / "note.json", b"data") == "Not a directory"
+    assert read_cache(cache_folder() / "note.json", dict[str, int]) is None
+    assert not_kept(cache_folder(), "") == ""
+    assert not_kept(cache_folder(), "Not a directory").startswith(
+        f"{cache_folder()}: cannot be written (Not a directory)"
+    )
 
 
 def test_a_missing_file_names_the_command_that_makes_it(tmp_path: Path) -> None:

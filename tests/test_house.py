@@ -12,11 +12,12 @@ BELOW = {
     "units": {"errors"},
     "formats": {"errors", "units"},
     "native": {"formats", "errors"},
+    "guard": {"errors"},
     "torch_private": set(),
-    "tensors": {"torch_private", "errors", "units"},
+    "tensors": {"torch_private", "guard", "errors", "units"},
     "planner": {"formats", "native", "errors", "units"},
-    "runtime": {"formats", "native", "tensors", "torch_private", "errors", "units"},
-    "profiler": {"planner", "runtime", "formats", "native", "tensors", "torch_private", "errors", "units"},
+    "runtime": {"formats", "native", "tensors", "torch_private", "guard", "errors", "units"},
+    "profiler": {"planner", "runtime", "formats", "native", "tensors", "torch_private", "guard", "errors", "units"},
 }
 """What each room may import, beside itself. All other modules may import any of these, and each other."""
 MOST_FILES = 15

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import pytest
 
+from poochplan.errors import InputFileError
 from poochplan.formats.plan import SCHEMA_VERSION, Decision, Plan
 from poochplan.formats.profile import Phase, Profile
 from poochplan.planner.planning import plan, smallest_budget
@@ -59,3 +63,22 @@ def test_what_the_runtime_takes_is_in_the_step_of_a_plan_that_said_it_beside() -
     assert on_disk["runtime_s"] > 0
     assert found.step_s == on_disk["step_s"] + on_disk["runtime_s"]
     assert found.overhead == found.step_s / found.in_core_step_s - 1
+
+
+def test_a_plan_that_holds_a_value_in_a_narrow_form_is_refused_and_others_of_its_version_load(tmp_path: Path) -> None:
+    made: dict[str, Any] = msgspec.json.decode((DATA / "plan-v1.json").read_bytes()) | {"schema_version": 9}
+    path = tmp_path / "plan.json"
+    path.write_bytes(msgspec.json.encode(made))
+    assert Plan.load(path).instructions == Plan.load(DATA / "plan-v1.json").instructions
+    made["values"][1]["bits"] = True
+    path.write_bytes(msgspec.json.encode(made))
+    message = "plan.json: not a valid plan: Object contains unknown field `bits` - at `$.values[1]`"
+    with pytest.raises(InputFileError, match=re.escape(message) + ".*; make it again with `pooch plan`$"):
+        Plan.load(path)
+
+
+def test_a_profile_with_costs_and_kernels_that_no_plan_has_any_more_loads(tmp_path: Path) -> None:
+    made: dict[str, Any] = msgspec.json.decode((DATA / "profile-v1.json").read_bytes())
+    made["device"]["bits_kernel"], made["runtime"]["narrow_s"] = True, 1e-6
+    (tmp_path / "profile.json").write_bytes(msgspec.json.encode(made))
+    assert Profile.load(tmp_path / "profile.json") == Profile.load(DATA / "profile-v1.json")

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from poochplan.formats.narrow import replayed_ops
 from poochplan.formats.occupancy import born_ticks
 from poochplan.formats.plan import OUTSIDE, Decision, Layout, Place
 from poochplan.formats.profile import Kind, Op, OpBlock, Profile
@@ -62,9 +61,7 @@ def blocks_of(profile: Profile, problem: Problem, schedule: Schedule) -> StepBlo
     """The blocks of a step under ``schedule``; empty ones are left out."""
     walk = Walk(problem, schedule)
     taken = [taken_by(profile, op) for op in profile.ops]
-    again_ops = replayed_ops(profile)
-    taken_again = [taken_by(profile, op) for op in again_ops]
-    clock = _clock(profile, problem, walk, taken, taken_again)
+    clock = _clock(profile, problem, walk, taken)
     first_end, back, end = (ticks.tolist() for ticks in walk.lives)
     value_of = problem.replay.value_of
     last_tick = [min(value.freed, problem.tick_count - 1) for value in profile.values]
@@ -91,9 +88,9 @@ def blocks_of(profile: Profile, problem: Problem, schedule: Schedule) -> StepBlo
     now = {tick: clock[tick] for tick, _ in walk.replays}
     for tick, replay in walk.replays:
         targets = {value_of[target] for target in replay.targets}
-        for value, block in _blocks_of_replay(profile, problem, replay, again_ops, taken_again, now[tick], again):
+        for value, block in _blocks_of_replay(profile, problem, replay, taken, now[tick], again):
             (replayed if value in targets else by_ops).append(block)
-        now[tick] += _replay_times(replay, taken_again)[-1]
+        now[tick] += _replay_times(replay, taken)[-1]
     size_bytes = problem.size_bytes.tolist()
     fetched = [Block(clock[back[s]], clock[end[s] + 1], size_bytes[s]) for s in walk.copied_in]
     point_times = tuple(clock[tick] for tick in profile.point_ticks)
@@ -135,19 +132,13 @@ def _taken(blocks: list[Block]) -> tuple[Block, ...]:
     return tuple(sorted((block for block in blocks if block.size_bytes), key=lambda block: block.start))
 
 
-def _clock(
-    profile: Profile,
-    problem: Problem,
-    walk: Walk,
-    taken: Sequence[Sequence[OpBlock]],
-    taken_again: Sequence[Sequence[OpBlock]],
-) -> list[int]:
-    """The first time of each tick, and the time after the last. ``taken_again``: the blocks of ops in replays."""
+def _clock(profile: Profile, problem: Problem, walk: Walk, taken: Sequence[Sequence[OpBlock]]) -> list[int]:
+    """The first time of each tick, and the time after the last."""
     times = [1] * problem.tick_count
     for tick, own in zip(profile.op_ticks, taken, strict=True):
         times[tick] = max(1, len(own))
     for tick, replay in walk.replays:
-        times[tick] += _replay_times(replay, taken_again)[-1]
+        times[tick] += _replay_times(replay, taken)[-1]
     return [0, *accumulate(times)]
 
 
@@ -160,7 +151,6 @@ def _blocks_of_replay(
     profile: Profile,
     problem: Problem,
     replay: MergedReplay,
-    ops: Sequence[Op],
     taken: Sequence[Sequence[OpBlock]],
     start: int,
     again: Mapping[int, int],
@@ -171,7 +161,7 @@ def _blocks_of_replay(
     ends = {value: times[last + 1] for value, _, last in graph.lives(replay.ops, targets)}
     ends |= {target: again[target] for target in targets}
     for op, begin, end in zip(replay.ops, times, times[1:], strict=False):
-        record = ops[op]
+        record = profile.ops[op]
         yield from _at(taken[op], record.outputs, begin, ends, end)
         yield -1, Block(begin, end, graph.op_workspace_bytes[op] - profile.rounded_bytes(record.workspace_bytes))
 

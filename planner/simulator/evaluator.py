@@ -21,15 +21,18 @@ import numpy as np
 from poochplan.errors import NativeError
 from poochplan.formats.occupancy import Codes, Floats, Ints
 from poochplan.formats.plan import Decision
-from poochplan.native import NativeBuild, Signatures, functions_of
+from poochplan.native import NativeBuild, Signatures
 
 from .problem import Problem
 from .schedule import Style
 from .simulate import ON_DEMAND, STYLES, try_style
 
 EVALUATOR: Final = NativeBuild(
-    "evaluator", Path(__file__).parent / "native", ("-std=c++17", "-ffp-contract=off")
-)  # sums in the order in which they are written
+    "evaluator",
+    Path(__file__).parent / "native",
+    ("-std=c++17", "-ffp-contract=off"),  # sums in the order in which they are written
+    "plans are found about a hundred times more slowly",
+)
 _HANDLE, _INT64 = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES: Final[Signatures] = {
     "evaluator_new": (_HANDLE, (_HANDLE, _INT64)),
@@ -59,16 +62,15 @@ class _Loading:
                 try:
                     self._thread.start()
                 except RuntimeError as error:  # where address space is limited
-                    self.failure = str(error)
+                    self.failure = f"the evaluator's build could not begin ({error}); raise the limits of this process"
                 wait_s = None if EVALUATOR.is_built() else wait_s
         if not self.failure:
             self._thread.join(wait_s)
 
     def _load(self) -> None:
         try:
-            loaded = ctypes.CDLL(str(EVALUATOR.build()))
-            self.found = SimpleNamespace(**functions_of(loaded, _SIGNATURES))
-        except (NativeError, OSError, AttributeError) as error:
+            self.found = SimpleNamespace(**EVALUATOR.load(ctypes.CDLL, _SIGNATURES))
+        except (NativeError, OSError) as error:
             self.failure = str(error) or repr(error)
 
 
@@ -76,8 +78,17 @@ _loading = _Loading()
 
 
 def begin_build() -> None:
-    """Starts to build and load the library in the background if necessary. Reports nothing if it cannot be built."""
+    """Starts to build and load the library in the background if necessary. :func:`untold_absence` says if that has
+    failed.
+    """
     library()
+
+
+def untold_absence() -> str:
+    """One line for the user if there is no library in this process: why, the cost, what to do. Empty while it is being
+    built, and after the first such line.
+    """
+    return EVALUATOR.untold(_loading.failure)
 
 
 def library(wait_s: float | None = 0.0) -> Any:

@@ -15,7 +15,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from poochplan.formats.narrow import NARROW, narrowed, replayed_ops
 from poochplan.formats.occupancy import born_ticks, ints, occupancy
 from poochplan.formats.profile import Kind, Op, Phase, Profile
 from poochplan.formats.queries import writers_by_value
@@ -75,9 +74,7 @@ class ReplayGraph:
     earliest_tick: tuple[int, ...] = ()
     """Per saved value: no replay of it may run before this tick; empty if no replay reads a gathered weight."""
     makers: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """By source: the ops that make its larger copy. The runtime finds the source, or makes the bits, by these."""
-    unrecorded: frozenset[int] = frozenset()
-    """The ops that stand for the runtime's own work on bits."""
+    """By source: the ops that make its larger copy. The runtime finds the source by these."""
     _merged: dict[tuple[int, ...], MergedReplay] = field(default_factory=dict, repr=False)
 
     def of(self, value: int) -> Replay:
@@ -101,7 +98,7 @@ class ReplayGraph:
         """What must be recorded so that the replay of a saved value, which has one, can run."""
         replay = self.of(value)
         makers = (op for source in replay.inputs for op in self.makers.get(source, ()))
-        return self.to_record(replay.ops).union(makers) - self.unrecorded
+        return self.to_record(replay.ops).union(makers)
 
     def recorded_for(self, values: Sequence[int]) -> NDArray[np.int64]:
         """What must be recorded so that replays of these saved values, which have one, can run; ascending."""
@@ -207,46 +204,23 @@ def build_replay_graph(
     saved_version = [bisect_left(writers[value], save_op[i]) for i, value in enumerate(value_of)]
     versions = _Versions(profile, writers, saved_of, value_of, saved_version, save_tick, first_use_tick)
     found = [_replay_of(versions, saved) for saved in range(len(value_of))]
-    ops = replayed_ops(profile)
     if copies:
-        of_bits = {saved_of[bits] for bits in narrowed(profile)}
-        plain = {source: copy for source, copy in copies.items() if source not in of_bits}
-        _from_sources(versions, found, plain)
-        _from_bits(versions, found, sorted(of_bits), ops)
+        _from_sources(versions, found, copies)
     replays, reasons = [replay for replay, _ in found], [reason for _, reason in found]
     earliest_tick = _within_stretches(profile, replays, reasons, first_use_tick)
     return ReplayGraph(
         replays=tuple(replays),
         reasons=tuple(reasons),
         value_of=tuple(value_of),
-        op_seconds=tuple(op.duration_s for op in ops),
-        op_workspace_bytes=tuple(_workspace_bytes(profile, op) for op in ops),
-        op_outputs=tuple(op.outputs for op in ops),
+        op_seconds=tuple(op.duration_s for op in profile.ops),
+        op_workspace_bytes=tuple(_workspace_bytes(profile, op) for op in profile.ops),
+        op_outputs=tuple(op.outputs for op in profile.ops),
         op_temporaries=tuple(_temporaries(versions, index) for index in range(len(profile.ops))),
         value_bytes=tuple(profile.rounded_bytes(value.size_bytes) for value in profile.values),
         value_writers=tuple(map(tuple, writers)),
         earliest_tick=earliest_tick,
         makers={source: tuple(writers[value_of[copy]]) for source, copy in copies.items()},
-        unrecorded=frozenset(number for number, op in enumerate(ops) if op.name == NARROW),
     )
-
-
-def _from_bits(
-    versions: _Versions, found: list[tuple[Replay | None, str]], of_bits: Sequence[int], ops: Sequence[Op]
-) -> None:
-    """A mask is widened from its bits, the value before it. Its own writers bring the bits back, unless these cannot be
-    recomputed. ``ops`` are those of replays.
-    """
-    for saved in of_bits:
-        bits, mask = (versions.value_of[one] for one in (saved, saved + 1))
-        drawn, reason = found[saved if versions.profile.values[bits].unreplayable else saved + 1]
-        if drawn is not None:
-            fresh = versions.writers[mask][0]  # its memory counts where the bits are widened
-            again = tuple(op for op in drawn.ops if op != fresh)
-            drawn = Replay(again, drawn.inputs, in_order(ops[op].duration_s for op in again))
-        found[saved] = drawn, reason
-        op = versions.profile.values[bits].born
-        found[saved + 1] = Replay((op,), (saved,), ops[op].duration_s), ""
 
 
 def _from_sources(versions: _Versions, found: list[tuple[Replay | None, str]], copies: Mapping[int, int]) -> None:

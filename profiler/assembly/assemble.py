@@ -39,6 +39,7 @@ from poochplan.runtime.applying import model_signature
 from poochplan.runtime.compiled.inductor import why_none_deferred, written_replays
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.signatures import kernel_switches
+from poochplan.torch_private.tensor_internals import is_training
 from poochplan.units import format_bytes
 
 from .reconcile import PhaseSeconds, reconcile
@@ -155,9 +156,10 @@ def build_values(capture: Capture, kinds: dict[int, Kind], last_tick: int) -> tu
     for number, captured in enumerate(capture.values):
         was_there = captured.born < 0 and captured.born_tick is None
         kind = Kind.INPUT if was_there else Kind.ACTIVATION if number in saved else Kind.TEMPORARY
-        ends = (captured.died, captured.let_go) if number in capture.saved_values else (captured.died,)
-        died = last_tick if captured.died is None else captured.died
-        freed = max(last_tick if at is None else at for at in ends)
+        ends = (captured.died, captured.let_go) if capture.lifetimes.is_saved(number) else (captured.died,)
+        died = last_tick if captured.died is None else max(0, captured.died)  # it may die before the first op
+        freed = max(died, *(last_tick if at is None else at for at in ends))
+        lives_on = freed == last_tick if left_over is None else number in left_over
         values.append(
             Value(
                 name=names[number],
@@ -170,12 +172,9 @@ def build_values(capture: Capture, kinds: dict[int, Kind], last_tick: int) -> tu
                 born_tick=captured.born_tick,
                 forward_death=died,
                 freed=freed,
-                gone_by_next=left_over is not None
-                and captured.born >= 0
-                and freed == last_tick
-                and number not in left_over,
+                gone_by_next=captured.born >= 0 and freed == last_tick and not lives_on,
                 stretch_of=captured.stretch_of,
-                pinned=_pinned(captured, number in saved, died, first_use.get(number)),
+                pinned=_pinned(captured, died, first_use.get(number), lives_on=lives_on) if number in saved else "",
                 unreplayable=_unreplayable(capture, number, writers.get(number, [])) if number in saved else "",
             )
         )
@@ -220,13 +219,13 @@ def ops_fingerprint(ops: tuple[Op, ...], points: tuple[Point, ...], values: tupl
     return digest.hexdigest()[:16]
 
 
-def _pinned(captured: CapturedValue, saved: bool, died: int, first_use: int | None) -> str:
-    if not saved:
-        return ""
+def _pinned(captured: CapturedValue, died: int, first_use: int | None, *, lives_on: bool) -> str:
     if captured.pinned_because:
         return captured.pinned_because
     if captured.born < 0:
         return "input of the step: held by the caller, or made outside torch or by a compiled function"
+    if first_use is None and lives_on:
+        return "saved for an output that outlives the step, and that backward does not use"
     if first_use is not None and died >= first_use:
         return "held by something other than autograd until backward uses it"
     return ""
@@ -335,7 +334,7 @@ def step_notes(capture: Capture, kinds: dict[int, Kind], *, is_fake: bool) -> li
 
 def model_notes(model: torch.nn.Module) -> list[str]:
     """Notes on a model in eval mode, or with a part in eval mode."""
-    resting = [(name, module) for name, module in model.named_modules() if not module.training]
+    resting = [(name, module) for name, module in model.named_modules() if not is_training(module)]
     if not resting:
         return []
     if len(resting) == sum(1 for _ in model.modules()):
@@ -350,7 +349,7 @@ def step_facts(capture: Capture) -> StepFacts:
     modules = list(capture.model.modules())
     return StepFacts(
         modules=len(modules),
-        eval_modules=sum(not module.training for module in modules),
+        eval_modules=sum(not is_training(module) for module in modules),
         checkpointed=tuple(capture.tracker.ran_again),
         garbage_bytes=_garbage_bytes(capture),
         kept_bytes=_kept_bytes(capture),

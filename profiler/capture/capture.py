@@ -148,6 +148,18 @@ class Capture(ToggledMode):
         known = self.lifetimes.find(tensor)
         return known if known >= 0 else self._new_value(tensor, "", born=-1)
 
+    def inherit(self, earlier: Capture) -> None:
+        """Values of an earlier step that something still holds are there before this one."""
+        for storage in self.lifetimes.inherit(earlier.lifetimes):
+            self.workspace.knows(storage)
+
+    def begins_with(self, value: SavedValue) -> None:
+        """A value that the segment before has saved is there before this one, until its last handle is gone."""
+        storage = value.storage
+        if storage is not None:
+            self.workspace.knows(storage)
+        self._follows(value, self.lifetimes.outlives(value.size_bytes, storage))
+
     # -- ops --------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -155,7 +167,7 @@ class Capture(ToggledMode):
         layer = self.tracker.current() if not self._paused else ""
         facts = traits(func)
         if self._paused or facts.pure_view:
-            return func(*args, **kwargs)
+            return self.run_op(func, args, kwargs)
         self.look_for_checkpoint()
         op = CapturedOp(facts.name, layer, self.phase)
         leaves = tensors_in((args, kwargs))
@@ -198,7 +210,7 @@ class Capture(ToggledMode):
         """Runs the op and returns its result; records its time and memory."""
         self.workspace.begin()
         begin = self.clock.begin()
-        outputs = func(*args, **kwargs)
+        outputs = self.run_op(func, args, kwargs)
         self.took(op, [(begin, self.clock.end())])
         self.workspace.end(op)
         return outputs
@@ -278,11 +290,14 @@ class Capture(ToggledMode):
             self.kept_as_it_is(tensor)
             return
         number = self.saved(local_tensor(tensor))
+        if id(value) not in self._ends:
+            self._follows(value, number)
+
+    def _follows(self, value: SavedValue, number: int) -> None:
         key = id(value)
-        if key not in self._ends:
-            self._numbers[key] = number
-            self._ends[key] = weakref.ref(value, lambda _: self._ended(key))
-            self.lifetimes.holds(number)
+        self.lifetimes.holds(number)
+        self._numbers[key] = number
+        self._ends[key] = weakref.ref(value, lambda _: self._ended(key))
 
     def is_back(self, value: SavedValue, storage: torch.UntypedStorage) -> None:
         """Backward is about to read the value there."""

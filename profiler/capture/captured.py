@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,6 +101,8 @@ class Lifetimes:
         self._live_copies: Counter[int] = Counter()
         """Storages of copies, by value."""
         self._live_handles: dict[int, int] = {}
+        self._heirs: dict[int, Callable[[], None]] = {}
+        """Functions of a later step, by value: called once nothing holds the value any more."""
         self._given_up: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         """Storages that have had no memory in this step, by identity, and the values of their first stretches."""
 
@@ -116,9 +119,12 @@ class Lifetimes:
         storage, dtype = tensor.untyped_storage(), str(tensor.dtype).removeprefix("torch.")
         value = CapturedValue(storage.nbytes(), dtype, tuple(tensor.shape), layer, born, storage_key(tensor))
         self.values.append(value)
-        self._by_key[value.key] = number
-        self._deaths[number] = weakref.ref(storage, lambda _: self._died(number))
+        self._knows(number, storage)
         return number
+
+    def _knows(self, number: int, storage: torch.UntypedStorage) -> None:
+        self._by_key[self.values[number].key] = number
+        self._deaths[number] = weakref.ref(storage, lambda _: self._died(number))
 
     def gives_up(self, storage: torch.UntypedStorage) -> None:
         """The storage has released its memory and lives on. Its value ends."""
@@ -154,6 +160,35 @@ class Lifetimes:
         """Values made in the step that are still held: by other code, or by a handle of autograd."""
         saved = {number for number, handles in self._live_handles.items() if handles}
         return {number for number in self._deaths.keys() | saved if self.values[number].born >= 0}
+
+    def inherit(self, earlier: Lifetimes) -> Iterator[torch.UntypedStorage]:
+        """What an earlier step has made and something still holds was there before this step: each is a value until
+        nothing holds it any more. Yields the storages of those that have one.
+        """
+        for number in sorted(earlier.held()):
+            storage, old = earlier.storage_of(number), earlier.values[number]
+            if storage is not None and self.is_known(storage):
+                continue
+            mine = self.outlives(old.size_bytes, storage)
+            if storage is not None:
+                yield storage
+            if earlier.is_saved(number):
+                self.holds(mine)
+                earlier._heirs[number] = partial(self.let_go, mine)
+
+    def outlives(self, size_bytes: int, storage: torch.UntypedStorage | None) -> int:
+        """The number of a value of an earlier step; without a storage, only autograd holds it."""
+        number = len(self.values)
+        key = 0 if storage is None else storage_identity(storage)
+        value = CapturedValue(size_bytes, "uint8", (size_bytes,), "", -1, key, died=None if storage is not None else 0)
+        self.values.append(value)
+        if storage is not None:
+            self._knows(number, storage)
+        return number
+
+    def is_saved(self, number: int) -> bool:
+        """Whether autograd has held it, in this step or since an earlier one."""
+        return number in self._live_handles
 
     def holds(self, number: int) -> None:
         """Adds a holder of the copy of a saved value: a handle, or an object that the handles share."""
@@ -199,3 +234,4 @@ class Lifetimes:
     def _perhaps_gone(self, number: int) -> None:
         if number not in self._deaths and not self._live_handles.get(number) and not self._live_copies[number]:
             self._tell_gone(self.values[number])
+            self._heirs.pop(number, lambda: None)()

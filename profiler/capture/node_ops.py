@@ -20,11 +20,12 @@ import torch
 
 from poochplan.formats.profile import Phase
 from poochplan.formats.profile_parts import rounded_up
+from poochplan.guard import guard_here, guarded
 from poochplan.profiler.capture.op_blocks import Taker
 from poochplan.profiler.capture.workspace import Workspace
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.metering.census import census
-from poochplan.tensors.storages import bytes_of
+from poochplan.tensors.storages import bytes_of, gradient_of
 from poochplan.torch_private.compiler_internals import is_compiled_backward
 from poochplan.torch_private.tensor_internals import is_dense, is_view, last_sequence_number, nodes_behind, tensors_in
 
@@ -72,8 +73,8 @@ class NodeOps:
 
     def __init__(self, capture: Noting) -> None:
         self.failure: Exception | None = None
-        """The exception raised while listening. It ends the listening and never the backward, whose gradients are
-        used.
+        """The exception raised while listening, where no guard stands. It ends the listening and never the backward,
+        whose gradients are used.
         """
         self._is_on = False
         self._node: Any = None
@@ -99,10 +100,10 @@ class NodeOps:
         try:
             for node in nodes_behind(outputs):
                 if is_compiled_backward(node):
-                    handles.append(node.register_hook(partial(self._passes, node)))
+                    handles.append(node.register_hook(guarded(partial(self._passes, node))))
                 else:
-                    handles.append(node.register_prehook(partial(self._begins, node)))
-                    handles.append(node.register_hook(partial(self._ends, node)))
+                    handles.append(node.register_prehook(guarded(partial(self._begins, node))))
+                    handles.append(node.register_hook(guarded(partial(self._ends, node))))
             results = run()
             if self.failure is None:
                 self._tell(self.gradients_arrive, tensors_in(results))
@@ -113,11 +114,13 @@ class NodeOps:
                 handle.remove()
 
     def _tell(self, told: Callable[..., None], *args: Any) -> None:
-        """Calls that with these arguments. If it raises, listening ends."""
+        """Calls that with these arguments. If it raises, listening ends; a guard, if there is one, is told."""
         try:
             told(*args)
         except Exception as error:
             self._is_on, self._node, self.failure = False, None, error
+            if guard_here() is not None:
+                raise
 
     def _begins(self, node: Any, gradients: Gradients) -> None:
         if self._is_on and self._node is None:
@@ -203,7 +206,7 @@ class NodeOps:
         self._workspace.end(op, Taker.BACKWARD)
         capture = self._capture
         leaf = getattr(node, "variable", None)
-        accumulated = leaf.grad if isinstance(leaf, torch.Tensor) else None
+        accumulated = gradient_of(leaf) if isinstance(leaf, torch.Tensor) else None
         born = len(capture.ops)
         capture.ops.append(op)  # first, because what it leaves may die at once, as the buffer of a collective does
         capture.bear(op, [*gradients, accumulated], born)
@@ -218,7 +221,7 @@ class NodeOps:
         """Values left by a forward that ran again within the node, as with checkpoints, or by a backward within it."""
         there = census(self._capture.device_type, 1).values()
         made = [one for one in there if self._workspace.block_of(one) >= self._first_block]
-        gradients = (parameter.grad for parameter in self._capture.model.parameters())
+        gradients = map(gradient_of, self._capture.model.parameters())
         return [*map(bytes_of, made), *(one for one in gradients if one is not None)]
 
     def reads(self, number: int) -> None:
@@ -265,8 +268,8 @@ def around_backward(
     """
     tensors = [one for one in tensors_in(outputs) if one.grad_fn is not None]
     for node in filter(is_compiled_backward, nodes_behind(tensors, node_before)):
-        node.register_prehook(lambda gradients: begins([one for one in gradients if one is not None]))
-        node.register_hook(lambda gradients, _: ends([one for one in gradients if one is not None]))
+        node.register_prehook(guarded(lambda gradients: begins([one for one in gradients if one is not None])))
+        node.register_hook(guarded(lambda gradients, _: ends([one for one in gradients if one is not None])))
 
 
 def name_of(node: Any) -> str:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from poochplan.errors import StepError
+from poochplan.errors import StepError, named_line
 from poochplan.formats.profile import Phase, PointKind
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.captured import CapturedOp
@@ -41,7 +41,7 @@ from poochplan.profiler.step.preserve import (
     restored,
 )
 from poochplan.runtime.compiled.deferred_unpack import deferring
-from poochplan.tensors.modes import compiled_modules, uncompiled_hooks
+from poochplan.tensors.modes import compiled_modules, hooked
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import FakeMemory, Geometry, is_made_of_parts, is_plain, stands_for_memory, storage_key
 from poochplan.torch_private.compiler_internals import running_as_written
@@ -194,7 +194,7 @@ class FakeCapture(Capture):
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         hooks = deferring(self._pack, self._unpack, self._may_wait, self.model, self.device_type)
-        with uncompiled_hooks(*hooks), super().running():
+        with hooked(*hooks), super().running():
             yield
 
     def _pack(self, tensor: torch.Tensor) -> FakeHandle | torch.Tensor:
@@ -247,7 +247,7 @@ def faked(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> It
     Raises
     ------
     StepError
-        The model has fake tensors of another mode, or the step needs the content of a tensor.
+        The model has fake tensors of another mode, or the step fails without data.
     """
     check_restorable(model)
     mode = _mode_of(model) or StepMode()
@@ -282,6 +282,15 @@ def explained(what: str) -> Iterator[None]:
         raise StepError(
             f"{what}: expected ops that run without data in mode fake, found {operator}, which {lacks}; "
             "leave it out of the profiled step, or profile in mode run"
+        ) from error
+    except Exception as error:
+        is_torchs = type(error).__module__.partition(".")[0] in ("builtins", "torch")
+        if not is_torchs or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+            raise  # a class of the user's, or of ours
+        found = named_line(error).rstrip(".")
+        raise StepError(
+            f"{what}: expected code that runs without data in mode fake, found that it raises {found}; leave "
+            "that out of the profiled step, or profile in mode run, where tensors have data"
         ) from error
 
 

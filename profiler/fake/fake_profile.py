@@ -40,6 +40,9 @@ def fake_profile(steps: StepFunction, roofline: Roofline | None, options: Option
             steps.one_step()
         say("capturing one step in mode fake")
         seen = steps.run(Capturing(steps.context, fake))
+        if seen.lives_on and not compiled:
+            fake = FakeCapture(model, fakes, roofline)
+            seen = steps.run(Capturing(steps.context, fake, seen.capture))
         differ: list[str] = []
         if not compiled:
             with collected_after(fake):
@@ -102,8 +105,10 @@ def needed_without_memory(steps: StepFunction) -> int | None:
     try:
         with faked(model, optimizer) as fakes:
             steps.one_step()
-            # The durations are not used.
-            seen = steps.run(Capturing(steps.context, FakeCapture(model, fakes, parse_roofline("h200"))))
+            rates = parse_roofline("h200")  # the durations are not used
+            seen = steps.run(Capturing(steps.context, FakeCapture(model, fakes, rates)))
+            if seen.lives_on:
+                seen = steps.run(Capturing(steps.context, FakeCapture(model, fakes, rates), seen.capture))
     except Exception:  # the step's code may raise anything when tensors have no content
         return None
     draft = seen.untimed("fake")

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from poochplan.formats.files import cache_folder, read_cache, write_cache
+from poochplan.formats.files import cache_folder, not_kept, read_cache, write_cache
 from poochplan.formats.profile import Device, OpBlock
 from poochplan.formats.profile_parts import Bytes, Seconds
 from poochplan.profiler.assembly.assemble import processor_name
@@ -31,6 +31,7 @@ from poochplan.profiler.capture.captured import CapturedOp, CapturedValue
 from poochplan.profiler.capture.op_blocks import taken_in
 from poochplan.profiler.step.preserve import kept_generators, restored
 from poochplan.runtime.arena.library import AllocationLog, ThreadScope
+from poochplan.runtime.messages import warn_once
 from poochplan.runtime.metering.allocated import step_scope
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.operators import traits
@@ -149,7 +150,7 @@ class OpBench:
         with restored(kept_generators()):
             for key, spec in distinct.items():
                 found[key] = self._one(spec)
-        write_cache(self._path, msgspec.json.encode(self._known))
+        warn_once(not_kept(cache_folder(), write_cache(self._path, msgspec.json.encode(self._known))))
         return [found[spec.key] for spec in specs]
 
     def _one(self, spec: OpSpec) -> OpCost:

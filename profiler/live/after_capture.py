@@ -138,10 +138,10 @@ class OpTimer(Capture):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = traits(func)
         if facts.pure_view or self._paused:
-            return func(*args, **(kwargs or {}))
+            return self.run_op(func, args, kwargs)
         op = CapturedOp(facts.name, "" if self.phase is Phase.BACKWARD else self.tracker.current(), self.phase)
         begin = self.clock.begin()
-        outputs = func(*args, **(kwargs or {}))
+        outputs = self.run_op(func, args, kwargs)
         self.took(op, [(begin, self.clock.end())])
         op.shapes = shapes_of(outputs)
         self.ops.append(op)
@@ -339,7 +339,7 @@ class Verifying(Summing):
     @contextlib.contextmanager
     def instruments(self, segment: Segment) -> Iterator[None]:
         if not self.context.is_repeated:
-            self.look_around()
+            self.look_around(segment)
         yield
 
     def end(self, *, stepped: bool) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-import msgspec
 import torch
 
-from poochplan.formats.forms import BITS, form_of
-from poochplan.formats.narrow import masks_of
 from poochplan.formats.occupancy import Floats
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Device, Kind, Link, Phase, PointKind, Profile, preset_link
@@ -21,16 +19,14 @@ from poochplan.profiler.assembly.assemble import assemble, model_notes, step_not
 from poochplan.profiler.assembly.reconcile import PhaseSeconds
 from poochplan.profiler.capture.capture import Capture, collected_after
 from poochplan.profiler.capture.clock import library_bytes
-from poochplan.runtime.devices.cuda import with_index
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.engine.saved_value import SavedHandle
-from poochplan.runtime.metering.census import bucket_bytes, census, census_bytes
-from poochplan.runtime.replays.bits import kernels_on
+from poochplan.runtime.engine.saved_value import Lease, SavedHandle
+from poochplan.runtime.metering.census import LEAST_BYTES, bucket_bytes, census, census_bytes
 from poochplan.runtime.replays.replay import StorageRecord
 from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.tensors.modes import around_calls
 from poochplan.tensors.signatures import input_signature
-from poochplan.tensors.storages import bytes_of, has_storage, parts_of
+from poochplan.tensors.storages import bytes_of, gradient_of, has_storage, parts_of
 from poochplan.torch_private.sharding import is_sharded, local_tensor
 from poochplan.torch_private.tensor_internals import pytree
 
@@ -59,8 +55,10 @@ class Capturing(SegmentObserver):
     first kind that is noted for a value counts.
     """
 
-    def __init__(self, context: StudyContext, capture: Capture | None = None) -> None:
-        """``capture``: for a step without memory, which has its own hooks."""
+    def __init__(self, context: StudyContext, capture: Capture | None = None, before: Capture | None = None) -> None:
+        """``capture``: for a step without memory, which has its own hooks. ``before``: of the step before, if values
+        of it live on.
+        """
         self.capture = capture or Capture(context.model, context.where)
         super().__init__(context, Moving(self.capture, all_of_it=context.is_repeated) if capture is None else None)
         self.swaps_once = True
@@ -69,6 +67,8 @@ class Capturing(SegmentObserver):
         self.beside_bytes = 0
         self.has_gradients = False
         self._number = self._bucket_bytes = 0
+        self._used: weakref.ref[Lease] | None = None
+        self._before = before
         self._model_notes: list[str] = []
         """Notes on the model, as the step has left it."""
 
@@ -76,7 +76,7 @@ class Capturing(SegmentObserver):
     def instruments(self, segment: Segment) -> Iterator[None]:
         self._number = segment.number
         self.capture.inputs, self.capture.is_called = segment.inputs, not self.context.is_repeated
-        self.has_gradients = any(one.grad is not None for one in self.context.model.parameters())
+        self.has_gradients = any(gradient_of(one) is not None for one in self.context.model.parameters())
         gc.collect()  # so that garbage does not count for the step
         self._look_around(segment)
         with (
@@ -103,12 +103,29 @@ class Capturing(SegmentObserver):
             self._note_gradients()
         if self.context.there_before is not None:
             self._note(self.context.there_before(), Kind.INPUT)  # last: those of the model keep their kinds
+            if self._before is not None:
+                self.capture.inherit(self._before)
             return
+        for value in (reference() for reference in segment.left_over):
+            if value is not None:
+                self.capture.begins_with(value)
         storages = [bytes_of(storage) for storage in census(self.context.where.type, 1).values()]
         others = sorted((one for one in storages if self.capture.lifetimes.find(one) < 0), key=lambda one: -one.nbytes)
         self._note(others[:NAMED], Kind.INPUT)
-        self.beside_bytes = segment.left_over_bytes + sum(rounded_up(one.nbytes) for one in others[NAMED:])
-        self.look_around()
+        self.beside_bytes = sum(rounded_up(one.nbytes) for one in others[NAMED:])
+        self.look_around(segment)
+
+    @property
+    def lives_on(self) -> bool:
+        """Whether values of the step, besides gradients and the like, are held after it: by nodes of the loss's graph,
+        by attributes of the model, or by autograd for an output that is no part of the loss.
+        """
+        held = self.capture.lifetimes.held() - self.kinds.keys()
+        return sum(self.capture.values[number].size_bytes for number in held) >= LEAST_BYTES
+
+    @property
+    def is_retained(self) -> bool:
+        return self._used is not None and self._used() is not None
 
     def _note(self, tensors: Iterable[Any], kind: Kind) -> None:
         """Sets the kind of these tensors, and of the tensors that sparse and nested ones consist of."""
@@ -119,7 +136,7 @@ class Capturing(SegmentObserver):
 
     def _note_gradients(self) -> None:
         """Sets the kind of the gradients that exist. FSDP2 makes some after the last op of a backward."""
-        gradients = [one.grad for one in self.context.model.parameters() if one.grad is not None]
+        gradients = [one for one in map(gradient_of, self.context.model.parameters()) if one is not None]
         if self.phase is Phase.OPTIMIZER and is_sharded(self.context.model):
             for one in gradients:
                 self.capture.arise(one)
@@ -141,7 +158,7 @@ class Capturing(SegmentObserver):
         device: Device | None = None,
     ) -> Profile:
         """The profile of the captured step, its ops' seconds reconciled with the ``measured`` steps."""
-        drafted = assemble(
+        return assemble(
             self.capture,
             self.kinds,
             runs,
@@ -154,7 +171,6 @@ class Capturing(SegmentObserver):
             accumulate=self.has_gradients,
             held_bytes={"cublas": self._library_bytes, "beside": self.beside_bytes + self._unmet_bucket_bytes()},
         )
-        return _with_bits_kernel(drafted, self.context.where)
 
     def _unmet_bucket_bytes(self) -> int:
         """Bytes of data-parallel training's buckets that no op of the step used: Python knows no tensor on them."""
@@ -204,14 +220,10 @@ class Capturing(SegmentObserver):
             self.capture.passes(PointKind.USE, handle.ordinal)
         with self.capture.set_aside():
             tensor = unpack(handle)
+        used = self._used() if self._used is not None else None
+        if used is None:
+            used = Lease(handle.lease, None if handle.lease is None else handle.lease.late_uses)
+            self._used = weakref.ref(used)
+        handle.lease = used
         self.capture.is_back(value, local_tensor(tensor).untyped_storage())
         return tensor
-
-
-def _with_bits_kernel(profile: Profile, where: torch.device) -> Profile:
-    """Says on CUDA whether kernels narrow the step's masks. Without masks none are compiled."""
-    masks = masks_of(profile).values() if profile.device.kind == "cuda" else ()
-    if all(form_of(profile, mask) != BITS for mask in masks):
-        return profile
-    device = msgspec.structs.replace(profile.device, bits_kernel=kernels_on(with_index(where)) is not None)
-    return msgspec.structs.replace(profile, device=device)

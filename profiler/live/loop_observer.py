@@ -6,6 +6,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from poochplan.formats.plan import Decision
 from poochplan.profiler.capture.clock import clock_of
 from poochplan.runtime.attachment import Attachment, Hooks, PlanSource
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
+from poochplan.runtime.engine.mechanism import Mechanism, Rebuild, rebuild_together
 from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
 from poochplan.runtime.metering.census import census_bytes, foreseen_bytes
 from poochplan.runtime.step_policies.step_policy import KeepAll, KeepWhileRoom, StepPolicy, SwapEach
@@ -57,9 +58,13 @@ class LoopObserver(PlanSource):
         """With their places. A new optimizer gets that of one that is gone."""
         self._after = 0
         self._observer: SegmentObserver | None = None
+        self._rebuild: Rebuild = rebuild_together
+        """Of the values that an observer has left behind: a replay that it tries has not been verified."""
         self._kind: StepKind | None = None
         self._key: Key | None = None
         """The key of the open segment, before its kind is known."""
+        self._longest: dict[Key, int] = {}
+        """Number of values that the longest segment of a kind has saved, if it is studied again for that."""
         self._compared: tuple[Key, int] | None = None
         self._segments = 0
         self._study_options = options
@@ -144,7 +149,8 @@ class LoopObserver(PlanSource):
             for kind in beside:
                 if kind.is_studied and key.is_larger(kind.key):
                     self.forget(kind.key)
-            kind = StepKind(key, study(self.context, self._study_options), self.kinds.stood(key))
+            new_study = partial(study, self.context, self._study_options)
+            kind = StepKind(key, new_study, self.kinds.stood(key), self._longest.get(key, 0))
             if sum(one.is_studied for one in self.kinds.values()) >= MOST_KINDS:
                 kind.give_up(TOO_MANY)
                 self.profiled(kind)
@@ -156,7 +162,7 @@ class LoopObserver(PlanSource):
         self.kinds.pop(key, None)
 
     def rebuild(self, value: SavedValue, mechanism: Mechanism) -> None:
-        (self._observer.rebuild if self._observer is not None else rebuild_together)(value, mechanism)
+        (self._observer.rebuild if self._observer is not None else self._rebuild)(value, mechanism)
 
     # -- what segments do -------------------------------------------------------------------------------------
 
@@ -208,6 +214,14 @@ class LoopObserver(PlanSource):
             observer.end(stepped=stepped)
             self._attachment.engine.fallbacks.silent = False
         return observer
+
+    def stands_aside(self) -> None:
+        observer = self._observer
+        self._observer = self._kind = self._compared = None
+        if observer is not None:
+            self._rebuild = observer.rebuild
+            self._attachment.engine.fallbacks.silent = False
+            observer.end(stepped=False)
 
     def close(self) -> None:
         if self._observer is not None:  # the loop has ended in a segment, and without leaving its session

@@ -14,6 +14,8 @@ import torch
 
 from poochplan.errors import named_line
 from poochplan.formats.profile import Phase, Profile
+from poochplan.formats.profile_parts import rounded_up
+from poochplan.guard import guarded_around
 from poochplan.profiler.assembly.reconcile import PhaseSeconds
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.clock import Clock
@@ -21,9 +23,9 @@ from poochplan.profiler.step.forward_only import is_the_compilers
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together
 from poochplan.runtime.engine.saved_value import SavedHandle
-from poochplan.runtime.metering.census import census_bytes, foreseen_bytes
+from poochplan.runtime.metering.census import census, foreseen_bytes
 from poochplan.runtime.step_policies.step_policy import StepPolicy
-from poochplan.torch_private.tensor_internals import intercept_autograd
+from poochplan.torch_private.tensor_internals import intercept_autograd, storage_identity
 
 PackHook = Callable[[torch.Tensor], SavedHandle]
 UnpackHook = Callable[[SavedHandle], torch.Tensor]
@@ -80,7 +82,7 @@ class SegmentObserver:
 
     def begin(self, segment: Segment) -> None:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(intercept_autograd(self._backward))
+            stack.enter_context(intercept_autograd(guarded_around(self._backward)))
             stack.enter_context(self.instruments(segment))
             self._stack = stack.pop_all()
 
@@ -89,10 +91,14 @@ class SegmentObserver:
         """The instruments are on for the length of the block."""
         yield
 
-    def look_around(self) -> None:
-        """The segment is about to begin: counts live memory."""
+    def look_around(self, segment: Segment) -> None:
+        """The segment is about to begin: counts live memory, and what is left over even if it is on the host now."""
         kind = self.context.where.type
-        self.base_bytes = census_bytes(kind)
+        left_over = [value for value in (reference() for reference in segment.left_over) if value is not None]
+        there = census(kind, 1)
+        unseen = [one for one in left_over if one.storage is None or storage_identity(one.storage) not in there]
+        sizes = [*(storage.nbytes() for storage in there.values()), *(value.size_bytes for value in unseen)]
+        self.base_bytes = sum(map(rounded_up, sizes))
         self.foreseen_bytes = foreseen_bytes(self.context.optimizers, kind)
 
     def enter(self, phase: Phase) -> None:
@@ -115,6 +121,11 @@ class SegmentObserver:
     def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
         """The result of ``run()``, the user's backward. Its gradients are used, so no mode of ours may be on."""
         return run() if self.instrument is None or self.context.is_repeated else self.instrument.observed(outputs, run)
+
+    @property
+    def is_retained(self) -> bool:
+        """Whether a handle that backward has used is still held, if that is known."""
+        return False
 
     def runs_another(self) -> None:
         """A backward begins within a backward."""

@@ -11,6 +11,7 @@ from poochplan.formats.profile import Profile
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.metering.census import Growth
+from poochplan.runtime.step_policies.follow import Follow
 
 from .segment_observer import NewObserver, SegmentObserver, Studied
 from .study import NoMoreSegments
@@ -19,6 +20,10 @@ MOST_LOST = 20
 """After this many segments in a row without a result, a kind is given up."""
 PATIENCE = 12
 """After this many segments of other inputs in a row, a study uses only the one segment that it has captured."""
+MOST_RESIZED = 4
+"""After this many segments in a row whose saved values have other sizes a kind is given up."""
+MOST_SHORTER = 40
+"""After this many segments in a row that leave out layers, a study uses only the one segment that it has captured."""
 MOST_KINDS = 24
 """At most this many kinds without a profile are studied at once."""
 SLACK = 0.005
@@ -52,7 +57,8 @@ class StepKind:
     *refused*.
     """
 
-    def __init__(self, key: Key, study: Studied, most_bytes: int = 0) -> None:
+    def __init__(self, key: Key, study: Callable[[], Studied], most_bytes: int = 0, least_values: int = 0) -> None:
+        """``least_values``: what its longest known segment saves. Only one that saves as much is captured."""
         self.key = key
         self.profile: Profile | None = None
         self.refused = ""
@@ -63,27 +69,41 @@ class StepKind:
         """Growth of the memory outside its segments."""
         self.foreseen_bytes = 0
         """Bytes beyond the profile that will exist outside its segments, as far as optimizers determine them."""
-        self._lost = self._waited = 0
+        self._lost = self._waited = self._resized = self._shorter = 0
+        self._values, self._least_values = 0, least_values
+        """Number of values that the captured segment has saved, and the longest one."""
         self.shape: tuple[int, ...] | None = None
         """The shape (see :func:`shape_of`) of its first segment with a result."""
         self.base_bytes = 0
         """Bytes alive when that segment began, plus those foreseen then: foreseen growth does not change the sum."""
+        self._last: Segment | None = None
+        self._is_used_later = False
+        """Whether later segments have used what one of the kind has left over."""
         self._most_bytes = most_bytes
-        self._study = study
-        self.next_observer: NewObserver | None = next(study)
+        self._new_study, self._study = study, study()
+        self.next_observer: NewObserver | None = next(self._study)
         """Makes the observer of the next segment; None when the study is over."""
 
     def has_seen(self, observer: SegmentObserver, segment: Segment) -> None:
         """An observed segment is over."""
         self.segments += 1
-        why_not = observer.why_not or _WHY_NOT.get(segment.outcome or Outcome.USED, "")
+        why_not = observer.why_not or self._why_not(observer, segment)
         why_not = UNMOVED if why_not == UNUSED and segment.others and not segment.saves else why_not
+        longer = self._is_other_path(observer, segment)
+        if longer is not None:
+            self._goes_another_way(is_longer=longer)
+            return
         if why_not:
             self._lost += 1
-            if observer.is_final or self._lost >= _TRIES.get(segment.outcome or Outcome.USED, MOST_LOST):
+            policy = observer.policy
+            self._resized = self._resized + 1 if isinstance(policy, Follow) and policy.is_resized else 0
+            if self._resized >= MOST_RESIZED:
+                self.give_up(VARIES.format(why_not))
+            elif observer.is_final or self._lost >= _TRIES.get(segment.outcome or Outcome.USED, MOST_LOST):
                 self.give_up(why_not)
             return
-        self._lost = self._waited = 0
+        self._lost = self._waited = self._resized = self._shorter = 0
+        self._values = self._values or segment.saved_values
         if observer.base_bytes is not None:
             self.growth.saw(segment.number, observer.base_bytes)
             self.stands_beside(observer.base_bytes + observer.foreseen_bytes)
@@ -91,6 +111,42 @@ class StepKind:
             self.shape, self.foreseen_bytes = shape_of(segment), observer.foreseen_bytes
             self.base_bytes = (observer.base_bytes or 0) + observer.foreseen_bytes
         self._go_on(lambda: self._study.send(observer))
+
+    def _is_other_path(self, observer: SegmentObserver, segment: Segment) -> bool | None:
+        """Whether the segment has run layers that the captured one has not; false if it is the other way round, and
+        None if they have run the same ones, or nothing is known of that.
+        """
+        if segment.outcome is not Outcome.USED:
+            return None
+        values, self._least_values = segment.saved_values, max(self._least_values, segment.saved_values)
+        if not self._values:
+            return None if values >= self._least_values else False
+        if values > self._values:
+            return True
+        return False if segment.left_out and not segment.diverged else None
+
+    def _goes_another_way(self, *, is_longer: bool) -> None:
+        """A profile is of the longest path: a longer one is captured anew, and shorter ones are waited out."""
+        self._lost = self._resized = 0
+        if is_longer:
+            self._study.close()
+            self._values, self.shape, self._shorter, self._study = 0, None, 0, self._new_study()
+            self.next_observer = next(self._study)
+            return
+        self._shorter += 1
+        if self._shorter >= MOST_SHORTER and self._values:
+            self._go_on(lambda: self._study.throw(NoMoreSegments()))
+        elif self._shorter >= MOST_SHORTER:  # the longest one is too rare
+            self._shorter = self._least_values = 0
+
+    def _why_not(self, observer: SegmentObserver, segment: Segment) -> str:
+        """Why the outcome says nothing. What is left over may be only held, as an output is that the loop logs."""
+        before, self._last = self._last, segment
+        self._is_used_later |= before is not None and bool(before.late_uses)
+        is_only_held = segment.used and not (self._is_used_later or observer.is_retained)
+        if segment.outcome is Outcome.LEFT_OVER and is_only_held:
+            return ""
+        return _WHY_NOT.get(segment.outcome or Outcome.USED, "")
 
     @property
     def is_studied(self) -> bool:
@@ -209,12 +265,15 @@ def shape_of(segment: Segment) -> tuple[int, ...]:
     return segment.saves, segment.packs, segment.uses, segment.saved_bytes, segment.earlier_uses
 
 
+VARIES = "the sizes of what they save vary, and those of their inputs do not: {}"
 UNUSED = "no backward uses the saved tensors"
 UNMOVED = "all that they save is sparse, nested or of a subclass, which no plan moves"
 _WHY_NOT = {
     Outcome.RAISED: "the forward raised",
     Outcome.UNUSED: UNUSED,
-    Outcome.LEFT_OVER: "a later part of the loop uses the saved tensors, or the loop holds them (retain_graph=True)",
+    Outcome.LEFT_OVER: (
+        "a later part of the loop uses the saved tensors, or its backward keeps them (retain_graph=True)"
+    ),
 }
 """Outcomes of a segment that say nothing about a complete one."""
 _TRIES = {Outcome.LEFT_OVER: 3, Outcome.UNUSED: 3}

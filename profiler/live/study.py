@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +28,7 @@ from poochplan.profiler.assembly.reconcile import PhaseSeconds, contradicted, is
 from poochplan.profiler.capture.capture import Capture, collected_after
 from poochplan.profiler.step.preserve import preserved
 from poochplan.profiler.trials.compare import RECORDED, instructions_for, keeping, verification, without_replays
-from poochplan.runtime.messages import users_line
+from poochplan.runtime.messages import warn
 from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
 from poochplan.runtime.step_policies.step_policy import StepPolicy, SwapEach
 from poochplan.tensors.host_memory import is_freed_memory_given_back, new_memory_holds
@@ -96,6 +95,9 @@ def study(context: StudyContext, options: StudyOptions) -> Studied:
     """Asks for observers, receives each back when its step has a result, and returns the profile."""
     options.say("capturing one step")
     seen: Capturing = yield lambda: Capturing(context)
+    if context.is_repeated and seen.lives_on:
+        options.say("capturing the next step: it begins with what this one has left")
+        seen = yield partial(Capturing, context, before=seen.capture)
     seen.capture.left_over = seen.capture.lifetimes.held()  # the next step is about to begin
     options.say("measuring the link")
     draft = partial(seen.draft, link=options.link(), workload=options.workload)
@@ -202,7 +204,7 @@ def _kept(context: StudyContext, profile: Profile, timed: list[PhaseSeconds], in
     note = contradicted(timed, seconds)
     if not note:
         return profile
-    warnings.warn(f"poochplan: {note}", UserWarning, stacklevel=users_line())
+    warn(note, UserWarning)
     return msgspec.structs.replace(profile, notes=(*profile.notes, note))
 
 

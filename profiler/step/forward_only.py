@@ -15,7 +15,7 @@ from poochplan.errors import StepError
 from poochplan.runtime.attachment import around_optimizer_steps
 from poochplan.tensors.modes import around_calls
 from poochplan.tensors.signatures import tensor_leaves
-from poochplan.tensors.storages import stands_for_memory
+from poochplan.tensors.storages import gradient_of, stands_for_memory
 from poochplan.torch_private.compiler_internals import is_tracing
 from poochplan.torch_private.tensor_internals import FakeTensor, FunctionalTensor, intercept_autograd
 
@@ -123,7 +123,7 @@ def check_trains(model: torch.nn.Module, leaves: set[torch.Tensor]) -> None:
     Gradients alone do not show this, because hooks may have used them up. Nor do the leaves, which a checkpoint hides.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if leaves.isdisjoint(parameters) and all(parameter.grad is None for parameter in parameters):
+    if leaves.isdisjoint(parameters) and all(gradient_of(parameter) is None for parameter in parameters):
         raise StepError(
             "step(): expected a loss that depends on the model's parameters, found one that gives none of them a "
             "gradient; compute it with the model that is profiled"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from poochplan.guard import guarded
 from poochplan.tensors.modes import compiled_modules, inside, left_out_of_copies
 from poochplan.torch_private.tensor_internals import backward_node, in_backward, last_sequence_number, sequence_number
 
@@ -29,13 +30,15 @@ class LayerTracker:
 
     @contextlib.contextmanager
     def on(self, model: torch.nn.Module) -> Iterator[LayerTracker]:
-        """Follows ``model`` in a block. Modules inside compiled ones get no hooks, which would compile them again."""
+        """Follows ``model`` in a block. Modules inside compiled ones get no hooks, which would compile them again, nor
+        do TorchScript's, which take none: what runs there belongs to the module around them.
+        """
         compiled = compiled_modules(model)
         with contextlib.ExitStack() as stack:
             for name, module in model.named_modules():
-                if not inside(name, compiled):
-                    entering = module.register_forward_pre_hook(self._enter(name))
-                    leaving = module.register_forward_hook(self._leave, always_call=True)
+                if not inside(name, compiled) and not isinstance(module, torch.jit.ScriptModule):
+                    entering = module.register_forward_pre_hook(guarded(self._enter(name)))
+                    leaving = module.register_forward_hook(guarded(self._leave), always_call=True)
                     stack.enter_context(left_out_of_copies(entering))
                     stack.enter_context(left_out_of_copies(leaving))
             yield self

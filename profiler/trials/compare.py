@@ -22,7 +22,7 @@ from poochplan.formats.sources import is_source, sources_of
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.runtime.compiled.deferred_unpack import deferring
 from poochplan.runtime.engine.engine import AroundCall, Engine
-from poochplan.tensors.modes import around_compiled, uncompiled_hooks
+from poochplan.tensors.modes import around_compiled, hooked
 
 from .verify_replays import Verify
 
@@ -221,7 +221,7 @@ def under(
     returns the callable that replaces a compiled callable.
     """
     hooks = deferring(pack, unpack, engine.may_wait, model, engine.device.kind)
-    with around_compiled(model, engine.unrecorded(around_call)), uncompiled_hooks(*hooks):
+    with around_compiled(model, engine.unrecorded(around_call)), hooked(*hooks):
         engine.begin()
         try:
             yield

@@ -24,8 +24,7 @@ import torch
 from torch import nn
 
 from poochplan.errors import SpillError
-from poochplan.formats.files import cache_folder, encode_readable, read_cache, write_cache
-from poochplan.formats.forms import BITS_DTYPE
+from poochplan.formats.files import cache_folder, encode_readable, not_kept, read_cache, write_cache
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Link, LinkDirection, Phase, PointKind, Profile, RuntimeCost
 from poochplan.formats.profile_parts import Seconds
@@ -38,8 +37,7 @@ from poochplan.profiler.live.step_function import StepFunction
 from poochplan.profiler.step.preserve import kept_generators, restored
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.engine.engine import Engine
-from poochplan.runtime.replays.bits import Tables, bits_of
-from poochplan.runtime.replays.tape import Recorder, Tape
+from poochplan.runtime.messages import warn_once
 from poochplan.runtime.step_policies.follow import AlwaysFollow
 from poochplan.tensors.modes import uncompiled_hooks
 
@@ -49,15 +47,13 @@ UNMEASURED = "unmeasured"
 """The name of a link that is still to be measured."""
 _OWN = "call_s"
 """In ``unmeasured``, if only the costs of the step's own handles are known."""
-VERSION = 5
+VERSION = 6
 """Version of how costs are measured; files of other versions are measured anew."""
 COLUMNS, LAYERS_OF_ONE_ROW, LAYERS, ROWS, DTYPE = 512, 100, 20, 63, torch.float64
 """Swapping is timed on a few values of 252 KiB. They are large enough that their pages return to the system, as those
 of saved values do. Everything else is timed on many values of one row, which cost almost nothing themselves. No value
 has as many elements as torch divides among threads: beside other work one thread waits for another."""
 OPS_OF_A_LAYER = 2
-MASKS, FEW_ELEMENTS = 50, 64
-"""Masks that are narrowed in a round, so small that only the time that each takes is counted."""
 _PAIRS = 4
 """Steps without the engine are short; the shortest of each kind counts."""
 LEAST_ROUNDS, MOST_ROUNDS = 7, 21
@@ -149,7 +145,8 @@ def cached_cost(where: torch.device) -> Measured | None:
     measured, key, known = measured_on(where, torch.get_num_threads()), _key(where), _load()
     if measured is not None:
         costs = {**known, key: (measured.cost, measured.call_s)}
-        write_cache(cache_folder() / "runtime-costs.json", encode_readable(CachedCosts(version=VERSION, costs=costs)))
+        kept = encode_readable(CachedCosts(version=VERSION, costs=costs))
+        warn_once(not_kept(cache_folder(), write_cache(cache_folder() / "runtime-costs.json", kept)))
     return measured
 
 
@@ -265,8 +262,6 @@ def measure_runtime(where: torch.device) -> Measured:
             for wish in (large.keep, [Decision.SWAP] * len(large.keep))
         )
 
-        masks = narrowing(where)
-
         def a_round() -> dict[str, float]:
             pairs = [(small.step(None), small.step(lambda tensor: tensor)) for _ in range(_PAIRS)]
             plain, called = (min(steps, key=lambda step: step.whole_s) for steps in zip(*pairs, strict=True))
@@ -286,7 +281,6 @@ def measure_runtime(where: torch.device) -> Measured:
                 "fetch_s": back_s,
                 "record_s": (recorded.outside_s - kept.outside_s) / small.recorded_op_count,
                 "replay_s": replays_s - op_s,
-                "narrow_s": masks(),
             }
 
         return measured_from(*costs_of(a_round), where.type)
@@ -303,32 +297,9 @@ def measured_from(found: dict[str, float], untold: tuple[str, ...], device_type:
         launch_s=0.0 if device_type == "cpu" else found["launch_s"],  # on the CPU in the duration of each op
         unpack_s=min(found["unpack_s"], found["handle_s"]),
         fetch_s=min(found["fetch_s"], found["swap_s"]),
-        narrow_s=found["narrow_s"] if device_type == "cpu" else 0.0,
         unmeasured=tuple(name for name in untold if name != "call_s"),
     )
     return Measured(cost, call_s)
-
-
-def narrowing(where: torch.device) -> Callable[[], float]:
-    """A call: the thread's seconds of narrowing a mask of a few elements, and of widening its bits."""
-    tape, tables, clock = Tape(where.type), Tables(), step_clock(where.type)
-    recorder = Recorder(tape)
-
-    def masks() -> float:
-        recorder.switch_on()
-        drawn = [torch.empty(FEW_ELEMENTS, device=where).bernoulli_(0.5) for _ in range(MASKS)]
-        recorder.switch_off()
-        start_s = clock()
-        for mask in drawn:
-            record = tape.record_of(mask)
-            made = bits_of(record, mask.dtype, BITS_DTYPE, 0, FEW_ELEMENTS, tables)
-            assert made is not None
-            assert record.widened is not None
-            widening = record.widened[1]
-            widening.func(made[1], *widening.arguments[1:])
-        return (clock() - start_s) / MASKS
-
-    return masks
 
 
 class _Seconds(HookSeconds):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import sys
 import threading
@@ -24,7 +25,7 @@ import torch
 
 from poochplan.errors import AllocatorError, NativeError
 from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES
-from poochplan.native import NativeBuild, Signatures, functions_of
+from poochplan.native import NativeBuild, Signatures
 from poochplan.tensors.host_memory import freed_memory_given_back
 
 _HANDLE, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -81,13 +82,9 @@ Table = npt.NDArray[Any]
 class Library:
     """The functions of the compiled allocator; handles are addresses, which stay valid for the whole process."""
 
-    def __init__(self, file: Path) -> None:
-        try:
-            loaded = ctypes.PyDLL(str(file), mode=os.RTLD_NOW | os.RTLD_NODELETE)
-        except OSError as error:
-            line = " ".join(str(error).split())
-            raise AllocatorError(f"{file}: cannot be loaded ({line}); remove it, and it is built anew") from None
-        vars(self).update(functions_of(loaded, _SIGNATURES))
+    def __init__(self) -> None:
+        loader = functools.partial(ctypes.PyDLL, mode=os.RTLD_NOW | os.RTLD_NODELETE)
+        vars(self).update(ALLOCATOR.load(loader, _SIGNATURES))
 
     if TYPE_CHECKING:
 
@@ -112,16 +109,39 @@ def library() -> Library:
             raise AllocatorError(_failure)
         if _library is None:
             try:
-                _library = _installed(build())
-            except NativeError as error:
+                _library = _installed()
+            except (NativeError, OSError) as error:
                 _failure = str(error)
                 raise AllocatorError(_failure) from None
         return _library
 
 
 def is_loaded() -> bool:
-    """Whether the library is installed in this process, or has failed."""
-    return _library is not None or _failure is not None
+    """Whether the library is installed in this process."""
+    return _library is not None
+
+
+def why_not_loaded() -> str:
+    """Loads it, which builds it if necessary. Says why that is impossible, and what to do, in one line; else empty."""
+    try:
+        library()
+    except AllocatorError as error:
+        return str(error)
+    return ""
+
+
+def why_unavailable() -> str:
+    """Why there is no library in this process and can be none, and what to do, in one line; else empty. It builds
+    nothing, so a compiler that fails is known once :func:`library` was called.
+    """
+    return _failure or ("" if is_loaded() else ALLOCATOR.why_unavailable())
+
+
+def untold_absence() -> str:
+    """One line for the user if :func:`library` has failed, or can only fail: why, the cost, what to do. Empty
+    otherwise, and after the first such line.
+    """
+    return ALLOCATOR.untold(why_unavailable())
 
 
 def _new_lock() -> None:
@@ -133,8 +153,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_new_lock)  # another thread may hold it at the fork
 
 
-def _installed(file: Path) -> Library:
-    found = Library(file)
+def _installed() -> Library:
+    found = Library()
     code = found.install()
     if code:
         raise AllocatorError(
@@ -148,7 +168,8 @@ class AllocatorBuild(NativeBuild):
 
     def __init__(self) -> None:
         abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-        super().__init__("allocator", Path(__file__).parent / "native", ("-std=c++20", abi))
+        without = "budgets cover live tensors and not the memory inside ops, and steps have no arena"
+        super().__init__("allocator", Path(__file__).parent / "native", ("-std=c++20", abi), without)
 
     def facts(self) -> tuple[str, ...]:
         return f"torch-{torch.__version__}", str(torch.version.git_version)
@@ -162,12 +183,12 @@ class AllocatorBuild(NativeBuild):
                 raise NativeError(
                     f"expected {part} in {folder}, found none; install torch from its wheel, which has it"
                 )
-        return [f"-I{folder / 'include'}", f"-L{folder / 'lib'}", "-lc10", "-pthread"]
+        return ["-isystem", str(folder / "include"), f"-L{folder / 'lib'}", "-lc10", "-pthread"]
 
 
 ALLOCATOR = AllocatorBuild()
 library_file, is_built, build = ALLOCATOR.file, ALLOCATOR.is_built, ALLOCATOR.build
-why_unavailable, compiler_name = ALLOCATOR.why_unavailable, ALLOCATOR.compiler_name
+compiler_name = ALLOCATOR.compiler_name
 
 
 @contextlib.contextmanager
@@ -177,7 +198,7 @@ def fresh_memory() -> Iterator[None]:
     Each tensor of some megabytes is then fresh memory, which takes up to half a step's time in small pages. So the
     compiled allocator, if installed, requests huge pages, unless the kernel's setting is ``never``.
     """
-    found = library() if is_loaded() else None
+    found = _library
     with freed_memory_given_back():
         if found is not None:
             found.want_huge_pages(1)

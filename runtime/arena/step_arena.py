@@ -21,7 +21,7 @@ import torch
 from poochplan.errors import UsageError
 from poochplan.formats.plan import OUTSIDE, Plan
 from poochplan.formats.plan_set import Signature
-from poochplan.runtime.arena.library import Table, why_unavailable
+from poochplan.runtime.arena.library import Table, why_not_loaded, why_unavailable
 from poochplan.runtime.arena.recorded_layout import (
     ArenaRuns,
     PackBlocks,
@@ -185,6 +185,7 @@ class StepArena:
         self._has_begun = False
         """Whether a step has used the arena or was logged. Before that there is no memory to give back."""
         self._report: StepReport | None = None
+        self._segment: Segment | None = None
         self._is_on = False
         self._is_whole = False
         """Whether the step is a complete example of its variant."""
@@ -209,7 +210,7 @@ class StepArena:
             self._runs.stands_aside()
             return
         self._is_on = self._is_whole = True
-        self._report, self._point = segment.report, 1
+        self._report, self._segment, self._point = segment.report, segment, 1
         self._runs.begin(
             known.layout,
             largest_bytes=self._steps.largest_bytes,
@@ -315,7 +316,7 @@ class StepArena:
         """Learns from the last step, which has ended. If its blocks did not match the layout, it is laid out again."""
         self.step_is_over()
         fates, events = self._runs.fates, self._runs.events()
-        known, is_whole = self._known, self._is_whole
+        known, is_whole = self._known, self._is_whole and not (self._segment and self._segment.left_out)
         self._is_whole = False  # no step is learned from twice
         if known is None or not is_whole or self._point < len(known.plan.values) + len(known.plan.uses):
             return  # the step has not ended, for example a forward whose loss was not used
@@ -398,7 +399,7 @@ def step_arena_for(
 
     Raises ``UsageError`` if the mode is ``"on"`` and an arena is impossible.
     """
-    reason = why_no_step_arena(mode, device, plans)
+    reason = why_no_step_arena(mode, device, plans) or (why_not_loaded() if mode == "on" else "")
     if not reason and pack is not None:
         return StepArena(pack, mode)
     if mode == "on":

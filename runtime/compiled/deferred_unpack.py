@@ -135,6 +135,21 @@ def deferring(
     return pack_or_mark, unpack_or_wait
 
 
+def plainly_packed(pack: Callable[[torch.Tensor], Any], tensor: Any) -> Any:
+    """The same as hooks of :func:`deferring` do, where they have failed: nothing is deferred any more."""
+    if type(tensor) is AtSavePoint:
+        return pack(tensor.tensor)
+    is_waiting = bool(_WAITING) and tensor.is_meta and storage_identity(tensor.untyped_storage()) in _WAITING
+    return _Saved(None, tensor) if is_waiting else pack(tensor)
+
+
+def plainly_unpacked(unpack: Unpack[Any], found: Any) -> torch.Tensor:
+    """See :func:`plainly_packed`."""
+    if type(found) is not _Saved:
+        return unpack(found)
+    return unpack(found.packed) if found.placeholder is None else found.placeholder
+
+
 _DEFERRING: weakref.WeakSet[Callable[[torch.Tensor], Any]] = weakref.WeakSet()
 
 

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import IO, TypeAlias
 
 import torch
 
@@ -35,6 +35,7 @@ _LOOK_AGAIN_S = 1.0
 Transfer = Callable[[memoryview, int], int]
 SPILL_DIR_VARIABLE = "POOCH_SPILL_DIR"
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+_STDERR = 2
 _WRITE_CHUNK_BYTES = 8 << 20
 
 
@@ -306,6 +307,14 @@ class CpuDevice(ComputesWhenCalled):
     def copy_in(self, storage: torch.UntypedStorage, host_offset: int) -> SpillCopy:
         return self.inward.copy(storage, host_offset)
 
+    def read(self, storage: torch.UntypedStorage, host_offset: int) -> None:
+        buffer, at = _bytes_of(storage), 0
+        while at < len(buffer):
+            count = os.preadv(self.file.descriptor, [buffer[at : at + CHUNK_BYTES]], host_offset + at)
+            if count == 0:
+                raise OSError(errno.EIO, "the spill file ended early")
+            at += count
+
     def synchronize(self) -> None:
         for stream in (self.outward, self.inward):
             self.compute.wait(stream.record())
@@ -359,13 +368,25 @@ def choose_spill_dir(directory: str | Path | None = None) -> Path:
     raise SpillError(f"no spill directory on a disk was found; name one with --spill-dir or {SPILL_DIR_VARIABLE}")
 
 
+def _not_standard(file: IO[bytes]) -> IO[bytes]:
+    """The file by a descriptor above those of stdin, stdout and stderr. If a daemon has closed these, any file may get
+    their numbers, and whatever C libraries print would be written into it.
+    """
+    if file.fileno() > _STDERR:
+        return file
+    import fcntl  # not on every system that can plan
+
+    with file:
+        return os.fdopen(fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, _STDERR + 1), "r+b", buffering=0)
+
+
 class SpillFile:
     """A file without a name, which nobody else may read (0600): a crash leaves nothing behind."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         try:
-            self._file = tempfile.TemporaryFile(buffering=0, dir=directory)  # noqa: SIM115
+            self._file = _not_standard(tempfile.TemporaryFile(buffering=0, dir=directory))  # noqa: SIM115
         except OSError as error:
             raise SpillError(f"spill directory {directory}: {error.strerror}; name another") from error
         self.descriptor = self._file.fileno()

@@ -229,6 +229,15 @@ class CudaDevice:
         self._queue(storage, parts, _TO_DEVICE, self.inward)
         return self.compute.queued
 
+    def read(self, storage: torch.UntypedStorage, host_offset: int) -> None:
+        torch.cuda.synchronize(self.where)
+        parts = self._host.parts(host_offset, storage.nbytes())
+        with without_modes():
+            whole, at = torch.empty(0, dtype=torch.uint8, device=self.where).set_(storage), 0
+            for part in parts:
+                whole[at : at + part.size_bytes].copy_(part.memory.tensor[part.offset : part.offset + part.size_bytes])
+                at += part.size_bytes
+
     def _queue(self, storage: torch.UntypedStorage, parts: list[Part], kind: int, stream: CudaStream) -> None:
         if self._memcpy is not None:
             at = storage.data_ptr()

@@ -96,6 +96,9 @@ class ComputeDevice(Protocol):
     def copy_in(self, storage: torch.UntypedStorage, host_offset: int) -> Job:
         """Queues a copy of the whole storage from the host tier, on ``inward``. The caller keeps the storage alive."""
 
+    def read(self, storage: torch.UntypedStorage, host_offset: int) -> None:
+        """Fills the storage from the host tier now, without the queue. The copy out has ended. Raises ``OSError``."""
+
     def use(self, storage: torch.UntypedStorage, home: Stream) -> None:
         """Ops on the calling thread's stream are about to use a storage that was made or came back on the stream
         ``home``.

@@ -34,10 +34,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
+from poochplan.errors import named_line
 from poochplan.runtime.messages import warn
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.torch_private.tensor_internals import without_modes
@@ -53,9 +54,6 @@ PCI_DEVICES, NODES = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/nod
 _MOST_THREADS = 8
 _LEAST_BYTES_A_THREAD = 16 << 20
 _TRIED_BYTES = 4096
-
-
-T = TypeVar("T")
 
 
 class Part(NamedTuple):
@@ -232,13 +230,23 @@ class PinnedTier:
 
 
 def cupy_or_none() -> Any:
-    """CuPy, if it is installed and finds a CUDA runtime."""
-    with contextlib.suppress(Exception):  # an incompatible installation fails in many ways
+    """CuPy, if it is installed and finds a CUDA runtime. If it is installed and does not, one line says so, once."""
+    global _is_told
+    try:
         import cupy
 
         cupy.cuda.runtime.runtimeGetVersion()
         return cupy
+    except Exception as error:  # an incompatible installation fails in many ways
+        is_installed = not (isinstance(error, ModuleNotFoundError) and error.name == "cupy")
+        if is_installed and not _is_told:
+            _is_told = True
+            warn(f"CuPy is installed and cannot be used ({named_line(error)}): {_WITHOUT_CUPY}")
     return None
+
+
+_is_told = False
+_WITHOUT_CUPY = "going on without it; install the one for this CUDA (poochplan[cuda12] or [cuda13]), or none"
 
 
 @functools.lru_cache(maxsize=4)
@@ -250,35 +258,27 @@ def fitting_cupy(cupy: Any, where: torch.device) -> Any:
     """
     if cupy is None:
         return None
-    return tried(
-        lambda: _copied(cupy, where),
-        where,
-        f"CuPy {cupy.__version__} does not work with this driver and torch {torch.__version__}",
-        "going on without it; install the one for this CUDA (poochplan[cuda12] or [cuda13]), or none",
-    )
-
-
-def tried(trial: Callable[[], tuple[T, str]], where: torch.device, what: str, instead: str) -> T | None:
-    """What a trial of CuPy on a GPU gives; None, and one line, if the trial says what is wrong with it, or fails."""
     try:
         with torch.cuda.device(where), without_modes(), torch.no_grad():
-            found, reason = trial()
+            reason = _misfit(cupy, where)
     except Exception as error:  # it fails in many ways
         reason = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
     if not reason:
-        return found
-    warn(f"{what} ({reason}): {instead}")
+        return cupy
+    what = f"CuPy {cupy.__version__} does not work with this driver and torch {torch.__version__}"
+    warn(f"{what} ({reason}): {_WITHOUT_CUPY}")
     return None
 
 
-def _copied(cupy: Any, where: torch.device) -> tuple[Any, str]:
+def _misfit(cupy: Any, where: torch.device) -> str:
+    """What is wrong with a copy that it makes; empty if nothing is."""
     pinned = cupy.cuda.PinnedMemory(_TRIED_BYTES)
     stream = torch.cuda.current_stream(where)
     there = torch.full((_TRIED_BYTES,), 7, dtype=torch.uint8, device=where)
     cupy.cuda.runtime.memcpyAsync(int(pinned.ptr), there.data_ptr(), _TRIED_BYTES, 2, stream.cuda_stream)
     stream.synchronize()
     found = bytes((ctypes.c_ubyte * _TRIED_BYTES).from_address(int(pinned.ptr)))
-    return cupy, "" if found == bytes([7]) * _TRIED_BYTES else "a copy gave other bytes"
+    return "" if found == bytes([7]) * _TRIED_BYTES else "a copy gave other bytes"
 
 
 MemcpyAsync = Callable[[int, int, int, int, int], object]

@@ -29,7 +29,7 @@ import torch
 from poochplan.formats.plan_set import Signature
 from poochplan.runtime.run_report import StepReport
 
-from .saved_value import Lease
+from .saved_value import Lease, SavedValue
 
 
 class Outcome(StrEnum):
@@ -69,10 +69,16 @@ class Segment:
     """Whether the next event is a save, so that its step policy must be known."""
     gradient_bytes: int = 0
     """Bytes of the model's gradients that were live when it began."""
+    left_over: list[weakref.ref[SavedValue]] = field(default_factory=list)
+    """Values that the segment before saved and that are still held."""
     left_over_bytes: int = 0
-    """Device bytes of values that earlier segments saved and that are still held."""
+    """Their bytes on the device."""
     report: StepReport = field(default_factory=StepReport)
     saves: int = 0
+    saved_values: int = 0
+    """The same without points of values that it has left out, and of sources."""
+    left_out: int = 0
+    """Number of planned values that it lacks, because it has left out the layers that save them."""
     saved_bytes: int = 0
     """Bytes of the storages that it has saved."""
     packs: int = 0
@@ -81,6 +87,8 @@ class Segment:
     uses: int = 0
     earlier_uses: int = 0
     """Number of first uses, in it, of values that earlier segments saved."""
+    late_uses: list[int] = field(default_factory=list)
+    """Its handles that were first used after its end, by ordinal."""
     used: bool = False
     """Whether one of its handles has been used, even if it has diverged."""
     diverged: bool = False
@@ -157,7 +165,7 @@ class Cursor:
                 whole = Lease()
                 self._whole = weakref.ref(whole)
                 weakref.finalize(whole, self._on_idle).atexit = False  # a callback here would go with the engine
-            lease = Lease(whole)
+            lease = Lease(whole, segment.late_uses)
             segment.lease = weakref.ref(lease)
         return lease
 
@@ -185,6 +193,10 @@ class StepEvents:
     """A segment has diverged from its plan, or its forward has raised."""
     resting: Callable[[], None] = nothing
     """The code that runs next follows no plan: a model is called without gradients, or steps run in-core."""
+    rests: Callable[[Any], None] = nothing
+    """The session rests from here on, until a step takes more than this (``metering/watch.py``)."""
+    at_rest: Callable[[bool], None] = nothing
+    """While the session rests: a step is about to begin (true), or its optimizer has stepped."""
     optimizing: Callable[[torch.optim.Optimizer], None] = nothing
     """An optimizer of the models is about to step."""
     elsewhere: Callable[[str], None] = nothing

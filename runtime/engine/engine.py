@@ -15,16 +15,15 @@ Rules, cited in the code:
    backward that got it before; otherwise the error that autograd itself would have raised is raised.
 6. A returned tensor has the shape, dtype and stride of the saved one.
 7. Actions happen only at points of the clock: the first pack of a planned value, the first unpack of a planned handle.
-8. When a pack or unpack is not the planned one the step has diverged: no planned action happens any more, values on the
-   device go to the host or stay (as those from before the step do), and every value comes back when needed.
+8. When a pack or unpack is not the planned one, nor planned behind whole layers that the step leaves out, the step has
+   diverged: no planned action happens any more, values on the device go to the host or stay (as those from before the
+   step do), and every value comes back when needed.
 9. A value whose copy failed (disk full) stays on the device.
 10. A value with decision recompute is released only if its recipe could be made; otherwise it is swapped.
 11. While autograd computes a backward no dispatch mode of ours is on the stack, not even a muted one: ATen has other
     formulas for some backwards under a mode.
 12. A source is held only as its copy's op has read it: if it was written since, the plan's replays do without it.
 13. A DTensor is saved as its local tensor, and returned as a DTensor around that. One written in place is not touched.
-14. Bits are held only of what the recorded ops of a mask have made, and so is each other narrow form; anything else is
-    swapped.
 """
 
 from __future__ import annotations
@@ -47,17 +46,17 @@ from poochplan.formats.plan_set import Signature
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.transfers import held_back, raise_held_back
 from poochplan.runtime.metering.census import one_moment
-from poochplan.runtime.replays.bits import NO_MASK, Tables
 from poochplan.runtime.replays.replay import NotReplayable, Recipe, StorageRecord
 from poochplan.runtime.replays.tape import Recorder, Tape
 from poochplan.runtime.run_report import FallbackKind, Fallbacks
 from poochplan.runtime.step_policies.diagnosis import CANNOT_WRITE, KEPT, SAFELY
+from poochplan.runtime.step_policies.left_out import LeftOut
 from poochplan.runtime.step_policies.step_policy import NOTHING, Actions, Chooser, Diverged, StepPolicy
 from poochplan.tensors.modes import Unseen
 from poochplan.tensors.storages import (
     Geometry,
     Shell,
-    counted_by,
+    gradient_of,
     has_storage,
     keys_of,
     own_tensors,
@@ -72,7 +71,7 @@ from .audit import Audit
 from .cursor import NO_EVENTS, Cursor, Segment, StepEvents
 from .host_tier import HostTier
 from .mechanism import Mechanism, Rebuild, rebuild_together
-from .saved_value import SavedHandle, SavedValue, held_bits, held_source
+from .saved_value import SavedHandle, SavedValue, held_source
 
 AroundCall = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 """Returns the callable that replaces a compiled callable, which is given with its path."""
@@ -117,10 +116,6 @@ class Engine:
         self._parts = parts
         self._events = events
         self.fallbacks = Fallbacks()
-        self._no_mask: StorageRecord | None = None
-        """The last storage that was to be narrowed, and could not be."""
-        self._tables: Tables = {}
-        """By these bits are widened on CUDA, as long as plans have sources."""
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Storages of ``tape.static``, by identity: another may get that of a buffer that a forward replaces."""
         self._own = set[int]()
@@ -128,6 +123,8 @@ class Engine:
         self._ungathered: list[Any] = []
         """FSDP2's weights that have no storages yet."""
         self._lock = threading.RLock()
+        self.is_aside = False
+        """Whether saved tensors stay with autograd, and values come back without a step policy."""
 
     @property
     def segment(self) -> Segment:
@@ -149,12 +146,15 @@ class Engine:
         """A segment begins; the open one ends. ``announced``: by the caller, for the model of that name."""
         self.end()
         self.tell_end()
+        if self.is_aside:
+            return
         before, segment = self.segment, self.cursor.begin()
         segment.announced, segment.model = announced, name
         self.mechanism.report = segment.report
         with Unseen():  # parameters may be sparse, and are taken apart
             self._look_at_model(segment)
         self.tape.forget(lambda: before.is_held)
+        segment.left_over = [weakref.ref(value) for value in self._left_over()]
         segment.left_over_bytes = sum(storage.nbytes() for storage in self.left_over_storages())
         with self._lock:
             if self.host.step_begins():
@@ -189,6 +189,16 @@ class Engine:
             self._events.over(self.segment)
         self.cursor.end()
         self._policy = None
+
+    def stand_aside(self) -> None:
+        """The open segment ends here, and no other begins. Its handles stay usable."""
+        self.is_aside = True
+        try:
+            self.recorder.leave_stack()
+            self.end()
+        finally:
+            self.cursor.end()
+            self._policy = None
 
     def tell_end(self) -> None:
         """The last segment is over, and its report is final."""
@@ -235,11 +245,9 @@ class Engine:
         try:
             with one_moment():
                 policy = self._chooser.choose(segment)
-                if policy is None:
+                if policy is None or self.is_aside:
                     return
                 self._policy = policy
-                if not policy.sources:
-                    self._tables.clear()
                 self._events.chosen(segment)
             if policy.instructions is not None:
                 self.host.follow(policy.instructions)
@@ -269,7 +277,7 @@ class Engine:
                 self._alive[key] = reference
             else:
                 static.update(dict.fromkeys(keys_of(tensor, kind), 0))
-            grad = tensor.grad if tensor.is_leaf else None
+            grad = gradient_of(tensor)
             if grad is not None and has_storage(grad, kind):
                 segment.gradient_bytes += grad.untyped_storage().nbytes()
         gathered, self._ungathered = gathered_weights(model)
@@ -277,15 +285,19 @@ class Engine:
 
     def left_over_storages(self) -> list[torch.UntypedStorage]:
         """Device storages of values that earlier segments saved and that are still held."""
+        return [value.storage for value in self._left_over() if value.storage is not None]
+
+    def _left_over(self) -> list[SavedValue]:
         if not self.cursor.holds_values:
             return []
-        values = self.tape.earlier_values()
-        return [one.storage for one in values if isinstance(one, SavedValue) and one.storage is not None]
+        return [value for value in self.tape.earlier_values() if isinstance(value, SavedValue)]
 
     # -- pack -------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> SavedHandle:
         """Forward saves ``tensor``. Returns the object that autograd holds in its place."""
+        if self.is_aside:
+            return SavedHandle.untouched(tensor)
         return self._timed(self._pack, tensor)
 
     def _timed(self, hook: Callable[[Any], Any], given: Any) -> Any:
@@ -308,6 +320,8 @@ class Engine:
         cursor = self.cursor
         if cursor.save_begins_one():
             self.begin()
+            if self.is_aside:
+                return SavedHandle.untouched(whole)
         segment, tensor, storage = cursor.segment, whole, plain_storage(whole, self.device.kind)  # Rule 2
         if storage is None:
             tensor = saved_part(whole)  # Rule 13
@@ -332,22 +346,31 @@ class Engine:
         known = record.value() if record.value is not None else None
         is_new = not isinstance(known, SavedValue) or not known.stands_for(tensor)  # Rule 1
         if is_new and self._policy.sources and not record.packed:
-            self._pass_source(record, tensor.dtype)
-        ordinal, shell = segment.packs, None if tensor is whole else Shell.of(whole)
-        segment.packs += 1
+            self._pass_source(record, tensor)
+        shell = None if tensor is whole else Shell.of(whole)
         if is_new:
-            value = self._save(record, tensor, ordinal)  # its first handle shares its fields
-            number = segment.number  # no local has the lease: the traceback of an error would keep it
+            value = self._save(record, tensor)  # its first handle shares its fields
+            number, ordinal = segment.number, segment.packs - 1  # no local has the lease: a traceback would keep it
             first = value.probe, value.version, value.geometry, value
             return SavedHandle(*first, cursor.lease(), number, ordinal, shell=shell)
         assert isinstance(known, SavedValue)
+        self._another_handle(record, tensor)
+        return SavedHandle.another(tensor, known, cursor.lease(), segment.number, segment.packs - 1, shell)
+
+    def _another_handle(self, record: StorageRecord, tensor: torch.Tensor) -> None:
+        assert self._policy is not None
+        segment = self.cursor.segment
         try:
-            self._policy.handle(ordinal, record.save_point, tensor)
+            self._policy.handle(segment.packs, record.save_point, tensor)
+        except LeftOut as gap:
+            self._pass_over(gap)
+            return self._another_handle(record, tensor)
         except Diverged as reason:
             self._diverge(reason)
-        return SavedHandle.another(tensor, known, cursor.lease(), segment.number, ordinal, shell)
+        segment.packs += 1
+        return None
 
-    def _pass_source(self, record: StorageRecord, dtype: torch.dtype) -> None:
+    def _pass_source(self, record: StorageRecord, tensor: torch.Tensor) -> None:
         """Passes the save point of the source of a tensor that is about to be saved, if the plan has one there."""
         assert self._policy is not None
         segment = self.cursor.segment
@@ -355,13 +378,12 @@ class Engine:
         planned = self._policy.sources.get(index)
         if planned is None:
             return
-        value, home = None, self.device.compute
-        if not planned.bits:
-            value = held_source(record, planned, home)
-        elif planned.until >= 0 and planned.decision is not Decision.RECOMPUTE:  # or no replay starts from them
-            self.tape.count += 1
-            value = held_bits(record, dtype, planned, home, self.tape.count, self._tables)
-            self._no_mask = record if value is None else None
+        try:
+            self._policy.at_sourced(index, segment.packs, tensor)
+        except LeftOut as gap:
+            self._pass_over(gap)
+            return self._pass_source(record, tensor)
+        value = held_source(record, planned, self.device.compute)
         segment.saves += 1
         segment.packs += 1
         self._events.point(segment.saves + segment.uses)
@@ -369,11 +391,22 @@ class Engine:
         if value is not None and value.decision is Decision.RECOMPUTE:
             self._forget(value)
         self._carry_out(actions)
+        return None
 
-    def _save(self, record: StorageRecord, tensor: torch.Tensor, ordinal: int) -> SavedValue:
+    def _pass_over(self, gap: LeftOut) -> None:
+        """The step leaves out some layers of its plan."""
+        segment = self.cursor.segment
+        segment.left_out += gap.saves - segment.saves
+        segment.saves, segment.packs, segment.uses = gap.saves, gap.packs, max(segment.uses, gap.uses)
+        self._events.point(segment.saves + segment.uses)
+        for actions in gap.actions:
+            self._carry_out(actions)
+
+    def _save(self, record: StorageRecord, tensor: torch.Tensor) -> SavedValue:
         assert self._policy is not None
         segment = self.cursor.segment
         index = None if record.packed else segment.saves  # written since its save point, or gone
+        ordinal = segment.packs
         try:
             decision = self._policy.saved(index, ordinal, tensor, record)
             if index is not None:
@@ -382,10 +415,17 @@ class Engine:
                 self._events.point(segment.saves + segment.uses)
                 self.audit.point(segment.saves)
                 decision = Decision.KEEP if self.audit.is_kept(index) else decision
+        except LeftOut as gap:
+            self._pass_over(gap)
+            if self._policy.sources and index is not None:
+                self._pass_source(record, tensor)
+            return self._save(record, tensor)
         except Diverged as reason:
             self._diverge(reason)
             index = None
             decision = self._policy.saved(index, ordinal, tensor, record)
+        segment.packs += 1
+        segment.saved_values += 1
         value = SavedValue.of(decision, record, tensor, self.device.compute)
         segment.saved_bytes += tensor.untyped_storage().nbytes()
         record.attach(value)
@@ -399,8 +439,6 @@ class Engine:
     def _forget(self, value: SavedValue) -> None:
         assert self._policy is not None
         try:
-            if value.record is self._no_mask:
-                raise NotReplayable(NO_MASK)
             recipe = Recipe(value.record, value.generation)
         except NotReplayable as reason:  # Rule 10
             self._fell_back(FallbackKind.NOT_REPLAYABLE, f"{value.name} is swapped, not recomputed: {reason}")
@@ -415,7 +453,14 @@ class Engine:
 
     def unpack(self, handle: SavedHandle) -> torch.Tensor:
         """Backward asks for a saved tensor: brings its value back if necessary."""
+        if self.is_aside:
+            return self.rescued(handle)
         return self._timed(self._unpack, handle)
+
+    def rescued(self, handle: SavedHandle) -> torch.Tensor:
+        """The saved tensor, by whatever still has its value: without a step policy, a plan or a meter."""
+        with self._lock, Unseen():
+            return handle.given_back(self.mechanism.rescued)
 
     def may_wait(self, handle: SavedHandle) -> Geometry | None:
         """The geometry of the tensor that :meth:`unpack` returns, if compiled code may ask for it later; else None."""
@@ -434,33 +479,30 @@ class Engine:
             if not handle.used:
                 handle.used = True
                 self._use_point(handle)
-        if value is None:
-            handle.check_version()
-            return handle.tensor
-        if version_of(handle.tensor) != handle.version:  # Rule 5
-            handle.check_version()
-        geometry, shell = handle.geometry, handle.shell
-        found = handle.tensor
-        if geometry is not None:
-            found = counted_by(found, geometry.on(self.mechanism.resident(value)))  # Rules 5 and 6
-        return found if shell is None else shell.around(found)  # Rule 13
+        return handle.given_back(self.mechanism.resident)
 
     def _use_point(self, handle: SavedHandle) -> None:
         segment = self.segment
         if not self.cursor.is_open or handle.segment != segment.number or self._policy is None:
             segment.earlier_uses += handle.segment != segment.number
-            return
+            if handle.lease is not None and handle.lease.late_uses is not None:
+                handle.lease.late_uses.append(handle.ordinal)
+            return None
         if not segment.used:
             self.audit.point(segment.saves)
         segment.used = True
         try:
             actions = self._policy.at_use(segment.uses, handle, segment.saves)
+        except LeftOut as gap:
+            self._pass_over(gap)
+            return self._use_point(handle)
         except Diverged as reason:
             self._diverge(reason)
-            return
+            return None
         segment.uses += 1
         self._events.point(segment.saves + segment.uses)
         self._carry_out(actions)
+        return None
 
     # -- actions at points (Rule 7) ---------------------------------------------------------------------------
 

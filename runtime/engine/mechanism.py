@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from poochplan.errors import is_out_of_memory
 from poochplan.formats.plan import Decision
 from poochplan.runtime.devices.device import ComputeDevice, Stopwatch
 from poochplan.runtime.devices.transfers import copy_in, copy_out
@@ -51,7 +52,7 @@ class Mechanism:
         audit: Audit,
     ) -> None:
         self.report = StepReport()
-        self.timed = False
+        self.timed = self._is_short_of_ways = False
         self._stalls, self._replays = device.stopwatch(), device.stopwatch()
         self.device = device
         self._host = host
@@ -118,8 +119,9 @@ class Mechanism:
 
     def run_replay(self, value: SavedValue, run: RunOps) -> list[SavedValue]:
         """One replay, whose ops ``run`` runs; brings back all values that it rebuilds."""
+        resident = self.rescued if self._is_short_of_ways else self.resident
         found = replay(
-            value, lambda one: self.resident(_saved(one)), self.device.kind, run, from_copies=run is run_ops
+            value, lambda one: resident(_saved(one)), self.device.kind, run, from_copies=run is run_ops
         )  # verification asks what the step itself writes
         back = [_saved(one) for one in found]
         for rebuilt in back:
@@ -142,6 +144,33 @@ class Mechanism:
         if value.home is not None:
             self.device.use(value.storage, value.home)
         return value.storage
+
+    def rescued(self, value: SavedValue) -> torch.UntypedStorage:
+        """Like :meth:`resident`, after something of ours has failed: if that fails again, by the shortest way there is.
+
+        Raises the error of the first way if the value is lost.
+        """
+        try:
+            return self.resident(value)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            self._is_short_of_ways = True
+            try:
+                self._bring_back(value)
+            except Exception:  # the value is lost, and the first error says why
+                raise error from error.__cause__
+        assert value.storage is not None
+        return value.storage
+
+    def _bring_back(self, value: SavedValue) -> None:
+        """Replays the value, or reads it from the host on the calling thread, unless it is on the device."""
+        if value.state is ValueState.TO_REPLAY:
+            self._rebuild(value, self)
+        elif value.state in (ValueState.ON_HOST, ValueState.ARRIVING):
+            storage = self.device.allocate(value.size_bytes)
+            self.device.read(storage, value.host_offset)
+            value.came_from_host(storage)
 
     def take_times(self) -> None:
         """Adds the compute stream's times to the report, for waits that have ended; the others are added later."""

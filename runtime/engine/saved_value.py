@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -12,9 +13,8 @@ from poochplan.errors import SpillError
 from poochplan.formats.plan import Decision, PlannedValue
 from poochplan.runtime.devices.device import Stream
 from poochplan.runtime.devices.transfers import Copy
-from poochplan.runtime.replays.bits import Tables, bits_of
 from poochplan.runtime.replays.replay import Recipe, StorageRecord, source_of
-from poochplan.tensors.storages import Geometry, Shell, check_unwritten, version_probe
+from poochplan.tensors.storages import Geometry, Shell, check_unwritten, counted_by, version_probe
 from poochplan.torch_private.tensor_internals import detached_alias, version_of
 
 
@@ -136,6 +136,12 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
         self.in_copy = None
         return waited_s
 
+    def came_from_host(self, storage: torch.UntypedStorage) -> None:
+        """It was read into ``storage`` without a queued copy. The host has it too."""
+        self.storage, self.home = storage, None
+        self._enter(ValueState.COPIED, ValueState.ON_HOST, ValueState.ARRIVING)
+        self.in_copy = None
+
     def is_dropped(self, recipe: Recipe) -> None:
         """Its device storage is released; the recipe brings the value back."""
         self.recipe = recipe
@@ -174,30 +180,18 @@ def held_source(record: StorageRecord, planned: PlannedValue, home: Stream | Non
     return value
 
 
-def held_bits(
-    mask: StorageRecord, dtype: torch.dtype, planned: PlannedValue, home: Stream | None, order: int, tables: Tables
-) -> SavedValue | None:
-    """The bits of a mask, or its other form, made now; None if it has none. ``order``: of the op that widens them."""
-    made = bits_of(mask, dtype, planned.dtype, order, planned.size_bytes, tables)  # Rule 14
-    if made is None:
-        return None
-    record, bits = made
-    probe, geometry, storage = version_probe(bits), Geometry.of(bits), bits.untyped_storage()
-    value = SavedValue(planned.decision, record, 0, probe, version_of(bits), geometry, storage.nbytes(), storage, home)
-    record.attach(value)
-    return value
-
-
 class Lease:
     """Every handle on a segment's values holds its lease. So it dies with the last handle, wherever an interrupt comes.
 
     The leases of all segments hold ``whole``, which dies with the last of them.
     """
 
-    __slots__ = ("__weakref__", "whole")
+    __slots__ = ("__weakref__", "late_uses", "whole")
 
-    def __init__(self, whole: Lease | None = None) -> None:
+    def __init__(self, whole: Lease | None = None, late_uses: list[int] | None = None) -> None:
         self.whole = whole
+        self.late_uses = late_uses
+        """The handles that were first used after their segment, by ordinal: the segment's list."""
 
 
 class SavedHandle(msgspec.Struct, gc=False, eq=False):
@@ -235,6 +229,19 @@ class SavedHandle(msgspec.Struct, gc=False, eq=False):
         if value.decision is Decision.KEEP:
             return cls(detached_alias(tensor), version, None, value, lease, segment, ordinal, shell=shell)
         return cls(version_probe(tensor), version, Geometry.of(tensor), value, lease, segment, ordinal, shell=shell)
+
+    def given_back(self, resident: Callable[[SavedValue], torch.UntypedStorage]) -> torch.Tensor:
+        """The tensor for autograd; ``resident`` returns the filled storage of a value that may have left the device."""
+        value, found = self.value, self.tensor
+        if value is None:
+            self.check_version()
+            return found
+        if version_of(found) != self.version:  # engine rule 5
+            self.check_version()
+        geometry, shell = self.geometry, self.shell
+        if geometry is not None:
+            found = counted_by(found, geometry.on(resident(value)))  # engine rules 5 and 6
+        return found if shell is None else shell.around(found)  # engine rule 13
 
     def check_version(self) -> None:
         """Raises autograd's error if a saved tensor was written in place since it was saved (engine rule 5)."""

@@ -16,15 +16,18 @@ import torch
 
 from poochplan.errors import AllocatorError
 from poochplan.formats.profile_parts import counted_bytes
-from poochplan.runtime.arena.library import ThreadScope
+from poochplan.runtime.arena.library import ThreadScope, untold_absence
+from poochplan.runtime.messages import warn
 
 
 @functools.cache
 def step_scope() -> ThreadScope | None:
-    """The scope of all threads that run steps; None without a compiled allocator."""
+    """The scope of all threads that run steps; None without a compiled allocator, and the user is told."""
     try:
         return ThreadScope()
     except AllocatorError:
+        if line := untold_absence():
+            warn(line)
         return None
 
 

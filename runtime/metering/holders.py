@@ -14,7 +14,7 @@ import torch
 from poochplan.formats.plan import Plan
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
-from poochplan.tensors.storages import own_tensors
+from poochplan.tensors.storages import gradient_of, own_tensors
 from poochplan.torch_private.tensor_internals import (
     is_made,
     storage_identity,
@@ -81,7 +81,7 @@ _STATE = "the state of "
 def _known(kind: str, model: torch.nn.Module, left_over: set[int]) -> dict[str, set[int]]:
     """Keys of storages by their known holder, found without a search of referrers. Those of "" were predicted."""
     mine = set(own_tensors(model))
-    known: dict[str, set[int]] = {"": _keys(kind, (x for p in mine for x in (p, p.grad if p.is_leaf else None)))}
+    known: dict[str, set[int]] = {"": _keys(kind, (x for p in mine for x in (p, gradient_of(p))))}
     known[EARLIER] = left_over
     for optimizer in live(torch.optim.Optimizer):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -92,7 +92,7 @@ def _known(kind: str, model: torch.nn.Module, left_over: set[int]) -> dict[str, 
     children = {id(child) for one in modules for child in one.children()}
     for module in modules:
         if id(module) not in children and mine.isdisjoint(own_tensors(module)):
-            whole = (x for p in own_tensors(module) for x in (p, p.grad if p.is_leaf else None))
+            whole = (x for p in own_tensors(module) for x in (p, gradient_of(p)))
             known.setdefault(f"the weights of {type(module).__name__}", set()).update(_keys(kind, whole))
     return known
 

@@ -16,7 +16,7 @@ from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.metering.allocated import PeakBytes, StepPeak
 from poochplan.runtime.metering.device_peak import step_peak_of
 from poochplan.tensors.modes import around_calls
-from poochplan.tensors.storages import own_tensors, plain_storage
+from poochplan.tensors.storages import gradient_of, own_tensors, plain_storage
 from poochplan.torch_private.sharding import rebuilds_buckets
 from poochplan.torch_private.tensor_internals import in_backward, storage_identity
 
@@ -48,11 +48,9 @@ class StepMeter:
     kind: of the device.
     when: ``"always"`` begins each step with a census; ``"first-steps"`` only the steps that are due. Without a compiled
         allocator only these steps are metered.
-    memory: which memory the figures count.
     """
 
-    def __init__(self, kind: str, when: When, memory: Memory = Memory.ALLOCATED) -> None:
-        self._memory = memory
+    def __init__(self, kind: str, when: When) -> None:
         self._kind = kind
         self._when = when
         self._is_due = False
@@ -73,13 +71,15 @@ class StepMeter:
         self._peak_at = 0
         """The passed point that the peak followed."""
 
-    def step_begins(self, engine: Engine, device: ComputeDevice, *, is_due: bool) -> None:
-        """A segment has begun on this thread. ``is_due``: begin with a census."""
+    def step_begins(self, engine: Engine, device: ComputeDevice, *, is_due: bool, memory: Memory) -> None:
+        """A segment has begun on this thread. ``is_due``: begin with a census. ``memory``: what the figures count from
+        the first step on.
+        """
         self._engine, self._open, self._told = engine, True, None
         self._passed, self._peak_at = [], 0
         if self._when == "never":
             return
-        source = self._source = self._source or step_peak_of(device, self._memory)
+        source = self._source = self._source or step_peak_of(device, memory)
         source.step_begins()
         self._is_due = is_due = is_due or self._when == "always"
         self.is_certain = is_due or not source.needs_census
@@ -133,6 +133,8 @@ class StepMeter:
     def _count_what_was_met(self) -> None:
         """Small storages that the step was given or has saved count from its beginning on, and in later steps."""
         small, self._small = self._small, {}
+        if not small:
+            return
         engine = self._engine
         given = {id(one()) for one, _ in engine.segment.given} if engine is not None else set()
         for key, reference in small.items():
@@ -182,7 +184,7 @@ class StepMeter:
 
         Small storages of no such owner count if a step has used them.
         """
-        tensors = [x for own in own_tensors(engine.model) for x in (own, own.grad if own.is_leaf else None)]
+        tensors = [x for own in own_tensors(engine.model) for x in (own, gradient_of(own))]
         tensors += state_of_optimizers(own_tensors(engine.model))
         plain = [plain_storage(one, self._kind) for one in tensors if one is not None]
         found = [storage for storage in (*plain, *engine.left_over_storages()) if storage is not None]

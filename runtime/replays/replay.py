@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import torch
 
+from poochplan.guard import users
 from poochplan.tensors.operators import ArgumentTree
 from poochplan.tensors.storages import Geometry
 from poochplan.torch_private.switches import SwitchState
@@ -131,8 +132,6 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
     """Whether it has had its save point."""
     save_point: int | None = None
     """Its planned save point; None before it, and outside the plan."""
-    widened: tuple[int, RecordedOp] | None = None
-    """The generation of which there are bits, and the op that widens them (``bits.py``)."""
     may_copy: bool = False
     """Whether a recipe that reads it makes a copy, because the step may still write it."""
     copies: dict[int, HostCopy] | None = None
@@ -198,12 +197,8 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
         """The ops that make this content from nothing; None if one of them was not recorded or cannot be run again.
 
         A storage that was created uninitialised counts only if the first write was seen and covers it. Earlier writes
-        past the dispatcher are then overwritten. If a plan holds the bits of a mask, they are widened instead.
+        past the dispatcher are then overwritten.
         """
-        if self.widened is not None and self.widened[0] == generation:
-            op = self.widened[1]
-            if op.reads[0].record.value_at(0) is not None:
-                return [op]
         if self.birth is None or (self.birth.uninitialised and not self._overwritten(generation)):
             return None
         if not self.broken and self.birth.usable:
@@ -425,9 +420,11 @@ def replay(
             for need, source in closure.leaves.items()
         }
     except NotReplayable as reason:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"it is to be recomputed, and {reason}"
+        raise users(
+            RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"it is to be recomputed, and {reason}"
+            )
         ) from None
     targets = [(value.record, value), *closure.targets]
     ops = [closure.ops[order] for order in sorted(closure.ops)]

@@ -21,7 +21,6 @@ def run_ops(
 ) -> dict[StorageRecord, torch.UntypedStorage]:
     """Runs the ops in order and returns the storages of the records in ``keep``; frees others after their last use."""
     last_use = {view.record: op.order for op in ops for view in op.reads}
-    last_birth = {birth.record: op.order for op in ops for birth in op.births}  # dropout's mask may be widened as well
     built: dict[StorageRecord, torch.UntypedStorage] = {}
     with outside_transforms(), contextlib.ExitStack() as stack:  # it makes no graph, because its inputs are detached
         if torch.is_autocast_enabled(device_type):
@@ -36,8 +35,7 @@ def run_ops(
             outputs = _call(op, there, built)
             for birth in op.births:
                 record = birth.record
-                is_wanted = record in keep or last_use.get(record, 0) > op.order
-                if is_wanted and last_birth[record] == op.order:
+                if record in keep or last_use.get(record, 0) > op.order:
                     built[record] = outputs[birth.position].untyped_storage()
             del outputs
             for view in op.reads:

@@ -63,13 +63,13 @@ class Recorder(ToggledMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = traits(func)
         if facts.pure_view or not self.is_on:
-            return func(*args, **kwargs) if kwargs else func(*args)
+            return self.run_op(func, args, kwargs)
         kwargs = kwargs or {}
         if self._within_op and self._is_of_that_op(facts, args, kwargs):
             self._pass_over(facts, args, kwargs)
-            return func(*args, **kwargs)
+            return self.run_op(func, args, kwargs)
         op, written = self._before(func, facts, args, kwargs)
-        outputs = func(*args, **kwargs)
+        outputs = self.run_op(func, args, kwargs)
         self._after(op, written, outputs)
         return outputs
 
@@ -294,5 +294,5 @@ class Tape:
 
 def _break_circles(records: list[StorageRecord]) -> None:
     for record in records:
-        record.birth = record.widened = None
+        record.birth = None
         record.writes = ()

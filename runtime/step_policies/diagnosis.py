@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from itertools import zip_longest
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
@@ -9,6 +11,9 @@ import torch
 from poochplan.formats.plan import Departure, Instructions, PlannedValue
 from poochplan.formats.plan_set import Signature, describe, entry_of
 from poochplan.runtime.engine.cursor import Segment
+from poochplan.tensors.signatures import model_tensors, passing_buffers
+from poochplan.tensors.storages import has_storage, storage_key
+from poochplan.torch_private.tensor_internals import is_training, owned_parameters
 
 SAFELY = "the rest of this step swaps every saved value: slower, perhaps above the budget; its gradients are right"
 KEPT = "values saved before the model is called are kept, and the call begins a step"
@@ -32,24 +37,63 @@ class Difference(NamedTuple):
     """Whether later layers are planned to save something."""
     dtype: str = ""
     """Of the tensor found instead; empty if it was not a save."""
+    storage: int = -1
+    """The identity of that tensor's storage; -1 if it was not a save."""
     in_backward: bool = False
     """Whether the saves were as planned, but not the order of their uses."""
 
 
-def what_changed(segment: Segment, inputs: Signature, model: torch.nn.Module | None, found: Difference) -> str:
-    """Why this segment's step is not the planned one, which has these inputs, and what to do: the first cause that
-    explains it.
+def what_changed(
+    segment: Segment,
+    inputs: Signature,
+    model: torch.nn.Module | None,
+    found: Difference,
+    tensors: tuple[str, ...] = (),
+) -> str:
+    """Why this segment's step is not the planned one, which has these inputs, and a model of these tensors, and what to
+    do: the first cause that explains it.
     """
     if other_inputs := _of_inputs(segment.inputs or (), inputs):
         return other_inputs
-    if model is not None and not model.training:
+    if model is not None and not is_training(model):
         return "the model is in eval mode; call model.train() before the step, and evaluate under torch.no_grad()"
     if segment.calls > 1 and not segment.used:
         return (
             "the model was called again while the output of its call before is held; let go of that output (keep "
             "loss.detach(), or call it under torch.no_grad()), or say where steps begin with session.step()"
         )
-    return _of_place(segment, model, found)
+    return _of_parameters(model, found, tensors) or _of_place(segment, model, found)
+
+
+def _of_parameters(model: torch.nn.Module | None, found: Difference, planned: tuple[str, ...]) -> str:
+    if model is None:
+        return ""
+    mine, passing = model_tensors(model) if planned else (), passing_buffers(model)
+    lasting = ([line for line in lines if line.partition(" ")[0] not in passing] for lines in (planned, mine))
+    other = next((pair for pair in zip_longest(*lasting) if pair[0] != pair[1]), None)
+    if other is not None:
+        wanted, seen = (one or "nothing more" for one in other)
+        return f"the model has other parameters than when it was profiled: planned {wanted}, found {seen}; {AGAIN}"
+    layer, module = running_layer(model)
+    for name, own in ({} if module is None else owned_parameters(module)).items():
+        if own is not None and has_storage(own, own.device.type) and storage_key(own) == found.storage:
+            return (
+                f"another tensor stands for parameter {f'{layer}.{name}' if layer else name} than when the step began "
+                f"(torch.func.functional_call, an assignment in forward); {AGAIN}"
+            )
+    return ""
+
+
+def running_layer(model: torch.nn.Module) -> tuple[str, torch.nn.Module | None]:
+    """The innermost module of the model whose code runs now on this thread, with its path; None if none does."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        this = frame.f_locals.get("self")
+        if isinstance(this, torch.nn.Module) and id(this) in paths:
+            return paths[id(this)], this
+    return "", None
 
 
 def _of_inputs(found: Signature, planned: Signature) -> str:
@@ -84,6 +128,12 @@ def _of_place(segment: Segment, model: torch.nn.Module | None, found: Difference
         return (
             "the model's forward goes another way than when it was profiled (a layer left out, run twice or replaced, "
             f"another branch); {AGAIN}"
+        )
+    layer, module = ("", None) if model is None else running_layer(model)
+    if (planned is None or not planned.layer) and module is not None and found.storage != -1:
+        return (
+            f"{f'layer {layer}' if layer else 'the model itself'} saves more than when it was profiled (it was "
+            f"replaced, runs another way or once more, or computes from other tensors than its parameters); {AGAIN}"
         )
     if planned is None or not planned.layer:
         return (
@@ -121,6 +171,7 @@ def differs_at_save(instructions: Instructions, index: int, tensor: torch.Tensor
         value,
         _layers_from(instructions, index),
         str(tensor.dtype).removeprefix("torch."),
+        storage_key(tensor),
     )
 
 

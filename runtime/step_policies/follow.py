@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 import torch
 
@@ -17,6 +18,7 @@ from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
 from poochplan.runtime.replays.replay import NotReplayable, StorageRecord
 
 from .diagnosis import Difference, differs_at_pack, differs_at_save, differs_at_use, what_changed
+from .left_out import Gaps, LeftOut
 from .step_policy import NOTHING, Actions, Diverged, KeepAll, StepPolicy, SwapEach
 
 
@@ -47,7 +49,8 @@ class Follow(StepPolicy):
     plan: the plan to follow.
     safe: decides if the step diverges, and for values that cannot be recomputed.
     policy: whether a diverged step is an error.
-    inputs, model: of the planned step, if they matter. With inputs, layers save only after the model is called.
+    inputs, model, tensors: of the planned step, if they matter. With inputs, layers save only after the model is
+        called. ``tensors``: its parameters and buffers, as in the plan.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Follow(StepPolicy):
         *,
         inputs: Signature = (),
         model: torch.nn.Module | None = None,
+        tensors: tuple[str, ...] = (),
     ) -> None:
         self.instructions = plan.instructions
         self._plan = plan
@@ -69,9 +73,13 @@ class Follow(StepPolicy):
         self._values: dict[int, weakref.ref[SavedValue]] = {}
         self._to_come: dict[int, SavedValue] = {}
         """Values that still expect a handle, by the last one's position. Autograd may release their others before."""
+        self._absent, self._absent_values = set[int](), set[int]()
+        """Handles and values of layers that this step leaves out."""
+        self.is_resized = False
+        """Whether it diverged where the planned value has another size."""
         self._sources: list[tuple[int, SavedValue]] = []
         """Sources from which recipes still to be made start, with the last save point of these."""
-        self._inputs, self._model = inputs, model
+        self._inputs, self._model, self._tensors = inputs, model, tensors
         self._awaits_call: Segment | None = None
         self.divergence = ""
         """Where and how the segment diverged; empty while it has not."""
@@ -94,6 +102,8 @@ class Follow(StepPolicy):
         if self._awaits_call is not None and index <= self._last and self._planned[index].layer:
             raise Diverged(NOT_CALLED)
         if index > self._last or not self._plan.fits(index, tensor):
+            self.leaves_out(index, ordinal, tensor)
+            self.is_resized = index <= self._last and self._plan.is_resized(index, tensor)
             raise self._differs(differs_at_save(self._plan.instructions, index, tensor, exact=self._plan.exact))
         self.handle(ordinal, index, tensor)
         return self._planned[index].decision
@@ -103,8 +113,70 @@ class Follow(StepPolicy):
         if self._to_come:
             self._to_come.pop(ordinal, None)
         if index is None or ordinal >= len(handles) or handles[ordinal] != index:
+            if index is not None and self._is_another_handle(ordinal, index, tensor):
+                return
             found = differs_at_pack(self._plan.instructions, ordinal, index, tensor, exact=self._plan.exact)
             raise self._differs(found)
+
+    # -- layers that are left out -----------------------------------------------------------------------------
+
+    def leaves_out(self, index: int, ordinal: int, tensor: torch.Tensor) -> None:
+        """A tensor is saved that is not planned for this save point. Raises ``LeftOut`` if it is planned behind layers
+        that may be left out.
+        """
+        plan = self._plan
+        if self._policy is DivergencePolicy.ERROR:  # every other step is one
+            return
+        for behind in range(index + 1, self._last + 1):
+            if plan.fits(behind + (behind in self.sources), tensor) and plan.gaps.may_leave_out(index, behind):
+                raise self._pass_over(index, behind, ordinal, plan.gaps.first_handle(behind))
+
+    def _is_another_handle(self, ordinal: int, index: int, tensor: torch.Tensor) -> bool:
+        """Whether a handle that is not planned there stands for one of a layer that is left out. Raises
+        ``LeftOut`` if it is planned behind layers that may be left out.
+        """
+        handles, behind = self._handles, ordinal
+        if self._policy is DivergencePolicy.ERROR:
+            return False
+        if ordinal < len(handles) and handles[ordinal] in self._absent_values:
+            return self._plan.fits(handles[ordinal], tensor)
+        saves = self._segment.saves if index in self._values else index
+        while behind < len(handles) and handles[behind] != index:
+            behind += 1
+        end = max(handles[:behind], default=-1) + 1
+        is_whole = saves < end and self._plan.gaps.may_leave_out(saves, end)
+        if behind < len(handles) and (is_whole or (saves == end and self._absent)):
+            raise self._pass_over(saves, end, ordinal, behind)
+        return False
+
+    def _pass_over(self, index: int, behind: int, ordinal: int, pack: int, use: int = 0) -> LeftOut:
+        self._absent_values.update(range(index, behind))
+        self._absent.update(range(ordinal, pack))
+        for handle in range(ordinal, pack):
+            self._to_come.pop(handle, None)
+        actions = [self._resolved(one) for one in self._plan.at_save[index:behind] if one is not None]
+        if behind > self._last:
+            actions.append(Actions(record=False))
+        return LeftOut(behind, pack, use, actions)
+
+    def _passed_uses(self, number: int, handle: SavedHandle, saves: int) -> None:
+        """A handle is used whose use is not planned there. Raises ``LeftOut`` if all that is planned before does not
+        exist in this step.
+        """
+        if self._policy is DivergencePolicy.ERROR:
+            return
+        pack = self._segment.packs
+        absent = self._absent if saves > self._last else self._absent.union(range(pack, len(self._handles)))
+        if saves <= self._last and not self._plan.gaps.may_leave_out(saves, self._last + 1):
+            return
+        use = number
+        while use < len(self._uses) and self._uses[use] != handle.ordinal and self._uses[use] in absent:
+            use += 1
+        if use == len(self._uses) or self._uses[use] != handle.ordinal or (use == number and saves > self._last):
+            return
+        actions = [self._resolved(one) for one in self._plan.at_use[number:use] if one is not None]
+        gap = self._pass_over(saves, self._last + 1, pack, len(self._handles), use)
+        raise LeftOut(gap.saves, gap.packs, use, [*gap.actions, *actions])
 
     def _differs(self, found: Difference) -> Diverged:
         self._difference = found
@@ -128,6 +200,10 @@ class Follow(StepPolicy):
         value.name = self._planned[index].name
         self._values[index] = weakref.ref(value)
 
+    def at_sourced(self, index: int, ordinal: int, tensor: torch.Tensor) -> None:
+        if not self._plan.fits(index + 1, tensor):
+            self.leaves_out(index, ordinal, tensor)
+
     def at_source(self, value: SavedValue | None, index: int) -> Actions:
         if value is not None:
             self._bind(value, index)
@@ -139,6 +215,7 @@ class Follow(StepPolicy):
         uses = self._uses
         self._let_go()
         if saves <= self._last or number >= len(uses) or uses[number] != handle.ordinal:
+            self._passed_uses(number, handle, saves)
             found = differs_at_use(self._plan.instructions, number, handle.ordinal, saves, exact=self._plan.exact)
             raise self._differs(found)
         planned = self._plan.at_use[number]
@@ -173,7 +250,8 @@ class Follow(StepPolicy):
         self._let_go()
         self.divergence = reason.reason
         if self._difference is not None:
-            reason.advice = what_changed(self._segment, self._inputs, self._model, self._difference)
+            changed = what_changed(self._segment, self._inputs, self._model, self._difference, self._tensors)
+            reason.advice = changed
         self._policy.judge(reason)
         if self._awaits_call is not None and self._awaits_call.model is None:  # perhaps not a step of the model
             self._awaits_call.aside = True
@@ -215,8 +293,19 @@ class IndexedPlan:
             exact,
         )
 
+    @cached_property
+    def gaps(self) -> Gaps:
+        """Made in the first step that leaves something out."""
+        return Gaps(self.instructions)
+
+    def is_resized(self, index: int, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is the planned value of this save point, but for its size."""
+        return tensor.dtype is self.dtypes[index] and tensor.ndim == len(self.instructions.values[index].shape)
+
     def fits(self, index: int, tensor: torch.Tensor) -> bool:
         """Whether the tensor can be the planned value of this save point."""
+        if index >= len(self.dtypes):
+            return False
         planned, size_bytes = self.instructions.values[index], tensor.untyped_storage().nbytes()
         if tensor.dtype is not self.dtypes[index]:
             return False

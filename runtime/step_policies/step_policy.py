@@ -84,6 +84,11 @@ class StepPolicy:
         """
         return Decision.KEEP
 
+    def at_sourced(self, index: int, ordinal: int, tensor: torch.Tensor) -> None:
+        """The next save point is that of a source; the tensor is the next one that is saved. Raises ``LeftOut`` if the
+        step leaves out the layers from there on.
+        """
+
     def at_source(self, value: SavedValue | None, index: int) -> Actions:
         """Actions at the save point of a source; ``value`` is None if it is not held."""
         return NOTHING
@@ -217,14 +222,15 @@ class KeepWhileRoom(SwapEach):
         super().__init__(at_once=True)
         self._room, self._is_short, self._largest_at = room, is_short, largest
         self._stay = deque[weakref.ref[SavedValue]]()
-        self._swaps = False
+        self.swaps = False
+        """Whether memory was too short for the step."""
         self._since_look = self._until_look = self._largest = 0
         self._looked_s = self._look_took_s = 0.0
 
     def begin(self, segment: Segment) -> Actions:
-        if self._swaps or time.monotonic() - self._looked_s > self._look_took_s / LOOKS_SHARE:
+        if self.swaps or time.monotonic() - self._looked_s > self._look_took_s / LOOKS_SHARE:
             self._until_look = 0
-        self._swaps = False
+        self.swaps = False
         self._stay.clear()
         return super().begin(segment)
 
@@ -235,7 +241,7 @@ class KeepWhileRoom(SwapEach):
         if largest_bytes > self._largest:
             self._largest, self._until_look = largest_bytes, 0
         going = self._going(value)
-        if self._swaps:
+        if self.swaps:
             return self.take([*going, value])
         self._stay.append(weakref.ref(value))
         return NOTHING
@@ -258,14 +264,14 @@ class KeepWhileRoom(SwapEach):
 
     def _missing_bytes(self, size_bytes: int) -> int:
         self._since_look += size_bytes
-        if self._since_look < self._until_look or (self._swaps and not self._stay):
+        if self._since_look < self._until_look or (self.swaps and not self._stay):
             return 0
         start_s = time.monotonic()
         room_bytes = self._room() - HEADROOM * self._largest
         self._looked_s = time.monotonic()
         self._look_took_s = self._looked_s - start_s
         self._since_look, self._until_look = 0, int(room_bytes * SHARE_BETWEEN_LOOKS)
-        if room_bytes <= 0 and not self._swaps:
-            self._swaps = True
+        if room_bytes <= 0 and not self.swaps:
+            self.swaps = True
             self._is_short()
         return -room_bytes

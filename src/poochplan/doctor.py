@@ -22,8 +22,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from poochplan.errors import NativeError, SpillError
-from poochplan.formats.files import package_version
-from poochplan.native import NativeBuild
+from poochplan.formats.files import cache_folder, package_version
+from poochplan.native import NativeBuild, check_makeable, is_noexec
 from poochplan.planner.simulator.evaluator import EVALUATOR
 from poochplan.planner.sweep import usable_processors
 from poochplan.profiler.assembly.assemble import model_notes, this_host
@@ -32,7 +32,7 @@ from poochplan.profiler.fake.fake_profile import needed_without_memory
 from poochplan.profiler.live.step_function import StepFunction
 from poochplan.runtime.arena.library import ALLOCATOR
 from poochplan.runtime.devices.cpu import SpillFile, choose_spill_dir, file_system_type
-from poochplan.tensors.host_memory import available_bytes
+from poochplan.tensors.host_memory import available_and_limit, available_bytes, io_limits
 from poochplan.tensors.modes import compiled_modules
 from poochplan.torch_private.tensor_internals import intercept_autograd, nodes_behind
 from poochplan.units import format_bytes, format_rate
@@ -87,9 +87,12 @@ def machine_findings(spill_dir: str | Path | None) -> Iterator[Finding]:
     """All findings on the machine. The spill disk is written to, for a fraction of a second."""
     yield system()
     yield threads(torch.get_num_threads(), usable_processors())
-    yield ok("memory", f"{format_bytes(available_bytes())} free for this process")
+    left_bytes, limit = available_and_limit()
+    yield ok("memory", f"{format_bytes(left_bytes)} free for this process, by the limit of {limit}")
     yield huge_pages(HUGE_PAGES.read_text(encoding="utf-8") if HUGE_PAGES.exists() else "")
     yield spill_disk(spill_dir)
+    yield disk_rate(io_limits())
+    yield caches(cache_folder())
     yield noise(_rounds_s())
 
 
@@ -140,6 +143,25 @@ def spill_disk(spill_dir: str | Path | None) -> Finding:
     return judged("spill disk", free_bytes >= LEAST_FREE_BYTES, found, "make room there, or name another --spill-dir")
 
 
+def disk_rate(limits: Collection[str]) -> Finding:
+    """Whether cgroups limit the rate of a disk. The page cache hides that from a short measurement."""
+    found = ", ".join(limits) or "no cgroup of this process limits it"
+    advice = "if that is the spill disk, give profile and auto the limit as throttle: a short measurement misses it"
+    return judged("disk rate", not limits, found, advice)
+
+
+def caches(folder: Path) -> Finding:
+    """Whether plans, measurements and compiled parts can be kept in the user's cache folder, and loaded from there."""
+    advice = "set XDG_CACHE_HOME to another folder: else every run measures this machine and plans anew, uncompiled"
+    try:
+        check_makeable(folder / "native")
+    except NativeError as error:
+        return judged("caches", False, str(error).partition("; ")[0], advice)
+    if is_noexec(folder):
+        return judged("caches", False, f"{folder} is mounted noexec: what is compiled there cannot be loaded", advice)
+    return ok("caches", str(folder))
+
+
 def noise(rounds_s: list[float]) -> Finding:
     """Checks the spread of the same work over rounds, from the seconds of each."""
     low_s, middle_s, high_s = np.percentile(rounds_s, [25, 50, 75])
@@ -181,8 +203,8 @@ def software_findings(*, builds: bool = False) -> Iterator[Finding]:
     yield cuda(torch.cuda.device_count() if torch.cuda.is_available() else 0, torch.version.cuda)
     yield cupy(torch.version.cuda if torch.cuda.is_available() else None, installed)
     yield solvers(installed)
-    yield compiled_part(EVALUATOR, "a search makes about a hundred times fewer simulations", builds=builds)
-    yield compiled_part(ALLOCATOR, "everything else works", builds=builds)
+    yield compiled_part(EVALUATOR, builds=builds)
+    yield compiled_part(ALLOCATOR, builds=builds)
 
 
 def installed(package: str) -> str | None:
@@ -232,24 +254,25 @@ def solvers(versions: Versions) -> Finding:
     return missing("solvers", found, "pip install pulp highspy: planning needs them")
 
 
-def compiled_part(part: NativeBuild, without: str, *, builds: bool = False) -> Finding:
-    """Whether a compiled part is built, or what would build it; ``without`` is the effect of its absence. With
-    ``builds`` it is built here, and is missing if that fails.
+def compiled_part(part: NativeBuild, *, builds: bool = False) -> Finding:
+    """Whether a compiled part is built, why its last build failed, or what would build it. With ``builds`` it is built
+    here, and is missing if that fails.
     """
+    reason = ""
     if builds:
         try:
             part.build()
         except NativeError as error:
-            return missing(part.name, str(error), f"see that line; without it {without}")
+            reason = str(error)
+    elif not part.is_built():
+        reason = part.why_unavailable() or part.last_failure()
+    if reason:
+        found, advice = part.reason_and_advice(reason)
+        advice = f"{advice}; without it {part.without}"
+        return missing(part.name, found, advice) if builds else judged(part.name, False, found, advice)
     if part.is_built():
         return ok(part.name, f"built: {part.file().parent.name}")
-    reason = part.why_unavailable()
-    if not reason:
-        return ok(
-            part.name, f"not built yet; {part.compiler_name()} will do it on first use, or pooch doctor --build now"
-        )
-    found, _, advice = reason.partition("; ")
-    return judged(part.name, False, found, f"{advice}; without it {without}")
+    return ok(part.name, f"not built yet; {part.compiler_name()} will do it on first use, or pooch doctor --build now")
 
 
 def workload_findings(workload: Workload) -> Iterator[Finding]:

@@ -100,6 +100,18 @@ class GapError(PoochError):
     exit_code = 4
 
 
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: Python's and NumPy's ``MemoryError``, torch's on CUDA, and its plain
+    ``RuntimeError`` of the CPU's allocator.
+    """
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _OUT_OF_MEMORY)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``"; did you mean X?"`` for a known name like this one; empty if there is none."""
     close = difflib.get_close_matches(name, list(known), n=1)

@@ -1,7 +1,8 @@
 """Builds a compiled part on first use, once for each version of its sources, into a folder of the user.
 
 Wheels stay pure: the C++ is package data. Building needs a compiler. Without one everything else works, and
-:meth:`NativeBuild.why_unavailable` says what to install.
+:meth:`NativeBuild.why_unavailable` says what to install. Why a build failed is stored beside the library's place, for
+reports alone: the next process tries again.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from poochplan.formats.files import cache_folder
+from poochplan.formats.files import cache_folder, write_cache
 
 from .errors import NativeError
 
 COMPILERS = "c++", "g++", "clang++"
 FLAGS = "-O2", "-shared", "-fPIC", "-fvisibility=hidden"
 INSTALL_ADVICE = "install g++ or clang++ (apt install g++, dnf install gcc-c++), or set CXX"
+OTHER_COMPILER = "set CXX to another compiler, and try it with pooch doctor --build"
 TIMEOUT_S = 300
+_DIGEST_BYTES = hashlib.sha256().digest_size
 _MOST_LETTERS = 200
 """Of what a compiler says, in one line."""
 Signatures = Mapping[str, tuple[Any, tuple[Any, ...]]]
@@ -35,10 +38,13 @@ Signatures = Mapping[str, tuple[Any, tuple[Any, ...]]]
 
 
 class NativeBuild:
-    """One library. ``name``.cpp in ``sources`` is compiled, and compiled again if that folder's content changes."""
+    """One library. ``name``.cpp in ``sources`` is compiled, and compiled again if that folder's content changes.
+    ``without`` says what its absence costs. State: whether the user has been told of its absence.
+    """
 
-    def __init__(self, name: str, sources: Path, flags: Sequence[str]) -> None:
-        self.name, self.sources, self.flags = name, sources, (*flags, *FLAGS)
+    def __init__(self, name: str, sources: Path, flags: Sequence[str], without: str = "") -> None:
+        self.name, self.sources, self.flags, self.without = name, sources, (*flags, *FLAGS), without
+        self._is_told = False
 
     def facts(self) -> tuple[str, ...]:
         """Facts that the library depends on besides sources, flags and processor. The first begins the folder name."""
@@ -55,13 +61,9 @@ class NativeBuild:
     def is_built(self) -> bool:
         """Whether the library for this source exists and may be loaded. Builds nothing."""
         try:
-            file = self.file()
-            if not file.exists():
-                return False
-            _check(file)
-        except (NativeError, RuntimeError, OSError):
+            return _is_there(self.file())
+        except (NativeError, OSError):
             return False
-        return True
 
     def why_unavailable(self) -> str:
         """Why the library does not exist and cannot be built, and what to do, in one line; empty otherwise.
@@ -74,9 +76,32 @@ class NativeBuild:
             self._compiler()
             self.options()
             check_makeable(self.file().parent)
-        except (NativeError, RuntimeError) as error:
+        except (NativeError, OSError) as error:
             return str(error)
         return ""
+
+    def last_failure(self) -> str:
+        """Why the last build of these sources with the present compiler failed, in one line; empty if none has."""
+        with contextlib.suppress(NativeError, OSError):
+            compiler, _, said = self._failure_file().read_text(encoding="utf-8").partition("\n")
+            if compiler == self._compiler_identity() and not self.is_built():
+                return said
+        return ""
+
+    def untold(self, why: str) -> str:
+        """One line for the user: ``why`` there is no library, what that costs, and what to do. Empty if there is no
+        reason, and after the first such line.
+        """
+        if not why or self._is_told:
+            return ""
+        self._is_told = True
+        found, advice = self.reason_and_advice(why)
+        return f"{found}; without it {self.without}; {advice}"
+
+    @staticmethod
+    def reason_and_advice(why: str) -> tuple[str, str]:
+        found, _, advice = why.partition("; ")
+        return found, advice or OTHER_COMPILER
 
     def compiler_name(self) -> str:
         """The command that would build the library; empty if there is none."""
@@ -86,26 +111,39 @@ class NativeBuild:
             return ""
 
     def build(self) -> Path:
-        """The library, which is built if it does not exist, in a few seconds. Two processes may call it at once.
+        """The library, which is built in a few seconds if it does not exist or is damaged. Two processes may call it
+        at once.
 
         Raises ``NativeError`` if it cannot be built here, or if others can write to its folder.
         """
-        try:
-            file = self.file()
-        except RuntimeError as error:  # there is no home folder
-            raise NativeError(
-                f"expected a folder for the compiled {self.name}, found {error}; set XDG_CACHE_HOME"
-            ) from None
-        if file.exists():
-            _check(file)
+        file = self.file()
+        if _is_there(file):
             return file
         command = [*self._compiler(), *self.flags, str(self.sources / f"{self.name}.cpp"), *self.options()]
         make_folder(file.parent)
         with _locked(file.parent):
-            if not file.exists():  # no other process has built it meanwhile
+            if not _is_there(file):  # no other process has built it meanwhile
                 self._compile(command, file)
         _check(file)
         return file
+
+    def load(self, loader: Callable[[str], Any], signatures: Signatures) -> dict[str, Any]:
+        """The functions of the library by their names, which there begin with ``pooch_``. It is built if necessary.
+
+        Raises the errors of :meth:`build`, and ``NativeError`` if ``loader`` cannot load it.
+        """
+        file = self.build()
+        try:
+            loaded = loader(str(file))
+            found = {name: getattr(loaded, f"pooch_{name}") for name in signatures}
+        except (OSError, AttributeError) as error:
+            remedy = "remove it, and it is built anew"
+            if is_noexec(file):
+                remedy = "set XDG_CACHE_HOME to a folder whose file system is not mounted noexec"
+            raise NativeError(f"{file}: cannot be loaded ({' '.join(str(error).split())}); {remedy}") from None
+        for name, (result, arguments) in signatures.items():
+            found[name].restype, found[name].argtypes = result, arguments
+        return found
 
     def _key(self) -> str:
         digest = hashlib.sha256()
@@ -128,9 +166,19 @@ class NativeBuild:
             raise NativeError(f"expected a C++ compiler, found none of {', '.join(COMPILERS)}; {INSTALL_ADVICE}")
         return [found]
 
+    def _failure_file(self) -> Path:
+        return self.file().with_suffix(".failed")
+
+    def _compiler_identity(self) -> str:
+        """Changes with the command, and with the compiler behind its name."""
+        command = self._compiler()
+        found = Path(shutil.which(command[0]) or command[0]).resolve()
+        return f"{shlex.join(command)} {found} {found.stat().st_size} {found.stat().st_mtime_ns}"
+
     def _compile(self, command: list[str], file: Path) -> None:
-        """Compiles to a temporary file that is then moved, so that no incomplete library is ever loaded."""
-        failed = f"{shlex.join(self._compiler())} could not build the {self.name}"
+        """Compiles to a temporary file that is then moved, so that no incomplete library is ever loaded. Why that fails
+        is stored.
+        """
         try:
             with tempfile.TemporaryDirectory(dir=file.parent) as folder:
                 scratch = Path(folder) / file.name
@@ -143,27 +191,39 @@ class NativeBuild:
                     check=False,
                     start_new_session=True,  # the compiler ignores Ctrl-C
                 )
-                if done.returncode != 0:
-                    raise NativeError(f"{failed}: {self._condensed(done.stderr)}")
-                scratch.chmod(0o700)
-                scratch.replace(file)
+                if done.returncode == 0:
+                    with scratch.open("ab") as library:
+                        library.write(hashlib.sha256(scratch.read_bytes()).digest())  # loaders ignore what comes last
+                    scratch.chmod(0o700)
+                    scratch.replace(file)
+                    self._failure_file().unlink(missing_ok=True)
+                    return
+            said = done.stderr
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise NativeError(f"{failed}: {self._condensed(str(error))}") from None
+            said = str(error)
+        failure = f"{shlex.join(self._compiler())} could not build the {self.name}: {self._condensed(said)}"
+        write_cache(self._failure_file(), f"{self._compiler_identity()}\n{failure}".encode())
+        raise NativeError(failure)
 
     def _condensed(self, output: str) -> str:
         """The first error in a compiler's output, else its last line, shortened."""
         lines = [" ".join(line.split()) for line in output.splitlines() if line.strip()]
         errors = [line for line in lines if "error" in line.lower()]
         line = (errors or lines[-1:] or ["it says nothing"])[0].replace(f"{self.sources}{os.sep}", "")
+        line = line.replace("; ", ", ")  # which divides our own messages
         return line if len(line) <= _MOST_LETTERS else f"{line[: _MOST_LETTERS - 3]}..."
 
 
-def functions_of(loaded: Any, signatures: Signatures) -> dict[str, Any]:
-    """The functions of a loaded library by their names, which there begin with ``pooch_``."""
-    found = {name: getattr(loaded, f"pooch_{name}") for name in signatures}
-    for name, (result, arguments) in signatures.items():
-        found[name].restype, found[name].argtypes = result, arguments
-    return found
+def _is_there(file: Path) -> bool:
+    """Whether a library is there and whole: to load one that is cut short may end the process.
+
+    Raises ``NativeError`` if other users can write to it.
+    """
+    if not file.exists():
+        return False
+    _check(file)
+    data = file.read_bytes()
+    return hashlib.sha256(data[:-_DIGEST_BYTES]).digest() == data[-_DIGEST_BYTES:]
 
 
 def _check(file: Path) -> None:
@@ -176,13 +236,23 @@ def _locked(folder: Path) -> Iterator[None]:
     """A block for one process or thread at a time. Without file locks both build, and one library remains."""
     import fcntl  # not on every system that can plan
 
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise NativeError(f"{folder}: cannot be written ({error.strerror}); set XDG_CACHE_HOME to another") from None
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
+
+
+def is_noexec(path: Path) -> bool:
+    """Whether programs and libraries cannot be loaded from there, or from where it would be made."""
+    there = next(one for one in (path, *path.parents) if one.exists())
+    flag = getattr(os, "ST_NOEXEC", 0)  # not on every system that can plan
+    return bool(flag and os.statvfs(there).f_flag & flag)
 
 
 def make_folder(folder: Path) -> None:
@@ -209,7 +279,7 @@ def check_makeable(folder: Path) -> None:
     there = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
     if there == folder:
         check_folder(folder)
-    if not os.access(there, os.W_OK):
+    if not (there.is_dir() and os.access(there, os.W_OK)):
         raise NativeError(
             f"{there}: expected a folder that can be written, found one that cannot; set XDG_CACHE_HOME to another"
         )

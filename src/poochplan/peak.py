@@ -13,11 +13,11 @@ from itertools import zip_longest
 import numpy as np
 
 from poochplan.errors import ModelMismatchError
-from poochplan.formats.narrow import as_planned
 from poochplan.formats.occupancy import born_ticks, ints, live_bytes
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Kind, Phase, PointKind, Profile
 from poochplan.formats.queries import OUTSIDE, saved_values
+from poochplan.formats.sources import as_planned
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import Simulation, held_at, simulate

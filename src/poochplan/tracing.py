@@ -217,7 +217,7 @@ class TracingMeter(ToggledMode):
         is_told = self._log.is_on and not facts.pure_view
         begin = self._log.clock.mark() if is_told else None
         self._watch_all((args, kwargs))
-        outputs = func(*args, **kwargs)
+        outputs = self.run_op(func, args, kwargs)
         if not facts.pure_view:
             self._watch_all(outputs)
         if is_told:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import hashlib
 import random
 import statistics
 import sys
@@ -25,7 +26,7 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import Host
 from poochplan.formats.queries import OUTSIDE
-from poochplan.formats.run_record import Certificate, RankRun, RunRecord, StepDigests
+from poochplan.formats.run_record import RankRun, RunRecord
 from poochplan.profiler.request import ProgressCallback
 from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.runtime.metering.allocated import aside
@@ -36,7 +37,7 @@ from poochplan.tensors.operators import past_first_calls
 from poochplan.torch_private.tensor_internals import without_modes
 
 from .errors import StepError
-from .sessions import apply, certificate, digest, digests, generators
+from .sessions import apply, generators
 from .units import format_bytes, format_seconds
 from .workload import Workload
 
@@ -237,20 +238,6 @@ def check(
     return Comparison(in_core, planned, difference, steps, sum(compared))
 
 
-def certificate_of(compared: Comparison, seed: int) -> Certificate:
-    """The certificate of a comparison; ``seed`` is that of its runs."""
-    plan = compared.planned.plan
-    assert plan is not None
-    return certificate(
-        plan,
-        plan.device,
-        seed=seed,
-        equal=compared.difference is None,
-        in_core=tuple(record.digests() for record in compared.in_core.records),
-        planned=tuple(record.digests() for record in compared.planned.records),
-    )
-
-
 def _fresh(build: BuildWorkload) -> BuildWorkload:
     """Refuses a model that was built before: the second run would not start where the first did."""
     seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -301,9 +288,21 @@ class StepRecord:
     generators: Tensors = field(default_factory=dict)
     """States of torch's random number generators at that time, by kind of device."""
 
-    def digests(self) -> StepDigests:
-        of_kinds = {f"{kind}s": digests(getattr(self, f"{kind}s").items()) for kind in _KINDS}
-        return StepDigests(loss=digest(self.loss), **of_kinds)
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of dtype, shape and bytes of each tensor, rows in order, by kind and name."""
+        named = {f"{kind} {name}": one for kind in _KINDS for name, one in getattr(self, f"{kind}s").items()}
+        return {name: _digest(one) for name, one in {"loss": self.loss, **named}.items()}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    with without_modes(), aside():  # otherwise a meter would count the copies as part of the step
+        host = tensor.detach().to("cpu", copy=True)  # a zero tensor of autograd has no bytes before
+        dense = host.to_dense() if host.layout is not torch.strided else host
+        plain = dense.resolve_conj().resolve_neg().contiguous()
+        total = hashlib.sha256(f"{plain.dtype} {list(plain.shape)}".encode())
+        if plain.numel():
+            total.update(plain.view(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
 
 
 def first_difference(expected: list[StepRecord], found: list[StepRecord]) -> str | None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .errors import PoochError, UsageError, did_you_mean, named_line
+from .errors import PoochError, UsageError, did_you_mean, is_out_of_memory, named_line
 from .formats.files import one_line
 from .units import format_bytes
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 _FORMS = "a TOML file, package.module:function, path/to/file.py:function or hf:NAME"
 _SETTABLE = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 _ASKED = re.compile(r"allocate (\d+) bytes|allocate ([\d.]+ [KMGT]iB)", re.IGNORECASE)
 
 
@@ -105,15 +104,6 @@ def load_workload(
     if device is not None:
         _check_device(checked.model, device, found_at)
     return LoadedWorkload(short_name, checked, arguments)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: Python's and NumPy's ``MemoryError``, torch's on CUDA, and its plain
-    ``RuntimeError`` of the CPU's allocator.
-    """
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _OUT_OF_MEMORY)
 
 
 def asked_text(error: BaseException) -> str:

@@ -61,6 +61,9 @@ REFUSED = """
 2 plan p.json --budget 60% --timeline plan.jpg | expected a file name that ends in .png
 2 plan no-such-profile.json --budget 60% -o nowhere/out.json
   ^nowhere/out.json: the folder nowhere does not exist; create it or name another$
+2 plan p.json --budget 60% -o /proc/p.json | ^/proc/p.json: the folder /proc cannot be written (No such file
+2 plan . --budget 60% | ^.: expected a profile, found a folder; name a file in it$
+2 show . | ^.: expected a profile, a plan or a run, found a folder; name a file in it$
 2 plan none.json --budget 60% | ^none.json: no such profile file; make one with `pooch profile`$
 2 plan {profile} -o p.json --budget 60 | ^budget: expected 60%, 8GiB, 800MB or bytes, found '60'; did you mean 60%?$
 2 plan {profile} -o p.json --budget 0% | ^budget: | found '0%'; a budget is more than nothing$
@@ -87,6 +90,8 @@ REFUSED = """
 
 2 sweep no-such-profile.json -o nowhere/out.json
   ^nowhere/out.json: the folder nowhere does not exist; create it or name another$
+2 sweep . --points 2 | ^.: expected a profile, found a folder; name a file in it$
+2 sweep {profile} -o /proc/s.csv | ^/proc/s.csv: the folder /proc cannot be written
 2 sweep {profile} -o s.csv --budgets 50%,60
   ^budget: expected 60%, 8GiB, 800MB or bytes, found '60'; did you mean 60%?$
 2 sweep {profile} -o s.csv --policies ilp,clever | policy 'clever' is unknown: expected ilp
@@ -114,7 +119,6 @@ REFUSED = """
 2 run {small} --plan {plan} --cap
   ^--cap: expected a plan for cuda, whose allocator takes a limit, found one for cpu; leave it out$
 2 run {small} --plan {plan} --margin 1GiB | --margin: expected --cap beside it
-2 run {small} --plan {plan} --certificate a.json | --certificate: expected --check beside it
 1 run {small} --plan {plan} --spill-dir nowhere | spill directory nowhere: expected a folder, found none
 2 run {small} | expected --plan FILE, or --compile with --budget, found neither; name the plan to follow
 2 run {small} --compile | --compile: expected --budget or --plan beside it, found neither; add --budget 60%

@@ -96,17 +96,17 @@ def test_another_throttle_or_torch_is_another_link(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_largest_sizes_are_left_out_under_a_throttle_and_where_the_disk_has_no_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    throttled = measure_link(CPU, tmp_path, 2e6, CURVE_SIZES_BYTES)
+    throttled = measure_link(CPU, on_disk, 2e6, CURVE_SIZES_BYTES)
     assert [size for size, _ in throttled.outward.curve] == [64 << 10, 256 << 10]
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, 5 << 20))
-    link = measure_link(CPU, tmp_path, None, CURVE_SIZES_BYTES)
+    link = measure_link(CPU, on_disk, None, CURVE_SIZES_BYTES)
     assert [size for size, _ in link.inward.curve] == [64 << 10, 256 << 10, 1 << 20]
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, 1000))
     with pytest.raises(SpillError, match=r"expected 256 KiB free in .*, found 1000 B; free space, or name another"):
-        measure_link(CPU, tmp_path, None, CURVE_SIZES_BYTES)
+        measure_link(CPU, on_disk, None, CURVE_SIZES_BYTES)
 
 
 def test_a_disk_that_is_too_slow_is_one_clear_error(pooch: Pooch, monkeypatch: pytest.MonkeyPatch) -> None:

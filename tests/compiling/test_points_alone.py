@@ -10,7 +10,6 @@ import torch
 from torch._inductor.utils import fresh_cache
 
 from poochplan.compiling.rounds import bits_of_a_step
-from poochplan.formats.run_record import StepDigests
 from poochplan.runtime.compiled.inductor import GraphBackend
 from tests.runtime.served import needs_compiler
 from tests.runtime.third_party_networks import NETWORKS
@@ -19,7 +18,7 @@ pytestmark = [needs_compiler, pytest.mark.cpu_device, pytest.mark.deep]
 NAMES = ("bert", "roberta", "electra", "llama", "gpt2", "t5", "vit", "resnet", "convnext", "swin")
 
 
-def bits(name: str, precision: str, backend: str | Callable[..., Any]) -> StepDigests:
+def bits(name: str, precision: str, backend: str | Callable[..., Any]) -> dict[str, str]:
     torch._dynamo.reset()
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     torch.set_default_dtype(dtype)  # of the batch too

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import tensors
 from .backward import DeviceThread
 from .host_memory import CudaRuntime, HostMemory, cupy_module
-from .kernels import raw_module
 from .memory import TOTAL_BYTES, DeviceMemory, is_device_address
 from .rules import Rules
 from .streams import COPY_BYTES_PER_S, COPY_S, CYCLES_PER_S, Host, Mark, Stream
@@ -379,9 +378,7 @@ def on_stand_in(*, cupy: bool = True, index: int = 0) -> Iterator[Machine]:
         # What the stand-in's own Python takes is no machine's time, and telling it takes 20 s.
         patch.setattr("poochplan.profiler.trials.machine_facts.measured_on", lambda where, threads: None)
         if cupy:
-            module: Any = cupy_module(gpu.host_memory, gpu.copy_asynchronously)
-            module.RawModule = raw_module(gpu)
-            patch.setitem(sys.modules, "cupy", module)
+            patch.setitem(sys.modules, "cupy", cupy_module(gpu.host_memory, gpu.copy_asynchronously))
         else:
             patch.setitem(sys.modules, "cupy", None)
         tensors.patch(patch, gpu)

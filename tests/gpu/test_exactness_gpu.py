@@ -11,19 +11,17 @@ import torch
 import poochplan
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Profile
+from poochplan.formats.sources import sources_of
 from poochplan.planner.planning import smallest_budget
-from poochplan.runtime.replays import bits
-from poochplan.runtime.replays.bits import kernels_on
-from poochplan.runtime.replays.fewer_bytes import narrow, widen
-from poochplan.tensors.storages import on_whole
 from tests.depth import seeds, tries
 from tests.gpu.cases import BY_DAY, CASES, WHERE, case_of, each, reference
-from tests.runtime.narrow_nets import NAMES, forms_on, masks_on
 from tests.runtime.nets import Use, either_way, equal, followed, metered_peaks, train
 from tests.runtime.random_plans import held, planned, problem_of, random_plan
+from tests.runtime.source_nets import casts_on
 
 pytestmark = pytest.mark.gpu
 WEIGHTS = {"mixed": (1, 2, 2), "swap": (0, 1, 0), "replay": (0, 0, 1)}
+SOURCES = casts_on(WHERE)
 
 
 @pytest.mark.parametrize("name", each(CASES, BY_DAY))
@@ -54,50 +52,14 @@ def test_a_forward_with_dropout_in_a_kernel_is_replayed_with_its_generator_state
     assert torch.equal(in_core[0], planned[0])
 
 
-def test_bits_stand_for_the_masks_of_dropout_at_the_bytes_simulated() -> None:
-    case = masks_on(WHERE)["bools, float32"]
-    plan, found = planned(case, held(problem_of(case), Decision.KEEP))
-    assert sum(value.bits and value.until >= 0 for value in plan.values) == 9
-    followed(case, plan, 2, wanted=reference(case, 2))
+@pytest.mark.parametrize("decision", Decision)
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_source_is_held_swapped_or_replayed_in_place_of_its_copy(name: str, decision: Decision) -> None:
+    case = SOURCES[name]
+    assert len(sources_of(case.profile())) >= 4
+    plan, found = planned(case, held(problem_of(case), decision))
+    followed(case, plan, 3, wanted=train(case, 3)[0])
     assert metered_peaks(case, plan)[1] <= found.simulation.peak_bytes
-
-
-@pytest.mark.parametrize("dtype", bits._INTEGERS)
-def test_kernels_give_the_bits_of_the_ops_of_torch_and_the_very_patterns(dtype: torch.dtype) -> None:
-    kernels = kernels_on(WHERE) if WHERE.type == "cuda" else None
-    if kernels is None:
-        pytest.skip("there is no CuPy")
-    scales = () if dtype is torch.bool else ((torch.ops.aten.div_.Scalar, 0.7), (torch.ops.aten.mul_.Scalar, -3))
-    by_kernels = bits.on_device(torch.device("cuda", torch.cuda.current_device()), dtype, scales)
-    by_ops = by_kernels._replace(kernels=None)
-    for count in (*range(1, 70), 4095, 4096, 4097, tries((1 << 16) + 3, (1 << 26) + 3)):
-        mask = (torch.rand(count, device=WHERE) < 0.6).to(dtype)
-        for scale, factor in scales:
-            scale(mask, factor)
-        found = [bits.narrow(mask.untyped_storage(), dtype, patterns) for patterns in (by_kernels, by_ops)]
-        kept, wanted = (on_whole(one, torch.uint8) for one in found if one is not None)
-        assert torch.equal(kept, wanted), count
-        integer = bits._INTEGERS[dtype][0]
-        for patterns in (by_kernels, by_ops):
-            assert torch.equal(bits.widen(kept, count, dtype, patterns).view(integer), mask.view(integer)), count
-
-
-@pytest.mark.parametrize("name", ["Pools", "Casts"])
-def test_fewer_bytes_hold_indices_and_casts_at_the_bytes_simulated(name: str) -> None:
-    case = forms_on(WHERE)[name]
-    plan, found = planned(case, held(problem_of(case), Decision.KEEP))
-    assert [value.dtype for value in plan.values if value.bits] == NAMES[name]
-    followed(case, plan, 2, wanted=reference(case, 2))
-    assert metered_peaks(case, plan)[1] <= found.simulation.peak_bytes
-
-
-def test_fewer_bytes_hold_every_pattern_that_a_cast_makes() -> None:
-    patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16, device=WHERE)
-    wide = patterns.view(torch.bfloat16).float()
-    made = narrow(wide.untyped_storage(), "bfloat16")
-    assert made is not None
-    back = widen(on_whole(made, torch.uint8), len(patterns), "bfloat16")
-    assert torch.equal(back.view(torch.int32), wide.view(torch.int32))
 
 
 @pytest.mark.parametrize("name", each(("residual", "recurrent", "sdpa_math"), ("residual",)))

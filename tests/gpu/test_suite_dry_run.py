@@ -58,7 +58,6 @@ def test_every_case_of_the_suite_runs_and_a_spent_time_limit_is_told(
         assert rows["a fifth, deterministic"]["bitwise_equal"] is True
         assert rows["a fifth, deterministic"]["fallbacks"] == 0
     if WHERE.type == "cuda":
-        assert {row["way"] for row in found["bits"]} == {"kernel", "ops of torch"}
         assert any(row.get("overlapped") is not None for row in found["rows"])
     read = (tmp_path / "gpu-suite.md").read_text()
     for line in (f"# GPU suite on {found['device']['name']}", f"* Commit: {found['commit']}", "## gpt2-bf16"):
@@ -66,7 +65,7 @@ def test_every_case_of_the_suite_runs_and_a_spent_time_limit_is_told(
     assert "* Bit by bit, gpt2-bf16, a fifth, deterministic: equal" in read
     tmp_path = tmp_path / "late"
     late = results("--minutes", "0.1", "--no-tests", "--nets", "gpt2")
-    assert late["skipped"] == [*["bits of masks"] * (WHERE.type == "cuda"), "gpt2: profile"]
+    assert late["skipped"] == ["gpt2: profile"]
     assert late["rows"] == []
     assert "* Left out, the time was up: gpt2: profile" in (tmp_path / "gpu-suite.md").read_text()
 

@@ -98,6 +98,6 @@ def test_an_unoptimised_export_has_the_names_of_the_module(files: Files) -> None
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_planned_step_is_bitwise_the_one_in_core(files: Files, name: str, tmp_path: Path) -> None:
+def test_a_planned_step_is_bitwise_the_one_in_core(files: Files, name: str, on_disk: Path) -> None:
     file = files(name, "dynamo")
-    assert_planned_is_in_core(load(file.path), file.batch.repeat(8, *[1] * (file.batch.ndim - 1)), tmp_path)
+    assert_planned_is_in_core(load(file.path), file.batch.repeat(8, *[1] * (file.batch.ndim - 1)), on_disk)

@@ -51,11 +51,11 @@ def test_what_no_plan_fits_is_told_once_refused_at_once_by_the_next_run_and_meas
         assert calls["collect"] <= most_collections
         return bool(found.session._source.kinds)
 
-    assert studies(5, 2)
-    assert not studies(1, 0)
+    assert studies(7, 2)
+    assert not studies(3, 0)
     for kept in tmp_path.rglob("profile.json"):
         os.utime(kept, (0, time.time() - 25 * 3600))
-    assert studies(5, 2)
+    assert studies(7, 2)
 
 
 def test_a_refusal_that_hangs_on_what_lives_beside_is_not_kept(tmp_path: Path) -> None:

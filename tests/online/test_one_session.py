@@ -27,7 +27,6 @@ MEMBERS = {
     *("plan", "plans", "profile", "profiles", "last", "total", "report", "arena", "explain_peak", "wait_until_planned"),
     *("step", "away", "close", "model"),
 }
-GOING = {"ways", "followed", "engine"}
 
 
 def test_apply_and_auto_give_one_class_with_the_members_of_the_page(tmp_path: Path) -> None:
@@ -36,7 +35,7 @@ def test_apply_and_auto_give_one_class_with_the_members_of_the_page(tmp_path: Pa
     given = poochplan.apply(tight(profile), model, profile=profile)
     studied = poochplan.auto(model, budget="60%", cache=tmp_path, quiet=True, link=LINK)
     assert type(given) is type(studied) is poochplan.Session
-    assert {name for name in dir(given) if not name.startswith("_")} == MEMBERS | GOING
+    assert {name for name in dir(given) if not name.startswith("_")} == MEMBERS
     page = (Path(__file__).parents[2] / "docs" / "session.md").read_text()
     assert [name for name in MEMBERS - {"model"} if f"`{name}" not in page] == []
     assert (given.plans, given.profiles) == ({"": given.plan}, {"": profile})
@@ -149,16 +148,6 @@ def test_a_report_before_there_is_a_plan_says_so(tmp_path: Path) -> None:
         report = session.report()
     assert str(report).splitlines()[0] == "1 step without a plan so far"
     assert (report.budget_bytes, report.predicted_peak_bytes, report.steps_followed) == (0, 0, 0)
-
-
-def test_names_that_go_are_told_and_still_work() -> None:
-    model = fresh()
-    with poochplan.apply(tight(profiled(model, None)), model) as session:
-        model(torch.ones(256, 64)).square().mean().backward()
-        with pytest.warns(DeprecationWarning, match="session.ways will be removed .* use session.plans"):
-            assert [way.plan for way in session.ways.values()] == [session.plan]
-        with pytest.warns(DeprecationWarning, match="report"):
-            assert session.followed == 1
 
 
 def test_errors_are_public() -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from poochplan.online import auto_messages, studied_plans
-from poochplan.online.before_plan import Unplanned
-from poochplan.runtime import session as sessions
+from poochplan.online import studied_plans
 from tests.online.runs import opened, run_auto
 from tests.online.trainings import Training, batch, dropout_and_batch_norm, loss_of, stumbling
 
@@ -80,33 +77,3 @@ def test_a_model_compiled_as_a_whole_runs_in_core_and_one_line_says_what_to_call
     said = [line for line in capsys.readouterr().err.splitlines() if "building" not in line]
     assert len(said) == 1
     assert "poochplan.compile" in said[0]
-
-
-PAGE = (Path(__file__).parents[2] / "docs" / "messages.md").read_text()
-LINES = [
-    *(value for name, value in vars(auto_messages).items() if name.isupper() and isinstance(value, str)),
-    auto_messages.profiled(11, 1),
-    auto_messages.profiled(11, 2),
-    *(f"{one} from now on" for one in (sessions.FROM_SMALLER, sessions.FROM_TORCH)),
-    auto_messages.without_plan(
-        "a later part of the loop uses the saved tensors, or the loop holds them (retain_graph=True)",
-        Unplanned.IN_CORE,
-    ),
-    sessions.HOST_IS_FULL.format("1.50 GiB", "No space left on device"),
-    f"{sessions.FROM_TORCH}, and not from one arena",
-    auto_messages.not_planned("no room"),
-    auto_messages.lacks_arena(1_268_455),
-    auto_messages.dearer(0.0721, 0.0489, "", is_planned_again=False).split(":")[0],
-    *(why for name, why in vars(studied_plans).items() if name in ("COPIES", "NO_ARENA", "BUSY", "SLOWER")),
-]
-DIALECT = re.compile(r"\b(kind|kinds|segment|segments|served|beside the step)\b")
-
-
-@pytest.mark.parametrize("line", LINES)
-def test_a_line_is_on_the_page(line: str) -> None:
-    head = re.split(r" \(|: expected|: no room", line)[0]
-    assert head in PAGE
-
-
-def test_no_line_has_words_of_the_code() -> None:
-    assert [line for line in LINES if DIALECT.search(line)] == []

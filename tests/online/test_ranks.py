@@ -157,8 +157,8 @@ def test_tensor_parallel_ranks_are_bitwise_the_same_within_the_budget(layout: st
         assert ranks[0]["plain"]["losses"] == ranks[1]["plain"]["losses"]
 
 
-def test_a_rank_that_is_killed_ends_the_others_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    folder, files, spilled = (tmp_path / name for name in ("ranks", "files", "spilled"))
+def test_a_rank_that_is_killed_ends_the_others_and_leaves_nothing_behind(tmp_path: Path, on_disk: Path) -> None:
+    folder, files, spilled = tmp_path / "ranks", tmp_path / "files", on_disk / "spilled"
     for one in (folder, files, spilled):
         one.mkdir()
     mark = f"ranks-{tmp_path.name}-{os.getpid()}"

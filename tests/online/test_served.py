@@ -5,16 +5,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
 
-from poochplan.errors import AllocatorError, UsageError
+from poochplan.errors import UsageError
 from poochplan.formats.plan import OUTSIDE
 from poochplan.formats.profile import Memory
 from poochplan.online import auto_messages, background
 from poochplan.runtime.active_plan import MOST_PLANS
+from poochplan.runtime.arena import library
 from tests.online.runs import Run, bytes_of, opened, run_plain
 from tests.online.trainings import (
     CLASSES,
@@ -174,8 +174,8 @@ def test_off_serves_nothing_and_plans_for_the_peak_alone(tmp_path: Path) -> None
 
 
 def test_on_without_an_allocator_is_one_line_and_auto_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fails = Mock(side_effect=AllocatorError("no C++ compiler; install one"))
-    monkeypatch.setattr(background, "library", fails)
+    monkeypatch.setattr(library, "_library", None)
+    monkeypatch.setattr(library, "_failure", "no C++ compiler; install one")
     with pytest.raises(UsageError) as told:
         Served(dropout_and_batch_norm, tmp_path, arena="on")
     assert (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -96,8 +97,14 @@ def test_what_keeps_the_smallest_budget_large_is_in_the_refusal(tmp_path: Path) 
 
 
 def children() -> list[int]:
-    listed = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "planning_process"], capture_output=True, text=True)
-    return [int(number) for number in listed.stdout.split()]
+    """Processes of this one that plan."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            is_child = f"\nPPid:\t{os.getpid()}\n" in (process / "status").read_text()
+            if is_child and "planning_process" in (process / "cmdline").read_text():
+                found.append(int(process.name))
+    return found
 
 
 def within(seconds: float, holds: Callable[[], bool]) -> bool:

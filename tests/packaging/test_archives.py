@@ -19,7 +19,6 @@ HOMES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools
 NATIVE = {
     "poochplan/planner/simulator/native/evaluator.cpp",
     "poochplan/runtime/arena/native/allocator.cpp",
-    "poochplan/runtime/replays/native/bits.cu",
 }
 
 
@@ -28,7 +27,7 @@ def shipped_files() -> dict[str, bytes]:
     found = {}
     for package, home in HOMES.items():
         for path in (ROOT / home).rglob("*"):
-            if path.suffix in (".py", ".toml", ".typed", ".cpp", ".cu", ".h") and path.is_file():
+            if path.suffix in (".py", ".toml", ".typed", ".cpp", ".h") and path.is_file():
                 found["/".join([*package.split("."), *path.relative_to(ROOT / home).parts]).lstrip("/")] = path
     return {name: path.read_bytes() for name, path in found.items()}
 

@@ -6,16 +6,11 @@ versions of contents, and fails on the first thing that the runtime could not do
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from poochplan.formats.plan import Plan, PointActions
-from poochplan.formats.profile import Kind, Op, Phase, Profile, Value
-
-from .narrow_rules import AT_ONCE, ITEM_BYTES, bytes_as, elements_as, fault
+from poochplan.formats.profile import Profile, Value
 
 
 class Violation(AssertionError):
@@ -60,19 +55,15 @@ class Judge:
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self.profile, self.plan = profile, plan
-        self.values = list(profile.values)
-        self.masks: dict[int, int] = {}
+        self.values = profile.values
         self.timeline = self._merge()
         self.tick_of_op = {item: tick for tick, (what, item) in enumerate(self.timeline) if what == "op"}
-        self.writers: dict[int, list[int]] = {v: [] for v in range(len(profile.values) + len(plan.values))}
+        self.writers: dict[int, list[int]] = {v: [] for v in range(len(profile.values))}
         for number, op in enumerate(profile.ops):
             if op.phase.value == "forward":
                 for value in [*op.outputs, *op.writes]:
                     self.writers[value].append(number)
         self.saved, self.save_ops = self._saves()
-        self._made_whole = {mask for mask in self.masks.values() if len(self.writers[mask]) == 1}
-        if self.masks and profile.device.kind != "cpu":
-            self.values.append(self._tables())
         self.entry_of = {value: index for index, value in enumerate(self.saved)}
         self.handles, self.uses = self._handles()
         self.version_saved = {
@@ -83,7 +74,7 @@ class Judge:
         self.verdict = Verdict()
         self.entries: dict[int, _Entry] = {}
         self.recorded = self._recorded_ops()
-        self.needs: dict[int, tuple[set[float], set[int]]] = {}
+        self.needs: dict[int, tuple[set[int], set[int]]] = {}
         self.lives = [(self._born(record), self._bytes(value)) for value, record in enumerate(self.values)]
         of_optimizer = (n for n, op in enumerate(profile.ops) if op.phase.value == "optimizer")
         self.first_optimizer = min((self.tick_of_op[number] for number in of_optimizer), default=-1)
@@ -100,12 +91,7 @@ class Judge:
         by_name = {record.name: value for value, record in enumerate(self.values)}
         saved, save_ops = list[int](), list[int]()
         _ensure(not self.plan.values or not self.plan.values[-1].source, "a saved value after each source")
-        for number, planned in enumerate(self.plan.values):
-            if planned.bits:
-                mask = by_name.get(self.plan.values[number + 1].name, -1)
-                _ensure(mask >= 0, f"no mask behind {planned.name}")
-                saved.append(self._bits(mask, planned.name))
-                continue
+        for planned in self.plan.values:
             if planned.source:
                 _ensure(planned.name in by_name, f"no value {planned.name}")
                 saved.append(by_name[planned.name])
@@ -115,43 +101,6 @@ class Judge:
             saved.append(next(own, -1))
         _ensure(next(own, None) is None and -1 not in saved, "a plan for the saved values")
         return saved, save_ops
-
-    def _bits(self, mask: int, name: str) -> int:
-        """A value for the bits of a mask, or another form, which are there at its save point."""
-        record, tick, number = self.values[mask], -1, len(self.values)
-        for at, (what, item) in enumerate(self.timeline):
-            point = self.profile.points[item] if what == "point" else None
-            if point and point.kind.value == "save" and self.profile.handles[point.handle].value == mask:
-                tick = at
-        form = name.rpartition(" as ")[2]
-        _ensure(record.dtype in ITEM_BYTES, f"{name}: a form of {record.dtype}")
-        self.values.append(
-            msgspec.structs.replace(
-                record, name=name, size_bytes=bytes_as(form, record), dtype="uint8" if form == "bits" else form,
-                shape=(elements_as(form, record),), born=self.writers[mask][-1], born_tick=tick, forward_death=tick,
-                freed=tick,
-            )
-        )  # fmt: skip
-        self.masks[number] = mask
-        return number
-
-    def _tables(self) -> Value:
-        """On CUDA they lie there for the whole step: eight elements for each byte, for bools and each other mask."""
-        of = [self.values[mask].dtype for bits, mask in self.masks.items() if self.values[bits].name[-8:] == " as bits"]
-        sizes = [2048] * ("bool" in of) + [2048 * ITEM_BYTES[dtype] for dtype in of if dtype != "bool"]
-        values = {"name": "tables", "layer": "", "kind": Kind.INPUT, "dtype": "", "shape": (), "born": -1}
-        last = len(self.timeline) - 1
-        return Value(size_bytes=sum(map(self._rounded, sizes)), forward_death=last, freed=last, **values)
-
-    def _inside(self, mask: int) -> tuple[int, int]:
-        """On CUDA, bytes inside narrowing a mask (a byte for each element), and inside widening it (half of one)."""
-        bits = next(number for number, one in self.masks.items() if one == mask)
-        if self.profile.device.kind == "cpu" or not self.values[bits].name.endswith(" as bits"):
-            return 0, 0
-        item_bytes = ITEM_BYTES[self.values[mask].dtype]
-        count = self.values[mask].size_bytes // item_bytes
-        words = math.ceil(min(count, AT_ONCE) / 8)
-        return self._rounded(8 * words), self._rounded(4 * words) + (self._rounded(8 * item_bytes) if count % 8 else 0)
 
     def _handles(self) -> tuple[list[int], list[int]]:
         """The plan's value of each handle, and the handles used, as the plan numbers them: a source has one."""
@@ -202,9 +151,7 @@ class Judge:
                 point = self.profile.points[item]
                 if point.kind.value == "save":
                     while self.plan.values[self.done_saves].source:
-                        has_bits = self.plan.values[self.done_saves].bits
-                        (self._check_bits if has_bits else self._check_source)(tick, self.done_saves)
-                        self._note(tick, self._inside(self.saved[self.done_saves + 1])[0] if has_bits else 0)
+                        self._check_source(tick, self.done_saves)
                         self._pass_save(tick, actions)
                         self._note(tick)
                     self._pass_save(tick, actions)
@@ -238,23 +185,6 @@ class Judge:
         if self.plan.values[index].until >= 0:
             _ensure(made_by[0] in self.recorded, f"the copy of {record.name} is not recorded")
 
-    def _check_bits(self, tick: int, index: int) -> None:
-        """Recorded ops fill the next value by chance and scale it, or one makes it whole; nothing else writes it."""
-        planned, mask = self.plan.values[index], self.saved[index + 1]
-        ops = [self.profile.ops[number] for number in self.writers[mask]]
-        name, _, form = planned.name.rpartition(" as ")
-        _ensure(name == self.plan.values[index + 1].name, planned.name)
-        found = fault(self.profile, mask, ops, form)
-        _ensure(not found, found)
-        if mask in self._made_whole:
-            is_right = form != "bits" or self.values[mask].dtype == "bool"
-            _ensure(is_right and planned.decision.value != "recompute", planned.name)
-        writes = [number for number, op in enumerate(self.profile.ops) if mask in op.writes]
-        is_over = self.writers[mask][-1] < self.save_ops[index + 1]
-        _ensure(writes == self.writers[mask][1:] and is_over, f"{planned.name}: a write")
-        if planned.until >= 0:
-            _ensure(self.recorded.issuperset(self.writers[mask]), f"the writers of {planned.name} are not recorded")
-
     def _check_header(self) -> None:
         plan = self.plan
         _ensure([v.name for v in plan.values] == [self.values[v].name for v in self.saved], "values in save order")
@@ -265,8 +195,7 @@ class Judge:
             if record.pinned:
                 _ensure(planned.decision.value == "keep", f"{planned.name} is pinned but {planned.decision}")
             if planned.decision.value == "recompute":
-                has_bits = index > 0 and plan.values[index - 1].bits and plan.values[index - 1].decision != "recompute"
-                _ensure(has_bits or not record.unreplayable, f"{planned.name} cannot be replayed")
+                _ensure(not record.unreplayable, f"{planned.name} cannot be replayed")
 
     def _bind(self, index: int) -> None:
         decision = self.plan.values[index].decision.value
@@ -293,7 +222,6 @@ class Judge:
             entry.in_new_storage = entry.has_been_back = True
             self.verdict.in_bytes += self.values[self.saved[index]].size_bytes
         for index in action.replay:
-            _ensure(not self._is_bits(index), f"{index}: bits are replayed alone")
             self._replay(tick, index)
 
     def _entry(self, index: int) -> _Entry:
@@ -362,21 +290,16 @@ class Judge:
 
     # -- replays ----------------------------------------------------------------------------------------------
 
-    def _version_read(self, value: int, op: float) -> int:
+    def _version_read(self, value: int, op: int) -> int:
         return sum(writer < op for writer in self.writers[value])
 
     def _is_entry(self, value: int, version: int) -> bool:
         return value in self.entry_of and self.version_saved[self.entry_of[value]] == version
 
-    def _needs(self, index: int) -> tuple[set[float], set[int]]:
-        """(ops, saved values) that a replay of this value alone comes to. Behind the last writer of a mask, half an op
-        widens its bits; where the bits are to be recomputed, its writers draw it.
-        """
-        if index not in self.needs and index and self.plan.values[index - 1].bits:
-            self.needs[index] = {self.writers[self.saved[index]][-1] + 0.5}, {index - 1}
+    def _needs(self, index: int) -> tuple[set[int], set[int]]:
+        """(ops, saved values) that a replay of this value alone comes to."""
         if index not in self.needs:
-            root = index + 1 if self.plan.values[index].bits else index
-            ops: set[float] = set()
+            ops: set[int] = set()
             entries: set[int] = set()
 
             def need(value: int, version: int, is_root: bool = False) -> None:
@@ -391,7 +314,7 @@ class Judge:
                         for read in {*self.profile.ops[writer].inputs, *self.profile.ops[writer].writes}:
                             need(read, self._version_read(read, writer))
 
-            need(self.saved[root], self.version_saved[root], is_root=True)
+            need(self.saved[index], self.version_saved[index], is_root=True)
             self.needs[index] = ops, entries
         return self.needs[index]
 
@@ -400,7 +323,7 @@ class Judge:
         if root.has_been_back:
             return
         _ensure(root.decision == "recompute", f"replay of {index}, which is {root.decision}")
-        targets, ops, pending = {index}, set[float](), [index]
+        targets, ops, pending = {index}, set[int](), [index]
         while pending:
             more_ops, inputs = self._needs(pending.pop())
             ops |= more_ops
@@ -409,40 +332,25 @@ class Judge:
                 if source.decision == "recompute" and not source.has_been_back:
                     targets.add(number)
                     pending.append(number)
-        drawn = {self.writers[self.masks[self.saved[one]]][-1] + 0.5 for one in targets if self._is_bits(one)}
-        self._run(tick, sorted(ops - drawn), {one for one in targets if not self._is_bits(one)})
+        self._run(tick, sorted(ops), targets)
         for target in targets:
             self.entries[target].in_new_storage = self.entries[target].has_been_back = True
 
-    def _is_bits(self, index: int) -> bool:
-        return self.saved[index] in self.masks
-
-    def _op(self, op: float) -> Op:
-        """The op of that number, or the half op that widens the bits of a mask."""
-        if op == int(op):
-            return self.profile.ops[int(op)]
-        mask = next(mask for mask in self.masks.values() if self.writers[mask][-1] + 0.5 == op)
-        bits = next(number for number, one in self.masks.items() if one == mask)
-        facts = {"name": "widen", "layer": "", "phase": Phase.FORWARD, "duration_s": 0.0}
-        return Op(inputs=(bits,), outputs=(mask,), workspace_bytes=self._inside(mask)[1], **facts)
-
-    def _run(self, tick: int, ops: list[float], targets: set[int]) -> None:
+    def _run(self, tick: int, ops: list[int], targets: set[int]) -> None:
         rebuilt: dict[int, int] = {}  # value -> version it is at
         wanted = {self.saved[target] for target in targets}
-        last: dict[int, float] = {}
+        last: dict[int, int] = {}
         for op in ops:
-            for value in {*self._op(op).inputs, *self._op(op).writes}:
+            for value in {*self.profile.ops[op].inputs, *self.profile.ops[op].writes}:
                 if not self._found_elsewhere(value, op, wanted):
                     last[value] = op
         for op in ops:
-            record = self._op(op)
-            _ensure(op in self.recorded or op != int(op), f"op {op} is replayed but was not recorded")
+            record = self.profile.ops[op]
+            _ensure(op in self.recorded, f"op {op} is replayed but was not recorded")
             _ensure(not record.opaque, f"op {op} is opaque")
             for value in {*record.inputs, *record.writes}:
                 self._check_input(tick, value, op, rebuilt, wanted)
             rebuilt.update(dict.fromkeys(record.outputs, 1))
-            if record.name == "widen":
-                rebuilt[record.outputs[0]] = len(self.writers[record.outputs[0]])
             for value in record.writes:
                 if value in rebuilt:
                     rebuilt[value] += 1
@@ -452,13 +360,12 @@ class Judge:
                 inside += sum(self._bytes(v) for v in touched if self.values[v].kind.value == "buffer")
             self._note(tick, inside)
             for value in list(rebuilt):
-                is_idle = value not in wanted and last.get(value, -1) <= op
-                if is_idle or (op == int(op) and value in record.outputs and value in self._made_whole):
+                if value not in wanted and last.get(value, -1) <= op:
                     del rebuilt[value]
         for target in targets:
             _ensure(rebuilt.get(self.saved[target]) == self.version_saved[target], f"{target} not rebuilt")
 
-    def _found_elsewhere(self, value: int, op: float, wanted: set[int]) -> bool:
+    def _found_elsewhere(self, value: int, op: int, wanted: set[int]) -> bool:
         is_entry = value not in wanted and self._is_entry(value, self._version_read(value, op))
         return is_entry or self._is_from_before(value)
 
@@ -470,14 +377,14 @@ class Judge:
         stretches = (record for record in self.values if record.stretch_of == storage)
         return any(self._born(record) <= tick <= record.freed for record in stretches)
 
-    def _check_input(self, tick: int, value: int, op: float, rebuilt: dict[int, int], wanted: set[int]) -> None:
+    def _check_input(self, tick: int, value: int, op: int, rebuilt: dict[int, int], wanted: set[int]) -> None:
         record = self.values[value]
         version = self._version_read(value, op)
         if record.stretch_of >= 0:
             _ensure(self._is_gathered(record.stretch_of, tick), f"op {op} reads {record.name}, which is not gathered")
         elif record.born < 0:
             _ensure(tick <= record.freed, f"op {op} reads {record.name}, which is gone")
-            if value in self._op(op).writes:
+            if value in self.profile.ops[op].writes:
                 _ensure(record.kind.value == "buffer", f"op {op} would write {record.name} again")
             else:
                 _ensure(version == len(self.writers[value]), f"op {op} reads {record.name}, written since")

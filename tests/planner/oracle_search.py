@@ -98,8 +98,6 @@ class Search:
         self.recorded = self._recorded()
         self.work = self._work()
         self.inputs = [replay.inputs if replay is not None else () for replay in problem.replay.replays]
-        of_bits, replays = problem.replay.unrecorded, problem.replay.replays
-        self.bits = {one for one, mask in problem.copies.items() if set(getattr(replays[mask], "ops", [-1])) <= of_bits}
         self.claimers = [[v for v in recomputed if value in self.inputs[v]] for value in self.values]
         self.is_replayed, self.claims_until = self._fates()
         self.need = self._first_needs()
@@ -240,7 +238,6 @@ class Search:
         tick = self.ticks[point]
         dropped = [v for v in self.recomputed if places[v] == DROPPED]
         early = [v for v in dropped if self.is_replayed[v] or tick <= self.claims_until[v]]
-        early = [v for v in early if v not in self.bits]  # drawn with their mask alone
         away = [v for v in self.values if places[v] == AWAY and self._is_needed(v, places, point)]
         for replays in sequences(early) if self.freedom.early_replay else [()]:
             runs = self._runs(places, replays, used)
@@ -406,8 +403,8 @@ class Search:
         return False
 
     def _without_dead(self, places: list[int], tick: int) -> list[int]:
-        """One name for the place of every value whose life is over, so that states meet. That of bits is not, before
-        their mask's save point.
+        """One name for the place of every value whose life is over, so that states meet. That of a source is not,
+        before its copy's save point.
         """
         return [
             BACK

@@ -13,6 +13,7 @@ import msgspec
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import PointKind, Profile
 from poochplan.formats.profile_parts import host_aligned
+from poochplan.formats.sources import with_sources
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.policies import PolicyInput
 from poochplan.planner.simulator.problem import Problem, build_problem
@@ -61,11 +62,9 @@ def assert_judged(profile: Profile, schedule: Schedule, said: Simulation) -> Ver
     return verdict
 
 
-def held(profile: Profile, added: Callable[[Profile], Profile], peaks: int = 2) -> Plan:
-    """Of what ``added`` adds, the first is held, and what it stands for recomputed; all else is kept. The budget is
-    that many in-core peaks.
-    """
-    made = plan(added(profile), peaks * profile.in_core_peak_bytes)
+def held(profile: Profile) -> Plan:
+    """The first source is held, and its copy recomputed; all else is kept. The budget is two in-core peaks."""
+    made = plan(with_sources(profile), 2 * profile.in_core_peak_bytes)
     place = next(number for number, value in enumerate(made.values) if value.source)
     return with_decisions(profile, made, {made.values[place + 1].name: Decision.RECOMPUTE})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from itertools import pairwise
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -17,8 +18,8 @@ from benchmarks import networks
 from benchmarks.packing import forward_blocks, of_source, same_size_pool
 from poochplan.formats.occupancy import live_bytes
 from poochplan.formats.plan import OUTSIDE
-from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Op, OpBlock, Phase, Profile
-from poochplan.formats.profile_parts import rounded_up
+from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Memory, Op, OpBlock, Phase, Profile
+from poochplan.formats.profile_parts import ROOFLINE, rounded_up
 from poochplan.planner.arena import step_layout as arena
 from poochplan.planner.arena.packing import Block, live_peak
 from poochplan.planner.arena.step_layout import blocks_of, layout_of
@@ -173,6 +174,18 @@ def test_a_plan_says_what_an_arena_would_need_and_its_table_how_far_that_is_from
     assert live_bytes <= found.prediction.peak_bytes
     assert live_bytes <= arena_bytes <= 1.2 * live_bytes
     assert f"{arena_bytes / live_bytes - 1:.1%} above its live peak" in found.rows()["arena"]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("cuda", "a GPU"), ("cpu", f"h100{ROOFLINE}")])
+def test_a_plan_for_a_gpu_or_from_a_roofline_says_nothing_of_an_arena(kind: Literal["cpu", "cuda"], name: str) -> None:
+    profile = transformer_like(3)
+    device = msgspec.structs.replace(profile.device, kind=kind, name=name)
+    elsewhere = msgspec.structs.replace(profile, device=device, memory=Memory.LIVE, mode="fake")
+    for budget in ("60%", "100%"):  # most holds an arena too
+        made = plan(elsewhere, budget, policy="greedy")
+        assert (made.layout, made.prediction.arena_bytes, made.holds_arena) == (None, None, False)
+    asked = plan(elsewhere, "150%", arena="on", evaluations=20)
+    assert [one for one in (made, asked) if "arena" in one.rows()] == []
 
 
 def test_with_very_many_blocks_no_arena_is_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,16 +114,16 @@ class _Timed(Judge):
         super()._check_use(tick, handle)
         self._wait(self.entry_of[self.profile.handles[handle].value], is_out=False)
 
-    def _run(self, tick: int, ops: list[float], targets: set[int]) -> None:
+    def _run(self, tick: int, ops: list[int], targets: set[int]) -> None:
         """Waits for what a replay starts from, and runs its ops."""
         wanted = {self.saved[target] for target in targets}
-        read = {(value, op) for op in ops for value in (*self._op(op).inputs, *self._op(op).writes)}
+        read = {(value, op) for op in ops for value in (*self.profile.ops[op].inputs, *self.profile.ops[op].writes)}
         found = {value for value, op in read if self._found_elsewhere(value, op, wanted)}
         for source in sorted(self.entry_of[value] for value in found & self.entry_of.keys()):
             self._wait(source, is_out=False)
         for op in ops:
-            self.times.replay_s += self._op(op).duration_s
-            self._run_op(self._op(op).duration_s, self.replay_s)
+            self.times.replay_s += self.profile.ops[op].duration_s
+            self._run_op(self.profile.ops[op].duration_s, self.replay_s)
         super()._run(tick, ops, targets)
 
     # -- seconds ----------------------------------------------------------------------------------------------

@@ -8,37 +8,17 @@ steps of one to four values whose best plan is worked out by hand, in seconds an
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from poochplan.formats.narrow import with_bits
 from poochplan.formats.profile import Kind, Link, Profile
 from poochplan.formats.sources import with_sources
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.simulator.problem import Problem, build_problem
-from poochplan.planner.simulator.simulate import movable, swap_all_on_demand
-from tests.planner.form_profiles import bool_profile, cast_profile, form_profile, mask_profile
-from tests.planner.random_profiles import Recorder, any_seconds, link
+from poochplan.planner.simulator.simulate import movable
+from tests.planner.random_profiles import Recorder, any_seconds, few_seconds, finished_with_a_random_link, link
 
 ATTEMPTS = 200
 UNIT_S = 1e-3
-
-
-class Form(NamedTuple):
-    """Random steps of some blocks, what adds the smaller form to a profile, and bytes of such a step."""
-
-    profile: Callable[[int | str, int], Profile]
-    added: Callable[[Profile], Profile]
-    size_bytes: int
-
-
-FORMS = {
-    "sources": Form(cast_profile, with_sources, 40_000),
-    "bits": Form(mask_profile, with_bits, 400_000),
-    "bits of bools on CUDA": Form(bool_profile, with_bits, 1_600_000),
-    "integers and upper halves": Form(form_profile, with_bits, 1_600_000),
-}
-"""The smaller forms that a plan may hold in place of saved values."""
 
 
 def tiny_profile(seed: int, lowest: int = 2, highest: int = 5) -> Profile:
@@ -53,21 +33,18 @@ def tiny_profile(seed: int, lowest: int = 2, highest: int = 5) -> Profile:
     raise AssertionError(f"seed {seed} gives no profile with {lowest} to {highest} movable values")
 
 
-def tiny_with(form: Form, seed: int) -> tuple[Profile, Problem, int]:
-    """A step that has the form, with at most five movable values then, and a plan below its in-core peak; the problem
+def tiny_with_sources(seed: int) -> tuple[Profile, Problem, int]:
+    """A step that has sources, with at most five movable values then, and a plan below its in-core peak; the problem
     that its plans solve, and a budget.
     """
     for attempt in range(ATTEMPTS):
-        profile = form.profile(f"{seed}/{attempt}", 1 + attempt % 2)
-        planned = form.added(profile)
+        profile = cast_profile(f"{seed}/{attempt}", 1 + attempt % 2)
+        planned = with_sources(profile)
         if planned is profile or len(movable(build_problem(planned))) > 5:
             continue
         if smallest_budget(profile) < profile.in_core_peak_bytes:
-            problem, budget_bytes = build_problem(planned), tiny_budget(profile, seed)
-            if swap_all_on_demand(problem).peak_bytes > budget_bytes:
-                problem = build_problem(profile)  # narrowing takes memory itself
-            return profile, problem, budget_bytes
-    raise AssertionError(f"seed {seed} gives no profile with something added and at most five movable values")
+            return profile, build_problem(planned), tiny_budget(profile, seed)
+    raise AssertionError(f"seed {seed} gives no profile with sources and at most five movable values")
 
 
 def tiny_budget(profile: Profile, seed: int) -> int:
@@ -150,6 +127,55 @@ def _link(rng: random.Random, r: Recorder, is_plain: bool) -> Link:
         interference_in=rng.choice([0.1, 0.3]),
         inward_gb_per_s=inward,
     )
+
+
+CASTS = ("aten._to_copy.default", "aten.clone.default")
+
+
+def cast_profile(seed: int | str, blocks: int = 6) -> Profile:
+    """Residuals of which blocks save copies; some copies are used twice, some sources are saved, or written later."""
+    rng = random.Random(f"casts {seed}")
+    r = Recorder()
+    (x,) = r.op(
+        "stem",
+        [r.before(1024, Kind.INPUT)],
+        [_cast_bytes(rng)],
+        seconds=any_seconds(rng),
+        opaque=rng.random() < 0.1,
+    )
+    for _ in range(blocks):
+        x = _cast_block(r, rng, x)
+    r.op("loss", [x], [512], saves=[x], seconds=any_seconds(rng))
+    return finished_with_a_random_link(r, rng)
+
+
+def _cast_block(r: Recorder, rng: random.Random, x: int) -> int:
+    kind = rng.choice(["norm", "norm", "norm", "twice", "plain", "written", "saved", "pair"])
+    size = r.values[x].size_bytes
+    if kind == "plain":
+        return _linear(r, rng, x, _cast_bytes(rng))
+    wide = r.op(rng.choice(CASTS), [x], [rng.choice([2, 2, 3]) * size], saves_outputs=True, seconds=few_seconds(rng))[0]
+    reads = [wide]
+    if kind in ("twice", "pair"):
+        reads += r.op("rsqrt", [wide], [_cast_bytes(rng) // 4 * 4], saves_outputs=True, seconds=few_seconds(rng))
+    (h,) = r.op("mul", reads, [size], saves=reads, saves_outputs=rng.random() < 0.5, seconds=few_seconds(rng))
+    if kind == "pair":
+        r.op("also", [x, h], [512], saves=[h], seconds=any_seconds(rng))
+    if kind == "written":
+        r.op("add_", [x], writes=[x], seconds=few_seconds(rng))
+    (h,) = r.op("linear", [h], [size], saves=[h], seconds=any_seconds(rng))
+    saves = [x] if kind == "saved" else []
+    reads = [x, h] if saves or rng.random() < 0.8 else [h]
+    return r.op("add", reads, [_cast_bytes(rng)], saves=saves, seconds=few_seconds(rng))[0]
+
+
+def _cast_bytes(rng: random.Random) -> int:
+    return rng.choice([1, 2, 3, 4, 6]) * 1024
+
+
+def _linear(r: Recorder, rng: random.Random, x: int, size: int) -> int:
+    """What half of the layers save is their input."""
+    return r.op("linear", [x], [size], saves=[x] if rng.random() < 0.5 else [], seconds=any_seconds(rng))[0]
 
 
 MB = 1_000_000

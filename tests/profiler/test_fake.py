@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import resource
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import poochplan
 from poochplan.errors import StepError, UsageError
 from poochplan.formats.profile import PointKind, Profile
 from poochplan.profiler.fake.fake import building, workspace_bytes
+from tests.processes import python
 from tests.runtime.nets import CASES, LINK, Net, of, taken, train
 
 
@@ -179,6 +181,85 @@ def test_an_operator_without_a_shape_function_is_named() -> None:
     model = nn.Linear(4, 4)
     said = _refusal(model, lambda: model(torch.ops.poochplan_tests.shapeless(model(torch.randn(2, 4)))).sum())
     assert "poochplan_tests.shapeless.default, which has no shape function" in said
+
+
+@torch.library.custom_op("poochplan_tests::doubled", mutates_args=())
+def doubled(rows: torch.Tensor) -> torch.Tensor:
+    return rows * 2
+
+
+doubled.register_autograd(lambda ctx, gradient: gradient * 2)
+
+
+class ByNumPy(torch.autograd.Function):
+    """Leaves torch in backward alone."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return torch.from_numpy(gradient.numpy() * 2)
+
+
+class Own(Exception):
+    pass
+
+
+def _raises(error: Exception) -> torch.Tensor:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("part", "found"),
+    [
+        (lambda rows: rows * rows.mean().item(), "_local_scalar_dense"),
+        (lambda rows: rows if rows.sum() > 0 else rows * 2, "_local_scalar_dense"),
+        (lambda rows: rows + torch.from_numpy(rows.detach().numpy()), "raises RuntimeError: .numpy() is not supported"),
+        (ByNumPy.apply, "raises RuntimeError: .numpy() is not supported"),
+        (doubled, "no fake impl registered for"),
+        (lambda rows: rows * len(bytes(rows.detach().untyped_storage())), "raises NotImplementedError: Not available"),
+        (lambda rows: rows @ torch.ones(3, 3), "raises RuntimeError: a and b must have same reduction dim"),
+        (lambda rows: _raises(ValueError("of the user's")), "raises ValueError: of the user's; "),
+    ],
+)
+def test_whatever_fails_without_data_is_one_line(part: Callable[[torch.Tensor], torch.Tensor], found: str) -> None:
+    model, batch = nn.Linear(8, 8), torch.randn(4, 8)
+    said = _refusal(model, lambda: part(model(batch)).square().mean())
+    assert said.startswith("step(): expected ")
+    assert found in said
+    assert "mode run" in said
+    assert not any(isinstance(parameter, FakeTensor) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("error", [Own("mine"), MemoryError("full")])
+def test_an_error_of_the_user_s_own_class_passes_through_a_step_without_memory(error: Exception) -> None:
+    model = nn.Linear(8, 8)
+    with pytest.raises(type(error), match=str(error)):
+        poochplan.profile(lambda: _raises(error), model=model, mode="fake", roofline="v100")
+
+
+FORKS = """
+import os, torch, poochplan
+from tests.runtime.nets import CASES
+CASES["residual"].profile(mode="fake", roofline="v100")
+
+def gradient():
+    torch.ones(4, requires_grad=True).sum().backward()
+
+gradient()
+child = os.fork()
+if child == 0:
+    gradient()
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_worker_that_is_forked_afterwards_computes_gradients() -> None:
+    """Also if this torch was built for GPUs and none is here."""
+    assert python(FORKS) == "7\n"
 
 
 def test_fake_tensors_of_another_mode_are_refused() -> None:

@@ -77,20 +77,20 @@ def test_an_opaque_writer_makes_a_value_unreplayable() -> None:
     assert "uninitialised" in value.unreplayable
 
 
-def test_the_measured_link_carries_both_directions_and_its_throttle(tmp_path: Path) -> None:
-    link = measure_link(torch.device("cpu"), tmp_path, 50e6)  # slow enough that a busy machine keeps up with it
+def test_the_measured_link_carries_both_directions_and_its_throttle(on_disk: Path) -> None:
+    link = measure_link(torch.device("cpu"), on_disk, 50e6)  # slow enough that a busy machine keeps up with it
     for direction in (link.outward, link.inward):
         assert 0.5 * 50e6 < direction.bandwidth_bytes_per_s < 1.5 * 50e6
         assert len(direction.curve) >= 3
     assert 0.3 <= link.duplex <= 1
     assert link.throttle_bytes_per_s == 50e6
-    assert list(tmp_path.iterdir()) == []
+    assert list(on_disk.iterdir()) == []
 
 
-def test_the_generator_is_afterwards_as_it_was_also_when_the_link_is_measured(tmp_path: Path) -> None:
+def test_the_generator_is_afterwards_as_it_was_also_when_the_link_is_measured(on_disk: Path) -> None:
     model, batch = network(), torch.randn(32, 64)
     state = torch.get_rng_state()
-    poochplan.profile(lambda: model(batch).sum(), model=model, iterations=1, spill_dir=tmp_path, throttle="400MB/s")
+    poochplan.profile(lambda: model(batch).sum(), model=model, iterations=1, spill_dir=on_disk, throttle="400MB/s")
     assert torch.equal(state, torch.get_rng_state())
 
 

@@ -49,7 +49,7 @@ def _cost() -> RuntimeCost:
 
 def test_a_profile_says_what_handles_swaps_recording_and_replays_cost() -> None:
     cost = CASES["residual"].profile().runtime
-    for name in ("narrow_s", *COSTS):  # a mask takes seconds however small it is
+    for name in COSTS:
         seconds = getattr(cost, name)
         assert 0 < seconds < 1 or (seconds == 0 and name in cost.unmeasured)
     assert cost.unpack_s <= cost.handle_s
@@ -78,7 +78,6 @@ def test_a_step_of_many_short_ops_has_costs_of_its_own(monkeypatch: pytest.Monke
     own = {name for name in timed if getattr(found, name) != getattr(apart, name)}
     assert own, "a busy machine may hide some of them, and then they are the small network's"
     assert not own & {*found.unmeasured}
-    assert found.narrow_s == apart.narrow_s
     assert found.fetch_s <= found.swap_s
 
 
@@ -185,14 +184,12 @@ def test_a_profile_notes_what_could_not_be_measured(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_unmeasured_is_in_the_cost_and_what_unpacking_takes_is_no_more_than_the_handle() -> None:
-    names = ("launch_s", "call_s", "narrow_s", *COSTS)
+    names = ("launch_s", "call_s", *COSTS)
     found = dict.fromkeys(names, 2.0) | {"unpack_s": 3.0, "call_s": 0.0, "swap_s": 0.0}
     measured = measured_from(found, ("call_s", "swap_s"), "cpu")
     assert measured.cost.unmeasured == ("swap_s",)
     assert (measured.cost.unpack_s, measured.cost.fetch_s, measured.cost.launch_s) == (2.0, 0.0, 0.0)
-    assert measured.cost.narrow_s == 2.0
-    on_cuda = measured_from(found, (), "cuda").cost
-    assert (on_cuda.launch_s, on_cuda.narrow_s) == (2.0, 0.0)
+    assert measured_from(found, (), "cuda").cost.launch_s == 2.0
 
 
 def test_hooks_are_timed_also_where_they_raise() -> None:

@@ -175,15 +175,6 @@ def _dropout_in_place(self: OneLinear, hidden: Tensor) -> Tensor:
     return F.dropout(self.linear(hidden), 0.3, inplace=True).tanh()
 
 
-def _native_dropout(self: OneLinear, hidden: Tensor) -> Tensor:
-    return torch.native_dropout(self.linear(hidden), 0.25, True)[0].tanh()
-
-
-def _bool_noise(self: OneLinear, hidden: Tensor) -> Tensor:
-    hidden = self.linear(hidden)
-    return (hidden * torch.empty_like(hidden.t(), dtype=torch.bool).bernoulli_(0.6).t()).tanh()
-
-
 def _gated_without_gradients(self: OneLinear, hidden: Tensor) -> Tensor:
     with torch.no_grad():
         gate = self.linear(hidden).sigmoid()
@@ -233,8 +224,6 @@ def bare_block(kind: str, width: int, others: list[nn.Linear]) -> nn.Module:
         "noise": (_noise, 1, lambda: None),
         "own generator": (_own_generator, 1, lambda: None),
         "dropout in place": (_dropout_in_place, 1, lambda: None),
-        "native dropout": (_native_dropout, 1, lambda: None),
-        "bool noise": (_bool_noise, 1, lambda: None),
         "batch norm": (_through, 1, lambda: nn.BatchNorm1d(width)),
         "gated without gradients": (_gated_without_gradients, 1, lambda: None),
         "normed in 32 bits": (_normed_in_32_bits, 1, lambda: None),

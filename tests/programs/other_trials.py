@@ -1,4 +1,4 @@
-"""Other trials of random programs: with casts, with masks, served from an arena, and recorded in short windows.
+"""Other trials of random programs: with casts, served from an arena, and recorded in short windows.
 
 Whatever a step does, it trains bitwise as in-core. Where steps are not all like the planned one, they run twice over,
 so that those which are not come behind some that are served.
@@ -7,15 +7,11 @@ so that those which are not come behind some that are served.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
-from unittest import mock
 
 import msgspec
 
-from poochplan.formats import narrow
 from poochplan.formats.plan import Decision, Layout
-from poochplan.formats.profile import Profile
 from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES
 from poochplan.formats.sources import with_sources
 from poochplan.planner.policies import PolicyInput
@@ -31,51 +27,29 @@ from .training import Running, Snapshot, train
 from .trial import DEVICES, SERVED, UNMETERED, Outcome, Run, Tried, prepared, profile_of, trial_of
 
 CASTING = ("normed in 32 bits", "normed in 32 bits", "repeated", "narrow written later")
-DROPPING = ("dropout", "dropout in place", "native dropout", "native dropout", "bool noise", "noise")
 SHARES = (0.0, 0.6, 0.9)
-"""Of the in-core peak: budgets for which decisions about smaller forms are scheduled."""
+"""Of the in-core peak: budgets for which decisions about sources are scheduled."""
 RECOMPUTED = (0.1, 0.25, 0.6)
 """Of the values that can be recomputed: how many are, in short windows."""
-SMALLEST_BYTES = 64
-"""The masks of these programs are small."""
 ANY_BYTES = 1 << 40
 
 
 def cast_trial(program: Program) -> Outcome:
     """Plans that hold what casts and clones read in place of their results."""
-    return trial_of(with_casts(program), lambda given: _held(given, with_sources))
-
-
-def mask_trial(program: Program) -> Outcome:
-    """Plans that hold the bits of masks, too."""
-
-    def completed(profile: Profile) -> Profile:
-        with mock.patch.object(narrow, "LEAST_MASK_BYTES", SMALLEST_BYTES):
-            return narrow.with_smaller(profile)
-
-    return trial_of(with_masks(program), lambda given: _held(given, completed))
+    return trial_of(with_casts(program), _held)
 
 
 def with_casts(program: Program) -> Program:
     """The program with two or three blocks with casts more."""
-    return _with_blocks(program, "casts", CASTING)
-
-
-def with_masks(program: Program) -> Program:
-    """The program with two or three blocks with masks more, and as many with casts."""
-    return _with_blocks(with_casts(program), "masks", DROPPING)
-
-
-def _with_blocks(program: Program, what: str, kinds: tuple[str, ...]) -> Program:
-    chance, blocks = random.Random(f"{what} {program.seed}"), list(program.blocks)
-    for kind in chance.sample(kinds, chance.choice((2, 3))):
+    chance, blocks = random.Random(f"casts {program.seed}"), list(program.blocks)
+    for kind in chance.sample(CASTING, chance.choice((2, 3))):
         blocks.insert(chance.randint(0, len(blocks)), Block(kind))
     return replace(program, blocks=tuple(blocks))
 
 
-def _held(program: Program, completed: Callable[[Profile], Profile]) -> tuple[list[Run], list[Snapshot]]:
-    """Random decisions about values and smaller forms, each in a session of its own, on both devices."""
-    profile, runs = completed(profile_of(program)), list[Run]()
+def _held(program: Program) -> tuple[list[Run], list[Snapshot]]:
+    """Random decisions about values and sources, each in a session of its own, on both devices."""
+    profile, runs = with_sources(profile_of(program)), list[Run]()
     given = PolicyInput.of(profile, 1 << 40)
     problem = build_problem(profile)
     for turn, (share, style) in enumerate(zip(SHARES, STYLES, strict=True)):

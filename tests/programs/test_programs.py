@@ -14,7 +14,7 @@ from tests.runtime.served import needs_compiler
 
 from .drawing import Feature, Program, draw
 from .mutated import all_mutants, caught_by, ready
-from .other_trials import cast_trial, mask_trial, served_trial, windowed_trial
+from .other_trials import cast_trial, served_trial, windowed_trial
 from .trial import Outcome, trial
 
 SEEDS = seeds(day=10, deep=100)
@@ -30,7 +30,6 @@ TRIALS: dict[str, tuple[Callable[[Program], Outcome], Iterable[int], str]] = {
     "served from an arena": (served_trial, [82, *seeds(day=2, deep=50)], "blocks served"),
     "recorded in short windows": (windowed_trial, [63, 82, 85, *seeds(day=0, deep=50)], "steps"),
     "sources in place of their copies": (cast_trial, seeds(day=4, deep=500), "steps that followed"),
-    "bits in place of masks": (mask_trial, seeds(day=4, deep=500), "steps that followed"),
 }
 """How programs are tried, the seeds, and what is counted. The first three in short windows once ended with an
 error, and casts of 82 write below autograd."""

@@ -1,5 +1,5 @@
-"""Feasible plans that no planner made: random decisions and points, or decisions that are given, also about sources and
-bits; and the bits of the gradients that these give.
+"""Feasible plans that no planner made: random decisions and points, or decisions that are given, also about
+sources; and the bits of the gradients that these give.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import nn
 
 import poochplan
 from poochplan.errors import UsageError
-from poochplan.formats.narrow import with_smaller
 from poochplan.formats.plan import Decision, Plan, PlannedValue, PointActions, Prediction, Solve, SolveStatus
 from poochplan.formats.profile import LinkDirection, PointKind, Profile
+from poochplan.formats.sources import with_sources
 from poochplan.planner.policies import PolicyInput
 from poochplan.planner.search.optimise import Optimum
 from poochplan.planner.simulator.problem import Problem, build_problem
@@ -155,7 +155,7 @@ KEEP, _, RECOMPUTE = Decision
 def planned(
     case: Case, wish: list[Decision], budget_share: float = 0.0, style: int = 0, *, is_laid_out: bool = False
 ) -> tuple[Plan, Candidate]:
-    profile = with_smaller(case.profile())
+    profile = with_sources(case.profile())
     budget_bytes = int(budget_share * profile.in_core_peak_bytes)
     found = try_style(build_problem(profile), "by hand", wish, budget_bytes, STYLES[style])
     given = PolicyInput.of(profile, 1 << 40)
@@ -163,11 +163,11 @@ def planned(
 
 
 def problem_of(case: Case) -> Problem:
-    return build_problem(with_smaller(case.profile()))
+    return build_problem(with_sources(case.profile()))
 
 
 def held(problem: Problem, of_sources: Decision, others: Decision = KEEP) -> list[Decision]:
-    """Every copy that can be is recomputed, and its source, or a mask's bits, is decided so."""
+    """Every copy that can be is recomputed, and its source is decided so."""
     wish = [KEEP if reason else others for reason in problem.must_keep]
     for source, copy in problem.copies.items():
         if problem.replay.replays[copy] is not None:

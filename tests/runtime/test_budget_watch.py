@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -122,3 +123,30 @@ def test_a_call_without_gradients_between_two_backwards_does_not_end_the_watch(a
         for number in range(4):
             extra_bytes = (8 << 20) * (number > 1)
             step()
+
+
+@needs_compiler
+@pytest.mark.cpu_device
+def test_a_step_above_its_budget_with_an_arena_is_told_with_what_lives_beside_and_is_within_it_from_then_on() -> None:
+    model, step, optimizer = CASES["residual"].fresh()
+    profile = poochplan.profile(step, model=model, optimizer=optimizer, iterations=1, link=LINK)
+    plan = poochplan.plan(profile, smallest_budget(profile, arena="on"), evaluations=50, arena="on")
+    found = plan.prediction
+    assert found.arena_peak_bytes is not None
+    gaps_bytes = found.arena_peak_bytes - found.peak_bytes
+    assert gaps_bytes > 8192
+    found_peaks, beside = [], None
+    with pytest.warns(RuntimeWarning) as told, poochplan.apply(plan, model, quiet=True, meter="always") as session:
+        for number in range(9):
+            if number == 5:
+                beside = torch.ones((plan.budget_bytes - found.arena_peak_bytes + gaps_bytes // 2) // 4)
+            optimizer.zero_grad(set_to_none=True)
+            step().backward()
+            optimizer.step()
+            found_peaks.append(session.last.peak_bytes)
+    assert beside is not None
+    assert [peak > plan.budget_bytes for peak in found_peaks] == [number == 5 for number in range(9)]
+    (said,) = [str(one.message) for one in told if "poochplan" in str(one.message)]
+    assert said.startswith(f"poochplan: a step that follows the plan took {found_peaks[5]} bytes, more than its budget")
+    assert "; in addition to the prediction there are " in said
+    assert re.search("; planned steps take their memory from (a smaller arena|torch's allocator) from now on", said)

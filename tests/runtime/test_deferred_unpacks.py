@@ -20,7 +20,6 @@ import poochplan
 from poochplan.compiling.rounds import bits_of_a_step
 from poochplan.formats.profile import Phase, Profile
 from poochplan.formats.queries import COMPILED_REGION
-from poochplan.formats.run_record import StepDigests
 from poochplan.planner.planning import smallest_budget
 from poochplan.runtime.compiled import inductor
 from poochplan.runtime.compiled.deferred_unpack import deferring, waiting
@@ -367,7 +366,7 @@ def both(net: In16Bits, batch: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def bits_of(body: Body, how: str) -> StepDigests:
+def bits_of(body: Body, how: str) -> dict[str, str]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, batch = In16Bits(body).bfloat16(), torch.randn(4, 8, 32, dtype=torch.bfloat16)

@@ -236,14 +236,14 @@ def test_worker_processes_forked_within_a_step_compute_gradients_and_neither_dis
 
 
 @pytest.mark.usefixtures("leaves_nothing")
-def test_a_forked_process_can_give_up_a_copy_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_process_can_give_up_a_copy_under_way(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
 
     def slow(descriptor: int, data: bytes, at: int) -> int:
         assert go.wait(60)
         return PWRITE(descriptor, data, at)
 
-    device = CpuDevice(tmp_path)
+    device = CpuDevice(on_disk)
     monkeypatch.setattr(os, "pwrite", slow)
     copy = copy_out(device, device.allocate(2 * SMALL_BYTES), 0)
     child = os.fork()
@@ -280,12 +280,12 @@ def test_a_process_that_ends_inside_a_session_with_copies_under_way_ends(swaps: 
     assert (done.returncode, done.stdout, done.stderr) == (0, "reached the end\n", "")
 
 
-def test_the_spill_file_is_private_has_no_name_and_is_written_once_ahead(tmp_path: Path) -> None:
-    file = SpillFile(tmp_path)
+def test_the_spill_file_is_private_has_no_name_and_is_written_once_ahead(on_disk: Path) -> None:
+    file = SpillFile(on_disk)
     status = os.fstat(file.descriptor)
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_nlink == 0
-    assert list(tmp_path.iterdir()) == []
+    assert list(on_disk.iterdir()) == []
     file.write_ahead(20 << 20)
     status = os.fstat(file.descriptor)
     assert status.st_size == 20 << 20
@@ -303,18 +303,18 @@ def test_a_directory_in_memory_is_refused() -> None:
 
 
 def test_the_directory_can_be_named_by_the_environment_and_has_to_exist(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("POOCH_SPILL_DIR", str(tmp_path))
-    assert choose_spill_dir() == tmp_path
+    monkeypatch.setenv("POOCH_SPILL_DIR", str(on_disk))
+    assert choose_spill_dir() == on_disk
     with pytest.raises(SpillError, match="expected a folder, found none"):
-        choose_spill_dir(tmp_path / "nowhere")
+        choose_spill_dir(on_disk / "nowhere")
 
 
 def test_a_small_copy_has_ended_when_the_call_returns_unless_others_are_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, device = threading.Event(), CpuDevice(tmp_path)
+    go, device = threading.Event(), CpuDevice(on_disk)
 
     def slow(descriptor: int, data: bytes, at: int) -> int:
         assert threading.current_thread() is threading.main_thread() or go.wait(60)
@@ -333,12 +333,12 @@ def test_a_small_copy_has_ended_when_the_call_returns_unless_others_are_before_i
 
 
 def test_a_small_copy_that_is_interrupted_has_failed_and_the_interrupt_is_raised_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(descriptor: int, data: bytes, at: int) -> int:
         raise KeyboardInterrupt
 
-    device = CpuDevice(tmp_path)
+    device = CpuDevice(on_disk)
     monkeypatch.setattr(os, "pwrite", interrupted)
     copy = copy_out(device, device.allocate(SMALL_BYTES), 0)
     assert copy.error is not None
@@ -347,8 +347,8 @@ def test_a_small_copy_that_is_interrupted_has_failed_and_the_interrupt_is_raised
     device.close()
 
 
-def test_a_throttle_holds_copies_to_its_rate(tmp_path: Path) -> None:
-    device = CpuDevice(tmp_path, throttle_bytes_per_s=50e6)
+def test_a_throttle_holds_copies_to_its_rate(on_disk: Path) -> None:
+    device = CpuDevice(on_disk, throttle_bytes_per_s=50e6)
     storage = torch.ones(5_000_000, dtype=torch.uint8).untyped_storage()
     start_s = time.perf_counter()
     copy_out(device, storage, 0).wait()

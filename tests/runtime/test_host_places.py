@@ -276,9 +276,9 @@ def test_a_slab_that_nobody_is_on_any_more_is_given_back(plans: list[Plan]) -> N
 
 
 @pytest.mark.cpu_device
-def test_the_file_grows_beside_values_that_are_in_it_or_on_their_way(tmp_path: Path, plans: list[Plan]) -> None:
+def test_the_file_grows_beside_values_that_are_in_it_or_on_their_way(on_disk: Path, plans: list[Plan]) -> None:
     """A plan's room is written ahead when the first of two is in the file, and the second one on its way there."""
-    device, tier = CpuDevice(tmp_path, throttle_bytes_per_s=1e6), HostTier([])
+    device, tier = CpuDevice(on_disk, throttle_bytes_per_s=1e6), HostTier([])
     values = [_value(100_000, fill) for fill in (1, 2)]
     for value in values:
         value.host_offset = tier.place(value)
@@ -349,7 +349,7 @@ def test_the_next_value_in_a_place_is_not_overwritten_by_copies_of_the_dead_one(
 @pytest.mark.cpu_device
 @pytest.mark.usefixtures("copied_by_threads")
 def test_a_value_that_the_garbage_collector_ends_on_the_copying_thread_leaves_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go, collected, pwrite = threading.Event(), threading.Event(), os.pwrite
 
@@ -360,7 +360,7 @@ def test_a_value_that_the_garbage_collector_ends_on_the_copying_thread_leaves_it
             collected.set()
         return pwrite(descriptor, data, at)
 
-    device, slab = CpuDevice(tmp_path), HostTier([Instructions()])
+    device, slab = CpuDevice(on_disk), HostTier([Instructions()])
     monkeypatch.setattr(os, "pwrite", collecting)
     values = [_value(5000, fill=fill) for fill in (1, 2)]
     for value in values:

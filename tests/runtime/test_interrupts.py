@@ -123,10 +123,10 @@ def without_gc_callbacks() -> Iterator[None]:
 
 @pytest.mark.usefixtures("without_gc_callbacks")
 def test_a_device_that_is_collected_while_an_interrupt_waits_ends_its_threads_and_closes_its_file(
-    tmp_path: Path,
+    on_disk: Path,
 ) -> None:
     gc.collect()  # what Python code runs in the collection below would raise the interrupt, and Python drop it
-    files, cycle = open_files(), [CpuDevice(tmp_path)]
+    files, cycle = open_files(), [CpuDevice(on_disk)]
     threads = [cycle[0].outward.thread, cycle[0].inward.thread]
     cycle.append(cycle)  # type: ignore[arg-type]
     del cycle

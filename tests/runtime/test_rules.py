@@ -18,7 +18,7 @@ from poochplan.runtime.engine import saved_value
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.host_tier import HostTier, Intervals
 from poochplan.runtime.engine.saved_value import SavedValue
-from poochplan.runtime.replays import bits, running, tape
+from poochplan.runtime.replays import running, tape
 from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
 from poochplan.tensors import operators, storages
 from tests.runtime import (
@@ -27,7 +27,7 @@ from tests.runtime import (
     test_dtensors,
     test_replay_limits,
     test_safety,
-    test_smaller_forms,
+    test_sources,
 )
 from tests.runtime.detours import profile_of
 from tests.runtime.mutants import assert_needed, rewritten
@@ -73,12 +73,8 @@ def _with_patch(test: Callable[..., None], *given: Any) -> None:
         test(*given, patch)
 
 
-def _made_otherwise(how: str) -> Callable[[], None]:
-    return lambda: test_smaller_forms.test_what_other_ops_have_made_is_swapped_and_not_narrowed(how, Decision.KEEP)
-
-
 def _swapped_sources() -> None:
-    test_smaller_forms.test_it_is_held_swapped_or_made_again_in_place_of_the_value("sources of bfloat16", Decision.SWAP)
+    test_sources.test_it_is_held_swapped_or_made_again_in_place_of_its_copy("bfloat16", Decision.SWAP)
 
 
 RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
@@ -126,18 +122,6 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         lambda: test_divergence.test_another_step_falls_back_with_one_warning_and_the_next_follows_the_plan_again(
             _divergence_plans(), "a larger batch", 0
         ),
-    ),
-    "bits are held only of what the ops of a mask have made": (
-        (bits, "_scales_of", "op.func is not DRAWING", "False"),
-        _made_otherwise("filled"),
-    ),
-    "bits of bools are held only of what one op has made": (
-        (bits, "_scales_of", "birth.func in MAKING and not writes", "True"),
-        _made_otherwise("written bools"),
-    ),
-    "what cannot be narrowed is swapped": (
-        (Engine, "_forget", "value.record is self._no_mask", "False"),
-        _made_otherwise("filled"),
     ),
     "running statistics are not updated twice": (
         (operators, "writes_of", "scratch = _statistics(facts, args)", "scratch = dict[int, torch.Tensor]()"),

@@ -19,7 +19,7 @@ from poochplan.errors import UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.planner.arena.packing import packed
-from poochplan.runtime.arena import step_arena
+from poochplan.runtime.arena import library
 from poochplan.runtime.run_report import ArenaReport
 from poochplan.runtime.session import Session
 from tests.runtime.nets import CASES, Attention, Case, equal, in_core, snapshot, train
@@ -148,7 +148,8 @@ def test_an_arena_that_cannot_be_is_one_line_and_auto_goes_on_without(
         plan = _without_layout()
     else:
         reason = "no C++ compiler; install one"
-        monkeypatch.setattr(step_arena, "why_unavailable", lambda: reason)
+        monkeypatch.setattr(library, "_library", None)
+        monkeypatch.setattr(library, "_failure", reason)
     loop = Loop(CASES["attention"])
     with pytest.raises(UsageError) as told:
         poochplan.apply(plan, loop.model, arena="on")

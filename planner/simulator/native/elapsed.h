@@ -22,7 +22,7 @@ inline void switch_on(const Problem& problem, Ints& recorded, int64_t begin, int
 // Ops recorded before each op, and in all (`recording_of`, `recorded_before`).
 inline void record(const Problem& problem, const std::vector<int8_t>& decisions, Ints& recorded) {
   const auto op_of = [&](int64_t save) { return problem.points[problem.values[save].save_point].op; };
-  clear(recorded);
+  pooch::clear(recorded);
   for (int64_t value = 0; value < problem.values.count; ++value) {
     if (decisions[value] != kRecompute) continue;
     for (int64_t op : problem.listed(problem.values[value].recorded)) recorded[op] = 1;
@@ -35,12 +35,12 @@ inline void record(const Problem& problem, const std::vector<int8_t>& decisions,
     if (begin == -2) {
       begin = on;
     } else if (on >= 0 && end < problem.values.count && op_of(on) - op_of(end) >= kMergeGapOps) {
-      switch_on(problem, recorded, begin, end);
+      pooch::switch_on(problem, recorded, begin, end);
       begin = on;
     }
     end = problem.ops[op].off;
   }
-  if (begin > -2) switch_on(problem, recorded, begin, end);
+  if (begin > -2) pooch::switch_on(problem, recorded, begin, end);
   int64_t done = 0;
   for (int64_t& here : recorded) {
     const bool is_recorded = here < 0;
@@ -62,7 +62,7 @@ inline void start_clock(const Problem& problem, const std::vector<int8_t>& decis
     copying.values.clear();
   }
   for (Moved& moved : clock.values) moved = {{false, false}, false, -1, -1};
-  if (record_s > 0.0) record(problem, decisions, clock.recorded);
+  if (record_s > 0.0) pooch::record(problem, decisions, clock.recorded);
   for (int64_t op = 0; op < problem.op_s.count; ++op) {
     clock.ops[op].computed_s = problem.op_s[op].work_s;
     if (!problem.facts->is_ahead) clock.ops[op].computed_s += recorded_s(op);

@@ -27,7 +27,7 @@ class Evaluator {
     find_needs(problem, scratch);
     lay_curve(problem, scratch);
     schedule(budget_bytes, style);
-    start_clock(problem, scratch.decisions, scratch.clock);
+    pooch::start_clock(problem, scratch.decisions, scratch.clock);
     Evaluation found = walk();
     found.peak_bytes = peak_bytes();
     return found;
@@ -55,8 +55,10 @@ class Evaluator {
     }
     prefetch(problem, scratch, budget_bytes, style);
     const int64_t points = problem.points.count;
-    sort_by(scratch.values, &Chosen::prefetch, scratch.fetched, points, scratch.prefetch_start, scratch.by_prefetch);
-    sort_by(scratch.values, &Chosen::release, scratch.released, points, scratch.release_start, scratch.by_release);
+    pooch::sort_by(scratch.values, &Chosen::prefetch, scratch.fetched, points, scratch.prefetch_start,
+                   scratch.by_prefetch);
+    pooch::sort_by(scratch.values, &Chosen::release, scratch.released, points, scratch.release_start,
+                   scratch.by_release);
     queue_out(problem, scratch, true);
   }
 
@@ -132,7 +134,7 @@ class Evaluator {
   // Most bytes live at any tick, of this step or of the first one (`lives`, `add_inside_replays`).
   int64_t peak_bytes() {
     const int64_t ticks = problem.ticks.count, last = ticks - 1;
-    clear(scratch.moves);
+    pooch::clear(scratch.moves);
     for (int64_t number = 0; number < problem.values.count; ++number) {
       const Value& value = problem.values[number];
       const Chosen& here = scratch.values[number];
@@ -144,8 +146,8 @@ class Evaluator {
       } else if (moved.release_tick >= 0) {
         until = std::max(value.death, moved.release_tick - 1);
       }
-      put(scratch.moves, ticks, value.born, std::min(until, last), value.size_bytes);
-      if (back >= 0) put(scratch.moves, ticks, back, std::min(std::max(here.end, back), last), value.size_bytes);
+      pooch::put(scratch.moves, ticks, value.born, std::min(until, last), value.size_bytes);
+      if (back >= 0) pooch::put(scratch.moves, ticks, back, std::min(std::max(here.end, back), last), value.size_bytes);
     }
     int64_t live = 0, most = 0;
     size_t run = 0;

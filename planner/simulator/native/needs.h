@@ -107,7 +107,7 @@ inline void merge(const Problem& problem, Store& store, const Ints& targets, int
   std::sort(store.ops.begin(), store.ops.end());
   std::sort(pool.end() - merged.sources, pool.end());
   merged.ops = static_cast<int64_t>(store.ops.size());
-  merged.peak_bytes = peak_of(problem, store, targets);
+  merged.peak_bytes = pooch::peak_of(problem, store, targets);
   time_ops(problem, store, merged);
   if (problem.facts->is_ahead) pool.insert(pool.end(), store.ops.begin(), store.ops.end());
   store.merged.push_back(merged);
@@ -127,7 +127,7 @@ inline int64_t merged_of(const Problem& problem, Store& store, const Ints& targe
     const auto is_marked = [&](int64_t target) { return store.value_marks[target] == store.mark; };
     if (std::all_of(first, first + found.targets, is_marked)) return number;
   }
-  merge(problem, store, targets, key);
+  pooch::merge(problem, store, targets, key);
   store.slots[slot] = static_cast<int64_t>(store.merged.size());
   return store.slots[slot] - 1;
 }
@@ -135,7 +135,7 @@ inline int64_t merged_of(const Problem& problem, Store& store, const Ints& targe
 // The replay of a value at `point`, and of its inputs that are not back yet.
 inline void add_replay(const Problem& problem, Scratch& scratch, int64_t value, int64_t point) {
   close_targets(problem, scratch, value);
-  const int64_t number = merged_of(problem, scratch.store, scratch.targets);
+  const int64_t number = pooch::merged_of(problem, scratch.store, scratch.targets);
   int64_t target_bytes = 0;
   for (int64_t target : scratch.targets) {
     scratch.values[target].replayed_at = point;

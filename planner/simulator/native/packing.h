@@ -30,7 +30,9 @@ struct Placed {
 
   explicit Placed(int64_t blocks) : block(blocks), start(blocks), end(blocks), low(blocks), high(blocks) {}
 
-  bool lives_in(int64_t at, int64_t first, int64_t after) const { return (start[at] < after) & (end[at] > first); }
+  bool lives_in(int64_t at, int64_t first, int64_t after) const { // always both: a mispredicted jump takes longer
+    return (int{start[at] < after} & int{end[at] > first}) != 0;
+  }
 
   void put(const Spans& spans, int64_t number, int64_t offset) {
     const int64_t at = std::lower_bound(low.begin(), low.begin() + count, offset) - low.begin();
@@ -72,7 +74,7 @@ struct Beside {
 class Ejection {
  public:
   Ejection(const Spans& spans, int64_t blocks, int64_t* offsets, int64_t height, const int64_t* costs, int64_t seed)
-      : spans_(spans), blocks_(blocks), offsets_(offsets), height_(height), costs_(costs), state_(seed),
+      : spans_(spans), offsets_(offsets), height_(height), costs_(costs), state_(seed),
         placed_(blocks), beside_(blocks), factors_(blocks, 1) {
     for (int64_t block = 0; block < blocks; ++block) {
       if (offsets[block] < 0 || offsets[block] + spans.size[block] > height) {
@@ -230,7 +232,6 @@ class Ejection {
   }
 
   const Spans spans_;
-  const int64_t blocks_;
   int64_t* const offsets_;
   const int64_t height_;
   const int64_t* const costs_;

@@ -1,6 +1,8 @@
 // Problem: a problem as flat arrays, which an evaluation reads. `evaluator.py` fills them, with a column for each field
 // in the order of this file. And the memory that an evaluation writes to, made once for each thread, so that evaluations
 // rarely allocate.
+//
+// A call with a vector names its namespace: without it, std is searched too, and a newer library may have that name.
 #pragma once
 
 #include <algorithm>

@@ -15,7 +15,7 @@ inline void put(Ints& moves, int64_t ticks, int64_t first, int64_t last, int64_t
   moves[std::min(std::max(last + 1, start), ticks)] -= size_bytes;
 }
 
-inline void apply(Ints& curve, const Ints& moves) {
+inline void add_moves(Ints& curve, const Ints& moves) {
   int64_t moved = 0;
   for (size_t tick = 0; tick < curve.size(); ++tick) {
     moved += moves[tick];
@@ -26,15 +26,15 @@ inline void apply(Ints& curve, const Ints& moves) {
 // Bytes live at each tick if no swapped value leaves, including inside replays.
 inline void lay_curve(const Problem& problem, Scratch& scratch) {
   const int64_t ticks = problem.ticks.count;
-  clear(scratch.moves);
+  pooch::clear(scratch.moves);
   for (int64_t number = 0; number < problem.values.count; ++number) {
     const Value& value = problem.values[number];
     const Chosen& here = scratch.values[number];
     const bool is_away = scratch.decisions[number] == kRecompute;
     const int64_t last = is_away ? value.death : std::max(value.death, here.end);
-    put(scratch.moves, ticks, value.born, last, value.size_bytes);
+    pooch::put(scratch.moves, ticks, value.born, last, value.size_bytes);
     if (is_away && here.replayed_at >= 0) {
-      put(scratch.moves, ticks, problem.points[here.replayed_at].tick, here.end, value.size_bytes);
+      pooch::put(scratch.moves, ticks, problem.points[here.replayed_at].tick, here.end, value.size_bytes);
     }
   }
   int64_t live = 0;
@@ -64,10 +64,10 @@ inline int64_t absent_until(const Problem& problem, const Scratch& scratch, int6
 inline void release(const Problem& problem, Scratch& scratch, int64_t number, int64_t point) {
   const Value& value = problem.values[number];
   Chosen& here = scratch.values[number];
-  const int64_t need = need_after(scratch.needs, here.first_need, point);
+  const int64_t need = pooch::need_after(scratch.needs, here.first_need, point);
   const int64_t last = absent_until(problem, scratch, number, need);
   const int64_t first = std::max(value.death + 1, problem.points[point].tick);
-  if (last >= first) put(scratch.moves, problem.ticks.count, first, last, -value.size_bytes);
+  if (last >= first) pooch::put(scratch.moves, problem.ticks.count, first, last, -value.size_bytes);
   here.back = need >= 0 ? scratch.needs[need].point : -1;
   here.release = point;
   scratch.released.push_back(number);
@@ -80,12 +80,12 @@ inline bool is_idle(const Problem& problem, const Scratch& scratch, int64_t valu
 
 // Releases every swapped value at its forward death.
 inline void release_early(const Problem& problem, Scratch& scratch) {
-  clear(scratch.moves);
+  pooch::clear(scratch.moves);
   for (int64_t value = 0; value < problem.values.count; ++value) {
     if (scratch.decisions[value] != kSwap || is_idle(problem, scratch, value)) continue;
     release(problem, scratch, value, problem.values[value].early_point);
   }
-  apply(scratch.curve, scratch.moves);
+  pooch::add_moves(scratch.curve, scratch.moves);
 }
 
 // Releases the first waiting values that make a tick fit, without those that turn out to be unnecessary; returns the
@@ -94,7 +94,7 @@ inline int64_t release_for(const Problem& problem, Scratch& scratch, int64_t tic
   const auto helps = [&](int64_t number) {
     const Value& value = problem.values[number];
     if (value.death >= tick || value.save_point > point) return false;
-    const int64_t need = need_after(scratch.needs, scratch.values[number].first_need, point);
+    const int64_t need = pooch::need_after(scratch.needs, scratch.values[number].first_need, point);
     return tick <= absent_until(problem, scratch, number, need);
   };
   Ints &waiting = scratch.waiting, &tried = scratch.tried;
@@ -124,7 +124,7 @@ inline void release_late(const Problem& problem, Scratch& scratch, int64_t budge
   Ints& waiting = scratch.waiting;
   waiting.clear();
   for (const Queued& queued : scratch.queue) waiting.push_back(queued.value);
-  clear(scratch.moves);
+  pooch::clear(scratch.moves);
   int64_t moved = 0, point = -1;
   for (int64_t tick = 0; tick < problem.ticks.count; ++tick) {
     moved += scratch.moves[tick];
@@ -139,7 +139,7 @@ inline void release_late(const Problem& problem, Scratch& scratch, int64_t budge
       break;
     }
   }
-  apply(scratch.curve, scratch.moves);
+  pooch::add_moves(scratch.curve, scratch.moves);
 }
 
 // Sorts values by one of their fields, which is below `keys`, and stably. Those with key k are then in `found` from
@@ -166,7 +166,7 @@ inline void find_due(const Problem& problem, Scratch& scratch, bool is_released)
       scratch.tried.push_back(row.by_rank);
     }
   }
-  sort_by(scratch.values, &Chosen::due_at, scratch.tried, problem.values.count, scratch.due_start, scratch.due);
+  pooch::sort_by(scratch.values, &Chosen::due_at, scratch.tried, problem.values.count, scratch.due_start, scratch.due);
 }
 
 // Puts the wanted copies into the order of the queue, with the points at which they are queued.
@@ -176,7 +176,7 @@ inline void find_due(const Problem& problem, Scratch& scratch, bool is_released)
 inline void queue_out(const Problem& problem, Scratch& scratch, bool is_released) {
   const Rows<const Value>& values = problem.values;
   find_due(problem, scratch, is_released);
-  clear(scratch.pending);
+  pooch::clear(scratch.pending);
   scratch.queue.clear();
   const int64_t last = values.count - 1;
   int64_t waiting = 0, low = last + 1;
@@ -215,13 +215,14 @@ inline void find_order_of_need(const Problem& problem, Scratch& scratch) {
   for (int64_t value = 0; value < problem.values.count; ++value) {
     if (scratch.values[value].release >= 0 && scratch.values[value].back >= 0) scratch.tried.push_back(value);
   }
-  sort_by(scratch.values, &Chosen::back, scratch.tried, problem.points.count, scratch.prefetch_start, scratch.fetched);
+  pooch::sort_by(scratch.values, &Chosen::back, scratch.tried, problem.points.count, scratch.prefetch_start,
+                 scratch.fetched);
 }
 
 // The most bytes from each use point to the next.
 inline void fill_segments(const Problem& problem, Scratch& scratch) {
-  clear(scratch.block_raised);
-  clear(scratch.block_most);
+  pooch::clear(scratch.block_raised);
+  pooch::clear(scratch.block_most);
   for (int64_t use = 0; use + 1 < problem.uses.count; ++use) {
     const auto first = scratch.curve.begin() + problem.uses[use].tick;
     const auto after = scratch.curve.begin() + problem.uses[use + 1].tick;

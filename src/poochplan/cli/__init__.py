@@ -17,10 +17,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from poochplan.errors import PoochError, UsageError
+from poochplan.errors import PoochError, UsageError, is_out_of_memory
 
 from .. import __version__
-from ..workload import asked_text, is_out_of_memory
+from ..workload import asked_text
 from .base import Verb, rank_and_count
 from .options import add_options
 

@@ -101,9 +101,8 @@ class DiffVerb(Verb):
     help = """
 Compares two plans: budget, predicted peak and step, values with different decisions, and points with different actions.
 Or two profiles: the step, the machine, memory and times. Or a plan and a file of pooch run -o: predicted and measured
-figures, and the point and layer at which a step diverged. Or two certificates: the first step and tensor whose digests
-differ. Exit codes are those of diff: 0 the same, 1 different (a run: it diverged, exceeded its budget or lost the
-in-core bits), 2 trouble.
+figures, and the point and layer at which a step diverged. Exit codes are those of diff: 0 the same, 1 different (a run:
+it diverged, exceeded its budget or lost the in-core bits), 2 trouble.
 
 A @first: plan, profile, or run
 B @second: a file of the same kind, or a run of plan A

@@ -58,8 +58,7 @@ Exit code 4: the plan was written, but its gap is above --max-gap, or Ctrl-C end
 --policy NAME =ilp: ilp: integer program and local search (default). all: compares every policy and writes the plan of
   ilp. Or one baseline alone: checkpoint-greedy, earliest-first, greedy, keep-all, latest-first, pooch (of the PoocH
   paper), recompute-all, seq2seq, sqrt-n, superneurons, swap-all, swap-all-on-demand, tflms, vdnn
---without NAMES: what the plan may not hold in place of saved values, with commas: sources (of larger copies), narrow
-  (masks as bits, indices and casts in fewer bytes) (default: it may hold all of them)
+--without NAMES: what the plan may not hold in place of saved values: sources, of larger copies (default: it may)
 --timeline >FILE.png: draw the planned step: streams and memory over time
 --picture >FILE.png: draw the decisions: a strip of layers
 <arena>
@@ -72,7 +71,7 @@ pooch plan profile.json --budget 60% --max-gap 1%
 pooch plan profile.json --budget 60% --arena off
 pooch plan profile.json --device-memory 16GiB --link pcie3 --compute-scale 0.1
 pooch plan profile.json --budget 60% --ranks-per-host 8 --host-budget 1TiB
-pooch plan profile.json --budget 60% --without sources,narrow
+pooch plan profile.json --budget 60% --without sources
 pooch plan profile.json --budget 60% --policy all
 pooch plan profile.json --budget 60% --evaluations 100000 --seed 1
 pooch plan profile.json --budget 0.45 --solver PULP_CBC_CMD --time-limit 300 --json | jq .overhead
@@ -169,6 +168,8 @@ def share_done(progress: Progress, allowed: float) -> float:
 def default_plan_name(profile_path: str) -> Path:
     """``name.plan.json`` beside ``name.profile.json``."""
     path = Path(profile_path)
+    if path.is_dir():
+        raise UsageError(f"{path}: expected a profile, found a folder; name a file in it")
     name = path.name.removesuffix(".gz").removesuffix(".json")
     name = name.removesuffix(".profile")
     return path.with_name("plan.json" if name in ("profile", "") else f"{name}.plan.json")

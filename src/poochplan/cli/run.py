@@ -16,7 +16,7 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet, plans_of
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import OUTSIDE
-from poochplan.formats.run_record import Certificate, RunRecord
+from poochplan.formats.run_record import RunRecord
 from poochplan.report.palette import write_picture
 from poochplan.report.pictures import draw_step_memory, step_memory_of
 from poochplan.report.tables import summary_table
@@ -62,8 +62,6 @@ rank, and the figures of the worst.
 --steps N =3: metered steps (default: {})
 --timed N =3: further steps, for the step time (default: {})
 --check: run in-core too, and compare bit by bit
---certificate >FILE.json: with --check: write digests of the results of each step, in-core and planned, versions and
-  flags
 <of workload>
 --cap: on CUDA: limit the allocator to the budget and --margin
 --margin SIZE: with --cap: bytes above the budget (default: 512MiB)
@@ -79,7 +77,6 @@ rank, and the figures of the worst.
 --profile FILE: the plan's profile, for --timeline and --picture (default: found beside the plan)
 
 pooch run unet3d --plan plan.json --check
-pooch run unet3d --plan plan.json --check --certificate certificate.json
 pooch run train.py:workload --plan plan.json --steps 10 --set batch_size=64 --on-divergence error
 pooch run unet3d --plan plan.json --profile profile.json --timeline run.png --picture memory.png
 pooch run gpt2 --plan gpu-plan.json --check --cap --margin 256MiB
@@ -104,8 +101,6 @@ torchrun --standalone --nproc-per-node 2 -m poochplan run gpt2 --plan plan.json 
 
     def _run(self) -> dict[str, Any]:
         options = self.options
-        if options.certificate is not None and not options.check:
-            raise UsageError("--certificate: expected --check beside it, which compares the steps; add --check")
         plans = self._plans()
         every = plans_of(plans)
         self.write(options.save_plan, Plan.save, lambda: every[0])
@@ -219,7 +214,7 @@ torchrun --standalone --nproc-per-node 2 -m poochplan run gpt2 --plan plan.json 
     def _measure(
         self, plans: Plan | PlanSet, build: BuildWorkload, in_core_build: BuildWorkload | None
     ) -> tuple[Plan, RunRecord]:
-        """The plan that the steps followed, and their measurements. Writes the comparison's certificate."""
+        """The plan that the steps followed, and their measurements."""
         from poochplan import verify
         from poochplan.profiler.assembly.assemble import this_host, versions_here
 
@@ -240,8 +235,6 @@ torchrun --standalone --nproc-per-node 2 -m poochplan run gpt2 --plan plan.json 
                 planned = compared.planned
             else:
                 planned = verify.run_planned(build, plans, record=False, progress=say, **shared)
-        if compared is not None:
-            self.write(options.certificate, Certificate.save, lambda: verify.certificate_of(compared, options.seed))
         plan = planned.plan
         assert plan is not None, "it was given"
         why_not = _why_not_served(options.arena, plan)

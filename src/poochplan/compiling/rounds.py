@@ -13,11 +13,10 @@ import msgspec
 import torch
 
 from poochplan.errors import InfeasibleError, StepError
-from poochplan.formats.narrow import as_planned
 from poochplan.formats.plan import Decision, Plan, Prediction
 from poochplan.formats.profile import Link, Phase, Profile
 from poochplan.formats.queries import saved_values
-from poochplan.formats.run_record import StepDigests
+from poochplan.formats.sources import as_planned
 from poochplan.planner.planning import plan as planned
 from poochplan.profiler.profiling import profile as profiled
 from poochplan.profiler.step.forward_only import checked_loss
@@ -66,7 +65,7 @@ class Compiling:
         else:
             compile_in_place(self.model, replays, self.options)
 
-    def bits(self) -> StepDigests:
+    def bits(self) -> dict[str, str]:
         return bits_of_a_step(self.step, self.model, self.optimizer)
 
     def measured(self, iterations: int) -> Profile:
@@ -91,7 +90,7 @@ def planned_within(compiling: Compiling, budget: str | int | float, time_limit_s
     say("compiling the step without a plan")
     compiling.compile(None)
     stock = compiling.bits()
-    changing = stock.first_difference(compiling.bits())
+    changing = _first_unlike(stock, compiling.bits())
     if changing:
         raise StepError(
             "compile(): expected a step that gives the same bits when it is repeated from the same model, optimizer "
@@ -118,18 +117,22 @@ def planned_within(compiling: Compiling, budget: str | int | float, time_limit_s
     return found
 
 
-def _unequal(compiling: Compiling, plan: Plan, stock: StepDigests) -> str:
+def _unequal(compiling: Compiling, plan: Plan, stock: dict[str, str]) -> str:
     """The first difference between one planned step and one of the model compiled without a plan; empty if they are
     equal.
     """
     compiling.say("comparing one step with that of the model compiled without a plan")
     with apply(plan, compiling.model, spill_dir=compiling.spill_dir, meter="never"):
-        return stock.first_difference(compiling.bits())
+        return _first_unlike(stock, compiling.bits())
+
+
+def _first_unlike(stock: dict[str, str], bits: dict[str, str]) -> str:
+    return next((name for name in (*stock, *bits) if stock.get(name) != bits.get(name)), "")
 
 
 def bits_of_a_step(
     step: Callable[[], Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
-) -> StepDigests:
+) -> dict[str, str]:
     """Digests of the loss, each gradient and each buffer after a step. Model, optimizer and generators stay as they
     were.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import importlib
 import io
@@ -43,7 +42,7 @@ def check_output(path: str | Path, *, force: bool = False) -> Path:
     OutputExistsError
         The file exists and ``force`` is false.
     UsageError
-        The folder does not exist, or the path is a folder.
+        The folder does not exist or cannot be written, or the path is a folder.
     """
     target = Path(path)
     if target.is_dir():
@@ -52,6 +51,12 @@ def check_output(path: str | Path, *, force: bool = False) -> Path:
         raise UsageError(f"{target}: the folder {target.parent} does not exist; create it or name another")
     if target.exists() and not force:
         raise OutputExistsError(f"{target} {_EXISTS}")
+    try:  # a file without a name, which leaves nothing behind: modes alone do not tell
+        tempfile.TemporaryFile(dir=target.parent).close()
+    except OSError as error:
+        raise UsageError(
+            f"{target}: the folder {target.parent} cannot be written ({error.strerror}); name another"
+        ) from None
     return target
 
 
@@ -87,17 +92,39 @@ def package_version() -> str:
     return str(importlib.import_module(__name__.partition(".")[0]).__version__)
 
 
+NO_HOME = Path("/dev/null/no-home-folder")
+"""Stands for the home folder of a user who has none. Nothing can be made there."""
+
+
 def cache_folder() -> Path:
     """``$XDG_CACHE_HOME/poochplan``, by default in ``~/.cache``; a relative path there is ignored."""
     asked = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (asked if asked.is_absolute() else Path.home() / ".cache") / "poochplan"
+    if not asked.is_absolute():
+        try:
+            asked = Path.home() / ".cache"
+        except RuntimeError:  # neither HOME nor an entry for the user
+            asked = NO_HOME
+    return asked / "poochplan"
 
 
-def write_cache(path: Path, data: bytes) -> None:
-    """Writes ``data`` completely or not at all. A cache that cannot be written is no error."""
-    with contextlib.suppress(OSError, PoochError):
+def write_cache(path: Path, data: bytes) -> str:
+    """Writes ``data`` completely or not at all. A cache that cannot be written is no error: returns why, else an empty
+    text.
+    """
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, data, force=True)
+    except (OSError, PoochError) as error:
+        return (error.strerror if isinstance(error, OSError) else "") or one_line(error)
+    return ""
+
+
+def not_kept(folder: Path, why: str) -> str:
+    """The line for the user if a cache could not be written; empty if ``why`` is."""
+    return why and (
+        f"{folder}: cannot be written ({why}), so nothing is kept there and the next run begins anew; name another "
+        "folder (by XDG_CACHE_HOME, or auto's cache=...)"
+    )
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,10 +218,12 @@ def read_data(source: Path, what: str, missing: str) -> bytes:
     Raises
     ------
     UsageError
-        The file does not exist.
+        The file does not exist, or is a folder.
     InputFileError
         It cannot be read, or is larger than any file that this package writes.
     """
+    if source.is_dir():
+        raise UsageError(f"{source}: expected {what}, found a folder; name a file in it")
     try:
         with source.open("rb") as file:
             data = file.read(MOST_FILE_BYTES + 1)

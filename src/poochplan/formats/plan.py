@@ -15,7 +15,6 @@ import msgspec
 from poochplan.units import format_bytes, format_copies, format_seconds, share_of_peak
 
 from .files import Document, beyond, numbered
-from .forms import HALF, INDEX
 from .plan_prediction import Prediction as Prediction
 from .plan_prediction import Solve as Solve
 from .plan_prediction import SolveStatus as SolveStatus
@@ -39,8 +38,8 @@ from .profile_parts import (
 SCHEMA_VERSION = 9
 """Version 2 has what ended the search (``evaluations``, ``seed``); 3 has the runtime's own seconds in the step; 4 has
 what the peaks count, and the layout of an arena; 5 has what is recomputed inside compiled graphs; 6 has overheads
-relative to PyTorch alone; 7 has sources (``PlannedValue.source``); 8 has bits (``PlannedValue.bits``);
-9 has such values that are no masks."""
+relative to PyTorch alone; 7 has sources (``PlannedValue.source``). Files of 8 and 9 may hold values in narrow forms,
+which are refused."""
 RUNTIME_IN_STEP = 3
 """The first version whose ``Prediction.step_s`` holds ``runtime_s``."""
 MOST_OF_COPIES = 10
@@ -55,8 +54,11 @@ class Decision(StrEnum):
     RECOMPUTE = "recompute"
 
 
-class PlannedValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One saved value, in the order of first packs: its position in ``Plan.values`` is its save point."""
+class PlannedValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False, forbid_unknown_fields=True):
+    """One saved value, in the order of first packs: its position in ``Plan.values`` is its save point.
+
+    A field that it does not have would change what the runtime does: such plans of other releases are refused.
+    """
 
     name: Text
     layer: Text
@@ -74,10 +76,6 @@ class PlannedValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     directly before that of the copy, and its handle is never unpacked."""
     until: IndexOrNone = -1
     """Of a source: the last save point of a value whose replay starts from it; -1 if none does, and nothing is held."""
-    bits: bool = False
-    """Of a source: whether it is the next value in a narrow form, which the runtime makes. Both dtypes tell the form.
-    Indices of int64 are held as integers of this dtype. A cast to float32 has its upper halves, as bfloat16. Anything
-    else has a bit for each element, as uint8."""
 
 
 class PointActions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -271,44 +269,30 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         """The values that autograd saves: those that are no sources."""
         return tuple(value for value in self.values if not value.source)
 
-    def sources(self, *, bits: bool = False) -> dict[Decision, list[int]]:
-        """The sizes of the sources with each decision, or of the values in a narrow form. Those from which no replay
-        starts are left out, and bits that are recomputed, because none are made: their masks are drawn again.
-        """
-        return self._sizes(self.values, bits=bits)
-
-    @staticmethod
-    def _sizes(values: Sequence[PlannedValue], *, bits: bool) -> dict[Decision, list[int]]:
-        held = [value for value in values if value.source and value.until >= 0 and value.bits is bits]
-        made = [value for value in held if not bits or value.decision != Decision.RECOMPUTE]
-        return {one: [value.size_bytes for value in made if value.decision == one] for one in Decision}
+    def sources(self) -> dict[Decision, list[int]]:
+        """The sizes of the sources with each decision; those from which no replay starts are left out."""
+        held = [value for value in self.values if value.source and value.until >= 0]
+        return {one: [value.size_bytes for value in held if value.decision == one] for one in Decision}
 
     def _source_rows(self) -> dict[str, str]:
-        """Rows about what stands for larger copies, for masks, indices and casts; without them none."""
-        rows: dict[str, str] = {}
-        of_name: dict[str, list[PlannedValue]] = {name: [] for name in _SMALLER_ROWS}
-        for value, whole in pairwise(self.values):
-            if value.source:
-                of_name[_smaller_row(value, whole)].append(value)
-        for name, values in of_name.items():
-            held = {one: sizes for one, sizes in self._sizes(values, bits=name != _SMALLER_ROWS[0]).items() if sizes}
-            parts = (f"{decision} {len(sizes)} ({format_bytes(sum(sizes))})" for decision, sizes in held.items())
-            rows |= {name: ", ".join(parts)} if held else {}
-        return rows
+        """A row about the sources that stand for larger copies; empty without them."""
+        held = {decision: sizes for decision, sizes in self.sources().items() if sizes}
+        text = ", ".join(f"{decision} {len(sizes)} ({format_bytes(sum(sizes))})" for decision, sizes in held.items())
+        return {"sources of larger copies": text} if held else {}
 
     def arena_rows(self) -> dict[str, str]:
-        """Rows on the arena of the step. If the compiled allocator was missing, a row that says so. Otherwise empty."""
+        """Rows on the arena of a step measured on the CPU, and whether the compiled allocator was missing."""
         found = self.prediction
-        if not found.arena_bytes or not found.arena_live_bytes:
+        if self.device != "cpu" or self.roofline or not found.arena_bytes or not found.arena_live_bytes:
             return {}
         above = found.arena_bytes / found.arena_live_bytes - 1
         text = f"{format_bytes(found.arena_bytes)} for all that the step makes, {above:.1%} above its live peak"
         if found.arena_peak_bytes is not None:
             text = f"{text}; {format_bytes(found.arena_peak_bytes)} with what lies outside"
-        if self.device == "cpu" and not self.holds_arena:
+        if not self.holds_arena:
             text = f"{text}, ABOVE THE BUDGET: only pooch run --arena on serves steps from it"
         rows = {"arena": text}
-        if self.device == "cpu" and found.memory is Memory.LIVE and not self.estimate:
+        if found.memory is Memory.LIVE and not self.estimate:
             rows["no allocator"] = (
                 "the profile does not have the memory inside ops; install g++ or clang++ if it is missing (see pooch "
                 "doctor), and profile again"
@@ -341,18 +325,6 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         return msgspec.structs.replace(found, prediction=msgspec.structs.replace(old, step_s=step_s, overhead=overhead))
 
 
-_SMALLER_ROWS = "sources of larger copies", "bits of masks", "integers of indices", "upper halves of casts"
-
-
-def _smaller_row(value: PlannedValue, whole: PlannedValue) -> str:
-    """The name of the row about a source: what it is of the value ``whole``, which comes next."""
-    if not value.bits:
-        return _SMALLER_ROWS[0]
-    if whole.dtype == INDEX:
-        return _SMALLER_ROWS[2]
-    return _SMALLER_ROWS[3] if value.dtype == HALF else _SMALLER_ROWS[1]
-
-
 def _source_faults(plan: Plan) -> Iterator[str]:
     """A source is followed by its copy, and held for that or a later one; nothing unpacks its only handle."""
     values, used = plan.values, {plan.handles[handle] for handle in plan.uses if handle < len(plan.handles)}
@@ -362,8 +334,6 @@ def _source_faults(plan: Plan) -> Iterator[str]:
             yield f"{where}.source: expected false, because no saved value follows, found true"
         elif value.source and (number in used or plan.handles.count(number) != 1):
             yield f"{where}.source: expected one handle that has no use, found another one, or a use"
-        elif not value.source and value.bits:
-            yield f"{where}.bits: expected false for a value that is no source, found true"
         elif not value.source and value.until != -1:
             yield f"{where}.until: expected -1 for a value that is no source, found {value.until}"
         elif value.until != -1 and not number < value.until < len(values):
@@ -432,8 +402,6 @@ def _action_fault(
     decision = Decision.RECOMPUTE if name == "replay" else Decision.SWAP
     if plan.values[value].decision is not decision:
         yield f"{where}: expected a value whose decision is {decision}, found {plan.values[value].decision}"
-    elif name == "replay" and plan.values[value].bits:
-        yield f"{where}: expected no bits, which are never replayed but for their mask, found value {value}"
     elif last.get(value, "") != needed:
         wanted = f"after its {needed}" if needed else "first"
         found = last.get(value) or "nothing"

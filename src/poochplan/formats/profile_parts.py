@@ -290,9 +290,6 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     threads: Count = 0
     host_bytes: Bytes | None = None
     """On CUDA, bytes of the host's memory that a process could still take, within its cgroups; None if not known."""
-    bits_kernel: bool = False
-    """On CUDA, whether a kernel each narrows a mask to bits and widens them (by CuPy). If not, and in files that lack
-    it, ops of torch do, which move more bytes."""
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
@@ -369,8 +366,6 @@ class RuntimeCost(msgspec.Struct, frozen=True, kw_only=True):
     """The unpack's part of ``handle_s``."""
     fetch_s: Seconds = 0.0
     """The part of ``swap_s`` for the way back."""
-    narrow_s: Seconds = 0.0
-    """For each mask that is narrowed and widened, whatever its size. 0 on CUDA, where the device does both."""
     unmeasured: tuple[Text, ...] = ()
     """Those of the above that could not be distinguished from 0 and count as 0."""
 

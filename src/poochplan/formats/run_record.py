@@ -1,6 +1,4 @@
-"""The files that ``pooch run`` writes: a RunRecord, to be compared with its plan later, and a Certificate of its
-bits.
-"""
+"""The file that ``pooch run`` writes: a RunRecord, to be compared with its plan later."""
 
 from __future__ import annotations
 
@@ -16,7 +14,6 @@ from .plan import Departure, Plan
 from .profile_parts import Bytes, Change, Count, Host, Memory, Seconds, Text
 
 SCHEMA_VERSION = 1
-"""The version of both."""
 MUCH_FRAGMENTATION = 0.1
 
 
@@ -144,7 +141,7 @@ class RunRecord(Document, frozen=True, kw_only=True):
             "time recomputed": f"{format_seconds(self.replay_s)} a step, {self.replayed_values} values",
             "stall": f"{format_seconds(self.stall_s)} a step",
             "gradients bitwise equal": self._equal_text(),
-            **self._allocator_rows(plan),
+            **self._allocator_rows(),
             **(self._arena_rows() if plan is None or plan.device == "cpu" else {}),
             **({"left the plan": f"{self.left_steps} of {self.steps} steps"} if self.left_steps else {}),
             **({"worst rank": f"{self.rank} of {len(self.ranks)}, whose figures these are"} if self.ranks else {}),
@@ -169,17 +166,14 @@ class RunRecord(Document, frozen=True, kw_only=True):
             return "yes"
         return f"yes (and loss, buffers, parameters: {self.compared_tensors} tensors in {self.compared_steps} steps)"
 
-    def _allocator_rows(self, plan: Plan | None) -> dict[str, str]:
-        """The peaks of CUDA's caching allocator, and the arena that an allocator with knowledge of the plan would
-        need.
-        """
+    def _allocator_rows(self) -> dict[str, str]:
+        """The peaks of CUDA's caching allocator."""
         if self.allocated_peak_bytes is None or self.reserved_peak_bytes is None:
             return {}
         fragmentation = fragmentation_text(self.allocated_peak_bytes, self.reserved_peak_bytes)
         return {
             "allocated peak": f"{format_bytes(self.allocated_peak_bytes)} (the allocator's, workspaces included)",
             "reserved peak": f"{format_bytes(self.reserved_peak_bytes)}{fragmentation}",
-            **({} if plan is None else plan.arena_rows()),
         }
 
     def _arena_rows(self) -> dict[str, str]:
@@ -204,69 +198,3 @@ def fragmentation_text(allocated_bytes: int, reserved_bytes: int) -> str:
     if share > MUCH_FRAGMENTATION and "expandable_segments:True" not in settings:
         return f"{text}; set PYTORCH_ALLOC_CONF=expandable_segments:True to have less"
     return text
-
-
-class StepDigests(msgspec.Struct, frozen=True, kw_only=True):
-    """Digests of one step: SHA-256 of dtype, shape and bytes of each tensor, rows in order, by name."""
-
-    loss: Text
-    """The tensor on which ``backward()`` was called; for several, a digest of their digests."""
-    gradients: dict[Text, Text]
-    """Before the optimizer's step."""
-    buffers: dict[Text, Text]
-    """After the optimizer's step; so are the next two."""
-    parameters: dict[Text, Text]
-    generators: dict[Text, Text]
-    """States of torch's random number generators, by kind of device."""
-
-    def first_difference(self, other: StepDigests) -> str:
-        """Kind and name of the first digest that differs; empty if none does."""
-        if self.loss != other.loss:
-            return "loss"
-        for kind in ("gradients", "buffers", "parameters", "generators"):
-            ours, theirs = getattr(self, kind), getattr(other, kind)
-            for name in (*ours, *theirs):
-                if ours.get(name) != theirs.get(name):
-                    return f"{kind.removesuffix('s')} {name}"
-        return ""
-
-
-class Certificate(Document, frozen=True, kw_only=True):
-    """Digests of in-core steps and of the same steps under a plan from the same seed, for a supplement; or of the steps
-    of one session, for comparison with another session.
-
-    Anyone with the same versions, machine and flags can run the workload without a plan and find the same digests.
-    """
-
-    heading: ClassVar[str] = "Certificate of {}"
-    kind: Literal["certificate"] = "certificate"
-    schema_version: int = SCHEMA_VERSION
-    workload: Text
-    plan_fingerprint: Text
-    """``Plan.fingerprint`` of the plan that was followed; empty without one."""
-    seed: int
-    """For a session, torch's seed when it was opened."""
-    versions: dict[Text, Text]
-    host: Host | None = None
-    flags: dict[Text, Text]
-    """Settings of torch that can change bits."""
-    equal: bool | None
-    """None for a session, which has no other run for comparison."""
-    in_core: tuple[StepDigests, ...]
-    """For a session, its ``away()`` steps, which differ from the planned ones."""
-    planned: tuple[StepDigests, ...]
-    followed: tuple[Text, ...] = ()
-    """For each planned step of a session, the fingerprint of the plan that it followed up to its backward; empty if it
-    diverged."""
-
-    @property
-    def steps(self) -> tuple[StepDigests, ...]:
-        """The planned steps, or else the in-core ones."""
-        return self.planned or self.in_core
-
-    def rows(self) -> dict[str, str]:
-        steps = f"{len(self.in_core)} in-core, {len(self.planned)} planned"
-        if self.equal is None:
-            steps += f", {sum(map(bool, self.followed))} of them followed a plan"
-        equal = {None: "not compared here; pooch diff compares two files", True: "yes", False: "no"}[self.equal]
-        return {"seed": str(self.seed), "steps": steps, "bitwise equal": equal}

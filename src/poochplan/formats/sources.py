@@ -8,19 +8,22 @@ unpacked. :func:`with_sources` adds both to a profile.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
+from .plan import Plan
 from .profile import Handle, Kind, Op, Phase, Point, PointKind, Profile, Value
 from .queries import last_writes, writers_by_value
 
 WIDENING = frozenset({"aten._to_copy.default", "aten.clone.default"})
 """Ops that read one tensor and make a copy of it, perhaps of another type, or of more elements."""
+SOURCES = "sources"
+"""The name by which ``plan`` leaves them out."""
 
 
 def is_source(value: Value) -> bool:
-    """Whether a saved value of a profile is a source: autograd does not save it. Bits are (:mod:`~.narrow`)."""
+    """Whether a saved value of a profile is a source: autograd does not save it."""
     return value.kind is Kind.TEMPORARY
 
 
@@ -69,20 +72,23 @@ def with_sources(profile: Profile) -> Profile:
     def tick(before: int) -> int:
         return before + bisect_right(added_at, before)
 
-    handles, points = with_save_points(profile, profile.values, sources)
-    values = tuple(moved(value, tick) for value in profile.values)
+    handles, points = _with_save_points(profile, sources)
+    values = tuple(_moved(value, tick) for value in profile.values)
     return replace(profile, values=values, handles=handles, points=points)
 
 
-def with_save_points(
-    profile: Profile, values: Sequence[Value], new: Mapping[int, int]
-) -> tuple[tuple[Handle, ...], tuple[Point, ...]]:
-    """The handles and points, with those of another of the ``values`` directly before each of these save points."""
+def as_planned(profile: Profile, plan: Plan) -> Profile:
+    """The profile with the values, handles and points that the plan, which was made from it, is about."""
+    return with_sources(profile) if any(value.source for value in plan.values) else profile
+
+
+def _with_save_points(profile: Profile, new: Mapping[int, int]) -> tuple[tuple[Handle, ...], tuple[Point, ...]]:
+    """The handles and points, with those of another value directly before each of these save points."""
     of_handle = {profile.points[number].handle: value for number, value in new.items()}
     handles, places, points = list[Handle](), list[int](), list[Point]()
     for ordinal, handle in enumerate(profile.handles):
         if ordinal in of_handle:
-            value = values[of_handle[ordinal]]
+            value = profile.values[of_handle[ordinal]]
             handles.append(Handle(value=of_handle[ordinal], layer=value.layer, dtype=value.dtype, shape=value.shape))
         places.append(len(handles))
         handles.append(handle)
@@ -92,7 +98,7 @@ def with_save_points(
     return tuple(handles), tuple(points)
 
 
-def moved(value: Value, tick: Callable[[int], int]) -> Value:
+def _moved(value: Value, tick: Callable[[int], int]) -> Value:
     """The value in a step in which each tick has become another."""
     born_tick = None if value.born_tick is None else tick(value.born_tick)
     return replace(value, born_tick=born_tick, forward_death=tick(value.forward_death), freed=tick(value.freed))

@@ -56,7 +56,6 @@ def auto(
     cap_bytes: int | None = None,
     on_audit: Literal["warn", "error", "off"] = "warn",
     quiet: bool = False,
-    certify: bool = False,
 ) -> Session:
     """A session around an unmodified training loop: ``with auto(model, optimizer, budget="8GiB") as session:``.
 
@@ -92,7 +91,6 @@ def auto(
         an out-of-memory error.
     on_audit: as for :func:`poochplan.apply`. With ``"warn"`` another plan is made that keeps the value.
     quiet: print nothing on stderr but warnings.
-    certify: as for :func:`poochplan.apply`.
 
     Raises
     ------
@@ -151,7 +149,6 @@ def auto(
         on_over_budget=policy,
         cap_bytes=cap_bytes,
         explain=PLANNER.explain,
-        certifier=PLANNER.certifier if certify else None,
         step_arena=StepArena(PLANNER.pack, arena) if has_arena else None,
         messages=messages,
         on_audit=OnAudit(on_audit),

@@ -28,7 +28,14 @@ NO_BACKWARD = (
     "have taken it (save_on_cpu, a hook of a framework's): switch them off"
 )
 OUTGROWN = "there is more in memory than when the step was profiled: planning again"
-LEFT = "steps differ from their plan now: profiling again"
+LEFT = "steps differ from their plan now: profiling again, in-core; the budget is kept again from the next plan on"
+
+
+def grown(peak_bytes: int) -> str:
+    return (
+        f"steps without a plan take {format_bytes(peak_bytes)} now, more than before or than the budget: they are "
+        "looked at again, and the budget is not kept meanwhile"
+    )
 
 
 def activated(plan: Plan) -> str:
@@ -76,7 +83,8 @@ def not_planned(reason: str) -> str:
 
 
 def without_plan(reason: str, mode: Unplanned) -> str:
-    return f"no plan is made for some of the steps: {reason}; they {_HOW[mode]}"
+    kept = ", and the budget is not kept for them" if mode is Unplanned.IN_CORE else ""
+    return f"no plan is made for some of the steps: {reason}; they {_HOW[mode]}{kept}"
 
 
 _HOW = {

@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 import torch
 
-from poochplan.errors import AllocatorError, NativeError, PoochError, UsageError
+from poochplan.errors import NativeError, PoochError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.profiler.trials.machine_facts import completed, is_complete, on_worker_thread
-from poochplan.runtime.arena.library import build, is_built, is_loaded, library
+from poochplan.runtime.arena.library import build, is_built, is_loaded, untold_absence, why_not_loaded
 from poochplan.runtime.arena.step_arena import ArenaMode, why_no_arena
 from poochplan.runtime.messages import Messages
 
@@ -174,15 +174,15 @@ class BackgroundBuild:
 
     def __init__(self, mode: ArenaMode, where: torch.device, messages: Messages) -> None:
         self._thread: threading.Thread | None = None
+        self._messages = messages
         reason = why_no_arena(where.type)
         self._is_loaded = bool(reason)
         if not reason and mode == "on":  # an arena is required, so wait for the build or its error
-            try:
-                library()
-            except AllocatorError as error:
-                reason = str(error)
+            reason = why_not_loaded()
         if reason and mode == "on":
             raise UsageError(f'arena: "on" is not possible: {reason}; take "auto" to train without an arena')
+        if reason and where.type == "cpu":
+            self._tell()
         if not (reason or is_loaded() or is_built()):
             messages.say(BUILDING)
             self._thread = threading.Thread(target=self._build, name="allocator's build")
@@ -205,6 +205,10 @@ class BackgroundBuild:
             return False
         if not self._is_loaded:
             self._is_loaded = True
-            with contextlib.suppress(AllocatorError):
-                library()
+            if why_not_loaded():
+                self._tell()
         return True
+
+    def _tell(self) -> None:
+        if line := untold_absence():
+            self._messages.warn(line)

@@ -18,7 +18,7 @@ from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.metering.census import census_bytes
 from poochplan.runtime.step_policies.step_policy import KeepWhileRoom, StepPolicy, SwapEach
 from poochplan.tensors.host_memory import memory_left
-from poochplan.tensors.storages import own_tensors
+from poochplan.tensors.storages import gradient_of, own_tensors
 
 SHARE_TAKEN = 0.9
 """Share of the free memory that may be taken."""
@@ -74,6 +74,10 @@ class BeforePlan:
         vars(self).pop("_widest", None)  # layers may have been replaced since the last step
         return SwapEach(at_once=True) if mode is Unplanned.SWAP else self._while_room
 
+    def is_plentiful(self, needed_bytes: int) -> bool:
+        """Whether a step without a plan was in-core and would be with twice the bytes, so that nobody need look."""
+        return self.refused is Unplanned.IN_CORE and not self._while_room.swaps and self._room() > 2 * needed_bytes
+
     def room_of(self, budget_bytes: int) -> int:
         """Most bytes that a step may take while it is profiled: the budget, or the device's memory."""
         if self.before is Unplanned.SWAP:
@@ -115,7 +119,7 @@ class BeforePlan:
         """Bytes of gradients that do not exist yet, and of the state of optimizers that have not stepped."""
         parameters = [one for one in own_tensors(self._model) if one.is_leaf and one.requires_grad]
         stateful = {id(one) for optimizer in self._optimizers for one in optimizer.state}
-        tensors = ((one.grad is None) + STATES_PER_PARAMETER * (not stateful) for one in parameters)
+        tensors = ((gradient_of(one) is None) + STATES_PER_PARAMETER * (not stateful) for one in parameters)
         return sum(count * one.nbytes for count, one in zip(tensors, parameters, strict=True))
 
 

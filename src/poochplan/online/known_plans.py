@@ -16,7 +16,8 @@ from poochplan.formats.profile import Kind, Profile
 from poochplan.formats.profile_parts import MOST_BYTES, rounded_up
 from poochplan.formats.queries import in_flight_bytes
 from poochplan.online.plan_cache import PlanCache
-from poochplan.planner.planning import smallest_budget
+from poochplan.planner.planning import NO_EVALUATOR, smallest_budget
+from poochplan.planner.simulator.evaluator import untold_absence
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.live.step_kinds import Key
 from poochplan.runtime.active_plan import ActivePlan, OverBudget
@@ -74,6 +75,12 @@ class KnownPlans:
         self._looked_up: set[Key] = set()
         self._smallest_bytes = 0
         """The largest of the smallest possible budgets that were reported."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget if it was given in bytes; 0 if it is a share."""
+        found = {parse_budget(self._budget, peak_bytes) for peak_bytes in (1 << 40, 1 << 41)}
+        return found.pop() if len(found) == 1 else 0
 
     def budget_of(self, profile: Profile) -> int:
         """The budget in bytes, for the segments of a profile."""
@@ -166,7 +173,7 @@ class KnownPlans:
             try:
                 plan = pending.plan()
                 self.profiles[key] = pending.profile()
-                self._cache.keep(key, self.profiles[key], plan)
+                self._keep(key, self.profiles[key], plan)
                 self._found(key, plan)
             except PoochError as error:
                 self._messages.warn(not_planned(str(error)))
@@ -188,6 +195,8 @@ class KnownPlans:
             self._messages.say(KNOWN)
 
     def _found(self, key: Key, plan: Plan) -> None:
+        if NO_EVALUATOR in plan.notes:
+            self._tell_of_evaluator()
         followed = self.active.get(key)
         is_better = followed is None or followed.plan.prediction.step_s > plan.prediction.step_s  # equal: the first
         if is_better or key in self.doubted:
@@ -195,6 +204,11 @@ class KnownPlans:
             self.ready.append((key, plan))
 
     # -- active plans, and cached plans -----------------------------------------------------------------------
+
+    def _tell_of_evaluator(self) -> None:
+        """Says once why there is no evaluator, as soon as that is known."""
+        if line := untold_absence():
+            self._messages.warn(line)
 
     def activate(self, key: Key, plan: Plan) -> None:
         """Segments of that kind follow the plan from now on."""
@@ -212,25 +226,31 @@ class KnownPlans:
         self._looked_up.discard(key)
         self._cache.leave(key)
 
+    def _keep(self, key: Key, profile: Profile, plan: Plan | None = None) -> None:
+        if line := self._cache.keep(key, profile, plan):
+            self._messages.warn(line)
+
     def keep_profile(self, key: Key, profile: Profile) -> None:
         """Stores the profile, so that the next run continues from it."""
-        self._cache.keep(key, profile)
+        self._keep(key, profile)
 
     def keep_for_the_next_run(self, alike: list[tuple[Key, Key]]) -> None:
         """Stores plans that no step has followed yet, and which kinds are alike. The next run cannot find the latter by
         comparison.
         """
+        if any(NO_EVALUATOR in active.plan.notes for active in self.active.values()):
+            self._tell_of_evaluator()
         for key, pending in self.pending.take_done():
             with contextlib.suppress(PoochError):
                 profile, plan = pending.profile(), pending.plan()
                 self.profiles[key] = profile
-                self._cache.keep(key, profile, plan)
+                self._keep(key, profile, plan)
             pending.close()
         for key, active in self.active.items():
             if not active.has_exceeded:
                 self._cache.was_right(key)
         for key, like in alike:
             if like in self.active and like in self.profiles:
-                self._cache.keep(key, self.profiles[like], self.active[like].plan)
+                self._keep(key, self.profiles[like], self.active[like].plan)
             elif self.is_refused_whatever_lives(like):
-                self._cache.keep(key, self.profiles[like])
+                self._keep(key, self.profiles[like])

@@ -16,11 +16,13 @@ from types import FunctionType, MethodType
 import torch
 
 from poochplan.errors import PoochError
-from poochplan.formats.files import encode_readable, package_version, write_cache
+from poochplan.formats.files import encode_readable, not_kept, package_version, write_cache
 from poochplan.formats.plan import SCHEMA_VERSION as PLAN_VERSION
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import SCHEMA_VERSION as PROFILE_VERSION
 from poochplan.formats.profile import Link, Profile
+from poochplan.planner.planning import NO_EVALUATOR
+from poochplan.planner.simulator.evaluator import EVALUATOR
 from poochplan.profiler.assembly.assemble import this_machine
 from poochplan.profiler.live.step_kinds import Key
 from poochplan.runtime.applying import model_signature
@@ -104,20 +106,25 @@ class PlanCache:
         with contextlib.suppress(PoochError):
             if (folder / "plan.json").exists():
                 plan = Plan.load(folder / "plan.json")
+                if NO_EVALUATOR in plan.notes and EVALUATOR.is_built():  # a better plan is found now
+                    return None
                 if (plan.model, plan.profile_fingerprint) == (self._model, profile.ops_fingerprint):
                     return plan
         return None
 
-    def keep(self, key: Key, profile: Profile, plan: Plan | None = None) -> None:
-        """Writes both, the plan last, so that every plan that is found has its profile."""
+    def keep(self, key: Key, profile: Profile, plan: Plan | None = None) -> str:
+        """Writes both, the plan last, so that every plan that is found has its profile. Returns a line for the user if
+        that is impossible.
+        """
         if key not in self._at:
             self._at[key] = min(self._folders(key), key=_kept_at)  # an empty one, else that of the oldest match
         folder = self._at[key]
         with contextlib.suppress(OSError):
             (folder / "plan.json").unlink(missing_ok=True)
-        write_cache(folder / "profile.json", encode_readable(profile))
-        if plan is not None:
-            write_cache(folder / "plan.json", encode_readable(plan))
+        why = write_cache(folder / "profile.json", encode_readable(profile))
+        if plan is not None and not why:
+            why = write_cache(folder / "plan.json", encode_readable(plan))
+        return not_kept(self._folder, why)
 
     def leave(self, key: Key) -> None:
         """The entry for that kind does not match its segments in this run. The next entry is stored in another
@@ -184,10 +191,17 @@ def switches_digest(model: torch.nn.Module) -> str:
     for name, module in model.named_modules():
         own = vars(module)
         config = own.get("config")
-        flags = [*_plain(own), *_plain(vars(config) if hasattr(config, "__dict__") else {}), module.extra_repr()]
+        flags = [*_plain(own), *_plain(vars(config) if hasattr(config, "__dict__") else {}), _told_by(module)]
         digest.update(repr((name, type(module).__qualname__, flags, _calls(own.get("forward")))).encode())
         digest.update(compiled_with(module).encode())
     return digest.hexdigest()[:16]
+
+
+def _told_by(module: torch.nn.Module) -> str:
+    """What the module tells of itself, by code of its author."""
+    with contextlib.suppress(Exception):
+        return module.extra_repr()
+    return ""
 
 
 def _plain(attributes: Mapping[str, object]) -> list[tuple[str, str]]:

@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -128,6 +129,7 @@ def main(folder: str) -> int:
     """Returns the exit code. A failure is one line on stderr."""
     from poochplan.errors import PoochError
 
+    warnings.simplefilter("ignore")  # the loop's process gives them
     try:
         plan_in(Path(folder))
     except (PoochError, OSError) as error:

@@ -12,7 +12,7 @@ from statistics import median
 import msgspec
 import torch
 
-from poochplan.formats.plan import Plan
+from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Link, LinkDirection, Profile
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.formats.queries import with_kept
@@ -20,15 +20,17 @@ from poochplan.online.known_plans import KnownPlans
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.live.loop_observer import LoopObserver
 from poochplan.profiler.live.segment_observer import SegmentObserver
-from poochplan.profiler.live.step_kinds import UNUSED, Key, StepKind
+from poochplan.profiler.live.step_kinds import PATIENCE, UNUSED, Key, StepKind
 from poochplan.profiler.live.study import StudyOptions
 from poochplan.profiler.trials.machine_facts import with_cached_cost, with_known_cost
 from poochplan.runtime.active_plan import MOST_PLANS, REMEDY, STILL_GROWS, ActivePlan, OverBudget
 from poochplan.runtime.applying import check_model
+from poochplan.runtime.arena.library import is_loaded
 from poochplan.runtime.attachment import KEPT_BY_PLAN, KEPT_FROM_NOW_ON, Attachment, Hooks
 from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.messages import Messages
 from poochplan.runtime.metering.census import Growth, foreseen_bytes
+from poochplan.runtime.metering.watch import GROWS, MostBytes
 from poochplan.runtime.run_report import StepReport
 from poochplan.runtime.step_policies.follow import Follow
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy, SwapEach
@@ -40,13 +42,17 @@ from .background import BackgroundBuild
 from .before_plan import BeforePlan, Unplanned
 from .ranks import ALIKE_STEPS, Buckets, RankMessage, Ranks
 
-MOST_STUDIES = 3
-"""A kind of segment is studied at most this often, if its segments differ from its plans."""
-MISSES = 2
-"""After this many segments in a row that diverge from their plan, the kind is studied anew."""
+MISSES = 8
+"""After this many segments in a row that diverge from their plan, the kind is studied anew: the loop has changed for
+good. After each study twice as many. One that runs more layers than the plan has is enough.
+"""
 STEPS = 10
 """Number of steps that are compared with the prediction. The first two, in which an arena is recorded, do not move
 their median."""
+UNMATCHED = 2
+"""The same for a plan that no step has followed: another run has made it for other steps."""
+CALM = 3
+"""After this many segments that need no session it rests."""
 MOST = 1.25
 """A step is slow if it takes more than this factor of its predicted time."""
 
@@ -107,8 +113,19 @@ class StudiedPlans(LoopObserver):
         self._promises: dict[Key, Promise] = {}
         self._beside = defaultdict[Key, Growth](Growth)
         self._missed, self._studies = Counter[Key](), Counter[Key]()
+        self._matched = set[Key]()
+        """Kinds of which a step has followed the present plan."""
         self._grown, self._improved, self._without_arena = Counter[Key](), Counter[Key](), Counter[Key]()
         """How often a kind was planned anew: because it took more memory, to wait less for copies, to have an arena."""
+        self._calm = self._calm_since = 0
+        """How many segments in a row need no session (no plan is to come for them, or theirs moves nothing), and how
+        often optimizers had stepped before them."""
+        self._saved_bytes = 0
+        """The most that one of them has saved."""
+        self._is_calm = self._is_unplanned = False
+        """Whether the open segment is one, and whether some of them have no plan."""
+        self._woken_bytes = 0.0
+        """What steps may take before the session wakes another time."""
         self._arena_room_bytes = Counter[Key]()
         """Bytes by which the arenas of real steps have been larger than planned, all plans of a kind together."""
 
@@ -170,7 +187,7 @@ class StudiedPlans(LoopObserver):
         """None if the segment is to be studied. Between two segments it also takes over plans that are done, and
         pauses for work in the background.
         """
-        self._following = None
+        self._following, self._is_calm = None, False
         if self._ranks is not None and self._ranks.are_uneven():
             self._leave_ranks()
         if self._ranks is not None and self._kinds_to_compare is not None and self._key is not None:
@@ -199,6 +216,7 @@ class StudiedPlans(LoopObserver):
             return SwapEach(at_once=True)
         self._last = self._following = plan
         self._began_s, self._took_s = time.perf_counter(), 0.0
+        self._is_calm = _keeps_all(plan.plan)
         return Follow(indexed, SwapEach())
 
     def unplanned(self) -> StepPolicy:
@@ -208,26 +226,69 @@ class StudiedPlans(LoopObserver):
         """The policy before there is a plan, and if there will be none."""
         if kind is None:
             return self._before.policy()
-        return self._without_plan(kind.key, kind.profile, is_refused=bool(kind.refused))
+        policy = self._without_plan(kind.key, kind.profile, is_refused=bool(kind.refused))
+        self._is_calm = not kind.is_studied and not self.is_planning(kind)
+        return policy
 
     def _without_plan(self, key: Key, profile: Profile | None, *, is_refused: bool) -> StepPolicy:
         """Keeps all values if that is known to fit the budget, and swaps if the budget was guaranteed."""
+        self._is_calm = is_refused
         if profile is not None and profile.in_core_peak_bytes <= self._known.budget_of(profile):
             return KeepAll()
         if not is_refused and key in self._known.had_plan:
             return SwapEach(at_once=True)
         return self._before.policy(is_refused=is_refused)
 
+    # -- when nothing is to come ------------------------------------------------------------------------------
+
+    def rests(self) -> MostBytes | None:
+        """After a few segments in a row that need no session; after more while some kind of segment is being studied.
+        Where a kind has no plan, the budget is not kept, which was told.
+        """
+        if self._ranks is not None or (self._calm < CALM and not self._is_one_region) or not self._build.is_ready:
+            return None
+        known, is_studied = self._known, self._is_studying and self._calm < PATIENCE
+        plans = [one.plan for one in known.active.values()]
+        has_stepped = self._optimizer_steps - self._calm_since > 1 or not self._optimizer_steps or self._is_one_region
+        if is_studied or not has_stepped or known.pending or known.ready or not all(map(_keeps_all, plans)):
+            return None
+        is_kept = bool(plans) and not self._is_unplanned
+        is_in_core = not self._is_one_region or self._before.before is Unplanned.IN_CORE
+        if not is_kept and not (is_in_core and self._before.is_plentiful(self._saved_bytes)):
+            return None
+        self._calm, self._is_unplanned = 0, False
+        budget_bytes = max((plan.budget_bytes for plan in plans), default=0) or known.budget_bytes
+        return MostBytes(max(budget_bytes, self._woken_bytes), is_kept)
+
+    def wakes(self, peak_bytes: int) -> str:
+        """Steps follow their plans again, or are looked at again to find kinds that were not there before."""
+        self._woken_bytes = GROWS * peak_bytes
+        self._matched.clear()  # steps may have changed long since
+        for plan in self._known.active.values():
+            plan.check_next()
+        if self._known.active:  # if it really exceeds its budget, that is told, and another plan is made
+            return ""
+        return auto_messages.grown(peak_bytes)
+
     def ended(self, segment: Segment) -> None:
         super().ended(segment)
+        self._calm = self._calm + 1 if self._is_calm and not segment.diverged else 0
+        self._calm_since = self._calm_since if self._calm else self._optimizer_steps
+        self._is_unplanned = self._calm > 0 and (self._is_unplanned or self._following is None)
+        self._saved_bytes = max(self._saved_bytes, segment.saved_bytes)
         plan, self._following = self._following, None
         if plan is None or segment.outcome not in (Outcome.USED, Outcome.LEFT_OVER):
             return
         key = self._key_of(plan)
         self._missed[key] = self._missed[key] + 1 if segment.diverged else 0
-        if self._missed[key] >= MISSES and self._studies[key] < MOST_STUDIES - 1 and self._ranks is None:
+        is_longer = segment.diverged and segment.saved_values > len(plan.plan.saved)
+        self._matched |= set() if segment.diverged else {key}
+        is_other = self._missed[key] >= (MISSES << self._studies[key] if key in self._matched else UNMATCHED)
+        if (is_longer or is_other) and self._ranks is None:
+            self._longest[key] = segment.saved_values if is_longer else 0
             self._studies[key] += 1
             self._missed[key] = 0
+            self._matched.discard(key)
             self._known.leave(key)
             self._last = None if self._last is plan else self._last
             self.forget(key)
@@ -317,15 +378,18 @@ class StudiedPlans(LoopObserver):
         self._known.want(key, profile, ahead_bytes, arena_room_bytes=self._arena_room_bytes[key])
 
     def _is_outgrown(self, plan: ActivePlan, number: int) -> bool:
-        """Whether the memory outside the step now makes the plan exceed its budget. If so, another plan is made."""
+        """Whether the memory outside the step now makes the plan exceed its budget. If so, another plan is made, unless
+        it grows on and on: then the step is reported that exceeds its budget.
+        """
         key = self._key_of(plan)
         profile, beside = self._known.profiles.get(key), self._beside[key]
         if self._known.policy is not OverBudget.REPLAN or profile is None:
             return False
-        if not (plan.is_due or beside.is_due(number)):
+        if not (plan.is_due or beside.is_due(number)) or self._grown[key] == MOST_PLANS:
             return False
         more_bytes = beside.outgrown(number, profile, plan.plan, self.context.where.type)
         if more_bytes:
+            self._grown[key] += 1
             self._messages.say(auto_messages.OUTGROWN)
             self._want_another(key, profile, more_bytes)
         return bool(more_bytes)
@@ -368,6 +432,8 @@ class StudiedPlans(LoopObserver):
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Ranks share their plans here, because all of them have come to the same step."""
         super().stepped(optimizer)
+        if self._optimizer_steps == 1 and self._attachment.is_resting:  # what seemed to be all steps is a part of one
+            self._attachment.wakes_next()
         self._took_s = time.perf_counter() - self._began_s
         if self._ranks is not None and self._ranks.are_due():
             self._known.poll()
@@ -402,6 +468,11 @@ class StudiedPlans(LoopObserver):
         return shared.is_all
 
 
+def _keeps_all(plan: Plan) -> bool:
+    """Whether steps that follow the plan are ordinary ones."""
+    return all(value.decision is Decision.KEEP for value in plan.values if not value.source)
+
+
 class Promise:
     """State: seconds of the steps so far under one plan, and how long each waited for copies."""
 
@@ -432,7 +503,8 @@ class Promise:
     def _why(self) -> str:
         if self.stall_s > (self.step_s - self.plan.prediction.step_s) / 2:
             return COPIES
-        if self.plan.prediction.arena_peak_bytes is not None and not self._reports[-1].served_bytes:
+        has_arena = self.plan.prediction.arena_peak_bytes is not None and is_loaded()
+        if has_arena and not self._reports[-1].served_bytes:
             return NO_ARENA
         return BUSY if os.getloadavg()[0] > (os.cpu_count() or 1) else SLOWER
 

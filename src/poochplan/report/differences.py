@@ -1,4 +1,4 @@
-"""The differences of two plans, of two profiles, of two certificates, and of a plan and its run."""
+"""The differences of two plans, of two profiles, and of a plan and its run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from poochplan.formats.plan import Departure, Plan, PlannedValue, PointActions
 from poochplan.formats.plan_set import describe
 from poochplan.formats.profile import Kind, Op, Profile
 from poochplan.formats.queries import OUTSIDE
-from poochplan.formats.run_record import Certificate, RunRecord
+from poochplan.formats.run_record import RunRecord
 
 from .tables import Figure, Inspected, Unit, figure_table, first_rows, plain_rows
 
@@ -55,7 +55,7 @@ class Differences:
 
 
 def differences(first: Inspected, second: Inspected) -> Differences:
-    """Everything that differs between two plans, profiles or certificates, or between a plan and a run of it.
+    """Everything that differs between two plans or profiles, or between a plan and a run of it.
 
     Of plans not seconds and rounds of the search, and notes; of profiles not notes and the times of single ops. Two
     profiles of one step differ in times, and always do unless one is a copy. A run differs from its plan where it left
@@ -75,11 +75,8 @@ def differences(first: Inspected, second: Inspected) -> Differences:
             return _of_run(first, second)
         case RunRecord(), Plan():
             return _of_run(second, first)
-        case Certificate(), Certificate():
-            return _of_certificates(first, second)
     raise UsageError(
-        "expected two plans, two profiles, two certificates, or a plan and a run of it, found a "
-        f"{first.kind} and a {second.kind}"
+        f"expected two plans, two profiles, or a plan and a run of it, found a {first.kind} and a {second.kind}"
     )
 
 
@@ -104,7 +101,7 @@ def _of_plans(first: Plan, second: Plan) -> Differences:
     if not is_same_step:
         parts.append("The plans are for steps that save or use other values: their points do not compare.")
     elif not is_comparable:
-        parts.append("The plans decide about other sources or narrow forms: their points do not compare.")
+        parts.append("The plans decide about other sources: their points do not compare.")
     data = {"same_step": is_same_step, "values": values, "points": points}
     return Differences(bool(figures or parts), "Plans", figures, parts, data)
 
@@ -315,31 +312,6 @@ def _departure_row(one: Departure) -> dict[str, str]:
         "planned": f"{one.value}: {one.planned}" if one.value else one.planned,
         "found": one.found,
     }
-
-
-def _of_certificates(first: Certificate, second: Certificate) -> Differences:
-    """Compares the planned steps of each, or else those in-core, one by one. Versions, machine, seed and settings may
-    be others: the runs differ where a digest does.
-    """
-    pairs = list(zip(first.steps, second.steps, strict=False))
-    found = (f"step {n}: {what} differs" for n, (a, b) in enumerate(pairs) if (what := a.first_difference(b)))
-    counts = f"{len(first.steps)} steps against {len(second.steps)}" if len(first.steps) != len(second.steps) else ""
-    difference = next(found, counts)
-    said = difference or f"All digests of {len(pairs)} steps are the same."
-    flags = sorted({*first.flags, *second.flags})
-    figures = _figures(_certificate_facts(first, flags), _certificate_facts(second, flags))
-    data = {"difference": difference, "compared_steps": len(pairs)}
-    return Differences(bool(difference), "Certificates", figures, [said], data)
-
-
-def _certificate_facts(found: Certificate, flags: Sequence[str]) -> list[Fact]:
-    return [
-        ("plan", found.plan_fingerprint, ""),
-        ("seed", found.seed, ""),
-        ("versions", _text(found.versions), ""),
-        ("host", _text(found.host), ""),
-        *((name, found.flags.get(name, ABSENT), "") for name in flags),
-    ]
 
 
 def _figures(ours: Sequence[Fact], theirs: Sequence[Fact]) -> list[Figure]:

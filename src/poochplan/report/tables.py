@@ -16,13 +16,13 @@ from rich.table import Table
 
 from poochplan.errors import InputFileError
 from poochplan.formats.files import one_line, read_data, write_atomic
-from poochplan.formats.narrow import as_planned, narrowed
 from poochplan.formats.pass_profile import PassProfile
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.plan_set import describe
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import OUTSIDE, saved_values, writers_by_value
-from poochplan.formats.run_record import Certificate, RunRecord
+from poochplan.formats.run_record import RunRecord
+from poochplan.formats.sources import as_planned
 from poochplan.peak import simulate_plan
 from poochplan.planner.simulator.streams import Lane
 from poochplan.planner.whatif import as_followed
@@ -34,13 +34,12 @@ Columns = Mapping[str, str] | Iterable[str]
 _FORMATS = {"bytes": format_bytes, "s": format_seconds, "share": "{:+.2%}".format, "bytes/s": format_rate}
 DECISIONS = tuple(str(decision) for decision in Decision)
 UNKNOWN = "not written in this file"
-Inspected = Profile | PassProfile | Plan | RunRecord | Certificate
+Inspected = Profile | PassProfile | Plan | RunRecord
 KINDS: dict[str, type[Inspected]] = {
     "profile": Profile,
     "inference": PassProfile,
     "plan": Plan,
     "run": RunRecord,
-    "certificate": Certificate,
 }
 
 
@@ -200,10 +199,10 @@ def overhead_by_layer(profile: Profile, plan: Plan) -> pd.DataFrame:
 
 
 def _writing_seconds(profile: Profile) -> dict[str, float]:
-    """Seconds of the ops that write each saved value, or what its bits stand for, by the value's name."""
-    writers, masks = writers_by_value(profile), narrowed(profile)
+    """Seconds of the ops that write each saved value, by its name."""
+    writers = writers_by_value(profile)
     return {
-        profile.values[index].name: sum(profile.ops[op].duration_s for op in writers[masks.get(index, index)])
+        profile.values[index].name: sum(profile.ops[op].duration_s for op in writers[index])
         for index in saved_values(profile)
     }
 
@@ -242,8 +241,8 @@ def load_any(path: str | Path) -> Inspected:
 
 def file_rows(found: Inspected) -> dict[str, str]:
     """The purpose of the file, its origin, and its figures."""
-    if isinstance(found, RunRecord | Certificate):
-        rows = {"for": f"plan {found.plan_fingerprint or 'none'}"}
+    if isinstance(found, RunRecord):
+        rows = {"for": f"plan {found.plan_fingerprint}"}
     else:
         first = found.model.tensors[0] if found.model.tensors else OUTSIDE
         rows = {"for": f"a model of {len(found.model.tensors)} parameters and buffers, the first {first}"}

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from poochplan.formats.files import write_atomic
-from poochplan.formats.narrow import NARROW, as_planned
 from poochplan.formats.occupancy import (
     COMPUTE,
     IN_LINK,
@@ -31,6 +30,7 @@ from poochplan.formats.occupancy import (
 )
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Phase, Profile
+from poochplan.formats.sources import as_planned
 from poochplan.peak import simulate_plan
 from poochplan.planner.simulator.streams import Lane
 from poochplan.units import format_bytes, format_copies, format_seconds, share_of_peak
@@ -153,7 +153,6 @@ def predicted_trace(profile: Profile, plan: Plan) -> StepTrace:
     ops = [  # each ends at the beginning of the next tick, because all waits are at points
         Bar(COMPUTE, op.name, float(memory.times_s[tick]), float(memory.times_s[tick + 1]), op.layer)
         for op, tick in zip(planned.ops, planned.op_ticks, strict=True)
-        if op.name != NARROW
     ]
     return StepTrace(
         workload=plan.workload,

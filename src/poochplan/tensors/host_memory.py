@@ -7,6 +7,7 @@ import ctypes
 import functools
 import mmap
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -44,14 +45,20 @@ MARGIN = 1.1
 
 def available_bytes() -> int:
     """Host memory that this process may still take: of the machine, its cgroups, and its address space."""
+    return available_and_limit()[0]
+
+
+def available_and_limit() -> tuple[int, str]:
+    """These bytes, and which limit leaves the fewest."""
     import resource  # not on Windows, where profiling is refused with its own message
 
-    limits = [_machine_bytes(), *_cgroup_bytes()]
+    limits = [(_machine_bytes(), "the machine"), *((left, "its cgroup") for left in _cgroup_bytes())]
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limits.append(soft - pages * os.sysconf("SC_PAGE_SIZE"))
-    return max(0, min(limits))
+        limits.append((soft - pages * os.sysconf("SC_PAGE_SIZE"), "its address space (ulimit -v)"))
+    left_bytes, limit = min(limits)
+    return max(0, left_bytes), limit
 
 
 def _machine_bytes() -> int:
@@ -63,17 +70,33 @@ def _machine_bytes() -> int:
 
 def _cgroup_bytes() -> list[int]:
     """Bytes that are left in each limited cgroup of this process, version 1 or 2."""
-    left = []
+    of_version = {False: ("memory.max", "memory.current"), True: _VERSION_1}
+    return [left for at, is_first in _cgroups("memory") for left in _left(at, of_version[is_first])]
+
+
+def io_limits() -> list[str]:
+    """Limits of this process's cgroups on a disk's rate, as the kernel writes them."""
+    found = []
+    for at, is_first in _cgroups("blkio"):
+        names = _VERSION_1_IO if is_first else ("io.max",)
+        lines = [(name, line) for name in names for line in _lines(at / name)]
+        found += [
+            f"{line} ({name})" for name, line in lines if any(part.isdigit() for part in re.split("[ =]", line)[1:])
+        ]
+    return found
+
+
+def _cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
+    """This process's cgroups with that controller, and those above them; and whether they are of version 1."""
     for line in _lines(Path("/proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
+        if controllers in ("", controller):
             root = Path("/sys/fs/cgroup") / controllers
-            names = ("memory.max", "memory.current") if not controllers else _VERSION_1
             folder = root / path.lstrip("/")
-            left += [found for at in (folder, *folder.parents) if at.is_relative_to(root) for found in _left(at, names)]
-    return left
+            yield from ((at, bool(controllers)) for at in (folder, *folder.parents) if at.is_relative_to(root))
 
 
+_VERSION_1_IO = "blkio.throttle.read_bps_device", "blkio.throttle.write_bps_device"
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 

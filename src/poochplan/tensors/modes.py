@@ -6,11 +6,14 @@ import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, SupportsIndex
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from poochplan.errors import UsageError
+from poochplan.guard import Guard, guard_here, guarded_around, guarded_dispatch
 from poochplan.torch_private.attributes import with_attributes
 from poochplan.torch_private.compiler_internals import (
     call_attribute,
@@ -28,6 +31,7 @@ from poochplan.torch_private.tensor_internals import (
     mode_stack,
     pop_mode,
     push_mode,
+    stand_aside,
     topmost_mode,
     with_lazy_views,
 )
@@ -45,7 +49,7 @@ class ToggledMode(TorchDispatchMode):
     exists because autograd runs each node of backward under the stack at the beginning of backward: a mode removed
     meanwhile comes back. So it is with an op inside a transform, and with a compiled function, behind which torch would
     call the removed mode. Inside these a mode that is off stays off. Subclasses check :attr:`is_on` in their
-    ``__torch_dispatch__``.
+    ``__torch_dispatch__``, and run each op by :meth:`run_op`.
     """
 
     supports_higher_order_operators = True
@@ -59,11 +63,29 @@ class ToggledMode(TorchDispatchMode):
         self._pushed = False
         self._muted = False
         self._comes_back = False
+        self.guard: Guard | None = guard_here()
+        if self.guard is not None:
+            self.guard.modes.add(self)
+        self.outcome: tuple[int, Any] | None = None
+        """Of the op that runs, under a guard: 0 and its result, or the identity of its error; None before."""
+
+    def run_op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of the op that was dispatched."""
+        if self.guard is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        try:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        except BaseException as error:
+            self.outcome = id(error), None
+            raise
+        self.outcome = 0, result
+        return result
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__torch_dispatch__" in vars(cls):
-            method = with_lazy_views(dispatch_hidden_from_compiler(vars(cls)["__torch_dispatch__"]))
+            method = guarded_dispatch(dispatch_hidden_from_compiler(vars(cls)["__torch_dispatch__"]))
+            method = with_lazy_views(method)
             setattr(cls, "__torch_dispatch__", method)  # noqa: B010
 
     @classmethod
@@ -204,6 +226,14 @@ def uncompiled_hooks(
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
+@contextlib.contextmanager
+def hooked(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+    """A block under these hooks. They are off where its code forbids hooks: there autograd keeps what is saved."""
+    hooks = uncompiled_hooks(pack, unpack)
+    with stand_aside(hooks), hooks:
+        yield
+
+
 def compiled_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The outermost modules of ``model`` that ``torch.compile`` has wrapped, by path."""
     found: dict[str, torch.nn.Module] = {}
@@ -231,7 +261,8 @@ def around_compiled(
             attribute = call_attribute(module)
             stack.callback(_restore, module, attribute, module.__dict__.get(attribute))
             original = getattr(module, attribute)
-            object.__setattr__(module, attribute, _untraced(wrap(name, _noticed(original)), original))
+            run = guarded_around(partial(wrap, name))(_noticed(original))
+            object.__setattr__(module, attribute, _untraced(run, original))
         yield
 
 
@@ -281,15 +312,29 @@ def around_calls(model: torch.nn.Module, begins: Begins | None = None, ends: End
         return
     begun = hidden_from_compiler(begins) if begins is not None else None
     ended = hidden_from_compiler(ends) if ends is not None else None
+    guard = guard_here()
 
     def before(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if begun is not None and not torch.compiler.is_compiling() and not is_no_step():
-            begun(args, kwargs)
+        try:
+            if begun is not None and not torch.compiler.is_compiling() and not is_no_step():
+                begun(args, kwargs)
+        except Exception as error:
+            if guard is None or not guard.takes(error):
+                raise
 
     def behind(module: torch.nn.Module, args: Any, result: Any) -> None:
-        if ended is not None and not torch.compiler.is_compiling() and not is_no_step():
-            ended(result)
+        try:
+            if ended is not None and not torch.compiler.is_compiling() and not is_no_step():
+                ended(result)
+        except Exception as error:
+            if guard is None or not guard.takes(error):
+                raise
 
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UsageError(
+            "model: expected one that takes hooks, found TorchScript (torch.jit.script or load) as a whole; give a "
+            "module that contains it, such as torch.nn.Sequential(model), and call that"
+        )
     with contextlib.ExitStack() as stack:
         if begins is not None:
             stack.enter_context(left_out_of_copies(model.register_forward_pre_hook(before, with_kwargs=True)))

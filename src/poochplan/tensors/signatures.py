@@ -12,7 +12,13 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from poochplan.torch_private.sharding import sharded_parameters
-from poochplan.torch_private.tensor_internals import modules_of, non_persistent_buffers, owned_parameters, pytree
+from poochplan.torch_private.tensor_internals import (
+    is_training,
+    modules_of,
+    non_persistent_buffers,
+    owned_parameters,
+    pytree,
+)
 
 from .storages import parts_of
 
@@ -128,7 +134,7 @@ def model_switches(model: torch.nn.Module) -> str:
     """Autocast of the calling thread, precision, algorithms, and the modules and parameters that train now."""
     flags = [f"{name}={value}" for name, value in torch_switches().items()]
     modules = tuple(modules_of(model))
-    modes = _digest(module.training for module in modules)
+    modes = _digest(map(is_training, modules))
     parameters = (one for module in modules for one in owned_parameters(module).values() if one is not None)
     trained = _digest(parameter.requires_grad for parameter in parameters)
     return " ".join((*flags, f"modes={modes}", f"trained={trained}"))

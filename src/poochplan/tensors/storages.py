@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
+from poochplan.guard import users
 from poochplan.torch_private.sharding import around_local_tensor, local_tensor, without_local_tensor
 from poochplan.torch_private.tensor_internals import (
     COO_PARTS,
@@ -23,6 +24,7 @@ from poochplan.torch_private.tensor_internals import (
     owned_parameters,
     storage_identity,
     version_of,
+    without_modes,
     wraps_another,
 )
 
@@ -32,6 +34,22 @@ class FakeMemory(FakeTensorMode):
 
     Fake tensors of other modes (the compiler's) count as a subclass, and are never touched.
     """
+
+    def __init__(self, **options: Any) -> None:
+        _autograd_starts()
+        super().__init__(**options)
+
+
+@functools.cache
+def _autograd_starts() -> None:
+    """Runs a first backward before fake tensors, if this torch was built for GPUs and none is here.
+
+    Fake tensors then pretend that there are GPUs. In its first backward autograd starts a thread for each GPU, and no
+    worker that is forked after that can compute gradients.
+    """
+    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
+        with without_modes(), torch.inference_mode(False):
+            torch.ones((), device="cpu", requires_grad=True).backward()
 
 
 class Geometry(msgspec.Struct, frozen=True, gc=False):
@@ -70,12 +88,6 @@ def new_storage(size_bytes: int, where: torch.device) -> torch.UntypedStorage:
     finally:
         if fills:
             settings.fill_uninitialized_memory = True
-
-
-def on_whole(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
-    """The whole storage as one row, without a copy."""
-    count = storage.nbytes() // dtype.itemsize
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (count,), (1,))
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -217,12 +229,21 @@ def own_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 def check_unwritten(tensor: torch.Tensor, version: int, what: str) -> None:
     """Raises autograd's error if a saved tensor, named ``what``, was written in place since it had that version."""
     if version_of(tensor) != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"{what} is at version {version_of(tensor)}; expected version {version} instead. "
-            "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
-            "with torch.autograd.set_detect_anomaly(True)."
+        raise users(
+            RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{what} is at version {version_of(tensor)}; expected version {version} instead. "
+                "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
+                "with torch.autograd.set_detect_anomaly(True)."
+            )
         )
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Its gradient. Of a tensor that gets none, such as one that ``functional_call`` has put in a parameter's place, it
+    is not read: torch warns of that.
+    """
+    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
 
 
 class CheckedTensor:

@@ -14,20 +14,20 @@ from typing import Any, Literal
 import torch
 from torch._guards import TracingContext
 
-from .tensor_internals import is_dense
+from .tensor_internals import is_dense, own_attribute
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether ``torch.compile`` wraps the module (``_orig_mod``) or its call (``module.compile()``)."""
-    wrapped = getattr(module, "_orig_mod", None) is not None
-    return wrapped or getattr(module, "_compiled_call_impl", None) is not None
+    wrapped = own_attribute(module, "_orig_mod") is not None
+    return wrapped or own_attribute(module, "_compiled_call_impl") is not None
 
 
 def compiled_with(module: torch.nn.Module) -> str:
     """The compiler of a module and its settings, in words; empty for a module that is not compiled."""
     if not is_compiled(module):
         return ""
-    found: Any = getattr(module, "dynamo_ctx", None)
+    found: Any = own_attribute(module, "dynamo_ctx")
     if found is None:  # ``module.compile()``, whose callable has another attribute
         told = getattr(module._compiled_call_impl, "get_compiler_config", None)
         cells = [cell.cell_contents for cell in getattr(told, "__closure__", None) or ()]
@@ -92,14 +92,14 @@ def running_as_written() -> contextlib.AbstractContextManager[Any]:
 
 def captures_graphs(module: torch.nn.Module) -> bool:
     """Whether a compiled module runs as CUDA graphs (``mode="reduce-overhead"``, or the option of that name)."""
-    compiled = module if getattr(module, "_orig_mod", None) is not None else module._compiled_call_impl
+    compiled = module if own_attribute(module, "_orig_mod") is not None else module._compiled_call_impl
     settings = getattr(compiled, "get_compiler_config", lambda: None)()
     return bool(settings and settings.get("triton.cudagraphs"))
 
 
 def call_attribute(module: torch.nn.Module) -> str:
     """The attribute through which a compiled module is called; an object in its place is called instead."""
-    return "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"
+    return "forward" if own_attribute(module, "_compiled_call_impl") is None else "_compiled_call_impl"
 
 
 def hidden_from_compiler(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -105,9 +105,7 @@ def packet_of(func: Any) -> Any:
     return getattr(func, "_overloadpacket", None)
 
 
-CASTING: Any = torch.ops.aten._to_copy.default
-"""The op of a cast."""
-WIDENING: tuple[Any, ...] = (CASTING, torch.ops.aten.clone.default)
+WIDENING: tuple[Any, ...] = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 """A cast or a clone may make a larger tensor of the one that it reads (``formats/sources.py``)."""
 
 cudnn_takes_ctc_loss: Any = torch.ops.aten._use_cudnn_ctc_loss.Tensor
@@ -247,40 +245,58 @@ def topmost_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torc
 
 @contextlib.contextmanager
 def stand_aside(hooks: torch.autograd.graph.saved_tensors_hooks) -> Iterator[None]:
-    """A block in which these hooks are off when torch requires a thread without hooks, as ``torch.func.grad`` does.
+    """A block in which these hooks are off where code requires a thread without hooks, as ``torch.func.grad`` and
+    ``torch.autograd.graph.disable_saved_tensors_hooks`` do.
 
-    Torch would raise otherwise. Autograd keeps the tensors that are saved there.
+    Torch would raise otherwise. Autograd keeps the tensors that are saved there. The C functions are replaced, because
+    a decorator may have been made of the Python one before.
     """
     with _ASIDE_LOCK:
         _ASIDE.append(hooks)
-        torch.autograd.graph.disable_saved_tensors_hooks = _disable_others
+        hooks_of_torch: Any = torch._C._autograd
+        hooks_of_torch._saved_tensors_hooks_disable = _disable_others
+        hooks_of_torch._saved_tensors_hooks_enable = _enable_ours
     try:
         yield
     finally:
         with _ASIDE_LOCK:
             _ASIDE.remove(hooks)
             if not _ASIDE:
-                torch.autograd.graph.disable_saved_tensors_hooks = _DISABLE
+                torch._C._autograd._saved_tensors_hooks_disable = _DISABLE
+                torch._C._autograd._saved_tensors_hooks_enable = _ENABLE
 
 
-@contextlib.contextmanager
-def _disable_others(error_message: str) -> Iterator[None]:
+def _disable_others(error_message: str, *more: Any) -> None:
     topmost = topmost_hooks()
     if topmost is None or not any(topmost[0] is one.pack_hook for one in _ASIDE):
-        with _DISABLE(error_message):
-            yield
+        _DISABLE(error_message, *more)
         return
     torch._C._autograd._pop_saved_tensors_default_hooks()
     try:
-        with _DISABLE(error_message):
-            yield
-    finally:
+        _DISABLE(error_message, *more)
+    except RuntimeError:  # the user's hooks lie below
+        torch._C._autograd._push_saved_tensors_default_hooks(*topmost)
+        raise
+    _off.hooks = topmost
+
+
+def _enable_ours() -> None:
+    _ENABLE()
+    topmost, _off.hooks = _off.hooks, None
+    if topmost is not None and any(topmost[0] is one.pack_hook for one in _ASIDE):
         torch._C._autograd._push_saved_tensors_default_hooks(*topmost)
 
 
+class _Off(threading.local):
+    hooks: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = None
+    """Of :func:`stand_aside`, while this thread must have none."""
+
+
+_off = _Off()
 _ASIDE: list[torch.autograd.graph.saved_tensors_hooks] = []
 _ASIDE_LOCK = threading.Lock()
-_DISABLE = torch.autograd.graph.disable_saved_tensors_hooks
+_DISABLE: Callable[..., None] = torch._C._autograd._saved_tensors_hooks_disable
+_ENABLE: Callable[[], None] = torch._C._autograd._saved_tensors_hooks_enable
 
 
 is_scripted: Callable[[], bool] = torch._C._is_tracing
@@ -433,6 +449,22 @@ def modules_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             seen.add(module)
             yield module
             pending += [child for child in module._modules.values() if child is not None]
+
+
+def own_attribute(module: torch.nn.Module, name: str) -> Any:
+    """An attribute or child of the module, without its author's ``__getattr__``, which may raise for unknown names.
+    None if there is none.
+    """
+    own = vars(module)
+    if name in own:
+        return own[name]
+    children = own.get("_modules")
+    return children.get(name) if isinstance(children, dict) else None
+
+
+def is_training(module: torch.nn.Module) -> bool:
+    """Whether it is in train mode. A frozen module of TorchScript has no mode."""
+    return bool(getattr(module, "training", False))
 
 
 def is_made(module: torch.nn.Module) -> bool:

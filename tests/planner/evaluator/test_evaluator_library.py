@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 
+from poochplan.errors import NativeError
 from poochplan.formats.plan import Plan
-from poochplan.planner.planning import plan
+from poochplan.planner.planning import NO_EVALUATOR, plan
 from poochplan.planner.simulator import evaluator
 from poochplan.planner.simulator.evaluator import EVALUATOR, Evaluator, library
 from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.sweep import Solving, sweep
 from tests.planner.plans import random_decisions
 from tests.planner.random_profiles import transformer_like, unet_like
 from tests.processes import without_compiler
@@ -37,6 +40,7 @@ def nothing_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(evaluator, "_loading", evaluator._Loading())
+    monkeypatch.setattr(EVALUATOR, "_is_told", False)
     return tmp_path
 
 
@@ -99,13 +103,85 @@ def test_with_a_compiler_that_fails_plans_are_the_same(
     expected: Plan, nothing_loaded: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setenv("CXX", compiler(nothing_loaded, text))
-    found = planned()
+    with pytest.warns(UserWarning, match="without it plans are found about a hundred times more slowly; "):
+        found = planned()
     assert evaluator._loading.failure
+    assert NO_EVALUATOR in found.notes
+    assert NO_EVALUATOR not in expected.notes
     assert (found.prediction, found.values, found.schedule) == (
         expected.prediction,
         expected.values,
         expected.schedule,
     )
+
+
+def test_a_failed_build_is_told_once_in_a_process_and_stands_in_the_notes_of_each_plan(
+    nothing_loaded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler(nothing_loaded, "echo 'a.h:1:2: error: no; such' >&2; exit 1"))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        notes = [planned().notes for _ in range(3)]
+    (line,) = [str(one.message) for one in told]
+    assert line == (
+        f"poochplan: {nothing_loaded}/compiler could not build the evaluator: a.h:1:2: error: no, such; without it "
+        "plans are found about a hundred times more slowly; set CXX to another compiler, and try it with pooch doctor "
+        "--build"
+    )
+    assert Path(told[0].filename) == Path(__file__)
+    assert all(found.count(NO_EVALUATOR) == 1 for found in notes)
+
+
+def test_a_build_that_still_runs_at_the_end_of_a_plan_is_not_told_as_failed(
+    nothing_loaded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler(nothing_loaded, f"{once_asked(nothing_loaded)}; exit 1"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = plan(unet_like(2), "70%", time_limit_s=0.2, arena="off")
+    assert NO_EVALUATOR in found.notes
+    (nothing_loaded / "go").touch()
+    with pytest.warns(UserWarning, match="could not build the evaluator: it says nothing; "):
+        planned()
+
+
+def test_a_plan_that_was_not_searched_for_has_no_such_note(
+    nothing_loaded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler(nothing_loaded, f"{once_asked(nothing_loaded)}; exit 1"))
+    assert NO_EVALUATOR not in plan(unet_like(2), "100%", arena="off").notes
+    (nothing_loaded / "go").touch()
+
+
+def test_a_sweep_in_several_processes_tells_it_once(
+    nothing_loaded: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", compiler(nothing_loaded, "exit 1"))
+    solving = Solving(time_limit_s=0.5, arena="off")
+    with pytest.warns(UserWarning, match="could not build the evaluator") as told:
+        sweep(unet_like(1), [1 << 40, 1 << 41], ["greedy"], solving=solving, processes=2)
+    assert len(told) == 1
+    assert capfd.readouterr().err == ""
+
+
+def test_a_failure_is_kept_for_reports_until_the_compiler_is_another(
+    built: Path, nothing_loaded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", path := compiler(nothing_loaded, "exit 1"))
+    assert EVALUATOR.last_failure() == ""
+    with pytest.raises(NativeError) as error:
+        EVALUATOR.build()
+    assert EVALUATOR.last_failure() == str(error.value) == f"{path} could not build the evaluator: it says nothing"
+    monkeypatch.setenv("CXX", f"{path} -O1")
+    assert EVALUATOR.last_failure() == ""
+    monkeypatch.setenv("CXX", path)
+    assert EVALUATOR.last_failure()
+    compiler(nothing_loaded, f"{LAST}; cp {built} $last")
+    assert EVALUATOR.last_failure() == ""
+    assert EVALUATOR.build().exists()
+    assert not list(nothing_loaded.rglob("*.failed"))
+    compiler(nothing_loaded, "exit 1")
+    assert EVALUATOR.last_failure() == ""
 
 
 def test_a_cache_that_cannot_be_written_is_none(nothing_loaded: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from poochplan.errors import NativeError
 from poochplan.runtime.arena import library
-from poochplan.runtime.arena.library import Library, build, is_built, library_file, why_unavailable
+from poochplan.runtime.arena.library import ALLOCATOR, Library, build, is_built, library_file
 
 LOADS = """
 import torch
@@ -69,7 +69,7 @@ def test_two_processes_build_at_once_and_both_load(native: Library, home: Path) 
 
 def test_telling_whether_it_is_built_builds_and_makes_nothing(home: Path) -> None:
     assert not is_built()
-    why_unavailable()
+    ALLOCATOR.why_unavailable()
     assert list(home.iterdir()) == []
 
 
@@ -77,7 +77,7 @@ def test_what_is_built_is_not_built_again(built_home: Path, monkeypatch: pytest.
     monkeypatch.setenv("CXX", str(script(built_home / "fails", "exit 1")))
     assert is_built()
     assert build() == library_file()
-    assert why_unavailable() == ""
+    assert ALLOCATOR.why_unavailable() == ""
 
 
 def test_another_torch_is_another_library(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_another_torch_is_another_library(home: Path, monkeypatch: pytest.Monkey
 def test_without_a_compiler_one_line_says_what_to_install(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(home))
     expected = "expected a C++ compiler, found none of c++, g++, clang++; install g++ or clang++"
-    assert expected in why_unavailable()
+    assert expected in ALLOCATOR.why_unavailable()
     with pytest.raises(NativeError) as error:
         build()
     assert expected in one_line(error)
@@ -102,7 +102,9 @@ def test_without_a_compiler_one_line_says_what_to_install(home: Path, monkeypatc
 
 def test_a_compiler_that_is_named_and_not_there_is_told(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler -O3")
-    assert why_unavailable().startswith("CXX=no-such-compiler -O3: expected a C++ compiler, found no such command; ")
+    assert ALLOCATOR.why_unavailable().startswith(
+        "CXX=no-such-compiler -O3: expected a C++ compiler, found no such command; "
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,8 @@ def test_a_compiler_that_fails_is_one_clear_line(
     assert line.endswith(said)
     assert len(line) < 300 + len(str(compiler))
     assert not is_built()
-    assert [path.name for path in library_file().parent.iterdir()] == ["lock"]
+    assert sorted(path.name for path in library_file().parent.iterdir()) == ["allocator.failed", "lock"]
+    assert ALLOCATOR.last_failure() == line
 
 
 @pytest.mark.parametrize(
@@ -172,10 +175,36 @@ def test_a_link_in_the_place_of_the_folder_is_refused(built_home: Path, tmp_path
         build()
 
 
-def test_a_library_that_cannot_be_loaded_is_one_clear_line(built_home: Path) -> None:
-    library_file().write_bytes(b"no library")
+DAMAGES = {
+    "other content": lambda data: b"no library",
+    "nothing": lambda data: b"",
+    "cut short": lambda data: data[: len(data) // 3],  # to load it would end the process
+    "one byte": lambda data: data[:-999] + bytes([data[-999] ^ 1]) + data[-998:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_library_is_built_anew_and_without_a_compiler_is_one_clear_line(
+    damage: str, built_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = library_file().read_bytes()
+    (built_home / "whole").write_bytes(whole)
+    library_file().write_bytes(DAMAGES[damage](whole))
+    assert not is_built()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(NativeError, match="CXX=no-such-compiler: expected a C\\+\\+ compiler"):
+        build()
+    compiler = script(built_home / "copies", f"for last; do :; done; cp {built_home}/whole $last")
+    monkeypatch.setenv("CXX", str(compiler))
+    assert build().read_bytes().startswith(whole)
+    assert is_built()
+
+
+def test_a_library_that_cannot_be_loaded_is_one_clear_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = script(home / "compiler", "for last; do :; done; echo no library > $last")
+    monkeypatch.setenv("CXX", str(compiler))
     with pytest.raises(NativeError) as error:
-        Library(build())
+        Library()
     assert "cannot be loaded" in one_line(error)
     assert one_line(error).endswith("remove it, and it is built anew")
 
@@ -187,5 +216,12 @@ def test_a_failure_is_remembered(home: Path, monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(2):
         with pytest.raises(NativeError, match="found none of"):
             library.library()
-        monkeypatch.setattr(library, "build", lambda: pytest.fail("it is built again"))
+        monkeypatch.setattr(library.ALLOCATOR, "build", lambda: pytest.fail("it is built again"))
     assert library._library is None
+    assert not library.is_loaded()
+    assert "found none of" in library.why_unavailable()
+    monkeypatch.setattr(library.ALLOCATOR, "_is_told", False)
+    assert library.untold_absence().startswith("expected a C++ compiler, found none of c++, g++, clang++; without it ")
+    assert library.untold_absence() == ""
+    with library.fresh_memory():  # which only asks for huge pages if there is one
+        assert torch.ones(1 << 20).sum() == 1 << 20

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import poochplan
-from poochplan.errors import AllocatorError, UsageError
+from poochplan.errors import UsageError
+from poochplan.runtime.arena import library
 from tests.runtime.inference.passes import (
     KINDS,
     LARGE_BYTES,
@@ -290,10 +291,8 @@ def test_passes_within_a_session_are_ordinary() -> None:
 
 
 def test_without_a_compiler_one_line_says_so_and_passes_are_ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise AllocatorError("expected a C++ compiler, found none; install g++")
-
-    monkeypatch.setattr("poochplan.sessions.library", fail)
+    monkeypatch.setattr(library, "_library", None)
+    monkeypatch.setattr(library, "_failure", "expected a C++ compiler, found none; install g++")
     model, batch = KINDS["skips"].fresh()
     with pytest.warns(RuntimeWarning, match=r"^poochplan: arena\(\) .* are ordinary: .*install g\+\+$") as told:
         arena = poochplan.arena(model)

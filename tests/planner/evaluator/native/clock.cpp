@@ -18,7 +18,7 @@ extern "C" __attribute__((visibility("default"))) void run(const Problem* proble
                                                            int64_t count, Seconds* seconds) {
   Scratch scratch(*problem, 0);
   Clock& clock = scratch.clock;
-  start_clock(*problem, scratch.decisions, clock);
+  pooch::start_clock(*problem, scratch.decisions, clock);
   for (int64_t at = 0; at < count; ++at) {
     const Command& command = commands[at];
     const auto queue = static_cast<int>(command.queue);

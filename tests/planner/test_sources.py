@@ -1,21 +1,19 @@
-"""Sources and bits, which a plan may hold in place of saved values: the same claims of all forms."""
+"""Sources, which a plan may hold in place of larger copies of them that autograd saves."""
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import pytest
 
-from poochplan.errors import InputFileError
-from poochplan.formats.narrow import as_planned, with_bits
+from poochplan.errors import InputFileError, UsageError
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Kind, Profile
-from poochplan.formats.sources import sources_of, with_sources
+from poochplan.formats.sources import as_planned, sources_of, with_sources
 from poochplan.planner.arena.packing import live_peak
 from poochplan.planner.arena.step_layout import blocks_of
 from poochplan.planner.planning import plan
@@ -29,10 +27,9 @@ from poochplan.report.differences import differences
 from tests.depth import seeds, tries
 from tests.planner.checker import Violation, check
 from tests.planner.oracle import best_schedule
-from tests.planner.plans import held, plan_with, random_decisions, random_schedule
+from tests.planner.plans import budget_at, held, plan_with, random_decisions, random_schedule
 from tests.planner.random_profiles import Recorder, link, with_facts, with_random_thread
-from tests.planner.test_masks import SIZE, dropout
-from tests.planner.tiny_profiles import FORMS, Form, tiny_with
+from tests.planner.tiny_profiles import cast_profile, tiny_with_sources
 
 KEEP, SWAP, RECOMPUTE = Decision
 SAME = 1 + 1e-9
@@ -50,31 +47,6 @@ def norm(written: bool = False, name: str = "aten._to_copy.default", opaque: boo
         r.op("add_", [stem], writes=[stem], seconds=0.1)
     r.op("add", [stem, narrow], [512], saves=[narrow], seconds=1.0)
     return r.finish(link(1e-3))
-
-
-class Step(NamedTuple):
-    """One step with one smaller form, and a version of it that has none."""
-
-    profile: Profile
-    added: Callable[[Profile], Profile]
-    without: Profile
-    fault: str
-    """What the checker says of the form in ``without``."""
-    saved_bytes: int
-    """By which the smaller form is smaller."""
-    own_bytes: int
-    widened_s: float
-    made_s: float
-
-
-STEPS = {
-    "a source": Step(norm(), with_sources, norm(written=True), "written after", 4096, 4096, 0.1, 1.1),
-    "bits": Step(
-        dropout(), with_bits, dropout(written=True), "scaled alone", SIZE - SIZE // 32, SIZE // 32,
-        2 * (SIZE + SIZE // 32) * 0.3 / (3 * SIZE), 1.0 + 1e-4 + 1e-5,
-    ),
-}  # fmt: skip
-of_a_step = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 
 
 def test_a_source_is_the_smaller_tensor_that_a_cast_or_a_clone_reads() -> None:
@@ -107,31 +79,28 @@ def test_an_idle_source_costs_nothing_whatever_is_decided_about_it() -> None:
         assert swap_all(problem)[0] is KEEP
 
 
-@of_a_step
-def test_a_profile_without_any_stays_itself_and_one_with_them_gets_no_more(step: Step) -> None:
-    assert step.added(step.without) == step.without
-    once = step.added(step.profile)
-    assert len(once.points) == len(step.profile.points) + 1
-    assert step.added(once) is once
+def test_a_profile_without_any_stays_itself_and_one_with_them_gets_no_more() -> None:
+    assert with_sources(norm(written=True)) == norm(written=True)
+    once = with_sources(norm())
+    assert len(once.points) == len(norm().points) + 1
+    assert with_sources(once) is once
 
 
-@of_a_step
-def test_what_is_held_takes_its_own_bytes_in_place_of_the_values(step: Step) -> None:
-    problem = build_problem(step.added(step.profile))
+def test_what_is_held_takes_its_own_bytes_in_place_of_the_values() -> None:
+    problem = build_problem(with_sources(norm()))
     held, kept, gone = (
         try_style(problem, "", (first, second, KEEP), 1 << 40, STYLE_OF[0]).simulation
         for first, second in ((KEEP, RECOMPUTE), (KEEP, KEEP), (RECOMPUTE, RECOMPUTE))
     )
     tick = int(problem.point_ticks[problem.use_points[0]])  # behind the last op of forward
-    assert kept.memory_bytes[tick] - held.memory_bytes[tick] == step.saved_bytes
-    assert held.memory_bytes[tick] - gone.memory_bytes[tick] == step.own_bytes
-    assert held.step_s == pytest.approx(kept.step_s + step.widened_s)
-    assert gone.step_s == pytest.approx(kept.step_s + step.made_s)
+    assert kept.memory_bytes[tick] - held.memory_bytes[tick] == 4096
+    assert held.memory_bytes[tick] - gone.memory_bytes[tick] == 4096
+    assert held.step_s == pytest.approx(kept.step_s + 0.1)
+    assert gone.step_s == pytest.approx(kept.step_s + 1.1)
 
 
-@of_a_step
-def test_plans_of_one_step_compare_whether_they_hold_any_or_not(step: Step) -> None:
-    made, kept = held(step.profile, step.added), plan(step.profile, step.profile.in_core_peak_bytes)
+def test_plans_of_one_step_compare_whether_they_hold_any_or_not() -> None:
+    made, kept = held(norm()), plan(norm(), norm().in_core_peak_bytes)
     found = differences(kept, made).data
     assert found["same_step"]
     assert {value["name"]: (value["first"], value["second"]) for value in found["values"]} == {
@@ -143,62 +112,60 @@ def test_plans_of_one_step_compare_whether_they_hold_any_or_not(step: Step) -> N
     assert differences(made, other).data["points"] == []
 
 
-@of_a_step
-def test_a_checked_plan_holds_only_what_may_be_held(step: Step) -> None:
-    made = held(step.profile, step.added)
-    check(step.profile, made)
-    with pytest.raises(Violation, match=step.fault):
-        check(step.without, made)
+def test_a_checked_plan_holds_only_what_may_be_held() -> None:
+    made = held(norm())
+    check(norm(), made)
+    with pytest.raises(Violation, match="written after"):
+        check(norm(written=True), made)
     with pytest.raises(Violation, match="away"):
-        check(step.profile, with_facts(made, "values", 0, until=-1))
+        check(norm(), with_facts(made, "values", 0, until=-1))
 
 
-@of_a_step
-def test_decisions_about_it_can_be_changed_by_hand(step: Step) -> None:
-    has_bits = step.added is with_bits
-    made = held(step.profile, step.added)
-    assert [(value.source, value.bits, value.until) for value in made.values] == [
-        (True, has_bits, 1), (False, False, -1), (False, False, -1)
-    ]  # fmt: skip
-    assert as_planned(step.profile, made) == step.added(step.profile)
-    assert made.sources(bits=has_bits)[KEEP] == [step.own_bytes]
-    assert not any(made.sources(bits=not has_bits).values())
-    assert made.decided()[RECOMPUTE] == [step.saved_bytes + step.own_bytes]
+def test_decisions_about_it_can_be_changed_by_hand() -> None:
+    made = held(norm())
+    assert [(value.source, value.until) for value in made.values] == [(True, 1), (False, -1), (False, -1)]
+    assert as_planned(norm(), made) == with_sources(norm())
+    assert made.sources()[KEEP] == [4096]
+    assert made.rows()["sources of larger copies"] == "keep 1 (4.00 KiB)"
+    assert made.decided()[RECOMPUTE] == [8192]
     for decision in ("swap", "recompute"):
-        changed = with_decisions(step.profile, made, {made.values[0].name: decision})
-        assert check(step.profile, changed).peak_bytes == changed.prediction.peak_bytes
+        changed = with_decisions(norm(), made, {made.values[0].name: decision})
+        assert check(norm(), changed).peak_bytes == changed.prediction.peak_bytes
         assert differences(made, changed).data["same_step"]
-    assert changed.sources(bits=has_bits)[RECOMPUTE] == ([] if has_bits else [step.own_bytes])  # drawn with its mask
+    assert changed.sources()[RECOMPUTE] == [4096]
 
 
-@of_a_step
+def test_without_sources_a_plan_holds_none() -> None:
+    profile = cast_profile(0)
+    budget_bytes = budget_at(profile, 0.5)
+    assert any(value.source for value in plan(profile, budget_bytes, evaluations=50).values)
+    assert not any(value.source for value in plan(profile, budget_bytes, evaluations=50, without=["sources"]).values)
+    with pytest.raises(UsageError, match="expected sources, found 'masks'"):
+        plan(profile, budget_bytes, without=["masks"])
+
+
 @pytest.mark.parametrize(
     ("place", "changes", "fault"),
     [
         (0, {"until": 0}, "values[0].until: expected a later save point"),
-        (0, {"source": False, "bits": False}, "values[0].until: expected -1 for a value that is no source"),
-        (1, {"bits": True}, "values[1].bits: expected false for a value that is no source"),
+        (0, {"source": False}, "values[0].until: expected -1 for a value that is no source"),
     ],
 )
-def test_a_plan_file_with_a_wrong_form_is_refused(
-    step: Step, place: int, changes: dict[str, Any], fault: str, tmp_path: Path
+def test_a_plan_file_with_a_wrong_source_is_refused(
+    place: int, changes: dict[str, Any], fault: str, tmp_path: Path
 ) -> None:
-    made = held(step.profile, step.added)
+    made = held(norm())
     assert Plan.load(made.save(tmp_path / "right.json")) == made
     path = with_facts(made, "values", place, **changes).save(tmp_path / "plan.json")
     with pytest.raises(InputFileError, match=re.escape(fault)):
         Plan.load(path)
 
 
-of_each = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-
-
-@of_each
 @pytest.mark.parametrize("seed", seeds(12, 400))
-def test_both_simulators_and_the_checker_agree(form: Form, seed: int) -> None:
-    profile = form.profile(seed, 2 + seed % 6)
+def test_both_simulators_and_the_checker_agree(seed: int) -> None:
+    profile = cast_profile(seed, 2 + seed % 6)
     thread = with_random_thread(profile, seed) if seed % 2 else profile
-    planned = form.added(thread)
+    planned = with_sources(thread)
     problem, evaluator = build_problem(planned), Evaluator(build_problem(planned))
     for turn, style in enumerate(STYLE_OF):
         wish = random_decisions(problem, 10 * seed + turn)
@@ -212,36 +179,31 @@ def test_both_simulators_and_the_checker_agree(form: Form, seed: int) -> None:
         assert verdict.first_step_peak_bytes == found.simulation.first_step_peak_bytes
 
 
-@of_each
 @pytest.mark.parametrize("seed", seeds(6, 200))
-def test_the_blocks_of_such_steps_are_live_as_the_simulator_says(form: Form, seed: int) -> None:
-    profile = form.added(form.profile(seed, 2 + seed % 6))
+def test_the_blocks_of_such_steps_are_live_as_the_simulator_says(seed: int) -> None:
+    profile = with_sources(cast_profile(seed, 2 + seed % 6))
     problem = build_problem(profile)
     schedule = try_style(problem, "", random_decisions(problem, seed), 0, STYLE_OF[seed % 4]).schedule
     blocks = blocks_of(profile, problem, schedule)
-    peak_bytes, taken_bytes = simulate(problem, schedule).peak_bytes, live_peak(blocks.before + blocks.of_step)
-    assert taken_bytes <= peak_bytes
-    assert taken_bytes == peak_bytes or form.added is with_bits  # narrowing takes memory that no block shows
+    assert live_peak(blocks.before + blocks.of_step) == simulate(problem, schedule).peak_bytes
 
 
-@of_each
 @pytest.mark.parametrize("seed", seeds(25, 2000))
-def test_no_plan_is_faster_than_the_bound_for_its_own_peak(form: Form, seed: int) -> None:
-    problem = build_problem(form.added(form.profile(seed, 1 + seed % 7)))
+def test_no_plan_is_faster_than_the_bound_for_its_own_peak(seed: int) -> None:
+    problem = build_problem(with_sources(cast_profile(seed, 1 + seed % 7)))
     wish = random_decisions(problem, seed)
     for schedule in (
         random_schedule(problem, seed),
-        try_style(problem, "", wish, int(random.Random(seed).random() * form.size_bytes), STYLE_OF[0]).schedule,
+        try_style(problem, "", wish, int(random.Random(seed).random() * 40_000), STYLE_OF[0]).schedule,
     ):
         found = simulate(problem, schedule)
         peak_bytes = max(found.peak_bytes, found.first_step_peak_bytes)
         assert lower_bound(problem, peak_bytes, "highs", SolverLimits(60)) <= found.step_s * SAME
 
 
-@of_each
 @pytest.mark.parametrize("seed", seeds(4, 200))
-def test_the_planner_finds_the_best_plan_of_a_tiny_step(form: Form, seed: int) -> None:
-    profile, problem, budget_bytes = tiny_with(form, seed)
+def test_the_planner_finds_the_best_plan_of_a_tiny_step(seed: int) -> None:
+    profile, problem, budget_bytes = tiny_with_sources(seed)
     best = best_schedule(problem, budget_bytes)
     assert best is not None
     made = plan(profile, budget_bytes, time_limit_s=5, gap=0.0)

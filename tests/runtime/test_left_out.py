@@ -1,0 +1,185 @@
+"""Steps that run fewer layers than planned follow the plan of the longest path: bitwise, and within its bytes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from itertools import combinations
+
+import pytest
+import torch
+from torch import nn
+
+import poochplan
+from poochplan.formats.plan import Plan
+from tests.live_bytes import LiveBytes
+from tests.runtime.besides import tight
+from tests.runtime.detours import Step, fresh_model, gradients_of, profile_of, under
+from tests.runtime.random_plans import random_plan
+
+ROWS = torch.randn(96, 32, generator=torch.Generator().manual_seed(3))
+IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(4))
+
+
+class Paths(nn.Module):
+    """Networks whose step names the layers that it runs, in ``path``."""
+
+    longest: Sequence[int]
+    path: Sequence[int]
+
+    @classmethod
+    def step(cls, path: Sequence[int]) -> Step:
+        def step(model: nn.Module) -> torch.Tensor:
+            model.path = path
+            return model(cls.given()).square().mean()
+
+        return step
+
+    @staticmethod
+    def given() -> torch.Tensor:
+        return ROWS
+
+
+class Dropped(Paths):
+    """LayerDrop over blocks that differ in width, each with dropout."""
+
+    longest = range(4)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, wide), nn.GELU(), nn.Dropout(0.2), nn.Linear(wide, 32))
+            for wide in (64, 128, 64, 96)
+        )
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for number in self.path:
+            rows = rows + self.blocks[number](rows)
+        return self.head(rows)
+
+
+class Bottleneck(nn.Module):
+    """Its result is saved by its ReLU, and again by the next block's convolution."""
+
+    def __init__(self, channels: int, wide: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(channels, wide, 3, padding=1), nn.Conv2d(wide, wide, 3, padding=1)
+        self.norm = nn.BatchNorm2d(wide)
+        self.short = nn.Conv2d(channels, wide, 1) if channels != wide else nn.Identity()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.norm(self.second(torch.relu(self.first(images)))) + self.short(images))
+
+
+class Stages(Paths):
+    """Stochastic depth of a convolutional network of two stages; the first block of each always runs."""
+
+    longest = range(6)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.ModuleList(Bottleneck(3 if not number else 8, 8) for number in range(3))
+        self.two = nn.ModuleList(Bottleneck(8 if not number else 16, 16) for number in range(3))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        for number in self.path:
+            images = (*self.one, *self.two)[number](images)
+        return self.head(images.mean((2, 3)))
+
+    @staticmethod
+    def given() -> torch.Tensor:
+        return IMAGES
+
+
+class Iterated(Paths):
+    """One layer for as many times as the step says: the same values, again and again."""
+
+    longest = (0,) * 5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)), nn.Linear(32, 8)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for _ in self.path:
+            rows = rows + self.cell(rows)
+        return self.head(rows)
+
+
+class Exits(Paths):
+    """Every layer that runs has an exit of its own, whose outcomes are added: what is deep may not be reached."""
+
+    longest = range(4)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Sigmoid()) for _ in range(4))
+        self.exits = nn.ModuleList(nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4)) for _ in range(4))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros(96, 4)
+        for number in self.path:
+            rows = self.layers[number](rows)
+            found = found + self.exits[number](rows)
+        return found
+
+
+PATHS: dict[type[Paths], list[Sequence[int]]] = {
+    Dropped: [one for many in (3, 2) for one in combinations(range(4), many)],
+    Stages: [(0, 1, 3, 4, 5), (0, 2, 3, 4, 5), (0, 1, 2, 3, 5), (0, 1, 2, 3, 4), (0, 3, 5), (0, 3)],
+    Iterated: [(0,) * many for many in (4, 3, 1)],
+    Exits: [range(3), range(2), range(1)],
+}
+NETWORKS = pytest.mark.parametrize("network", PATHS, ids=lambda one: one.__name__)
+
+
+@functools.cache
+def plans_of(network: type[Paths]) -> list[Plan]:
+    """One at the smallest budget, and random ones that swap, replay or mix."""
+    profile = profile_of(network, network.step(network.longest))
+    mixes = (0, 1, 0), (0, 0, 1), (1, 2, 2), (1, 2, 2)
+    drawn = [random_plan(profile, seed, mix) for seed, mix in enumerate(mixes)]
+    return [tight(profile), *drawn]
+
+
+@NETWORKS
+def test_a_step_that_leaves_out_layers_is_bitwise_the_plain_one_and_is_not_told_to_differ(network: type[Paths]) -> None:
+    steps = [network.step(path) for path in (network.longest, *PATHS[network], network.longest)]
+    for plan in plans_of(network):
+        reports, told = under(plan, network, steps)
+        left = {kind for report in reports for kind in report.last_step.fallback_kinds}
+        assert "diverged" not in left
+        assert not [text for text in told if "diverged" in text]
+        assert reports[-1].steps_followed == len(steps)
+
+
+def peak_of(plan: Plan, network: type[Paths], make: Callable[[Paths], torch.Tensor]) -> int:
+    """Most live bytes of a step under the plan, by the outside meter."""
+    model = fresh_model(network)
+    with LiveBytes(*model.parameters(), *model.buffers()) as meter, poochplan.apply(plan, model):
+        for _ in range(2):
+            meter.restart()
+            gradients_of(model, make(model))
+    return meter.peak
+
+
+@NETWORKS
+def test_a_step_that_leaves_out_layers_takes_what_the_whole_one_takes_and_at_most_one_op_more(
+    network: type[Paths],
+) -> None:
+    """What is planned in layers that it leaves out is done at the first point behind them, so an op may run before."""
+    plan = plans_of(network)[0]
+    largest = max(value.size_bytes for value in plan.values)
+    for path, more in ((network.longest, 0), *((path, largest) for path in PATHS[network])):
+        assert peak_of(plan, network, network.step(path)) <= plan.budget_bytes + more, path
+
+
+def test_a_step_that_leaves_out_layers_is_an_error_where_any_other_step_is() -> None:
+    plan, model = plans_of(Dropped)[0], fresh_model(Dropped)
+    with poochplan.apply(plan, model, on_divergence="error") as session:
+        with pytest.raises(poochplan.DivergenceError, match="diverged from the plan"):
+            Dropped.step((0, 1, 3))(model)
+        gradients_of(model, Dropped.step(Dropped.longest)(model))
+        assert session.report().last_step.fallbacks == 0
