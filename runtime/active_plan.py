@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from enum import StrEnum
 
 from poochplan.formats.plan import Plan
-from poochplan.runtime.engine.audit import AuditedPlan, Room
+from poochplan.runtime.engine.audit import AuditedPlan
 from poochplan.runtime.step_policies.follow import IndexedPlan
 from poochplan.units import format_bytes
 
@@ -62,15 +62,14 @@ class ActivePlan:
         """Whether the next step is to be metered, beginning with a census."""
         return not self._is_settled or self._to_check > 0 or (self.begun + 1) % EVERY == 0
 
-    def room_beside(self, arena_bytes: int, *, may_be_recorded: bool) -> Room:
-        """What the audit may keep beside the next step, by what is predicted and what was measured; nothing in a step
-        whose blocks may be recorded for an arena.
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that may be kept beside a step without an arena, by what is predicted and what was measured. None while
+        steps grow.
         """
-        if may_be_recorded or self.has_exceeded:
-            return Room(0)
-        largest_bytes = max(self.plan.prediction.peak_of_step(arena_bytes > 0), *self._most_bytes.values(), 0)
-        block_bytes = max((value.size_bytes for value in self.plan.values), default=0)
-        return Room(self.plan.budget_bytes - largest_bytes, 4 * block_bytes if arena_bytes else 0)
+        if not self._is_settled or self.has_exceeded:
+            return 0
+        return self.plan.budget_bytes - max(self.plan.prediction.peak_bytes, *self._most_bytes.values())
 
     def begins(self) -> None:
         self.begun += 1

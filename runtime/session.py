@@ -40,7 +40,7 @@ HOST_IS_FULL = (
     "budget; free disk space or host memory, or name another spill_dir"
 )
 LEFT_ABOVE = (
-    "a step that has left its plan took {}, more than the budget of {}, as others of its kind may; this is told once"
+    "a step that has left its plan took {}, more than the budget of {}, as others like it may; this is told once"
 )
 Explain = Callable[[Profile, Plan | None, int | None], str]
 """Describes where a step takes most memory, and its holders; the runtime itself cannot."""
@@ -377,10 +377,9 @@ class Session:
             self._check_gradients(segment, plan.plan)
 
     def _audit(self, plan: ActivePlan) -> None:
-        """Has values of the step that begins compared."""
-        arena_bytes = self._step_arena.held_for(plan.plan)
-        room = plan.room_beside(arena_bytes, may_be_recorded=self._step_arena.is_possible and not arena_bytes)
-        self._engine.audit.step_begins(plan.audited, room, plan.plan.prediction.step_s)
+        """Has values of the step that begins compared. What stays in an arena would displace other blocks."""
+        room_bytes = 0 if self._step_arena.is_possible else plan.room_bytes
+        self._engine.audit.step_begins(plan.audited, room_bytes, plan.plan.prediction.step_s)
         if self._engine.audit.keeps_all:
             self._step_arena.stands_aside()
 

@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,10 +26,12 @@ from poochplan.torch_private.tensor_internals import unseen_by_modes
 
 from .saved_value import SavedValue
 
-MOST_SHARE = 0.005
+MOST_SHARE = 0.003
 """Of a step's time may go into comparing; but one value is always compared."""
-FIRST_BYTES_PER_S = 4e9
+FIRST_BYTES_PER_S = 1e9
 """The rate of comparing that is assumed before it is measured."""
+LARGEST_CHANGE = 2.0
+"""By this factor the assumed rate follows the measured one in a step."""
 LOOKS = 8
 """At so many points a checksum is taken anew, in the first step that audits the value."""
 PIECE_BYTES = 1 << 24
@@ -48,15 +50,6 @@ class OnAudit(StrEnum):
     """Nothing is compared."""
 
 
-class Room(NamedTuple):
-    """What may be kept beside a step: bytes, and what each value takes besides its own. One that stays in an arena may
-    displace blocks that are larger than it, at both of its ends.
-    """
-
-    size_bytes: int
-    extra_bytes: int = 0
-
-
 class AuditedPlan:
     """State: the released values of a plan whose turn comes next, and those that are kept from now on."""
 
@@ -71,12 +64,11 @@ class AuditedPlan:
         self.is_alarmed = False
         """Whether the next step compares all, because what has changed one value may have changed others."""
 
-    def chosen(self, room: Room, most_bytes: float) -> dict[int, bool]:
+    def chosen(self, room_bytes: int, most_bytes: float) -> dict[int, bool]:
         """The values of the next step, those first that were never compared, and whether each is kept beside. So many
         bytes can be compared in the time that there is.
         """
         found: dict[int, bool] = {}
-        room_bytes, extra_bytes = room
         for _ in range(len(self.turns)):
             index = self.turns[0]
             size_bytes = self.values[index].size_bytes
@@ -86,8 +78,8 @@ class AuditedPlan:
             self.turns.rotate(-1)
             if index in self.kept:
                 continue
-            found[index] = size_bytes + extra_bytes <= room_bytes
-            room_bytes -= size_bytes + extra_bytes if found[index] else 0
+            found[index] = size_bytes <= room_bytes
+            room_bytes -= size_bytes if found[index] else 0
         return found
 
     def takes_over(self, before: AuditedPlan) -> None:
@@ -107,7 +99,7 @@ class Audit:
         self._watched: list[Beside] = []
         self._held_at: dict[int, int] = {}
         self._pending: list[Comparison] = []
-        self._bytes, self._seconds = FIRST_BYTES_PER_S / 1e3, 1e-3
+        self._bytes_per_s, self._allowed_s, self._took_s = FIRST_BYTES_PER_S, 0.0, 0.0
         self.differing: list[Comparison] = []
         """Of values that did not come back as they were, since this was emptied."""
         self.compared = 0
@@ -116,7 +108,7 @@ class Audit:
         self.keeps_all = False
         """Whether this step may exceed its budget, because all values are kept beside."""
 
-    def step_begins(self, plan: AuditedPlan, room: Room, step_s: float) -> None:
+    def step_begins(self, plan: AuditedPlan, room_bytes: int, step_s: float) -> None:
         """A segment begins that follows the plan, and takes ``step_s`` seconds. :meth:`step_ends` comes before."""
         self._plan = plan
         if plan.is_alarmed:
@@ -125,11 +117,14 @@ class Audit:
             self.keeps_all = all_bytes <= self._free_bytes()
             self._chosen = dict.fromkeys((one for one in plan.turns if one not in plan.kept), self.keeps_all)
         else:
-            most_bytes = MOST_SHARE * step_s * self._bytes / self._seconds
-            self._chosen = plan.chosen(room, most_bytes)
+            self._allowed_s = MOST_SHARE * step_s
+            self._chosen = plan.chosen(room_bytes, self._allowed_s * self._bytes_per_s)
 
     def step_ends(self) -> None:
         """Forgets what was watched; takes the results of a GPU's comparisons that are there."""
+        if self._allowed_s and self._took_s:  # small values take their time whatever their bytes are
+            self._bytes_per_s *= min(LARGEST_CHANGE, max(1 / LARGEST_CHANGE, self._allowed_s / self._took_s))
+        self._allowed_s = self._took_s = 0.0
         if self._plan is not None and self._held_at:
             self._plan.last_held.update(self._held_at)
         self._held_at, self._watched, self._chosen = {}, [], {}
@@ -160,7 +155,7 @@ class Audit:
         if not beside.is_kept:
             beside.look()
             self._watched.append(beside)
-            self._took(begin_s, value.size_bytes)
+            self._took_s += time.perf_counter() - begin_s
 
     def point(self, saves: int) -> None:
         """The step has come to that save point, or with the number of all to its first use."""
@@ -172,7 +167,7 @@ class Audit:
             if saves == last or (last is None and beside.looks < LOOKS):
                 begin_s = time.perf_counter()
                 beside.look()
-                self._took(begin_s, beside.size_bytes)
+                self._took_s += time.perf_counter() - begin_s
 
     def comes_back(self, value: SavedValue) -> None:
         """Its storage is there again. A value kept beside gets back what was kept."""
@@ -188,11 +183,7 @@ class Audit:
             self._pending.append(found)
         if beside.kept is not None and (not found.is_done or found.differs):
             value.storage = beside.kept
-        self._took(begin_s, value.size_bytes)
-
-    def _took(self, begin_s: float, size_bytes: int) -> None:
-        self._bytes += size_bytes
-        self._seconds += time.perf_counter() - begin_s
+        self._took_s += time.perf_counter() - begin_s
 
     def _free_bytes(self) -> float:
         if self._where.type == "cuda":

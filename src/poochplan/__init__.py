@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import (
     AllocatorError,
+    AuditError,
     BudgetExceededError,
     DivergenceError,
     GapError,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = [
     "AllocatorError",
+    "AuditError",
     "BudgetExceededError",
     "DivergenceError",
     "GapError",

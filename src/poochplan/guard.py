@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from poochplan.errors import BudgetExceededError, DivergenceError, is_out_of_memory, named_line
+from poochplan.errors import AuditError, BudgetExceededError, DivergenceError, is_out_of_memory, named_line
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
@@ -45,7 +45,7 @@ class Guard:
 
     def __init__(self, stands_aside: Callable[[str], None]) -> None:
         self._stands_aside = stands_aside
-        self.asked_for: tuple[type[Exception], ...] = (DivergenceError, BudgetExceededError)
+        self.asked_for: tuple[type[Exception], ...] = (AuditError, BudgetExceededError, DivergenceError)
         """Errors that the user has asked for."""
         self.has_failed = False
         self.modes = weakref.WeakSet[Any]()

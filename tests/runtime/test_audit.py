@@ -6,16 +6,16 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import poochplan
 from poochplan.errors import AuditError
 from poochplan.formats.plan import Decision, Plan
-from tests.runtime.nets import Case, of, our_warnings, train
-from tests.runtime.random_plans import random_plan
+from tests.runtime.nets import Case, Loop, of, our_warnings, train
+from tests.runtime.random_plans import decided, random_plan
 
 pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread")]
 
@@ -140,15 +140,16 @@ def test_a_late_write_is_told_within_the_bound_and_then_right(
     case = CASES[where]
     plan = random_plan(case.profile(), 0, way)
     bound = released(plan)
-    if not has_room:  # checksums are compared
-        plan = msgspec.structs.replace(plan, budget_bytes=1)
-    wrong, report, said = differing(case, BEGINS + bound + 4, write, plan, monkeypatch, meter="never")
+    # without room, and under an arena, checksums are compared
+    options: dict[str, Any] = {"arena": "off"} if has_room else {"meter": "never"}
+    wrong, report, said = differing(case, BEGINS + bound + 4, write, plan, monkeypatch, **options)
     is_exact = where == "before the save" if way == SWAP else write in RECORDED
     if is_exact:  # the copies have what was written, or replays write it again
         assert (wrong, said) == ([], [])
         return
     assert report.total.audit_differences > 0
     assert any("the audit found other bytes" in text for text in said)
+    assert any("backward has used the right ones" in text for text in said) is has_room
     assert len(wrong) < bound
     assert wrong == list(range(BEGINS, BEGINS + len(wrong)))
 
@@ -178,3 +179,21 @@ def test_it_can_be_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = random_plan(case.profile(), 0, REPLAY)
     with pytest.raises(AuditError, match="recomputed"):
         gradients_of(case, BEGINS + released(plan) + 1, _numpy, plan, monkeypatch, on_audit="error")
+
+
+def test_a_plan_made_from_the_profile_keeps_what_has_differed(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["before the save"]
+    profile = case.profile()
+    plan = decided(profile, [Decision.RECOMPUTE])
+    loop, plans = Loop(case), []
+    with poochplan.apply(plan, loop.model, profile=profile, arena="off") as session, our_warnings() as said:
+        for number in range(BEGINS + released(plan) + 3):
+            monkeypatch.setattr(Late, "write", staticmethod(_numpy) if number >= BEGINS else None)
+            loop.step()
+            plans.append(session.plan)
+    assert plans[0] is plan
+    assert "another plan is made that does so" in said[0]
+    wrong = {value.name for value in plan.values if value.name in said[0]}
+    assert wrong
+    assert all(one.decision is Decision.KEEP for one in plans[-1].values if one.name in wrong)
+    assert session.report().last_step.audit_differences == 0
