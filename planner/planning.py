@@ -13,6 +13,7 @@ from poochplan.errors import InfeasibleError, UsageError
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan, SolveStatus
 from poochplan.formats.profile import Link, Memory, Profile
+from poochplan.formats.profile_parts import LOSS_IS_HELD
 from poochplan.formats.queries import limits
 from poochplan.formats.sources import SOURCES, with_sources
 from poochplan.planner.arena.step_layout import NO_ARENA, Fitting, layout_of, smallest_arena
@@ -128,7 +129,8 @@ def plan(
         found = _optimal(given, search, watch, has_arena=has_arena)
         if arena == "on" and NO_ARENA in found.notes:
             found = replace(found, best=swap_all_on_demand(problem), notes=())
-    notes = (*_shares(measured, profile.link, host_bytes, ranks_per_host), *_without_evaluator(found))
+    held = (note for note in profile.notes if note.startswith(LOSS_IS_HELD))
+    notes = (*held, *_shares(measured, profile.link, host_bytes, ranks_per_host), *_without_evaluator(found))
     found = replace(found, notes=(*found.notes, *notes))
     if line := untold_absence():
         warnings.warn(f"poochplan: {line}", UserWarning, stacklevel=2)

@@ -103,6 +103,8 @@ def apply(
     quiet: print nothing on stderr but warnings.
     planner: ``poochplan.apply`` fills it in.
 
+    If anything of ours fails, the session stands aside: steps are plain from there on, and one line says why.
+
     Warns if the plan was made for another machine (``plan.assumed``), or profiled under other settings of torch
     (``plan.switches``); once if a metered step that followed the plan exceeded its budget; and at the end of the
     block if no step was seen or followed.
@@ -115,8 +117,8 @@ def apply(
         The model is not on the plan's device, there is no such device, or the plan's times are a roofline's. The
         plan is for a model that :func:`poochplan.compile` has compiled, and this one is not. The keys of plans and
         models differ, or ``"replan"`` lacks its profile. On entering: there is a session on this thread or for this
-        model, several ranks have different plans, or a part of the model is compiled to CUDA graphs. Capturing a step
-        as a CUDA graph is such an error too.
+        model, several ranks have different plans, or a part of the model is compiled to CUDA graphs. The model is
+        TorchScript as a whole, which takes no hooks. Capturing a step as a CUDA graph is such an error too.
     SpillError
         The spill directory cannot be used.
     """

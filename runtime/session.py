@@ -40,7 +40,7 @@ HOST_IS_FULL = (
     "budget; free disk space or host memory, or name another spill_dir"
 )
 LEFT_ABOVE = (
-    "a step that has left its plan took {}, more than the budget of {}, as others of its kind may; this is told once"
+    "a step that has left its plan took {}, more than the budget of {}, as others like it may; this is told once"
 )
 Explain = Callable[[Profile, Plan | None, int | None], str]
 """Describes where a step takes most memory, and its holders; the runtime itself cannot."""

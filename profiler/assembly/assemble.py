@@ -31,7 +31,7 @@ from poochplan.formats.profile import (
     StepFacts,
     Value,
 )
-from poochplan.formats.profile_parts import rounded_up
+from poochplan.formats.profile_parts import LOSS_IS_HELD, rounded_up
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.captured import CapturedOp, CapturedValue
 from poochplan.profiler.capture.op_blocks import stray_values
@@ -311,7 +311,7 @@ def this_machine(where: torch.device) -> Device:
 
 def step_notes(capture: Capture, kinds: dict[int, Kind], *, is_fake: bool) -> list[str]:
     """Notes on the captured step that do not depend on times: on saved tensors about which no plan decides, on values
-    that only Python's garbage collector has freed, and on compiled backwards.
+    that only Python's garbage collector has freed, on what the step before has left, and on compiled backwards.
     """
     notes, outside = [], "the step, outside the model"
     if capture.kept:
@@ -327,6 +327,12 @@ def step_notes(capture: Capture, kinds: dict[int, Kind], *, is_fake: bool) -> li
             f"{value_names(capture, kinds)[first]} in {capture.values[first].layer or outside}; a training loop holds "
             "up to that much more than a plan's budget for each step since the last collection; break the reference "
             "cycle (a closure or an attribute that refers to itself), or call gc.collect() after each step"
+        )
+    if capture.inherited_bytes:
+        notes.append(
+            f"{LOSS_IS_HELD}, as loops do: in forward there are {format_bytes(capture.inherited_bytes)} that the step "
+            "before has left, on nodes of its graph, in attributes or for outputs; a loop that lets go of its loss "
+            "takes less"
         )
     why = "" if is_fake else why_none_deferred(capture.model, capture.device_type)
     return [*notes, f"compiled backwards get all their saved tensors back at once: {why}"] if why else notes

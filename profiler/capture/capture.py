@@ -77,6 +77,8 @@ class Capture(ToggledMode):
         """Values that only the garbage collector has freed; see :func:`collected_after`."""
         self.left_over: set[int] | None = None
         """Values of the step that were still held when the next one began; None while that is unknown."""
+        self.inherited_bytes = 0
+        """Bytes that the step before has left, if this one was captured with them."""
         self._static = static_keys(model, where.type)
         self._paused = False
         self.saved_values: set[int] = set()
@@ -150,8 +152,10 @@ class Capture(ToggledMode):
 
     def inherit(self, earlier: Capture) -> None:
         """Values of an earlier step that something still holds are there before this one."""
+        before = len(self.values)
         for storage in self.lifetimes.inherit(earlier.lifetimes):
             self.workspace.knows(storage)
+        self.inherited_bytes = sum(value.size_bytes for value in self.values[before:])
 
     def begins_with(self, value: SavedValue) -> None:
         """A value that the segment before has saved is there before this one, until its last handle is gone."""

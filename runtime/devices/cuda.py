@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from poochplan.errors import UsageError
+from poochplan.guard import users
 from poochplan.runtime.run_report import MemoryPeaks
 from poochplan.tensors.modes import compiled_modules
 from poochplan.tensors.storages import new_storage
@@ -360,9 +361,11 @@ def refuse_graphs(model: torch.nn.Module) -> None:
 def refuse_capture() -> None:
     """Raises ``UsageError`` if the current stream records a CUDA graph."""
     if torch.cuda.is_current_stream_capturing():
-        raise UsageError(
-            "CUDA graph: expected steps that run op by op inside a session, found one that is being captured; capture "
-            "it before the session or in session.away()"
+        raise users(
+            UsageError(
+                "CUDA graph: expected steps that run op by op inside a session, found one that is being captured; "
+                "capture it before the session or in session.away()"
+            )
         )
 
 

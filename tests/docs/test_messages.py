@@ -83,8 +83,7 @@ def said() -> Iterator[tuple[Place, ast.expr]]:
         if isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             at = SAYS.get(name)
-            is_of_us = not any(isinstance(one, ast.Name) and one.id == "DeprecationWarning" for one in node.args)
-            if at is not None and len(node.args) > at and is_of_us:
+            if at is not None and len(node.args) > at:
                 yield place, node.args[at]
         if isinstance(node, ast.FunctionDef):
             place = place._replace(around=(*place.around, node))
@@ -131,6 +130,8 @@ def _called(node: ast.Call, place: Place, depth: int) -> Iterator[str]:
             yield re.sub(r"\{\w*\}", GAP, text)
         return
     known = functions().get(name, [])
+    owner = getattr(getattr(node.func, "value", None), "attr", "").strip("_")
+    known = [one for one in known if owner and owner in one[0].module.__name__.rpartition(".")[2]] or known
     results = [
         (where, part.value)
         for where, function in known
@@ -145,7 +146,7 @@ def _called(node: ast.Call, place: Place, depth: int) -> Iterator[str]:
 
 def _named(node: ast.Name | ast.Attribute, place: Place, depth: int) -> Iterator[str]:
     value = _global(node, place.module)
-    if isinstance(value, str):
+    if isinstance(value, str) and (node.id if isinstance(node, ast.Name) else node.attr).isupper():
         yield value
         return
     found = [one for function in place.around for one in _assigned(node, function)] if value is None else []

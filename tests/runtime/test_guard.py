@@ -187,19 +187,3 @@ def test_a_value_that_only_a_disk_has_which_fails_for_good_is_the_one_error(
         optimizer.zero_grad()
         one_step(model, step, optimizer)  # plainly: the disk is not used any more
     assert len(said) == 1
-
-
-def test_a_session_that_stands_aside_for_a_while_has_no_hooks_and_comes_back(plan: Plan) -> None:
-    model, step, optimizer = CASE.fresh()
-    torch.manual_seed(1)
-    with our_warnings() as said, poochplan.apply(plan, model) as session:
-        seen = [one_step(model, step, optimizer)]
-        session._attachment.stand_aside()
-        assert topmost_hooks() is None
-        seen += [one_step(model, step, optimizer) for _ in range(2)]
-        assert session.report().last_step.steps == 1
-        session._attachment.comes_back()
-        seen.append(one_step(model, step, optimizer))
-        assert session.report().steps_followed == 2
-    assert equal(in_core(CASE, 4), seen)
-    assert not said

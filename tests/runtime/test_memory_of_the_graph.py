@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import poochplan
+from poochplan.formats.profile_parts import LOSS_IS_HELD
 from poochplan.planner.planning import smallest_budget
 from tests.live_bytes import outside_meter
 from tests.runtime.nets import our_warnings, taken
@@ -108,6 +109,7 @@ def test_memory_that_lives_as_long_as_the_loss_is_planned_for(kind: str) -> None
     batch = torch.randn(BATCH, WIDTH)
     profile = taken(lambda: model(batch).square().mean(), model, optimizer)
     plan = poochplan.plan(profile, smallest_budget(profile, arena="off"), evaluations=50, arena="off")
+    assert any(note.startswith(LOSS_IS_HELD) for note in plan.notes)
     for holds in (True, False):
         model.seen = None  # it holds the graph of the last step
         del model, optimizer

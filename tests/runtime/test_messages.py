@@ -15,6 +15,7 @@ from poochplan import guard
 from poochplan.runtime.messages import Messages, warn
 from tests.processes import python, stderr_of
 
+pytestmark = pytest.mark.cpu_device
 REFUSAL = "no plan fits the budget"
 
 

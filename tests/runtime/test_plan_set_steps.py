@@ -91,8 +91,8 @@ def test_inputs_smaller_in_one_dimension_take_the_plan_that_is_as_large_in_all(t
 
 def test_inputs_larger_than_any_plan_swap_everything_with_one_warning_that_names_both(two_plans: PlanSet) -> None:
     reports, told = under(two_plans, Detour, [images_step(9), images_step(9), images_step(8)])
-    (named,) = [text for text in told if "more than its budget" not in text]
-    # the other is true: the larger inputs live beside the last step
+    (named,) = [text for text in told if "more than its budget" not in text and "has left its plan took" not in text]
+    # the others are true: the larger inputs live beside the last step, and what fits no plan may exceed the budget
     assert re.search(r"at most 0 float32\[8, 8, 16, 16\].* found 0 float32\[9, 8, 16", named)
     assert [report.last_step.fallbacks for report in reports] == [1, 1, 0]
     assert reports[-1].total.fallback_kinds == {FallbackKind.NO_PLAN: 2}
@@ -131,7 +131,7 @@ def test_a_smaller_step_that_is_no_part_of_the_larger_plans_falls_back(
 ) -> None:
     ((report,), told) = under(two_plans, Detour, [step])
     assert report.last_step.fallbacks == 1
-    assert len(told) == 1
+    assert len([text for text in told if "has left its plan took" not in text]) == 1
     assert re.search(said, told[0])
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from poochplan.runtime.devices import pinned
 
+pytestmark = pytest.mark.cpu_device
 BROKEN = {
     "a library is missing": "raise ImportError('libcuda.so.1: cannot open shared object file')",
     "a part is missing": "import no_such_part",

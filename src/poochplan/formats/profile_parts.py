@@ -40,6 +40,8 @@ LEAST_PLACED_BYTES = 4096
 together they take little memory."""
 ROOFLINE = " (roofline)"
 """This follows the name of a device that is not there."""
+LOSS_IS_HELD = "the loss is held until the next one is made"
+"""A note of a profile, and of its plans, begins with this if memory depends on it."""
 MOST_BYTES = 2**48
 """Numbers of bytes and elements are below this, 256 TiB. The sum of tens of thousands of them fits into an int64."""
 MOST_ITEMS = 2**31

@@ -88,14 +88,15 @@ def io_limits() -> list[str]:
 
 def _cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
     """This process's cgroups with that controller, and those above them; and whether they are of version 1."""
-    for line in _lines(Path("/proc/self/cgroup")):
+    for line in _lines(_OWN_CGROUPS):
         _, controllers, path = line.split(":", 2)
         if controllers in ("", controller):
-            root = Path("/sys/fs/cgroup") / controllers
+            root = _CGROUPS / controllers
             folder = root / path.lstrip("/")
             yield from ((at, bool(controllers)) for at in (folder, *folder.parents) if at.is_relative_to(root))
 
 
+_OWN_CGROUPS, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _VERSION_1_IO = "blkio.throttle.read_bps_device", "blkio.throttle.write_bps_device"
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 

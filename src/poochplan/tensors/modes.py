@@ -27,6 +27,7 @@ from poochplan.torch_private.tensor_internals import (
     in_backward,
     is_in_transformed_op,
     is_no_step,
+    is_scripted_module,
     mode_count,
     mode_stack,
     pop_mode,
@@ -330,7 +331,7 @@ def around_calls(model: torch.nn.Module, begins: Begins | None = None, ends: End
             if guard is None or not guard.takes(error):
                 raise
 
-    if isinstance(model, torch.jit.ScriptModule):
+    if is_scripted_module(model):
         raise UsageError(
             "model: expected one that takes hooks, found TorchScript (torch.jit.script or load) as a whole; give a "
             "module that contains it, such as torch.nn.Sequential(model), and call that"

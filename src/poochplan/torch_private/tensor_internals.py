@@ -266,14 +266,14 @@ def stand_aside(hooks: torch.autograd.graph.saved_tensors_hooks) -> Iterator[Non
                 torch._C._autograd._saved_tensors_hooks_enable = _ENABLE
 
 
-def _disable_others(error_message: str, *more: Any) -> None:
+def _disable_others(message: str, *more: Any) -> None:
     topmost = topmost_hooks()
     if topmost is None or not any(topmost[0] is one.pack_hook for one in _ASIDE):
-        _DISABLE(error_message, *more)
+        _DISABLE(message, *more)
         return
     torch._C._autograd._pop_saved_tensors_default_hooks()
     try:
-        _DISABLE(error_message, *more)
+        _DISABLE(message, *more)
     except RuntimeError:  # the user's hooks lie below
         torch._C._autograd._push_saved_tensors_default_hooks(*topmost)
         raise
@@ -465,6 +465,11 @@ def own_attribute(module: torch.nn.Module, name: str) -> Any:
 def is_training(module: torch.nn.Module) -> bool:
     """Whether it is in train mode. A frozen module of TorchScript has no mode."""
     return bool(getattr(module, "training", False))
+
+
+def is_scripted_module(module: torch.nn.Module) -> bool:
+    """Whether TorchScript has compiled or loaded it, so that it takes no hooks. A traced one takes some."""
+    return isinstance(module, torch.jit._script.RecursiveScriptModule)
 
 
 def is_made(module: torch.nn.Module) -> bool:
