@@ -475,10 +475,9 @@ class Session:
             self._source.lacks_arena(plan, more_bytes)
         if plan is not None and self._looks:
             self._look(segment)
-            plan.ended(
-                None if self._engine.audit.keeps_all else self._meter.blocks_peak_bytes,
-                has_gradients=bool(segment.gradient_bytes),
-            )
+            peak_bytes, audit = self._meter.blocks_peak_bytes, self._engine.audit
+            peak_bytes = None if peak_bytes is None or audit.keeps_all else peak_bytes - audit.beside_bytes
+            plan.ended(peak_bytes, has_gradients=bool(segment.gradient_bytes))
 
     # -- steps and their budgets ----------------------------------------------------------------------------------
 

@@ -102,8 +102,8 @@ class Audit:
         self._bytes_per_s, self._allowed_s, self._took_s = FIRST_BYTES_PER_S, 0.0, 0.0
         self.differing: list[Comparison] = []
         """Of values that did not come back as they were, since this was emptied."""
-        self.compared = 0
-        """Number of values compared in this step."""
+        self.compared = self.beside_bytes = 0
+        """Number of values compared in this step, and bytes of those kept beside it."""
 
         self.keeps_all = False
         """Whether this step may exceed its budget, because all values are kept beside."""
@@ -128,7 +128,7 @@ class Audit:
         if self._plan is not None and self._held_at:
             self._plan.last_held.update(self._held_at)
         self._held_at, self._watched, self._chosen = {}, [], {}
-        self._plan, self.compared, self.keeps_all = None, 0, False
+        self._plan, self.compared, self.beside_bytes, self.keeps_all = None, 0, 0, False
         if self._pending:
             self._pending = [one for one in self._pending if not self._is_taken(one)]
 
@@ -152,6 +152,7 @@ class Audit:
         begin_s = time.perf_counter()
         beside = Beside(self._plan, value.index, value.storage, is_kept=self._chosen.pop(value.index))
         value.beside = beside
+        self.beside_bytes += beside.size_bytes if beside.is_kept else 0
         if not beside.is_kept:
             beside.look()
             self._watched.append(beside)

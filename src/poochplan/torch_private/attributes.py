@@ -10,7 +10,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -46,27 +46,32 @@ def with_attributes(
     """The same hooks; attributes of tensors come back with them."""
     _watch_saved_tensors()
 
+    # No local has a handle or a frame: the traceback of an error that was caught inside would keep them.
+
     @functools.wraps(pack)
     def packed(tensor: torch.Tensor) -> Any:
-        found = pack(tensor)
-        caller = sys._getframe(1)
-        if caller.f_code is not _APPLY or type(tensor) not in _ORDINARY:
-            return found
-        if tensor.grad_fn is not None and _is_result(tensor, **caller.f_locals):
-            return _Saved(found, None, None)
-        is_itself = tensor.requires_grad and tensor.is_leaf
-        return _Saved(found, tensor.__dict__, weakref.ref(tensor) if is_itself else None)
+        if sys._getframe(1).f_code is not _APPLY or type(tensor) not in _ORDINARY:
+            return pack(tensor)
+        return _Saved(pack(tensor), *_of(tensor, sys._getframe(1).f_locals))
 
     @functools.wraps(unpack)
     def unpacked(found: Any) -> torch.Tensor:
         if type(found) is not _Saved:
             return unpack(found)
-        tensor = unpack(found.packed)
         if _here.returned is not None:
             _here.returned.append(found)
-        return tensor
+        return unpack(found.packed)
 
     return packed, unpacked
+
+
+def _of(
+    tensor: torch.Tensor, call: Mapping[str, Any]
+) -> tuple[dict[str, Any] | None, weakref.ref[torch.Tensor] | None]:
+    """The tensor's attributes, and the tensor itself if it is a leaf; ``call``: the locals of ``Function.apply``."""
+    if tensor.grad_fn is not None and _is_result(tensor, **call):
+        return None, None
+    return tensor.__dict__, weakref.ref(tensor) if tensor.requires_grad and tensor.is_leaf else None
 
 
 def _is_result(tensor: torch.Tensor, cls: Any, args: tuple[Any, ...], **_: Any) -> bool:
