@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := demo-output
 # What `make dist` looks at a wheel with: build and twine here, and a clean environment for the wheel.
-RELEASE := .venv-release
+WHEELS := .venv-release
 OUT ?= gpu-output
 # Two processes of one compute thread each: the networks are small, and two threads would wait for each other.
 PARALLEL := --numprocesses=2 --dist=worksteal
@@ -114,17 +114,17 @@ gpu-suite:  ## On a machine with a GPU: its tests and measurements into OUT=fold
 	PYTHONPATH=src$(if $(LIBS),:$(LIBS)) $(GPU_PYTHON) -m benchmarks.gpu_suite --out $(OUT) $(GPU_ARGS)
 
 dist: setup  ## Build sdist and wheel into dist/ and check them: twine, a clean environment, a plan
-	rm -rf dist $(RELEASE)
-	$(PYTHON) -m venv $(RELEASE)/tools && $(PYTHON) -m venv $(RELEASE)/clean
-	$(RELEASE)/tools/bin/pip install --quiet --constraint constraints.txt 'build>=1.2' 'twine>=6.1' 'setuptools>=77'
-	$(RELEASE)/tools/bin/python -m build --no-isolation --outdir dist .
-	$(RELEASE)/tools/bin/python -m twine check --strict dist/*
-	$(RELEASE)/clean/bin/pip install --quiet --constraint constraints.txt dist/*.whl
-	cd $(RELEASE) && clean/bin/pooch --version && \
+	rm -rf dist $(WHEELS)
+	$(PYTHON) -m venv $(WHEELS)/tools && $(PYTHON) -m venv $(WHEELS)/clean
+	$(WHEELS)/tools/bin/pip install --quiet --constraint constraints.txt 'build>=1.2' 'twine>=6.1' 'setuptools>=77'
+	$(WHEELS)/tools/bin/python -m build --no-isolation --outdir dist .
+	$(WHEELS)/tools/bin/python -m twine check --strict dist/*
+	$(WHEELS)/clean/bin/pip install --quiet --constraint constraints.txt dist/*.whl
+	cd $(WHEELS) && clean/bin/pooch --version && \
 		clean/bin/pooch plan '$(CURDIR)/benchmarks/instances/resnet50-b256-v100.json.gz' --budget 60% --policy greedy -o plan.json
-	rm -rf $(RELEASE)
+	rm -rf $(WHEELS)
 	@echo "make dist: $$(ls dist | tr '\n' ' ')passed."
 
 clean:  ## Remove the environments, the demo's output, what was built and all caches
-	rm -rf $(VENV) $(VENV)-torch-* $(RELEASE) $(DEMO) site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(VENV)-torch-* $(WHEELS) $(DEMO) site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
