@@ -213,6 +213,7 @@ class Attachment:
             stack.callback(self._let_go)
             if self.guard is not None:
                 stack.callback(stand(self.guard))
+            self._held.callback(self._short.close)
             if self._source.gives_up:
                 self.memory_is_short()
             self.device = self._held.enter_context(closing(self._open_device()))
@@ -236,7 +237,6 @@ class Attachment:
             self._hooks = uncompiled_hooks(*hooks)
             self.state, self._thread = "open", threading.get_ident()
             stack.enter_context(stand_aside(self._hooks))
-            self._held.callback(self._short.close)
             stack.callback(self._unhook)  # before they are there, for an interrupt may come right after that
             self._observe()
         except BaseException:
