@@ -29,7 +29,8 @@ from poochplan.planner.planning import plan
 from poochplan.profiler.live.step_kinds import Key
 from poochplan.runtime.arena.step_arena import KnownStep
 from poochplan.runtime.engine import engine
-from poochplan.runtime.replays.replay import NotReplayable, _with_memory
+from poochplan.runtime.replays.replay import NotReplayable
+from poochplan.runtime.replays.running import _with_memory
 from poochplan.tensors.signatures import model_tensors
 from poochplan.torch_private.sharding import gathered_weights, is_sharded, told_of_resizes
 from tests.planner.random_profiles import resnet_like
