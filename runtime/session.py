@@ -401,8 +401,6 @@ class Session:
 
     def _begins(self, plan: ActivePlan) -> None:
         """The first step under the plan begins. The plan replaces the one that its kind has followed before."""
-        if not self._followed:
-            gc.collect()  # so that an earlier session, and its model, do not count for this one
         before = self._followed.get(plan.kind)
         self._followed[plan.kind] = plan
         if before is not None:
