@@ -284,7 +284,7 @@ def check_makeable(folder: Path) -> None:
         raise _unmakeable(folder, os.strerror(errno.EACCES))
 
 
-def _unmakeable(folder: Path, why: str | None) -> NativeError:
+def _unmakeable(folder: Path, why: str) -> NativeError:
     return NativeError(f"{folder}: cannot be made or written ({why}); set XDG_CACHE_HOME to a folder you own")
 
 
