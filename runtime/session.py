@@ -120,8 +120,7 @@ class Session:
             self._warns_if_full(lambda: self._device.reserve_host(self._engine.host.planned_bytes))
             stack.callback(self._meter.step_is_over)
             stack.callback(self._step_arena.close)
-            if self._is_metered and (self._source.is_given or self._on_over_budget is not OverBudget.REPLAN):
-                gc.collect()  # unreachable tensors must not count; planning again collects first
+            self._collect()
             self._device.start_peaks()
             stack.callback(self._engine.end)  # first, then everything is removed from model and torch
             self._attachment.leave = self._leave
@@ -130,6 +129,11 @@ class Session:
             if not self._goes_on_without(error):
                 raise
         return self
+
+    def _collect(self) -> None:
+        """Unreachable tensors must not count. Before another plan is made they are collected if they matter."""
+        if self._is_metered and (self._source.is_given or self._on_over_budget is not OverBudget.REPLAN):
+            gc.collect()
 
     def _goes_on_without(self, error: BaseException) -> bool:
         """Whether the loop runs as without a session, because something of ours has failed as it began. The user hears
@@ -412,7 +416,7 @@ class Session:
     def _begins(self, plan: ActivePlan) -> None:
         """The first step under the plan begins. The plan replaces the one that its kind has followed before."""
         if not self._followed:
-            gc.collect()  # so that an earlier session, and its model, do not count for this one
+            self._collect()  # an earlier session, if this one's name was still its own as the block was entered
         before = self._followed.get(plan.kind)
         self._followed[plan.kind] = plan
         if before is not None:
