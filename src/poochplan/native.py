@@ -266,7 +266,7 @@ def make_folder(folder: Path) -> None:
         for one in (folder.parent, folder):
             one.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        raise _unmakeable(folder, error.strerror) from None
+        raise _unmakeable(folder, error.strerror or str(error)) from None
     check_makeable(folder)
 
 
