@@ -122,7 +122,7 @@ class Judge:
     def _abandoned(self, device: AdversarialDevice) -> list[str]:
         """A forward without backward."""
         model, step, _ = CASE.fresh()
-        with poochplan.apply(_never_released(self.plans[1]), model, device=lambda: device):
+        with poochplan.apply(_without("release", self.plans[1]), model, device=lambda: device):
             step()
         return []
 
@@ -140,7 +140,8 @@ class Judge:
         """A value that could not be read back is an error, and nothing is used in its place."""
         model, _, _ = CASE.fresh()
         torch.manual_seed(3)
-        with poochplan.apply(self.plans[1], model, device=lambda: device):
+        # Each read is waited for at once: the wait for a later one would show its error too.
+        with poochplan.apply(_without("prefetch", self.plans[1]), model, device=lambda: device):
             loss = model(BATCH).square().sum()
             try:
                 loss.backward(retain_graph=True)
@@ -165,9 +166,10 @@ def _note_live_bytes(model: torch.nn.Module, live: list[int]) -> None:
         parameter.register_post_accumulate_grad_hook(lambda _: live.append(count.live_bytes - began_bytes[0]))
 
 
-def _never_released(plan: Plan) -> Plan:
+def _without(what: str, plan: Plan) -> Plan:
+    """The plan without its actions of one kind."""
     return msgspec.structs.replace(
-        plan, schedule=tuple(msgspec.structs.replace(actions, release=()) for actions in plan.schedule)
+        plan, schedule=tuple(msgspec.structs.replace(actions, **{what: ()}) for actions in plan.schedule)
     )
 
 
