@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import zip_longest
 from typing import Literal, NamedTuple, TypeVar
 
@@ -13,7 +12,7 @@ from poochplan.formats.plan_set import Signature, describe, entry_of
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.tensors.signatures import model_tensors, passing_buffers
 from poochplan.tensors.storages import has_storage, storage_key
-from poochplan.torch_private.tensor_internals import is_training, owned_parameters
+from poochplan.torch_private.tensor_internals import is_training, owned_parameters, running_modules
 
 SAFELY = "the rest of this step swaps every saved value: slower, perhaps above the budget; its gradients are right"
 KEPT = "values saved before the model is called are kept, and the call begins a step"
@@ -85,15 +84,9 @@ def _of_parameters(model: torch.nn.Module | None, found: Difference, planned: tu
 
 
 def running_layer(model: torch.nn.Module) -> tuple[str, torch.nn.Module | None]:
-    """The innermost module of the model whose code runs now on this thread, with its path; None if none does."""
+    """The innermost module of the model that this thread is in a call of, with its path; None if there is none."""
     paths = {id(module): path for path, module in model.named_modules()}
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        this = frame.f_locals.get("self")
-        if isinstance(this, torch.nn.Module) and id(this) in paths:
-            return paths[id(this)], this
-    return "", None
+    return next(((paths[id(one)], one) for one in running_modules() if id(one) in paths), ("", None))
 
 
 def _of_inputs(found: Signature, planned: Signature) -> str:

@@ -299,6 +299,21 @@ _DISABLE: Callable[..., None] = torch._C._autograd._saved_tensors_hooks_disable
 _ENABLE: Callable[[], None] = torch._C._autograd._saved_tensors_hooks_enable
 
 
+def running_modules() -> Iterator[torch.nn.Module]:
+    """The modules that this thread is in a call of, the innermost first.
+
+    Only torch's own frames are asked for their locals. A frame keeps what it was asked for until it ends, up to Python
+    3.12: in a user's function that would hold tensors.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
+
+
+_CALL: Any = torch.nn.Module._call_impl.__code__
+
 is_scripted: Callable[[], bool] = torch._C._is_tracing
 """Whether TorchScript traces this thread. It notes the shapes that are read."""
 
