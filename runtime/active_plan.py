@@ -64,12 +64,15 @@ class ActivePlan:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that may be kept beside a step without an arena, by what is predicted and what was measured. None while
-        steps grow.
-        """
-        if not self._is_settled or self.has_exceeded:
-            return 0
-        return self.plan.budget_bytes - max(self.plan.prediction.peak_bytes, *self._most_bytes.values())
+        """Bytes that may be kept beside a step without an arena. None while steps grow."""
+        return self.free_bytes if self._is_settled else 0
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the budget that no step takes, by what is predicted and what was measured; 0 if one was above it."""
+        predicted = self.plan.prediction
+        most_bytes = max(predicted.peak_bytes, predicted.first_step_peak_bytes, *self._most_bytes.values())
+        return 0 if self.has_exceeded else self.plan.budget_bytes - most_bytes
 
     def begins(self) -> None:
         self.begun += 1

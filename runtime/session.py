@@ -17,7 +17,7 @@ from poochplan.formats.profile_parts import rounded_up
 from poochplan.runtime.devices.cuda import hard_cap
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.transfers import forget_held_back, raise_held_back
-from poochplan.runtime.engine.audit import OnAudit, differences_text
+from poochplan.runtime.engine.audit import Comparison, OnAudit, differences_text
 from poochplan.runtime.engine.cursor import Segment, StepEvents, nothing, weakly
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.saved_value import SavedValue
@@ -120,8 +120,7 @@ class Session:
             self._warns_if_full(lambda: self._device.reserve_host(self._engine.host.planned_bytes))
             stack.callback(self._meter.step_is_over)
             stack.callback(self._step_arena.close)
-            if self._is_metered and (self._source.is_given or self._on_over_budget is not OverBudget.REPLAN):
-                gc.collect()  # unreachable tensors must not count; planning again collects first
+            self._collect()
             self._device.start_peaks()
             stack.callback(self._engine.end)  # first, then everything is removed from model and torch
             self._attachment.leave = self._leave
@@ -130,6 +129,11 @@ class Session:
             if not self._goes_on_without(error):
                 raise
         return self
+
+    def _collect(self) -> None:
+        """Unreachable tensors must not count. Before another plan is made they are collected if they matter."""
+        if self._is_metered and (self._source.is_given or self._on_over_budget is not OverBudget.REPLAN):
+            gc.collect()
 
     def _goes_on_without(self, error: BaseException) -> bool:
         """Whether the loop runs as without a session, because something of ours has failed as it began. The user hears
@@ -158,6 +162,7 @@ class Session:
         if self._attachment.has_failed:
             forget_held_back()
             self._stack.close()
+            self._engine.audit.ends()
             return
         try:
             if isinstance(error, torch.OutOfMemoryError):
@@ -169,10 +174,13 @@ class Session:
             self._memory = self._device.peaks()  # later memory is not the session's
         finally:
             self._stack.close()  # if an interrupt comes before it begins, ``_leave`` still does it
+            differing = self._engine.audit.ends()
         if kind is None or not issubclass(kind, KeyboardInterrupt):  # an interrupt was raised already
             raise_held_back()
         forget_held_back()
         if kind is None:
+            if differing:
+                self._messages.warn(self._text_of(differing))
             for complaint in self._totals.complaints(are_plans_given=self._source.is_given):
                 self._messages.warn(complaint)
 
@@ -379,7 +387,8 @@ class Session:
     def _audit(self, plan: ActivePlan) -> None:
         """Has values of the step that begins compared. What stays in an arena would displace other blocks."""
         room_bytes = 0 if self._step_arena.is_possible else plan.room_bytes
-        self._engine.audit.step_begins(plan.audited, room_bytes, plan.plan.prediction.step_s)
+        scratch_bytes = room_bytes if self._is_metered else plan.free_bytes
+        self._engine.audit.step_begins(plan.audited, room_bytes, scratch_bytes, plan.plan.prediction.step_s)
         if self._engine.audit.keeps_all:
             self._step_arena.stands_aside()
 
@@ -394,15 +403,20 @@ class Session:
         for one in found:
             one.plan.kept.add(one.index)
             one.plan.is_alarmed = not audit.keeps_all
-        text = differences_text([one.value for one in found], is_right=all(one.is_right for one in found))
+        text = self._text_of(found)
+        self._messages.warn(f"{text}; {self._source.keep(plan, [one.value.name for one in found])}")
+
+    def _text_of(self, differing: list[Comparison]) -> str:
+        """Raises ``AuditError`` where that is wanted."""
+        text = differences_text([one.value for one in differing], is_right=all(one.is_right for one in differing))
         if self._on_audit is OnAudit.ERROR:
             raise AuditError(text)
-        self._messages.warn(f"{text}; {self._source.keep(plan, [one.value.name for one in found])}")
+        return text
 
     def _begins(self, plan: ActivePlan) -> None:
         """The first step under the plan begins. The plan replaces the one that its kind has followed before."""
         if not self._followed:
-            gc.collect()  # so that an earlier session, and its model, do not count for this one
+            self._collect()  # an earlier session, if this one's name was still its own as the block was entered
         before = self._followed.get(plan.kind)
         self._followed[plan.kind] = plan
         if before is not None:

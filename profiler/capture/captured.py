@@ -174,7 +174,11 @@ class Lifetimes:
                 yield storage
             if earlier.is_saved(number):
                 self.holds(mine)
-                earlier._heirs[number] = partial(self.let_go, mine)
+                earlier.passes_to(number, partial(self.let_go, mine))
+
+    def passes_to(self, number: int, heir: Callable[[], None]) -> None:
+        """A later step's function, called once nothing holds the value any more."""
+        self._heirs[number] = heir
 
     def outlives(self, size_bytes: int, storage: torch.UntypedStorage | None) -> int:
         """The number of a value of an earlier step; without a storage, only autograd holds it."""

@@ -9,6 +9,7 @@ the last point at which forward still held it in the step before.
 from __future__ import annotations
 
 import ctypes
+import math
 import time
 import weakref
 from collections import deque
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 
 from poochplan.formats.plan import Decision, Instructions, PlannedValue
+from poochplan.formats.profile_parts import rounded_up
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.storages import bytes_of
 from poochplan.torch_private.tensor_internals import unseen_by_modes
@@ -35,6 +37,11 @@ LARGEST_CHANGE = 2.0
 LOOKS = 8
 """At so many points a checksum is taken anew, in the first step that audits the value."""
 PIECE_BYTES = 1 << 24
+"""A GPU compares so many bytes of a value at a time, and takes as many for the result."""
+SCRATCH_BYTES = 1 << 15
+"""What a GPU takes at most to reduce a piece to one number: partial sums of all its blocks."""
+RESULT_BYTES = 1 << 10
+"""What it takes for the checksum of a value, and the one that it is compared with."""
 SHARE_OF_FREE = 0.5
 """Of the device's free memory may go into keeping all values beside."""
 
@@ -64,22 +71,27 @@ class AuditedPlan:
         self.is_alarmed = False
         """Whether the next step compares all, because what has changed one value may have changed others."""
 
-    def chosen(self, room_bytes: int, most_bytes: float) -> dict[int, bool]:
+    def chosen(self, room_bytes: int, most_bytes: float, scratch_bytes: float = math.inf) -> dict[int, bool]:
         """The values of the next step, those first that were never compared, and whether each is kept beside. So many
-        bytes can be compared in the time that there is.
+        bytes can be compared in the time that there is. ``scratch_bytes``: what comparing may take; finite on a GPU.
         """
         found: dict[int, bool] = {}
+        takes = scratch_bytes < math.inf
+        if takes:
+            scratch_bytes, room_bytes = scratch_bytes - SCRATCH_BYTES, room_bytes - SCRATCH_BYTES
         for _ in range(len(self.turns)):
             index = self.turns[0]
             size_bytes = self.values[index].size_bytes
-            if found and size_bytes > most_bytes:
+            if (found and size_bytes > most_bytes) or scratch_bytes < RESULT_BYTES:
                 break
             most_bytes -= size_bytes
             self.turns.rotate(-1)
             if index in self.kept:
                 continue
-            found[index] = size_bytes <= room_bytes
-            room_bytes -= size_bytes if found[index] else 0
+            beside_bytes = rounded_up(size_bytes) + (rounded_up(min(size_bytes, PIECE_BYTES)) if takes else 0)
+            found[index] = beside_bytes <= min(room_bytes, scratch_bytes)
+            taken_bytes = RESULT_BYTES * takes + (beside_bytes if found[index] else 0)
+            room_bytes, scratch_bytes = room_bytes - taken_bytes, scratch_bytes - taken_bytes
         return found
 
     def takes_over(self, before: AuditedPlan) -> None:
@@ -108,8 +120,10 @@ class Audit:
         self.keeps_all = False
         """Whether this step may exceed its budget, because all values are kept beside."""
 
-    def step_begins(self, plan: AuditedPlan, room_bytes: int, step_s: float) -> None:
-        """A segment begins that follows the plan, and takes ``step_s`` seconds. :meth:`step_ends` comes before."""
+    def step_begins(self, plan: AuditedPlan, room_bytes: int, scratch_bytes: int, step_s: float) -> None:
+        """A segment begins that follows the plan, and takes ``step_s`` seconds. :meth:`step_ends` comes before.
+        ``scratch_bytes``: of the device, for comparing; on the CPU this takes none.
+        """
         self._plan = plan
         if plan.is_alarmed:
             plan.is_alarmed = False
@@ -118,7 +132,8 @@ class Audit:
             self._chosen = dict.fromkeys((one for one in plan.turns if one not in plan.kept), self.keeps_all)
         else:
             self._allowed_s = MOST_SHARE * step_s
-            self._chosen = plan.chosen(room_bytes, self._allowed_s * self._bytes_per_s)
+            most_scratch_bytes = math.inf if self._where.type == "cpu" else scratch_bytes
+            self._chosen = plan.chosen(room_bytes, self._allowed_s * self._bytes_per_s, most_scratch_bytes)
 
     def step_ends(self) -> None:
         """Forgets what was watched; takes the results of a GPU's comparisons that are there."""
@@ -131,6 +146,12 @@ class Audit:
         self._plan, self.compared, self.beside_bytes, self.keeps_all = None, 0, 0, False
         if self._pending:
             self._pending = [one for one in self._pending if not self._is_taken(one)]
+
+    def ends(self) -> list[Comparison]:
+        """What differed in the last step of a session whose device has done its work."""
+        self.step_ends()
+        found, self.differing, self._pending = self.differing, [], []
+        return found
 
     def _is_taken(self, one: Comparison) -> bool:
         if not one.is_done:
@@ -225,7 +246,7 @@ class Comparison:
                 found = _cuda_differs(beside.kept, storage)
             else:
                 found = torch.ne(checksum(storage), beside.checksum)
-            self._result = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._result = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
             self._result.copy_(found, non_blocking=True)
             self._done = torch.cuda.Event()
             self._done.record(torch.cuda.current_stream(storage.device))
@@ -290,5 +311,7 @@ def _cuda_differs(kept: torch.UntypedStorage, storage: torch.UntypedStorage) -> 
     """In pieces, because each takes memory."""
     left, right = bytes_of(kept), bytes_of(storage)
     pieces: Iterable[int] = range(0, left.numel(), PIECE_BYTES)
-    parts = [torch.ne(left[at : at + PIECE_BYTES], right[at : at + PIECE_BYTES]).any() for at in pieces]
-    return torch.stack(parts).any()
+    found = torch.zeros((), dtype=torch.bool, device=storage.device)
+    for at in pieces:
+        found.logical_or_(torch.ne(left[at : at + PIECE_BYTES], right[at : at + PIECE_BYTES]).any())
+    return found

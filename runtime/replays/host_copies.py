@@ -33,7 +33,7 @@ class HostCopy:
             ctypes.memmove(begin + self._offset, address, self._size_bytes)
             return
         with unseen_by_modes():
-            self._pinned = torch.empty(self._size_bytes, dtype=torch.uint8, pin_memory=True)
+            self._pinned = torch.empty(self._size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             self._pinned.copy_(bytes_of(storage), non_blocking=True)
 
     def storage(self) -> torch.UntypedStorage:

@@ -8,6 +8,7 @@ reports alone: the next process tries again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import platform
@@ -265,9 +266,7 @@ def make_folder(folder: Path) -> None:
         for one in (folder.parent, folder):
             one.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        raise NativeError(
-            f"{folder}: cannot be made ({error.strerror}); set XDG_CACHE_HOME to a folder you own"
-        ) from None
+        raise _unmakeable(folder, error.strerror or str(error)) from None
     check_makeable(folder)
 
 
@@ -279,10 +278,14 @@ def check_makeable(folder: Path) -> None:
     there = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
     if there == folder:
         check_folder(folder)
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise NativeError(
-            f"{there}: expected a folder that can be written, found one that cannot; set XDG_CACHE_HOME to another"
-        )
+    if not there.is_dir():
+        raise _unmakeable(folder, os.strerror(errno.ENOTDIR))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _unmakeable(folder, os.strerror(errno.EACCES))
+
+
+def _unmakeable(folder: Path, why: str) -> NativeError:
+    return NativeError(f"{folder}: cannot be made or written ({why}); set XDG_CACHE_HOME to a folder you own")
 
 
 def check_folder(folder: Path) -> None:

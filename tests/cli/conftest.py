@@ -136,9 +136,15 @@ class Result:
         return json.loads(self.out)
 
 
+def words(part: object) -> list[str]:
+    return [str(part)] if isinstance(part, Path) else shlex.split(str(part))
+
+
 @dataclass(frozen=True)
 class Pooch:
-    """``pooch`` as a function, of a command line in one or several parts; and the files of the tests."""
+    """``pooch`` as a function, of a command line in one or several parts, of which a path is one word whatever is in
+    it; and the files of the tests.
+    """
 
     capfd: pytest.CaptureFixture[str]
     workloads: Path
@@ -152,7 +158,7 @@ class Pooch:
 
     def __call__(self, command: str, *arguments: object) -> Result:
         self.capfd.readouterr()
-        code = main([word for part in (command, *arguments) for word in shlex.split(str(part))])
+        code = main([word for part in (command, *arguments) for word in words(part)])
         return Result(code, *self.capfd.readouterr())
 
     def ok(self, command: str, *arguments: object) -> Result:

@@ -7,7 +7,7 @@ import pytest
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from tests.cli.conftest import Pooch
-from tests.runtime.served import needs_compiler
+from tests.runtime.served import needs_inductor
 
 
 def test_a_workload_larger_than_memory_is_profiled_and_planned(pooch: Pooch) -> None:
@@ -36,7 +36,7 @@ def test_a_plan_with_a_roofline_s_times_runs_only_when_forced(pooch: Pooch) -> N
     pooch.ok(run, "--force")
 
 
-@needs_compiler
+@needs_inductor
 @pytest.mark.cpu_device
 def test_a_compiled_run_makes_a_plan_keeps_it_and_is_bitwise_stock_inductor(pooch: Pooch) -> None:
     run = f"run {pooch.workloads}:boxed --compile --check --steps 2 --timed 1 --json"

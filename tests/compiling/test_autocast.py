@@ -11,11 +11,11 @@ from torch import nn
 from poochplan.formats.plan import Decision
 from tests.compiling.small_nets import SLOW_LINK, Made, followed, stock
 from tests.runtime.nets import LINK
-from tests.runtime.served import needs_compiler
+from tests.runtime.served import needs_inductor
 
 TOO_MUCH = pytest.mark.filterwarnings("error:poochplan. a step that follows the plan took:RuntimeWarning")
 """A step above its budget fails."""
-pytestmark = [needs_compiler, pytest.mark.cpu_device, TOO_MUCH]
+pytestmark = [needs_inductor, pytest.mark.cpu_device, TOO_MUCH]
 
 
 class Mixed(nn.Module):

@@ -17,7 +17,7 @@ from poochplan.tensors.modes import compiled_modules
 from tests.compiling.small_nets import SLOW_LINK, followed, fresh, stock, train
 from tests.processes import python
 from tests.runtime.nets import LINK, equal
-from tests.runtime.served import needs_compiler
+from tests.runtime.served import needs_inductor
 
 SCRIPT = """
     from tests.allocated_bytes import allocated_bytes
@@ -48,7 +48,7 @@ SCRIPT = """
     print(json.dumps(found))
 """
 """Run in a process of its own, in which the hook of ``tests/allocated_bytes.py`` is there before anything else."""
-pytestmark = [needs_compiler, pytest.mark.cpu_device]
+pytestmark = [needs_inductor, pytest.mark.cpu_device]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,10 +11,10 @@ from torch._inductor.utils import fresh_cache
 
 from poochplan.compiling.rounds import bits_of_a_step
 from poochplan.runtime.compiled.inductor import GraphBackend
-from tests.runtime.served import needs_compiler
+from tests.runtime.served import needs_inductor
 from tests.runtime.third_party_networks import NETWORKS
 
-pytestmark = [needs_compiler, pytest.mark.cpu_device, pytest.mark.deep]
+pytestmark = [needs_inductor, pytest.mark.cpu_device, pytest.mark.deep]
 NAMES = ("bert", "roberta", "electra", "llama", "gpt2", "t5", "vit", "resnet", "convnext", "swin")
 
 

@@ -72,6 +72,16 @@ def both_ways(gpu: Machine, device: CudaDevice) -> list[str]:
     return [*wrong_if_not(3, back), *wrong_back(device, 1)]
 
 
+def read_at_once(gpu: Machine, device: CudaDevice) -> list[str]:
+    """A failed session reads what a queued copy has yet to write, and may hold the host for it."""
+    torch.cuda._sleep(1000)
+    out, back = transfers.copy_out(device, filled(device, 6), 0), device.allocate(SIZE)
+    device.read(back, 0)
+    gpu.blocking_copies = 0
+    out.wait()
+    return wrong_if_not(6, back)
+
+
 def waited_for(gpu: Machine, device: CudaDevice) -> list[str]:
     """A copy that was waited for holds no memory."""
     copy = transfers.copy_out(device, filled(device, 1), 0)
@@ -236,6 +246,7 @@ def given_back(gpu: Machine, device: CudaDevice) -> list[str]:
 SCENARIOS: tuple[Scenario, ...] = (
     swapped,
     both_ways,
+    read_at_once,
     waited_for,
     dropped,
     let_go_on_another_stream,

@@ -5,21 +5,37 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 import poochplan
 from poochplan.errors import UsageError
+from poochplan.formats.plan import Plan
 from poochplan.planner.planning import smallest_budget
 from poochplan.runtime.devices.cuda import CudaDevice, HighWater
+from poochplan.runtime.engine.audit import RESULT_BYTES, SCRATCH_BYTES
+from poochplan.runtime.run_report import Report
 from tests.cuda_rules.machine import WHERE, Machine
 from tests.gpu.cases import CASES, PLANNED_BY
 from tests.online.caches import empty_cache
-from tests.runtime.nets import LINK, followed, train
+from tests.runtime.nets import LINK, Case, followed, train
 from tests.runtime.random_plans import random_plan
 
 MIB = 1 << 20
 CASE = CASES["large"]
+
+
+def _alone(case: Case, plan: Plan, steps: int, **options: Any) -> Report:
+    """The report of steps beside which nothing lies."""
+    model, step, optimizer = case.fresh()
+    with poochplan.apply(plan, model, **options) as session:
+        for _ in range(steps):
+            optimizer.zero_grad(set_to_none=True)
+            step().backward()
+            optimizer.step()
+    report: Report = session.report()
+    return report
 
 
 @pytest.mark.parametrize("configured", ["native", "expandable_segments", "cudaMallocAsync"])
@@ -33,13 +49,7 @@ def test_a_plan_is_kept_whatever_the_allocator_and_what_it_hands_out_is_as_predi
     budget_bytes = smallest + (profile.in_core_peak_bytes - smallest) // 4
     plan = poochplan.plan(profile, budget_bytes, time_limit_s=5, evaluations=100)
     followed(CASE, plan, 3, wanted=train(CASE, 3)[0])
-    model, step, optimizer = CASE.fresh()
-    with poochplan.apply(plan, model) as session:  # nothing lies beside these steps
-        for _ in range(3):
-            optimizer.zero_grad(set_to_none=True)
-            step().backward()
-            optimizer.step()
-    report = session.report()
+    report = _alone(CASE, plan, 3, on_audit="off")
     assert report.last_step.out_bytes + report.last_step.replayed_values > 0
     assert report.memory is not None
     assert report.total.peak_bytes is not None
@@ -149,3 +159,21 @@ def test_steps_and_their_parts_have_peaks_of_their_own_and_the_users_mark_stays_
     take(10)
     assert _highest(marks) == 40
     assert _highest(marks, 1) == 10, "of another GPU nothing was kept"
+
+
+@pytest.mark.parametrize("more_bytes", [0, SCRATCH_BYTES + RESULT_BYTES, MIB])
+@pytest.mark.parametrize("meter", ["always", "never"])
+def test_what_the_audit_takes_lies_between_the_peak_and_the_budget(gpu: Machine, more_bytes: int, meter: str) -> None:
+    """Without room nothing is compared, with a little checksums are, and with more a value is kept beside."""
+    case = CASES["residual"]
+    plan = random_plan(case.profile(), 0, (0, 1, 0))
+    peak_bytes = _alone(case, plan, 6, on_audit="off").total.peak_bytes
+    assert peak_bytes is not None
+    prediction = msgspec.structs.replace(plan.prediction, peak_bytes=peak_bytes)
+    plan = msgspec.structs.replace(plan, budget_bytes=peak_bytes + more_bytes, prediction=prediction)
+    total = _alone(case, plan, 6, meter=meter).total
+    assert (total.audited_values > 0) is (more_bytes > 0)
+    if meter == "always":
+        assert total.peak_bytes is not None
+        assert peak_bytes <= total.peak_bytes <= plan.budget_bytes
+        assert (total.peak_bytes > peak_bytes + SCRATCH_BYTES + RESULT_BYTES) is (more_bytes == MIB)

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.graph_mode import BUDGETS, NETWORKS
 from tests.depth import DEEP
 from tests.processes import ROOT, python
-from tests.runtime.served import needs_compiler
+from tests.runtime.served import needs_inductor
 
 SCRIPT = """
     from tests.allocated_bytes import allocated_bytes
@@ -50,7 +50,7 @@ SCRIPT = """
 """
 
 
-@needs_compiler
+@needs_inductor
 @pytest.mark.cpu_device
 def test_no_step_of_compiled_blocks_takes_more_than_the_smallest_budget() -> None:
     found = json.loads(python(SCRIPT).splitlines()[-1])
@@ -63,7 +63,7 @@ CASES = [(network, budget) for network in NETWORKS for budget in BUDGETS]
 ROOM_BYTES = 1 << 20
 
 
-@needs_compiler
+@needs_inductor
 @pytest.mark.skipif(not DEEP, reason="minutes of compiling; tests/compiling has it on a small network")
 @pytest.mark.cpu_device
 @pytest.mark.parametrize(("network", "budget"), CASES)

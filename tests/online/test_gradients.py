@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import poochplan
+from poochplan import guard
 from poochplan.formats.profile import Phase
 from poochplan.profiler.capture import capture as capturing
 from poochplan.profiler.capture.node_ops import NodeOps
@@ -41,13 +42,14 @@ UNPLANNED = {"reentrant_checkpoint", "two_losses_of_one_graph", "optimizer_in_ba
 @dataclass
 class Loop:
     """A run, and what each turn left: gradients, to the bit; turns in whose backward there were modes; the kinds of
-    observers that were put on.
+    observers that were put on; what was told.
     """
 
     gradients: list[list[bytes]] = field(default_factory=list)
     turns_with_modes: set[int] = field(default_factory=set)
     watched: set[str] = field(default_factory=set)
     run: Run = field(default_factory=lambda: Run([], [], []))
+    said: list[str] = field(default_factory=list)
 
     def equals(self, other: Loop) -> bool:
         return self.run.equals(other.run) and self.gradients == other.gradients
@@ -80,12 +82,13 @@ def run(make: Callable[[], Training], cache: Path | None = None, *, turns: int =
         loop.watched.add(type(observer).__name__)
         begin(observer, segment)
 
-    with warnings.catch_warnings(), mock.patch.object(SegmentObserver, "begin", noted):
-        warnings.simplefilter("ignore", RuntimeWarning)  # of loops that are not planned
+    with warnings.catch_warnings(record=True) as told, mock.patch.object(SegmentObserver, "begin", noted):
+        warnings.simplefilter("always", RuntimeWarning)  # of loops that are not planned, too
         if cache is None:
             loop.run = run_plain(looked_at, turns, is_metered=False)
         else:
             loop.run = run_auto(looked_at, "80%", cache, turns, is_metered=False, time_limit_s=1.0)
+    loop.said = [str(one.message) for one in told]
     return loop
 
 
@@ -135,17 +138,21 @@ def test_no_hook_stays_on_nodes_that_outlive_a_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("told", ["node_begins", "node_ends", "passes_on"])
 def test_a_failure_of_looking_on_ends_no_backward(told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends the study, which says what it was."""
+    """The session stands aside, and one line says what it was."""
 
     def fails(*_: Any) -> None:
         raise ArithmeticError("half a node")
 
+    monkeypatch.setattr(guard, "RAISES", False)
     monkeypatch.setattr(NodeOps, told, fails)
     found = run(branches, tmp_path)
     assert found.equals(without("branches"))
     assert found.run.session.profile is None
-    refused = [kind.refused for kind in found.run.session._source.kinds.values()]
-    assert refused == ["looking at its backward raised ArithmeticError: half a node"]
+    assert found.run.session._attachment.has_failed
+    (line,) = (line for line in found.said if "half a node" in line)
+    assert line.startswith("poochplan: the session stands aside")
+    assert "ArithmeticError: half a node (_tell in capture/node_ops.py:" in line
+    assert found.turns_with_modes == set()
 
 
 def test_every_node_is_one_op_that_is_timed() -> None:

@@ -13,6 +13,7 @@ from poochplan.units import parse_budget
 from tests.depth import DEEP
 from tests.online.sharded import GIVEN_STEPS, SHARDED
 from tests.online.test_sessions import within
+from tests.runtime.served import needs_compiler
 from tests.torchrun import started, torchrun
 
 UNIT_BYTES = 132_864
@@ -25,16 +26,19 @@ IN_DEPTH = "not_resharded", "frozen", "resharded"
 """Tried with ``DEEP=1`` only, since each takes two processes some 14 s. ``loading`` reshards too."""
 
 
+@needs_compiler
 def test_two_ranks_are_bitwise_the_same_within_what_was_predicted(tmp_path: Path) -> None:
     kinds = [kind for kind in SHARDED if kind != "resharded_to_2" and (DEEP or kind not in IN_DEPTH)]
     check_ranks(torchrun("tests.online.sharded", tmp_path, *kinds), kinds)
 
 
+@needs_compiler
 @pytest.mark.deep  # torch reshards; two ranks have whole and sharded weights
 def test_a_number_to_reshard_to_is_kept_on_four_ranks(tmp_path: Path) -> None:
     check_ranks(torchrun("tests.online.sharded", tmp_path, "resharded_to_2", ranks=4), ["resharded_to_2"])
 
 
+@needs_compiler
 @pytest.mark.parametrize("kinds", [["views", "accumulating_by_no_sync", "static"], ["unused"]])
 def test_ddp_is_bitwise_the_same_within_the_budget_whatever_its_options(kinds: list[str], tmp_path: Path) -> None:
     check_ranks(torchrun("tests.online.sharded", tmp_path, *kinds), kinds, spare_bytes=0)
@@ -139,6 +143,7 @@ def test_the_others_do_not_wait_for_a_rank_without_a_batch(unequal: list[dict[st
     assert "was not called with gradients inside the session" in line
 
 
+@needs_compiler
 @pytest.mark.parametrize("layout", [pytest.param("whole", marks=pytest.mark.deep), "sequence"])
 def test_tensor_parallel_ranks_are_bitwise_the_same_within_the_budget(layout: str, tmp_path: Path) -> None:
     ranks = torchrun("tests.online.tensor_parallel", tmp_path, layout)

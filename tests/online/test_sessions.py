@@ -97,7 +97,7 @@ def test_what_keeps_the_smallest_budget_large_is_in_the_refusal(tmp_path: Path) 
 
 
 def children() -> list[int]:
-    """Processes of this one that plan."""
+    """Processes of this one that plan. One that has just begun has no command line yet: wait for it."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
@@ -107,7 +107,7 @@ def children() -> list[int]:
     return found
 
 
-def within(seconds: float, holds: Callable[[], bool]) -> bool:
+def within(seconds: float, holds: Callable[[], object]) -> object:
     end_s = time.monotonic() + seconds
     while not holds() and time.monotonic() < end_s:
         time.sleep(0.05)
@@ -116,6 +116,7 @@ def within(seconds: float, holds: Callable[[], bool]) -> bool:
 
 def test_the_planning_process_ends_with_the_session(tmp_path: Path) -> None:
     session = planning(dropout_and_batch_norm(), tmp_path, time_limit_s=60)
+    assert within(10, children)
     (child,) = children()
     assert within(10, lambda: 0 < os.getpriority(os.PRIO_PROCESS, child) <= 10)  # a share where all cores are busy
     session.close()
@@ -126,9 +127,10 @@ PARENT = """
 import sys, time
 from pathlib import Path
 from tests.online.runs import planning
-from tests.online.test_sessions import children
+from tests.online.test_sessions import children, within
 from tests.online.trainings import dropout_and_batch_norm
 session = planning(dropout_and_batch_norm(), Path(sys.argv[1]), time_limit_s=60)
+assert within(10, children)
 print(children()[0], flush=True)
 time.sleep(600)
 """

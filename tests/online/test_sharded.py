@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -29,7 +28,7 @@ from poochplan.planner.planning import plan
 from poochplan.profiler.live.step_kinds import Key
 from poochplan.runtime.arena.step_arena import KnownStep
 from poochplan.runtime.engine import engine
-from poochplan.runtime.replays.replay import NotReplayable, _with_memory
+from poochplan.runtime.replays.replay import Closure, NotReplayable, StorageRecord, _in_place
 from poochplan.tensors.signatures import model_tensors
 from poochplan.torch_private.sharding import gathered_weights, is_sharded, told_of_resizes
 from tests.planner.random_profiles import resnet_like
@@ -120,9 +119,10 @@ def test_a_unit_that_no_forward_calls_is_not_looked_for_at_each_save(
 
 
 def test_a_replay_that_finds_a_weight_without_memory_raises() -> None:
-    record: Any = SimpleNamespace(storage=lambda: torch.UntypedStorage(0))
+    storage = torch.UntypedStorage(0)
+    record = StorageRecord(weakref.ref(storage), 0)
     with pytest.raises(NotReplayable, match="a sharded weight that it needs is not gathered"):
-        _with_memory(record)
+        _in_place((record, 0), Closure(), from_copies=True)
 
 
 def test_resizes_are_told_in_the_block_alone() -> None:

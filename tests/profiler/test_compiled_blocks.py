@@ -20,7 +20,7 @@ from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import simulate
 from tests.runtime.nets import Net, taken
 from tests.runtime.random_plans import random_plan
-from tests.runtime.served import needs_compiler
+from tests.runtime.served import needs_compiler, needs_inductor
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ def test_compiled_code_has_the_blocks_that_it_takes_and_the_peak_is_metered_to_t
         assert any(one.output < 0 and one.until >= 0 for one in blocks), "it gives something back inside"
 
 
-@needs_compiler
+@needs_inductor
 @pytest.mark.deep
 def test_compiled_code_of_inductor_has_the_blocks_that_it_takes() -> None:
     _check(*_steps("inductor"))

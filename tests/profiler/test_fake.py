@@ -18,6 +18,7 @@ from poochplan.formats.profile import PointKind, Profile
 from poochplan.profiler.fake.fake import building, workspace_bytes
 from tests.processes import python
 from tests.runtime.nets import CASES, LINK, Net, of, taken, train
+from tests.runtime.served import needs_inductor
 
 
 def _conv() -> nn.Module:
@@ -300,6 +301,7 @@ def test_a_weight_outside_the_model_is_saved_alike_with_data_and_without() -> No
     assert taken(step, model).handles == taken(step, model, mode="fake").handles
 
 
+@needs_inductor
 def test_a_compiled_function_that_has_run_is_profiled_without_memory_as_it_is_written() -> None:
     """Its kernels would read the memory that fake tensors do not have, which ends the process."""
     activation = torch.compile(lambda hidden: hidden.tanh() * hidden.exp())

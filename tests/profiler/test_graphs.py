@@ -15,7 +15,7 @@ from poochplan.profiler.graph_capture import ELSEWHERE, SEVERAL
 from poochplan.torch_private.compiler_internals import inductor_settings
 from tests.compiling.small_nets import fresh, train
 from tests.runtime.nets import Net, equal, taken
-from tests.runtime.served import needs_compiler
+from tests.runtime.served import needs_compiler, needs_inductor
 
 pytestmark = [needs_compiler, pytest.mark.cpu_device]
 
@@ -60,6 +60,7 @@ def test_saves_lie_in_forward_and_uses_in_backward_each_at_a_point_of_its_own(gr
     assert len({value.forward_death for value in born}) > len(born) // 2  # they leave one after the other
 
 
+@needs_inductor
 def test_its_in_core_peak_is_that_of_the_measured_step(graphs: Profile) -> None:
     model, step, optimizer = fresh()
     model.compile(dynamic=False)
@@ -89,6 +90,7 @@ def test_an_op_of_the_user_s_that_writes_into_its_argument_is_an_op_of_the_graph
     assert sum(bool(value.nodes) for value in saved(profile)) > 1
 
 
+@needs_inductor
 def test_model_compiler_and_what_is_compiled_are_as_before() -> None:
     model, step, optimizer = fresh()
     model.compile(dynamic=False)

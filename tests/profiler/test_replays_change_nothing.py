@@ -238,7 +238,7 @@ def test_whatever_is_recomputed_losses_gradients_and_buffers_are_those_of_in_cor
         ("a parameter", "would write count once more, which no operator declares"),
         ("an input", "would write an input of the step once more, which no operator declares"),
         ("what it reads", "would write drifting once more, which no operator declares"),
-        ("teacher", "needs teacher.bias as it was, and the step writes that after it was read"),
+        ("teacher", "needs teacher.weight as it was, and the step writes that after it was read"),
         ("queue", "needs queue as it was, and the step writes that after it was read"),
     ],
 )

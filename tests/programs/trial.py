@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -239,6 +240,7 @@ def _judge_error(outcome: Outcome, program: Program, error: Exception) -> None:
 
 @contextlib.contextmanager
 def _session(plan: Plan, running: Running, device: str, outcome: Outcome) -> Iterator[Session]:
+    """Where peaks are compared with what was predicted, the audit takes nothing beside the steps."""
     with contextlib.ExitStack() as stack:
         if device == UNMETERED:
             yield stack.enter_context(poochplan.apply(plan, running.model, meter="never", arena="off"))
@@ -247,12 +249,13 @@ def _session(plan: Plan, running: Running, device: str, outcome: Outcome) -> Ite
             yield stack.enter_context(poochplan.apply(plan, running.model, meter="never", arena="on"))
             return
         if device == "cpu":
-            yield stack.enter_context(poochplan.apply(plan, running.model, meter="always"))
+            yield stack.enter_context(poochplan.apply(plan, running.model, meter="always", on_audit="off"))
             return
         clock = stack.enter_context(OpClock())
         faults = {"failing_reads": 1, "failing_writes": 2} if device == FAILING else {}
-        adversary = AdversarialDevice(clock, **faults)
-        yield stack.enter_context(poochplan.apply(plan, running.model, meter="always", device=lambda: adversary))
+        adversary, on_audit = AdversarialDevice(clock, **faults), "warn" if device == FAILING else "off"
+        options: Any = {"meter": "always", "on_audit": on_audit}
+        yield stack.enter_context(poochplan.apply(plan, running.model, device=lambda: adversary, **options))
         stack.close()
     outcome.problems += adversary.violations
 

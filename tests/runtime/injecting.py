@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from inspect import CO_GENERATOR
+from opcode import opmap
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -139,10 +140,12 @@ def callers(frame: FrameType | None) -> Iterator[FrameType]:
 
 def is_entry(frame: FrameType) -> bool:
     """Whether the call begins the function, and does not resume a generator."""
-    return not frame.f_code.co_flags & CO_GENERATOR or frame.f_lasti <= frame.f_code.co_code.index(_RESUME)
+    return not frame.f_code.co_flags & CO_GENERATOR or frame.f_lasti <= body_begins(frame.f_code)
 
 
-_RESUME = 151  # of Python 3.11: the first one is where the body begins
+def body_begins(code: CodeType) -> int:
+    """Where the first instruction RESUME is, whose number differs between versions of Python; each takes two bytes."""
+    return 2 * code.co_code[::2].index(opmap["RESUME"])
 
 
 def is_outermost(code: CodeType) -> bool:

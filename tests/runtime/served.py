@@ -22,6 +22,9 @@ from tests.runtime.random_plans import decided
 SETTLED = 4
 """So many steps are metered, or written down: those behind them are served."""
 needs_compiler = pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable() or "there is a compiler")
+NO_INDUCTOR = why_unavailable() or (" " in torch.__file__ and f"Inductor splits the path {torch.__file__} at its space")
+needs_inductor = pytest.mark.skipif(bool(NO_INDUCTOR), reason=NO_INDUCTOR or "Inductor makes code")
+"""Not for Inductor's other backends, which make no C++."""
 WISHES = {
     "keep": (Decision.KEEP,),
     "swap": (Decision.SWAP,),

@@ -29,7 +29,7 @@ from poochplan.runtime.compiled.points import DEFERRED_UNPACK, told_of_points
 from tests.runtime.compiled_nets import followed, fresh, loss_of, profiled, train
 from tests.runtime.nets import equal, taken
 from tests.runtime.random_plans import random_plan
-from tests.runtime.served import needs_compiler
+from tests.runtime.served import needs_compiler, needs_inductor
 
 pytestmark = needs_compiler
 cpu_device = pytest.mark.cpu_device
@@ -65,6 +65,7 @@ def profile(stock: Stock) -> Iterator[Profile]:
     torch._dynamo.reset()
 
 
+@needs_inductor
 @cpu_device
 def test_what_was_compiled_before_is_one_op_as_ever_and_its_steps_are_followed(stock: Stock) -> None:
     assert len(backward_parts(stock.profile)) == 3
@@ -74,6 +75,7 @@ def test_what_was_compiled_before_is_one_op_as_ever_and_its_steps_are_followed(s
     followed(random_plan(stock.profile, 0, SWAP), model, batch, stock.steps)
 
 
+@needs_inductor
 @cpu_device
 def test_uses_lie_between_the_parts_of_a_backward(stock: Stock, profile: Profile) -> None:
     parts = backward_parts(profile)
@@ -84,6 +86,7 @@ def test_uses_lie_between_the_parts_of_a_backward(stock: Stock, profile: Profile
     assert smallest_budget(profile) < smallest_budget(stock.profile)
 
 
+@needs_inductor
 @pytest.mark.parametrize("weights", [SWAP, KEEP, MIXED], ids=["swap", "keep", "mixed"])
 def test_gradients_are_those_of_stock_code(stock: Stock, profile: Profile, weights: tuple[float, float, float]) -> None:
     model, batch = fresh()
@@ -92,6 +95,7 @@ def test_gradients_are_those_of_stock_code(stock: Stock, profile: Profile, weigh
     assert waiting() == 0
 
 
+@needs_inductor
 @cpu_device
 def test_the_budget_holds_down_to_the_smallest_and_the_prediction_with_it(stock: Stock, profile: Profile) -> None:
     model, batch = fresh()
@@ -106,6 +110,7 @@ def test_the_budget_holds_down_to_the_smallest_and_the_prediction_with_it(stock:
         assert 0.95 * plan.prediction.peak_bytes <= peak <= plan.prediction.peak_bytes <= budget
 
 
+@needs_inductor
 @cpu_device
 def test_a_step_is_served_from_an_arena(stock: Stock, profile: Profile) -> None:
     model, batch = fresh()
@@ -118,6 +123,7 @@ def test_a_step_is_served_from_an_arena(stock: Stock, profile: Profile) -> None:
     assert session.report().total.fallbacks == 0
 
 
+@needs_inductor
 @cpu_device
 @pytest.mark.parametrize("how", ["reentrant", "without reentry"])
 def test_a_compiled_block_in_a_checkpoint_gives_the_same_gradients(stock: Stock, profile: Profile, how: str) -> None:
@@ -146,6 +152,7 @@ class SquaredGelu(nn.Module):
         return nn.functional.gelu(batch) * batch * other.sin()
 
 
+@needs_inductor
 @cpu_device
 def test_the_input_of_a_checkpoint_around_a_compiled_block_is_none_of_its_saved_tensors(stock: Stock) -> None:
     def network() -> tuple[nn.Module, torch.Tensor]:
@@ -159,6 +166,7 @@ def test_the_input_of_a_checkpoint_around_a_compiled_block_is_none_of_its_saved_
     assert waiting() == 0
 
 
+@needs_inductor
 @cpu_device
 def test_an_error_in_a_backward_leaves_nothing_waiting_and_the_next_step_is_right(
     stock: Stock, profile: Profile
@@ -182,6 +190,7 @@ def test_an_error_in_a_backward_leaves_nothing_waiting_and_the_next_step_is_righ
         assert equal(train(model, batch), stock.steps)
 
 
+@needs_inductor
 @cpu_device
 @pytest.mark.parametrize("is_in_16_bits", [False, True])
 def test_two_backwards_of_one_graph_and_none_in_parts_in_16_bits(is_in_16_bits: bool) -> None:
@@ -228,6 +237,7 @@ class Tied(nn.Module):
         return nn.functional.linear(hidden, self.words.weight, self.bias).log_softmax(-1)
 
 
+@needs_inductor
 @cpu_device
 def test_the_compiler_makes_one_op_of_two_where_it_does_so_in_stock_code() -> None:
     def gradients(is_deferred: bool) -> tuple[list[torch.Tensor], str]:
@@ -379,6 +389,7 @@ def bits_of(body: Body, how: str) -> dict[str, str]:
 HOW = [(scaled_before_its_product, "graph mode"), (gated_before_its_product, "graph mode"), (both, "deferred unpacks")]
 
 
+@needs_inductor
 @cpu_device
 @pytest.mark.parametrize(("body", "how"), HOW)
 def test_in_16_bits_a_point_rounds_nothing_that_stock_inductor_does_not_round_there(body: Body, how: str) -> None:

@@ -18,9 +18,9 @@ from poochplan.runtime.compiled.partitioner import Replays
 from tests.runtime.compiled_nets import Noting, profiled, same, step
 from tests.runtime.nets import equal, gradients
 from tests.runtime.random_plans import random_plan
-from tests.runtime.served import needs_compiler
+from tests.runtime.served import needs_inductor
 
-pytestmark = [needs_compiler, pytest.mark.cpu_device]
+pytestmark = [needs_inductor, pytest.mark.cpu_device]
 
 
 class Two(nn.Module):

@@ -161,12 +161,9 @@ def test_training_goes_on_after_a_step_that_raises(where: str, settled: int) -> 
 
 @pytest.mark.parametrize("way", ["leaving the block", "letting go of the session"])
 def test_tensors_outlive_their_arena_and_its_memory_goes_with_the_last(way: str) -> None:
-    gc.collect()
-    before, name = arenas_mapped(), "residual"
-    loop = Loop(CASES[name])
-    session = poochplan.apply(plan_of(name), loop.model, arena="on").__enter__()
+    loop = Loop(CASES["residual"])
+    session = poochplan.apply(plan_of("residual"), loop.model, arena="on").__enter__()
     loop.steps(SETTLED + 1)
-    assert arenas_mapped() == before + 1
     kept, hook = largest_output(loop.model)
     loop.step()
     hook.remove()
@@ -175,11 +172,11 @@ def test_tensors_outlive_their_arena_and_its_memory_goes_with_the_last(way: str)
         session.__exit__(None, None, None)
     del session
     gc.collect()
-    assert arenas_mapped() == before + 1
     loop.optimizer.zero_grad(set_to_none=True)
+    assert library().is_served(own.data_ptr())
+    mapped = arenas_mapped()  # its own, and what other tests have left
     del own
-    gc.collect()
-    assert arenas_mapped() == before
+    assert arenas_mapped() == mapped - 1
 
 
 @pytest.mark.parametrize("meter", ["never", "first-steps"])

@@ -28,7 +28,8 @@ class cuda:
 def broken(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cupy.py").write_text(BROKEN[request.param])
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setitem(sys.modules, "cupy", None)  # what is noted here is taken away again, import or not
+    monkeypatch.delitem(sys.modules, "cupy")
     monkeypatch.setattr(pinned, "_is_told", False)
 
 
