@@ -522,6 +522,7 @@ class Engine:
 
     def _diverge(self, reason: Diverged) -> None:
         assert self._policy is not None
+        reason.__traceback__ = None  # its frames hold values, and itself once their locals have been read
         try:
             self._policy, actions = self._policy.diverged(reason)
         except DivergenceError:
