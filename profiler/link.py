@@ -345,7 +345,7 @@ def _least_error(sizes: Floats, seconds: Floats, weights: Floats, large: int) ->
     corners = np.linalg.solve(rows[triples[meet]], least[triples[meet], None])[..., 0]
     allowed = corners[(corners @ rows.T >= least - _TOLERANCE * np.abs(rows).max(axis=1)).all(axis=1)]
     latency, slope, _ = allowed[allowed[:, 2].argmin()]
-    return float(latency) if latency > _TOLERANCE else 0.0, float(slope)
+    return float(latency) if latency > _TOLERANCE else 0.0, max(_SLOPE_FLOOR, float(slope))  # by the tolerance less
 
 
 class CachedLinks(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ import pytest
 
 import poochplan
 from poochplan.formats.profile import Memory
+from poochplan.runtime.arena import library
 from tests.cli.conftest import Pooch
 from tests.runtime.served import needs_compiler
 
@@ -87,5 +88,7 @@ def test_a_run_without_an_arena_says_why(pooch: Pooch, tmp_path: Path, monkeypat
     assert rows(pooch(run, "--arena", "off").out)["served from the arena"] == "nothing: --arena off"
     monkeypatch.setenv("CXX", "nonesuch")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    for state in ("_library", "_failure"):  # as in a process that has not loaded it
+        monkeypatch.setattr(library, state, None)
     assert "install g++ or clang++" in rows(pooch(run).out)["served from the arena"]
     assert 'arena: "on" is not possible: CXX=nonesuch' in pooch.refused(run, "--arena", "on")

@@ -89,7 +89,7 @@ def under_auto(folder: Path, told: list[Session]) -> SessionOf:
     options: dict[str, Any] = {"link": LINK, "time_limit_s": 0.5, "on_over_budget": "warn", "quiet": True}
 
     def session_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Session:
-        told.append(poochplan.auto(model, optimizer, budget="60%", cache=folder, **options))
+        told.append(poochplan.auto(model, optimizer, budget="66%", cache=folder, **options))
         return told[-1]
 
     return session_of

@@ -204,7 +204,7 @@ def with_auto(cache: Path) -> Callable[..., Any]:
 
 
 def with_plan(plan: Plan) -> Callable[..., Any]:
-    return lambda model, optimizer: poochplan.apply(plan, model, arena="off")
+    return lambda model, optimizer: poochplan.apply(plan, model, arena="off", on_audit="off")
 
 
 def all_that_may_be(session: Any, decision: str) -> Plan:
