@@ -63,11 +63,12 @@ class Guard:
 
 def _place_of(error: BaseException) -> str:
     """The function that raised, and its place: ``at_save in step_policies/follow.py:105``."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if "poochplan" in frame.filename or frame.filename == __file__] or frames
+    frames = list(traceback.walk_tb(error.__traceback__))
+    ours = [pair for pair in frames if str(pair[0].f_globals.get("__name__", "")).startswith("poochplan.")] or frames
     if not ours:
         return "no place is known"
-    return f"{ours[-1].name} in {'/'.join(Path(ours[-1].filename).parts[-2:])}:{ours[-1].lineno}"
+    code, line = ours[-1][0].f_code, ours[-1][1]
+    return f"{code.co_name} in {'/'.join(Path(code.co_filename).parts[-2:])}:{line}"
 
 
 _HERE: dict[int, Guard] = {}
