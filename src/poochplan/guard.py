@@ -16,7 +16,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from poochplan.errors import AuditError, BudgetExceededError, DivergenceError, is_out_of_memory, named_line
 
@@ -137,12 +137,19 @@ class Once:
         return self.result
 
 
-def _theirs(error: BaseException, raised: int) -> BaseException:
-    """The user's error of that identity, during which ours may have come."""
+def _raise_theirs(error: BaseException, raised: int) -> NoReturn:
+    """Raises the user's error of that identity, during which ours may have come. No frame keeps it: with its traceback
+    it would hold the step's tensors until the collector runs.
+    """
     found: BaseException | None = error
-    while found is not None and id(found) != raised:
-        found = found.__context__
-    return error if found is None else found
+    try:
+        while found is not None and id(found) != raised:
+            found = found.__context__
+        if found is None:
+            raise error
+        raise found from found.__cause__
+    finally:
+        del error, found
 
 
 def guarded_around(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
@@ -159,11 +166,10 @@ def guarded_around(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -
             try:
                 return around(once)(*args, **kwargs)
             except Exception as error:
+                if once.raised == id(error):
+                    raise
                 if once.raised:
-                    theirs = _theirs(error, once.raised)
-                    if theirs is error:
-                        raise
-                    raise theirs from theirs.__cause__
+                    _raise_theirs(error, once.raised)
                 if not guard.takes(error):
                     raise
             return once.result if once.has_returned else run(*args, **kwargs)
@@ -189,11 +195,10 @@ def guarded_dispatch(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, func, types, args, kwargs)
         except Exception as error:
             outcome = self.outcome
+            if outcome is not None and outcome[0] == id(error):
+                raise
             if outcome is not None and outcome[0]:
-                theirs = _theirs(error, outcome[0])
-                if theirs is error:
-                    raise
-                raise theirs from theirs.__cause__
+                _raise_theirs(error, outcome[0])
             if not guard.takes(error):
                 raise
         finally:

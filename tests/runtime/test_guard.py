@@ -83,6 +83,25 @@ def test_an_error_of_the_users_code_passes_unchanged_and_the_session_goes_on(pla
     assert not said
 
 
+def test_an_error_of_a_users_backward_holds_nothing_of_its_step_once_it_is_handled(plan: Plan) -> None:
+    model, step, _ = CASE.fresh()
+
+    def breaks(*_: object) -> None:
+        raise UsersError
+
+    with poochplan.apply(plan, model) as session:
+        model.blocks[1].register_full_backward_hook(breaks)  # type: ignore[index]
+        gc.collect()
+        gc.disable()
+        try:
+            step().backward()
+        except UsersError:
+            pass
+        finally:
+            gc.enable()
+        assert not session._engine.cursor.holds_values
+
+
 def test_an_error_of_an_op_passes_the_recorder_unchanged(plan: Plan) -> None:
     model, step, optimizer = CASE.fresh()
     with our_warnings() as said, poochplan.apply(plan, model) as session:
