@@ -188,7 +188,6 @@ def test_after_an_interrupt_amid_our_code_nothing_is_left_and_steps_are_plain(
     for place in moments(lambda watch: how(Interrupted(plan), watch)):
         run, watch = Interrupted(plan), Watch(place, KeyboardInterrupt)
         how(run, watch)
-        assert watch.was_reached, place
         arrived += run.arrived
         assert_nothing_is_on(run.model)
         del run

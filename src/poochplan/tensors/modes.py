@@ -338,9 +338,11 @@ def around_calls(model: torch.nn.Module, begins: Begins | None = None, ends: End
         )
     with contextlib.ExitStack() as stack:
         if begins is not None:
-            stack.enter_context(left_out_of_copies(model.register_forward_pre_hook(before, with_kwargs=True)))
+            handle = stack.enter_context(model.register_forward_pre_hook(before, with_kwargs=True))
+            stack.enter_context(left_out_of_copies(handle))
         if ends is not None:
-            stack.enter_context(left_out_of_copies(model.register_forward_hook(behind, always_call=True)))
+            handle = stack.enter_context(model.register_forward_hook(behind, always_call=True))
+            stack.enter_context(left_out_of_copies(handle))
         yield
 
 
