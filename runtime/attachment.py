@@ -35,12 +35,10 @@ from poochplan.tensors.operators import past_first_calls
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import plain_storage
 from poochplan.torch_private.compiler_internals import leave_alone
+from poochplan.torch_private.hooks import has_topmost_hooks, stand_aside, topmost_hooks
 from poochplan.torch_private.tensor_internals import (
-    has_topmost_hooks,
     in_backward,
     intercept_autograd,
-    stand_aside,
-    topmost_hooks,
 )
 
 from .active_plan import ActivePlan

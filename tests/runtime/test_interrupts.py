@@ -20,7 +20,8 @@ import poochplan
 from poochplan.formats.plan import Plan
 from poochplan.runtime.attachment import INTERRUPTED
 from poochplan.runtime.devices.cpu import CpuDevice
-from poochplan.torch_private.tensor_internals import mode_count, topmost_hooks
+from poochplan.torch_private.hooks import topmost_hooks
+from poochplan.torch_private.tensor_internals import mode_count
 from tests.runtime.faults import CASE, _ctrl_c_is_heard, leaves_nothing, open_files, plan, swaps
 from tests.runtime.injecting import Place, Watch, places
 from tests.runtime.nets import equal, in_core, our_warnings, snapshot

@@ -22,6 +22,7 @@ from poochplan.torch_private.compiler_internals import (
     is_compiled,
     run_as_written,
 )
+from poochplan.torch_private.hooks import stand_aside
 from poochplan.torch_private.tensor_internals import (
     TorchDispatchMode,
     in_backward,
@@ -32,7 +33,6 @@ from poochplan.torch_private.tensor_internals import (
     mode_stack,
     pop_mode,
     push_mode,
-    stand_aside,
     topmost_mode,
     with_lazy_views,
 )
