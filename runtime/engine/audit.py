@@ -9,11 +9,11 @@ the last point at which forward still held it in the step before.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import time
 import weakref
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -62,8 +62,18 @@ class AuditedPlan:
 
     def __init__(self, instructions: Instructions) -> None:
         self.values = instructions.values
-        released = (value.decision is not Decision.KEEP and not value.source for value in self.values)
-        self.turns = deque(index for index, is_released in enumerate(released) if is_released)
+        released = [
+            index
+            for index, value in enumerate(self.values)
+            if value.decision is not Decision.KEEP and not value.source
+        ]
+        self._turns = {False: released, True: list(released)}
+        """Save points by turn. In steps that leave out layers another value may stand at one, so they have their own.
+        """
+        self._missed = set[int]()
+        """Those whose turn it was in a step that did not release them: it stays theirs once."""
+        self.leaves_out = False
+        """Whether steps leave out layers."""
         self.kept = set[int]()
         """Save points of values that have differed."""
         self.last_held: dict[int, int] = {}
@@ -71,28 +81,60 @@ class AuditedPlan:
         self.is_alarmed = False
         """Whether the next step compares all, because what has changed one value may have changed others."""
 
+    @property
+    def released(self) -> list[int]:
+        """Save points of all values that are compared in turn."""
+        return [index for index in self._turns[False] if index not in self.kept]
+
     def chosen(self, room_bytes: int, most_bytes: float, scratch_bytes: float = math.inf) -> dict[int, bool]:
-        """The values of the next step, those first that were never compared, and whether each is kept beside. So many
+        """The values of the next step, those first that have waited longest, and whether each is kept beside. So many
         bytes can be compared in the time that there is. ``scratch_bytes``: what comparing may take; finite on a GPU.
         """
         found: dict[int, bool] = {}
         takes = scratch_bytes < math.inf
         if takes:
             scratch_bytes, room_bytes = scratch_bytes - SCRATCH_BYTES, room_bytes - SCRATCH_BYTES
-        for _ in range(len(self.turns)):
-            index = self.turns[0]
+        for index in self._next():
             size_bytes = self.values[index].size_bytes
-            if (found and size_bytes > most_bytes) or scratch_bytes < RESULT_BYTES:
+            is_one_of_each = len(found) < 1 + self.leaves_out
+            if (not is_one_of_each and size_bytes > most_bytes) or scratch_bytes < RESULT_BYTES:
                 break
             most_bytes -= size_bytes
-            self.turns.rotate(-1)
-            if index in self.kept:
-                continue
             beside_bytes = rounded_up(size_bytes) + (rounded_up(min(size_bytes, PIECE_BYTES)) if takes else 0)
             found[index] = beside_bytes <= min(room_bytes, scratch_bytes)
             taken_bytes = RESULT_BYTES * takes + (beside_bytes if found[index] else 0)
             room_bytes, scratch_bytes = room_bytes - taken_bytes, scratch_bytes - taken_bytes
         return found
+
+    def _next(self) -> Iterator[int]:
+        """Values by turn; of steps of both kinds if there are both, because it is not known yet which one comes."""
+        both = zip(*self._turns.values(), strict=True) if self.leaves_out else ((one,) for one in self._turns[False])
+        seen = set(self.kept)
+        for index in itertools.chain.from_iterable(both):
+            if index not in seen:
+                seen.add(index)
+                yield index
+
+    def ended(self, compared: set[int], absent: set[int], *, left_out: bool) -> None:
+        """A step is over. Those that were compared have their next turn last, and so have those that were chosen and
+        absent for the second time.
+        """
+        self.leaves_out |= left_out
+        over = compared | (absent & self._missed)
+        self._missed = (self._missed | absent) - over
+        turns = self._turns[left_out]
+        turns.sort(key=over.__contains__)
+
+    def is_kept(self, index: int | None, tensor: torch.Tensor) -> bool:
+        """Whether a value is kept, whatever the plan says, because it has differed. If the step has left the plan, or
+        may leave out layers, all are kept that look the same: another save point may stand for that of the plan.
+        """
+        if not self.kept or index in self.kept:
+            return bool(self.kept)
+        if index is not None and not self.leaves_out:
+            return False
+        look = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        return any((self.values[one].dtype, tuple(self.values[one].shape)) == look for one in self.kept)
 
     def takes_over(self, before: AuditedPlan) -> None:
         """The plan replaces another for the same steps: what differed under that one is known by its name."""
@@ -110,6 +152,9 @@ class Audit:
         self._chosen: dict[int, bool] = {}
         self._watched: list[Beside] = []
         self._held_at: dict[int, int] = {}
+        self._compared = set[int]()
+        self.left_out = False
+        """Whether the step leaves out layers of its plan."""
         self._pending: list[Comparison] = []
         self._bytes_per_s, self._allowed_s, self._took_s = FIRST_BYTES_PER_S, 0.0, 0.0
         self.differing: list[Comparison] = []
@@ -127,9 +172,8 @@ class Audit:
         self._plan = plan
         if plan.is_alarmed:
             plan.is_alarmed = False
-            all_bytes = sum(plan.values[one].size_bytes for one in plan.turns)
-            self.keeps_all = all_bytes <= self._free_bytes()
-            self._chosen = dict.fromkeys((one for one in plan.turns if one not in plan.kept), self.keeps_all)
+            self.keeps_all = sum(plan.values[one].size_bytes for one in plan.released) <= self._free_bytes()
+            self._chosen = dict.fromkeys(plan.released, self.keeps_all)
         else:
             self._allowed_s = MOST_SHARE * step_s
             most_scratch_bytes = math.inf if self._where.type == "cpu" else scratch_bytes
@@ -140,9 +184,10 @@ class Audit:
         if self._allowed_s and self._took_s:  # small values take their time whatever their bytes are
             self._bytes_per_s *= min(LARGEST_CHANGE, max(1 / LARGEST_CHANGE, self._allowed_s / self._took_s))
         self._allowed_s = self._took_s = 0.0
-        if self._plan is not None and self._held_at:
+        if self._plan is not None:
             self._plan.last_held.update(self._held_at)
-        self._held_at, self._watched, self._chosen = {}, [], {}
+            self._plan.ended(self._compared, set(self._chosen), left_out=self.left_out)
+        self._held_at, self._watched, self._chosen, self._compared, self.left_out = {}, [], {}, set(), False
         self._plan, self.compared, self.beside_bytes, self.keeps_all = None, 0, 0, False
         if self._pending:
             self._pending = [one for one in self._pending if not self._is_taken(one)]
@@ -160,9 +205,9 @@ class Audit:
             self.differing.append(one)
         return True
 
-    def is_kept(self, index: int | None) -> bool:
-        """Whether a value is kept, whatever the plan says, because it has differed."""
-        return self._plan is not None and index in self._plan.kept
+    def is_kept(self, index: int | None, tensor: torch.Tensor) -> bool:
+        """:meth:`AuditedPlan.is_kept` of the plan that the step follows, or has followed."""
+        return self._plan is not None and self._plan.is_kept(index, tensor)
 
     # -- values that leave and come back --------------------------------------------------------------------------
 
@@ -198,6 +243,7 @@ class Audit:
             return
         begin_s = time.perf_counter()
         self.compared += 1
+        self._compared.add(beside.index)
         found = Comparison(beside, value.storage)
         if found.is_done:
             self._is_taken(found)
