@@ -424,7 +424,8 @@ class Engine:
             self._diverge(reason)
             index = None
             decision = self._policy.saved(index, ordinal, tensor, record)
-        if decision is not Decision.KEEP and self.audit.is_kept(index, tensor):
+        planned = index if self.follows is not None else None
+        if decision is not Decision.KEEP and self.audit.is_kept(planned, tensor):
             decision = Decision.KEEP
         segment.packs += 1
         segment.saved_values += 1

@@ -6,6 +6,7 @@ Each step begins from the same weights, because the programs do not learn: so a 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from poochplan.runtime.session import Session
 
 from .drawing import LAYERS_DRAWN, PLAIN, Block, Program
 from .late_writes import LATE
-from .training import Running, Snapshot, differences, train
+from .training import WRITES, Running, Snapshot, differences, train
 from .trial import Outcome, prepared, quietly
 
 MOST_STEPS = 60
@@ -33,11 +34,10 @@ def with_late(program: Program) -> Program:
     for kind in chance.sample(LATE, 2):
         blocks.insert(chance.randint(0, len(blocks)), Block(kind))
     draws, logs = chance.random() < 0.4, chance.random() < 0.4
+    before = [event for event in program.events if event != WRITES]  # an error in-core too
     late = [LAYERS_DRAWN if draws and chance.random() < DRAWN else PLAIN for _ in range(MOST_STEPS)]
-    late_from = len(program.events)
-    return replace(
-        program, blocks=tuple(blocks), events=(*program.events, *late), late_from=late_from, logs=logs, learns=False
-    )
+    events = (*before, *late)
+    return replace(program, blocks=tuple(blocks), events=events, late_from=len(before), logs=logs, learns=False)
 
 
 def late_trial(program: Program) -> Outcome:
@@ -76,32 +76,35 @@ def _under(program: Program, plan: Plan, reference: Sequence[Snapshot], *, has_r
 
 
 class _Judge:
-    """Told of each step when it has ended; behind the last, of what differs in each."""
+    """Told of each step when it has ended; behind the last, of what differs in each.
+
+    Steps that left layers out, and those that left their plan, have bounds of their own.
+    """
 
     def __init__(self, outcome: Outcome, program: Program, session: Session, plan: Plan) -> None:
         self._outcome, self._program, self._session = outcome, program, session
-        self._bound = sum(value.decision is not Decision.KEEP for value in plan.values)
-        self._audited, self._told, self._differed = {False: 0, True: 0}, list[bool](), 0
-        self._silent_ok = list[bool]()
+        released = sum(value.decision is not Decision.KEEP for value in plan.values)
+        self._bounds = {"whole": released, "layers left out": released, "diverged": 2 * len(plan.values)}
+        self._steps, self._differed = Counter[str](), 0
+        self._may_differ = list[bool]()
 
     def __call__(self, index: int, event: str) -> None:
-        report = self._session.report()
-        late_from = self._program.late_from
+        late_from, counts = self._program.late_from, self._outcome.counts
         assert late_from is not None
-        left_out = event == LAYERS_DRAWN
-        self._silent_ok.append(self._audited[left_out] < self._bound and index >= late_from)
-        self._audited[left_out] += index >= late_from and report.last_step.audited_values > 0
-        self._told.append(report.total.audit_differences > self._differed)
+        report, segment = self._session.report(), self._session._engine.segment
+        kind = "diverged" if segment.diverged else "layers left out" if segment.left_out else "whole"
+        is_told = report.total.audit_differences > self._differed
         self._differed = report.total.audit_differences
-        self._outcome.counts["steps"] += 1
-        self._outcome.counts["steps audited"] += report.last_step.audited_values > 0
-        self._outcome.counts["steps told"] += self._told[-1]
+        self._may_differ.append(index >= late_from and (is_told or self._steps[kind] < self._bounds[kind]))
+        self._steps[kind] += index >= late_from
+        counts["steps"] += 1
+        counts[f"steps {kind}"] += 1
+        counts["steps audited"] += report.last_step.audited_values > 0
+        counts["steps told"] += is_told
 
     def judge(self, step: int, wrong: list[str]) -> None:
-        if not wrong:
-            return
-        is_gradient = all(one.startswith("gradient ") for one in wrong)
-        self._outcome.counts["steps that differ"] += 1
-        if is_gradient and (self._told[step] or self._silent_ok[step]):
+        counts = self._outcome.counts
+        counts["steps that differ"] += bool(wrong)
+        if all(one.startswith("gradient ") for one in wrong) and self._may_differ[step]:
             return
         self._outcome.problems += [f"{one}, step {step} ({self._program.events[step]})" for one in wrong]
