@@ -67,7 +67,7 @@ class Session:
         step_arena: StepArena | None = None,
         messages: Messages | None = None,
         is_guarded: bool = True,
-        on_audit: OnAudit = OnAudit.WARN,
+        on_audit: OnAudit = OnAudit.OFF,
     ) -> None:
         self._models, self._source, self._where = models, source, where
         self._on_over_budget, self._cap_bytes = on_over_budget, cap_bytes
@@ -120,6 +120,7 @@ class Session:
             stack.callback(self._meter.step_is_over)
             stack.callback(self._step_arena.close)
             self._collect()
+            self._engine.audit.compares_unplanned = self._on_audit is not OnAudit.OFF
             self._device.start_peaks()
             stack.callback(self._engine.end)  # first, then everything is removed from model and torch
             self._attachment.leave = self._leave
@@ -394,18 +395,18 @@ class Session:
         audit, plan = self._engine.audit, self._following
         segment.report.audited_values = audit.compared
         found, audit.differing = audit.differing, []
-        if not found or plan is None:
+        if not found:
             return
         segment.report.audit_differences += len(found)
         for one in found:
-            one.plan.kept.add(one.index)
-            one.plan.is_alarmed = not audit.keeps_all
-        text = self._text_of(found)
-        self._messages.warn(f"{text}; {self._source.keep(plan, [one.value.name for one in found])}")
+            audit.keep(one)
+        text, names = self._text_of(found), [one.planned.name for one in found if one.planned is not None]
+        kept = KEPT_FROM_NOW_ON if plan is None or not names else self._source.keep(plan, names)
+        self._messages.warn(f"{text}; {kept}")
 
     def _text_of(self, differing: list[Comparison]) -> str:
         """Raises ``AuditError`` where that is wanted."""
-        text = differences_text([one.value for one in differing], is_right=all(one.is_right for one in differing))
+        text = differences_text(differing)
         if self._on_audit is OnAudit.ERROR:
             raise AuditError(text)
         return text

@@ -394,6 +394,7 @@ class Engine:
         """The step leaves out some layers of its plan."""
         segment = self.cursor.segment
         segment.left_out += gap.saves - segment.saves
+        self.audit.left_out = True
         segment.saves, segment.packs, segment.uses = gap.saves, gap.packs, max(segment.uses, gap.uses)
         self._events.point(segment.saves + segment.uses)
         for actions in gap.actions:
@@ -411,7 +412,6 @@ class Engine:
                 segment.saves += 1
                 self._events.point(segment.saves + segment.uses)
                 self.audit.point(segment.saves)
-                decision = Decision.KEEP if self.audit.is_kept(index) else decision
         except LeftOut as gap:
             self._pass_over(gap)
             if self._policy.sources and index is not None:
@@ -421,6 +421,9 @@ class Engine:
             self._diverge(reason)
             index = None
             decision = self._policy.saved(index, ordinal, tensor, record)
+        planned = index if self.follows is not None else None
+        if decision is not Decision.KEEP and self.audit.is_kept(planned, tensor):
+            decision = Decision.KEEP
         segment.packs += 1
         segment.saved_values += 1
         value = SavedValue.of(decision, record, tensor, self.device.compute)
