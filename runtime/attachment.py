@@ -162,10 +162,19 @@ class Attachment:
         if threading.get_ident() == self._thread:  # on another thread they cannot be removed
             self.take_hooks_off()
 
+    def is_forked(self) -> None:
+        """This is a child process, in which no thread copies: steps run in-core."""
+        self._unhook()
+        self.state = "away"
+
     @property
     def is_left(self) -> bool:
         """Whether it was left open: the code that entered its block has ended."""
         return self.state in ("open", "away", "aside") and self.call_site.is_left
+
+    @property
+    def is_open(self) -> bool:
+        return self.state == "open"
 
     @property
     def has_begun(self) -> bool:

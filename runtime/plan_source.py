@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -14,6 +14,7 @@ from poochplan.formats.plan_set import PlanSet, describe, plans_of
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import with_kept
 from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.messages import warn
@@ -25,13 +26,31 @@ from poochplan.units import format_bytes
 from .active_plan import MOST_PLANS, REMEDY, STILL_GROWS, ActivePlan
 from .run_report import FallbackKind, Fallbacks
 
-if TYPE_CHECKING:
-    from .attachment import Attachment
-
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 KEPT_FROM_NOW_ON = "from now on such values are kept, and steps may exceed the budget"
 KEPT_BY_PLAN = "from now on such values are kept, and another plan is made that does so"
+
+
+class Attached(Protocol):
+    """What a source may ask of its :class:`~.attachment.Attachment`."""
+
+    engine: Engine
+    models: Mapping[str, torch.nn.Module]
+
+    @property
+    def is_open(self) -> bool: ...
+
+    @property
+    def is_resting(self) -> bool: ...
+
+    def memory_is_short(self) -> None: ...
+
+    def take_hooks_off(self) -> None: ...
+
+    def ends_here(self) -> bool: ...
+
+    def wakes_next(self) -> None: ...
 
 
 class PlanSource:
@@ -57,7 +76,7 @@ class PlanSource:
         """The known profiles of the steps, by the same kinds."""
         return {}
 
-    def attached(self, attachment: Attachment) -> Hooks:
+    def attached(self, attachment: Attached) -> Hooks:
         """The session begins. Returns the hooks that autograd calls: the engine's own, or some that call these."""
         return attachment.engine.pack, attachment.engine.unpack
 
@@ -199,7 +218,7 @@ class GivenPlans(PlanSource):
     def latest(self) -> ActivePlan:  # type: ignore[override]
         return self._of[self._name].latest
 
-    def attached(self, attachment: Attachment) -> Hooks:
+    def attached(self, attachment: Attached) -> Hooks:
         self._fallbacks = attachment.engine.fallbacks
         self._ranks = self._ranks_of(attachment.models.values())
         if self._ranks is not None:
