@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.depth import REST_FILES
+from tests.depth import IN_TURN_FILES, LONGEST, OF_TESTS_ROOMS, REST_FILES
 from tests.house import circle, files_per_folder, graph, room_of, twice
 
 BELOW = {
@@ -65,5 +65,6 @@ def test_no_two_modules_have_one_name() -> None:
     assert twice() == []
 
 
-def test_every_file_that_is_left_to_the_rest_of_the_suite_is_there() -> None:
-    assert [path for path in REST_FILES if not path.exists()] == []
+def test_every_file_that_the_suite_names_is_there() -> None:
+    named = {*REST_FILES, *IN_TURN_FILES, *OF_TESTS_ROOMS, *LONGEST}
+    assert [path for path in named if not path.exists()] == []
