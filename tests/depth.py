@@ -65,17 +65,22 @@ What they claim of one step is claimed of a small network in the first part too.
 """
 REST_FILES = {HERE / folder / f"test_{name}.py" for folder, names in REST.items() for name in names.split()}
 IN_TURN = {
+    "compiling": "eager_graphs",
     "cuda_rules": "allocator",
-    "end_to_end": "without_compiler workloads_within_budget",
+    "docs": "stacks",
+    "end_to_end": "chunks_within_budget compiled_within_budget without_compiler workloads_within_budget",
+    "examples": "stacks",
     "formats": "hostile_files",
-    "gpu": "algorithms_on_gpu exactness_gpu second_gpu",
-    "online": "gradients logged quiet random_paths resting served unusual_modules",
+    "gpu": "algorithms_on_gpu exactness_gpu flows_on_gpu second_gpu suite_dry_run",
+    "integrations": "onnx_models",
+    "judges": "judges",
+    "online": "gradients kinds_of_run logged quiet random_paths resting served trainings unusual_loops unusual_modules",
     "planner": "bound branching checkers effort oracle policies search sources time_steps",
-    "profiler": "fake late_writes op_bench replays_change_nothing sparse_and_nested static_bytes timed_steps",
+    "profiler": "fake late_writes op_bench replays_change_nothing sparse_and_nested static_bytes swap_all timed_steps",
     "programs": "programs",
-    "runtime": "audit autograd_steps backward_without_modes copies_of_the_model deferred_unpacks divergence exactness "
-    "host_places late_buffers launch_path left_out many_steps messages plan_set_steps recording replay_kinds rewriting "
-    "save_points served_changes served_steps sources third_party unusual_tensors",
+    "runtime": "audit autograd_steps backward_without_modes compiled copies_of_the_model deferred_unpacks divergence "
+    "exactness host_places late_buffers launch_path left_out many_steps messages plan_set_steps recording replay_kinds "
+    "rewriting save_points served_changes served_steps sources third_party unusual_tensors",
     "workloads": "hugging_face workloads",
 }
 """Files of tests that claim the same of many seeds, networks or kinds of step: each day has a third of the cases of
@@ -159,13 +164,14 @@ def runs_on_two_devices(item: pytest.Item) -> bool:
 
 
 def not_today(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Of the tests of :data:`IN_TURN_FILES` those cases whose turn it is not. Each test has at least one."""
+    """Of the tests of :data:`IN_TURN_FILES`, and of the notebooks, those whose turn it is not: of each test one runs."""
     if DEEP or not PART:
         return set()
+    notebooks = {item: "notebooks" for item in items if HERE not in item.path.parents}
     cases = [item for item in items if item.path in IN_TURN_FILES and hasattr(item, "callspec")]
-    test_of = {item: item.nodeid.partition("[")[0] for item in cases}
+    test_of = {item: item.nodeid.partition("[")[0] for item in cases} | notebooks
     counts, seen, left = Counter(test_of.values()), Counter[str](), set[pytest.Item]()
-    for item in cases:
+    for item in test_of:
         of = min(THIRDS, counts[test_of[item]])
         if seen[test_of[item]] % of != DAY % of:
             left.add(item)
