@@ -75,7 +75,7 @@ IN_TURN = {
     "integrations": "onnx_models",
     "judges": "judges",
     "online": "gradients kinds_of_run logged quiet random_paths resting served trainings unusual_loops unusual_modules",
-    "planner": "bound branching checkers effort oracle policies search sources time_steps",
+    "planner": "bound branching effort oracle policies search sources time_steps",
     "profiler": "fake late_writes op_bench replays_change_nothing sparse_and_nested static_bytes swap_all timed_steps",
     "programs": "programs",
     "runtime": "audit autograd_steps backward_without_modes compiled copies_of_the_model deferred_unpacks divergence "
@@ -98,8 +98,6 @@ OF_TESTS = {
 OF_TESTS_ROOMS = {HERE / name: rooms for name, rooms in OF_TESTS.items()}
 ALL_OF_TESTS = DEEP or not PART or os.environ.get("POOCH_OF_TESTS", "") == "all"
 """``.ci/run`` has them run whatever has changed; so does a call of pytest that names no part."""
-
-
 COPYING = "exactness host_places replay_kinds served_steps unusual_tensors"
 ON_THE_CPU_TOO = {HERE / "runtime" / f"test_{name}.py" for name in COPYING.split()}
 """What the adversarial device claims of a step by day, these claim on the CPU's device too; with ``DEEP=1`` all do."""
@@ -164,7 +162,7 @@ def runs_on_two_devices(item: pytest.Item) -> bool:
 
 
 def not_today(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Of the tests of :data:`IN_TURN_FILES`, and of the notebooks, those whose turn it is not: of each test one runs."""
+    """Cases of the tests of :data:`IN_TURN_FILES`, and notebooks, whose turn it is not: of each test one runs."""
     if DEEP or not PART:
         return set()
     notebooks = {item: "notebooks" for item in items if HERE not in item.path.parents}

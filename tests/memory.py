@@ -27,7 +27,10 @@ def held_bytes(what: str = "VmRSS") -> int:
 def forget(module: Any) -> None:
     """Empties what a file of tests remembers of its networks, which no other file asks for."""
     for thing in list(vars(module).values()):
-        if callable(clear := getattr(thing, "cache_clear", None)) and thing.__module__ == module.__name__:
+        if (
+            callable(clear := getattr(thing, "cache_clear", None))
+            and getattr(thing, "__module__", "") == module.__name__
+        ):
             clear()
 
 
