@@ -19,6 +19,7 @@ from poochplan.formats.profile import Profile
 from poochplan.integrations.onnx import load
 from poochplan.integrations.onnx.onnx_file import _without_weights, known_shapes
 from poochplan.workload import load_workload, parameter_values
+from tests.forks import forked
 
 WEIGHTS = {"table": (9, 4), "product": (4, 3), "bias": (1,)}
 
