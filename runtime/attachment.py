@@ -52,6 +52,7 @@ FAILED = (
     "the session stands aside, because something of ours has failed: {}; steps go on as without a session, the budget "
     "is not kept, and every result is right; please report this line"
 )
+INTERRUPTED = "an interrupt has closed the session; steps go on as without a session, and the budget is not kept"
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 OptimizerHook = Callable[[torch.optim.Optimizer], None]
 
@@ -191,7 +192,7 @@ class Attachment:
         self.call_site = CallSite.of_caller()
         self.leave: Callable[[], object] = self.__exit__
         """Ends the block if no caller has left it."""
-        self._is_short = self._wakes = False
+        self._is_short = self._wakes = self._is_interrupted = False
         self._below: Hooks | None = None
         """Whose hooks autograd has while this rests."""
         self._thread: int | None = None
@@ -237,7 +238,7 @@ class Attachment:
             self._hooks = uncompiled_hooks(*hooks)
             self.state, self._thread = "open", threading.get_ident()
             stack.enter_context(stand_aside(self._hooks))
-            stack.callback(self._unhook)  # before they are there, for an interrupt may come right after that
+            stack.callback(self._unhook)
             self._observe()
         except BaseException:
             stack.close()
@@ -370,15 +371,19 @@ class Attachment:
         return False
 
     def _failed(self, why: str) -> None:
-        """Something of ours has raised, perhaps amid a step. Whatever can be undone at any place is undone here."""
+        """Something of ours has raised, or was interrupted, perhaps amid a step. Whatever can be undone at any place is
+        undone here. ``why`` is empty for an interrupt, of which is told only where the loop goes on.
+        """
+        self._is_interrupted = not why
         if self.state in ("open", "away"):
             self.state = "aside"
         if self.has_begun:
             for undo in (self.engine.stand_aside, self._source.stands_aside, self._events.departed, self._unhook):
                 with suppress(Exception):
                     undo()
-        with suppress(Exception):
-            warn(FAILED.format(why))
+        if why:
+            with suppress(Exception):
+                warn(FAILED.format(why))
 
     def _while_aside(self) -> None:
         """A model is called. What could not be removed amid a step is removed now."""
@@ -394,6 +399,8 @@ class Attachment:
         with suppress(Exception):
             self._modes_leave()
             self.leave()
+            if self._is_interrupted:
+                warn(INTERRUPTED)
 
     def _modes_leave(self) -> None:
         """No mode of ours is on the stack, not even a muted one (engine rule 11)."""
@@ -534,7 +541,7 @@ def around_optimizer_steps(model: torch.nn.Module, before: OptimizerHook, after:
             try:
                 if not torch.compiler.is_compiling() and is_of_model(optimizer):
                     tell(optimizer)
-            except Exception as error:
+            except BaseException as error:
                 if guard is None or not guard.takes(error):
                     raise
 

@@ -319,7 +319,7 @@ def around_calls(model: torch.nn.Module, begins: Begins | None = None, ends: End
         try:
             if begun is not None and not torch.compiler.is_compiling() and not is_no_step():
                 begun(args, kwargs)
-        except Exception as error:
+        except BaseException as error:
             if guard is None or not guard.takes(error):
                 raise
 
@@ -327,7 +327,7 @@ def around_calls(model: torch.nn.Module, begins: Begins | None = None, ends: End
         try:
             if ended is not None and not torch.compiler.is_compiling() and not is_no_step():
                 ended(result)
-        except Exception as error:
+        except BaseException as error:
             if guard is None or not guard.takes(error):
                 raise
 

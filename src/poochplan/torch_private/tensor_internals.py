@@ -40,8 +40,7 @@ mode_stack: Callable[[], list[Any]] = torch.utils._python_dispatch._get_current_
 
 push_mode: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_stack
 pop_mode: Callable[[], TorchDispatchMode] = functools.partial(torch._C._pop_torch_dispatch_stack, None)
-"""Put a mode on top of the stack, and take it off. An interrupt comes before or after them; within a mode's own
-``__exit__`` it would leave the mode on the stack."""
+"""Put a mode on top of the stack, and take it off."""
 
 mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Number of dispatch modes of this thread, nearly always 0."""
