@@ -53,7 +53,7 @@ REST = {
     "integrations": "onnx_models",
     "judges": "judges",
     "online": "growth kinds_of_run ranks trainings",
-    "packaging": "installed",
+    "packaging": "archives installed",
     "profiler": "swap_all",
     "runtime": "autograd_steps compiled copies_of_the_model deferred_unpacks fault_injection save_points third_party",
     "runtime/arena": "building_the_library",
