@@ -156,6 +156,7 @@ class Session:
             self._end(kind, error)
         except BaseException as failure:
             self._stack.close()  # what an interrupt has left
+            self._attachment.__exit__()
             if guard is None or not guard.takes(failure):
                 raise
 
