@@ -53,12 +53,12 @@ $(STAMP): pyproject.toml constraints.txt
 about:
 	@[ -z "$(PYTHON)" ] || $(PYTHON) tests/packaging/ready.py about $(VENV)
 
-test: about setup  ## Check what is claimed, each claim once: lint, format, types, docs, tests (some ten minutes)
+test: about setup  ## Check what is claimed, each claim once: lint, format, types, docs, tests (some five minutes)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync lint types docs
 	POOCH_PART=first OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) tests
 	@echo "make test: lint, types, docs and tests all passed."
 
-test-all: test  ## That, and the rest: second device, packaging, stacks, notebooks (some half an hour); DEEP=1 with all seeds
+test-all: test  ## That, and the rest: second device, packaging, stacks, notebooks (a quarter of an hour); DEEP=1 with all seeds
 	POOCH_PART=rest OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(NOTEBOOKS) tests
 	@echo "make test-all: the rest of the tests and the notebooks passed too."
 
