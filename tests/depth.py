@@ -50,25 +50,28 @@ def todays(cases: Sequence[Case]) -> Sequence[Case]:
 
 HERE = Path(__file__).parent
 REST = {
-    "cli": "arena_shown fake_and_compiled fit link on_ranks sweep",
+    "cli": "arena_shown fake_and_compiled fit link on_ranks pictures sweep",
     "compiling": "autocast caches compiling eager_graphs",
     "cuda_rules": "auto_on_cuda room_before_plan",
     "docs": "stacks",
     "end_to_end": "chunks_within_budget compare compiled_within_budget epochs long_loop physical_budget "
-    "resident_memory without_compiler",
-    "examples": "stacks",
+    "resident_memory without_compiler workloads_within_budget",
+    "examples": "examples stacks",
     "gpu": "suite_dry_run",
     "integrations": "onnx_models",
     "judges": "judges",
-    "online": "growth kinds_of_run ranks trainings",
+    "online": "growth kinds_of_run logged random_paths ranks trainings",
     "packaging": "archives installed",
+    "planner": "instances sweep",
     "profiler": "swap_all",
-    "runtime": "autograd_steps compiled copies_of_the_model deferred_unpacks fault_injection save_points third_party",
+    "runtime": "autograd_steps compiled copies_of_the_model deferred_unpacks fault_injection launch_path save_points "
+    "third_party",
     "runtime/arena": "building_the_library",
     "runtime/inference": "outside_meter",
     "tensors": "malloc",
+    "workloads": "full_volume",
 }
-"""Files of tests that ``make test`` leaves to ``make test-all``: whole programs, compilers, networks, other processes.
+"""Files of tests that ``make test`` leaves to ``make test-all``: whole programs, compilers, networks, pictures, other processes.
 What they claim of one step is claimed of a small network in the first part too.
 """
 REST_FILES = {HERE / folder / f"test_{name}.py" for folder, names in REST.items() for name in names.split()}
