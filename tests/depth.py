@@ -71,8 +71,8 @@ REST = {
     "tensors": "malloc",
     "workloads": "full_volume",
 }
-"""Files of tests that ``make test`` leaves to ``make test-all``: whole programs, compilers, networks, pictures, other processes.
-What they claim of one step is claimed of a small network in the first part too.
+"""Files of tests that ``make test`` leaves to ``make test-all``: whole programs, compilers, networks, pictures, other
+processes. What they claim of one step is claimed of a small network in the first part too.
 """
 REST_FILES = {HERE / folder / f"test_{name}.py" for folder, names in REST.items() for name in names.split()}
 IN_TURN = {
