@@ -29,7 +29,7 @@ from poochplan.units import format_bytes
 
 from .active_plan import REMEDY, ActivePlan, OverBudget, out_of_memory_text, over_budget_text
 from .arena.step_arena import StepArena
-from .attachment import Attachment, PlanSource
+from .attachment import KEPT_FROM_NOW_ON, Attachment, PlanSource
 from .run_report import ArenaReport, MemoryPeaks, Report, StepReport
 
 FROM_TORCH = "planned steps take their memory from torch's allocator"
@@ -156,6 +156,7 @@ class Session:
             self._end(kind, error)
         except BaseException as failure:
             self._stack.close()  # what an interrupt has left
+            self._attachment.__exit__()
             if guard is None or not guard.takes(failure):
                 raise
 

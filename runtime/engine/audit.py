@@ -234,7 +234,7 @@ class Audit:
         return True
 
     def is_kept(self, index: int | None, tensor: torch.Tensor) -> bool:
-        """Whether a value is kept, whatever the plan says, because it has differed. ``index``: its save point, in a step
+        """Whether a value is kept, whatever the plan says, because it has differed. ``index``: its save point in a step
         that follows its plan. If it does not, or may leave out layers, all are kept that look the same: another save
         point may stand for that of the plan.
         """

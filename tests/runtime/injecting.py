@@ -36,7 +36,7 @@ DOORWAYS = frozenset(
         ("modes.py", "before"),
         ("modes.py", "behind"),
         ("modes.py", "untraced"),
-        ("attachment.py", "hook"),
+        ("modes.py", "hook"),
         ("tensor_internals.py", "run"),
         ("tensor_internals.py", "_run_backward"),
         ("compiler_internals.py", "run"),
