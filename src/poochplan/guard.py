@@ -18,7 +18,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from poochplan.errors import AuditError, BudgetExceededError, DivergenceError, is_out_of_memory, named_line
+from poochplan.errors import (
+    AuditError,
+    BudgetExceededError,
+    DivergenceError,
+    NativeError,
+    PoochError,
+    is_out_of_memory,
+    named_line,
+)
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
@@ -37,6 +45,16 @@ def users(error: ErrorT) -> ErrorT:
     return error
 
 
+def is_ours(error: Exception) -> bool:
+    """Whether it is no error of the user's, and is not to be raised."""
+    return not (RAISES or is_out_of_memory(error) or getattr(error, _USERS, False))
+
+
+def is_about_arguments(error: BaseException) -> bool:
+    """Whether it tells, before the first step, what the user has asked for and cannot have."""
+    return isinstance(error, PoochError) and not isinstance(error, NativeError)
+
+
 class Guard:
     """State: the first error of ours, by which the session has failed.
 
@@ -53,7 +71,7 @@ class Guard:
 
     def takes(self, error: Exception) -> bool:
         """Whether the error is ours. Then the session stands aside; else it is to be raised again."""
-        if RAISES or is_out_of_memory(error) or isinstance(error, self.asked_for) or getattr(error, _USERS, False):
+        if isinstance(error, self.asked_for) or not is_ours(error):
             return False
         if not self.has_failed:
             self.has_failed = True
