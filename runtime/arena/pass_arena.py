@@ -30,7 +30,7 @@ from poochplan.torch_private.compiler_internals import is_tracing
 from poochplan.torch_private.tensor_internals import in_backward
 from poochplan.units import format_bytes
 
-from ..attachment import is_in_session
+from ..open_sessions import is_in_session
 from ..run_report import ArenaReport
 
 _here = threading.local()
@@ -45,6 +45,7 @@ FAILED = (
     "the arena stands aside, because something of ours has failed: {}; calls of the model are ordinary from here on, "
     "and every result is right; please report this line"
 )
+INTERRUPTED = "an interrupt has closed the arena; calls of the model are ordinary from here on"
 _AT_ONCE = 3
 """A kind of pass is laid out so many times in a row. After that, only passes whose number is a power of two are."""
 
@@ -136,7 +137,7 @@ class PassArena:
             with suppress(Exception):
                 self._runs.close()
         with suppress(Exception):
-            warn(FAILED.format(why))
+            warn(FAILED.format(why) if why else INTERRUPTED)
 
     def report(self) -> PassReport:
         """A report on the last pass that used the arena, with the figures to compare it with."""

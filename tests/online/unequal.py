@@ -9,6 +9,7 @@ killed while rank 0 has a plan made. ``failing-0-share``: on rank 0 a function o
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -74,6 +75,11 @@ def trained(
         "followed": session.report().steps_followed,
         "plan": plan,
     }
+
+
+@functools.cache
+def trained_plainly(rank: int) -> dict[str, Any]:
+    return trained(rank, plain)
 
 
 def told(train: Callable[[], dict[str, Any]]) -> list[str]:
@@ -158,7 +164,7 @@ def facts_of(folder: Path, kind: str, rank: int) -> dict[str, Any]:
         _, where, name = kind.split("-")
         file, function, call = FAILING[name]
         place = Place(file, function, "training", call)
-        return failing(trained(rank, plain), partial(trained, rank, auto), place, int(where) == rank)
+        return failing(trained_plainly(rank), partial(trained, rank, auto), place, int(where) == rank)
     if kind == "killed" and rank == 1:
         threading.Thread(target=die_while_planning, args=(Path(os.environ["TMPDIR"]),), daemon=True).start()
     if kind == "shapes":
