@@ -78,8 +78,6 @@ class Session:
         self._meter = StepMeter(where.type, meter)
         self._is_metered, self._on_audit = meter != "never", on_audit
         self._totals = StepTotals(models)
-        self._watch: Watch | None = None
-        """Of the steps while the session rests."""
         self._memory: MemoryPeaks | None = None
         self._following: ActivePlan | None = None
         """The plan of the open segment."""
@@ -97,7 +95,7 @@ class Session:
             departed=self._step_arena.departed,
             resting=weakly(self, Session._resting),
             rests=weakly(self, Session._rests),
-            at_rest=weakly(self, Session._at_rest),
+            outgrown=weakly(self, Session._outgrown),
             optimizing=weakly(self, Session._optimizing),
             elsewhere=self._totals.called_elsewhere,
         )
@@ -180,6 +178,7 @@ class Session:
         if kind is None:
             if differing:
                 self._messages.warn(self._text_of(differing))
+            self._take_rested()
             for complaint in self._totals.complaints(are_plans_given=self._source.is_given):
                 self._messages.warn(complaint)
 
@@ -284,8 +283,8 @@ class Session:
         """The current step, or the last one."""
         if not self._attachment.has_begun:
             return StepReport()
-        if self._watch is not None and self._watch.report is not None:
-            return self._watch.report
+        if self._attachment.watch is not None:
+            return self._attachment.watch.last
         segment = self._engine.segment
         self._take_peak(segment)
         return segment.report
@@ -293,6 +292,7 @@ class Session:
     @property
     def total(self) -> StepReport:
         """The sum of all steps that were followed by another one; at the end of the session, of all steps."""
+        self._take_rested()
         return self._totals.total
 
     @property
@@ -310,6 +310,7 @@ class Session:
             )
         if not self._attachment.has_begun:  # it has failed before
             return self._totals.report(Segment(0, 0), None, self.plan, None, self.arena)
+        self._take_rested()
         self._engine.mechanism.take_times()
         segment = self._engine.segment
         self._take_peak(segment)
@@ -362,7 +363,8 @@ class Session:
     # -- called by the attachment --------------------------------------------------------------------------------
 
     def _chosen(self, segment: Segment) -> None:
-        self._watch = None
+        self._take_rested()
+        self._attachment.watch = None
         plan = self._following = self._source.following(segment)
         self._engine.audit.step_ends()
         if plan is None or self._engine.follows is None:
@@ -455,19 +457,18 @@ class Session:
 
     def _rests(self, most: MostBytes) -> None:
         self._following = None
-        self._watch = Watch(self._meter, self._engine, self._device, most)
+        self._take_rested()
+        self._attachment.watch = Watch(self._meter, self._engine, self._device, most)
 
-    def _at_rest(self, begins: bool) -> None:
-        watch = self._watch
-        report = None if watch is None else watch.begins() if begins else watch.stepped()
-        if watch is None or report is None:
-            return
-        self._totals.rested(report)
-        if watch.is_above(report):
-            assert report.peak_bytes is not None
-            self._attachment.wakes_next()
-            if text := self._source.wakes(report.peak_bytes):
-                self._messages.warn(text)
+    def _outgrown(self) -> None:
+        self._attachment.wakes_next()
+        if text := self._source.wakes(self.last.peak_bytes or 0):
+            self._messages.warn(text)
+
+    def _take_rested(self) -> None:
+        """Counts the steps since the last time in which the session has rested."""
+        if self._attachment.watch is not None:
+            self._totals.rested(self._attachment.watch.take())
 
     def _step_is_over(self, segment: Segment) -> None:
         self._step_arena.step_is_over()

@@ -202,6 +202,7 @@ class LoopObserver(PlanSource):
             self._optimizers[optimizer] = next(place for place in itertools.count() if place not in taken)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizing(optimizer)  # one that was new while the session rested
         self._optimizer_steps += 1
         self._after = self._optimizers[optimizer]
         if not self._attachment.engine.cursor.is_open:
