@@ -7,6 +7,9 @@ meter from outside (``tests/allocated_bytes.py``) gives the most bytes of each s
 are steps since the first plan, and of these the ones above its budget. Step times are CPU seconds of the last turns: of
 the longest path, and of all others; and what they are more than those of the same turns as they are. ``bitwise``:
 whether losses and parameters are those of the plain loop.
+
+Loops of ``tests/online/test_sizes_inside.py`` get no plan. They are given that share of the plain loop's peak in bytes,
+and steps count once they are known to vary.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,8 +27,10 @@ import torch
 from torch import nn
 
 from benchmarks.facts import Row, parser_of, taken
+from poochplan.units import parse_budget
 from tests.allocated_bytes import allocated_bytes
 from tests.online.runs import bytes_of, opened
+from tests.online.test_sizes_inside import LOOPS as SIZES
 from tests.online.trainings import Training, stepping
 from tests.runtime.nets import Net
 
@@ -85,16 +91,19 @@ def stochastic_depth() -> Made:
 
 
 LOOPS: dict[str, Callable[[], Made]] = {"layerdrop": layerdrop, "stochastic depth": stochastic_depth}
+INSIDE: dict[str, Callable[[], Made]] = {name: partial(lambda make: (make(), []), make) for name, make in SIZES.items()}
+"""Sizes vary inside: no plan is made, and a share of the plain loop's peak is the budget in bytes."""
 
 
 class Run:
     """State: of each turn the loss, the CPU seconds and the most bytes; and the budget, where a plan was in force."""
 
-    def __init__(self, make: Callable[[], Made], seed: int) -> None:
+    def __init__(self, name: str, seed: int, limit_bytes: int = 0) -> None:
         self.meter = allocated_bytes()
         before_bytes = self.meter.live
         torch.manual_seed(seed)
-        self.training, self.depths = make()
+        self.training, self.depths = (LOOPS | INSIDE)[name]()
+        self._limit_bytes = limit_bytes
         self.training.model.register_forward_pre_hook(self._takes_peak)
         self.losses, self.seconds = list[float](), list[float]()
         self.peaks, self.budgets = list[int](), list[int]()
@@ -108,7 +117,9 @@ class Run:
         self.seconds.append(time.process_time() - start_s)
         self._takes_peak()
         self.peaks.append(self._peak_bytes)
-        self.budgets.append(session.plan.budget_bytes if session is not None and session.plans else 0)
+        is_limited = self._limit_bytes and session is not None and session._limit_bytes
+        planned_bytes = session.plan.budget_bytes if session is not None and session.plans else 0
+        self.budgets.append(self._limit_bytes if is_limited else planned_bytes)
 
     def _takes_peak(self, *_: object) -> None:
         """The meter sees what lies outside an arena, which may be there from the model's call on."""
@@ -123,12 +134,14 @@ class Run:
 
 
 def measured(name: str, seed: int, steps: int, budget: str) -> Row:
-    plain = Run(LOOPS[name], seed)
+    plain = Run(name, seed)
     for number in range(steps):
         plain.turn(number)
     plain.ends()
-    under = Run(LOOPS[name], seed)
-    with tempfile.TemporaryDirectory() as cache, opened(under.training, Path(cache), budget=budget) as session:
+    limit_bytes = int(parse_budget(budget, max(plain.peaks))) if name in INSIDE else 0
+    under = Run(name, seed, limit_bytes)
+    given = limit_bytes or budget
+    with tempfile.TemporaryDirectory() as cache, opened(under.training, Path(cache), budget=given) as session:
         for number in range(steps):
             under.turn(number, session)
             if number >= WAITED_AT:
@@ -138,9 +151,9 @@ def measured(name: str, seed: int, steps: int, budget: str) -> Row:
     planned = [number for number, budget_bytes in enumerate(under.budgets) if budget_bytes]
     over = [under.peaks[number] / under.budgets[number] for number in planned]
     over = [share for share in over if share > 1]
-    longest = max(plain.depths)
+    longest = max(plain.depths, default=0)
     costs = {
-        which: [n for n in planned[-LAST:] if (plain.depths[n] == longest) is is_long]
+        which: [n for n in planned[-LAST:] if (not longest or plain.depths[n] == longest) is is_long]
         for which, is_long in (("longest", True), ("others", False))
     }
     return {
@@ -180,7 +193,7 @@ def shown(row: Row) -> str:
 
 def main() -> None:
     parser = parser_of(__doc__, seeds=(list(range(7)), "of loops and paths"), steps=500, budget="60%")
-    parser.add_argument("--loops", nargs="+", choices=tuple(LOOPS), default=tuple(LOOPS))
+    parser.add_argument("--loops", nargs="+", choices=(*LOOPS, *INSIDE), default=tuple(LOOPS))
     arguments = parser.parse_args()
     allocated_bytes()
     torch.set_num_threads(1)
