@@ -12,7 +12,7 @@ import torch
 
 from poochplan.errors import AuditError, BudgetExceededError, NativeError, PoochError, SpillError, UsageError
 from poochplan.formats.plan import Plan
-from poochplan.formats.profile import Profile
+from poochplan.formats.profile import Memory, Profile
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.runtime.devices.cuda import hard_cap
 from poochplan.runtime.devices.device import ComputeDevice
@@ -21,6 +21,8 @@ from poochplan.runtime.engine.cursor import Segment, StepEvents, nothing, weakly
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.messages import Messages
+from poochplan.runtime.metering.allocated import joined_count
+from poochplan.runtime.metering.census import EVERY
 from poochplan.runtime.metering.holders import held_beside
 from poochplan.runtime.metering.step_meter import StepMeter, When, described
 from poochplan.runtime.metering.watch import MostBytes, Watch
@@ -41,6 +43,14 @@ HOST_IS_FULL = (
 )
 LEFT_ABOVE = (
     "a step that has left its plan took {}, more than the budget of {}, as others like it may; this is told once"
+)
+WITHOUT_PLAN_ABOVE = (
+    "a step without a plan took {}, more than the budget of {}: what it holds beside the values that can be swapped is "
+    "too much; this is told once"
+)
+COMPARED_ABOVE = (
+    "the step after that difference kept every value beside to find all that is wrong, and took {}, more than the "
+    "budget of {}; this is told once"
 )
 Explain = Callable[[Profile, Plan | None, int | None], str]
 """Describes where a step takes most memory, and its holders; the runtime itself cannot."""
@@ -84,8 +94,14 @@ class Session:
         self._followed: dict[Hashable, ActivePlan] = {}
         """The plan that was followed last, by kind of step."""
         self._gradients_checked = self._is_ending = False
-        self._looks, self._is_left_told = True, False
+        self._looks = True
         """Whether the session reacts to steps above their budgets."""
+        self._told = set[str]()
+        """Messages that come once."""
+        self._limit_bytes = self._limited = 0
+        """Of the open segment if it follows no plan, and how many such segments there were."""
+        self._is_limit_due = True
+        """Whether the next of them begins with a census."""
         events = StepEvents(
             chosen=weakly(self, Session._chosen),
             point=weakly(self, Session._point) if self._step_arena.is_possible or self._is_metered else nothing,
@@ -371,7 +387,10 @@ class Session:
             self._step_arena.stands_aside()
             self._meter.uses_arena(0)
         self._source.begins(segment)
+        self._limit_bytes = self._source.limit_bytes if plan is None and self._is_metered else 0
         if plan is None:
+            if self._limit_bytes:
+                self._begins_limited()
             return
         if self._followed.get(plan.kind) is not plan:
             self._begins(plan)
@@ -380,10 +399,18 @@ class Session:
         if self._is_metered:
             self._meter.uses_arena(self._step_arena.held_for(plan.plan))
             memory = plan.plan.prediction.memory
-            self._meter.step_begins(self._engine, self._device, is_due=plan.is_due, memory=memory)
+            is_due = plan.is_due or self._engine.audit.keeps_all
+            self._meter.step_begins(self._engine, self._device, is_due=is_due, memory=memory)
         plan.begins()
         if self._source.is_given:
             self._check_gradients(segment, plan.plan)
+
+    def _begins_limited(self) -> None:
+        is_due = self._is_limit_due or self._limited % EVERY == 0
+        self._limited += 1
+        self._is_limit_due = False
+        memory = Memory.LIVE if joined_count() is None else Memory.ALLOCATED
+        self._meter.step_begins(self._engine, self._device, is_due=is_due, memory=memory)
 
     def _audit(self, plan: ActivePlan) -> None:
         """Has values of the step that begins compared. What stays in an arena would displace other blocks."""
@@ -496,22 +523,24 @@ class Session:
     # -- steps and their budgets ----------------------------------------------------------------------------------
 
     def _take_peak(self, segment: Segment) -> None:
-        peak_bytes = self._meter.peak_bytes if self._following is not None else None
+        is_metered = self._following is not None or self._limit_bytes
+        peak_bytes = self._meter.peak_bytes if is_metered else None
         if peak_bytes is not None:
             segment.report.peak_bytes = peak_bytes
 
     def _look(self, segment: Segment) -> None:
         """Reacts to a step above its budget. Of one that has left its plan it is only said, once."""
         plan, peak_bytes = self._following, segment.report.peak_bytes
+        if self._looks and self._limit_bytes and peak_bytes is not None and peak_bytes > self._limit_bytes:
+            self._is_limit_due = not self._meter.is_certain
+            self._tell_above(WITHOUT_PLAN_ABOVE, peak_bytes, self._limit_bytes)
         if not self._looks or plan is None or peak_bytes is None or not plan.is_over(peak_bytes):
             return
-        if self._engine.audit.keeps_all:
-            return
-        if segment.diverged:
-            if not self._is_left_told and self._meter.is_certain:
-                self._is_left_told = True
-                took, budget = format_bytes(peak_bytes), format_bytes(plan.plan.budget_bytes)
-                self._messages.warn(LEFT_ABOVE.format(took, budget))
+        if self._engine.audit.keeps_all or segment.diverged:
+            text = LEFT_ABOVE if segment.diverged else COMPARED_ABOVE
+            if not self._meter.is_certain:
+                plan.check_next()
+            self._tell_above(text, peak_bytes, plan.plan.budget_bytes)
             return
         within = (self._meter.blocks_peak_bytes or peak_bytes) <= plan.plan.budget_bytes  # without the arena's holes
         if self._step_arena.may_give_up and within:
@@ -523,6 +552,12 @@ class Session:
             plan.check_next()
         else:
             self._is_above(plan, segment, peak_bytes)
+
+    def _tell_above(self, text: str, peak_bytes: int, budget_bytes: int) -> None:
+        """A step took more than its budget, for which no other plan is made: that is told once."""
+        if text not in self._told and self._meter.is_certain:
+            self._told.add(text)
+            self._messages.warn(text.format(format_bytes(peak_bytes), format_bytes(budget_bytes)))
 
     def _is_above(self, plan: ActivePlan, segment: Segment, peak_bytes: int) -> None:
         """Reports the excess, raises, or requests another plan."""

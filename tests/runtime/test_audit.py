@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -173,6 +174,21 @@ def test_without_late_writes_nothing_is_said(way: tuple[float, float, float], mo
     assert said == []
     assert report.total.audited_values >= 8
     assert report.total.audit_differences == 0
+
+
+@pytest.mark.parametrize("write", [_numpy, _memset])
+@pytest.mark.parametrize(
+    ("where", "way"), [("after the save", SWAP), ("after the save", REPLAY), ("before the save", REPLAY)]
+)
+def test_the_step_that_looks_for_all_that_is_wrong_is_told_once_if_it_is_above_the_budget(
+    where: str, way: tuple[float, float, float], write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[where]
+    plan = random_plan(case.profile(), 0, way)
+    _, report, _ = gradients_of(case, 3, None, msgspec.structs.replace(plan, budget_bytes=1 << 30), monkeypatch)
+    tight = msgspec.structs.replace(plan, budget_bytes=report.total.peak_bytes)
+    _, _, said = gradients_of(case, BEGINS + released(plan) + 4, write, tight, monkeypatch, arena="off")
+    assert sum("kept every value beside to find all that is wrong, and took" in text for text in said) == 1
 
 
 def test_it_can_be_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
