@@ -16,7 +16,6 @@ from poochplan.formats.profile import Profile
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.runtime.devices.cuda import hard_cap
 from poochplan.runtime.devices.device import ComputeDevice
-from poochplan.runtime.devices.transfers import forget_held_back, raise_held_back
 from poochplan.runtime.engine.audit import Comparison, OnAudit, differences_text
 from poochplan.runtime.engine.cursor import Segment, StepEvents, nothing, weakly
 from poochplan.runtime.engine.engine import Engine
@@ -113,7 +112,7 @@ class Session:
         self._leave.atexit = False
         try:
             stack.callback(self._source.close)
-            stack.push(self._attachment)  # before it is entered, for an interrupt may come right after that
+            stack.push(self._attachment)
             self._attachment.__enter__()
             if self._cap_bytes is not None:
                 stack.enter_context(hard_cap(self._device.where, self._cap_bytes))
@@ -155,13 +154,14 @@ class Session:
         guard = self._attachment.guard
         try:
             self._end(kind, error)
-        except Exception as failure:
+        except BaseException as failure:
+            self._stack.close()  # what an interrupt has left
+            self._attachment.__exit__()
             if guard is None or not guard.takes(failure):
                 raise
 
     def _end(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
         if self._attachment.has_failed:
-            forget_held_back()
             self._stack.close()
             self._engine.audit.ends()
             return
@@ -174,11 +174,8 @@ class Session:
             self._engine.tell_end()
             self._memory = self._device.peaks()  # later memory is not the session's
         finally:
-            self._stack.close()  # if an interrupt comes before it begins, ``_leave`` still does it
+            self._stack.close()
             differing = self._engine.audit.ends()
-        if kind is None or not issubclass(kind, KeyboardInterrupt):  # an interrupt was raised already
-            raise_held_back()
-        forget_held_back()
         if kind is None:
             if differing:
                 self._messages.warn(self._text_of(differing))
@@ -223,7 +220,7 @@ class Session:
             self._engine.cursor.is_announced = True
             if not (attached.begins_at_rest() if attached.is_resting else attached.rests()):
                 self._engine.begin(model, announced=True)
-        except Exception as error:
+        except BaseException as error:
             guard = attached.guard
             if guard is None or not guard.takes(error):
                 raise

@@ -44,7 +44,6 @@ from poochplan.errors import DivergenceError
 from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.plan_set import Signature
 from poochplan.runtime.devices.device import ComputeDevice
-from poochplan.runtime.devices.transfers import held_back, raise_held_back
 from poochplan.runtime.metering.census import one_moment
 from poochplan.runtime.replays.replay import NotReplayable, Recipe, StorageRecord
 from poochplan.runtime.replays.tape import Recorder, Tape
@@ -313,8 +312,6 @@ class Engine:
                 self.segment.report.hooks_s += time.perf_counter() - start_s
 
     def _pack(self, whole: torch.Tensor) -> SavedHandle:
-        if held_back:
-            raise_held_back()
         if in_backward() or is_scripted():  # create_graph, or a checkpoint that runs again: no part of a forward
             return SavedHandle.untouched(whole)
         cursor = self.cursor
@@ -474,8 +471,6 @@ class Engine:
         return handle.geometry or Geometry.of(handle.tensor)
 
     def _unpack(self, handle: SavedHandle) -> torch.Tensor:
-        if held_back:
-            raise_held_back()
         value = handle.value
         if value is not None:
             self.recorder.switch_off()
