@@ -4,8 +4,8 @@
 
 Each network has a block of ``tests/programs/late_writes.py`` in its middle, and a plan near the smallest budget. From
 step 25 on the block writes. The loop does not learn, so that each step is right or wrong by itself; gradients are
-compared bit by bit with those of the same loop in-core. Nothing is kept beside, so checksums are compared. "exact": no step was wrong and none was told, in as many steps
-as twice the bound, which is the number of values that the plan releases.
+compared bit by bit with those of the same loop in-core. Nothing is kept beside: checksums are compared. The bound is
+the number of values that the plan releases; each loop has twice as many steps with writes.
 """
 
 from __future__ import annotations
