@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.late_writes [--networks gru] [-o benchmarks/results/late-writes.json]
 
-Each network has a block of ``tests/programs/late_writes.py`` in its middle, and a plan near the smallest budget. From
-step 25 on the block writes. The loop does not learn, so that each step is right or wrong by itself; gradients are
+Each network has a block of ``tests/programs/late_writes.py`` in its middle, and a random plan that keeps
+no value. From step 25 on the block writes. The loop does not learn, so that each step is right or wrong by itself; gradients are
 compared bit by bit with those of the same loop in-core. Nothing is kept beside: checksums are compared. The bound is
 the number of values that the plan releases; each loop has twice as many steps with writes.
 """
@@ -24,8 +24,10 @@ from benchmarks.facts import Row, parser_of, taken
 from poochplan.formats.plan import Decision
 from tests.programs.late_writes import Late
 from tests.runtime.nets import LINK
+from tests.runtime.random_plans import random_plan
 
-WIDTH, BEGINS, EVALUATIONS, TIGHT = 16, 25, 20, 0.1
+WIDTH, BEGINS = 16, 25
+SWAP_AND_RECOMPUTE = (0, 1, 1)
 KINDS = (
     *("data", "foreach", "numpy", "numpy view", "dlpack", "bytes", "undeclared"),
     *("fresh numpy", "fresh bytes", "fresh undeclared", "source", "parameter data"),
@@ -81,12 +83,14 @@ class Loop:
         return [one.grad.clone() for one in self.model.parameters() if one.grad is not None]
 
 
-def measured(network: str, kind: str) -> Row:
-    made = Loop(network, kind)
+def plan_of(network: str) -> poochplan.Plan:
+    """Before it writes, a block of each kind is the same."""
+    made = Loop(network, KINDS[0])
     profile = poochplan.profile(made.loss, model=made.model, optimizer=made.optimizer, iterations=1, link=LINK)
-    smallest = poochplan.smallest_budget(profile)
-    budget_bytes = smallest + int(TIGHT * max(0, profile.in_core_peak_bytes - smallest))
-    plan = poochplan.plan(profile, budget_bytes, evaluations=EVALUATIONS)
+    return random_plan(profile, 0, SWAP_AND_RECOMPUTE)
+
+
+def measured(network: str, kind: str, plan: poochplan.Plan) -> Row:
     released = sum(value.decision is not Decision.KEEP for value in plan.values)
     plain, loop, wrong, told = Loop(network, kind), Loop(network, kind), list[int](), list[int]()
     with warnings.catch_warnings(), poochplan.apply(plan, loop.model, meter="never") as session:
@@ -98,14 +102,19 @@ def measured(network: str, kind: str) -> Row:
             if session.report().total.audit_differences > before:
                 told.append(number - BEGINS)
     row: Row = {"network": network, "write": kind, "values": len(plan.values), "bound": released}
-    return row | {"told_after": told[0] + 1 if told else None, "told": len(told), "wrong": wrong}
+    return row | {"told_after": told[0] + 1 if told else None, "told": len(told), "wrong_steps": len(wrong)}
+
+
+def rows_of(network: str, kinds: list[str]) -> list[Row]:
+    plan = plan_of(network)
+    return [measured(network, kind, plan) for kind in kinds]
 
 
 def main() -> None:
     parser = parser_of(__doc__, networks=list(NETWORKS), kinds=list(KINDS))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    taken(arguments, arguments.networks, lambda network: [measured(network, kind) for kind in arguments.kinds])
+    taken(arguments, arguments.networks, lambda network: rows_of(network, arguments.kinds))
 
 
 if __name__ == "__main__":

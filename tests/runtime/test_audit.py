@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -203,9 +204,10 @@ def test_a_plan_made_from_the_profile_keeps_what_has_differed(monkeypatch: pytes
 def test_where_no_plan_can_keep_it_steps_go_on_and_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["before the save"]
     profile = case.profile()
-    plan = poochplan.plan(profile, poochplan.smallest_budget(profile), evaluations=20)
+    budget_bytes = poochplan.smallest_budget(profile) // 2
+    plan = msgspec.structs.replace(decided(profile, [Decision.RECOMPUTE]), budget_bytes=budget_bytes)
     steps = BEGINS + released(plan) + 4
-    options: dict[str, Any] = {"profile": profile, "arena": "off", "on_audit": "warn"}
+    options: dict[str, Any] = {"profile": profile, "arena": "off", "meter": "never"}
     wrong, report, said = differing(case, steps, _numpy, plan, monkeypatch, **options)
     told = [text for text in said if "the audit found" in text]
     assert told
