@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.late_writes [--networks gru] [-o benchmarks/results/late-writes.json]
 
-Each network has a block of ``tests/programs/late_writes.py`` in its middle, and a random plan that keeps
-no value. From step 25 on the block writes. The loop does not learn, so that each step is right or wrong by itself; gradients are
+Each network has a block of ``tests/programs/late_writes.py`` in its middle, and a random plan that keeps no value. From
+step 25 on the block writes. The loop does not learn, so that each step is right or wrong by itself; gradients are
 compared bit by bit with those of the same loop in-core. Nothing is kept beside: checksums are compared. The bound is
 the number of values that the plan releases; each loop has twice as many steps with writes.
 """
