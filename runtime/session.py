@@ -10,10 +10,11 @@ from types import MappingProxyType, TracebackType
 
 import torch
 
-from poochplan.errors import AuditError, BudgetExceededError, NativeError, PoochError, SpillError, UsageError
+from poochplan.errors import AuditError, BudgetExceededError, SpillError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Memory, Profile
 from poochplan.formats.profile_parts import rounded_up
+from poochplan.guard import is_about_arguments
 from poochplan.runtime.devices.cuda import hard_cap
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.engine.audit import Comparison, OnAudit, differences_text
@@ -155,8 +156,7 @@ class Session:
         of a wrong argument by an error.
         """
         guard = self._attachment.guard
-        is_for_users = isinstance(error, PoochError) and not isinstance(error, NativeError)
-        if guard is None or is_for_users or not isinstance(error, Exception) or not guard.takes(error):
+        if guard is None or not isinstance(error, Exception) or is_about_arguments(error) or not guard.takes(error):
             return False
         self._attachment.state = "closed"
         return True
@@ -255,9 +255,15 @@ class Session:
         """
         if self._attachment.has_failed:
             return False
-        if self._state == "open":
-            self._attachment.settle()
-        return self._source.wait(timeout_s)
+        try:
+            if self._state == "open":
+                self._attachment.settle()
+            return self._source.wait(timeout_s)
+        except Exception as error:
+            guard = self._attachment.guard
+            if guard is None or not guard.takes(error):
+                raise
+            return False
 
     # -- for users --------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ import torch
 from poochplan.errors import UsageError
 from poochplan.formats.plan import OUTSIDE, Plan
 from poochplan.formats.plan_set import Signature
-from poochplan.runtime.arena.library import Table, why_not_loaded, why_unavailable
+from poochplan.runtime.arena.library import Table, untold_absence, why_not_loaded, why_unavailable
 from poochplan.runtime.arena.recorded_layout import (
     ArenaRuns,
     PackBlocks,
@@ -31,6 +31,7 @@ from poochplan.runtime.arena.recorded_layout import (
     recorded_layout,
 )
 from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.messages import warn
 from poochplan.runtime.metering.allocated import step_scope
 from poochplan.runtime.metering.step_meter import layer_at
 
@@ -398,7 +399,8 @@ class RepeatedStep:
 def step_arena_for(
     mode: ArenaMode, device: str, pack: PackBlocks | None, plans: Sequence[Plan] = ()
 ) -> StepArena | None:
-    """The arena for the steps of these plans, or of plans to come; None if they use the ordinary allocator.
+    """The arena for the steps of these plans, or of plans to come; None if they use the ordinary allocator. Warns, once
+    in a process, if they would have one and there is no compiled allocator.
 
     Raises ``UsageError`` if the mode is ``"on"`` and an arena is impossible.
     """
@@ -407,6 +409,8 @@ def step_arena_for(
         return StepArena(pack, mode)
     if mode == "on":
         raise UsageError(f'arena: "on" is not possible: {reason}; take "auto" to train without an arena')
+    if reason and reason == why_unavailable() and (line := untold_absence()):
+        warn(line)
     return None
 
 

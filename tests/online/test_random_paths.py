@@ -16,6 +16,7 @@ from poochplan.runtime.session import Session
 from tests.online.runs import run_auto, run_plain
 from tests.online.trainings import Training, stepping
 from tests.runtime.nets import Net
+from tests.runtime.served import needs_compiler
 
 WIDTH, BLOCKS, TURNS = 32, 4, 110
 Path_ = Callable[[random.Random], list[int]]
@@ -73,6 +74,7 @@ LOOPS = {
 }
 
 
+@needs_compiler
 @pytest.mark.parametrize("what", LOOPS)
 def test_steps_of_every_path_are_within_the_budget_once_the_longest_one_is_planned_and_bitwise_plain(
     what: str, tmp_path: Path

@@ -16,6 +16,7 @@ from poochplan.torch_private.hooks import topmost_hooks
 from tests.online.runs import opened, run_auto, run_plain
 from tests.online.trainings import Training, stepping
 from tests.runtime.nets import Net
+from tests.runtime.served import needs_compiler
 
 pytestmark = pytest.mark.filterwarnings("ignore:poochplan. no plan:RuntimeWarning")
 WIDTH = 32
@@ -139,6 +140,7 @@ class Growing:
         return trained(model, loss)
 
 
+@needs_compiler
 @pytest.mark.parametrize("inside", [False, True], ids=["of other inputs", "inside"])
 def test_a_step_above_the_budget_ends_the_rest_and_the_budget_is_kept_by_a_plan(inside: bool, tmp_path: Path) -> None:
     make, turns, resting = Growing(inside=inside), 60, list[bool]()
@@ -152,6 +154,7 @@ def test_a_step_above_the_budget_ends_the_rest_and_the_budget_is_kept_by_a_plan(
     assert max(plain.peaks[-6:]) > budget
 
 
+@needs_compiler
 def test_hooks_of_others_stay_where_they_are_when_a_rest_ends(tmp_path: Path) -> None:
     make = Growing(inside=False)
     training, packed = make(), list[int]()
