@@ -58,7 +58,7 @@ test: about setup  ## Check what is claimed, each claim once: lint, format, type
 	POOCH_PART=first OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) tests
 	@echo "make test: lint, types, docs and tests all passed."
 
-test-all: test  ## That, and the rest: second device, mutants, packaging, stacks, notebooks (some half an hour); DEEP=1 with all seeds
+test-all: test  ## That, and the rest: second device, packaging, stacks, notebooks (some half an hour); DEEP=1 with all seeds
 	POOCH_PART=rest OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(NOTEBOOKS) tests
 	@echo "make test-all: the rest of the tests and the notebooks passed too."
 

@@ -32,12 +32,12 @@ from poochplan.profiler.step.forward_only import check_real
 from poochplan.profiler.step.preserve import preserved
 from poochplan.profiler.trials.machine_facts import on_worker_thread, with_cached_cost
 from poochplan.runtime.arena.library import build, fresh_memory
-from poochplan.runtime.attachment import check_no_session
 from poochplan.runtime.compiled.inductor import compiled_deferring
 from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.messages import users_line
 from poochplan.runtime.metering.allocated import step_scope
+from poochplan.runtime.open_sessions import check_no_session
 from poochplan.runtime.session import Session
 from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.tensors.host_memory import available_bytes, fitting_mode, memory_left

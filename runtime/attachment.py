@@ -4,7 +4,6 @@ PlanSource decides what its steps do: which plan they follow, if any.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import weakref
@@ -14,12 +13,11 @@ from functools import partial, wraps
 from typing import Any, Literal
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Instructions
 from poochplan.formats.profile import Profile
-from poochplan.guard import Guard, guard_here, guarded, guarded_around, stand
+from poochplan.guard import Guard, guarded, guarded_around, stand
 from poochplan.runtime.arena.library import fresh_memory
 from poochplan.runtime.devices.cuda import refuse_capture, refuse_graphs
 from poochplan.runtime.devices.device import ComputeDevice
@@ -30,30 +28,29 @@ from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
 from poochplan.runtime.messages import CallSite, warn
 from poochplan.runtime.metering.watch import MostBytes, Watch
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy
-from poochplan.tensors.modes import around_calls, around_compiled, uncompiled_hooks
+from poochplan.tensors.modes import around_calls, around_compiled, around_optimizer_steps, uncompiled_hooks
 from poochplan.tensors.operators import past_first_calls
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import plain_storage
 from poochplan.torch_private.compiler_internals import leave_alone
+from poochplan.torch_private.hooks import has_topmost_hooks, stand_aside, topmost_hooks
 from poochplan.torch_private.tensor_internals import (
-    has_topmost_hooks,
     in_backward,
     intercept_autograd,
-    stand_aside,
-    topmost_hooks,
 )
 
 from .active_plan import ActivePlan
 from .compiled.deferred_unpack import deferring, plainly_packed, plainly_unpacked
 from .compiled.inductor import compiled_deferring
+from .open_sessions import ENTERED, check_no_session
 
 _ROOMS = "online", "profiler", "runtime", "tensors", "torch_private"
 FAILED = (
     "the session stands aside, because something of ours has failed: {}; steps go on as without a session, the budget "
     "is not kept, and every result is right; please report this line"
 )
+INTERRUPTED = "an interrupt has closed the session; steps go on as without a session, and the budget is not kept"
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-OptimizerHook = Callable[[torch.optim.Optimizer], None]
 
 
 KEPT_FROM_NOW_ON = "from now on such values are kept, and steps may exceed the budget"
@@ -191,7 +188,7 @@ class Attachment:
         self.call_site = CallSite.of_caller()
         self.leave: Callable[[], object] = self.__exit__
         """Ends the block if no caller has left it."""
-        self._is_short = self._wakes = False
+        self._is_short = self._wakes = self._is_interrupted = False
         self.watch: Watch | None = None
         """Of the steps while this rests."""
         self._below: Hooks | None = None
@@ -210,8 +207,8 @@ class Attachment:
             if self._kind == "cuda":
                 refuse_graphs(self.whole)
             check_no_session("apply()", self.models.values())
-            _ENTERED.add(self)
-            stack.callback(_ENTERED.discard, self)
+            ENTERED.add(self)
+            stack.callback(ENTERED.discard, self)
             stack.callback(self._let_go)
             if self.guard is not None:
                 stack.callback(stand(self.guard))
@@ -239,7 +236,7 @@ class Attachment:
             self._hooks = uncompiled_hooks(*hooks)
             self.state, self._thread = "open", threading.get_ident()
             stack.enter_context(stand_aside(self._hooks))
-            stack.callback(self._unhook)  # before they are there, for an interrupt may come right after that
+            stack.callback(self._unhook)
             self._observe()
         except BaseException:
             stack.close()
@@ -376,15 +373,19 @@ class Attachment:
             self._events.outgrown()
 
     def _failed(self, why: str) -> None:
-        """Something of ours has raised, perhaps amid a step. Whatever can be undone at any place is undone here."""
+        """Something of ours has raised, or was interrupted, perhaps amid a step. Whatever can be undone at any place is
+        undone here. ``why`` is empty for an interrupt, of which is told only where the loop goes on.
+        """
+        self._is_interrupted = not why
         if self.state in ("open", "away"):
             self.state = "aside"
         if self.has_begun:
             for undo in (self.engine.stand_aside, self._source.stands_aside, self._events.departed, self._unhook):
                 with suppress(Exception):
                     undo()
-        with suppress(Exception):
-            warn(FAILED.format(why))
+        if why:
+            with suppress(Exception):
+                warn(FAILED.format(why))
 
     def _while_aside(self) -> None:
         """A model is called. What could not be removed amid a step is removed now."""
@@ -400,6 +401,8 @@ class Attachment:
         with suppress(Exception):
             self._modes_leave()
             self.leave()
+            if self._is_interrupted:
+                warn(INTERRUPTED)
 
     def _modes_leave(self) -> None:
         """No mode of ours is on the stack, not even a muted one (engine rule 11)."""
@@ -519,83 +522,3 @@ def together(models: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
             f"models: expected names that modules can have (no dots, not empty), found {sorted(map(str, models))}; "
             "rename them"
         ) from error
-
-
-@contextmanager
-def around_optimizer_steps(model: torch.nn.Module, before: OptimizerHook, after: OptimizerHook) -> Iterator[None]:
-    """In a block, calls ``before`` and ``after`` around each step of an optimizer with a parameter of ``model``."""
-
-    known = weakref.WeakSet[torch.optim.Optimizer]()  # one for each parameter would look through the model as often
-    guard = guard_here()
-
-    def is_of_model(optimizer: torch.optim.Optimizer) -> bool:
-        if optimizer not in known:
-            own = set(map(id, model.parameters()))
-            if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-                return False
-            known.add(optimizer)
-        return True
-
-    def told(tell: OptimizerHook) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
-        def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            try:
-                if not torch.compiler.is_compiling() and is_of_model(optimizer):
-                    tell(optimizer)
-            except Exception as error:
-                if guard is None or not guard.takes(error):
-                    raise
-
-        return hook
-
-    handles = register_optimizer_step_pre_hook(told(before)), register_optimizer_step_post_hook(told(after))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-_ENTERED: weakref.WeakSet[Attachment] = weakref.WeakSet()
-"""The open sessions. A thread, and a model, can have one: the hooks of a later one would take all saved tensors."""
-
-
-def _leave_in_child() -> None:
-    """In a forked process, such as a data loader's worker, no thread copies. So its steps run in-core."""
-    for session in tuple(_ENTERED):
-        session._unhook()
-        session.state = "away"
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, where plans are made
-    os.register_at_fork(after_in_child=_leave_in_child)
-
-
-def check_no_session(what: str, models: Iterable[torch.nn.Module]) -> None:
-    """Raises ``UsageError`` if ``what`` would overlap with a session on this thread, or for one of ``models``."""
-    own, here = {id(model) for model in models}, threading.get_ident()
-    for session in tuple(_ENTERED):
-        name = " and ".join(type(model).__name__ for model in session.models.values())
-        if session.thread == here and session.is_left:  # after an exception, by code that enters it without ``with``
-            session.leave()
-            warn(
-                f"{what} found a session for {name} still open after the code that entered it had ended, and has "
-                "closed it; enter sessions with a with statement, or leave them in a finally"
-            )
-        elif session.thread == here:
-            raise UsageError(
-                f"{what}: expected no open session on this thread, found one for {name}; leave its with block before"
-            )
-        elif session.thread is not None and own.intersection(map(id, session.models.values())):
-            raise UsageError(
-                f"{what}: expected no open session for this {name}, found one on another thread; "
-                "wait until its with block has ended"
-            )
-
-
-def is_in_session(model: torch.nn.Module) -> bool:
-    """Whether code on this thread may now run in a session, or the model has one."""
-    here = threading.get_ident()
-    return any(
-        session.thread is not None and (session.thread == here or any(own is model for own in session.models.values()))
-        for session in tuple(_ENTERED)
-    )

@@ -16,7 +16,6 @@ from poochplan.formats.profile import Profile
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.runtime.devices.cuda import hard_cap
 from poochplan.runtime.devices.device import ComputeDevice
-from poochplan.runtime.devices.transfers import forget_held_back, raise_held_back
 from poochplan.runtime.engine.audit import Comparison, OnAudit, differences_text
 from poochplan.runtime.engine.cursor import Segment, StepEvents, nothing, weakly
 from poochplan.runtime.engine.engine import Engine
@@ -30,7 +29,7 @@ from poochplan.units import format_bytes
 
 from .active_plan import REMEDY, ActivePlan, OverBudget, out_of_memory_text, over_budget_text
 from .arena.step_arena import StepArena
-from .attachment import Attachment, PlanSource
+from .attachment import KEPT_FROM_NOW_ON, Attachment, PlanSource
 from .run_report import ArenaReport, MemoryPeaks, Report, StepReport
 
 FROM_TORCH = "planned steps take their memory from torch's allocator"
@@ -68,7 +67,7 @@ class Session:
         step_arena: StepArena | None = None,
         messages: Messages | None = None,
         is_guarded: bool = True,
-        on_audit: OnAudit = OnAudit.WARN,
+        on_audit: OnAudit = OnAudit.OFF,
     ) -> None:
         self._models, self._source, self._where = models, source, where
         self._on_over_budget, self._cap_bytes = on_over_budget, cap_bytes
@@ -111,7 +110,7 @@ class Session:
         self._leave.atexit = False
         try:
             stack.callback(self._source.close)
-            stack.push(self._attachment)  # before it is entered, for an interrupt may come right after that
+            stack.push(self._attachment)
             self._attachment.__enter__()
             if self._cap_bytes is not None:
                 stack.enter_context(hard_cap(self._device.where, self._cap_bytes))
@@ -119,6 +118,7 @@ class Session:
             stack.callback(self._meter.step_is_over)
             stack.callback(self._step_arena.close)
             self._collect()
+            self._engine.audit.compares_unplanned = self._on_audit is not OnAudit.OFF
             self._device.start_peaks()
             stack.callback(self._engine.end)  # first, then everything is removed from model and torch
             self._attachment.leave = self._leave
@@ -152,13 +152,14 @@ class Session:
         guard = self._attachment.guard
         try:
             self._end(kind, error)
-        except Exception as failure:
+        except BaseException as failure:
+            self._stack.close()  # what an interrupt has left
+            self._attachment.__exit__()
             if guard is None or not guard.takes(failure):
                 raise
 
     def _end(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
         if self._attachment.has_failed:
-            forget_held_back()
             self._stack.close()
             self._engine.audit.ends()
             return
@@ -171,11 +172,8 @@ class Session:
             self._engine.tell_end()
             self._memory = self._device.peaks()  # later memory is not the session's
         finally:
-            self._stack.close()  # if an interrupt comes before it begins, ``_leave`` still does it
+            self._stack.close()
             differing = self._engine.audit.ends()
-        if kind is None or not issubclass(kind, KeyboardInterrupt):  # an interrupt was raised already
-            raise_held_back()
-        forget_held_back()
         if kind is None:
             if differing:
                 self._messages.warn(self._text_of(differing))
@@ -221,7 +219,7 @@ class Session:
             self._engine.cursor.is_announced = True
             if not (attached.begins_at_rest() if attached.is_resting else attached.rests()):
                 self._engine.begin(model, announced=True)
-        except Exception as error:
+        except BaseException as error:
             guard = attached.guard
             if guard is None or not guard.takes(error):
                 raise
@@ -399,18 +397,18 @@ class Session:
         audit, plan = self._engine.audit, self._following
         segment.report.audited_values = audit.compared
         found, audit.differing = audit.differing, []
-        if not found or plan is None:
+        if not found:
             return
         segment.report.audit_differences += len(found)
         for one in found:
-            one.plan.kept.add(one.index)
-            one.plan.is_alarmed = not audit.keeps_all
-        text = self._text_of(found)
-        self._messages.warn(f"{text}; {self._source.keep(plan, [one.value.name for one in found])}")
+            audit.keep(one)
+        text, names = self._text_of(found), [one.planned.name for one in found if one.planned is not None]
+        kept = KEPT_FROM_NOW_ON if plan is None or not names else self._source.keep(plan, names)
+        self._messages.warn(f"{text}; {kept}")
 
     def _text_of(self, differing: list[Comparison]) -> str:
         """Raises ``AuditError`` where that is wanted."""
-        text = differences_text([one.value for one in differing], is_right=all(one.is_right for one in differing))
+        text = differences_text(differing)
         if self._on_audit is OnAudit.ERROR:
             raise AuditError(text)
         return text

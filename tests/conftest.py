@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ["POOCH_RAISES"] = "1"  # before the first import: a fault of ours is raised, and not only told
 
@@ -17,10 +18,14 @@ import torch
 from poochplan.errors import SpillError
 from poochplan.profiler import profiling
 from poochplan.runtime.devices.cpu import choose_spill_dir
-from tests.depth import DEEP, LONGEST, MARKED, PART, is_in_part, is_looked_at
-from tests.hangs import pytest_configure
+from tests import hangs
+from tests.depth import ALL_OF_TESTS, DAY, DEEP, LONGEST, MARKED, PART, is_in_part, is_looked_at, not_today
+from tests.memory import watch_memory
 
-__all__ = ["pytest_configure"]
+
+def pytest_configure(config: pytest.Config) -> None:
+    hangs.pytest_configure(config)
+    watch_memory(config)
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +74,12 @@ def _the_link_is_measured_once() -> Iterator[None]:
         yield
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if PART and not DEEP:
+        mutants = "all mutants" if ALL_OF_TESTS else "mutants of what has changed"
+        terminalreporter.write_line(f"a third of the cases of many tests, that of POOCH_DAY={DAY}; {mutants}")
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Notebooks of the rest run on less: their kernels begin with ``kernel_start.py``. What tests import is not looked
     at for garbage: it takes a quarter of the time of importing it. Autograd starts before a test's own fake tensors
@@ -94,6 +105,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if lost:
         raise pytest.UsageError(f"{lost[0].nodeid}: only files in {MARKED} are looked at for the marker rest")
     left_out = {item for item in items if not is_in_part(item) or (item.get_closest_marker("deep") and not DEEP)}
+    left_out |= not_today([item for item in items if item not in left_out])
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = sorted((item for item in items if item not in left_out), key=lambda item: item.path not in LONGEST)
 

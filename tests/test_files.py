@@ -214,7 +214,7 @@ def changed(text: str = "", **fields: object) -> bytes:
     return json.dumps(json.loads(encode_readable(NOTE)) | fields).replace('"@"', text).encode()
 
 
-DEEP = ("[" * 200_000 + "]" * 200_000, '{"a":' * 200_000 + "1" + "}" * 200_000)
+DEEP = ("[" * 2_000_000 + "]" * 2_000_000, '{"a":' * 2_000_000 + "1" + "}" * 2_000_000)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.depth import REST_FILES
+from tests.depth import IN_TURN_FILES, LONGEST, OF_TESTS_ROOMS, REST_FILES
 from tests.house import circle, files_per_folder, graph, room_of, twice
+from tests.packaging.folders import listed_packages, package_folders
 
 BELOW = {
     "errors": set[str](),
@@ -65,5 +66,14 @@ def test_no_two_modules_have_one_name() -> None:
     assert twice() == []
 
 
-def test_every_file_that_is_left_to_the_rest_of_the_suite_is_there() -> None:
-    assert [path for path in REST_FILES if not path.exists()] == []
+def test_every_file_that_the_suite_names_is_there() -> None:
+    named = {*REST_FILES, *IN_TURN_FILES, *OF_TESTS_ROOMS, *LONGEST}
+    assert [path for path in named if not path.exists()] == []
+
+
+def test_pyproject_lists_exactly_the_folders() -> None:
+    listed, folders = set(listed_packages()), set(package_folders())
+    assert len(listed) == len(listed_packages())
+    missing, gone = sorted(folders - listed), sorted(listed - folders)
+    assert not missing, f"pyproject.toml: add {', '.join(missing)} to packages of [tool.setuptools], or `make packages`"
+    assert not gone, f"pyproject.toml: drop {', '.join(gone)} from packages of [tool.setuptools], or `make packages`"

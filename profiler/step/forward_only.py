@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from poochplan.errors import StepError
-from poochplan.runtime.attachment import around_optimizer_steps
-from poochplan.tensors.modes import around_calls
+from poochplan.tensors.modes import around_calls, around_optimizer_steps
 from poochplan.tensors.signatures import tensor_leaves
 from poochplan.tensors.storages import gradient_of, stands_for_memory
 from poochplan.torch_private.compiler_internals import is_tracing

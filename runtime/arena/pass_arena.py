@@ -28,7 +28,7 @@ from poochplan.torch_private.compiler_internals import is_tracing
 from poochplan.torch_private.tensor_internals import in_backward
 from poochplan.units import format_bytes
 
-from ..attachment import is_in_session
+from ..open_sessions import is_in_session
 from ..run_report import ArenaReport
 
 _here = threading.local()

@@ -20,12 +20,12 @@ from torch.fx.node import has_side_effect
 
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import CheckedTensor, Geometry
+from poochplan.torch_private.hooks import topmost_hooks
 from poochplan.torch_private.tensor_internals import (
     OpOverload,
     detached_alias,
     is_dense,
     schema_of,
-    topmost_hooks,
     unseen_by_modes,
 )
 

@@ -24,7 +24,6 @@ from poochplan.tensors.storages import new_storage
 from poochplan.units import format_bytes
 
 from .device import Event, Interval, Stream
-from .transfers import held_back
 
 CHUNK_BYTES = 1 << 20
 SMALL_BYTES = 1 << 15
@@ -81,7 +80,7 @@ class SpillCopy:
         self._end(OSError(errno.EIO, reason))
 
     def run(self, move: Transfer, throttle_bytes_per_s: float | None) -> None:
-        """Copies all bytes in chunks, on average no faster than the throttle; never raises."""
+        """Copies all bytes in chunks, on average no faster than the throttle. Errors go to ``error``."""
         self.began_s = start_s = time.perf_counter()
         error: OSError | None = OSError(errno.EIO, "the copy was broken off")
         try:
@@ -98,12 +97,10 @@ class SpillCopy:
                     if ahead_s > 0:
                         time.sleep(ahead_s)
             error = None
-        except BaseException as raised:  # after any error, the value must not count as copied
-            if not isinstance(raised, Exception) and not isinstance(threading.current_thread(), _SpillThread):
-                held_back.append(raised.with_traceback(None))
+        except Exception as raised:
             error = raised if isinstance(raised, OSError) else OSError(errno.EIO, str(raised) or repr(raised))
             error = error.with_traceback(None)  # which would hold the buffer
-        finally:
+        finally:  # after anything that was raised, the value must not count as copied
             self._end(error)
 
     def _end(self, error: OSError | None) -> None:
@@ -153,9 +150,7 @@ class SpillStream:
     """One direction: a queue, and the thread that processes it. Copies wait only for those before them. If there are
     none, a small copy without a throttle needs no thread.
 
-    The thread refers to the queue and not to the stream, so that it ends even if the stream is never closed: an
-    interrupt may come between any two steps of making and storing a stream. The code that ends the thread then runs no
-    Python, in which a waiting signal would be raised and lost.
+    The thread refers to the queue and not to the stream, so that it ends even if the stream is never closed.
     """
 
     def __init__(self, name: str, move: Transfer, throttle_bytes_per_s: float | None) -> None:
@@ -197,20 +192,18 @@ class SpillStream:
         return job
 
     def close(self) -> None:
-        """Ends the thread; copies that nothing waited for are cancelled. The thread has ended even if this call is
-        interrupted: while it runs the file must stay open, or it would write to the next file that is opened.
-        """
+        """Ends the thread; copies that nothing waited for are cancelled."""
         self._closing.set()
         self._jobs.put(self._stop)
-        interrupt: KeyboardInterrupt | None = None
-        while self.is_alive() and self.thread is not threading.current_thread():
-            try:
-                self.thread.join()
-            except KeyboardInterrupt as error:
-                interrupt = error
         self._last = DONE  # it knows this stream
-        if interrupt is not None:
-            raise interrupt
+        try:
+            self._join()
+        finally:  # also if that was interrupted: behind a closed file, it would write to the next that is opened
+            self._join()
+
+    def _join(self) -> None:
+        if self.is_alive() and self.thread is not threading.current_thread():
+            self.thread.join()
 
 
 def _serve(

@@ -4,8 +4,6 @@
 * A copy in starts there too: its new buffer may still be in use by earlier ops.
 * Before a copy's storage is released, or its result is used, the compute stream waits for the copy's end. That holds on
   every path, also when a handle dies in an exception or on an unused branch: a dying copy waits.
-* Python would drop an exception that a signal raises in such a wait (Ctrl-C), as it drops all that ``__del__`` raises.
-  So it is held back and raised at the next point of the step, or when the session ends.
 """
 
 from __future__ import annotations
@@ -13,22 +11,6 @@ from __future__ import annotations
 import torch
 
 from .device import ComputeDevice, Event, Job
-
-held_back: list[BaseException] = []
-"""Checked in each hook; see :func:`raise_held_back`."""
-
-
-def raise_held_back() -> None:
-    """Raises, once, an exception that was raised where no caller could catch it."""
-    if held_back:
-        error = held_back[0]
-        held_back.clear()
-        raise error
-
-
-def forget_held_back() -> None:
-    """Forgets the exception that was held back, because it was reported in another way."""
-    held_back.clear()
 
 
 class Copy:
@@ -58,12 +40,8 @@ class Copy:
         return held_up_s
 
     def __del__(self) -> None:
-        if getattr(self, "storage", None) is None:
-            return
-        try:
+        if self.storage is not None:
             self.wait()
-        except BaseException as error:
-            held_back.append(error.with_traceback(None))  # which would hold this copy
 
 
 def copy_out(device: ComputeDevice, storage: torch.UntypedStorage, host_offset: int) -> Copy:

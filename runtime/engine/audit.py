@@ -9,11 +9,11 @@ the last point at which forward still held it in the step before.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import time
 import weakref
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from poochplan.formats.plan import Decision, Instructions, PlannedValue
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.tensors.host_memory import available_bytes
-from poochplan.tensors.storages import bytes_of
+from poochplan.tensors.storages import Geometry, bytes_of
 from poochplan.torch_private.tensor_internals import unseen_by_modes
 
 from .saved_value import SavedValue
@@ -62,8 +62,16 @@ class AuditedPlan:
 
     def __init__(self, instructions: Instructions) -> None:
         self.values = instructions.values
-        released = (value.decision is not Decision.KEEP and not value.source for value in self.values)
-        self.turns = deque(index for index, is_released in enumerate(released) if is_released)
+        released = [
+            index for index, value in enumerate(self.values) if value.decision is not Decision.KEEP and not value.source
+        ]
+        self._turns = {False: released, True: list(released)}
+        """Save points by turn. In steps that leave out layers another value may stand at one, so they have their own.
+        """
+        self._missed = {False: set[int](), True: set[int]()}
+        """Those whose turn it was in a step that did not release them. They are compared as soon as one does."""
+        self.leaves_out = False
+        """Whether steps leave out layers."""
         self.kept = set[int]()
         """Save points of values that have differed."""
         self.last_held: dict[int, int] = {}
@@ -71,28 +79,54 @@ class AuditedPlan:
         self.is_alarmed = False
         """Whether the next step compares all, because what has changed one value may have changed others."""
 
+    @property
+    def released(self) -> list[int]:
+        """Save points of all values that are compared in turn."""
+        return [index for index in self._turns[False] if index not in self.kept]
+
     def chosen(self, room_bytes: int, most_bytes: float, scratch_bytes: float = math.inf) -> dict[int, bool]:
-        """The values of the next step, those first that were never compared, and whether each is kept beside. So many
+        """The values of the next step, those first that have waited longest, and whether each is kept beside. So many
         bytes can be compared in the time that there is. ``scratch_bytes``: what comparing may take; finite on a GPU.
         """
         found: dict[int, bool] = {}
         takes = scratch_bytes < math.inf
         if takes:
             scratch_bytes, room_bytes = scratch_bytes - SCRATCH_BYTES, room_bytes - SCRATCH_BYTES
-        for _ in range(len(self.turns)):
-            index = self.turns[0]
+        kinds = (False, True) if self.leaves_out else (False,)
+        missed = set[int]().union(*map(self._missed.__getitem__, kinds))
+        for index in itertools.chain(self._next(kinds, missed), missed):
             size_bytes = self.values[index].size_bytes
-            if (found and size_bytes > most_bytes) or scratch_bytes < RESULT_BYTES:
+            is_due = len(found) < len(kinds) or index in missed
+            if scratch_bytes < RESULT_BYTES:
                 break
-            most_bytes -= size_bytes
-            self.turns.rotate(-1)
-            if index in self.kept:
+            if not is_due and size_bytes > most_bytes:
+                most_bytes = 0
                 continue
+            most_bytes -= size_bytes
             beside_bytes = rounded_up(size_bytes) + (rounded_up(min(size_bytes, PIECE_BYTES)) if takes else 0)
             found[index] = beside_bytes <= min(room_bytes, scratch_bytes)
             taken_bytes = RESULT_BYTES * takes + (beside_bytes if found[index] else 0)
             room_bytes, scratch_bytes = room_bytes - taken_bytes, scratch_bytes - taken_bytes
         return found
+
+    def _next(self, kinds: Sequence[bool], missed: set[int]) -> Iterator[int]:
+        """Other values by turn; of steps of both kinds if there are both, because it is not known yet which comes."""
+        seen = self.kept | missed
+        for index in itertools.chain.from_iterable(zip(*map(self._turns.__getitem__, kinds), strict=True)):
+            if index not in seen:
+                seen.add(index)
+                yield index
+
+    def ended(self, compared: set[int], absent: set[int], *, left_out: bool) -> None:
+        """A step is over. Values have their next turn last if they were compared, or chosen and absent."""
+        self.leaves_out |= left_out
+        self._missed[left_out] = (self._missed[left_out] | absent) - compared - self.kept
+        self._turns[left_out].sort(key=(compared | absent).__contains__)
+
+    def named(self, index: int) -> str:
+        """A value, for a message."""
+        value = self.values[index]
+        return f"{value.name} ({_AGAIN[value.decision]}{f', layer {value.layer}' if value.layer else ''})"
 
     def takes_over(self, before: AuditedPlan) -> None:
         """The plan replaces another for the same steps: what differed under that one is known by its name."""
@@ -101,15 +135,51 @@ class AuditedPlan:
         self.is_alarmed = bool(names)
 
 
+class Unplanned(AuditedPlan):
+    """State: which of the values is compared that the next step swaps without a plan: one, by a checksum."""
+
+    def __init__(self) -> None:
+        self.kept, self.last_held, self.is_alarmed = set(), {}, False
+        self._turn = self._count = self._most = 0
+
+    def is_next(self) -> bool:
+        """Whether the value that is now released is compared."""
+        self._count += 1
+        return self.is_alarmed or self._count - 1 == self._turn
+
+    @property
+    def latest(self) -> int:
+        """The number in its step of the value that was released last."""
+        return self._count - 1
+
+    def step_ends(self) -> None:
+        if self._count:
+            self._most = max(self._most, self._count)
+            self._turn, self._count, self.is_alarmed = (self._turn + 1) % self._most, 0, False
+
+    def named(self, index: int) -> str:
+        return f"value {index + 1} of those that a step without a plan swaps"
+
+
+Look = tuple[torch.dtype, tuple[int, ...]]
+
+
 class Audit:
     """State: the values of the running step that are audited, and the names of those that have differed in it."""
 
     def __init__(self, where: torch.device) -> None:
         self._where = where
         self._plan: AuditedPlan | None = None
+        self._unplanned = Unplanned()
+        self.compares_unplanned = False
+        """Whether values are compared that are swapped without a plan."""
+        self._looks = set[Look]()
+        """Dtypes and shapes of values that have differed."""
         self._chosen: dict[int, bool] = {}
         self._watched: list[Beside] = []
-        self._held_at: dict[int, int] = {}
+        self._compared = set[int]()
+        self.left_out = False
+        """Whether the step leaves out layers of its plan."""
         self._pending: list[Comparison] = []
         self._bytes_per_s, self._allowed_s, self._took_s = FIRST_BYTES_PER_S, 0.0, 0.0
         self.differing: list[Comparison] = []
@@ -127,9 +197,8 @@ class Audit:
         self._plan = plan
         if plan.is_alarmed:
             plan.is_alarmed = False
-            all_bytes = sum(plan.values[one].size_bytes for one in plan.turns)
-            self.keeps_all = all_bytes <= self._free_bytes()
-            self._chosen = dict.fromkeys((one for one in plan.turns if one not in plan.kept), self.keeps_all)
+            self.keeps_all = sum(plan.values[one].size_bytes for one in plan.released) <= self._free_bytes()
+            self._chosen = dict.fromkeys(plan.released, self.keeps_all)
         else:
             self._allowed_s = MOST_SHARE * step_s
             most_scratch_bytes = math.inf if self._where.type == "cpu" else scratch_bytes
@@ -140,9 +209,13 @@ class Audit:
         if self._allowed_s and self._took_s:  # small values take their time whatever their bytes are
             self._bytes_per_s *= min(LARGEST_CHANGE, max(1 / LARGEST_CHANGE, self._allowed_s / self._took_s))
         self._allowed_s = self._took_s = 0.0
-        if self._plan is not None and self._held_at:
-            self._plan.last_held.update(self._held_at)
-        self._held_at, self._watched, self._chosen = {}, [], {}
+        if self._plan is not None:
+            self._plan.ended(self._compared, set(self._chosen), left_out=self.left_out)
+        self._unplanned.step_ends()
+        for beside in self._watched:
+            if beside.held_at is not None:
+                beside.plan.last_held[beside.index] = beside.held_at
+        self._watched, self._chosen, self._compared, self.left_out = [], {}, set(), False
         self._plan, self.compared, self.beside_bytes, self.keeps_all = None, 0, 0, False
         if self._pending:
             self._pending = [one for one in self._pending if not self._is_taken(one)]
@@ -160,22 +233,48 @@ class Audit:
             self.differing.append(one)
         return True
 
-    def is_kept(self, index: int | None) -> bool:
-        """Whether a value is kept, whatever the plan says, because it has differed."""
-        return self._plan is not None and index in self._plan.kept
+    def is_kept(self, index: int | None, tensor: torch.Tensor) -> bool:
+        """Whether a value is kept, whatever the plan says, because it has differed. ``index``: its save point in a step
+        that follows its plan. If it does not, or may leave out layers, all are kept that look the same: another save
+        point may stand for that of the plan.
+        """
+        plan = self._plan
+        if plan is not None and index is not None and (index in plan.kept or not plan.leaves_out):
+            return index in plan.kept
+        return bool(self._looks) and (tensor.dtype, tensor.shape) in self._looks
+
+    def keep(self, found: Comparison) -> None:
+        """A value that has differed is kept from now on, and the next step compares all."""
+        found.plan.kept.add(found.index)
+        found.plan.is_alarmed = not self.keeps_all
+        self._looks.add(found.look)
 
     # -- values that leave and come back --------------------------------------------------------------------------
 
     def leaves(self, value: SavedValue) -> None:
         """Its storage is about to be released by the engine, or has been: forward may still hold it."""
-        if value.index not in self._chosen or value.beside is not None or self._plan is None or value.storage is None:
+        if value.beside is not None or value.storage is None:
             return
+        plan, index = self._plan, value.index
+        if plan is None or index is None or plan.values[index].decision is Decision.KEEP:
+            if not self.compares_unplanned:
+                return
+            plan, is_next, index = self._unplanned, self._unplanned.is_next(), self._unplanned.latest
+            is_beside = False
+        else:
+            is_next, is_beside = index in self._chosen, self._chosen.pop(index, False)
+        if is_next:
+            self._watch(value, plan, index, is_beside=is_beside)
+
+    def _watch(self, value: SavedValue, plan: AuditedPlan, index: int, *, is_beside: bool) -> None:
         begin_s = time.perf_counter()
-        beside = Beside(self._plan, value.index, value.storage, is_kept=self._chosen.pop(value.index))
+        assert value.storage is not None
+        geometry = value.geometry or Geometry.of(value.probe)
+        beside = Beside(plan, index, value.storage, (geometry.dtype, geometry.shape), is_kept=is_beside)
         value.beside = beside
         self.beside_bytes += beside.size_bytes if beside.is_kept else 0
         if not beside.is_kept:
-            beside.look()
+            beside.look_again()
             self._watched.append(beside)
             self._took_s += time.perf_counter() - begin_s
 
@@ -184,11 +283,11 @@ class Audit:
         for beside in self._watched:
             if beside.weak() is None:
                 continue
-            self._held_at[beside.index] = saves
+            beside.held_at = saves
             last = beside.plan.last_held.get(beside.index)
             if saves == last or (last is None and beside.looks < LOOKS):
                 begin_s = time.perf_counter()
-                beside.look()
+                beside.look_again()
                 self._took_s += time.perf_counter() - begin_s
 
     def comes_back(self, value: SavedValue) -> None:
@@ -198,6 +297,7 @@ class Audit:
             return
         begin_s = time.perf_counter()
         self.compared += 1
+        self._compared |= {beside.index} if beside.plan is self._plan else set()
         found = Comparison(beside, value.storage)
         if found.is_done:
             self._is_taken(found)
@@ -216,15 +316,19 @@ class Audit:
 class Beside:
     """What is known of a value that the engine has released: the storage itself, or a checksum of it."""
 
-    def __init__(self, plan: AuditedPlan, index: int, storage: torch.UntypedStorage, *, is_kept: bool) -> None:
-        self.plan, self.index, self.is_kept = plan, index, is_kept
+    def __init__(
+        self, plan: AuditedPlan, index: int, storage: torch.UntypedStorage, look: Look, *, is_kept: bool
+    ) -> None:
+        self.plan, self.index, self.look, self.is_kept = plan, index, look, is_kept
         self.size_bytes = storage.nbytes()
         self.kept = storage if is_kept else None
         self.weak = weakref.ref(storage)
         self.looks = 0
+        self.held_at: int | None = None
+        """The last save point at which forward held it."""
         self.checksum: Any = None
 
-    def look(self) -> None:
+    def look_again(self) -> None:
         """Takes the checksum of what the storage has now."""
         storage = self.weak()
         if storage is not None and storage.nbytes() == self.size_bytes:
@@ -236,7 +340,7 @@ class Comparison:
     """Of a value that has come back. On a GPU the result is read later, so that nothing waits."""
 
     def __init__(self, beside: Beside, storage: torch.UntypedStorage) -> None:
-        self.plan, self.index, self.is_right = beside.plan, beside.index, beside.is_kept
+        self.plan, self.index, self.look, self.is_right = beside.plan, beside.index, beside.look, beside.is_kept
         if storage.device.type == "cpu":
             self._differs = _cpu_differs(beside, storage)
             self._done: torch.cuda.Event | None = None
@@ -252,8 +356,9 @@ class Comparison:
             self._done.record(torch.cuda.current_stream(storage.device))
 
     @property
-    def value(self) -> PlannedValue:
-        return self.plan.values[self.index]
+    def planned(self) -> PlannedValue | None:
+        """None if no plan has released it."""
+        return None if isinstance(self.plan, Unplanned) else self.plan.values[self.index]
 
     @property
     def is_done(self) -> bool:
@@ -265,13 +370,11 @@ class Comparison:
         return self._differs if self._done is None else bool(self._result.item())
 
 
-def differences_text(values: Sequence[PlannedValue], *, is_right: bool) -> str:
-    """The text about values that did not come back as they were. ``is_right``: their uses took what was kept beside."""
-    named = ", ".join(
-        f"{value.name} ({_AGAIN[value.decision]}{f', layer {value.layer}' if value.layer else ''})"
-        for value in values[:_MOST_NAMED]
-    )
-    more = f" and {len(values) - _MOST_NAMED} more" if len(values) > _MOST_NAMED else ""
+def differences_text(found: Sequence[Comparison]) -> str:
+    """The text about values that did not come back as they were."""
+    named = ", ".join(one.plan.named(one.index) for one in found[:_MOST_NAMED])
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    is_right = all(one.is_right for one in found)  # their uses took what was kept beside
     used = "backward has used the right ones" if is_right else "this step's gradients, and perhaps earlier ones, differ"
     return (
         f"the audit found other bytes than forward left in {named}{more}: something writes them, or what they are made "

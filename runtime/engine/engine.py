@@ -44,7 +44,6 @@ from poochplan.errors import DivergenceError
 from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.plan_set import Signature
 from poochplan.runtime.devices.device import ComputeDevice
-from poochplan.runtime.devices.transfers import held_back, raise_held_back
 from poochplan.runtime.metering.census import one_moment
 from poochplan.runtime.replays.replay import NotReplayable, Recipe, StorageRecord
 from poochplan.runtime.replays.tape import Recorder, Tape
@@ -313,8 +312,6 @@ class Engine:
                 self.segment.report.hooks_s += time.perf_counter() - start_s
 
     def _pack(self, whole: torch.Tensor) -> SavedHandle:
-        if held_back:
-            raise_held_back()
         if in_backward() or is_scripted():  # create_graph, or a checkpoint that runs again: no part of a forward
             return SavedHandle.untouched(whole)
         cursor = self.cursor
@@ -397,6 +394,7 @@ class Engine:
         """The step leaves out some layers of its plan."""
         segment = self.cursor.segment
         segment.left_out += gap.saves - segment.saves
+        self.audit.left_out = True
         segment.saves, segment.packs, segment.uses = gap.saves, gap.packs, max(segment.uses, gap.uses)
         self._events.point(segment.saves + segment.uses)
         for actions in gap.actions:
@@ -414,7 +412,6 @@ class Engine:
                 segment.saves += 1
                 self._events.point(segment.saves + segment.uses)
                 self.audit.point(segment.saves)
-                decision = Decision.KEEP if self.audit.is_kept(index) else decision
         except LeftOut as gap:
             self._pass_over(gap)
             if self._policy.sources and index is not None:
@@ -424,6 +421,9 @@ class Engine:
             self._diverge(reason)
             index = None
             decision = self._policy.saved(index, ordinal, tensor, record)
+        planned = index if self.follows is not None else None
+        if decision is not Decision.KEEP and self.audit.is_kept(planned, tensor):
+            decision = Decision.KEEP
         segment.packs += 1
         segment.saved_values += 1
         value = SavedValue.of(decision, record, tensor, self.device.compute)
@@ -471,8 +471,6 @@ class Engine:
         return handle.geometry or Geometry.of(handle.tensor)
 
     def _unpack(self, handle: SavedHandle) -> torch.Tensor:
-        if held_back:
-            raise_held_back()
         value = handle.value
         if value is not None:
             self.recorder.switch_off()

@@ -19,7 +19,7 @@ QUIET_STEPS = 10
 
 
 class _Place(weakref.ref[SavedValue]):
-    """Where a value lies beside the planned bytes. It has no offset yet if an interrupt comes before that is known."""
+    """Where a value lies beside the planned bytes."""
 
     offset = -1
     size_bytes = 0
@@ -127,10 +127,7 @@ class HostTier:
 
     def _free_the_dead(self) -> None:
         while self._died:
-            place = self._died.popleft()
-            # The traceback of an interrupt may have kept a place that was released and now belongs to another value.
-            if self._places.get(place.offset) is place:
-                self.free_place(place.offset)
+            self.free_place(self._died.popleft().offset)
 
     def _is_free(self, offset: int, value: SavedValue) -> bool:
         reference = self._occupants.get(offset)
@@ -155,8 +152,7 @@ class Intervals:
 
     State: the free holes as (first byte, byte after the hole), lowest first; the last one has no end.
 
-    Taking examines only the holes. Giving back finds its neighbours by bisection. Each changes the list in one
-    assignment: an interrupt (Ctrl-C) may lose an interval, and never hands one out twice.
+    Taking examines only the holes. Giving back finds its neighbours by bisection.
     """
 
     def __init__(self) -> None:

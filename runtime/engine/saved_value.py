@@ -36,8 +36,8 @@ class ValueState(Enum):
 class SavedValue(msgspec.Struct, eq=False, weakref=True):
     """A saved value. It lives as long as a handle, a recipe, or a step policy that expects another handle refers to it.
 
-    An interrupt (Ctrl-C) in a transition leaves the old state or the new one. A state that guarantees a filled storage
-    is entered last; a state that guarantees nothing about it is entered first.
+    What raises in a transition leaves the old state or the new one, by which :meth:`Mechanism.rescued` finds the value.
+    A state that guarantees a filled storage is entered last; one that guarantees nothing about it is entered first.
     """
 
     decision: Decision
@@ -181,7 +181,7 @@ def held_source(record: StorageRecord, planned: PlannedValue, home: Stream | Non
 
 
 class Lease:
-    """Every handle on a segment's values holds its lease. So it dies with the last handle, wherever an interrupt comes.
+    """Every handle on a segment's values holds its lease. So it dies with the last handle.
 
     The leases of all segments hold ``whole``, which dies with the last of them.
     """

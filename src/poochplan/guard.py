@@ -2,8 +2,8 @@
 
 A guard stands where torch and Python call us while a step runs: at hooks, modes and callbacks. If anything of ours
 raises there, the session stands aside: what was called plainly is called, one line says why, and later steps are plain.
-What is not ours passes unchanged: out of memory, an interrupt, an error of the user's code, autograd's own error about
-a write, and what the user asked to be an error.
+What is not ours passes unchanged: out of memory, an error of the user's code, autograd's own error about a write, and
+what the user asked to be an error. An interrupt (Ctrl-C) amid our code passes too, and the session is closed.
 
 Functions of this module are the outermost ones that torch calls. So each only tries what it guards.
 """
@@ -38,9 +38,9 @@ def users(error: ErrorT) -> ErrorT:
 
 
 class Guard:
-    """State: the first error of ours, by which the session has failed.
+    """State: whether an error of ours, or an interrupt amid our code, has come: the session has failed by it.
 
-    ``stands_aside`` is called once, with a line about it. It must not raise.
+    ``stands_aside`` is called once, with a line about it, which is empty for an interrupt. It must not raise.
     """
 
     def __init__(self, stands_aside: Callable[[str], None]) -> None:
@@ -51,14 +51,19 @@ class Guard:
         self.modes = weakref.WeakSet[Any]()
         """The dispatch modes made while it stood on their thread."""
 
-    def takes(self, error: Exception) -> bool:
-        """Whether the error is ours. Then the session stands aside; else it is to be raised again."""
-        if RAISES or is_out_of_memory(error) or isinstance(error, self.asked_for) or getattr(error, _USERS, False):
+    def takes(self, error: BaseException) -> bool:
+        """Whether the error is ours. Then the session stands aside; else it is to be raised again, as is an interrupt,
+        which the session does not outlive.
+        """
+        if getattr(error, _USERS, False):
+            return False
+        is_error = isinstance(error, Exception)
+        if is_error and (RAISES or is_out_of_memory(error) or isinstance(error, self.asked_for)):
             return False
         if not self.has_failed:
             self.has_failed = True
-            self._stands_aside(f"{named_line(error)} ({_place_of(error)})")
-        return True
+            self._stands_aside(f"{named_line(error)} ({_place_of(error)})" if is_error else "")
+        return is_error
 
 
 def _place_of(error: BaseException) -> str:
@@ -105,7 +110,7 @@ def guarded(call: Callable[..., Any], plainly: Callable[..., Any] = nothing) -> 
     def guarded_call(*args: Any) -> Any:
         try:
             return call(*args)
-        except Exception as error:
+        except BaseException as error:
             if not guard.takes(error):
                 raise
         return plainly(*args)
@@ -165,7 +170,7 @@ def guarded_around(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -
             once = Once(run)
             try:
                 return around(once)(*args, **kwargs)
-            except Exception as error:
+            except BaseException as error:
                 if once.raised == id(error):
                     raise
                 if once.raised:
@@ -193,7 +198,7 @@ def guarded_dispatch(method: Callable[..., Any]) -> Callable[..., Any]:
         self.outcome = outcome = None
         try:
             return method(self, func, types, args, kwargs)
-        except Exception as error:
+        except BaseException as error:
             outcome = self.outcome
             if outcome is not None and outcome[0] == id(error):
                 raise

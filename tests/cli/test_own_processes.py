@@ -19,6 +19,7 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner import smallest_budget
 from poochplan.planner.search.allowance import Progress
+from tests.forks import forked
 from tests.planner.checker import check
 from tests.planner.random_profiles import transformer_like
 from tests.processes import ROOT
@@ -70,13 +71,17 @@ def prints() -> poochplan.Workload:
 """
 
 
-def begun(code: str, *arguments: object, launcher: tuple[str, ...] = (), **streams: Any) -> subprocess.Popen[bytes]:
+def begun(
+    code: str, *arguments: object, launcher: tuple[str, ...] = (sys.executable,), **streams: Any
+) -> subprocess.Popen[bytes]:
     shown = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "TERM": "xterm", "COLUMNS": "200"}
-    call = [*launcher, sys.executable, "-c", code, *map(str, arguments)]
+    call = [*launcher, "-c", code, *map(str, arguments)]
     return subprocess.Popen(call, env={**os.environ, **shown}, stdout=subprocess.PIPE, **streams)
 
 
-def run(code: str, *arguments: object, ends_with: tuple[int, ...] = (0,), launcher: tuple[str, ...] = ()) -> list[str]:
+def run(
+    code: str, *arguments: object, ends_with: tuple[int, ...] = (0,), launcher: tuple[str, ...] = (sys.executable,)
+) -> list[str]:
     """What it printed on stdout and on stderr."""
     running = begun(code, *arguments, launcher=launcher, stderr=subprocess.PIPE)
     out, err = (told.decode() for told in running.communicate())
@@ -114,7 +119,7 @@ def test_what_a_workload_prints_is_not_among_the_data(tmp_path: Path) -> None:
     path, made = tmp_path / "loud.py", tmp_path / "p.json"
     path.write_text(WORKLOAD)
     fake = "--mode", "fake", "--roofline", "v100", "--json", "-o", made
-    out, err = run(POOCH, "profile", f"{path}:prints", *fake)
+    out, err = run(POOCH, "profile", f"{path}:prints", *fake, launcher=tuple(forked()))
     assert json.loads(out)["in_core_peak_bytes"] == Profile.load(made).in_core_peak_bytes
     for line in ("C, to its buffer", "Python, to a stream of before", "a thread, to the descriptor"):
         assert line in err
@@ -129,7 +134,7 @@ def test_stdout_is_stdout_again_behind_the_command(profile_file: Path) -> None:
 def test_without_a_stdout_the_plan_is_made_all_the_same(profile_file: Path, tmp_path: Path) -> None:
     made = tmp_path / "plan.json"
     plan = ("plan", profile_file, "--budget", "90%", "--json", "--evaluations", 50, "-o", made)
-    run(POOCH, *plan, launcher=("sh", "-c", 'exec "$0" "$@" >&-'))
+    run(POOCH, *plan, launcher=("sh", "-c", 'exec "$0" "$@" >&-', sys.executable))
     assert Plan.load(made).budget_bytes
 
 

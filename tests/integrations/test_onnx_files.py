@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from poochplan.formats.profile import Profile
 from poochplan.integrations.onnx import load
 from poochplan.integrations.onnx.onnx_file import _without_weights, known_shapes
 from poochplan.workload import load_workload, parameter_values
+from tests.forks import forked
 
 WEIGHTS = {"table": (9, 4), "product": (4, 3), "bias": (1,)}
 
@@ -232,7 +232,7 @@ def test_the_command_line_profiles_a_file(tmp_path: Path) -> None:
 def test_without_the_package_one_line_says_what_to_install(tmp_path: Path) -> None:
     path = write(tmp_path / "model.onnx")
     hidden = "import sys; sys.modules['onnx'] = None; from poochplan.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", hidden, "profile", str(path), "--loss", "mse", *GIVEN]
+    command = [*forked(), "-c", hidden, "profile", str(path), "--loss", "mse", *GIVEN]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert ended.stderr.splitlines() == [

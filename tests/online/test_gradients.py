@@ -27,6 +27,7 @@ from poochplan.profiler.capture.workspace import CpuMeter, Workspace
 from poochplan.profiler.live.segment_observer import SegmentObserver
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.torch_private.tensor_internals import mode_count
+from tests.depth import todays
 from tests.online.networks import BACKWARDS, branches
 from tests.online.runs import Run, bytes_of, run_auto, run_plain
 from tests.online.trainings import Losses, Training, Turn
@@ -195,7 +196,7 @@ PEAKS = """
 
 @needs_compiler
 def test_the_in_core_peak_is_what_a_hook_of_the_tests_counts_of_a_plain_step() -> None:
-    names = ("branches", "checkpoint", "reentrant_checkpoint", "custom_function", "hooked", "packed_recurrent")
+    names = todays(("branches", "checkpoint", "reentrant_checkpoint", "custom_function", "hooked", "packed_recurrent"))
     found = [line.split()[1:] for line in python(PEAKS, *names).splitlines() if line.startswith("found ")]
     assert [name for name, _, _ in found] == list(names)
     for name, measured, predicted in found:

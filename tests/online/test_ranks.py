@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from poochplan.units import parse_budget
-from tests.depth import DEEP
+from tests.depth import DEEP, todays
 from tests.online.sharded import GIVEN_STEPS, SHARDED
 from tests.online.test_sessions import within
 from tests.runtime.served import needs_compiler
@@ -28,7 +29,7 @@ IN_DEPTH = "not_resharded", "frozen", "resharded"
 
 @needs_compiler
 def test_two_ranks_are_bitwise_the_same_within_what_was_predicted(tmp_path: Path) -> None:
-    kinds = [kind for kind in SHARDED if kind != "resharded_to_2" and (DEEP or kind not in IN_DEPTH)]
+    kinds = todays([kind for kind in SHARDED if kind != "resharded_to_2" and (DEEP or kind not in IN_DEPTH)])
     check_ranks(torchrun("tests.online.sharded", tmp_path, *kinds), kinds)
 
 
@@ -44,7 +45,7 @@ def test_ddp_is_bitwise_the_same_within_the_budget_whatever_its_options(kinds: l
     check_ranks(torchrun("tests.online.sharded", tmp_path, *kinds), kinds, spare_bytes=0)
 
 
-def check_ranks(ranks: list[dict[str, Any]], kinds: list[str], spare_bytes: int = UNIT_BYTES) -> None:
+def check_ranks(ranks: list[dict[str, Any]], kinds: Sequence[str], spare_bytes: int = UNIT_BYTES) -> None:
     for kind in kinds:
         first, *others = (rank[kind]["planned"] for rank in ranks)
         for other in others:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from poochplan.torch_private.tensor_internals import topmost_hooks
+from poochplan.torch_private.hooks import topmost_hooks
 from tests.online.runs import opened, run_auto, run_plain
 from tests.online.trainings import Training, stepping
 from tests.runtime.nets import Net

@@ -23,7 +23,7 @@ import poochplan
 from poochplan.errors import InfeasibleError, UsageError
 from poochplan.integrations.trainers import running_method
 from poochplan.profiler.trials.machine_facts import is_complete
-from poochplan.torch_private.tensor_internals import has_topmost_hooks
+from poochplan.torch_private.hooks import has_topmost_hooks
 from tests.online.caches import empty_cache
 from tests.online.runs import Run, opened, planning, run_auto
 from tests.online.trainings import Training, checkpointing_inside, dropout_and_batch_norm, stepping

@@ -32,6 +32,7 @@ def _warnings_are_errors() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", "`torch.jit", FutureWarning)  # from Python 3.14 on
         warnings.filterwarnings("ignore", "poochplan: no plan", RuntimeWarning)
         yield
 

@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from .late_writes import LATE, Late
+
 Tensor = torch.Tensor
 Body = Callable[["OneLinear", Tensor], Tensor]
 
@@ -230,6 +232,8 @@ def bare_block(kind: str, width: int, others: list[nn.Linear]) -> nn.Module:
         "repeated": (_repeated, 1, lambda: None),
         "narrow written later": (_narrow_written_later, 1, lambda: None),
     }
+    if kind in LATE:
+        return Late(kind, width)
     if kind in of_linear:
         body, widening, inner = of_linear[kind]
         return OneLinear(width, body, widening, inner())

@@ -75,6 +75,8 @@ MORE_EVENTS = {Feature.IN_PLACE: "a saved tensor written", Feature.AUTOCAST: "ba
 """And those that a program with the feature may have."""
 SAME_STEP = (PLAIN, "an evaluation between")
 """Those whose own forward and backward are all the same the profiled ones."""
+LAYERS_DRAWN = "layers drawn"
+"""Each block runs by chance: stochastic depth."""
 FOLLOWED = (*SAME_STEP, "two backwards", "backward inside autocast")
 """Those that follow the plan, whatever came before: the second of two backwards has no points of its own."""
 LEAVES_SOMETHING = ("backward hook raises", "a saved tensor written")
@@ -109,6 +111,11 @@ class Program:
     """The model is called within a checkpoint, which is not reentrant."""
     announces: bool
     """Each step is announced to the session."""
+    late_from: int | None = None
+    """The first step in which late blocks write."""
+    logs: bool = False
+    """What each step computes for a log is held, with its graph, until the next step has computed it."""
+    learns: bool = True
 
     def __str__(self) -> str:
         return f"program {self.seed} ({', '.join(sorted(self.features))})"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import random
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,7 +20,8 @@ from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.metering.census import leave_out
 
 from .blocks import Tensor, bare_block, wrapped
-from .drawing import PLAIN, Feature, Program
+from .drawing import LAYERS_DRAWN, PLAIN, Feature, Program
+from .late_writes import Late
 
 CLASSES = 5
 
@@ -77,8 +79,10 @@ class Running:
         self.program = program
         self.model = Net(program).train()
         parameters = self.model.parameters()
-        if program.optimizer == "adamw":
-            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+        if not program.learns:
+            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=0.0)
+        elif program.optimizer == "adamw":
+            self.optimizer = torch.optim.AdamW(parameters, lr=1e-3)
         else:
             momentum = 0.9 if program.optimizer == "momentum" else 0.0
             self.optimizer = torch.optim.SGD(parameters, lr=1e-2, momentum=momentum)
@@ -91,6 +95,8 @@ class Running:
         self.losses: list[Tensor] = []
         self.loss: Tensor | None = None
         """Of the last step, unless it was abandoned."""
+        self.log: Tensor | None = None
+        self.chance = random.Random(program.seed)
         self.autocast = Feature.AUTOCAST in program.features
         self.keeps_state = Feature.STATE in program.features
         self._batches = self._data(program.rows)
@@ -132,6 +138,8 @@ class Running:
         labels = torch.arange(batch.shape[0]) % CLASSES
         self.hidden = hidden if self.holds_hidden else None
         losses = [F.cross_entropy(self.model.head(hidden).float(), labels)]
+        if self.program.logs:
+            self.log = hidden.float().exp().mean()
         if Feature.SEVERAL_FORWARDS in features:
             again = self._called(scale, **keywords)
             losses[0] = losses[0] + (hidden - again).float().square().mean()
@@ -151,7 +159,11 @@ def train(running: Running, after_step: AfterStep = lambda index, event: None) -
     """What :func:`snapshot` says after each step."""
     torch.manual_seed(running.program.seed + 1)
     seen = []
+    late_from = running.program.late_from
     for index, event in enumerate(running.program.events):
+        for block in running.model.blocks:
+            if isinstance(block, Late):
+                block.writes = late_from is not None and index >= late_from
         _one_step(running, event)
         seen.append(snapshot(running))
         after_step(index, event)
@@ -225,6 +237,8 @@ def _make_ready(running: Running, event: str) -> None:
         ]
     elif event == "a block left out":
         model.order = [index for index in model.order if index != middle]
+    elif event == LAYERS_DRAWN:
+        model.order = [index for index in model.order if running.chance.random() < 0.7]
     elif event == "a block twice":
         model.order = [*range(middle + 1), *range(middle, len(model.blocks))]
     elif event == "a forward thrown away":

@@ -79,7 +79,7 @@ class Outcome:
 
 def prepared(program: Program) -> tuple[list[Tried], list[Snapshot]]:
     """The plans of a program, and what its steps give in-core."""
-    with _quietly():
+    with quietly():
         profile = profile_of(program)
         weights = [WEIGHTS[0], *(WEIGHTS[1 + (program.seed + turn) % 4] for turn in (0, 1))]
         problem = build_problem(profile)
@@ -113,7 +113,7 @@ def trial_of(program: Program, prepare: Callable[[Program], tuple[Sequence[Run],
     """The runs that ``prepare`` gives, against what the steps give in-core."""
     outcome = Outcome(counts=Counter({"programs": 1}))
     try:
-        with _quietly():
+        with quietly():
             runs, reference = prepare(program)
     except Exception as error:
         if is_refused_in_core(program):
@@ -140,7 +140,7 @@ def trial(program: Program, devices: tuple[str, ...] = DEVICES) -> Outcome:
 
 def is_refused_in_core(program: Program) -> bool:
     try:
-        with _quietly():
+        with quietly():
             train(Running(program))
     except RuntimeError:
         return True
@@ -154,7 +154,7 @@ def under(program: Program, tried: Tried, reference: list[Snapshot], device: str
         return Outcome()  # a second backward would run forward once more
     leave_out(live(torch.Tensor))  # of earlier trials, which live as long as the collector lets them
     running = Running(program)
-    with _quietly(), _session(tried.plan, running, device, outcome) as session:
+    with quietly(), _session(tried.plan, running, device, outcome) as session:
         try:
             judge = _Judge(outcome, program, session, tried)
             if program.announces:
@@ -261,7 +261,7 @@ def _session(plan: Plan, running: Running, device: str, outcome: Outcome) -> Ite
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -269,7 +269,7 @@ def _quietly() -> Iterator[None]:
 
 def warm_up(program: Program) -> None:
     """What a process does once (imports, caches) is done, and left alone by later collections."""
-    with _quietly():
+    with quietly():
         train(Running(program))
     gc.collect()
     gc.freeze()

@@ -36,7 +36,7 @@ DOORWAYS = frozenset(
         ("modes.py", "before"),
         ("modes.py", "behind"),
         ("modes.py", "untraced"),
-        ("attachment.py", "hook"),
+        ("modes.py", "hook"),
         ("tensor_internals.py", "run"),
         ("tensor_internals.py", "_run_backward"),
         ("compiler_internals.py", "run"),
@@ -92,16 +92,21 @@ class Run:
 
 
 class Watch:
-    """Counts the calls of our functions, by phase; raises at one. ``phase``: empty while nothing counts."""
+    """Counts the calls of our functions, by phase; raises at one. ``phase``: empty while nothing counts.
 
-    def __init__(self, place: Place | None = None) -> None:
-        self.place, self.phase = place, ""
+    ``kind``: of the error. An interrupt comes on the main thread alone.
+    """
+
+    def __init__(self, place: Place | None = None, kind: type[BaseException] = FaultError) -> None:
+        self.place, self.phase, self.kind = place, "", kind
         self.calls: Counter[tuple[str, str, str]] = Counter()
         self.was_reached = self.in_trial = False
         self._lock = threading.Lock()
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         if event != "call" or not self.phase:
+            return
+        if self.kind is KeyboardInterrupt and threading.current_thread() is not threading.main_thread():
             return
         code = frame.f_code
         if not code.co_filename.startswith(OURS) or not is_entry(frame):
@@ -119,7 +124,7 @@ class Watch:
                     return
                 self.was_reached = True
             self.in_trial = any(one.f_code.co_name == "_rebuild_one" for one in callers(frame))
-            raise FaultError(f"injected into {place}")
+            raise self.kind(f"injected into {place}")
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Watch]:

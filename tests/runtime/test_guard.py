@@ -16,7 +16,8 @@ import poochplan
 from poochplan import guard
 from poochplan.errors import BudgetExceededError, DivergenceError, SpillError
 from poochplan.formats.plan import Plan
-from poochplan.torch_private.tensor_internals import mode_count, topmost_hooks
+from poochplan.torch_private.hooks import topmost_hooks
+from poochplan.torch_private.tensor_internals import mode_count
 from tests.runtime.faults import CASE, plan, swaps
 from tests.runtime.injecting import Place, Watch
 from tests.runtime.nets import equal, in_core, our_warnings, snapshot

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import queue
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from poochplan.errors import UsageError
 from poochplan.formats.plan import Plan
 from poochplan.runtime.run_report import SessionStatus
 from poochplan.runtime.session import Session
+from tests.forks import forked
 from tests.runtime.autograd_steps import together
 from tests.runtime.data_parallel import Shared
 from tests.runtime.nets import CASES, Case, Net, Use, either_way, equal, followed, gradients, of, taken
@@ -342,7 +342,7 @@ def test_data_parallel_training_in_two_processes(tmp_path: Path) -> None:
     """The plan is made for the model without its wrapper; each process follows it."""
     plan_file = tmp_path / "plan.json"
     random_plan(Case(_shared).profile(), 1, (1, 2, 2)).save(plan_file)
-    command = [sys.executable, "-m", "tests.runtime.data_parallel"]
+    command = [*forked(), "-m", "tests.runtime.data_parallel"]
     running = [
         subprocess.Popen([*command, str(rank), str(tmp_path), str(plan_file)], cwd=Path(__file__).parents[2])
         for rank in range(2)

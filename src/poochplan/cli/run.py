@@ -70,6 +70,8 @@ rank, and the figures of the worst.
 <spill dir>
 --on-divergence warn|error =warn: if a step differs from the profiled one: warn and swap everything from there on, or
   end with an error (default: {})
+--on-audit warn|error|off =warn: if a released value does not come back as it was: warn and keep it from then on, end
+  with an error, or compare none (default: {})
 --timeline >FILE.png: draw the planned step: streams and memory over time
 --trace >FILE.json: measure one more step, op by op, and write it for Perfetto (ui.perfetto.dev) or chrome://tracing
 --picture >FILE.png: measure one more step, op by op, and draw its live memory, the predicted one, and what holds the
@@ -223,7 +225,7 @@ torchrun --standalone --nproc-per-node 2 -m poochplan run gpt2 --plan plan.json 
             "timed_steps": options.timed,
             "seed": options.seed + self.rank,
             "cap_bytes": self._cap_bytes,
-            **self.given("steps", "spill_dir", "on_divergence", "arena", "force"),
+            **self.given("steps", "spill_dir", "on_divergence", "on_audit", "arena", "force"),
         }
         compared = None
         with self.progress("running") as say:

@@ -19,7 +19,7 @@ class PlanCallback(PlansTraining, Callback):
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(outermost(pl_module), trainer.optimizers, trainer.callbacks)  # type: ignore[attr-defined]
+        self._begin(outermost(pl_module), trainer.optimizers, trainer.callbacks)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.close()

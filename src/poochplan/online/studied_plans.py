@@ -369,7 +369,7 @@ class StudiedPlans(LoopObserver):
         if profile is None or self._ranks is not None:
             return KEPT_FROM_NOW_ON
         self._want_meanwhile(key, with_kept(profile, names))
-        return KEPT_BY_PLAN
+        return KEPT_BY_PLAN if key in self._known.pending else KEPT_FROM_NOW_ON
 
     def _want_another(self, key: Key, profile: Profile, more_bytes: int) -> None:
         self._known.withdraw(key)

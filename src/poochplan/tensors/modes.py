@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, SupportsIndex
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from poochplan.errors import UsageError
@@ -22,6 +24,7 @@ from poochplan.torch_private.compiler_internals import (
     is_compiled,
     run_as_written,
 )
+from poochplan.torch_private.hooks import stand_aside
 from poochplan.torch_private.tensor_internals import (
     TorchDispatchMode,
     in_backward,
@@ -32,7 +35,6 @@ from poochplan.torch_private.tensor_internals import (
     mode_stack,
     pop_mode,
     push_mode,
-    stand_aside,
     topmost_mode,
     with_lazy_views,
 )
@@ -292,6 +294,7 @@ def _noticed(call: Callable[..., Any]) -> Callable[..., Any]:
     return noticed
 
 
+OptimizerHook = Callable[[torch.optim.Optimizer], None]
 Begins = Callable[[tuple[Any, ...], dict[str, Any]], object]
 Ends = Callable[[Any], object]
 
@@ -319,7 +322,7 @@ def around_calls(model: torch.nn.Module, begins: Begins | None = None, ends: End
         try:
             if begun is not None and not torch.compiler.is_compiling() and not is_no_step():
                 begun(args, kwargs)
-        except Exception as error:
+        except BaseException as error:
             if guard is None or not guard.takes(error):
                 raise
 
@@ -327,7 +330,7 @@ def around_calls(model: torch.nn.Module, begins: Begins | None = None, ends: End
         try:
             if ended is not None and not torch.compiler.is_compiling() and not is_no_step():
                 ended(result)
-        except Exception as error:
+        except BaseException as error:
             if guard is None or not guard.takes(error):
                 raise
 
@@ -338,9 +341,11 @@ def around_calls(model: torch.nn.Module, begins: Begins | None = None, ends: End
         )
     with contextlib.ExitStack() as stack:
         if begins is not None:
-            stack.enter_context(left_out_of_copies(model.register_forward_pre_hook(before, with_kwargs=True)))
+            handle = stack.enter_context(model.register_forward_pre_hook(before, with_kwargs=True))
+            stack.enter_context(left_out_of_copies(handle))
         if ends is not None:
-            stack.enter_context(left_out_of_copies(model.register_forward_hook(behind, always_call=True)))
+            handle = stack.enter_context(model.register_forward_hook(behind, always_call=True))
+            stack.enter_context(left_out_of_copies(handle))
         yield
 
 
@@ -359,6 +364,40 @@ def _told(call: Callable[..., Any], begins: Begins | None, ends: Ends | None) ->
         return result
 
     return told
+
+
+@contextlib.contextmanager
+def around_optimizer_steps(model: torch.nn.Module, before: OptimizerHook, after: OptimizerHook) -> Iterator[None]:
+    """In a block, calls ``before`` and ``after`` around each step of an optimizer with a parameter of ``model``."""
+
+    known = weakref.WeakSet[torch.optim.Optimizer]()  # one for each parameter would look through the model as often
+    guard = guard_here()
+
+    def is_of_model(optimizer: torch.optim.Optimizer) -> bool:
+        if optimizer not in known:
+            own = set(map(id, model.parameters()))
+            if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+                return False
+            known.add(optimizer)
+        return True
+
+    def told(tell: OptimizerHook) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
+        def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            try:
+                if not torch.compiler.is_compiling() and is_of_model(optimizer):
+                    tell(optimizer)
+            except BaseException as error:
+                if guard is None or not guard.takes(error):
+                    raise
+
+        return hook
+
+    handles = register_optimizer_step_pre_hook(told(before)), register_optimizer_step_post_hook(told(after))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from poochplan.torch_private.hooks import topmost_hooks
 from poochplan.torch_private.tensor_internals import (
     OpOverload,
     covers_itself_once,
@@ -25,7 +26,6 @@ from poochplan.torch_private.tensor_internals import (
     mode_stack,
     pytree,
     schema_of,
-    topmost_hooks,
     without_modes,
 )
 

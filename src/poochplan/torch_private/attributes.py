@@ -7,17 +7,18 @@ gives it a new tensor. So ``ctx.saved_tensors`` puts on that what the saved tens
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
 import torch
-from torch.autograd.function import BackwardCFunction, Function
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 PackedT = TypeVar("PackedT")
+Saving = dict[int, tuple[weakref.ref[torch.Tensor], int]]
+"""By identity, tensors and the identity of the node that has saved each last."""
 
 
 class _Saved(msgspec.Struct, gc=False, eq=False):
@@ -31,12 +32,14 @@ class _Saved(msgspec.Struct, gc=False, eq=False):
 
 
 class _Here(threading.local):
-    returned: list[_Saved] | None = None
-    """What unpack hooks have returned in the call of ``saved_tensors`` that this thread is in."""
+    def __init__(self) -> None:
+        self.returned: list[_Saved] | None = None
+        """What unpack hooks have returned in the call of ``saved_tensors`` that this thread is in."""
+        self.saving: Saving = {}
+        """The living tensors that functions save, or have saved: torch packs them once forward returns."""
 
 
 _here = _Here()
-_APPLY: Any = Function.apply.__code__
 _ORDINARY = torch.Tensor, torch.nn.Parameter
 
 
@@ -44,15 +47,16 @@ def with_attributes(
     pack: Callable[[torch.Tensor], PackedT], unpack: Callable[[PackedT], torch.Tensor]
 ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
     """The same hooks; attributes of tensors come back with them."""
-    _watch_saved_tensors()
+    _watch_functions()
 
-    # No local has a handle or a frame: the traceback of an error that was caught inside would keep them.
+    # No local has a handle: the traceback of an error that was caught inside would keep it.
 
     @functools.wraps(pack)
     def packed(tensor: torch.Tensor) -> Any:
-        if sys._getframe(1).f_code is not _APPLY or type(tensor) not in _ORDINARY:
+        saving = _here.saving.get(id(tensor)) if _here.saving else None
+        if saving is None or saving[0]() is not tensor:
             return pack(tensor)
-        return _Saved(pack(tensor), *_of(tensor, sys._getframe(1).f_locals))
+        return _Saved(pack(tensor), *_of(tensor, saving[1]))
 
     @functools.wraps(unpack)
     def unpacked(found: Any) -> torch.Tensor:
@@ -65,27 +69,21 @@ def with_attributes(
     return packed, unpacked
 
 
-def _of(
-    tensor: torch.Tensor, call: Mapping[str, Any]
-) -> tuple[dict[str, Any] | None, weakref.ref[torch.Tensor] | None]:
-    """The tensor's attributes, and the tensor itself if it is a leaf; ``call``: the locals of ``Function.apply``."""
-    if tensor.grad_fn is not None and _is_result(tensor, **call):
+def _of(tensor: torch.Tensor, node: int) -> tuple[dict[str, Any] | None, weakref.ref[torch.Tensor] | None]:
+    """The tensor's attributes, and the tensor itself if it is a leaf; it is saved by the node of that identity."""
+    # Attributes of what the function itself has made might refer to the graph, which would hold itself alive.
+    if tensor.grad_fn is not None and id(tensor.grad_fn) == node:
         return None, None
     return tensor.__dict__, weakref.ref(tensor) if tensor.requires_grad and tensor.is_leaf else None
 
 
-def _is_result(tensor: torch.Tensor, cls: Any, args: tuple[Any, ...], **_: Any) -> bool:
-    """Whether the function ``cls`` that is called with ``args`` has made the tensor. Its attributes might refer to the
-    graph, which would hold itself alive.
-    """
-    return getattr(tensor.grad_fn, "_forward_cls", None) is cls and not any(tensor is one for one in args)
-
-
 @functools.cache
-def _watch_saved_tensors() -> None:
+def _watch_functions() -> None:
     """From the first hooks of this process on, for graphs outlive hooks."""
     node_class: Any = BackwardCFunction
+    context_class: Any = FunctionCtx
     read: Any = node_class.saved_tensors
+    save: Any = context_class.save_for_backward
 
     def saved_tensors(node: Any) -> Any:
         before, _here.returned = _here.returned, []
@@ -98,7 +96,20 @@ def _watch_saved_tensors() -> None:
         each = iter(returned)
         return tuple(None if tensor is None else _as_saved(node, tensor, next(each)) for tensor in found)
 
+    @functools.wraps(save)
+    def save_for_backward(node: Any, *tensors: torch.Tensor) -> None:
+        save(node, *tensors)
+        saving = _here.saving
+        for one in tensors:
+            if type(one) in _ORDINARY:
+                saving[id(one)] = weakref.ref(one, functools.partial(_forget, saving, id(one))), id(node)
+
     node_class.saved_tensors = property(saved_tensors, doc=read.__doc__)
+    context_class.save_for_backward = save_for_backward
+
+
+def _forget(saving: Saving, key: int, _: object) -> None:
+    saving.pop(key, None)
 
 
 def _as_saved(node: Any, tensor: torch.Tensor, saved: _Saved) -> torch.Tensor:
