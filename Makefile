@@ -27,7 +27,8 @@ INSTALL = mkdir -p $(VENV)/tmp && TMPDIR="$$PWD/$(VENV)/tmp" $(BIN)/python -m pi
 unexport PYTHONPATH PYTHONHOME OMP_NUM_THREADS PYTHONDONTWRITEBYTECODE
 export MPLBACKEND := Agg
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# All seeds, all networks, long runs: before every release.
+# All cases and all mutants: continuous integration. All seeds, all networks, long runs: before every release.
+export POOCH_ALL ?= $(ALL)
 export POOCH_DEEP ?= $(DEEP)
 
 help:  ## Show this list
@@ -53,12 +54,12 @@ $(STAMP): pyproject.toml constraints.txt
 about:
 	@[ -z "$(PYTHON)" ] || $(PYTHON) tests/packaging/ready.py about $(VENV)
 
-test: about setup  ## Check what is claimed, each claim once: lint, format, types, docs, tests (some ten minutes)
+test: about setup  ## Check what is claimed, each claim once: lint, format, types, docs, tests (some five minutes)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync lint types docs
 	POOCH_PART=first OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) tests
 	@echo "make test: lint, types, docs and tests all passed."
 
-test-all: test  ## That, and the rest: second device, packaging, stacks, notebooks (some half an hour); DEEP=1 with all seeds
+test-all: test  ## That, and the rest: second device, packaging, stacks, notebooks (a quarter of an hour); ALL=1 all cases, DEEP=1 all seeds
 	POOCH_PART=rest OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(NOTEBOOKS) tests
 	@echo "make test-all: the rest of the tests and the notebooks passed too."
 

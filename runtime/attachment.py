@@ -1,5 +1,5 @@
 """Attachment: attaches an engine to models and torch for the length of a block. It recognises which calls are steps.
-PlanSource decides what its steps do: which plan they follow, if any.
+A :class:`~.plan_source.PlanSource` decides what its steps do: which plan they follow, if any.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial, wraps
 from typing import Any, Literal
@@ -15,19 +15,15 @@ from typing import Any, Literal
 import torch
 
 from poochplan.errors import UsageError
-from poochplan.formats.plan import Instructions
-from poochplan.formats.profile import Profile
 from poochplan.guard import Guard, guarded, guarded_around, stand
 from poochplan.runtime.arena.library import fresh_memory
 from poochplan.runtime.devices.cuda import refuse_capture, refuse_graphs
 from poochplan.runtime.devices.device import ComputeDevice
-from poochplan.runtime.engine.cursor import NO_EVENTS, Segment, StepEvents
+from poochplan.runtime.engine.cursor import NO_EVENTS, StepEvents
 from poochplan.runtime.engine.engine import Engine
-from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
-from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
+from poochplan.runtime.engine.saved_value import SavedHandle
 from poochplan.runtime.messages import CallSite, warn
-from poochplan.runtime.metering.watch import MostBytes, Watch
-from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy
+from poochplan.runtime.metering.watch import Watch
 from poochplan.tensors.modes import around_calls, around_compiled, around_optimizer_steps, uncompiled_hooks
 from poochplan.tensors.operators import past_first_calls
 from poochplan.tensors.signatures import input_signature, tensor_leaves
@@ -39,10 +35,10 @@ from poochplan.torch_private.tensor_internals import (
     intercept_autograd,
 )
 
-from .active_plan import ActivePlan
 from .compiled.deferred_unpack import deferring, plainly_packed, plainly_unpacked
 from .compiled.inductor import compiled_deferring
 from .open_sessions import ENTERED, check_no_session
+from .plan_source import Hooks, PlanSource
 
 _ROOMS = "online", "profiler", "runtime", "tensors", "torch_private"
 FAILED = (
@@ -50,97 +46,6 @@ FAILED = (
     "is not kept, and every result is right; please report this line"
 )
 INTERRUPTED = "an interrupt has closed the session; steps go on as without a session, and the budget is not kept"
-Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-
-
-KEPT_FROM_NOW_ON = "from now on such values are kept, and steps may exceed the budget"
-KEPT_BY_PLAN = "from now on such values are kept, and another plan is made that does so"
-
-
-class PlanSource:
-    """Base class, in which no step follows a plan. A session asks it for the step policy of each step (it is the
-    engine's :class:`~.step_policies.step_policy.Chooser`), and reports to it how each step ended.
-    """
-
-    is_given = False
-    """Whether the user gave the plans. Then the session complains about steps that follow none."""
-    gives_up = False
-    """Whether values leave the device from the first step on."""
-    alternatives: Sequence[Instructions] = ()
-    latest: ActivePlan | None = None
-    """The plan that was followed last, else the first active one; None before there is one."""
-
-    @property
-    def plans(self) -> Mapping[Hashable, ActivePlan]:
-        """The active plans, by kind of step."""
-        return {}
-
-    @property
-    def profiles(self) -> Mapping[Any, Profile]:
-        """The known profiles of the steps, by the same kinds."""
-        return {}
-
-    def attached(self, attachment: Attachment) -> Hooks:
-        """The session begins. Returns the hooks that autograd calls: the engine's own, or some that call these."""
-        return attachment.engine.pack, attachment.engine.unpack
-
-    def rebuild(self, value: SavedValue, mechanism: Mechanism) -> None:
-        """Brings back a value that waits for its replay."""
-        rebuild_together(value, mechanism)
-
-    def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        return call
-
-    def choose(self, segment: Segment) -> StepPolicy | None:
-        """See :class:`~.step_policies.step_policy.Chooser`."""
-        return KeepAll()
-
-    def following(self, segment: Segment) -> ActivePlan | None:
-        """The plan that the segment follows, or has diverged from; the segment has its step policy."""
-        return None
-
-    def begins(self, segment: Segment) -> None:
-        """A segment that has its step policy is about to begin. No log of another step continues into it."""
-
-    def optimizing(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer of the models is about to step."""
-
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer of the models has stepped."""
-
-    def ended(self, segment: Segment) -> None:
-        """A segment is over, and all its facts are known."""
-
-    def rests(self) -> MostBytes | None:
-        """Called between two segments. None if steps to come have use for the session; else what steps may take before
-        they are observed again.
-        """
-        return None
-
-    def wakes(self, peak_bytes: int) -> str:
-        """Steps are observed again, because one took so many bytes. Returns a sentence that says so, or nothing."""
-        return ""
-
-    def plan_again(self, plan: ActivePlan, more_bytes: int) -> str:
-        """Asks for another plan: steps take ``more_bytes`` more than predicted. Returns a sentence on what follows."""
-        return ""
-
-    def keep(self, plan: ActivePlan, names: Iterable[str]) -> str:
-        """Asks for another plan: these values of the plan are to be kept. Returns a sentence on what follows."""
-        return KEPT_FROM_NOW_ON
-
-    def lacks_arena(self, plan: ActivePlan, more_bytes: int) -> None:
-        """Steps of the plan use no arena, because it would need ``more_bytes`` more than the budget leaves."""
-
-    def wait(self, timeout_s: float | None) -> bool:
-        """Waits, between two steps, until no plan is being made. Returns whether each known kind of step has one."""
-        return True
-
-    def stands_aside(self) -> None:
-        """The session stands aside: nothing observes the open segment any more."""
-
-    def close(self) -> None:
-        """The session has ended."""
 
 
 class Attachment:
@@ -260,10 +165,19 @@ class Attachment:
         if threading.get_ident() == self._thread:  # on another thread they cannot be removed
             self.take_hooks_off()
 
+    def is_forked(self) -> None:
+        """This is a child process, in which no thread copies: steps run in-core."""
+        self._unhook()
+        self.state = "away"
+
     @property
     def is_left(self) -> bool:
         """Whether it was left open: the code that entered its block has ended."""
         return self.state in ("open", "away", "aside") and self.call_site.is_left
+
+    @property
+    def is_open(self) -> bool:
+        return self.state == "open"
 
     @property
     def has_begun(self) -> bool:

@@ -5,26 +5,38 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import torch
 
 from poochplan.errors import UsageError
 from poochplan.runtime.messages import warn
 
-if TYPE_CHECKING:
-    from .attachment import Attachment
 
-ENTERED: weakref.WeakSet[Attachment] = weakref.WeakSet()
+class OpenSession(Protocol):
+    """What is asked of an :class:`~.attachment.Attachment` here."""
+
+    models: Mapping[str, torch.nn.Module]
+    leave: Callable[[], object]
+
+    @property
+    def thread(self) -> int | None: ...
+
+    @property
+    def is_left(self) -> bool: ...
+
+    def is_forked(self) -> None: ...
+
+
+ENTERED: weakref.WeakSet[OpenSession] = weakref.WeakSet()
 """The open sessions. A thread, and a model, can have one: the hooks of a later one would take all saved tensors."""
 
 
 def _leave_in_child() -> None:
     """In a forked process, such as a data loader's worker, no thread copies. So its steps run in-core."""
     for session in tuple(ENTERED):
-        session._unhook()
-        session.state = "away"
+        session.is_forked()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, where plans are made

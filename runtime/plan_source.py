@@ -1,10 +1,10 @@
-"""GivenPlans: the source of a session with the user's plans, for the steps of one or several models."""
+"""PlanSource: what a session's steps do, and which plan they follow. GivenPlans: the source with the user's plans."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -14,14 +14,130 @@ from poochplan.formats.plan_set import PlanSet, describe, plans_of
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import with_kept
 from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
+from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.messages import warn
+from poochplan.runtime.metering.watch import MostBytes
 from poochplan.runtime.step_policies.follow import DivergencePolicy, Follow
 from poochplan.runtime.step_policies.step_policy import Actions, Diverged, KeepAll, StepPolicy, SwapEach
 from poochplan.units import format_bytes
 
 from .active_plan import MOST_PLANS, REMEDY, STILL_GROWS, ActivePlan
-from .attachment import KEPT_BY_PLAN, KEPT_FROM_NOW_ON, Attachment, Hooks, PlanSource
 from .run_report import FallbackKind, Fallbacks
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+KEPT_FROM_NOW_ON = "from now on such values are kept, and steps may exceed the budget"
+KEPT_BY_PLAN = "from now on such values are kept, and another plan is made that does so"
+
+
+class Attached(Protocol):
+    """What a source may ask of its :class:`~.attachment.Attachment`."""
+
+    engine: Engine
+    models: Mapping[str, torch.nn.Module]
+
+    @property
+    def is_open(self) -> bool: ...
+
+    @property
+    def is_resting(self) -> bool: ...
+
+    def memory_is_short(self) -> None: ...
+
+    def take_hooks_off(self) -> None: ...
+
+    def ends_here(self) -> bool: ...
+
+    def wakes_next(self) -> None: ...
+
+
+class PlanSource:
+    """Base class, in which no step follows a plan. A session asks it for the step policy of each step (it is the
+    engine's :class:`~.step_policies.step_policy.Chooser`), and reports to it how each step ended.
+    """
+
+    is_given = False
+    """Whether the user gave the plans. Then the session complains about steps that follow none."""
+    gives_up = False
+    """Whether values leave the device from the first step on."""
+    alternatives: Sequence[Instructions] = ()
+    latest: ActivePlan | None = None
+    """The plan that was followed last, else the first active one; None before there is one."""
+
+    @property
+    def plans(self) -> Mapping[Hashable, ActivePlan]:
+        """The active plans, by kind of step."""
+        return {}
+
+    @property
+    def profiles(self) -> Mapping[Any, Profile]:
+        """The known profiles of the steps, by the same kinds."""
+        return {}
+
+    def attached(self, attachment: Attached) -> Hooks:
+        """The session begins. Returns the hooks that autograd calls: the engine's own, or some that call these."""
+        return attachment.engine.pack, attachment.engine.unpack
+
+    def rebuild(self, value: SavedValue, mechanism: Mechanism) -> None:
+        """Brings back a value that waits for its replay."""
+        rebuild_together(value, mechanism)
+
+    def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return call
+
+    def choose(self, segment: Segment) -> StepPolicy | None:
+        """See :class:`~.step_policies.step_policy.Chooser`."""
+        return KeepAll()
+
+    def following(self, segment: Segment) -> ActivePlan | None:
+        """The plan that the segment follows, or has diverged from; the segment has its step policy."""
+        return None
+
+    def begins(self, segment: Segment) -> None:
+        """A segment that has its step policy is about to begin. No log of another step continues into it."""
+
+    def optimizing(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer of the models is about to step."""
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer of the models has stepped."""
+
+    def ended(self, segment: Segment) -> None:
+        """A segment is over, and all its facts are known."""
+
+    def rests(self) -> MostBytes | None:
+        """Called between two segments. None if steps to come have use for the session; else what steps may take before
+        they are observed again.
+        """
+        return None
+
+    def wakes(self, peak_bytes: int) -> str:
+        """Steps are observed again, because one took so many bytes. Returns a sentence that says so, or nothing."""
+        return ""
+
+    def plan_again(self, plan: ActivePlan, more_bytes: int) -> str:
+        """Asks for another plan: steps take ``more_bytes`` more than predicted. Returns a sentence on what follows."""
+        return ""
+
+    def keep(self, plan: ActivePlan, names: Iterable[str]) -> str:
+        """Asks for another plan: these values of the plan are to be kept. Returns a sentence on what follows."""
+        return KEPT_FROM_NOW_ON
+
+    def lacks_arena(self, plan: ActivePlan, more_bytes: int) -> None:
+        """Steps of the plan use no arena, because it would need ``more_bytes`` more than the budget leaves."""
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Waits, between two steps, until no plan is being made. Returns whether each known kind of step has one."""
+        return True
+
+    def stands_aside(self) -> None:
+        """The session stands aside: nothing observes the open segment any more."""
+
+    def close(self) -> None:
+        """The session has ended."""
+
 
 Replan = Callable[[Profile, Plan, int], Plan]
 """Makes a plan for the same budget in which so many bytes live beside the step, or raises ``InfeasibleError``: the
@@ -102,7 +218,7 @@ class GivenPlans(PlanSource):
     def latest(self) -> ActivePlan:  # type: ignore[override]
         return self._of[self._name].latest
 
-    def attached(self, attachment: Attachment) -> Hooks:
+    def attached(self, attachment: Attached) -> Hooks:
         self._fallbacks = attachment.engine.fallbacks
         self._ranks = self._ranks_of(attachment.models.values())
         if self._ranks is not None:

@@ -29,7 +29,8 @@ from poochplan.units import format_bytes
 
 from .active_plan import REMEDY, ActivePlan, OverBudget, out_of_memory_text, over_budget_text
 from .arena.step_arena import StepArena
-from .attachment import KEPT_FROM_NOW_ON, Attachment, PlanSource
+from .attachment import Attachment
+from .plan_source import KEPT_FROM_NOW_ON, PlanSource
 from .run_report import ArenaReport, MemoryPeaks, Report, StepReport
 
 FROM_TORCH = "planned steps take their memory from torch's allocator"

@@ -19,7 +19,7 @@ from poochplan.errors import SpillError
 from poochplan.profiler import profiling
 from poochplan.runtime.devices.cpu import choose_spill_dir
 from tests import hangs
-from tests.depth import ALL_OF_TESTS, DAY, DEEP, LONGEST, MARKED, PART, is_in_part, is_looked_at, not_today
+from tests.depth import DAY, DEEP, EVERYTHING, LONGEST, MARKED, PART, is_in_part, is_looked_at, not_today
 from tests.memory import watch_memory
 
 
@@ -75,9 +75,8 @@ def _the_link_is_measured_once() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if PART and not DEEP:
-        mutants = "all mutants" if ALL_OF_TESTS else "mutants of what has changed"
-        terminalreporter.write_line(f"a third of the cases of many tests, that of POOCH_DAY={DAY}; {mutants}")
+    if not EVERYTHING:
+        terminalreporter.write_line(f"POOCH_DAY={DAY}: a third of the cases of many tests, mutants of what has changed")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

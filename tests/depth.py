@@ -6,7 +6,7 @@ import datetime
 import functools
 import os
 import subprocess
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -17,6 +17,8 @@ PART = os.environ.get("POOCH_PART", "")
 """``first`` in ``make test``, ``rest`` in ``make test-all``; both together where it is not set."""
 DEEP = os.environ.get("POOCH_DEEP", "") not in ("", "0")
 """``make test-all DEEP=1``: the tests marked ``deep`` run too, and :func:`tries` gives its larger number."""
+EVERYTHING = DEEP or not PART or os.environ.get("POOCH_ALL", "") not in ("", "0")
+"""``make test-all ALL=1``, which ``.ci/run`` is: all cases and all tests of tests. So is a call that names no part."""
 DAY = int(os.environ.setdefault("POOCH_DAY", str(datetime.date.today().toordinal())))
 """Which third of the cases of :data:`IN_TURN` runs. Workers inherit it, so that midnight does not part them."""
 THIRDS = 3
@@ -35,33 +37,42 @@ def seeds(day: int = 1, deep: int = 20) -> range:
 Case = TypeVar("Case")
 
 
+def turn(cases: Sequence[Case], day: int) -> list[Case]:
+    """A third of them, another one the next day; at least one."""
+    of = min(THIRDS, max(1, len(cases)))
+    return [case for number, case in enumerate(cases) if number % of == day % of]
+
+
 def todays(cases: Sequence[Case]) -> Sequence[Case]:
-    """A third of them, by day; all before a release, and where no part is named."""
-    return cases if DEEP or not PART else cases[DAY % THIRDS :: THIRDS]
+    """Those whose turn it is; all with ``ALL=1``, before a release, and where no part is named."""
+    return cases if EVERYTHING else turn(cases, DAY)
 
 
 HERE = Path(__file__).parent
 REST = {
-    "cli": "arena_shown fake_and_compiled fit link on_ranks sweep",
+    "cli": "arena_shown fake_and_compiled fit link on_ranks pictures sweep",
     "compiling": "autocast caches compiling eager_graphs",
     "cuda_rules": "auto_on_cuda room_before_plan",
     "docs": "stacks",
     "end_to_end": "chunks_within_budget compare compiled_within_budget epochs long_loop physical_budget "
-    "resident_memory without_compiler",
-    "examples": "stacks",
+    "resident_memory without_compiler workloads_within_budget",
+    "examples": "examples stacks",
     "gpu": "suite_dry_run",
     "integrations": "onnx_models",
     "judges": "judges",
-    "online": "growth kinds_of_run ranks trainings",
+    "online": "growth kinds_of_run logged random_paths ranks trainings",
     "packaging": "archives installed",
+    "planner": "instances sweep",
     "profiler": "swap_all",
-    "runtime": "autograd_steps compiled copies_of_the_model deferred_unpacks fault_injection save_points third_party",
+    "runtime": "autograd_steps compiled copies_of_the_model deferred_unpacks fault_injection launch_path save_points "
+    "third_party",
     "runtime/arena": "building_the_library",
     "runtime/inference": "outside_meter",
     "tensors": "malloc",
+    "workloads": "full_volume",
 }
-"""Files of tests that ``make test`` leaves to ``make test-all``: whole programs, compilers, networks, other processes.
-What they claim of one step is claimed of a small network in the first part too.
+"""Files of tests that ``make test`` leaves to ``make test-all``: whole programs, compilers, networks, pictures, other
+processes. What they claim of one step is claimed of a small network in the first part too.
 """
 REST_FILES = {HERE / folder / f"test_{name}.py" for folder, names in REST.items() for name in names.split()}
 IN_TURN = {
@@ -84,7 +95,7 @@ IN_TURN = {
     "workloads": "hugging_face workloads",
 }
 """Files of tests that claim the same of many seeds, networks or kinds of step: each day has a third of the cases of
-each test, another one the next day, and ``DEEP=1`` all. A test that is no one of several cases runs every day.
+each test, another one the next day, and ``ALL=1`` all. A test that is no one of several cases runs every day.
 """
 IN_TURN_FILES = {HERE / folder / f"test_{name}.py" for folder, names in IN_TURN.items() for name in names.split()}
 OF_TESTS = {
@@ -96,8 +107,6 @@ OF_TESTS = {
 }
 """Mutants and tests of tests, with the rooms that they are about: without a change there they say what they said."""
 OF_TESTS_ROOMS = {HERE / name: rooms for name, rooms in OF_TESTS.items()}
-ALL_OF_TESTS = DEEP or not PART or os.environ.get("POOCH_OF_TESTS", "") == "all"
-"""``.ci/run`` has them run whatever has changed; so does a call of pytest that names no part."""
 COPYING = "exactness host_places replay_kinds served_steps unusual_tensors"
 ON_THE_CPU_TOO = {HERE / "runtime" / f"test_{name}.py" for name in COPYING.split()}
 """What the adversarial device claims of a step by day, these claim on the CPU's device too; with ``DEEP=1`` all do."""
@@ -135,7 +144,7 @@ def is_changed(rooms: tuple[str, ...]) -> bool:
 
 def is_looked_at(path: Path) -> bool:
     """Whether a file may have tests of the part that runs now. Others are not imported, which takes half a minute."""
-    if not ALL_OF_TESTS and path in OF_TESTS_ROOMS and not is_changed(OF_TESTS_ROOMS[path]):
+    if not EVERYTHING and path in OF_TESTS_ROOMS and not is_changed(OF_TESTS_ROOMS[path]):
         return False
     if PART == "first":
         return path not in REST_FILES
@@ -163,15 +172,10 @@ def runs_on_two_devices(item: pytest.Item) -> bool:
 
 def not_today(items: list[pytest.Item]) -> set[pytest.Item]:
     """Cases of the tests of :data:`IN_TURN_FILES`, and notebooks, whose turn it is not: of each test one runs."""
-    if DEEP or not PART:
-        return set()
-    notebooks = {item: "notebooks" for item in items if HERE not in item.path.parents}
-    cases = [item for item in items if item.path in IN_TURN_FILES and hasattr(item, "callspec")]
-    test_of = {item: item.nodeid.partition("[")[0] for item in cases} | notebooks
-    counts, seen, left = Counter(test_of.values()), Counter[str](), set[pytest.Item]()
-    for item in test_of:
-        of = min(THIRDS, counts[test_of[item]])
-        if seen[test_of[item]] % of != DAY % of:
-            left.add(item)
-        seen[test_of[item]] += 1
-    return left
+    cases = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        if HERE not in item.path.parents:
+            cases["notebooks"].append(item)
+        elif item.path in IN_TURN_FILES and hasattr(item, "callspec"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    return {item for some in cases.values() for item in set(some) - set(todays(some))}

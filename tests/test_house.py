@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.depth import IN_TURN_FILES, LONGEST, OF_TESTS_ROOMS, REST_FILES
+from tests.depth import IN_TURN_FILES, LONGEST, OF_TESTS_ROOMS, REST_FILES, THIRDS, turn
 from tests.house import circle, files_per_folder, graph, room_of, twice
 from tests.packaging.folders import listed_packages, package_folders
 
@@ -69,6 +69,13 @@ def test_no_two_modules_have_one_name() -> None:
 def test_every_file_that_the_suite_names_is_there() -> None:
     named = {*REST_FILES, *IN_TURN_FILES, *OF_TESTS_ROOMS, *LONGEST}
     assert [path for path in named if not path.exists()] == []
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_each_day_has_a_third_of_the_cases_and_some_days_have_all(count: int) -> None:
+    days = [turn(range(count), day) for day in range(739_949, 739_949 + THIRDS)]
+    assert sorted({case for day in days for case in day}) == list(range(count))
+    assert all(0 < len(day) <= -(-count // min(count, THIRDS)) for day in days)
 
 
 def test_pyproject_lists_exactly_the_folders() -> None:

@@ -14,11 +14,11 @@ import torch
 
 from poochplan.formats.plan import Decision
 from poochplan.profiler.capture.clock import clock_of
-from poochplan.runtime.attachment import Attachment, Hooks, PlanSource
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.mechanism import Mechanism, Rebuild, rebuild_together
 from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
 from poochplan.runtime.metering.census import census_bytes, foreseen_bytes
+from poochplan.runtime.plan_source import Attached, Hooks, PlanSource
 from poochplan.runtime.step_policies.step_policy import KeepAll, KeepWhileRoom, StepPolicy, SwapEach
 from poochplan.tensors.signatures import model_switches
 from poochplan.torch_private.tensor_internals import is_scripted
@@ -166,11 +166,11 @@ class LoopObserver(PlanSource):
 
     # -- what segments do -------------------------------------------------------------------------------------
 
-    def attached(self, attachment: Attachment) -> Hooks:
+    def attached(self, attachment: Attached) -> Hooks:
         self._attachment, engine = attachment, attachment.engine
 
         def pack(tensor: torch.Tensor) -> SavedHandle:
-            if attachment.state != "open":
+            if not attachment.is_open:
                 attachment.take_hooks_off()
                 return SavedHandle.untouched(tensor)
             if is_scripted():

@@ -85,7 +85,7 @@ run() {
   local kept=("HOME=$home" PATH=/usr/local/bin:/usr/bin:/bin LANG=C.UTF-8 PIP_CACHE_DIR=/var/cache/pip)
   kept+=("PIP_CERT=$certificates" "SSL_CERT_FILE=$certificates" "REQUESTS_CA_BUNDLE=$certificates")
   local name
-  for name in http_proxy https_proxy no_proxy PIP_INDEX_URL PIP_DEFAULT_TIMEOUT PYTEST_ADDOPTS POOCH_PART POOCH_DAY POOCH_OF_TESTS DEEP VERSION; do
+  for name in http_proxy https_proxy no_proxy PIP_INDEX_URL PIP_DEFAULT_TIMEOUT PYTEST_ADDOPTS POOCH_PART POOCH_DAY ALL DEEP VERSION; do
     [ -z "${!name:-}" ] || kept+=("$name=${!name}")
   done
   within() { chroot --userspec="$user:$user" "$root" env -i "${kept[@]}" "$@"; }

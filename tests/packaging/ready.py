@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
 NEEDED_GIB = {"CPU": 4, "CUDA": 12}
 """Free space for an environment with each build of torch, and for the downloads; 2 and 6 GiB remain."""
-SUITE_MINUTES = 9
+SUITE_MINUTES = 5
 """On two idle cores, after the installation: as measured in ``benchmarks/README.md``."""
 
 
@@ -31,7 +31,7 @@ def about(venv: Path) -> str:
         "" if (venv / ".installed").exists() else f"installs torch and others in {venv} (3 to 10 minutes, by network), "
     )
     return (
-        f"make test: {first}checks style, types and docs, then runs 4,500 tests in two processes: "
+        f"make test: {first}checks style, types and docs, then runs 3,200 tests in two processes: "
         f"some {minutes} minutes {how}, up to twice as long on slow or busy ones."
     )
 

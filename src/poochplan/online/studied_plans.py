@@ -26,11 +26,11 @@ from poochplan.profiler.trials.machine_facts import with_cached_cost, with_known
 from poochplan.runtime.active_plan import MOST_PLANS, REMEDY, STILL_GROWS, ActivePlan, OverBudget
 from poochplan.runtime.applying import check_model
 from poochplan.runtime.arena.library import is_loaded
-from poochplan.runtime.attachment import KEPT_BY_PLAN, KEPT_FROM_NOW_ON, Attachment, Hooks
 from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.messages import Messages
 from poochplan.runtime.metering.census import Growth, foreseen_bytes
 from poochplan.runtime.metering.watch import GROWS, MostBytes
+from poochplan.runtime.plan_source import KEPT_BY_PLAN, KEPT_FROM_NOW_ON, Attached, Hooks
 from poochplan.runtime.run_report import StepReport
 from poochplan.runtime.step_policies.follow import Follow
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy, SwapEach
@@ -141,7 +141,7 @@ class StudiedPlans(LoopObserver):
     def profiles(self) -> Mapping[Key, Profile]:
         return self._known.profiles
 
-    def attached(self, attachment: Attachment) -> Hooks:
+    def attached(self, attachment: Attached) -> Hooks:
         hooks = super().attached(attachment)
         self._ranks = Ranks.of(attachment.models.values())
         if self._ranks is not None:
