@@ -18,13 +18,15 @@ from .step_meter import StepMeter
 CENSUS_SHARE = 0.003
 """Share of a loop's time that censuses may take. A census counts all tensors of the process."""
 GROWS = 1.25
-"""Where no budget is kept, steps may take by this factor more than the first one."""
+"""Where no budget is kept, steps may take by this factor more than the first ones."""
+FIRST = 8
+"""So many steps are the first ones: a loop may have several optimizers, whose steps differ."""
 
 
 class MostBytes(NamedTuple):
     size_bytes: float
     is_kept: bool
-    """Whether they are a budget that is kept. Else the first step may take more, and tells how much later ones may."""
+    """Whether they are a budget that is kept. Else the first steps may take more, and tell how much later ones may."""
 
 
 class Watch:
@@ -41,7 +43,7 @@ class Watch:
 
     def __init__(self, meter: StepMeter, engine: Engine, device: ComputeDevice, most: MostBytes) -> None:
         self._meter, self._engine, self._device = meter, engine, device
-        self._most_bytes, self._learns = most.size_bytes, not most.is_kept
+        self._most_bytes, self._to_learn = most.size_bytes, 0 if most.is_kept else FIRST
         self._steps, self._peak_bytes, self._last_bytes = 0, 0, 0
         self._is_open = self.has_stepped = False
         """Whether a step is running, and whether an optimizer has stepped."""
@@ -95,10 +97,12 @@ class Watch:
         self._last_bytes = peak_bytes = peak_bytes or 0
         if peak_bytes > self._peak_bytes:
             self._peak_bytes = peak_bytes
-        if self._learns and peak_bytes:
-            self._learns = False
-            self._most_bytes = self._most_bytes if peak_bytes <= self._most_bytes else GROWS * peak_bytes
-        if peak_bytes <= self._most_bytes:
+        is_above = peak_bytes > self._most_bytes
+        if self._to_learn and peak_bytes:
+            self._to_learn -= 1
+            self._most_bytes = GROWS * peak_bytes if is_above else self._most_bytes
+            return False
+        if not is_above:
             return False
         self._is_due = not is_certain  # then the next step tells
         return is_certain

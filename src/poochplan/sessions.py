@@ -19,9 +19,9 @@ from poochplan.runtime.applying import Planner
 from poochplan.runtime.applying import apply as runtime_apply
 from poochplan.runtime.arena.library import why_not_loaded, why_unavailable
 from poochplan.runtime.arena.pass_arena import PassArena
-from poochplan.runtime.attachment import PlanSource
 from poochplan.runtime.messages import warn
 from poochplan.runtime.open_sessions import check_no_session
+from poochplan.runtime.plan_source import PlanSource
 from poochplan.runtime.session import Session
 from poochplan.tensors.storages import own_tensors
 
