@@ -350,10 +350,12 @@ class Attachment:
                     self._events.over(self.engine.segment)
                 self._events.resting()
             return
+        if in_backward():  # a user's checkpoint runs forward again, on CUDA on autograd's thread
+            return
         if threading.get_ident() != self._thread:
             self._events.elsewhere(name)
             return
-        if in_backward() or self.ends_here():  # a user's checkpoint runs forward again in backward
+        if self.ends_here():
             return
         if self._kind == "cuda":
             refuse_capture()

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from poochplan.errors import UsageError
+from poochplan.formats.run_record import segments_expand
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.metering.allocated import joined_count
 from poochplan.runtime.metering.census import EVERY, census_bytes
@@ -166,9 +167,17 @@ def free_bytes(where: torch.device) -> int:
     host share its memory.
     """
     left_bytes = memory_left(where)
-    if where.type == "cuda":
-        return left_bytes + torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
-    return left_bytes // ranks_here()
+    return left_bytes + cached_bytes(where) if where.type == "cuda" else left_bytes // ranks_here()
+
+
+def cached_bytes(where: torch.device) -> int:
+    """Reserved bytes that any request may get: those beside a block in use are fragments, unless segments expand."""
+    stats = torch.cuda.memory_stats_as_nested_dict(where)
+    free, fragments = (
+        int(stats.get(name, {}).get("all", {}).get("current", 0)) for name in ("reserved_bytes", "inactive_split_bytes")
+    )
+    free -= int(stats["allocated_bytes"]["all"]["current"])
+    return free if segments_expand() else max(0, free - fragments)
 
 
 def checked(name: str, mode: Mode) -> Unplanned:
