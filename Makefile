@@ -1,7 +1,7 @@
 # Everything a person types. `make test` and `make demo` do all of their own set-up in .venv/.
 
 .DEFAULT_GOAL := help
-.PHONY: about help setup test test-all test-torch test-machine lint format types docs packages notebooks demo bench gpu-suite dist clean
+.PHONY: about help setup test test-all test-torch test-nullgpu test-machine lint format types docs packages notebooks demo bench gpu-suite dist clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -66,6 +66,14 @@ test-all: test  ## That, and the rest: second device, packaging, stacks, noteboo
 test-torch: $(VENV)-torch-$(VERSION)/.installed  ## Run the suite on another torch, in an environment of its own: VERSION=2.14.1 or newest
 	OMP_NUM_THREADS=1 $(VENV)-torch-$(VERSION)/bin/python -m pytest $(PARALLEL) $(TORCH_ARGS) tests
 	@echo "make test-torch: passed on torch $$($(VENV)-torch-$(VERSION)/bin/python -c 'import torch; print(torch.__version__)')."
+
+# In the same environment: the registry's torch is a build for CUDA. tests/nullgpu/README.md says what this shows.
+test-nullgpu: $(VENV)-torch-$(VERSION)/.installed  ## Run the GPU's tests on a CUDA runtime that is none, in that environment: VERSION=2.14.1
+	NULLGPU_DEVICES=2 OMP_NUM_THREADS=1 $(VENV)-torch-$(VERSION)/bin/python -m tests.nullgpu \
+		pytest -q $(TORCH_ARGS) tests/nullgpu $(filter-out tests/gpu/test_suite_dry_run.py,$(wildcard tests/gpu/test_*.py))
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(VENV)-torch-$(VERSION)/bin/python -m tests.nullgpu \
+		python -m benchmarks.gpu_suite --out $(OUT) --tiny --no-tests
+	@echo "make test-nullgpu: passed; the suite's page is in $(OUT)."
 
 # sympy and setuptools: torch pins its own. highspy, numpy and pandas: the newest, which nothing else here tries.
 $(VENV)-torch-$(VERSION)/.installed: pyproject.toml constraints.txt

@@ -48,6 +48,7 @@ from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
+from poochplan.profiler.assembly.assemble import cudnn_version
 from poochplan.runtime.devices.opening import usable_device
 from poochplan.runtime.devices.pinned import cupy_or_none
 from poochplan.runtime.session import Session
@@ -141,7 +142,7 @@ def device_facts(where: torch.device) -> Row:
         "memory_bytes": facts.total_memory,
         "driver": driver,
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": cudnn_version(),
         "cupy": None if cupy is None else cupy.__version__,
         "allocator": ALLOCATOR,
     }

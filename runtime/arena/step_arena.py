@@ -190,7 +190,7 @@ class StepArena:
         self._is_on = False
         self._is_whole = False
         """Whether the step is a complete example of its variant."""
-        self._point = 0
+        self._point = self._left_out = 0
         self._state_entries: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         """Number of state entries of each optimizer before its last step."""
 
@@ -211,7 +211,7 @@ class StepArena:
             self._runs.stands_aside()
             return
         self._is_on = self._is_whole = True
-        self._report, self._segment, self._point = segment.report, segment, 1
+        self._report, self._segment, self._point, self._left_out = segment.report, segment, 1, 0
         self._runs.begin(
             known.layout,
             largest_bytes=self._steps.largest_bytes,
@@ -256,6 +256,9 @@ class StepArena:
 
     def at(self, point: int) -> None:
         if self._is_on:
+            if self._segment is not None and self._segment.left_out > self._left_out:
+                self._runs.fill_gaps()
+                self._left_out = self._segment.left_out
             self._point = point
             self._runs.at(point)
             self._runs.marks(point)

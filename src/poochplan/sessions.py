@@ -130,11 +130,9 @@ def explained(profile: Profile, plan: Plan | None, measured_peak_bytes: int | No
 
 
 def generators(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """States of torch's random number generators, by kind of device."""
-    states = {"cpu": torch.get_rng_state()}
-    if any(parameter.is_cuda for parameter in model.parameters()):
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
+    """States of torch's random number generators: the CPU's, and those of the GPUs that the model is on."""
+    places = {tensor.device for tensor in own_tensors(model) if tensor.is_cuda}
+    return {"cpu": torch.get_rng_state()} | {str(one): torch.cuda.get_rng_state(one) for one in places}
 
 
 def ranks_of(models: Iterable[torch.nn.Module]) -> Ranks | None:

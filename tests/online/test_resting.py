@@ -14,7 +14,7 @@ from torch import nn
 
 from poochplan.torch_private.hooks import topmost_hooks
 from tests.online.runs import opened, run_auto, run_plain
-from tests.online.trainings import Training, stepping
+from tests.online.trainings import Training, gan, stepping
 from tests.runtime.nets import Net
 from tests.runtime.served import needs_compiler
 
@@ -152,6 +152,19 @@ def test_a_step_above_the_budget_ends_the_rest_and_the_budget_is_kept_by_a_plan(
     assert not resting[-1]
     assert max(found.peaks[-6:]) <= budget
     assert max(plain.peaks[-6:]) > budget
+
+
+def test_steps_of_two_optimizers_that_take_other_amounts_do_not_end_the_rest(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    training, resting = gan(), list[bool]()
+    with opened(training, tmp_path, budget=1000) as session:
+        for number in range(40):
+            training.turn(number)
+            session.wait_until_planned(60)
+            resting.append(session._attachment.is_resting)
+    assert all(resting[resting.index(True) :])
+    assert not any("looked at again" in str(one.message) for one in recwarn)
 
 
 @needs_compiler
