@@ -86,7 +86,7 @@ $(VENV)-torch-$(VERSION)/.installed: pyproject.toml constraints.txt
 		'$(if $(filter newest,$(VERSION)),torch,torch==$(VERSION))' --editable '.[dev]'
 	@touch $@
 
-test-machine:  ## As root: `make test` in a root folder of another Debian, made for it: RELEASE=trixie; ORDINARY=1 as a user
+test-machine:  ## As root: `make test` in a root folder of another Debian, made for it: RELEASE=trixie; ORDINARY=1 as a user; BARE=1 without compiler, home, network
 	@RELEASE="$(RELEASE)" tests/packaging/machine.sh
 
 lint: setup  ## Check style and formatting (ruff)

@@ -10,10 +10,11 @@ from types import MappingProxyType, TracebackType
 
 import torch
 
-from poochplan.errors import AuditError, BudgetExceededError, NativeError, PoochError, SpillError, UsageError
+from poochplan.errors import AuditError, BudgetExceededError, SpillError, UsageError
 from poochplan.formats.plan import Plan
-from poochplan.formats.profile import Profile
+from poochplan.formats.profile import Memory, Profile
 from poochplan.formats.profile_parts import rounded_up
+from poochplan.guard import is_about_arguments
 from poochplan.runtime.devices.cuda import hard_cap
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.engine.audit import Comparison, OnAudit, differences_text
@@ -21,6 +22,8 @@ from poochplan.runtime.engine.cursor import Segment, StepEvents, nothing, weakly
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.messages import Messages
+from poochplan.runtime.metering.allocated import joined_count
+from poochplan.runtime.metering.census import EVERY
 from poochplan.runtime.metering.holders import held_beside
 from poochplan.runtime.metering.step_meter import StepMeter, When, described
 from poochplan.runtime.metering.watch import MostBytes, Watch
@@ -41,6 +44,14 @@ HOST_IS_FULL = (
 )
 LEFT_ABOVE = (
     "a step that has left its plan took {}, more than the budget of {}, as others like it may; this is told once"
+)
+WITHOUT_PLAN_ABOVE = (
+    "a step without a plan took {}, more than the budget of {}: what it holds beside the values that can be swapped is "
+    "too much; this is told once"
+)
+COMPARED_ABOVE = (
+    "the step after that difference kept every value beside to find all that is wrong, and took {}, more than the "
+    "budget of {}; this is told once"
 )
 Explain = Callable[[Profile, Plan | None, int | None], str]
 """Describes where a step takes most memory, and its holders; the runtime itself cannot."""
@@ -78,16 +89,20 @@ class Session:
         self._meter = StepMeter(where.type, meter)
         self._is_metered, self._on_audit = meter != "never", on_audit
         self._totals = StepTotals(models)
-        self._watch: Watch | None = None
-        """Of the steps while the session rests."""
         self._memory: MemoryPeaks | None = None
         self._following: ActivePlan | None = None
         """The plan of the open segment."""
         self._followed: dict[Hashable, ActivePlan] = {}
         """The plan that was followed last, by kind of step."""
         self._gradients_checked = self._is_ending = False
-        self._looks, self._is_left_told = True, False
+        self._looks = True
         """Whether the session reacts to steps above their budgets."""
+        self._told = set[str]()
+        """Messages that come once."""
+        self._limit_bytes = self._limited = 0
+        """Of the open segment if it follows no plan, and how many such segments there were."""
+        self._is_limit_due = True
+        """Whether the next of them begins with a census."""
         events = StepEvents(
             chosen=weakly(self, Session._chosen),
             point=weakly(self, Session._point) if self._step_arena.is_possible or self._is_metered else nothing,
@@ -97,7 +112,7 @@ class Session:
             departed=self._step_arena.departed,
             resting=weakly(self, Session._resting),
             rests=weakly(self, Session._rests),
-            at_rest=weakly(self, Session._at_rest),
+            outgrown=weakly(self, Session._outgrown),
             optimizing=weakly(self, Session._optimizing),
             elsewhere=self._totals.called_elsewhere,
         )
@@ -141,8 +156,7 @@ class Session:
         of a wrong argument by an error.
         """
         guard = self._attachment.guard
-        is_for_users = isinstance(error, PoochError) and not isinstance(error, NativeError)
-        if guard is None or is_for_users or not isinstance(error, Exception) or not guard.takes(error):
+        if guard is None or not isinstance(error, Exception) or is_about_arguments(error) or not guard.takes(error):
             return False
         self._attachment.state = "closed"
         return True
@@ -180,6 +194,7 @@ class Session:
         if kind is None:
             if differing:
                 self._messages.warn(self._text_of(differing))
+            self._take_rested()
             for complaint in self._totals.complaints(are_plans_given=self._source.is_given):
                 self._messages.warn(complaint)
 
@@ -240,9 +255,15 @@ class Session:
         """
         if self._attachment.has_failed:
             return False
-        if self._state == "open":
-            self._attachment.settle()
-        return self._source.wait(timeout_s)
+        try:
+            if self._state == "open":
+                self._attachment.settle()
+            return self._source.wait(timeout_s)
+        except Exception as error:
+            guard = self._attachment.guard
+            if guard is None or not guard.takes(error):
+                raise
+            return False
 
     # -- for users --------------------------------------------------------------------------------------------
 
@@ -284,8 +305,8 @@ class Session:
         """The current step, or the last one."""
         if not self._attachment.has_begun:
             return StepReport()
-        if self._watch is not None and self._watch.report is not None:
-            return self._watch.report
+        if self._attachment.watch is not None:
+            return self._attachment.watch.last
         segment = self._engine.segment
         self._take_peak(segment)
         return segment.report
@@ -293,6 +314,7 @@ class Session:
     @property
     def total(self) -> StepReport:
         """The sum of all steps that were followed by another one; at the end of the session, of all steps."""
+        self._take_rested()
         return self._totals.total
 
     @property
@@ -310,6 +332,7 @@ class Session:
             )
         if not self._attachment.has_begun:  # it has failed before
             return self._totals.report(Segment(0, 0), None, self.plan, None, self.arena)
+        self._take_rested()
         self._engine.mechanism.take_times()
         segment = self._engine.segment
         self._take_peak(segment)
@@ -362,14 +385,18 @@ class Session:
     # -- called by the attachment --------------------------------------------------------------------------------
 
     def _chosen(self, segment: Segment) -> None:
-        self._watch = None
+        self._take_rested()
+        self._attachment.watch = None
         plan = self._following = self._source.following(segment)
         self._engine.audit.step_ends()
         if plan is None or self._engine.follows is None:
             self._step_arena.stands_aside()
             self._meter.uses_arena(0)
         self._source.begins(segment)
+        self._limit_bytes = self._source.limit_bytes if plan is None and self._is_metered else 0
         if plan is None:
+            if self._limit_bytes:
+                self._begins_limited()
             return
         if self._followed.get(plan.kind) is not plan:
             self._begins(plan)
@@ -378,10 +405,18 @@ class Session:
         if self._is_metered:
             self._meter.uses_arena(self._step_arena.held_for(plan.plan))
             memory = plan.plan.prediction.memory
-            self._meter.step_begins(self._engine, self._device, is_due=plan.is_due, memory=memory)
+            is_due = plan.is_due or self._engine.audit.keeps_all
+            self._meter.step_begins(self._engine, self._device, is_due=is_due, memory=memory)
         plan.begins()
         if self._source.is_given:
             self._check_gradients(segment, plan.plan)
+
+    def _begins_limited(self) -> None:
+        is_due = self._is_limit_due or self._limited % EVERY == 0
+        self._limited += 1
+        self._is_limit_due = False
+        memory = Memory.LIVE if joined_count() is None else Memory.ALLOCATED
+        self._meter.step_begins(self._engine, self._device, is_due=is_due, memory=memory)
 
     def _audit(self, plan: ActivePlan) -> None:
         """Has values of the step that begins compared. What stays in an arena would displace other blocks."""
@@ -401,7 +436,8 @@ class Session:
         segment.report.audit_differences += len(found)
         for one in found:
             audit.keep(one)
-        text, names = self._text_of(found), [one.planned.name for one in found if one.planned is not None]
+        text = self._text_of(found)
+        names = [one.planned.name for one in found if one.planned is not None]
         kept = KEPT_FROM_NOW_ON if plan is None or not names else self._source.keep(plan, names)
         self._messages.warn(f"{text}; {kept}")
 
@@ -455,19 +491,18 @@ class Session:
 
     def _rests(self, most: MostBytes) -> None:
         self._following = None
-        self._watch = Watch(self._meter, self._engine, self._device, most)
+        self._take_rested()
+        self._attachment.watch = Watch(self._meter, self._engine, self._device, most)
 
-    def _at_rest(self, begins: bool) -> None:
-        watch = self._watch
-        report = None if watch is None else watch.begins() if begins else watch.stepped()
-        if watch is None or report is None:
-            return
-        self._totals.rested(report)
-        if watch.is_above(report):
-            assert report.peak_bytes is not None
-            self._attachment.wakes_next()
-            if text := self._source.wakes(report.peak_bytes):
-                self._messages.warn(text)
+    def _outgrown(self) -> None:
+        self._attachment.wakes_next()
+        if text := self._source.wakes(self.last.peak_bytes or 0):
+            self._messages.warn(text)
+
+    def _take_rested(self) -> None:
+        """Counts the steps since the last time in which the session has rested."""
+        if self._attachment.watch is not None:
+            self._totals.rested(self._attachment.watch.take())
 
     def _step_is_over(self, segment: Segment) -> None:
         self._step_arena.step_is_over()
@@ -495,22 +530,24 @@ class Session:
     # -- steps and their budgets ----------------------------------------------------------------------------------
 
     def _take_peak(self, segment: Segment) -> None:
-        peak_bytes = self._meter.peak_bytes if self._following is not None else None
+        is_metered = self._following is not None or self._limit_bytes
+        peak_bytes = self._meter.peak_bytes if is_metered else None
         if peak_bytes is not None:
             segment.report.peak_bytes = peak_bytes
 
     def _look(self, segment: Segment) -> None:
         """Reacts to a step above its budget. Of one that has left its plan it is only said, once."""
         plan, peak_bytes = self._following, segment.report.peak_bytes
+        if self._looks and self._limit_bytes and peak_bytes is not None and peak_bytes > self._limit_bytes:
+            self._is_limit_due = not self._meter.is_certain
+            self._tell_above(WITHOUT_PLAN_ABOVE, peak_bytes, self._limit_bytes)
         if not self._looks or plan is None or peak_bytes is None or not plan.is_over(peak_bytes):
             return
-        if self._engine.audit.keeps_all:
-            return
-        if segment.diverged:
-            if not self._is_left_told and self._meter.is_certain:
-                self._is_left_told = True
-                took, budget = format_bytes(peak_bytes), format_bytes(plan.plan.budget_bytes)
-                self._messages.warn(LEFT_ABOVE.format(took, budget))
+        if self._engine.audit.keeps_all or segment.diverged:
+            text = LEFT_ABOVE if segment.diverged else COMPARED_ABOVE
+            if not self._meter.is_certain:
+                plan.check_next()
+            self._tell_above(text, peak_bytes, plan.plan.budget_bytes)
             return
         within = (self._meter.blocks_peak_bytes or peak_bytes) <= plan.plan.budget_bytes  # without the arena's holes
         if self._step_arena.may_give_up and within:
@@ -522,6 +559,12 @@ class Session:
             plan.check_next()
         else:
             self._is_above(plan, segment, peak_bytes)
+
+    def _tell_above(self, text: str, peak_bytes: int, budget_bytes: int) -> None:
+        """A step took more than its budget, for which no other plan is made: that is told once."""
+        if text not in self._told and self._meter.is_certain:
+            self._told.add(text)
+            self._messages.warn(text.format(format_bytes(peak_bytes), format_bytes(budget_bytes)))
 
     def _is_above(self, plan: ActivePlan, segment: Segment, peak_bytes: int) -> None:
         """Reports the excess, raises, or requests another plan."""

@@ -2,8 +2,8 @@
 
 It finds writes that no version counter shows and that begin after the profile: by ``.data``, NumPy, a kernel. A value
 is *kept beside* where there is room: its storage stays until its use, and that use takes it. So writes until forward's
-last reference to it count, as in-core. Otherwise a checksum of it is compared: taken when it is released, and again at
-the last point at which forward still held it in the step before.
+last reference to it count, as in-core. Otherwise a checksum of it is compared: taken when it is released, or at
+the last point at which forward still held it in the step before. What steps swap without a plan is compared, too.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Audit:
         """Dtypes and shapes of values that have differed."""
         self._chosen: dict[int, bool] = {}
         self._watched: list[Beside] = []
-        self._compared = set[int]()
+        self._compared, self._saves = set[int](), 0
         self.left_out = False
         """Whether the step leaves out layers of its plan."""
         self._pending: list[Comparison] = []
@@ -215,7 +215,7 @@ class Audit:
         for beside in self._watched:
             if beside.held_at is not None:
                 beside.plan.last_held[beside.index] = beside.held_at
-        self._watched, self._chosen, self._compared, self.left_out = [], {}, set(), False
+        self._watched, self._chosen, self._compared, self._saves, self.left_out = [], {}, set(), 0, False
         self._plan, self.compared, self.beside_bytes, self.keeps_all = None, 0, 0, False
         if self._pending:
             self._pending = [one for one in self._pending if not self._is_taken(one)]
@@ -274,12 +274,14 @@ class Audit:
         value.beside = beside
         self.beside_bytes += beside.size_bytes if beside.is_kept else 0
         if not beside.is_kept:
-            beside.look_again()
+            if plan.last_held.get(index, 0) <= self._saves:  # else forward holds it until then, most likely
+                beside.look_again()
             self._watched.append(beside)
             self._took_s += time.perf_counter() - begin_s
 
     def point(self, saves: int) -> None:
         """The step has come to that save point, or with the number of all to its first use."""
+        self._saves = saves
         for beside in self._watched:
             if beside.weak() is None:
                 continue
@@ -294,6 +296,9 @@ class Audit:
         """Its storage is there again. A value kept beside gets back what was kept."""
         beside, value.beside = value.beside, None
         if beside is None or value.storage is None:
+            return
+        if beside.kept is None and beside.checksum is None:  # forward has let go of it earlier than before
+            beside.plan.last_held.pop(beside.index, None)
             return
         begin_s = time.perf_counter()
         self.compared += 1

@@ -393,12 +393,15 @@ class Engine:
     def _pass_over(self, gap: LeftOut) -> None:
         """The step leaves out some layers of its plan."""
         segment = self.cursor.segment
+        if not segment.saves:  # the step's first layers: its clock begins here
+            self._events.point(1)
         segment.left_out += gap.saves - segment.saves
         self.audit.left_out = True
         segment.saves, segment.packs, segment.uses = gap.saves, gap.packs, max(segment.uses, gap.uses)
-        self._events.point(segment.saves + segment.uses)
-        for actions in gap.actions:
+        for point, actions in gap.actions:
+            self._events.point(point)
             self._carry_out(actions)
+        self._events.point(segment.saves + segment.uses)
 
     def _save(self, record: StorageRecord, tensor: torch.Tensor) -> SavedValue:
         assert self._policy is not None

@@ -79,7 +79,7 @@ class Late(nn.Module):
             narrow.data.add_(0.5)
         elif self.kind == "buffer":
             with torch.no_grad():
-                self.state.mul_(0.9).add_(value.detach().mean(0), alpha=0.1)
+                self.state.mul_(0.9).add_(value.detach().flatten(0, -2).mean(0), alpha=0.1)
         elif self.kind == "buffer data":
             self.state.data.add_(0.01)
         elif self.kind == "buffer resized":

@@ -13,6 +13,7 @@ from tests.depth import seeds
 from tests.runtime.served import needs_compiler
 
 from .drawing import Feature, Program, draw
+from .late_trial import late_trial
 from .mutated import all_mutants, caught_by, ready
 from .other_trials import cast_trial, served_trial, windowed_trial
 from .trial import Outcome, trial
@@ -30,9 +31,10 @@ TRIALS: dict[str, tuple[Callable[[Program], Outcome], Iterable[int], str]] = {
     "served from an arena": (served_trial, [82, *seeds(day=2, deep=50)], "blocks served"),
     "recorded in short windows": (windowed_trial, [63, 82, 85, *seeds(day=0, deep=50)], "steps"),
     "sources in place of their copies": (cast_trial, seeds(day=4, deep=500), "steps that followed"),
+    "writes past the dispatcher that begin late": (late_trial, [2, 46, *seeds(day=0, deep=100)], "steps told"),
 }
 """How programs are tried, the seeds, and what is counted. The first three in short windows once ended with an
-error, and casts of 82 write below autograd."""
+error, and casts of 82 write below autograd. Programs 2 and 46 once stayed wrong in steps that left layers out."""
 NEED_A_COMPILER = ("served from an arena", "recorded in short windows")
 
 

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -175,6 +176,21 @@ def test_without_late_writes_nothing_is_said(way: tuple[float, float, float], mo
     assert report.total.audit_differences == 0
 
 
+@pytest.mark.parametrize("write", [_numpy, _memset])
+@pytest.mark.parametrize(
+    ("where", "way"), [("after the save", SWAP), ("after the save", REPLAY), ("before the save", REPLAY)]
+)
+def test_the_step_that_looks_for_all_that_is_wrong_is_told_once_if_it_is_above_the_budget(
+    where: str, way: tuple[float, float, float], write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[where]
+    plan = random_plan(case.profile(), 0, way)
+    _, report, _ = gradients_of(case, 3, None, msgspec.structs.replace(plan, budget_bytes=1 << 30), monkeypatch)
+    tight = msgspec.structs.replace(plan, budget_bytes=report.total.peak_bytes)
+    _, _, said = gradients_of(case, BEGINS + released(plan) + 4, write, tight, monkeypatch, arena="off")
+    assert sum("kept every value beside to find all that is wrong, and took" in text for text in said) == 1
+
+
 def test_it_can_be_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["before the save"]
     plan = random_plan(case.profile(), 0, REPLAY)
@@ -198,3 +214,29 @@ def test_a_plan_made_from_the_profile_keeps_what_has_differed(monkeypatch: pytes
     assert wrong
     assert all(one.decision is Decision.KEEP for one in plans[-1].values if one.name in wrong)
     assert session.report().last_step.audit_differences == 0
+
+
+def test_where_no_plan_can_keep_it_steps_go_on_and_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["before the save"]
+    profile = case.profile()
+    budget_bytes = poochplan.smallest_budget(profile) // 2
+    plan = msgspec.structs.replace(decided(profile, [Decision.RECOMPUTE]), budget_bytes=budget_bytes)
+    steps = BEGINS + released(plan) + 4
+    options: dict[str, Any] = {"profile": profile, "arena": "off", "meter": "never"}
+    wrong, report, said = differing(case, steps, _numpy, plan, monkeypatch, **options)
+    told = [text for text in said if "the audit found" in text]
+    assert told
+    assert all("and steps may exceed the budget: if they are kept, " in text for text in told)
+    assert report.total.audit_differences > 0
+    assert all(number < steps - 3 for number in wrong)
+
+
+def test_what_steps_swap_without_their_plan_is_audited_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = random_plan(CASES["after the save"].profile(), 0, SWAP)
+    larger = of(Late, 30, 24, optimizer=_still)
+    wrong, report, said = differing(larger, 90, _data_copy, plan, monkeypatch)
+    assert report.total.fallbacks > 0
+    assert report.total.audit_differences > 0
+    assert any("of those that a step without a plan swaps" in text for text in said)
+    assert wrong
+    assert max(wrong) < 70

@@ -33,6 +33,7 @@ from tests.runtime.detours import profile_of
 from tests.runtime.mutants import assert_needed, rewritten
 from tests.runtime.nets import CASES, Case, Residual, followed, in_core
 from tests.runtime.random_plans import random_plan
+from tests.runtime.served import needs_compiler
 
 pytestmark = pytest.mark.cpu_device
 SWAP, REPLAY = (0, 1, 0), (0, 0, 1)
@@ -180,6 +181,7 @@ def _divergence_plans() -> dict[str, Any]:
     return {"images": [random_plan(profile, 1, SWAP)]}
 
 
+@needs_compiler
 @pytest.mark.parametrize("rule", RULES)
 def test_without_it_its_test_fails(rule: str) -> None:
     where, test = RULES[rule]
