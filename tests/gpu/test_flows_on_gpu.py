@@ -205,6 +205,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.needs("numerics", "ranks compare the number of parameters that they read from the device")
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("name", each(BY_DAY, ("residual",)))
 def test_a_model_of_data_parallel_training_follows_its_plan(name: str) -> None:
