@@ -235,14 +235,14 @@ void pass_number(void* to, const void* from, size_t bytes, const Copy& copy, Str
     constexpr size_t LARGEST_NUMBER = 8;
     if (bytes > LARGEST_NUMBER) return;
     std::lock_guard<std::mutex> locked(numbers_lock);
+    const auto found = numbers.find(from);
+    const bool is_the_hosts = !copy.is_from_device || (found != numbers.end() && found->second == kernels);
     if (copy.is_to_device) {
-        if (!copy.is_from_device) numbers[to] = kernels;
+        if (is_the_hosts) numbers[to] = kernels;
         // Torch reduces a single truth by copying it.
         else if (bytes == 1 && on.last == Last::KERNEL) on.last = Last::REDUCED_BY_AND;
-    } else if (copy.is_from_device) {
-        const auto found = numbers.find(from);
-        const bool is_the_hosts = found != numbers.end() && found->second == kernels;
-        if (!is_the_hosts) memset(to, bytes == 1 && on.last == Last::REDUCED_BY_AND, bytes);
+    } else if (!is_the_hosts) {
+        memset(to, bytes == 1 && on.last == Last::REDUCED_BY_AND, bytes);
     }
 }
 
