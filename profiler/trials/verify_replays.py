@@ -159,17 +159,19 @@ class Verify(Follow):
             self._changed = [record for record, _, _ in changed]
 
     def _compare(self, index: int, found: torch.UntypedStorage) -> None:
-        copy, size_bytes, same = self._copies.pop(index), found.nbytes(), True
-        # Piece by piece: a step that swaps everything may have no room for one more value.
+        copy, size_bytes = self._copies.pop(index), found.nbytes()
+        differs: bool | torch.Tensor = False
+        # Piece by piece: a step that swaps everything may have no room for one more value. A GPU is asked once.
         piece_bytes = max(PIECE_BYTES, -(-size_bytes // 16 // PIECE_BYTES) * PIECE_BYTES)
         for start in range(0, size_bytes, piece_bytes):
             part = bytes_of(found)[start : start + piece_bytes]
             wanted = bytes_of(copy(start, len(part)))
-            if not torch.equal(wanted, part):
-                same = False
+            is_cpu = part.device.type == "cpu"
+            differs = differs | (not torch.equal(wanted, part) if is_cpu else (wanted != part).any())
+            if differs is not False:
                 part.copy_(wanted)  # otherwise replays that start from it would differ too
         if index not in self.refused:
-            (self.verified if same else self.differing).add(index)
+            (self.differing if differs else self.verified).add(index)
 
     # -- in words ---------------------------------------------------------------------------------------------
 
