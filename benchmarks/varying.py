@@ -117,7 +117,7 @@ class Run:
         self.seconds.append(time.process_time() - start_s)
         self._takes_peak()
         self.peaks.append(self._peak_bytes)
-        is_limited = self._limit_bytes and session is not None and session._limit_bytes
+        is_limited = self._limit_bytes and session is not None and session._keeper.limit_bytes
         planned_bytes = session.plan.budget_bytes if session is not None and session.plans else 0
         self.budgets.append(self._limit_bytes if is_limited else planned_bytes)
 

@@ -10,10 +10,9 @@ from types import MappingProxyType, TracebackType
 
 import torch
 
-from poochplan.errors import AuditError, BudgetExceededError, SpillError, UsageError
+from poochplan.errors import AuditError, SpillError, UsageError
 from poochplan.formats.plan import Plan
-from poochplan.formats.profile import Memory, Profile
-from poochplan.formats.profile_parts import rounded_up
+from poochplan.formats.profile import Profile
 from poochplan.guard import is_about_arguments
 from poochplan.runtime.devices.cuda import hard_cap
 from poochplan.runtime.devices.device import ComputeDevice
@@ -22,36 +21,22 @@ from poochplan.runtime.engine.cursor import Segment, StepEvents, nothing, weakly
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.messages import Messages
-from poochplan.runtime.metering.allocated import joined_count
-from poochplan.runtime.metering.census import EVERY
 from poochplan.runtime.metering.holders import held_beside
 from poochplan.runtime.metering.step_meter import StepMeter, When, described
 from poochplan.runtime.metering.watch import MostBytes, Watch
 from poochplan.runtime.step_totals import StepTotals
 from poochplan.units import format_bytes
 
-from .active_plan import REMEDY, ActivePlan, OverBudget, out_of_memory_text, over_budget_text
+from .active_plan import ActivePlan, OverBudget, out_of_memory_text
 from .arena.step_arena import StepArena
 from .attachment import Attachment
+from .budget_keeper import FROM_TORCH, BudgetKeeper
 from .plan_source import KEPT_FROM_NOW_ON, PlanSource
 from .run_report import ArenaReport, MemoryPeaks, Report, StepReport
 
-FROM_TORCH = "planned steps take their memory from torch's allocator"
-FROM_SMALLER = "planned steps take their memory from a smaller arena"
 HOST_IS_FULL = (
     "there is no room for {} of swapped values ({}): those that find none stay on the device, and steps may exceed the "
     "budget; free disk space or host memory, or name another spill_dir"
-)
-LEFT_ABOVE = (
-    "a step that has left its plan took {}, more than the budget of {}, as others like it may; this is told once"
-)
-WITHOUT_PLAN_ABOVE = (
-    "a step without a plan took {}, more than the budget of {}: what it holds beside the values that can be swapped is "
-    "too much; this is told once"
-)
-COMPARED_ABOVE = (
-    "the step after that difference kept every value beside to find all that is wrong, and took {}, more than the "
-    "budget of {}; this is told once"
 )
 Explain = Callable[[Profile, Plan | None, int | None], str]
 """Describes where a step takes most memory, and its holders; the runtime itself cannot."""
@@ -94,15 +79,8 @@ class Session:
         """The plan of the open segment."""
         self._followed: dict[Hashable, ActivePlan] = {}
         """The plan that was followed last, by kind of step."""
-        self._gradients_checked = self._is_ending = False
-        self._looks = True
-        """Whether the session reacts to steps above their budgets."""
-        self._told = set[str]()
-        """Messages that come once."""
-        self._limit_bytes = self._limited = 0
-        """Of the open segment if it follows no plan, and how many such segments there were."""
-        self._is_limit_due = True
-        """Whether the next of them begins with a census."""
+        self._gradients_checked = False
+        self._keeper = BudgetKeeper(source, self._meter, self._step_arena, self._messages, on_over_budget)
         events = StepEvents(
             chosen=weakly(self, Session._chosen),
             point=weakly(self, Session._point) if self._step_arena.is_possible or self._is_metered else nothing,
@@ -183,7 +161,7 @@ class Session:
         try:
             if isinstance(error, torch.OutOfMemoryError):
                 self._note_what_is_held(error)
-            self._is_ending, self._looks = True, kind is None
+            self._keeper.is_ending, self._keeper.is_on = True, kind is None
             self._meter.step_is_over()
             self._engine.end()
             self._engine.tell_end()
@@ -203,7 +181,7 @@ class Session:
         plan, segment = self._following, self._engine.segment
         if plan is None:
             return
-        self._take_peak(segment)
+        self._keeper.take_peak(segment, self._following)
         held = [one for one in held_beside(self._engine, segment, plan.plan) if one.name != SavedValue.__name__]
         where = described(self._meter.moment, plan.plan)
         text = out_of_memory_text(segment.report.peak_bytes, plan.plan, where, held)
@@ -308,7 +286,7 @@ class Session:
         if self._attachment.watch is not None:
             return self._attachment.watch.last
         segment = self._engine.segment
-        self._take_peak(segment)
+        self._keeper.take_peak(segment, self._following)
         return segment.report
 
     @property
@@ -335,7 +313,7 @@ class Session:
         self._take_rested()
         self._engine.mechanism.take_times()
         segment = self._engine.segment
-        self._take_peak(segment)
+        self._keeper.take_peak(segment, self._following)
         memory = self._device.peaks() if self._state == "open" else self._memory
         followed = self._following.plan if self._following is not None else None
         return self._totals.report(segment, followed, self.plan, memory, self.arena)
@@ -393,10 +371,9 @@ class Session:
             self._step_arena.stands_aside()
             self._meter.uses_arena(0)
         self._source.begins(segment)
-        self._limit_bytes = self._source.limit_bytes if plan is None and self._is_metered else 0
+        self._keeper.limit_bytes = self._source.limit_bytes if plan is None and self._is_metered else 0
         if plan is None:
-            if self._limit_bytes:
-                self._begins_limited()
+            self._keeper.begins_without_plan(self._engine, self._device)
             return
         if self._followed.get(plan.kind) is not plan:
             self._begins(plan)
@@ -410,13 +387,6 @@ class Session:
         plan.begins()
         if self._source.is_given:
             self._check_gradients(segment, plan.plan)
-
-    def _begins_limited(self) -> None:
-        is_due = self._is_limit_due or self._limited % EVERY == 0
-        self._limited += 1
-        self._is_limit_due = False
-        memory = Memory.LIVE if joined_count() is None else Memory.ALLOCATED
-        self._meter.step_begins(self._engine, self._device, is_due=is_due, memory=memory)
 
     def _audit(self, plan: ActivePlan) -> None:
         """Has values of the step that begins compared. What stays in an arena would displace other blocks."""
@@ -507,83 +477,22 @@ class Session:
     def _step_is_over(self, segment: Segment) -> None:
         self._step_arena.step_is_over()
         self._meter.step_is_over()
-        self._take_peak(segment)
-        self._look(segment)
+        self._keeper.take_peak(segment, self._following)
+        self._keeper.look(segment, self._following, self._engine)
         self._tell_differences(segment)
 
     def _ended(self, segment: Segment) -> None:
         self._meter.step_is_over()
         if not self._totals.is_new(segment):
             return
-        self._take_peak(segment)
+        self._keeper.take_peak(segment, self._following)
         plan = self._following
         self._totals.count(segment, plan.plan if plan is not None else None)
         self._source.ended(segment)
         if plan is not None and (more_bytes := self._step_arena.lacks(plan.plan)):
             self._source.lacks_arena(plan, more_bytes)
-        if plan is not None and self._looks:
-            self._look(segment)
+        if plan is not None and self._keeper.is_on:
+            self._keeper.look(segment, self._following, self._engine)
             peak_bytes, audit = self._meter.blocks_peak_bytes, self._engine.audit
             peak_bytes = None if peak_bytes is None or audit.keeps_all else peak_bytes - audit.beside_bytes
             plan.ended(peak_bytes, has_gradients=bool(segment.gradient_bytes))
-
-    # -- steps and their budgets ----------------------------------------------------------------------------------
-
-    def _take_peak(self, segment: Segment) -> None:
-        is_metered = self._following is not None or self._limit_bytes
-        peak_bytes = self._meter.peak_bytes if is_metered else None
-        if peak_bytes is not None:
-            segment.report.peak_bytes = peak_bytes
-
-    def _look(self, segment: Segment) -> None:
-        """Reacts to a step above its budget. Of one that has left its plan it is only said, once."""
-        plan, peak_bytes = self._following, segment.report.peak_bytes
-        if self._looks and self._limit_bytes and peak_bytes is not None and peak_bytes > self._limit_bytes:
-            self._is_limit_due = not self._meter.is_certain
-            self._tell_above(WITHOUT_PLAN_ABOVE, peak_bytes, self._limit_bytes)
-        if not self._looks or plan is None or peak_bytes is None or not plan.is_over(peak_bytes):
-            return
-        if self._engine.audit.keeps_all or segment.diverged:
-            text = LEFT_ABOVE if segment.diverged else COMPARED_ABOVE
-            if not self._meter.is_certain:
-                plan.check_next()
-            self._tell_above(text, peak_bytes, plan.plan.budget_bytes)
-            return
-        within = (self._meter.blocks_peak_bytes or peak_bytes) <= plan.plan.budget_bytes  # without the arena's holes
-        if self._step_arena.may_give_up and within:
-            is_smaller = self._step_arena.exceeded(plan.plan, peak_bytes - plan.plan.budget_bytes)
-            if is_smaller is not None:
-                now = FROM_SMALLER if is_smaller else FROM_TORCH
-                self._messages.warn(f"{self._above(plan, segment, peak_bytes)}; {now} from now on, within the budget")
-        elif not self._meter.is_certain and not self._is_ending:  # at the end no later step can tell
-            plan.check_next()
-        else:
-            self._is_above(plan, segment, peak_bytes)
-
-    def _tell_above(self, text: str, peak_bytes: int, budget_bytes: int) -> None:
-        """A step took more than its budget, for which no other plan is made: that is told once."""
-        if text not in self._told and self._meter.is_certain:
-            self._told.add(text)
-            self._messages.warn(text.format(format_bytes(peak_bytes), format_bytes(budget_bytes)))
-
-    def _is_above(self, plan: ActivePlan, segment: Segment, peak_bytes: int) -> None:
-        """Reports the excess, raises, or requests another plan."""
-        plan.has_exceeded = True
-        text = self._above(plan, segment, peak_bytes)
-        if self._on_over_budget is OverBudget.ERROR:
-            raise BudgetExceededError(f"{text}; {REMEDY}", peak_bytes=peak_bytes)
-        plan.is_told = True
-        if self._on_over_budget is OverBudget.WARN:
-            self._messages.warn(f"{text}; {REMEDY}")
-            return
-        promised_bytes = plan.plan.prediction.peak_of_step(bool(segment.report.served_bytes))
-        more_bytes = rounded_up(max(1, peak_bytes - promised_bytes))
-        self._messages.warn(f"{text}; {self._source.plan_again(plan, more_bytes)}")
-
-    def _above(self, plan: ActivePlan, segment: Segment, peak_bytes: int) -> str:
-        where, gaps_bytes = described(self._meter.moment, plan.plan), 0
-        blocks_bytes = self._meter.blocks_peak_bytes or peak_bytes
-        if blocks_bytes <= plan.plan.prediction.peak_bytes:  # nothing takes more than predicted
-            gaps_bytes = peak_bytes - blocks_bytes
-        held = [] if gaps_bytes else held_beside(self._engine, segment, plan.plan)
-        return over_budget_text(peak_bytes, plan.plan, where, held, gaps_bytes)
