@@ -404,21 +404,28 @@ def covers(geometry: Geometry, size_bytes: int) -> bool:
     return math.prod(geometry.shape) * item_bytes == size_bytes or item_bytes not in _WORDS
 
 
-def _words(storage: torch.UntypedStorage, part: Geometry) -> torch.Tensor:
-    return part.on(storage).view(_WORDS[part.dtype.itemsize])
+def _memory(storage: torch.UntypedStorage) -> Any:
+    return (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+
+
+def _elements(storage: torch.UntypedStorage, part: Geometry) -> Any:
+    """What a part of a storage on the CPU has, in place."""
+    item_bytes = part.dtype.itemsize
+    strides = [item_bytes * one for one in part.stride]
+    return np.ndarray(part.shape, f"u{item_bytes}", _memory(storage), item_bytes * part.offset, strides)
 
 
 def checksum(storage: torch.UntypedStorage, part: Geometry | None = None) -> Any:
     """The sum of all words, modulo 2^64, and of the bytes behind the last; on the storage's device. Of a part of the
-    storage the sum of its elements.
+    storage the sum of its elements. On the CPU no memory of torch's is taken.
     """
+    if part is not None and storage.device.type == "cpu":
+        return int(np.add.reduce(_elements(storage, part), axis=None, dtype=np.uint64))
     if part is not None:
         with unseen_by_modes():
-            found = _words(storage, part).sum(dtype=torch.int64)
-            return found.item() if storage.device.type == "cpu" else found
+            return part.on(storage).view(_WORDS[part.dtype.itemsize]).sum(dtype=torch.int64)
     if storage.device.type == "cpu":
-        memory: Any = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
-        words = storage.nbytes() // 8
+        memory, words = _memory(storage), storage.nbytes() // 8
         whole = int(np.add.reduce(np.frombuffer(memory, np.uint64, words))) if words else 0
         return whole, memory[words * 8 :]
     with unseen_by_modes():
@@ -437,8 +444,7 @@ def _cpu_differs(beside: Beside, storage: torch.UntypedStorage) -> bool:
     if beside.kept.nbytes() != storage.nbytes():
         return True
     if beside.part is not None:
-        with unseen_by_modes():
-            return not torch.equal(_words(beside.kept, beside.part), _words(storage, beside.part))
+        return not np.array_equal(_elements(beside.kept, beside.part), _elements(storage, beside.part))
     return bool(_C_LIBRARY.memcmp(beside.kept.data_ptr(), storage.data_ptr(), storage.nbytes()))
 
 
