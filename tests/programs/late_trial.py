@@ -97,6 +97,8 @@ class _Judge:
         self._differed = report.total.audit_differences
         self._may_differ.append(index >= late_from and (is_told or self._steps[kind] < self._bounds[kind]))
         self._steps[kind] += index >= late_from
+        if is_told:  # what is kept from now on may change what the replays of others give
+            self._steps.clear()
         counts["steps"] += 1
         counts[f"steps {kind}"] += 1
         counts["steps audited"] += report.last_step.audited_values > 0
