@@ -59,14 +59,16 @@ TRAINS = """
     def under(meter, session, model, optimizer):
         planned = []
         def after(number):
-            if not session.plans and number > 8 and session.wait_until_planned(60):
+            if not planned and (session.plans or (number > 8 and session.wait_until_planned(60))):
                 planned.append(number)
                 meter.restart()
         with session:
+            if session.plans:
+                planned.append(-1)
             meter.restart()
             found = loop(model, optimizer, after)
             followed = session.report().steps_followed
-        assert followed == STEPS - (planned[0] + 1 if planned else 0), (followed, planned)
+        assert STEPS - planned[0] - 1 <= followed <= STEPS - max(0, planned[0]), (followed, planned)
         assert session.total.peak_bytes <= session.plan.budget_bytes
         assert meter.peak <= session.plan.budget_bytes, (meter.peak, session.plan.budget_bytes)
         moved = session.last.out_bytes, session.last.replayed_values
