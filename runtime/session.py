@@ -401,7 +401,8 @@ class Session:
         segment.report.audit_differences += len(found)
         for one in found:
             audit.keep(one)
-        text, names = self._text_of(found), [one.planned.name for one in found if one.planned is not None]
+        text = self._text_of(found)
+        names = [one.planned.name for one in found if one.planned is not None]
         kept = KEPT_FROM_NOW_ON if plan is None or not names else self._source.keep(plan, names)
         self._messages.warn(f"{text}; {kept}")
 
