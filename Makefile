@@ -1,7 +1,7 @@
 # Everything a person types. `make test` and `make demo` do all of their own set-up in .venv/.
 
 .DEFAULT_GOAL := help
-.PHONY: about help setup test test-all test-torch test-machine lint format types docs packages notebooks demo bench gpu-suite dist clean
+.PHONY: about help setup test test-all test-torch test-nullgpu test-machine lint format types docs packages notebooks demo bench gpu-suite dist clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -67,6 +67,14 @@ test-torch: $(VENV)-torch-$(VERSION)/.installed  ## Run the suite on another tor
 	OMP_NUM_THREADS=1 $(VENV)-torch-$(VERSION)/bin/python -m pytest $(PARALLEL) $(TORCH_ARGS) tests
 	@echo "make test-torch: passed on torch $$($(VENV)-torch-$(VERSION)/bin/python -c 'import torch; print(torch.__version__)')."
 
+# In the same environment: the registry's torch is a build for CUDA. tests/nullgpu/README.md says what this shows.
+test-nullgpu: $(VENV)-torch-$(VERSION)/.installed  ## Run the GPU's tests on a CUDA runtime that is none, in that environment: VERSION=2.14.1
+	NULLGPU_DEVICES=2 OMP_NUM_THREADS=1 $(VENV)-torch-$(VERSION)/bin/python -m tests.nullgpu \
+		pytest -q $(TORCH_ARGS) tests/nullgpu $(filter-out tests/gpu/test_suite_dry_run.py,$(wildcard tests/gpu/test_*.py))
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(VENV)-torch-$(VERSION)/bin/python -m tests.nullgpu \
+		python -m benchmarks.gpu_suite --out $(OUT) --tiny --no-tests
+	@echo "make test-nullgpu: passed; the suite's page is in $(OUT)."
+
 # sympy and setuptools: torch pins its own. highspy, numpy and pandas: the newest, which nothing else here tries.
 $(VENV)-torch-$(VERSION)/.installed: pyproject.toml constraints.txt
 	@if [ -z "$(VERSION)" ]; then \
@@ -78,7 +86,7 @@ $(VENV)-torch-$(VERSION)/.installed: pyproject.toml constraints.txt
 		'$(if $(filter newest,$(VERSION)),torch,torch==$(VERSION))' --editable '.[dev]'
 	@touch $@
 
-test-machine:  ## As root: `make test` in a root folder of another Debian, made for it: RELEASE=trixie; ORDINARY=1 as a user
+test-machine:  ## As root: `make test` in a root folder of another Debian, made for it: RELEASE=trixie; ORDINARY=1 as a user; BARE=1 without compiler, home, network
 	@RELEASE="$(RELEASE)" tests/packaging/machine.sh
 
 lint: setup  ## Check style and formatting (ruff)

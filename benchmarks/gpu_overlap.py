@@ -85,10 +85,11 @@ class TimedCuda(CudaDevice):
         return TimedCompute(stream, self._log)
 
     def _queue(self, storage: torch.UntypedStorage, parts: list[Part], kind: int, stream: CudaStream) -> None:
+        if not self._log.is_on:
+            return super()._queue(storage, parts, kind, stream)
         begin = _mark(stream.stream)
         super()._queue(storage, parts, kind, stream)
-        if self._log.is_on:
-            self._log.copies.append((begin, _mark(stream.stream)))
+        self._log.copies.append((begin, _mark(stream.stream)))
 
     def begin(self) -> None:
         self.synchronize()

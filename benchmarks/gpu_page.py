@@ -42,6 +42,8 @@ def _verdicts(results: Row) -> Iterator[str]:
     compared = [row for row in results["rows"] if "bitwise_equal" in row]
     for row in compared:
         verdict = "equal" if row["bitwise_equal"] else f"**different**: {row['difference']}"
+        if row["bitwise_equal"] is None:
+            verdict = "not checked, for this device has no numerics"
         yield f"* Bit by bit, {row['net']}, {row['way']}: {verdict} ({row['compared_tensors']} tensors)"
     over = [row for row in results["rows"] if (row.get("metered_peak_bytes") or 0) > row.get("predicted_peak_bytes", 0)]
     metered = [row for row in results["rows"] if row.get("metered_peak_bytes")]

@@ -245,7 +245,7 @@ def by_name(
 
     Raises ``UsageError`` if only one is a dictionary, or their keys differ.
     """
-    if isinstance(model, torch.nn.Module) and not isinstance(plan, Mapping):
+    if isinstance(model, torch.nn.Module) and isinstance(plan, Plan | PlanSet):
         return {"": plan}, {"": model}
     if isinstance(plan, Mapping) and isinstance(model, Mapping) and set(plan) == set(model) and plan and "" not in plan:
         return dict(plan), dict(model)

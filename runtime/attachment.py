@@ -23,6 +23,7 @@ from poochplan.runtime.engine.cursor import NO_EVENTS, StepEvents
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.saved_value import SavedHandle
 from poochplan.runtime.messages import CallSite, warn
+from poochplan.runtime.metering.watch import Watch
 from poochplan.tensors.modes import around_calls, around_compiled, around_optimizer_steps, uncompiled_hooks
 from poochplan.tensors.operators import past_first_calls
 from poochplan.tensors.signatures import input_signature, tensor_leaves
@@ -93,6 +94,8 @@ class Attachment:
         self.leave: Callable[[], object] = self.__exit__
         """Ends the block if no caller has left it."""
         self._is_short = self._wakes = self._is_interrupted = False
+        self.watch: Watch | None = None
+        """Of the steps while this rests."""
         self._below: Hooks | None = None
         """Whose hooks autograd has while this rests."""
         self._thread: int | None = None
@@ -263,7 +266,7 @@ class Attachment:
         self._short.close()
         self._is_short = False
         self._events.rests(most)
-        self._events.at_rest(True)
+        self._begins_at_rest()
         return True
 
     def wakes_next(self) -> None:
@@ -273,11 +276,15 @@ class Attachment:
     def begins_at_rest(self) -> bool:
         """A step is about to begin while the session rests. Returns whether it goes on to do so."""
         if not self._wakes or topmost_hooks() != self._below:  # above hooks of others, theirs would take ours off
-            self._events.at_rest(True)
+            self._begins_at_rest()
             return True
         self.state, self.engine.is_aside = "open", False
         self._observe()
         return False
+
+    def _begins_at_rest(self) -> None:
+        if self.watch is not None and self.watch.begins():
+            self._events.outgrown()
 
     def _failed(self, why: str) -> None:
         """Something of ours has raised, or was interrupted, perhaps amid a step. Whatever can be undone at any place is
@@ -343,10 +350,12 @@ class Attachment:
                     self._events.over(self.engine.segment)
                 self._events.resting()
             return
+        if in_backward():  # a user's checkpoint runs forward again, on CUDA on autograd's thread
+            return
         if threading.get_ident() != self._thread:
             self._events.elsewhere(name)
             return
-        if in_backward() or self.ends_here():  # a user's checkpoint runs forward again in backward
+        if self.ends_here():
             return
         if self._kind == "cuda":
             refuse_capture()
@@ -379,17 +388,18 @@ class Attachment:
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_ours():
             self._events.optimizing(optimizer)
-        elif self._is_at_rest():
-            self._source.optimizing(optimizer)
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_ours():
             self.engine.optimizer_stepped()
             self._source.stepped(optimizer)
-        elif self._is_at_rest():
-            self.engine.cursor.optimizer_stepped()
-            self._source.stepped(optimizer)
-            self._events.at_rest(False)
+        elif self.watch is not None and self._is_at_rest():
+            is_first, is_outgrown = not self.watch.has_stepped, self.watch.stepped()
+            if is_outgrown:
+                self._events.outgrown()
+            if is_first or self._wakes:  # nobody else asks which optimizer has stepped last
+                self.engine.cursor.optimizer_stepped()
+                self._source.stepped(optimizer)
 
     def _idle(self) -> None:
         if self.state == "closed" or self.has_failed:

@@ -67,6 +67,11 @@ class PlanSource:
     """The plan that was followed last, else the first active one; None before there is one."""
 
     @property
+    def limit_bytes(self) -> int:
+        """What the open segment, which follows no plan, is to take at most; 0 if that does not matter."""
+        return 0
+
+    @property
     def plans(self) -> Mapping[Hashable, ActivePlan]:
         """The active plans, by kind of step."""
         return {}

@@ -10,10 +10,10 @@ from types import MappingProxyType, TracebackType
 
 import torch
 
-from poochplan.errors import AuditError, BudgetExceededError, NativeError, PoochError, SpillError, UsageError
+from poochplan.errors import AuditError, SpillError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
-from poochplan.formats.profile_parts import rounded_up
+from poochplan.guard import is_about_arguments
 from poochplan.runtime.devices.cuda import hard_cap
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.engine.audit import Comparison, OnAudit, differences_text
@@ -27,20 +27,16 @@ from poochplan.runtime.metering.watch import MostBytes, Watch
 from poochplan.runtime.step_totals import StepTotals
 from poochplan.units import format_bytes
 
-from .active_plan import REMEDY, ActivePlan, OverBudget, out_of_memory_text, over_budget_text
+from .active_plan import ActivePlan, OverBudget, out_of_memory_text
 from .arena.step_arena import StepArena
 from .attachment import Attachment
+from .budget_keeper import FROM_TORCH, BudgetKeeper
 from .plan_source import KEPT_FROM_NOW_ON, PlanSource
 from .run_report import ArenaReport, MemoryPeaks, Report, StepReport
 
-FROM_TORCH = "planned steps take their memory from torch's allocator"
-FROM_SMALLER = "planned steps take their memory from a smaller arena"
 HOST_IS_FULL = (
     "there is no room for {} of swapped values ({}): those that find none stay on the device, and steps may exceed the "
     "budget; free disk space or host memory, or name another spill_dir"
-)
-LEFT_ABOVE = (
-    "a step that has left its plan took {}, more than the budget of {}, as others like it may; this is told once"
 )
 Explain = Callable[[Profile, Plan | None, int | None], str]
 """Describes where a step takes most memory, and its holders; the runtime itself cannot."""
@@ -78,16 +74,13 @@ class Session:
         self._meter = StepMeter(where.type, meter)
         self._is_metered, self._on_audit = meter != "never", on_audit
         self._totals = StepTotals(models)
-        self._watch: Watch | None = None
-        """Of the steps while the session rests."""
         self._memory: MemoryPeaks | None = None
         self._following: ActivePlan | None = None
         """The plan of the open segment."""
         self._followed: dict[Hashable, ActivePlan] = {}
         """The plan that was followed last, by kind of step."""
-        self._gradients_checked = self._is_ending = False
-        self._looks, self._is_left_told = True, False
-        """Whether the session reacts to steps above their budgets."""
+        self._gradients_checked = False
+        self._keeper = BudgetKeeper(source, self._meter, self._step_arena, self._messages, on_over_budget)
         events = StepEvents(
             chosen=weakly(self, Session._chosen),
             point=weakly(self, Session._point) if self._step_arena.is_possible or self._is_metered else nothing,
@@ -97,7 +90,7 @@ class Session:
             departed=self._step_arena.departed,
             resting=weakly(self, Session._resting),
             rests=weakly(self, Session._rests),
-            at_rest=weakly(self, Session._at_rest),
+            outgrown=weakly(self, Session._outgrown),
             optimizing=weakly(self, Session._optimizing),
             elsewhere=self._totals.called_elsewhere,
         )
@@ -141,8 +134,7 @@ class Session:
         of a wrong argument by an error.
         """
         guard = self._attachment.guard
-        is_for_users = isinstance(error, PoochError) and not isinstance(error, NativeError)
-        if guard is None or is_for_users or not isinstance(error, Exception) or not guard.takes(error):
+        if guard is None or not isinstance(error, Exception) or is_about_arguments(error) or not guard.takes(error):
             return False
         self._attachment.state = "closed"
         return True
@@ -169,7 +161,7 @@ class Session:
         try:
             if isinstance(error, torch.OutOfMemoryError):
                 self._note_what_is_held(error)
-            self._is_ending, self._looks = True, kind is None
+            self._keeper.is_ending, self._keeper.is_on = True, kind is None
             self._meter.step_is_over()
             self._engine.end()
             self._engine.tell_end()
@@ -180,6 +172,7 @@ class Session:
         if kind is None:
             if differing:
                 self._messages.warn(self._text_of(differing))
+            self._take_rested()
             for complaint in self._totals.complaints(are_plans_given=self._source.is_given):
                 self._messages.warn(complaint)
 
@@ -188,7 +181,7 @@ class Session:
         plan, segment = self._following, self._engine.segment
         if plan is None:
             return
-        self._take_peak(segment)
+        self._keeper.take_peak(segment, self._following)
         held = [one for one in held_beside(self._engine, segment, plan.plan) if one.name != SavedValue.__name__]
         where = described(self._meter.moment, plan.plan)
         text = out_of_memory_text(segment.report.peak_bytes, plan.plan, where, held)
@@ -240,9 +233,15 @@ class Session:
         """
         if self._attachment.has_failed:
             return False
-        if self._state == "open":
-            self._attachment.settle()
-        return self._source.wait(timeout_s)
+        try:
+            if self._state == "open":
+                self._attachment.settle()
+            return self._source.wait(timeout_s)
+        except Exception as error:
+            guard = self._attachment.guard
+            if guard is None or not guard.takes(error):
+                raise
+            return False
 
     # -- for users --------------------------------------------------------------------------------------------
 
@@ -284,15 +283,16 @@ class Session:
         """The current step, or the last one."""
         if not self._attachment.has_begun:
             return StepReport()
-        if self._watch is not None and self._watch.report is not None:
-            return self._watch.report
+        if self._attachment.watch is not None:
+            return self._attachment.watch.last
         segment = self._engine.segment
-        self._take_peak(segment)
+        self._keeper.take_peak(segment, self._following)
         return segment.report
 
     @property
     def total(self) -> StepReport:
         """The sum of all steps that were followed by another one; at the end of the session, of all steps."""
+        self._take_rested()
         return self._totals.total
 
     @property
@@ -310,9 +310,10 @@ class Session:
             )
         if not self._attachment.has_begun:  # it has failed before
             return self._totals.report(Segment(0, 0), None, self.plan, None, self.arena)
+        self._take_rested()
         self._engine.mechanism.take_times()
         segment = self._engine.segment
-        self._take_peak(segment)
+        self._keeper.take_peak(segment, self._following)
         memory = self._device.peaks() if self._state == "open" else self._memory
         followed = self._following.plan if self._following is not None else None
         return self._totals.report(segment, followed, self.plan, memory, self.arena)
@@ -362,14 +363,17 @@ class Session:
     # -- called by the attachment --------------------------------------------------------------------------------
 
     def _chosen(self, segment: Segment) -> None:
-        self._watch = None
+        self._take_rested()
+        self._attachment.watch = None
         plan = self._following = self._source.following(segment)
         self._engine.audit.step_ends()
         if plan is None or self._engine.follows is None:
             self._step_arena.stands_aside()
             self._meter.uses_arena(0)
         self._source.begins(segment)
+        self._keeper.limit_bytes = self._source.limit_bytes if plan is None and self._is_metered else 0
         if plan is None:
+            self._keeper.begins_without_plan(self._engine, self._device)
             return
         if self._followed.get(plan.kind) is not plan:
             self._begins(plan)
@@ -378,7 +382,8 @@ class Session:
         if self._is_metered:
             self._meter.uses_arena(self._step_arena.held_for(plan.plan))
             memory = plan.plan.prediction.memory
-            self._meter.step_begins(self._engine, self._device, is_due=plan.is_due, memory=memory)
+            is_due = plan.is_due or self._engine.audit.keeps_all
+            self._meter.step_begins(self._engine, self._device, is_due=is_due, memory=memory)
         plan.begins()
         if self._source.is_given:
             self._check_gradients(segment, plan.plan)
@@ -456,92 +461,38 @@ class Session:
 
     def _rests(self, most: MostBytes) -> None:
         self._following = None
-        self._watch = Watch(self._meter, self._engine, self._device, most)
+        self._take_rested()
+        self._attachment.watch = Watch(self._meter, self._engine, self._device, most)
 
-    def _at_rest(self, begins: bool) -> None:
-        watch = self._watch
-        report = None if watch is None else watch.begins() if begins else watch.stepped()
-        if watch is None or report is None:
-            return
-        self._totals.rested(report)
-        if watch.is_above(report):
-            assert report.peak_bytes is not None
-            self._attachment.wakes_next()
-            if text := self._source.wakes(report.peak_bytes):
-                self._messages.warn(text)
+    def _outgrown(self) -> None:
+        self._attachment.wakes_next()
+        if text := self._source.wakes(self.last.peak_bytes or 0):
+            self._messages.warn(text)
+
+    def _take_rested(self) -> None:
+        """Counts the steps since the last time in which the session has rested."""
+        if self._attachment.watch is not None:
+            self._totals.rested(self._attachment.watch.take())
 
     def _step_is_over(self, segment: Segment) -> None:
         self._step_arena.step_is_over()
         self._meter.step_is_over()
-        self._take_peak(segment)
-        self._look(segment)
+        self._keeper.take_peak(segment, self._following)
+        self._keeper.look(segment, self._following, self._engine)
         self._tell_differences(segment)
 
     def _ended(self, segment: Segment) -> None:
         self._meter.step_is_over()
         if not self._totals.is_new(segment):
             return
-        self._take_peak(segment)
+        self._keeper.take_peak(segment, self._following)
         plan = self._following
         self._totals.count(segment, plan.plan if plan is not None else None)
         self._source.ended(segment)
         if plan is not None and (more_bytes := self._step_arena.lacks(plan.plan)):
             self._source.lacks_arena(plan, more_bytes)
-        if plan is not None and self._looks:
-            self._look(segment)
+        if plan is not None and self._keeper.is_on:
+            self._keeper.look(segment, self._following, self._engine)
             peak_bytes, audit = self._meter.blocks_peak_bytes, self._engine.audit
             peak_bytes = None if peak_bytes is None or audit.keeps_all else peak_bytes - audit.beside_bytes
             plan.ended(peak_bytes, has_gradients=bool(segment.gradient_bytes))
-
-    # -- steps and their budgets ----------------------------------------------------------------------------------
-
-    def _take_peak(self, segment: Segment) -> None:
-        peak_bytes = self._meter.peak_bytes if self._following is not None else None
-        if peak_bytes is not None:
-            segment.report.peak_bytes = peak_bytes
-
-    def _look(self, segment: Segment) -> None:
-        """Reacts to a step above its budget. Of one that has left its plan it is only said, once."""
-        plan, peak_bytes = self._following, segment.report.peak_bytes
-        if not self._looks or plan is None or peak_bytes is None or not plan.is_over(peak_bytes):
-            return
-        if self._engine.audit.keeps_all:
-            return
-        if segment.diverged:
-            if not self._is_left_told and self._meter.is_certain:
-                self._is_left_told = True
-                took, budget = format_bytes(peak_bytes), format_bytes(plan.plan.budget_bytes)
-                self._messages.warn(LEFT_ABOVE.format(took, budget))
-            return
-        within = (self._meter.blocks_peak_bytes or peak_bytes) <= plan.plan.budget_bytes  # without the arena's holes
-        if self._step_arena.may_give_up and within:
-            is_smaller = self._step_arena.exceeded(plan.plan, peak_bytes - plan.plan.budget_bytes)
-            if is_smaller is not None:
-                now = FROM_SMALLER if is_smaller else FROM_TORCH
-                self._messages.warn(f"{self._above(plan, segment, peak_bytes)}; {now} from now on, within the budget")
-        elif not self._meter.is_certain and not self._is_ending:  # at the end no later step can tell
-            plan.check_next()
-        else:
-            self._is_above(plan, segment, peak_bytes)
-
-    def _is_above(self, plan: ActivePlan, segment: Segment, peak_bytes: int) -> None:
-        """Reports the excess, raises, or requests another plan."""
-        plan.has_exceeded = True
-        text = self._above(plan, segment, peak_bytes)
-        if self._on_over_budget is OverBudget.ERROR:
-            raise BudgetExceededError(f"{text}; {REMEDY}", peak_bytes=peak_bytes)
-        plan.is_told = True
-        if self._on_over_budget is OverBudget.WARN:
-            self._messages.warn(f"{text}; {REMEDY}")
-            return
-        promised_bytes = plan.plan.prediction.peak_of_step(bool(segment.report.served_bytes))
-        more_bytes = rounded_up(max(1, peak_bytes - promised_bytes))
-        self._messages.warn(f"{text}; {self._source.plan_again(plan, more_bytes)}")
-
-    def _above(self, plan: ActivePlan, segment: Segment, peak_bytes: int) -> str:
-        where, gaps_bytes = described(self._meter.moment, plan.plan), 0
-        blocks_bytes = self._meter.blocks_peak_bytes or peak_bytes
-        if blocks_bytes <= plan.plan.prediction.peak_bytes:  # nothing takes more than predicted
-            gaps_bytes = peak_bytes - blocks_bytes
-        held = [] if gaps_bytes else held_beside(self._engine, segment, plan.plan)
-        return over_budget_text(peak_bytes, plan.plan, where, held, gaps_bytes)

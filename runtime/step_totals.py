@@ -41,10 +41,10 @@ class StepTotals:
         self._compiled = compiled_graphs()
 
     def rested(self, report: StepReport) -> None:
-        """A step has ended in which the session rested. Its report has a peak alone."""
-        self.total.steps += 1
-        self.total.peak_bytes = max(self.total.peak_bytes or 0, report.peak_bytes or 0) or None
-        self._steps[next(iter(self._models))] += 1
+        """Steps have ended in which the session rested. The report has their number and a peak alone."""
+        if report.steps:
+            self.total.add(report)
+            self._steps[next(iter(self._models))] += report.steps
 
     def called_elsewhere(self, name: str) -> None:
         """A model was called with gradients on a thread that is not the session's."""

@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 
 SOURCE = Path(__file__).parent / "allocator_hook.cpp"
@@ -68,7 +69,8 @@ def allocated_bytes() -> AllocatedBytes:
 def build(library: Path, torch_folder: Path) -> None:
     """Compiles it once for all processes, some of which may begin to at the same time."""
     found, lib = compiler(), torch_folder / "lib"
-    assert found is not None, "expected a C++ compiler"
+    if found is None:
+        pytest.skip("there is no C++ compiler", allow_module_level=True)
     BUILT.mkdir(parents=True, exist_ok=True)
     options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-isystem", str(torch_folder / "include")]
     linked = [f"-L{lib}", "-lc10", f"-Wl,-rpath,{lib}"]

@@ -67,10 +67,10 @@ def assemble(
     device: Device,
     notes: list[str],
     accumulate: bool,
-    held_bytes: Mapping[str, int],
+    held_bytes: Mapping[tuple[str, Kind], int],
 ) -> Profile:
     """The profile: seconds of its ops, (steps, ops), reconciled with the ``measured`` steps, and the in-core peak of
-    its lifetimes. ``held_bytes``: other memory that exists all step long, by name.
+    its lifetimes. ``held_bytes``: other memory that exists all step long, by name and kind.
     """
     seconds = reconcile([op.phase for op in capture.ops], [op.layer for op in capture.ops], runs, measured)
     ops = build_ops(capture, seconds.durations_s, seconds.spreads_s)
@@ -79,7 +79,9 @@ def assemble(
     values = build_values(capture, kinds, last_tick)
     fingerprint = ops_fingerprint(ops, points, values)
     values += tuple(
-        held_until(f"before/{name}", size_bytes, last_tick) for name, size_bytes in held_bytes.items() if size_bytes
+        held_until(f"before/{name}", size_bytes, last_tick, before=kind)
+        for (name, kind), size_bytes in held_bytes.items()
+        if size_bytes
     )
     draft = Profile(
         workload=workload or type(capture.model).__name__,
@@ -286,6 +288,9 @@ def _with_peak(draft: Profile) -> Profile:
         str(kind): sum(rounded_up(value.size_bytes) for value in draft.values if value.kind is kind)
         for kind in (Kind.PARAMETER, Kind.BUFFER, Kind.GRADIENT, Kind.OPTIMIZER_STATE, Kind.INPUT)
     }
+    library_bytes = sum(rounded_up(value.size_bytes) for value in draft.values if value.kind is Kind.LIBRARY)
+    if library_bytes:
+        static_bytes[str(Kind.LIBRARY)] = library_bytes
     return msgspec.structs.replace(
         draft,
         static_bytes=static_bytes,  # of small values too, whichever memory the peaks count
@@ -391,8 +396,16 @@ def versions_here(device: str) -> dict[str, str]:
     """Versions of poochplan, torch and Python; on the device ``"cuda"`` also of CUDA and cuDNN."""
     versions = {"poochplan": package_version(), "torch": str(torch.__version__), "python": platform.python_version()}
     if device == "cuda":
-        versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+        versions |= {"cuda": str(torch.version.cuda), "cudnn": cudnn_version()}
     return versions
+
+
+def cudnn_version() -> str:
+    """cuDNN's version, or why there is none: torch refuses one that is not its own."""
+    try:
+        return str(torch.backends.cudnn.version())
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
 
 
 def processor_name() -> str:

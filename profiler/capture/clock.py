@@ -14,8 +14,8 @@ import torch
 
 from poochplan.torch_private.cuda_internals import clear_cublas_workspaces, gpu_sleep
 
-_HEAD_START_CYCLES = 2_000_000
-"""About a millisecond of a GPU."""
+_HALF_A_HEAD_START_CYCLES = 1_000_000
+"""About half a millisecond of a GPU."""
 
 
 class Clock:
@@ -42,21 +42,23 @@ class CudaClock(Clock):
     """Events on the calling thread's current stream.
 
     An idle device would reach the first event before the op is queued, and the time of queueing would count as the
-    op's. So the device is kept busy for a millisecond whenever it has caught up, and the ops queue up behind that.
+    op's. So the device gets a head start, which keeps it busy for a millisecond, and the ops queue up behind that. It
+    gets another one once it is behind the middle of the last: so half a millisecond is always left to queue an op in.
     """
 
     def __init__(self, where: torch.device) -> None:
         self._where = where
-        self._last: torch.cuda.Event | None = None
+        self._middle: torch.cuda.Event | None = None
 
     def begin(self) -> torch.cuda.Event:
-        if self._last is None or self._last.query():
-            gpu_sleep(_HEAD_START_CYCLES, self._where)
+        if self._middle is None or self._middle.query():
+            gpu_sleep(_HALF_A_HEAD_START_CYCLES, self._where)
+            self._middle = self.mark()
+            gpu_sleep(_HALF_A_HEAD_START_CYCLES, self._where)
         return self.mark()
 
     def end(self) -> torch.cuda.Event:
-        self._last = self.mark()
-        return self._last
+        return self.mark()
 
     def mark(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -67,7 +69,7 @@ class CudaClock(Clock):
         torch.cuda.synchronize(self._where)
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return float(begin.elapsed_time(end)) / 1e3
+        return max(0.0, float(begin.elapsed_time(end)) / 1e3)  # on two streams the end may come first
 
 
 def current(where: torch.device) -> AbstractContextManager[object]:

@@ -169,7 +169,10 @@ class Capturing(SegmentObserver):
             device=device or this_machine(self.context.where),
             notes=[*self._model_notes, *step_notes(self.capture, self.kinds, is_fake=mode == "fake"), *notes],
             accumulate=self.has_gradients,
-            held_bytes={"cublas": self._library_bytes, "beside": self.beside_bytes + self._unmet_bucket_bytes()},
+            held_bytes={
+                ("cublas", Kind.LIBRARY): self._library_bytes,
+                ("beside", Kind.INPUT): self.beside_bytes + self._unmet_bucket_bytes(),
+            },
         )
 
     def _unmet_bucket_bytes(self) -> int:

@@ -24,10 +24,9 @@ from poochplan.tensors.signatures import model_switches
 from poochplan.torch_private.tensor_internals import is_scripted
 
 from .segment_observer import SegmentObserver, StudyContext
-from .step_kinds import MOST_KINDS, Key, StepKind, StepKinds
+from .step_kinds import MOST_KINDS, TOO_MANY, Key, StepKind, StepKinds
 from .study import StudyOptions, study
 
-TOO_MANY = "inputs come in too many shapes, none of them often: pad them to a few lengths"
 MOST_WARMUP = 8
 """After this many segments without a step of an optimizer, studies begin anyway."""
 
@@ -202,6 +201,7 @@ class LoopObserver(PlanSource):
             self._optimizers[optimizer] = next(place for place in itertools.count() if place not in taken)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizing(optimizer)  # one that was new while the session rested
         self._optimizer_steps += 1
         self._after = self._optimizers[optimizer]
         if not self._attachment.engine.cursor.is_open:

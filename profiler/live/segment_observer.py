@@ -25,7 +25,7 @@ from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together
 from poochplan.runtime.engine.saved_value import SavedHandle
 from poochplan.runtime.metering.census import census, foreseen_bytes
 from poochplan.runtime.step_policies.step_policy import StepPolicy
-from poochplan.torch_private.tensor_internals import intercept_autograd, storage_identity
+from poochplan.torch_private.tensor_internals import in_backward, intercept_autograd, storage_identity
 
 PackHook = Callable[[torch.Tensor], SavedHandle]
 UnpackHook = Callable[[SavedHandle], torch.Tensor]
@@ -137,9 +137,11 @@ class SegmentObserver:
     def _backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def seen(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             ran = partial(run, outputs, *args, **kwargs)
-            if threading.get_ident() != self._thread or is_the_compilers(outputs):
+            is_here = threading.get_ident() == self._thread
+            is_within = self._is_in_backward and (is_here or in_backward())  # on CUDA on autograd's thread
+            if is_the_compilers(outputs) or not (is_here or is_within):
                 return ran()
-            if self._is_in_backward:
+            if is_within:
                 self.runs_another()
                 return ran()
             self._is_in_backward = True

@@ -152,6 +152,11 @@ class StepKind:
     def is_studied(self) -> bool:
         return self.next_observer is not None
 
+    @property
+    def varies(self) -> bool:
+        """Whether it has no profile because no two of its segments are alike."""
+        return self.refused == TOO_MANY or self.refused.startswith(VARIES.partition("{")[0])
+
     def waits(self) -> bool:
         """A segment of other inputs came in place of one of this kind. Returns whether the study ends with that."""
         self._waited += 1
@@ -265,6 +270,7 @@ def shape_of(segment: Segment) -> tuple[int, ...]:
     return segment.saves, segment.packs, segment.uses, segment.saved_bytes, segment.earlier_uses
 
 
+TOO_MANY = "inputs come in too many shapes, none of them often: pad them to a few lengths"
 VARIES = "the sizes of what they save vary, and those of their inputs do not: {}"
 UNUSED = "no backward uses the saved tensors"
 UNMOVED = "all that they save is sparse, nested or of a subclass, which no plan moves"

@@ -43,6 +43,8 @@ from poochplan.torch_private.tensor_internals import holders_of, without_modes
 
 PIECE_BYTES = 65536
 """Contents are summed and compared in pieces of at least this many bytes; a multiple of 8."""
+MOST_PIECES = 32
+"""Of a value on a GPU, where each piece is a few launches, whatever it has to do."""
 Copied = Callable[[int, int], torch.UntypedStorage]
 """Returns that many bytes of a copy, from an offset on: a storage for the caller to keep."""
 
@@ -157,17 +159,19 @@ class Verify(Follow):
             self._changed = [record for record, _, _ in changed]
 
     def _compare(self, index: int, found: torch.UntypedStorage) -> None:
-        copy, size_bytes, same = self._copies.pop(index), found.nbytes(), True
-        # Piece by piece: a step that swaps everything may have no room for one more value.
+        copy, size_bytes = self._copies.pop(index), found.nbytes()
+        differs: bool | torch.Tensor = False
+        # Piece by piece: a step that swaps everything may have no room for one more value. A GPU is asked once.
         piece_bytes = max(PIECE_BYTES, -(-size_bytes // 16 // PIECE_BYTES) * PIECE_BYTES)
         for start in range(0, size_bytes, piece_bytes):
             part = bytes_of(found)[start : start + piece_bytes]
             wanted = bytes_of(copy(start, len(part)))
-            if not torch.equal(wanted, part):
-                same = False
+            is_cpu = part.device.type == "cpu"
+            differs = differs | (not torch.equal(wanted, part) if is_cpu else (wanted != part).any())
+            if differs is not False:
                 part.copy_(wanted)  # otherwise replays that start from it would differ too
         if index not in self.refused:
-            (self.verified if same else self.differing).add(index)
+            (self.differing if differs else self.verified).add(index)
 
     # -- in words ---------------------------------------------------------------------------------------------
 
@@ -342,13 +346,17 @@ class _Held(NamedTuple):
 
 
 def checksum(storage: torch.UntypedStorage) -> int:
-    """A number of the contents, in which each eight bytes have another weight in their piece, and each piece has."""
-    total = 0
+    """A number of the contents, in which each eight bytes have another weight in their piece, and each piece has. It is
+    added up on the device, whose work is waited for once.
+    """
     with without_modes(), torch.no_grad():
-        whole = bytes_of(storage)
-        weights = torch.arange(1, PIECE_BYTES // 4, 2, device=storage.device)
-        for piece in whole.split(PIECE_BYTES):
+        whole, piece_bytes = bytes_of(storage), PIECE_BYTES
+        if storage.device.type != "cpu":
+            piece_bytes = max(PIECE_BYTES, 8 * -(-whole.numel() // (8 * MOST_PIECES)))
+        weights = torch.arange(1, piece_bytes // 4, 2, device=storage.device)
+        total = torch.zeros((), dtype=torch.int64, device=storage.device)
+        for piece in whole.split(piece_bytes):
             words = piece[: len(piece) // 8 * 8].view(torch.int64)
-            total = (3 * total + int((words * weights[: len(words)]).sum())) % 2**64
+            total.mul_(3).add_((words * weights[: len(words)]).sum())
         rest = whole[len(whole) // 8 * 8 :]
-        return total + int((rest * weights[: len(rest)]).sum())
+        return int(total.add_((rest * weights[: len(rest)]).sum()))

@@ -90,6 +90,10 @@ class Arena:
         """The clock is at ``point``: the sequence continues with the blocks after it, at any earlier position."""
         self._library.arena_at(self._handle, point)
 
+    def fill_gaps(self) -> None:
+        """From here on a block whose own place is missing or in use takes any gap between the live blocks."""
+        self._library.arena_fill_gaps(self._handle)
+
     def end(self) -> None:
         """The step is over: no thread uses the arena any more."""
         self._library.arena_end(self._handle)

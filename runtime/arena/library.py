@@ -51,6 +51,7 @@ _SIGNATURES: Signatures = {
     "arena_lay_out": (_INT, (_HANDLE, _INT64, _HANDLE, _HANDLE, _HANDLE, _INT64, _INT64)),
     "arena_begin": (_INT, (_HANDLE, _INT64)),
     "arena_at": (None, (_HANDLE, _INT64)),
+    "arena_fill_gaps": (None, (_HANDLE,)),
     "arena_end": (None, (_HANDLE,)),
     "arena_drop": (None, (_HANDLE,)),
     "arena_counts": (None, (_HANDLE, _HANDLE)),

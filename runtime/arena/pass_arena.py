@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -20,8 +20,10 @@ import torch
 
 from poochplan.errors import UsageError
 from poochplan.formats.files import html_table, text_table
+from poochplan.guard import Guard, guarded, stand
 from poochplan.runtime.arena.library import Table, ThreadScope
 from poochplan.runtime.arena.recorded_layout import ArenaRuns, PackBlocks, RecordedLayout, layout_of_run
+from poochplan.runtime.messages import warn
 from poochplan.tensors.modes import Begins, Ends, around_calls, compiled_modules, inside, left_out_of_copies
 from poochplan.tensors.signatures import input_signature
 from poochplan.torch_private.compiler_internals import is_tracing
@@ -39,6 +41,11 @@ MOST_SEEN = 256
 """Kinds of inputs that are remembered without a layout."""
 ORDINARY = 1
 """Passes of a kind before one is logged. The first one makes objects that stay, such as a kernel's own weights."""
+FAILED = (
+    "the arena stands aside, because something of ours has failed: {}; calls of the model are ordinary from here on, "
+    "and every result is right; please report this line"
+)
+INTERRUPTED = "an interrupt has closed the arena; calls of the model are ordinary from here on"
 _AT_ONCE = 3
 """A kind of pass is laid out so many times in a row. After that, only passes whose number is a power of two are."""
 
@@ -83,11 +90,23 @@ class PassArena:
         """Held while a pass runs, on any thread."""
         self._pass = _Pass()
         self._stack = ExitStack()
+        self._guard = Guard(self._failed)
+        self._guard.asked_for = (UsageError,)
         if not reason:
+            self._observe()
+
+    def _observe(self) -> None:
+        leave = stand(self._guard)
+        try:
             with ExitStack() as stack:
-                stack.enter_context(around_passes(model, self._call_begins, self._call_ends))
-                stack.enter_context(around_parts(model, self._part_is_called))
+                stack.enter_context(around_passes(self._model, self._call_begins, self._call_ends))
+                stack.enter_context(around_parts(self._model, self._part_is_called))
                 self._stack = stack.pop_all()
+        except Exception as error:
+            if not self._guard.takes(error):
+                raise
+        finally:
+            leave()
 
     def __enter__(self) -> PassArena:
         return self
@@ -98,9 +117,27 @@ class PassArena:
     def close(self) -> None:
         """From here on passes are ordinary. The arena's memory is freed with the last tensor in it. Idempotent."""
         self._is_closed = True
-        self._stack.close()
-        if self._runs is not None:
-            self._runs.close_arena()
+        try:
+            self._stack.close()
+            if self._runs is not None:
+                self._runs.close_arena()
+        except Exception as error:
+            if not self._guard.takes(error):
+                raise
+
+    def _failed(self, why: str) -> None:
+        """Something of ours has raised, perhaps amid a pass of this thread, which goes on with ordinary memory."""
+        self._is_closed = True
+        is_within = getattr(_here, "arena", None) is self
+        if is_within:
+            _here.arena = None
+        with suppress(Exception):
+            self._stack.close()
+        if self._runs is not None and (is_within or self._is_free.acquire(blocking=False)):  # else another's pass runs
+            with suppress(Exception):
+                self._runs.close()
+        with suppress(Exception):
+            warn(FAILED.format(why) if why else INTERRUPTED)
 
     def report(self) -> PassReport:
         """A report on the last pass that used the arena, with the figures to compare it with."""
@@ -374,7 +411,7 @@ def around_parts(model: torch.nn.Module, called: Callable[[str], None]) -> Itera
     """
 
     def telling(path: str) -> Callable[[torch.nn.Module, Any], None]:
-        return lambda _, __: called(path)
+        return guarded(lambda _, __: called(path))
 
     with ExitStack() as stack:
         for path, part in _larger_parts(model).items():

@@ -98,6 +98,11 @@ class ArenaRuns:
         if self.has_places and self.arena is not None:
             self.arena.at(point)
 
+    def fill_gaps(self) -> None:
+        """Blocks of this run, and of later ones, take any free bytes of the arena where their places are not."""
+        if self.has_places and self.arena is not None:
+            self.arena.fill_gaps()
+
     def marks(self, point: int) -> None:
         """The clock is at ``point`` of the layout that the run's log becomes."""
         if self._log is not None:

@@ -21,7 +21,7 @@ import torch
 from poochplan.errors import UsageError
 from poochplan.formats.plan import OUTSIDE, Plan
 from poochplan.formats.plan_set import Signature
-from poochplan.runtime.arena.library import Table, why_not_loaded, why_unavailable
+from poochplan.runtime.arena.library import Table, untold_absence, why_not_loaded, why_unavailable
 from poochplan.runtime.arena.recorded_layout import (
     ArenaRuns,
     PackBlocks,
@@ -31,6 +31,7 @@ from poochplan.runtime.arena.recorded_layout import (
     recorded_layout,
 )
 from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.messages import warn
 from poochplan.runtime.metering.allocated import step_scope
 from poochplan.runtime.metering.step_meter import layer_at
 
@@ -189,7 +190,7 @@ class StepArena:
         self._is_on = False
         self._is_whole = False
         """Whether the step is a complete example of its variant."""
-        self._point = 0
+        self._point = self._left_out = 0
         self._state_entries: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         """Number of state entries of each optimizer before its last step."""
 
@@ -210,7 +211,7 @@ class StepArena:
             self._runs.stands_aside()
             return
         self._is_on = self._is_whole = True
-        self._report, self._segment, self._point = segment.report, segment, 1
+        self._report, self._segment, self._point, self._left_out = segment.report, segment, 1, 0
         self._runs.begin(
             known.layout,
             largest_bytes=self._steps.largest_bytes,
@@ -255,6 +256,9 @@ class StepArena:
 
     def at(self, point: int) -> None:
         if self._is_on:
+            if self._segment is not None and self._segment.left_out > self._left_out:
+                self._runs.fill_gaps()
+                self._left_out = self._segment.left_out
             self._point = point
             self._runs.at(point)
             self._runs.marks(point)
@@ -395,7 +399,8 @@ class RepeatedStep:
 def step_arena_for(
     mode: ArenaMode, device: str, pack: PackBlocks | None, plans: Sequence[Plan] = ()
 ) -> StepArena | None:
-    """The arena for the steps of these plans, or of plans to come; None if they use the ordinary allocator.
+    """The arena for the steps of these plans, or of plans to come; None if they use the ordinary allocator. Warns, once
+    in a process, if they would have one and there is no compiled allocator.
 
     Raises ``UsageError`` if the mode is ``"on"`` and an arena is impossible.
     """
@@ -404,6 +409,8 @@ def step_arena_for(
         return StepArena(pack, mode)
     if mode == "on":
         raise UsageError(f'arena: "on" is not possible: {reason}; take "auto" to train without an arena')
+    if reason and reason == why_unavailable() and (line := untold_absence()):
+        warn(line)
     return None
 
 

@@ -269,8 +269,7 @@ class Audit:
     def _watch(self, value: SavedValue, plan: AuditedPlan, index: int, *, is_beside: bool) -> None:
         begin_s = time.perf_counter()
         assert value.storage is not None
-        geometry = value.geometry or Geometry.of(value.probe)
-        beside = Beside(plan, index, value.storage, (geometry.dtype, geometry.shape), is_kept=is_beside)
+        beside = Beside(plan, index, value.storage, value.geometry or Geometry.of(value.probe), is_kept=is_beside)
         value.beside = beside
         self.beside_bytes += beside.size_bytes if beside.is_kept else 0
         if not beside.is_kept:
@@ -322,11 +321,16 @@ class Beside:
     """What is known of a value that the engine has released: the storage itself, or a checksum of it."""
 
     def __init__(
-        self, plan: AuditedPlan, index: int, storage: torch.UntypedStorage, look: Look, *, is_kept: bool
+        self, plan: AuditedPlan, index: int, storage: torch.UntypedStorage, geometry: Geometry, *, is_kept: bool
     ) -> None:
-        self.plan, self.index, self.look, self.is_kept = plan, index, look, is_kept
-        self.size_bytes = storage.nbytes()
-        self.kept = storage if is_kept else None
+        self.plan, self.index, self.size_bytes = plan, index, storage.nbytes()
+        self.look: Look = geometry.dtype, geometry.shape
+        self.part = None if covers(geometry, self.size_bytes) else geometry
+        """What is compared: the tensor that was saved first. Forward may go on to write the rest of its storage, as an
+        LSTM's cell writes the other gates. None for all of the storage.
+        """
+        self.is_kept = is_kept and (self.part is None or storage.device.type == "cpu")  # else it would take memory
+        self.kept = storage if self.is_kept else None
         self.weak = weakref.ref(storage)
         self.looks = 0
         self.held_at: int | None = None
@@ -338,7 +342,7 @@ class Beside:
         storage = self.weak()
         if storage is not None and storage.nbytes() == self.size_bytes:
             self.looks += 1
-            self.checksum = checksum(storage)
+            self.checksum = checksum(storage, self.part)
 
 
 class Comparison:
@@ -354,7 +358,7 @@ class Comparison:
             if beside.kept is not None:
                 found = _cuda_differs(beside.kept, storage)
             else:
-                found = torch.ne(checksum(storage), beside.checksum)
+                found = torch.ne(checksum(storage, beside.part), beside.checksum)
             self._result = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
             self._result.copy_(found, non_blocking=True)
             self._done = torch.cuda.Event()
@@ -391,11 +395,37 @@ _MOST_NAMED = 4
 _AGAIN = {Decision.SWAP: "swapped", Decision.RECOMPUTE: "recomputed", Decision.KEEP: "kept"}
 
 
-def checksum(storage: torch.UntypedStorage) -> Any:
-    """The sum of all words, modulo 2^64, and of the bytes behind the last; on the storage's device."""
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def covers(geometry: Geometry, size_bytes: int) -> bool:
+    """Whether tensors of the geometry have all bytes of their storage, or what they have cannot be told."""
+    item_bytes = geometry.dtype.itemsize
+    return math.prod(geometry.shape) * item_bytes == size_bytes or item_bytes not in _WORDS
+
+
+def _memory(storage: torch.UntypedStorage) -> Any:
+    return (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+
+
+def _elements(storage: torch.UntypedStorage, part: Geometry) -> Any:
+    """What a part of a storage on the CPU has, in place."""
+    item_bytes = part.dtype.itemsize
+    strides = [item_bytes * one for one in part.stride]
+    return np.ndarray(part.shape, f"u{item_bytes}", _memory(storage), item_bytes * part.offset, strides)
+
+
+def checksum(storage: torch.UntypedStorage, part: Geometry | None = None) -> Any:
+    """The sum of all words, modulo 2^64, and of the bytes behind the last; on the storage's device. Of a part of the
+    storage the sum of its elements. On the CPU no memory of torch's is taken.
+    """
+    if part is not None and storage.device.type == "cpu":
+        return int(np.add.reduce(_elements(storage, part), axis=None, dtype=np.uint64))
+    if part is not None:
+        with unseen_by_modes():
+            return part.on(storage).view(_WORDS[part.dtype.itemsize]).sum(dtype=torch.int64)
     if storage.device.type == "cpu":
-        memory: Any = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
-        words = storage.nbytes() // 8
+        memory, words = _memory(storage), storage.nbytes() // 8
         whole = int(np.add.reduce(np.frombuffer(memory, np.uint64, words))) if words else 0
         return whole, memory[words * 8 :]
     with unseen_by_modes():
@@ -410,9 +440,12 @@ _C_LIBRARY.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 def _cpu_differs(beside: Beside, storage: torch.UntypedStorage) -> bool:
     if beside.kept is None:
-        return bool(checksum(storage) != beside.checksum)
-    same_size = beside.kept.nbytes() == storage.nbytes()
-    return not same_size or bool(_C_LIBRARY.memcmp(beside.kept.data_ptr(), storage.data_ptr(), storage.nbytes()))
+        return bool(checksum(storage, beside.part) != beside.checksum)
+    if beside.kept.nbytes() != storage.nbytes():
+        return True
+    if beside.part is not None:
+        return not np.array_equal(_elements(beside.kept, beside.part), _elements(storage, beside.part))
+    return bool(_C_LIBRARY.memcmp(beside.kept.data_ptr(), storage.data_ptr(), storage.nbytes()))
 
 
 def _cuda_differs(kept: torch.UntypedStorage, storage: torch.UntypedStorage) -> torch.Tensor:

@@ -195,8 +195,8 @@ class StepEvents:
     """The code that runs next follows no plan: a model is called without gradients, or steps run in-core."""
     rests: Callable[[Any], None] = nothing
     """The session rests from here on, until a step takes more than this (``metering/watch.py``)."""
-    at_rest: Callable[[bool], None] = nothing
-    """While the session rests: a step is about to begin (true), or its optimizer has stepped."""
+    outgrown: Callable[[], None] = nothing
+    """While the session rests, a step has taken too much."""
     optimizing: Callable[[torch.optim.Optimizer], None] = nothing
     """An optimizer of the models is about to step."""
     elsewhere: Callable[[str], None] = nothing

@@ -33,7 +33,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -52,24 +51,14 @@ from poochplan.runtime.step_policies.diagnosis import CANNOT_WRITE, KEPT, SAFELY
 from poochplan.runtime.step_policies.left_out import LeftOut
 from poochplan.runtime.step_policies.step_policy import NOTHING, Actions, Chooser, Diverged, StepPolicy
 from poochplan.tensors.modes import Unseen
-from poochplan.tensors.storages import (
-    Geometry,
-    Shell,
-    gradient_of,
-    has_storage,
-    keys_of,
-    own_tensors,
-    plain_storage,
-    saved_part,
-    storage_key,
-)
-from poochplan.torch_private.sharding import gathered_weights, has_storages
-from poochplan.torch_private.tensor_internals import in_backward, is_scripted, mode_count, storage_identity, version_of
+from poochplan.tensors.storages import Geometry, Shell, plain_storage, saved_part
+from poochplan.torch_private.tensor_internals import in_backward, is_scripted, mode_count, storage_identity
 
 from .audit import Audit
 from .cursor import NO_EVENTS, Cursor, Segment, StepEvents
 from .host_tier import HostTier
 from .mechanism import Mechanism, Rebuild, rebuild_together
+from .own_tensors import OwnTensors
 from .saved_value import SavedHandle, SavedValue, held_source
 
 AroundCall = Callable[[str, Callable[..., Any]], Callable[..., Any]]
@@ -115,12 +104,7 @@ class Engine:
         self._parts = parts
         self._events = events
         self.fallbacks = Fallbacks()
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        """Storages of ``tape.static``, by identity: another may get that of a buffer that a forward replaces."""
-        self._own = set[int]()
-        """The model's parameters and buffers, by ``id``: a parameter may get other ``.data`` amid forward."""
-        self._ungathered: list[Any] = []
-        """FSDP2's weights that have no storages yet."""
+        self._own = OwnTensors(self.tape)
         self._lock = threading.RLock()
         self.is_aside = False
         """Whether saved tensors stay with autograd, and values come back without a step policy."""
@@ -151,7 +135,7 @@ class Engine:
         segment.announced, segment.model = announced, name
         self.mechanism.report = segment.report
         with Unseen():  # parameters may be sparse, and are taken apart
-            self._look_at_model(segment)
+            segment.gradient_bytes = self._own.look_at(self.model_of(segment))
         self.tape.forget(lambda: before.is_held)
         segment.left_over = [weakref.ref(value) for value in self._left_over()]
         segment.left_over_bytes = sum(storage.nbytes() for storage in self.left_over_storages())
@@ -176,7 +160,7 @@ class Engine:
             segment.model = name
             if name in self._parts:
                 with Unseen():
-                    self._look_at_model(segment)
+                    segment.gradient_bytes = self._own.look_at(self.model_of(segment))
         if self.cursor.is_open and self._policy is None:  # its chooser needs the inputs first
             segment.inputs = inputs()
             self._choose(segment)
@@ -254,34 +238,6 @@ class Engine:
         except Diverged as reason:
             self._diverge(reason)
 
-    def _look_at_model(self, segment: Segment) -> None:
-        kind, static, before = self.device.kind, self.tape.static, self._alive
-        static.clear()
-        self._own.clear()
-        self.tape.buffers.clear()
-        self._alive = {}
-        segment.gradient_bytes = 0
-        model = self.model_of(segment)
-        for tensor in own_tensors(model):
-            self._own.add(id(tensor))
-            storage = plain_storage(tensor, kind)
-            if storage is not None:
-                key = storage_identity(storage)
-                if tensor.ndim < 2 or not isinstance(tensor, torch.nn.Parameter):
-                    self.tape.buffers.add(key)
-                static[key] = max(version_of(tensor), static.get(key, 0))
-                reference = before.get(key)
-                if reference is None or reference() is not storage:
-                    reference = weakref.ref(storage, partial(static.pop, key))  # its default is the reference
-                self._alive[key] = reference
-            else:
-                static.update(dict.fromkeys(keys_of(tensor, kind), 0))
-            grad = gradient_of(tensor)
-            if grad is not None and has_storage(grad, kind):
-                segment.gradient_bytes += grad.untyped_storage().nbytes()
-        gathered, self._ungathered = gathered_weights(model)
-        static.update((storage_key(one), version_of(one)) for one in gathered if one.device.type == kind)
-
     def left_over_storages(self) -> list[torch.UntypedStorage]:
         """Device storages of values that earlier segments saved and that are still held."""
         return [value.storage for value in self._left_over() if value.storage is not None]
@@ -324,11 +280,11 @@ class Engine:
             tensor = saved_part(whole)  # Rule 13
             storage = None if tensor is whole else plain_storage(tensor, self.device.kind)
             segment.others += storage is None
-        if self._ungathered and any(map(has_storages, self._ungathered)):  # in the first forward of their unit
-            self._look_at_model(segment)
+        if self._own.absent and self._own.have_come():
+            segment.gradient_bytes = self._own.look_at(self.model_of(segment))
         if (
             storage is None
-            or (type(whole) is not torch.Tensor and id(whole) in self._own and isinstance(whole, torch.nn.Parameter))
+            or (type(whole) is not torch.Tensor and self._own.has_parameter(whole))
             or storage_identity(storage) in self.tape.static
             or tensor.get_device() != self._index
         ):
@@ -393,12 +349,15 @@ class Engine:
     def _pass_over(self, gap: LeftOut) -> None:
         """The step leaves out some layers of its plan."""
         segment = self.cursor.segment
+        if not segment.saves:  # the step's first layers: its clock begins here
+            self._events.point(1)
         segment.left_out += gap.saves - segment.saves
         self.audit.left_out = True
         segment.saves, segment.packs, segment.uses = gap.saves, gap.packs, max(segment.uses, gap.uses)
-        self._events.point(segment.saves + segment.uses)
-        for actions in gap.actions:
+        for point, actions in gap.actions:
+            self._events.point(point)
             self._carry_out(actions)
+        self._events.point(segment.saves + segment.uses)
 
     def _save(self, record: StorageRecord, tensor: torch.Tensor) -> SavedValue:
         assert self._policy is not None

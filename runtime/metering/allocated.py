@@ -63,6 +63,9 @@ class PeakBytes(NamedTuple):
     """The mark that the peak followed, if it is known."""
 
 
+NOTHING = PeakBytes(0, 0)
+
+
 class StepPeak:
     """The peak of one step after another. This class itself knows none."""
 
@@ -107,14 +110,14 @@ class AllocatedPeak(StepPeak):
         self._beside_arena_bytes = 0
         """The same for memory that lies in no arena."""
         self._arena_bytes = 0
-        self._most = PeakBytes(0, 0)
+        self._most = NOTHING
         """The peak of the step before the arena, or the memory beside the count, last changed."""
         self._unknown: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def step_begins(self) -> None:
-        joined_count()
+        self._count.join()
         self._count.reset_peak()
-        self._most = PeakBytes(0, 0)
+        self._most = NOTHING
 
     def looked_around(self, storages: Mapping[int, torch.UntypedStorage], unseen_bytes: int = 0) -> None:
         library = self._count.library

@@ -151,6 +151,11 @@ class StepMeter:
             self._source.uses_arena(arena_bytes)
 
     @property
+    def source(self) -> StepPeak | None:
+        """What gives the bytes, from the first metered step on."""
+        return self._source
+
+    @property
     def peak_bytes(self) -> int | None:
         """The peak of this step so far; None if it is not metered, or if a log gives it only at the end of the step."""
         self._read()

@@ -12,23 +12,29 @@ from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.run_report import StepReport
 
-from .allocated import joined_count
+from .allocated import StepPeak, joined_count
 from .step_meter import StepMeter
 
 CENSUS_SHARE = 0.003
 """Share of a loop's time that censuses may take. A census counts all tensors of the process."""
 GROWS = 1.25
-"""Where no budget is kept, steps may take by this factor more than the first one."""
+"""Where no budget is kept, steps may take by this factor more than the first ones."""
+FIRST = 8
+"""So many steps are the first ones: a loop may have several optimizers, whose steps differ."""
 
 
 class MostBytes(NamedTuple):
     size_bytes: float
     is_kept: bool
-    """Whether they are a budget that is kept. Else the first step may take more, and tells how much later ones may."""
+    """Whether they are a budget that is kept. Else the first steps may take more, and tell how much later ones may."""
 
 
 class Watch:
-    """State: the running step, whether the next one begins with a census, and the time that the last census took.
+    """State: the running step; the number of steps and the largest peak since :meth:`take`; and whether the next step
+    begins with a census.
+
+    It is called once where a step begins and once where it ends, and must cost next to nothing there: only the few
+    steps that begin with a census go through the meter, others read the allocator's counter.
 
     Parameters
     ----------
@@ -37,51 +43,77 @@ class Watch:
 
     def __init__(self, meter: StepMeter, engine: Engine, device: ComputeDevice, most: MostBytes) -> None:
         self._meter, self._engine, self._device = meter, engine, device
-        self._most_bytes, self._learns = most.size_bytes, not most.is_kept
-        self.report: StepReport | None = None
-        """Of the running step, or of the last one; None before there is one."""
-        self._is_open = self._has_stepped = False
+        self._most_bytes, self._to_learn = most.size_bytes, 0 if most.is_kept else FIRST
+        self._steps, self._peak_bytes, self._last_bytes = 0, 0, 0
+        self._is_open = self.has_stepped = False
+        """Whether a step is running, and whether an optimizer has stepped."""
         self._is_due = True
-        self._looked_s = self._look_took_s = 0.0
+        self._due_s = 0.0
+        self._source: StepPeak | None = None
+        """Of the running step, if it needs no more than that."""
 
-    def begins(self) -> StepReport | None:
-        """A step is about to begin, or goes on with another micro-batch. Returns the report of the last one, if the
-        loop has no optimizer that would have ended it.
+    def begins(self) -> bool:
+        """A step is about to begin, or goes on with another micro-batch. Returns whether the last one took too much, if
+        the loop has no optimizer that would have ended it.
         """
-        ended = None if self._has_stepped else self.ends()
+        is_over = False if self.has_stepped else self._ends()
         if self._is_open:
-            return ended
-        self._is_open, self.report = True, StepReport(steps=1)
+            return is_over
+        self._is_open = True
+        if self._is_due or time.monotonic() > self._due_s:
+            self._looks()
+        else:
+            self._source = self._meter.source
+            if self._source is not None:
+                self._source.step_begins()
+        return is_over
+
+    def _looks(self) -> None:
+        """The step begins with a census."""
         start_s = time.monotonic()
-        is_due = self._is_due or start_s - self._looked_s > self._look_took_s / CENSUS_SHARE
+        self._is_due, self._source = False, None
         memory = Memory.LIVE if joined_count() is None else Memory.ALLOCATED
-        self._meter.step_begins(self._engine, self._device, is_due=is_due, memory=memory)
-        if is_due:
-            self._is_due, self._looked_s = False, time.monotonic()
-            self._look_took_s = self._looked_s - start_s
-        return ended
+        self._meter.step_begins(self._engine, self._device, is_due=True, memory=memory)
+        end_s = time.monotonic()
+        self._due_s = end_s + (end_s - start_s) / CENSUS_SHARE
 
-    def stepped(self) -> StepReport | None:
-        """An optimizer has stepped."""
-        self._has_stepped = True
-        return self.ends()
+    def stepped(self) -> bool:
+        """An optimizer has stepped. Returns whether the step took too much."""
+        self.has_stepped = True
+        return self._ends()
 
-    def ends(self) -> StepReport | None:
-        """The step is over, if one is open: its report."""
+    def _ends(self) -> bool:
+        """The step is over, if one is open. Returns whether it has taken too much."""
         if not self._is_open:
-            return None
-        self._is_open = False
-        self._meter.step_is_over()
-        assert self.report is not None
-        peak_bytes = self.report.peak_bytes = self._meter.peak_bytes
-        if self._learns and peak_bytes is not None:
-            self._learns = False
-            self._most_bytes = self._most_bytes if peak_bytes <= self._most_bytes else GROWS * peak_bytes
-        return self.report
-
-    def is_above(self, report: StepReport) -> bool:
-        """Whether the step has taken too much. If its meter is not certain, the next one tells."""
-        if self._learns or not report.peak_bytes or report.peak_bytes <= self._most_bytes:
             return False
-        self._is_due = not self._meter.is_certain
-        return self._meter.is_certain
+        self._is_open = False
+        self._steps += 1
+        if self._source is None:
+            self._meter.step_is_over()
+            peak_bytes, is_certain = self._meter.peak_bytes, self._meter.is_certain
+        else:
+            found, is_certain = self._source.now(), not self._source.needs_census
+            peak_bytes = None if found is None else found.peak_bytes
+        self._last_bytes = peak_bytes = peak_bytes or 0
+        if peak_bytes > self._peak_bytes:
+            self._peak_bytes = peak_bytes
+        is_above = peak_bytes > self._most_bytes
+        if self._to_learn and peak_bytes:
+            self._to_learn -= 1
+            self._most_bytes = GROWS * peak_bytes if is_above else self._most_bytes
+            return False
+        if not is_above:
+            return False
+        self._is_due = not is_certain  # then the next step tells
+        return is_certain
+
+    @property
+    def last(self) -> StepReport:
+        """Of the running step, or of the last one."""
+        return StepReport(steps=1, peak_bytes=self._last_bytes or None)
+
+    def take(self) -> StepReport:
+        """The sum of the steps since the last call."""
+        taken = StepReport(steps=self._steps, peak_bytes=self._peak_bytes or None)
+        self._steps = self._peak_bytes = 0
+        return taken

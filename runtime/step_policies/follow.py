@@ -154,10 +154,17 @@ class Follow(StepPolicy):
         self._absent.update(range(ordinal, pack))
         for handle in range(ordinal, pack):
             self._to_come.pop(handle, None)
-        actions = [self._resolved(one) for one in self._plan.at_save[index:behind] if one is not None]
+        actions = self._between(self._plan.at_save, index, behind)
         if behind > self._last:
-            actions.append(Actions(record=False))
+            actions.append((behind, Actions(record=False)))
         return LeftOut(behind, pack, use, actions)
+
+    def _between(
+        self, planned: Sequence[PointActions | None], begin: int, end: int, before: int = 0
+    ) -> list[tuple[int, Actions]]:
+        """What is planned from one point to before another, with the points; ``before``: those of another kind."""
+        found = enumerate(planned[begin:end], before + begin + 1)
+        return [(point, self._resolved(one)) for point, one in found if one is not None]
 
     def _passed_uses(self, number: int, handle: SavedHandle, saves: int) -> None:
         """A handle is used whose use is not planned there. Raises ``LeftOut`` if all that is planned before does not
@@ -174,7 +181,7 @@ class Follow(StepPolicy):
             use += 1
         if use == len(self._uses) or self._uses[use] != handle.ordinal or (use == number and saves > self._last):
             return
-        actions = [self._resolved(one) for one in self._plan.at_use[number:use] if one is not None]
+        actions = self._between(self._plan.at_use, number, use, len(self._planned))
         gap = self._pass_over(saves, self._last + 1, pack, len(self._handles), use)
         raise LeftOut(gap.saves, gap.packs, use, [*gap.actions, *actions])
 

@@ -19,10 +19,10 @@ from .step_policy import Actions
 
 class LeftOut(Exception):  # noqa: N818 - a verdict, caught by the engine
     """The step leaves out some layers: its clock goes on at these positions, and what was planned at the points between
-    is carried out now.
+    is carried out now. ``actions``: with the points, as the runtime's clock counts them.
     """
 
-    def __init__(self, saves: int, packs: int, uses: int, actions: Sequence[Actions]) -> None:
+    def __init__(self, saves: int, packs: int, uses: int, actions: Sequence[tuple[int, Actions]]) -> None:
         super().__init__()
         self.saves, self.packs, self.uses, self.actions = saves, packs, uses, actions
 

@@ -18,7 +18,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from poochplan.errors import AuditError, BudgetExceededError, DivergenceError, is_out_of_memory, named_line
+from poochplan.errors import (
+    AuditError,
+    BudgetExceededError,
+    DivergenceError,
+    NativeError,
+    PoochError,
+    is_out_of_memory,
+    named_line,
+)
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
@@ -35,6 +43,16 @@ def users(error: ErrorT) -> ErrorT:
     """The error, which is the user's own: a guard lets it pass."""
     setattr(error, _USERS, True)
     return error
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether it is no error of the user's, and is not to be raised."""
+    return not (RAISES or is_out_of_memory(error) or getattr(error, _USERS, False))
+
+
+def is_about_arguments(error: BaseException) -> bool:
+    """Whether it tells, before the first step, what the user has asked for and cannot have."""
+    return isinstance(error, PoochError) and not isinstance(error, NativeError)
 
 
 class Guard:
@@ -58,7 +76,7 @@ class Guard:
         if getattr(error, _USERS, False):
             return False
         is_error = isinstance(error, Exception)
-        if is_error and (RAISES or is_out_of_memory(error) or isinstance(error, self.asked_for)):
+        if is_error and (not is_ours(error) or isinstance(error, self.asked_for)):
             return False
         if not self.has_failed:
             self.has_failed = True

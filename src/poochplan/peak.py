@@ -37,6 +37,7 @@ _WORDS = {
     "gradient": "gradients",
     "optimizer_state": "optimizer state",
     "input": "inputs, there before",
+    "library": "held by cuBLAS between ops",
     "temporary": "temporaries",
     WORKSPACE: "workspace of the op",
     REPLAY: "a replay under way",

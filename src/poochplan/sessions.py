@@ -3,32 +3,62 @@
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec
 
 import torch
 
+from poochplan.errors import named_line
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
+from poochplan.guard import is_about_arguments, is_ours
 from poochplan.peak import explain_peak
 from poochplan.planner.arena.packing import packed
 from poochplan.runtime.applying import Planner
 from poochplan.runtime.applying import apply as runtime_apply
 from poochplan.runtime.arena.library import why_not_loaded, why_unavailable
 from poochplan.runtime.arena.pass_arena import PassArena
-from poochplan.runtime.messages import users_line
+from poochplan.runtime.messages import warn
 from poochplan.runtime.open_sessions import check_no_session
+from poochplan.runtime.plan_source import PlanSource
 from poochplan.runtime.session import Session
 from poochplan.tensors.storages import own_tensors
 
 if TYPE_CHECKING:
     from poochplan.online.ranks import Ranks
 
+P = ParamSpec("P")
 REPLAN_S = 10.0
 """Seconds that the search for a new plan may take while the training waits."""
 
 
+def made_in_any_case(make: Callable[P, Session]) -> Callable[P, Session]:
+    """``make``, whose failure ends no loop either: the session that it then returns stands aside when it is entered.
+    Errors about arguments are raised.
+    """
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> Session:
+        model = signature.bind(*args, **kwargs).arguments["model"]
+        try:
+            return make(*args, **kwargs)
+        except Exception as error:
+            if is_about_arguments(error) or not is_ours(error):
+                raise
+            failure = error
+        models = model if isinstance(model, Mapping) else {"": model}
+        return Session(models, torch.device("cpu"), functools.partial(_raise, failure), PlanSource())
+
+    return made
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
+@made_in_any_case
 @functools.wraps(runtime_apply)
 def apply(*args: Any, **kwargs: Any) -> Session:
     return runtime_apply(*args, **({"planner": PLANNER} | kwargs))
@@ -60,15 +90,18 @@ def arena(model: torch.nn.Module) -> PassArena:
         There is a session on this thread or for this model; or the model is itself a
         ``torch.nn.TransformerEncoderLayer``, which uses other kernels if it has hooks.
     """
-    check_no_session("arena()", [model])
-    reason = _why_no_arena(model)
+    try:
+        check_no_session("arena()", [model])
+        reason = _why_no_arena(model)
+        made = PassArena(model, packed, reason)
+    except Exception as error:
+        if is_about_arguments(error) or not is_ours(error):
+            raise
+        reason = named_line(error)
+        made = PassArena(model, packed, reason)
     if reason:
-        warnings.warn(
-            f"poochplan: arena() allocates nothing, and calls of the model are ordinary: {reason}",
-            RuntimeWarning,
-            stacklevel=users_line(),
-        )
-    return PassArena(model, packed, reason)
+        warn(f"arena() allocates nothing, and calls of the model are ordinary: {reason}")
+    return made
 
 
 def _why_no_arena(model: torch.nn.Module) -> str:
@@ -97,11 +130,9 @@ def explained(profile: Profile, plan: Plan | None, measured_peak_bytes: int | No
 
 
 def generators(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """States of torch's random number generators, by kind of device."""
-    states = {"cpu": torch.get_rng_state()}
-    if any(parameter.is_cuda for parameter in model.parameters()):
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
+    """States of torch's random number generators: the CPU's, and those of the GPUs that the model is on."""
+    places = {tensor.device for tensor in own_tensors(model) if tensor.is_cuda}
+    return {"cpu": torch.get_rng_state()} | {str(one): torch.cuda.get_rng_state(one) for one in places}
 
 
 def ranks_of(models: Iterable[torch.nn.Module]) -> Ranks | None:

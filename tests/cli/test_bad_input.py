@@ -11,6 +11,7 @@ import torch
 
 from poochplan import Plan, Profile, smallest_budget
 from tests.cli.conftest import Pooch
+from tests.runtime.served import needs_compiler
 
 FIT = "fit {small} --device-memory 1MiB --roofline 50e12,2e12 --margin 0 --evaluations 300"
 REFUSED = """
@@ -268,6 +269,7 @@ def test_an_interrupt_ends_with_code_130(pooch: Pooch, monkeypatch: pytest.Monke
 # -- verification --------------------------------------------------------------------------------------------------
 
 
+@needs_compiler
 def test_a_workload_that_returns_the_same_model_cannot_be_checked(
     pooch: Pooch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from poochplan.report.tables import load_any
 from poochplan.verify import contradiction
 from tests.cli.conftest import Pooch, Result
 from tests.processes import python
+from tests.runtime.served import needs_compiler
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -215,6 +216,7 @@ def test_a_run_over_its_budget_ends_with_code_5_and_writes_what_it_found(
     assert "OVER THE BUDGET" in result.out
 
 
+@needs_compiler
 def test_a_step_that_contradicts_its_plan_is_noted(pooch: Pooch, tmp_path: Path, plan: poochplan.Plan) -> None:
     prediction = msgspec.structs.replace(plan.prediction, in_core_step_s=1000.0, step_s=1000.0)
     other = msgspec.structs.replace(plan, prediction=prediction).save(tmp_path / "other.json")

@@ -23,6 +23,7 @@ from tests.forks import forked
 from tests.planner.checker import check
 from tests.planner.random_profiles import transformer_like
 from tests.processes import ROOT
+from tests.runtime.served import needs_compiler
 
 GREETING = "Running HiGHS 1.16.0"
 POOCH = "import sys; from poochplan.cli import main; sys.exit(main())"
@@ -161,6 +162,7 @@ def interrupted(*arguments: object) -> tuple[int, str, str]:
     return running.returncode, out.decode(), re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said.decode())
 
 
+@needs_compiler
 def test_an_interrupt_writes_the_best_plan_says_so_in_one_line_and_prints_its_data(tmp_path: Path) -> None:
     profile = transformer_like(16)
     file, plan = profile.save(tmp_path / "large.profile.json"), tmp_path / "plan.json"

@@ -105,7 +105,7 @@ def _backward_with(dropout: int, causal: int, seed: int) -> Callable[..., Any]:
 def _efficient(
     query: Any, key: Any, value: Any, bias: Any, logs: bool, dropout_p: float = 0.0, is_causal: bool = False, **_: Any
 ) -> Any:
-    """The seed and the offset are in host memory."""
+    """The seed and the offset are in host memory where it drops, else nobody writes them."""
     result, found, seed = _forward(query, key, value, dropout_p, is_causal)
     padded = torch.nn.functional.pad(found, (0, -found.shape[-1] % _ALIGNED), value=math.inf)
     states = _unwritten(2, torch.int64) if seed is None else torch.tensor([seed, 0])
@@ -138,8 +138,13 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_cudnn_attention_backward: _backward_with(dropout=7, causal=8, seed=0),
 }
 """What stands for operators that have no kernel on the host, given host tensors."""
-ON_HOST = {aten._scaled_dot_product_efficient_attention: (2, 3)}
-"""Positions of their outputs that are in host memory."""
+
+
+def on_host(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Positions of the operator's outputs that are in host memory."""
+    if operator is not aten._scaled_dot_product_efficient_attention:
+        return ()
+    return (2, 3) if kwargs.get("dropout_p", args[5] if len(args) > 5 else 0.0) > 0 else ()
 
 
 def convolution_found_by_trying(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+import re
 import sys
 import threading
 import types
@@ -36,6 +38,12 @@ FACTS = types.SimpleNamespace(
 )
 
 
+def workspace_bytes() -> int:
+    """What one handle of cuBLAS takes; less than by its default, for the networks here are small."""
+    asked = os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    return sum(int(size) * int(count) << 10 for size, count in re.findall(r":(\d+):(\d+)", asked))
+
+
 class Machine:
     """One GPU, its host memory, and what was seen to go wrong (``violations``).
 
@@ -59,6 +67,10 @@ class Machine:
         """Of calls of the driver's, by name: events made, recorded and waited for, and copies queued."""
         self.capturing = False
         self.ranges: list[str] = []
+        self.blas: dict[tuple[bool, Stream], torch.UntypedStorage] = {}
+        """What cuBLAS holds between ops, by thread and stream: whether backward runs there."""
+        self.reads = 0
+        """How often the host has waited to read something."""
         self.switches: list[tuple[int, Stream]] = []
         """From which autograd node on which stream is current, in threads that run forward."""
         self._thread = threading.local()
@@ -103,6 +115,12 @@ class Machine:
     def make_current(self, stream: Stream) -> None:
         self._thread.stream = stream
         self.switches.append((int(torch.autograd._get_sequence_nr()), stream))  # type: ignore[attr-defined]
+
+    def multiplies(self, stream: Stream) -> None:
+        """A matrix product begins: the first of a thread on a stream takes memory for all that follow."""
+        place = self.runs_backward, stream
+        if place not in self.blas:
+            self.blas[place] = self.memory.allocate(workspace_bytes(), stream)
 
     def poll(self, mark: Mark) -> bool:
         """Whether the host sees that the mark has been passed. Time goes by while it looks."""
@@ -330,7 +348,7 @@ def _allocator_statistics(gpu: Machine) -> dict[str, Any]:
     return {
         "_cuda_memoryStats": stats,
         "_cuda_resetPeakMemoryStats": reset,
-        "_cuda_clearCublasWorkspaces": gpu.memory.empty_cache,
+        "_cuda_clearCublasWorkspaces": gpu.blas.clear,
         "_cuda_getCurrentRawStream": lambda index: gpu.stream_on(index).number,
         "_accelerator_getDeviceIndex": lambda: gpu.current_device,
         "_accelerator_getDeviceStats": stats,

@@ -72,6 +72,8 @@ class DeviceMemory:
         self.peaks = dict(self.now)
         self.most_allocated_bytes = 0
         """Ever: whoever begins peaks anew does not change it."""
+        self.fragment_bytes = 0
+        """Rests beside blocks that somebody has."""
         self.retries = 0
 
     def allocate(self, size_bytes: int, stream: Stream) -> torch.UntypedStorage:
@@ -82,6 +84,7 @@ class DeviceMemory:
         self._take_back()
         block = self._cached_block(asked_bytes, stream) or self._new_block(asked_bytes, stream)
         block.size_bytes, block.counted_bytes = asked_bytes, self._counted(block.room_bytes, asked_bytes)
+        self.fragment_bytes += block.room_bytes - block.counted_bytes
         self._add(allocated_bytes=block.counted_bytes, requested_bytes=asked_bytes)
         stream.catch_up()
         ctypes.memset(block.address, POISON, min(size_bytes, _POISONED_BYTES))
@@ -102,6 +105,7 @@ class DeviceMemory:
         found: dict[str, Any] = {
             name: {"all": {"current": self.now[name], "peak": self.peaks[name]}} for name in self.now
         }
+        found["inactive_split_bytes"] = {"all": {"current": self.fragment_bytes, "peak": self.fragment_bytes}}
         if self.backend != "native":
             found["requested_bytes"] = {"all": {"current": 0, "peak": 0}}
         return {**found, "num_ooms": 0, "num_alloc_retries": self.retries}
@@ -167,6 +171,7 @@ class DeviceMemory:
         return block
 
     def _free(self, block: Block) -> None:
+        self.fragment_bytes -= block.room_bytes - block.counted_bytes
         self._add(allocated_bytes=-block.counted_bytes)
         assert block.stream is not None
         known = block.recorded | {block.stream}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .functional import KERNELS, ON_HOST, convolution_found_by_trying
+from .functional import KERNELS, convolution_found_by_trying, on_host
 from .memory import is_on_device
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ aten = torch.ops.aten
 _UNINITIALISED = {aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.new_empty_strided}
 _READS_BACK = {aten._local_scalar_dense, aten.equal, aten.nonzero, aten.is_nonzero, aten.masked_select, aten._unique2}
 """Ops that hold the host until their result is known."""
+_PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv, aten.dot}
 _TAKES_HOST_TENSORS = {aten.set_, aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten.copy_}
 
 
@@ -126,6 +127,8 @@ class Rules(TorchDispatchMode):
         if is_view:
             return func(*args, **kwargs)
         stream.catch_up()
+        if packet in _PRODUCTS:
+            self._machine.multiplies(stream)
         if self._machine.runs_backward and torch._C._current_autograd_node() is None:
             self._behind_all_before(stream, there)
         self._note(func, stream, there, [args[at] if isinstance(at, int) else kwargs.get(at) for at in written])
@@ -137,7 +140,7 @@ class Rules(TorchDispatchMode):
         if not is_there or _fills_bucket(kwargs):
             return outputs
         placed = self._placed(outputs, stream, uninitialised=False)
-        stays = ON_HOST.get(packet, ())
+        stays = on_host(packet, args, kwargs)
         return tuple(outputs[at] if at in stays else one for at, one in enumerate(placed)) if stays else placed
 
     def _algorithm(self, func: Any, packet: Any) -> Any:
@@ -274,6 +277,7 @@ class Rules(TorchDispatchMode):
         return aten.copy_.default(to, source, False)
 
     def _reads_back(self) -> None:
+        self._machine.reads += 1
         self._machine.current.synchronise()
 
 

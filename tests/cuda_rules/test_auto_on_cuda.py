@@ -30,6 +30,7 @@ SessionOf = Callable[[nn.Module, torch.optim.Optimizer], contextlib.AbstractCont
 @pytest.fixture(autouse=True)
 def _caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(PinnedTier.__init__.__kwdefaults__, "page_bytes", PAGE_BYTES)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:1")  # the network takes less than it does by default
     (tmp_path / "user").mkdir()
     with empty_cache(tmp_path / "user"):
         yield
@@ -89,7 +90,7 @@ def under_auto(folder: Path, told: list[Session]) -> SessionOf:
     options: dict[str, Any] = {"link": LINK, "time_limit_s": 0.5, "on_over_budget": "warn", "quiet": True}
 
     def session_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Session:
-        told.append(poochplan.auto(model, optimizer, budget="66%", cache=folder, **options))
+        told.append(poochplan.auto(model, optimizer, budget="70%", cache=folder, **options))
         return told[-1]
 
     return session_of

@@ -16,6 +16,7 @@ from poochplan.errors import UsageError
 from poochplan.formats.profile import Memory, Profile
 from poochplan.planner.sweep import default_budgets
 from tests.runtime.nets import Net, taken
+from tests.runtime.served import needs_compiler
 
 Arena = Literal["auto", "on", "off"]
 
@@ -49,6 +50,7 @@ def test_the_smallest_budget_has_a_plan_that_is_followed(mode: str, arena: Arena
     assert session.report().total.fallbacks == 0
 
 
+@needs_compiler
 def test_every_budget_above_nothing_has_one(
     profile: Profile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

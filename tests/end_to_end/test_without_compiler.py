@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from poochplan.formats.plan import Plan
 from tests.online.caches import costs_are_known
 from tests.planner.random_profiles import unet_like
 from tests.processes import python, stderr_of
+from tests.runtime.served import plan_of
 
 EVALUATOR = "could not build the evaluator: part.cpp:1:1: error: no such header"
 ALLOCATOR = "could not build the allocator: part.cpp:1:1: error: no such header"
@@ -29,7 +31,7 @@ CALLS_POOCH = """
     sys.exit(main(sys.argv[1:]))
 """
 TRAINS = """
-    import hashlib, sys, torch, poochplan
+    import hashlib, json, os, sys, warnings, torch, poochplan
     from torch import nn
     from tests.live_bytes import outside_meter
     torch.set_num_threads(1)
@@ -43,7 +45,7 @@ TRAINS = """
     def loop(model, optimizer, after=lambda number: None):
         torch.manual_seed(1)
         found = []
-        for number in range(30):
+        for number in range(STEPS):
             optimizer.zero_grad()
             loss = model(torch.randn(1500, 48)).square().mean()
             loss.backward()
@@ -64,28 +66,56 @@ TRAINS = """
             meter.restart()
             found = loop(model, optimizer, after)
             followed = session.report().steps_followed
-        assert followed == 30 - (planned[0] + 1 if planned else 0), (followed, planned)
+        assert followed == STEPS - (planned[0] + 1 if planned else 0), (followed, planned)
         assert session.total.peak_bytes <= session.plan.budget_bytes
         assert meter.peak <= session.plan.budget_bytes, (meter.peak, session.plan.budget_bytes)
-        assert session.total.out_bytes > 0 or session.total.recomputed_values > 0
-        return found
+        moved = session.last.out_bytes, session.last.replayed_values
+        assert max(moved) > 0
+        return found, [count > 0 for count in moved]
 
     def auto(meter, **options):
         model, optimizer = made()
         given = dict(budget="85%", cache=sys.argv[1], time_limit_s=0.5)
         return under(meter, poochplan.auto(model, optimizer, **given, **options), model, optimizer)
 
-    def apply(meter, **options):
+    def apply(meter, link=None, **options):
         model, optimizer = made()
         step = lambda: model(torch.randn(1500, 48)).square().mean()
-        profile = poochplan.profile(step, model=model, optimizer=optimizer)
+        profile = poochplan.profile(step, model=model, optimizer=optimizer, link=link)
         session = poochplan.apply(poochplan.plan(profile, "85%", time_limit_s=0.5), model, **options)
         return under(meter, session, model, optimizer)
 
     plain = loop(*made())
+"""
+ENDS = """
     with outside_meter() as meter:
-        found = RUN
+        found, moved = RUN
     assert found == plain
+"""
+MEETS_NOTHING = """
+    from poochplan.formats.profile import Link, LinkDirection
+    told = []
+    warnings.simplefilter("always")
+    warnings.showwarning = lambda text, *_, **__: told.append(str(text))
+    CLOSED
+    moved = []
+    with outside_meter() as meter:
+        for rate in (1e12, 1e3):
+            way = LinkDirection(latency_s=0.0, bandwidth_bytes_per_s=rate)
+            link = Link(name="given", outward=way, inward=way)
+            found, ways = RUN(meter, link=link)
+            assert found == plain
+            moved.append(ways)
+    print(json.dumps([told, moved]))
+"""
+FROM_A_FILE = """
+    import sys, poochplan
+    from poochplan.formats.plan import Plan
+    from tests.runtime.nets import CASES
+    model, step, _ = CASES["residual"].fresh()
+    for _ in range(2):
+        with poochplan.apply(Plan.load(sys.argv[1]), model, meter="never", quiet=True):
+            step().backward()
 """
 
 
@@ -122,9 +152,8 @@ def test_pooch_plan_and_the_doctor_say_it_once(told: tuple[Path, dict[str, str]]
 
 def said_by(run: str, folder: Path, environment: dict[str, str], before: str = "") -> list[str]:
     """What a loop says that trains with the same bits, and within its budget from the plan on."""
-    return stderr_of(
-        textwrap.dedent(before) + textwrap.dedent(TRAINS).replace("RUN", run), folder, **environment
-    ).splitlines()
+    code = textwrap.dedent(before) + textwrap.dedent(TRAINS + ENDS).replace("RUN", run).replace("STEPS", "30")
+    return stderr_of(code, folder, **environment).splitlines()
 
 
 def test_auto_says_it_once_for_each_part_and_trains_on(told: tuple[Path, dict[str, str]]) -> None:
@@ -163,3 +192,29 @@ def test_a_loop_without_an_allocator_follows_its_plan_and_one_line_names_the_cau
     lines = said_by(run, folder / "plans", environment | changed, before)
     (line,) = [line for line in lines if "without it budgets cover live tensors" in line]
     assert cause in line
+
+
+def test_a_plan_from_a_file_whose_arena_cannot_be_had_says_it_once_without_a_meter(
+    told: tuple[Path, dict[str, str]],
+) -> None:
+    folder, environment = told
+    plan_of("residual").save(folder / "step.plan.json")
+    assert Plan.load(folder / "step.plan.json").layout is not None
+    nothing_built = environment | NO_COMPILER | {"XDG_CACHE_HOME": str(folder / "empty")}
+    said = stderr_of(FROM_A_FILE, folder / "step.plan.json", **nothing_built)
+    assert said.count("expected a C++ compiler, found none") == said.count("budgets cover live tensors") == 1
+
+
+@pytest.mark.parametrize(("run", "closed"), [("auto", "os.close(2)"), ("apply", "sys.stderr = None")])
+def test_in_a_bare_container_a_loop_swaps_and_replays_within_its_budget_and_one_line_names_each_lack(
+    run: str, closed: str, told: tuple[Path, dict[str, str]]
+) -> None:
+    """Without a compiler, a home, and a stderr. ``tests/packaging/machine.sh`` takes more away."""
+    environment = told[1]
+    code = textwrap.dedent(NO_HOME) + textwrap.dedent(TRAINS + MEETS_NOTHING).replace("RUN", run)
+    code = code.replace("STEPS", "60").replace("CLOSED", closed)
+    lines, moved = json.loads(python(code, NOWHERE["XDG_CACHE_HOME"], **environment | NO_COMPILER))
+    assert moved == [[True, False], [False, True]]
+    (line,) = [line for line in lines if "without it budgets cover live tensors" in line]
+    assert "expected a C++ compiler, found none" in line
+    assert all(lines.count(one) <= len(moved) for one in lines), "once for each session"

@@ -6,18 +6,33 @@ from collections.abc import Iterator
 from typing import Any
 
 # Read by cuBLAS when it is first used; deterministic algorithms need it.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
 
 import pytest
 import torch
 
 from poochplan.profiler import link as links
 from tests.cuda_rules.machine import MACHINE, on_stand_in
-from tests.gpu.cases import ON_A_GPU, WHERE
+from tests.gpu.cases import NOT_COMPARED, ON_A_GPU, ON_NULL_GPU, WHERE
+
+LEFT_OUT: list[str] = []
+"""Tests that the null GPU cannot run, each with what it lacks."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    marks = {item: item.get_closest_marker("needs") for item in items}
+    left_out = [item for item, mark in marks.items() if mark is not None and ON_NULL_GPU]
+    LEFT_OUT.extend(f"{item.nodeid}: {': '.join(marks[item].args)}" for item in left_out)  # type: ignore[union-attr]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     where = WHERE.type if WHERE.type != "cuda" else torch.cuda.get_device_name() if ON_A_GPU else "stand-in"
+    for line in LEFT_OUT:
+        terminalreporter.write_line(f"Left out: {line}")
+    if NOT_COMPARED:
+        terminalreporter.write_line(f"Bits not compared, for there are no numerics: in {len(NOT_COMPARED)} tests")
     terminalreporter.write_line(f"GPU tests ran on: {where}")
 
 

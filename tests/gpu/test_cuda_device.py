@@ -105,6 +105,7 @@ def test_a_copy_out_waits_for_compute_and_the_host_waits_for_neither(device: Cud
     assert copy.done()
 
 
+@pytest.mark.needs("numerics", "a sum is read")
 def test_compute_goes_on_beside_a_copy_that_nobody_waits_for(device: CudaDevice) -> None:
     device.reserve_host(64 * MIB)
     storage = device.allocate(64 * MIB)

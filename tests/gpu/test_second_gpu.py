@@ -21,7 +21,7 @@ from tests.cuda_rules.machine import MACHINE, on_stand_in
 from tests.gpu import cases
 from tests.gpu.conftest import small_measurements
 from tests.online.caches import empty_cache
-from tests.runtime.nets import LINK, equal, followed, train
+from tests.runtime.nets import LINK, followed, train
 from tests.runtime.random_plans import random_plan
 
 pytestmark = [
@@ -64,6 +64,7 @@ def test_a_step_is_profiled_and_its_plans_are_followed_there(name: str) -> None:
     cases.takes_what_is_predicted(case, profile)
 
 
+@pytest.mark.needs("numerics", "the check compares what two in-core runs compute")
 def test_a_plan_is_checked_beside_in_core_steps_there() -> None:
     case = cases.CASES["embedding"]
     plan = random_plan(case.new_profile(), 0)
@@ -78,9 +79,9 @@ def test_auto_studies_plans_and_follows_there(tmp_path: Path) -> None:
         model, step, optimizer = case.fresh()
         torch.manual_seed(1)
         options: dict[str, Any] = {"link": LINK, "time_limit_s": 0.5, "on_over_budget": "warn", "quiet": True}
-        with poochplan.auto(model, optimizer, budget="90%", cache=tmp_path, **options) as session:
+        with poochplan.auto(model, optimizer, budget="95%", cache=tmp_path, **options) as session:
             seen = cases.turns_until_planned(session, (model, step, optimizer), cases.PLANNED_BY + 4)
-    assert equal(in_core, seen)
+    assert cases.same_bits(in_core, seen)
 
 
 def test_its_link_is_measured_and_pages_are_pinned_for_it() -> None:

@@ -128,6 +128,7 @@ def test_what_the_launching_thread_takes_is_measured_on_cuda_too() -> None:
     assert not MACHINE or MACHINE[-1].violations == []
 
 
+@pytest.mark.needs("graphs", "a stream is captured")
 def test_a_step_that_is_captured_as_a_graph_is_refused(plan: Plan) -> None:
     model, step, _ = CASES["residual"].fresh()
     step().backward()

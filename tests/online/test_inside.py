@@ -12,6 +12,7 @@ from poochplan.formats.profile import Phase
 from poochplan.formats.queries import saved_values
 from tests.online.trainings import Training, accumulation, autocast, dropout_and_batch_norm
 from tests.runtime.nets import CASES, LINK
+from tests.runtime.served import needs_compiler
 
 
 @pytest.mark.parametrize("make", [dropout_and_batch_norm, autocast, accumulation])
@@ -27,6 +28,7 @@ def test_everything_is_restored(make: Callable[[], Training]) -> None:
     assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+@needs_compiler
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_saved_what_may_be_done_with_it_and_the_in_core_peak_are_those_of_a_step_function(name: str) -> None:
     model, step, optimizer = CASES[name].fresh()

@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.online.runs import run_auto, run_plain
 from tests.online.trainings import CLASSES, WIDTH, Losses, Training, adam, batch, blocks
+from tests.runtime.served import needs_compiler
 
 pytestmark = pytest.mark.cpu_device
 
@@ -79,6 +80,7 @@ LOGS: dict[str, Callable[[], Callable[..., Any]]] = {
 }
 
 
+@needs_compiler
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("name", LOGS)
 def test_a_log_refuses_no_plan_and_is_counted(name: str, tmp_path: Path) -> None:

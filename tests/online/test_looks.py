@@ -25,6 +25,7 @@ from tests.online.trainings import (
     dropout_and_batch_norm,
     with_lbfgs,
 )
+from tests.runtime.served import needs_compiler
 
 LARGE = 1 << 20
 GARBAGE = "values that only Python's garbage collector frees"
@@ -37,6 +38,7 @@ class Cycle:
         self.own, self.held = self, held
 
 
+@needs_compiler
 def test_what_no_plan_fits_is_told_once_refused_at_once_by_the_next_run_and_measured_anew_a_day_later(
     expected: Run, tmp_path: Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

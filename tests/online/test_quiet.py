@@ -12,6 +12,7 @@ import torch
 from poochplan.online import studied_plans
 from tests.online.runs import opened, run_auto
 from tests.online.trainings import Training, batch, dropout_and_batch_norm, loss_of, stumbling
+from tests.runtime.served import needs_compiler
 
 
 def loading(training: Training) -> None:
@@ -36,6 +37,7 @@ BETWEEN: dict[str, tuple[Callable[[], Training], Callable[[Training], None]]] = 
 }
 
 
+@needs_compiler
 @pytest.mark.parametrize("name", BETWEEN)
 @pytest.mark.filterwarnings("error:poochplan:RuntimeWarning")
 def test_nothing_is_said_and_nothing_is_planned_again(

@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from poochplan.runtime.arena.library import is_loaded
+from poochplan.runtime.session import Session
 from tests.online.runs import run_auto, run_plain
 from tests.online.trainings import Training, stepping
 from tests.runtime.nets import Net
+from tests.runtime.served import needs_compiler
 
 WIDTH, BLOCKS, TURNS = 32, 4, 110
 Path_ = Callable[[random.Random], list[int]]
@@ -71,17 +74,26 @@ LOOPS = {
 }
 
 
+@needs_compiler
 @pytest.mark.parametrize("what", LOOPS)
 def test_steps_of_every_path_are_within_the_budget_once_the_longest_one_is_planned_and_bitwise_plain(
     what: str, tmp_path: Path
 ) -> None:
     plain = run_plain(LOOPS[what], TURNS)
-    budget, peaks = int(0.75 * plain.peak_bytes), list[int | None]()
-    found = run_auto(LOOPS[what], budget, tmp_path, TURNS, look=lambda session: peaks.append(session.last.peak_bytes))
+    budget, peaks, lacking = int(0.75 * plain.peak_bytes), list[int | None](), list[int]()
+
+    def look(session: Session) -> None:
+        peaks.append(session.last.peak_bytes)
+        arena = session.arena
+        lacking.append(-1 if arena is None else arena.missed)
+
+    found = run_auto(LOOPS[what], budget, tmp_path, TURNS, look=look)
     assert found.equals(plain)
     late = [peak for peak in peaks[-30:] if peak is not None]
     assert len(late) == 30
     assert max(late) <= budget
     assert max(found.peaks[-30:]) <= budget
     assert max(plain.peaks[-30:]) > budget
+    if is_loaded():
+        assert set(lacking[-30:]) == {0}, "all blocks come from the arena, whatever the path"
     assert found.session.total.fallback_kinds.get("diverged", 0) <= 2

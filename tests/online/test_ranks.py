@@ -14,6 +14,7 @@ from poochplan.units import parse_budget
 from tests.depth import DEEP, todays
 from tests.online.sharded import GIVEN_STEPS, SHARDED
 from tests.online.test_sessions import within
+from tests.online.unequal import FAILING
 from tests.runtime.served import needs_compiler
 from tests.torchrun import started, torchrun
 
@@ -96,6 +97,18 @@ def test_ranks_that_differ_train_on_as_without_a_session_and_wait_for_no_plan_of
         plain, planned = rank[kind]["plain"], rank[kind]["planned"]
         assert {name: planned[name] for name in plain} == plain
         assert planned.get("followed", 0) >= followed
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_rank_on_which_something_of_ours_fails_keeps_no_other_waiting(where: int, tmp_path: Path) -> None:
+    kinds = [f"failing-{where}-{name}" for name in FAILING if where == 0 or name != "study"]
+    ranks = torchrun("tests.online.unequal", tmp_path, *kinds)
+    for kind in kinds:
+        for rank, found in enumerate(one[kind] for one in ranks):
+            assert (found["is_same"], found["error"]) == (True, ""), kind
+            assert found["reached"] is (rank == where), kind
+            (line,) = found["said"]
+            assert "the session stands aside" in line
 
 
 def test_the_budget_is_the_smallest_of_all_ranks(unequal: list[dict[str, Any]]) -> None:

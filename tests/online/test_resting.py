@@ -14,8 +14,9 @@ from torch import nn
 
 from poochplan.torch_private.hooks import topmost_hooks
 from tests.online.runs import opened, run_auto, run_plain
-from tests.online.trainings import Training, stepping
+from tests.online.trainings import Training, gan, stepping
 from tests.runtime.nets import Net
+from tests.runtime.served import needs_compiler
 
 pytestmark = pytest.mark.filterwarnings("ignore:poochplan. no plan:RuntimeWarning")
 WIDTH = 32
@@ -139,6 +140,7 @@ class Growing:
         return trained(model, loss)
 
 
+@needs_compiler
 @pytest.mark.parametrize("inside", [False, True], ids=["of other inputs", "inside"])
 def test_a_step_above_the_budget_ends_the_rest_and_the_budget_is_kept_by_a_plan(inside: bool, tmp_path: Path) -> None:
     make, turns, resting = Growing(inside=inside), 60, list[bool]()
@@ -152,6 +154,20 @@ def test_a_step_above_the_budget_ends_the_rest_and_the_budget_is_kept_by_a_plan(
     assert max(plain.peaks[-6:]) > budget
 
 
+def test_steps_of_two_optimizers_that_take_other_amounts_do_not_end_the_rest(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    training, resting = gan(), list[bool]()
+    with opened(training, tmp_path, budget=1000) as session:
+        for number in range(40):
+            training.turn(number)
+            session.wait_until_planned(60)
+            resting.append(session._attachment.is_resting)
+    assert all(resting[resting.index(True) :])
+    assert not any("looked at again" in str(one.message) for one in recwarn)
+
+
+@needs_compiler
 def test_hooks_of_others_stay_where_they_are_when_a_rest_ends(tmp_path: Path) -> None:
     make = Growing(inside=False)
     training, packed = make(), list[int]()

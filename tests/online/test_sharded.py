@@ -27,7 +27,7 @@ from poochplan.online.ranks import ALIKE_STEPS, Buckets, RankMessage, Ranks
 from poochplan.planner.planning import plan
 from poochplan.profiler.live.step_kinds import Key
 from poochplan.runtime.arena.step_arena import KnownStep
-from poochplan.runtime.engine import engine
+from poochplan.runtime.engine import own_tensors
 from poochplan.runtime.replays.replay import Closure, NotReplayable, StorageRecord, _in_place
 from poochplan.tensors.signatures import model_tensors
 from poochplan.torch_private.sharding import gathered_weights, is_sharded, told_of_resizes
@@ -108,7 +108,7 @@ def test_a_unit_that_no_forward_calls_is_not_looked_for_at_each_save(
     model, looked = partly(), []
     for one in (model.used, model.unused, model):
         fully_shard(one)
-    monkeypatch.setattr(engine, "gathered_weights", lambda one: looked.append(1) or gathered_weights(one))
+    monkeypatch.setattr(own_tensors, "gathered_weights", lambda one: looked.append(1) or gathered_weights(one))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with poochplan.auto(model, optimizer, budget="90%", quiet=True, link=LINK, cache=tmp_path) as session:
         for _ in range(3):

@@ -29,6 +29,7 @@ from tests.online.trainings import Losses, Training, Turn, blocks, plain, steppi
 from tests.processes import python
 from tests.runtime.besides import plain_step
 from tests.runtime.nets import CASES
+from tests.runtime.served import needs_compiler
 
 BATCH = torch.linspace(-1, 1, 256 * 64).reshape(256, 64)
 
@@ -188,6 +189,7 @@ def failing(*_: object) -> Any:
     raise KeyError("a fault of the study's")
 
 
+@needs_compiler
 @pytest.mark.parametrize("part", ["link", "fits", "has_arena", "with_costs"])
 def test_a_study_that_fails_is_told_once_and_the_loop_trains_on(part: str, tmp_path: Path) -> None:
     training = plain_of(network())

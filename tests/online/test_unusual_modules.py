@@ -19,6 +19,7 @@ from torch.func import functional_call
 import poochplan
 from poochplan.errors import PoochError, UsageError
 from tests.runtime.nets import Net
+from tests.runtime.served import needs_compiler
 
 pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread", "_warnings_are_errors")]
 
@@ -173,6 +174,7 @@ def trains_alike(make: Callable[[], nn.Module], cache: Path) -> None:
     assert all(map(torch.equal, trained(make, cache), plain))
 
 
+@needs_compiler
 @pytest.mark.parametrize("kind", SCRIPTED)
 def test_a_loop_with_a_part_in_torchscript_trains(kind: str, tmp_path: Path) -> None:
     trains_alike(SCRIPTED[kind], tmp_path)

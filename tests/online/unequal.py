@@ -4,11 +4,12 @@
 ``joined``: rank 1 has fewer batches. ``apart``: rank 1 alone has a session, and each its own group.
 ``applied``: the plan of two alike ranks, ``plan.json``, is given to ranks that differ. ``wrapped``: it is given to
 ranks whose models are wrapped before anything counts; ``idle``: and of which one has no batch. ``killed``: rank 1 is
-killed while rank 0 has a plan made.
+killed while rank 0 has a plan made. ``failing-0-share``: on rank 0 a function of ours raises once.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -29,10 +30,20 @@ import poochplan
 from poochplan.errors import PoochError
 from tests.online.sharded import digest_of, plain
 from tests.online.sharded import told as group
+from tests.runtime.injecting import Place, Watch, run
 from tests.runtime.nets import LINK
 
 STEPS, PLANNED_AT = 20, 13
 BATCH, LARGER = 256, 320
+FAILING = {
+    "share": ("online/ranks.py", "Ranks.share", 2),
+    "due": ("online/ranks.py", "Ranks.are_due", 4),
+    "smallest": ("online/known_plans.py", "KnownPlans.take_smallest", 1),
+    "study": ("profiler/capture/capture.py", "Capture.__torch_dispatch__", 50),
+    "activate": ("online/known_plans.py", "KnownPlans.activate", 1),
+    "follow": ("runtime/step_policies/follow.py", "Follow.at_save", 9),
+}
+"""Which call of which function raises."""
 
 
 def trained(
@@ -66,6 +77,11 @@ def trained(
     }
 
 
+@functools.cache
+def trained_plainly(rank: int) -> dict[str, Any]:
+    return trained(rank, plain)
+
+
 def told(train: Callable[[], dict[str, Any]]) -> list[str]:
     """What the training warned of, and its error."""
     with warnings.catch_warnings(record=True) as warned:
@@ -95,6 +111,19 @@ def applied(rank: int, plan: poochplan.Plan) -> dict[str, list[str]]:
         "error": under("error", plan, larger),
         "plans": under("warn", other, BATCH),
     }
+
+
+def failing(wanted: dict[str, Any], train: Callable[[], dict[str, Any]], place: Place, is_here: bool) -> dict[str, Any]:
+    """Whether a training in which a function of ours may raise is as one without a session, and what is told."""
+
+    def loop(watch: Watch) -> list[bytes]:
+        watch.phase = "training"
+        found = train()
+        return [repr((found["losses"], found["parameters"])).encode()]
+
+    found, _ = run(loop, place if is_here else None)
+    is_same = found.bits == [repr((wanted["losses"], wanted["parameters"])).encode()]
+    return {"is_same": is_same, "error": found.error, "said": found.said, "reached": found.was_reached}
 
 
 def die_while_planning(files: Path) -> None:
@@ -131,6 +160,11 @@ def facts_of(folder: Path, kind: str, rank: int) -> dict[str, Any]:
         options: dict[str, Any] = {"quiet": True, "link": LINK, "time_limit_s": limit_s, "before_plan": "swap"}
         return poochplan.auto(model, optimizer, budget=budget, arena="off", cache=folder / kind, **options)
 
+    if kind.startswith("failing"):
+        _, where, name = kind.split("-")
+        file, function, call = FAILING[name]
+        place = Place(file, function, "training", call)
+        return failing(trained_plainly(rank), partial(trained, rank, auto), place, int(where) == rank)
     if kind == "killed" and rank == 1:
         threading.Thread(target=die_while_planning, args=(Path(os.environ["TMPDIR"]),), daemon=True).start()
     if kind == "shapes":

@@ -5,6 +5,8 @@
 # else of this tree is taken. /tmp is a tmpfs of 2 GiB. Variables, which make passes on:
 #   RELEASE     trixie (Debian 13), sid (the newest compilers and Python), ...
 #   ORDINARY=1  as an ordinary user instead of root, in a folder whose path has a space
+#   BARE=1      as in a container, after the installation: an ordinary user, no compiler, a home that is read-only, no network.
+#               The first part of the tests runs; what needs a compiler is skipped, and the reason is said
 #   TARGET      what make does there (default: test)
 #   MACHINES    the folder of the root folders and of pip's downloads (default: .machines); some 10 GB a release
 #   MIRROR      Debian's packages (default: debootstrap's)
@@ -74,7 +76,7 @@ clone() {
 
 run() {
   local user=root home=/root folder
-  if [ -n "${ORDINARY:-}" ]; then
+  if [ -n "${ORDINARY:-}${BARE:-}" ]; then
     user=ordinary home=/home/ordinary
     chroot "$root" id "$user" >/dev/null 2>&1 || chroot "$root" useradd --create-home "$user"
   fi
@@ -90,7 +92,27 @@ run() {
   done
   within() { chroot --userspec="$user:$user" "$root" env -i "${kept[@]}" "$@"; }
   echo "$release as $user: $(within python3 --version), $(within g++ --version | head -1), commit $(git -C "$tree" rev-parse --short HEAD)"
+  [ -z "${BARE:-}" ] || {
+    within make -C "$folder" setup
+    take_away "$root$home"
+    unshare --net chroot "$root" python3 -c "$loopback"' os.execvp(sys.argv[1], sys.argv[1:])' \
+      setpriv --reuid "$user" --regid "$user" --init-groups --no-new-privs env -i "${kept[@]}" PYTHONDONTWRITEBYTECODE=1 POOCH_PART=first OMP_NUM_THREADS=1 \
+      sh -c 'cd "$0" && exec .venv/bin/pytest -p no:cacheprovider --numprocesses=2 --dist=worksteal -rs tests' "$folder"
+    return
+  }
   within make -C "$folder" "${TARGET:-test}"
+}
+
+# A network of its own has no other interface, and this one is down.
+loopback='import fcntl, os, socket, struct, sys; fcntl.ioctl(socket.socket(), 0x8914, struct.pack("16sh22x", b"lo", 1));'
+
+take_away() {
+  find "$root/usr/bin" -type f \( -name "*g++*" -o -name "*gcc*" -o -name "*cpp*" -o -name "clang*" \) \
+    -exec mount --bind /dev/null {} \;
+  mkdir -p "$1/.cache"
+  mount -t tmpfs -o mode=755 tmpfs "$1/.cache" # nothing that was built before
+  mount --bind "$1" "$1"
+  mount -o remount,bind,ro "$1"
 }
 
 if [ "${1:-}" = within ]; then

@@ -27,6 +27,9 @@ from torch import nn
 import poochplan
 from poochplan import guard
 from poochplan.formats.plan import Plan
+from poochplan.online.auto import auto
+from poochplan.sessions import apply
+from tests.runtime.inference.passes import Kind
 from tests.runtime.nets import Case, as_bytes
 
 OURS = str(Path(poochplan.__file__).parent)
@@ -45,6 +48,12 @@ DOORWAYS = frozenset(
         ("attributes.py", "saved_tensors"),
         ("session.py", "__enter__"),
         ("session.py", "__exit__"),
+        ("sessions.py", "made"),
+        ("sessions.py", "apply"),
+        ("sessions.py", "arena"),
+        ("pass_arena.py", "__enter__"),
+        ("pass_arena.py", "__exit__"),
+        ("pass_arena.py", "close"),
     }
 )
 """The functions that torch itself calls, each of which tries what it calls: nothing stands around them."""
@@ -200,6 +209,7 @@ def steps(watch: Watch, case: Case, count: int, session_of: SessionOf) -> list[b
     model, step, optimizer = case.fresh()
     torch.manual_seed(1)
     bits: list[bytes] = []
+    watch.phase = "making"
     session = session_of(model, optimizer)
     watch.phase = "entering"
     with session:
@@ -228,7 +238,7 @@ def plainly(case: Case, count: int) -> Loop:
 
 
 def planned(case: Case, count: int, plan: Plan, **options: Any) -> Loop:
-    return lambda watch: steps(watch, case, count, lambda model, _: poochplan.apply(plan, model, quiet=True, **options))
+    return lambda watch: steps(watch, case, count, lambda model, _: apply(plan, model, quiet=True, **options))
 
 
 def automatic(case: Case, count: int, cache: Path | None, budget: str = "70%") -> Loop:
@@ -240,9 +250,31 @@ def automatic(case: Case, count: int, cache: Path | None, budget: str = "70%") -
                 shutil.copytree(cache, folder, dirs_exist_ok=True)
 
             def session_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-                return poochplan.auto(model, optimizer, budget=budget, cache=folder, quiet=True, time_limit_s=1)
+                return auto(model, optimizer, budget=budget, cache=folder, quiet=True, time_limit_s=1)
 
             return steps(watch, case, count, session_of)
+
+    return loop
+
+
+def passes(kind: Kind, count: int, arena_of: Callable[[nn.Module], contextlib.AbstractContextManager[Any]]) -> Loop:
+    """Calls of a model without gradients."""
+
+    def loop(watch: Watch) -> list[bytes]:
+        model, batch = kind.fresh()
+        bits: list[bytes] = []
+        watch.phase = "making"
+        made = arena_of(model)
+        watch.phase = "pass"
+        with made, torch.no_grad():
+            for number in range(count):
+                found = model(batch + number)
+                watch.phase = ""
+                bits.append(as_bytes(found))
+                watch.phase = "pass"
+            watch.phase = "leaving"
+        watch.phase = ""
+        return bits
 
     return loop
 

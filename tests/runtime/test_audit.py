@@ -127,6 +127,52 @@ CASES = {
 }
 
 
+class Gates(nn.Module):
+    """Parts of one storage, each written in its own time: that of an LSTM's cell on the CPU, and one by hand."""
+
+    def __init__(self, *, by_hand: bool) -> None:
+        super().__init__()
+        self.cell, self.widen, self.by_hand = nn.LSTMCell(24, 24), nn.Linear(24, 72), by_hand
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        if not self.by_hand:
+            state = None
+            for _ in range(3):
+                state = self.cell(batch, state)
+            return state[0]  # type: ignore[index, no-any-return]
+        first, second, third = self.widen(batch).unsafe_chunk(3, 1)
+        return first.sigmoid_() * torch.exp(second.mul_(0.5)) + third.tanh_()
+
+
+GATES = {"cell": of(lambda: Gates(by_hand=False), 20, 24), "by hand": of(lambda: Gates(by_hand=True), 20, 24)}
+
+
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("way", [SWAP, REPLAY])
+@pytest.mark.parametrize("has_room", [True, False])
+def test_what_forward_writes_beside_a_saved_part_of_a_storage_is_no_difference(
+    kind: str, way: tuple[float, float, float], has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = random_plan(GATES[kind].profile(), 0, way)
+    options: dict[str, Any] = {"arena": "off"} if has_room else {"meter": "never"}
+    wanted, _, _ = gradients_of(GATES[kind], 24, None, None, monkeypatch)
+    seen, report, said = gradients_of(GATES[kind], 24, None, plan, monkeypatch, **options)
+    assert all(torch.equal(*both) for steps in zip(wanted, seen, strict=True) for both in zip(*steps, strict=True))
+    assert said == []
+    assert report.total.audited_values >= 24
+    assert report.total.audit_differences == 0
+
+
+@pytest.mark.parametrize("kind", GATES)
+def test_nor_is_it_one_in_a_step_that_swaps_without_a_plan(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = random_plan(GATES[kind].profile(), 0, SWAP)
+    larger = of(lambda: Gates(by_hand=kind == "by hand"), 30, 24)
+    _, report, said = gradients_of(larger, 24, None, plan, monkeypatch)
+    assert report.total.fallbacks > 0
+    assert report.total.audited_values > 0
+    assert (report.total.audit_differences, [text for text in said if "the audit" in text]) == (0, [])
+
+
 def released(plan: Plan) -> int:
     return sum(value.decision is not Decision.KEEP for value in plan.values)
 
@@ -174,6 +220,21 @@ def test_without_late_writes_nothing_is_said(way: tuple[float, float, float], mo
     assert said == []
     assert report.total.audited_values >= 8
     assert report.total.audit_differences == 0
+
+
+@pytest.mark.parametrize("write", [_numpy, _memset])
+@pytest.mark.parametrize(
+    ("where", "way"), [("after the save", SWAP), ("after the save", REPLAY), ("before the save", REPLAY)]
+)
+def test_the_step_that_looks_for_all_that_is_wrong_is_told_once_if_it_is_above_the_budget(
+    where: str, way: tuple[float, float, float], write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[where]
+    plan = random_plan(case.profile(), 0, way)
+    _, report, _ = gradients_of(case, 3, None, msgspec.structs.replace(plan, budget_bytes=1 << 30), monkeypatch)
+    tight = msgspec.structs.replace(plan, budget_bytes=report.total.peak_bytes)
+    _, _, said = gradients_of(case, BEGINS + released(plan) + 4, write, tight, monkeypatch, arena="off")
+    assert sum("kept every value beside to find all that is wrong, and took" in text for text in said) == 1
 
 
 def test_it_can_be_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,7 @@ class Halves(torch.nn.Module):
         return self.first(rows), self.second(rows)
 
 
+@needs_compiler
 @pytest.mark.parametrize("arena", ["auto", "off"])
 def test_a_call_without_gradients_between_two_backwards_does_not_end_the_watch(arena: Any) -> None:
     model, rows, extra_bytes = Halves(), torch.randn(256, 64), 0

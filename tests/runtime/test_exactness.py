@@ -25,6 +25,7 @@ from tests.depth import seeds
 from tests.planner.plans import budget_at, plan_with, random_decisions, random_tuning
 from tests.runtime.nets import CASES, Case, Recurrent, followed, metered_peaks, of
 from tests.runtime.random_plans import random_plan
+from tests.runtime.served import needs_compiler
 
 MIXED, KEPT, SWAPPED, REPLAYED, MOST = (1, 2, 2), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 3)
 
@@ -45,6 +46,7 @@ def test_decisions_are_carried_out() -> None:
     assert replayed.out_bytes == 0
 
 
+@needs_compiler
 def test_the_metered_peak_is_the_profiles_in_core_peak_when_all_is_kept_and_falls_when_all_is_swapped() -> None:
     case = CASES["residual"]
     profile = case.profile()
@@ -57,6 +59,7 @@ def test_the_metered_peak_is_the_profiles_in_core_peak_when_all_is_kept_and_fall
 SHARES = (0.6, 0.7, 0.8, 0.9, 1.0)
 
 
+@needs_compiler
 @pytest.mark.parametrize("case_name", ["residual", "attention"])
 @pytest.mark.parametrize("name", policy_names())
 def test_a_policys_plan_runs_as_predicted(name: str, case_name: str) -> None:
@@ -121,6 +124,7 @@ def leaving_after_a_replay(problem: Problem) -> Schedule | None:
     return None
 
 
+@needs_compiler
 @pytest.mark.parametrize("name", CASES)
 def test_any_schedule_gives_the_gradients_of_in_core_training(name: str) -> None:
     case = CASES[name]
@@ -133,6 +137,7 @@ def test_any_schedule_gives_the_gradients_of_in_core_training(name: str) -> None
     assert found == {"early replay", "late copy out"}
 
 
+@needs_compiler
 @pytest.mark.parametrize("name", CASES)
 def test_a_value_that_leaves_after_a_replay_gives_the_gradients_of_in_core_training(name: str) -> None:
     case = CASES[name]
@@ -154,6 +159,7 @@ def test_a_plan_that_switches_recording_between_in_place_chains_replays() -> Non
     assert followed(case, plan).total.replayed_values > 0
 
 
+@needs_compiler
 @pytest.mark.parametrize("name", CASES)
 def test_the_first_step_takes_the_bytes_predicted_for_it_but_for_the_loss_of_a_step_before(name: str) -> None:
     case = CASES[name]

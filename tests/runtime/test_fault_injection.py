@@ -4,12 +4,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from pathlib import Path
 
 import pytest
 
+import poochplan
 from tests.depth import tries
+from tests.runtime.inference.passes import KINDS
 from tests.runtime.injecting import (
     FaultError,
     Loop,
@@ -17,6 +20,7 @@ from tests.runtime.injecting import (
     Watch,
     automatic,
     filled_cache,
+    passes,
     places,
     plainly,
     planned,
@@ -31,19 +35,19 @@ CASE = CASES["residual"]
 WEEK = datetime.date.today().isocalendar().week
 
 
-def share(watch: Watch, of: int) -> list[Place]:
+def share(watch: Watch, of: int, least: int) -> list[Place]:
     """One place in so many, of this week."""
     every = places(watch)
-    assert len(every) > 300
+    assert len(every) > least
     return every[WEEK % of :: of]
 
 
-def holds(loop: Loop, plain: Loop, of: int) -> None:
+def holds(loop: Loop, plain: Loop, of: int, least: int = 300) -> None:
     wanted, _ = run(plain)
     assert not wanted.error
     seen, watch = run(loop)
     assert not seen.why_not(wanted)
-    wrong = {str(place): why for place in share(watch, of) if (why := run(loop, place)[0].why_not(wanted))}
+    wrong = {str(place): why for place in share(watch, of, least) if (why := run(loop, place)[0].why_not(wanted))}
     assert not wrong
 
 
@@ -60,6 +64,13 @@ def test_while_steps_are_studied() -> None:
 def test_under_a_plan_of_an_earlier_run(tmp_path: Path) -> None:
     filled_cache(CASE, tmp_path, "75%")
     holds(automatic(CASE, 4, tmp_path, "75%"), plainly(CASE, 4), tries(120, 2))
+
+
+def test_in_passes_from_an_arena() -> None:
+    kind = KINDS["convolutions"]
+    loop = passes(kind, 6, poochplan.arena)
+    run(loop)  # what is done once in a process
+    holds(loop, passes(kind, 6, lambda _: contextlib.nullcontext()), tries(20, 1), least=80)
 
 
 def test_a_fault_is_really_raised_there_and_told_once() -> None:

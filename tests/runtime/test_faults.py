@@ -30,6 +30,7 @@ from tests.forks import forked
 from tests.runtime.faults import CASE, _ctrl_c_is_heard, leaves_nothing, plan, swaps
 from tests.runtime.nets import CASES, either_way, equal, followed, in_core, our_warnings, snapshot, train
 from tests.runtime.random_plans import random_plan
+from tests.runtime.served import needs_compiler
 
 pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread")]
 
@@ -273,6 +274,7 @@ print("reached the end")
 """
 
 
+@needs_compiler
 def test_a_process_that_ends_inside_a_session_with_copies_under_way_ends(swaps: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     swaps.save(path)

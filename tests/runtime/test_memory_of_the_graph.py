@@ -15,6 +15,7 @@ from poochplan.formats.profile_parts import LOSS_IS_HELD
 from poochplan.planner.planning import smallest_budget
 from tests.live_bytes import outside_meter
 from tests.runtime.nets import our_warnings, taken
+from tests.runtime.served import needs_compiler
 
 pytestmark = pytest.mark.cpu_device
 
@@ -103,6 +104,7 @@ def train(model: Net, optimizer: torch.optim.Optimizer, batch: torch.Tensor, *, 
     return [one.grad.numpy().tobytes() for one in model.parameters() if one.grad is not None]
 
 
+@needs_compiler
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_that_lives_as_long_as_the_loss_is_planned_for(kind: str) -> None:
     model, optimizer = made(kind)

@@ -21,6 +21,7 @@ from tests.planner.plans import plan_with, random_decisions, random_tuning
 from tests.runtime import kinds_layers  # noqa: F401 - it enters its kinds
 from tests.runtime.kinds import KINDS, Kind
 from tests.runtime.nets import TORCH, Case, either_way, followed, in_core, snapshot
+from tests.runtime.served import needs_compiler
 
 NEVER_MINE = "it was there before the step"
 """Why inputs and constants are not recomputed."""
@@ -45,6 +46,7 @@ def skip_where_there_is_no_kernel(case: Kind) -> None:
         pytest.skip(f"no kernel on the cpu device: {error}"[:100])
 
 
+@needs_compiler
 @pytest.mark.parametrize("name", KINDS)
 def test_it_is_replayed_bitwise_at_the_bytes_simulated(name: str, running_on: str) -> None:
     """By day everything is replayed on the CPU device, and a mixture of decisions followed on the adversarial one."""

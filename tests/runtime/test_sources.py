@@ -45,6 +45,7 @@ def test_it_is_held_swapped_or_made_again_in_place_of_its_copy(name: str, decisi
         assert gradient_bits(model, loss_of, plan) == gradient_bits(model, loss_of)
 
 
+@needs_compiler
 @of_each
 def test_any_decisions_give_the_gradients_of_in_core_training(name: str) -> None:
     for seed in seeds(3, 40):

@@ -26,6 +26,7 @@ from poochplan.tensors.storages import has_storage, memory_of, plain_storage
 from poochplan.torch_private.tensor_internals import mode_stack
 from tests.runtime.nets import Case, Net, followed, of, taken
 from tests.runtime.random_plans import random_plan
+from tests.runtime.served import needs_compiler
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 WIDTH = 24
@@ -170,6 +171,7 @@ def test_a_gradient_that_is_a_zero_tensor_outlives_a_profile() -> None:
     assert model.weight.grad._is_zerotensor()
 
 
+@needs_compiler
 def test_a_pass_over_a_sparse_input_is_profiled() -> None:
     edges = (torch.rand(WIDTH, WIDTH) > 0.7).float().to_sparse()
     model = Net(lambda net, edges: torch.sparse.mm(edges, net.layer.weight), layer=nn.Linear(WIDTH, WIDTH))
@@ -259,6 +261,7 @@ def test_a_step_whose_profile_saw_it_follows_its_plan(name: str, weights: tuple[
     followed(CASES[name], random_plan(CASES[name].profile(), 0, weights), 3, meter="always")
 
 
+@needs_compiler
 @pytest.mark.parametrize("share", [0.0, 0.5])
 @pytest.mark.parametrize("name", CASES)
 def test_it_follows_what_was_solved_and_takes_no_more_than_was_predicted(name: str, share: float) -> None:

@@ -266,6 +266,12 @@ POOCH int pooch_arena_begin(Arena* arena, int64_t point) noexcept {
   return 1;
 }
 POOCH void pooch_arena_at(Arena* arena, int64_t point) noexcept { arena->at(point); }
+POOCH void pooch_arena_fill_gaps(Arena* arena) noexcept {
+  try {
+    arena->fill_gaps();
+  } catch (const std::bad_alloc&) { // then they come from the ordinary allocator
+  }
+}
 POOCH void pooch_arena_end(Arena* arena) noexcept {
   arena->end();
   leave(arena);

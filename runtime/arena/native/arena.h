@@ -3,6 +3,10 @@
 // The live blocks decide, never the sequence. Births come in the recorded order. Deaths may not, because Python's
 // collector runs at any time, on any thread. So a place is used only if no byte of it belongs to a live block, and
 // unexpected blocks come from the ordinary allocator. A wrong plan costs time and bytes, but never damages contents.
+//
+// A step that leaves out layers has fewer bytes live than its layout, but not in the same order, so places may be in
+// use. From then on such blocks take any gap. Where none is large enough they lie behind the arena, and as many pages
+// of the gaps are given back: the memory stays that of the arena.
 #pragma once
 
 #include <sys/mman.h>
@@ -42,6 +46,21 @@ class LiveSet {
     int64_t begin, end;
   };
   const std::vector<Span>& spans() const noexcept { return spans_; }
+  // Where the smallest gap of at least that size begins that ends before `end`, or -1.
+  int64_t smallest_gap(int64_t size_bytes, int64_t end) const noexcept {
+    int64_t found = -1, least = end + 1, from = 0;
+    const auto look = [&](int64_t to) {
+      if (to - from < size_bytes || to - from >= least) return;
+      found = from;
+      least = to - from;
+    };
+    for (const Span& span : spans_) {
+      look(std::min(span.begin, end));
+      from = span.end;
+    }
+    look(end);
+    return found;
+  }
   // The gap around a byte that belongs to no block. The last gap ends at `size`.
   Span gap_at(int64_t at, int64_t size) noexcept {
     const auto after = above(at);
@@ -82,12 +101,15 @@ class Arena {
 
   // False if there is no address space.
   bool map() noexcept {
-    mapped_bytes_ = static_cast<size_t>(size_bytes_) + kHugePage;
-    void* mapping = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (mapping == MAP_FAILED) return false;
-    mapping_ = static_cast<char*>(mapping);
-    const auto address = reinterpret_cast<uintptr_t>(mapping);
+    const auto size = static_cast<size_t>(size_bytes_);
+    if (!reserve(2 * size + kHugePage) && !reserve(size + kHugePage)) return false;
+    const auto address = reinterpret_cast<uintptr_t>(mapping_);
     base_ = reinterpret_cast<char*>((address + kHugePage - 1) / kHugePage * kHugePage);
+    if (mprotect(base_, size, PROT_READ | PROT_WRITE) != 0) {
+      munmap(mapping_, mapped_bytes_);
+      mapping_ = base_ = nullptr;
+      return false;
+    }
     madvise(base_, static_cast<size_t>(size_bytes_), MADV_HUGEPAGE);
     mapped_count().fetch_add(1);
     return true;
@@ -103,14 +125,19 @@ class Arena {
     std::swap(places_, places);
     std::swap(met_, met);
     smallest_bytes_ = smallest_bytes;
+    end_ = 0;
+    for (size_t at = 0; at < places_.sizes.size(); ++at) {
+      if (places_.offsets[at] >= 0) end_ = std::max(end_, places_.offsets[at] + in_units(places_.sizes[at]));
+    }
     range_begin_ = range_end_ = next_ = 0;
+    resident_.clear();
     int64_t from = kept_bytes;
     for (const LiveSet::Span& span : live_.spans()) {
       if (span.end <= from) continue;
       give_back_between(from, span.begin);
       from = span.end;
     }
-    give_back_between(from, size_bytes_);
+    give_back_between(from, space_bytes_);
     return true;
   }
 
@@ -135,6 +162,30 @@ class Arena {
     is_serving_ = false;
   }
 
+  // From here on a block whose own place is missing or in use takes any gap between the live blocks.
+  void fill_gaps() {
+    std::lock_guard<std::mutex> guard(mutex);
+    if (!resident_.empty() || mapping_ == nullptr || end_ == 0) return;
+    const auto size = static_cast<size_t>(size_bytes_);
+    if (space_bytes_ == size_bytes_ && mapped_bytes_ > 2 * size && mprotect(base_ + size, size, PROT_READ | PROT_WRITE) == 0)
+      space_bytes_ *= 2;
+    madvise(base_, static_cast<size_t>(space_bytes_), MADV_NOHUGEPAGE); // what is given back comes back by small pages
+    live_.make_room(live_.size() + 2 * places_.sizes.size() + 64);
+    page_bytes_ = sysconf(_SC_PAGESIZE);
+    most_pages_ = pages_to(end_);
+    resident_.assign(static_cast<size_t>(pages_to(space_bytes_)), 0);
+    std::fill_n(resident_.begin(), most_pages_, 1);
+    int64_t from = end_;
+    for (const LiveSet::Span& span : live_.spans()) {
+      if (span.end <= end_) continue;
+      give_back_between(from, span.begin);
+      std::fill(resident_.begin() + span.begin / page_bytes_, resident_.begin() + pages_to(span.end), 1);
+      from = span.end;
+    }
+    give_back_between(from, space_bytes_);
+    resident_pages_ = std::count(resident_.begin(), resident_.end(), 1);
+  }
+
   // All memory is released when the last block here dies; that between live blocks is released at once.
   void drop() noexcept {
     std::lock_guard<std::mutex> guard(mutex);
@@ -152,12 +203,12 @@ class Arena {
     std::lock_guard<std::mutex> guard(mutex);
     if (!is_serving_ || step_number != step_number_) return nullptr;
     const size_t place = next_of(size_bytes);
-    if (place == kNone) return missed(kUnplanned, size_bytes);
+    if (place == kNone) return beside(kUnplanned, size_bytes);
     met_[place] = step_number_;
     if (place >= next_) next_ = place + 1;
     const int64_t offset = places_.offsets[place];
     if (offset < 0) return nullptr;
-    if (!live_.insert(offset, offset + (size_bytes + kUnit - 1) / kUnit * kUnit)) return missed(kTaken, size_bytes);
+    if (!occupy(offset, size_bytes)) return beside(kTaken, size_bytes);
     count(kServed, size_bytes);
     return base_ + offset;
   }
@@ -197,8 +248,8 @@ class Arena {
     std::lock_guard<std::mutex> guard(mutex);
     if (mapping_ == nullptr || size_bytes_ == 0) return 0;
     const int64_t page = sysconf(_SC_PAGESIZE);
-    std::vector<unsigned char> pages(static_cast<size_t>((size_bytes_ + page - 1) / page));
-    if (mincore(base_, static_cast<size_t>(size_bytes_), pages.data()) != 0) return -1;
+    std::vector<unsigned char> pages(static_cast<size_t>((space_bytes_ + page - 1) / page));
+    if (mincore(base_, static_cast<size_t>(space_bytes_), pages.data()) != 0) return -1;
     return page * std::count_if(pages.begin(), pages.end(), [](unsigned char page_bits) { return page_bits & 1; });
   }
 
@@ -218,6 +269,8 @@ class Arena {
   static constexpr size_t kNone = static_cast<size_t>(-1), kHugePage = size_t{2} << 20;
   static constexpr int64_t kUnit = 512;
   static constexpr size_t kLookAhead = 32, kMostMisses = 8;
+
+  static int64_t in_units(int64_t size_bytes) noexcept { return (size_bytes + kUnit - 1) / kUnit * kUnit; }
 
   size_t first_of(int64_t point) const noexcept {
     const auto& points = places_.points;
@@ -247,6 +300,66 @@ class Arena {
     return places_.sizes[place] == size_bytes && met_[place] != step_number_;
   }
 
+  // A block whose own place is missing or in use.
+  void* beside(Fate fate, int64_t size_bytes) noexcept {
+    const int64_t gap = resident_.empty() ? -1 : live_.smallest_gap(in_units(size_bytes), space_bytes_);
+    if (gap < 0 || !occupy(gap, size_bytes)) return missed(fate, size_bytes);
+    count(kServed, size_bytes);
+    return base_ + gap;
+  }
+
+  bool occupy(int64_t offset, int64_t size_bytes) noexcept {
+    const int64_t end = offset + in_units(size_bytes);
+    if (!live_.insert(offset, end)) return false;
+    if (resident_.empty() || make_resident(offset, end)) return true;
+    live_.erase(offset);
+    return false;
+  }
+
+  // A live block is about to be written. False if its pages were too many, with those that cannot be given back.
+  bool make_resident(int64_t begin, int64_t end) noexcept {
+    const auto first = resident_.begin() + begin / page_bytes_, behind = resident_.begin() + pages_to(end);
+    const int64_t more = std::count(first, behind, 0);
+    if (more == 0) return true;
+    if (give_back_pages(resident_pages_ + more - most_pages_) > 0) return false;
+    std::fill(first, behind, 1);
+    resident_pages_ += more;
+    return true;
+  }
+
+  // Gives back so many pages of the gaps, the last ones first. Returns how many were not found.
+  int64_t give_back_pages(int64_t wanted) noexcept {
+    int64_t to = space_bytes_;
+    for (auto span = live_.spans().rbegin(); wanted > 0; ++span) {
+      const bool is_last = span == live_.spans().rend();
+      const int64_t least = pages_to(is_last ? 0 : span->end);
+      for (int64_t page = to / page_bytes_ - 1; page >= least && wanted > 0; --page) {
+        if (!resident_[static_cast<size_t>(page)]) continue;
+        int64_t first = page;
+        while (first > least && page - first + 1 < wanted && resident_[static_cast<size_t>(first - 1)]) --first;
+        const int64_t count = page - first + 1;
+        madvise(base_ + first * page_bytes_, static_cast<size_t>(count * page_bytes_), MADV_DONTNEED);
+        std::fill_n(resident_.begin() + first, count, 0);
+        resident_pages_ -= count;
+        wanted -= count;
+        page = first;
+      }
+      if (is_last) break;
+      to = span->begin;
+    }
+    return wanted;
+  }
+
+  int64_t pages_to(int64_t at) const noexcept { return (at + page_bytes_ - 1) / page_bytes_; }
+
+  bool reserve(size_t bytes) noexcept {
+    void* mapping = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapping == MAP_FAILED) return false;
+    mapping_ = static_cast<char*>(mapping);
+    mapped_bytes_ = bytes;
+    return true;
+  }
+
   void* missed(Fate fate, int64_t size_bytes) noexcept {
     if (misses_.size() < kMostMisses) misses_.push_back({fate, size_bytes, point_});
     count(fate, size_bytes);
@@ -265,13 +378,14 @@ class Arena {
     places_ = {};
     met_ = {};
     live_ = {};
+    resident_ = {};
     mapped_count().fetch_sub(1);
   }
 
   // Releases the memory between the blocks around a byte.
   void give_back_gap(int64_t at) noexcept {
     if (mapping_ == nullptr) return;
-    const LiveSet::Span gap = live_.gap_at(at, size_bytes_);
+    const LiveSet::Span gap = live_.gap_at(at, space_bytes_);
     give_back_between(gap.begin, gap.end);
   }
 
@@ -285,7 +399,10 @@ class Arena {
   std::vector<int64_t> met_; // the step in which each place was last requested
   LiveSet live_;
   const int64_t size_bytes_;
-  int64_t smallest_bytes_ = 0;
+  int64_t space_bytes_ = size_bytes_; // with what may be used behind the arena
+  int64_t smallest_bytes_ = 0, end_ = 0; // of the places
+  std::vector<char> resident_; // by page, whether it may have memory; empty until blocks fill gaps
+  int64_t resident_pages_ = 0, most_pages_ = 0, page_bytes_ = 1;
   char *mapping_ = nullptr, *base_ = nullptr;
   size_t mapped_bytes_ = 0;
   bool is_serving_ = false, is_dropped_ = false;

@@ -78,15 +78,21 @@ def static_bytes(profile: ProfileData) -> dict[str, int]:
 
 
 def held_until(
-    name: str, size_bytes: int, last_tick: int, born: int | None = None, born_tick: int | None = None, layer: str = ""
+    name: str,
+    size_bytes: int,
+    last_tick: int,
+    born: int | None = None,
+    born_tick: int | None = None,
+    layer: str = "",
+    before: Kind = Kind.INPUT,
 ) -> Value:
-    """A block that no tensor shows, as a value up to that tick: from before the step if ``born`` names no op. No
-    decision changes it.
+    """A block that no tensor shows, as a value up to that tick. If ``born`` names no op, it is from before the step,
+    and of the kind ``before``. No decision changes it.
     """
     return Value(
         name=name,
         layer=layer,
-        kind=Kind.INPUT if born is None else Kind.TEMPORARY,
+        kind=before if born is None else Kind.TEMPORARY,
         size_bytes=size_bytes,
         dtype="uint8",
         shape=(size_bytes,),

@@ -107,6 +107,7 @@ class Kind(StrEnum):
     GRADIENT = "gradient"  # the storage of a parameter's gradient
     OPTIMIZER_STATE = "optimizer_state"
     INPUT = "input"  # from before the step, but neither parameter, buffer nor optimizer state
+    LIBRARY = "library"  # what cuBLAS holds between ops, in no tensor
     TEMPORARY = "temporary"  # created in the step and not saved
 
 

@@ -194,7 +194,12 @@ def fragmentation_text(allocated_bytes: int, reserved_bytes: int) -> str:
     """The share of the reserved bytes that was never in use; if it is large, also the setting that lowers it."""
     share = 1 - allocated_bytes / reserved_bytes if reserved_bytes else 0.0
     text = f" ({share:.0%} fragmentation)"
-    settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    if share > MUCH_FRAGMENTATION and "expandable_segments:True" not in settings:
+    if share > MUCH_FRAGMENTATION and not segments_expand():
         return f"{text}; set PYTORCH_ALLOC_CONF=expandable_segments:True to have less"
     return text
+
+
+def segments_expand() -> bool:
+    """Whether the environment asks torch's allocator for expandable segments."""
+    settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return "expandable_segments:True" in settings

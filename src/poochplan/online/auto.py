@@ -23,7 +23,7 @@ from poochplan.runtime.devices.opening import check_cap, open_device
 from poochplan.runtime.engine.audit import OnAudit
 from poochplan.runtime.messages import Messages
 from poochplan.runtime.session import Session
-from poochplan.sessions import PLANNER
+from poochplan.sessions import PLANNER, made_in_any_case
 from poochplan.units import parse_budget, parse_rate
 
 from .background import BackgroundBuild
@@ -39,6 +39,7 @@ MOST_PERCENT = 100
 """A number up to this is implausible as an amount of bytes."""
 
 
+@made_in_any_case
 def auto(
     model: Models,
     optimizer: Optimizers = None,
@@ -103,6 +104,8 @@ def auto(
     models = dict(model) if isinstance(model, Mapping) else {"": model}
     if not models:
         raise UsageError("models: expected at least one, found none")
+    if wrong := [type(one).__name__ for one in models.values() if not isinstance(one, torch.nn.Module)]:
+        raise UsageError(f"model: expected a torch.nn.Module, found {wrong[0]}; give the model itself")
     whole = together(models)
     where = checked_device(whole, None, None, 1)
     check_cap(cap_bytes, where)

@@ -82,7 +82,18 @@ def not_planned(reason: str) -> str:
     return f"steps go on without a plan: {reason}"
 
 
-def without_plan(reason: str, mode: Unplanned) -> str:
+def bound(peak_bytes: int, budget_bytes: int) -> str:
+    return (
+        f"a step without a plan took {format_bytes(peak_bytes)}, more than the budget of {format_bytes(budget_bytes)}: "
+        "from now on its values are swapped where the budget has no room for them, which is slow"
+    )
+
+
+def without_plan(reason: str, mode: Unplanned, bound_bytes: int = 0) -> str:
+    """``bound_bytes``: a budget that they keep all the same."""
+    if bound_bytes:
+        kept = f"their values are kept while the budget of {format_bytes(bound_bytes)} has room, and swapped otherwise"
+        return f"no plan is made for some of the steps: {reason}; {kept}, which is slow"
     kept = ", and the budget is not kept for them" if mode is Unplanned.IN_CORE else ""
     return f"no plan is made for some of the steps: {reason}; they {_HOW[mode]}{kept}"
 

@@ -14,8 +14,10 @@ from typing import Literal
 import torch
 
 from poochplan.errors import UsageError
+from poochplan.formats.run_record import segments_expand
 from poochplan.runtime.engine.saved_value import SavedValue
-from poochplan.runtime.metering.census import census_bytes
+from poochplan.runtime.metering.allocated import joined_count
+from poochplan.runtime.metering.census import EVERY, census_bytes
 from poochplan.runtime.step_policies.step_policy import KeepWhileRoom, StepPolicy, SwapEach
 from poochplan.tensors.host_memory import memory_left
 from poochplan.tensors.storages import gradient_of, own_tensors
@@ -66,13 +68,50 @@ class BeforePlan:
     ) -> None:
         self.before, self.refused = before, refused
         self._model, self._where, self._optimizers = model, where, optimizers
+        self._is_short = is_short
         self._while_room = KeepWhileRoom(self._room, is_short, self._largest_at)
+        self._within: KeepWhileRoom | None = None
+        self._within_steps = self._beside_bytes = 0
+        self.is_bound = False
+        """Whether a step that never gets a plan had no room in the budget, so that some values were swapped."""
 
     def policy(self, *, is_refused: bool = False) -> StepPolicy:
         """Policy of a step that is to get a plan, or that will get none."""
         mode = self.refused if is_refused else self.before
         vars(self).pop("_widest", None)  # layers may have been replaced since the last step
         return SwapEach(at_once=True) if mode is Unplanned.SWAP else self._while_room
+
+    @property
+    def can_bind(self) -> bool:
+        """Whether steps that never get a plan can keep within a budget and are not asked to swap everything."""
+        can_tell = self._where.type != "cpu" or joined_count() is not None
+        return can_tell and self.refused is Unplanned.IN_CORE
+
+    def within(self, budget_bytes: int) -> StepPolicy | None:
+        """Policy of a step that never gets a plan, and keeps its values as long as the budget has room. None if nothing
+        tells how many bytes are live, or if all steps are to swap.
+        """
+        if not self.can_bind:
+            return None
+        if self._within_steps % EVERY == 0:
+            self._beside_bytes = 0
+            self._beside_bytes = census_bytes(self._where.type) - self._live_bytes()
+        self._within_steps += 1
+        if self._within is None:
+            room = lambda: min(self._room(), budget_bytes - self._live_bytes() - self._to_come_bytes())  # noqa: E731
+            self._within = KeepWhileRoom(room, self._binds, self._largest_at)
+        vars(self).pop("_widest", None)
+        return self._within
+
+    def _binds(self) -> None:
+        self.is_bound = True
+        self._is_short()
+
+    def _live_bytes(self) -> int:
+        if self._where.type == "cuda":
+            return torch.cuda.memory_allocated(self._where)
+        count = joined_count()
+        return self._beside_bytes + (count.live_bytes if count is not None else 0)
 
     def is_plentiful(self, needed_bytes: int) -> bool:
         """Whether a step without a plan was in-core and would be with twice the bytes, so that nobody need look."""
@@ -128,9 +167,17 @@ def free_bytes(where: torch.device) -> int:
     host share its memory.
     """
     left_bytes = memory_left(where)
-    if where.type == "cuda":
-        return left_bytes + torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
-    return left_bytes // ranks_here()
+    return left_bytes + cached_bytes(where) if where.type == "cuda" else left_bytes // ranks_here()
+
+
+def cached_bytes(where: torch.device) -> int:
+    """Reserved bytes that any request may get: those beside a block in use are fragments, unless segments expand."""
+    stats = torch.cuda.memory_stats_as_nested_dict(where)
+    free, fragments = (
+        int(stats.get(name, {}).get("all", {}).get("current", 0)) for name in ("reserved_bytes", "inactive_split_bytes")
+    )
+    free -= int(stats["allocated_bytes"]["all"]["current"])
+    return free if segments_expand() else max(0, free - fragments)
 
 
 def checked(name: str, mode: Mode) -> Unplanned:

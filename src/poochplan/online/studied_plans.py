@@ -122,6 +122,8 @@ class StudiedPlans(LoopObserver):
         often optimizers had stepped before them."""
         self._saved_bytes = 0
         """The most that one of them has saved."""
+        self._is_limited = False
+        """Whether the open segment has no plan and keeps within the budget by another rule."""
         self._is_calm = self._is_unplanned = False
         """Whether the open segment is one, and whether some of them have no plan."""
         self._woken_bytes = 0.0
@@ -187,7 +189,7 @@ class StudiedPlans(LoopObserver):
         """None if the segment is to be studied. Between two segments it also takes over plans that are done, and
         pauses for work in the background.
         """
-        self._following, self._is_calm = None, False
+        self._following, self._is_calm, self._is_limited = None, False, False
         if self._ranks is not None and self._ranks.are_uneven():
             self._leave_ranks()
         if self._ranks is not None and self._kinds_to_compare is not None and self._key is not None:
@@ -226,9 +228,24 @@ class StudiedPlans(LoopObserver):
         """The policy before there is a plan, and if there will be none."""
         if kind is None:
             return self._before.policy()
+        bound = self._within_budget(kind) if kind.varies else None
+        if bound is not None:
+            self._is_calm, self._is_limited = not self._before.is_bound, True
+            return bound
         policy = self._without_plan(kind.key, kind.profile, is_refused=bool(kind.refused))
         self._is_calm = not kind.is_studied and not self.is_planning(kind)
         return policy
+
+    def _within_budget(self, kind: StepKind) -> StepPolicy | None:
+        """The policy of steps that vary, which never get a plan. A share of their in-core peak is no budget: that peak
+        varies too.
+        """
+        budget_bytes = self._known.budget_bytes
+        return self._before.within(budget_bytes) if budget_bytes else None
+
+    @property
+    def limit_bytes(self) -> int:
+        return self._known.budget_bytes if self._is_limited else 0
 
     def _without_plan(self, key: Key, profile: Profile | None, *, is_refused: bool) -> StepPolicy:
         """Keeps all values if that is known to fit the budget, and swaps if the budget was guaranteed."""
@@ -252,13 +269,24 @@ class StudiedPlans(LoopObserver):
         has_stepped = self._optimizer_steps - self._calm_since > 1 or not self._optimizer_steps or self._is_one_region
         if is_studied or not has_stepped or known.pending or known.ready or not all(map(_keeps_all, plans)):
             return None
-        is_kept = bool(plans) and not self._is_unplanned
+        if self._before.is_bound:
+            return None
+        is_kept = (bool(plans) and not self._is_unplanned) or self._keeps_limit
         is_in_core = not self._is_one_region or self._before.before is Unplanned.IN_CORE
-        if not is_kept and not (is_in_core and self._before.is_plentiful(self._saved_bytes)):
+        if not (is_kept and plans) and not (is_in_core and self._before.is_plentiful(self._saved_bytes)):
             return None
         self._calm, self._is_unplanned = 0, False
+        if self._keeps_limit:
+            return MostBytes(known.budget_bytes, is_kept)
         budget_bytes = max((plan.budget_bytes for plan in plans), default=0) or known.budget_bytes
         return MostBytes(max(budget_bytes, self._woken_bytes), is_kept)
+
+    @property
+    def _keeps_limit(self) -> bool:
+        """Whether all kinds without a plan keep within the budget."""
+        refused = [kind for kind in self.kinds.values() if kind.refused]
+        is_all = all(kind.varies for kind in refused) and not self._known.refused
+        return bool(refused) and is_all and bool(self._known.budget_bytes) and self._before.can_bind
 
     def wakes(self, peak_bytes: int) -> str:
         """Steps follow their plans again, or are looked at again to find kinds that were not there before."""
@@ -268,6 +296,9 @@ class StudiedPlans(LoopObserver):
             plan.check_next()
         if self._known.active:  # if it really exceeds its budget, that is told, and another plan is made
             return ""
+        if self._keeps_limit:
+            self._before.is_bound = True
+            return auto_messages.bound(peak_bytes, self._known.budget_bytes)
         return auto_messages.grown(peak_bytes)
 
     def ended(self, segment: Segment) -> None:
@@ -336,7 +367,9 @@ class StudiedPlans(LoopObserver):
         profile = kind.profile
         if profile is None:
             if kind.refused != UNUSED:  # there is nothing to plan
-                self._messages.warn(auto_messages.without_plan(kind.refused, self._before.refused))
+                is_bound = kind.varies and self._before.can_bind
+                bound_bytes = self._known.budget_bytes if is_bound else 0
+                self._messages.warn(auto_messages.without_plan(kind.refused, self._before.refused, bound_bytes))
             return
         beside = self._beside[kind.key] = kind.growth
         is_wanted = self._known.want(kind.key, profile, beside.ahead_bytes(self._number, kind.foreseen_bytes))

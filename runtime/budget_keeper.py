@@ -1,0 +1,131 @@
+"""BudgetKeeper: what a session does about steps that take more than their budgets."""
+
+from __future__ import annotations
+
+from poochplan.errors import BudgetExceededError
+from poochplan.formats.profile import Memory
+from poochplan.formats.profile_parts import rounded_up
+from poochplan.runtime.devices.device import ComputeDevice
+from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.messages import Messages
+from poochplan.runtime.metering.allocated import joined_count
+from poochplan.runtime.metering.census import EVERY
+from poochplan.runtime.metering.holders import held_beside
+from poochplan.runtime.metering.step_meter import StepMeter, described
+from poochplan.units import format_bytes
+
+from .active_plan import REMEDY, ActivePlan, OverBudget, over_budget_text
+from .arena.step_arena import StepArena
+from .plan_source import PlanSource
+
+FROM_TORCH = "planned steps take their memory from torch's allocator"
+FROM_SMALLER = "planned steps take their memory from a smaller arena"
+LEFT_ABOVE = (
+    "a step that has left its plan took {}, more than the budget of {}, as others like it may; this is told once"
+)
+WITHOUT_PLAN_ABOVE = (
+    "a step without a plan took {}, more than the budget of {}: what it holds beside the values that can be swapped is "
+    "too much; this is told once"
+)
+COMPARED_ABOVE = (
+    "the step after that difference kept every value beside to find all that is wrong, and took {}, more than the "
+    "budget of {}; this is told once"
+)
+
+
+class BudgetKeeper:
+    """Compares the peak of each step with its budget: gives up the arena, asks for another plan, warns or raises.
+
+    State: what was told, and the limit of the open segment if that follows no plan.
+    """
+
+    def __init__(
+        self,
+        source: PlanSource,
+        meter: StepMeter,
+        step_arena: StepArena,
+        messages: Messages,
+        on_over_budget: OverBudget,
+    ) -> None:
+        self._source, self._meter, self._step_arena = source, meter, step_arena
+        self._messages, self._on_over_budget = messages, on_over_budget
+        self.is_on, self.is_ending = True, False
+        """Whether it reacts; and whether no later step can tell."""
+        self._told = set[str]()
+        """Messages that come once."""
+        self.limit_bytes = self._limited = 0
+        """Of the open segment if it follows no plan, and how many such segments there were."""
+        self._is_limit_due = True
+        """Whether the next of them begins with a census."""
+
+    def begins_without_plan(self, engine: Engine, device: ComputeDevice) -> None:
+        """A segment begins that follows no plan. It is metered if it has a limit."""
+        if not self.limit_bytes:
+            return
+        is_due = self._is_limit_due or self._limited % EVERY == 0
+        self._limited += 1
+        self._is_limit_due = False
+        memory = Memory.LIVE if joined_count() is None else Memory.ALLOCATED
+        self._meter.step_begins(engine, device, is_due=is_due, memory=memory)
+
+    def take_peak(self, segment: Segment, plan: ActivePlan | None) -> None:
+        """The peak so far of a segment that follows the plan, or has a limit."""
+        is_metered = plan is not None or self.limit_bytes
+        peak_bytes = self._meter.peak_bytes if is_metered else None
+        if peak_bytes is not None:
+            segment.report.peak_bytes = peak_bytes
+
+    def look(self, segment: Segment, plan: ActivePlan | None, engine: Engine) -> None:
+        """Reacts to a step above its budget. Of one that has left its plan it is only said, once."""
+        peak_bytes = segment.report.peak_bytes
+        if self.is_on and self.limit_bytes and peak_bytes is not None and peak_bytes > self.limit_bytes:
+            self._is_limit_due = not self._meter.is_certain
+            self._tell_above(WITHOUT_PLAN_ABOVE, peak_bytes, self.limit_bytes)
+        if not self.is_on or plan is None or peak_bytes is None or not plan.is_over(peak_bytes):
+            return
+        if engine.audit.keeps_all or segment.diverged:
+            text = LEFT_ABOVE if segment.diverged else COMPARED_ABOVE
+            if not self._meter.is_certain:
+                plan.check_next()
+            self._tell_above(text, peak_bytes, plan.plan.budget_bytes)
+            return
+        within = (self._meter.blocks_peak_bytes or peak_bytes) <= plan.plan.budget_bytes  # without the arena's holes
+        if self._step_arena.may_give_up and within:
+            is_smaller = self._step_arena.exceeded(plan.plan, peak_bytes - plan.plan.budget_bytes)
+            if is_smaller is not None:
+                now = FROM_SMALLER if is_smaller else FROM_TORCH
+                text = self._above(plan, segment, peak_bytes, engine)
+                self._messages.warn(f"{text}; {now} from now on, within the budget")
+        elif not self._meter.is_certain and not self.is_ending:  # at the end no later step can tell
+            plan.check_next()
+        else:
+            self._is_above(plan, segment, peak_bytes, engine)
+
+    def _tell_above(self, text: str, peak_bytes: int, budget_bytes: int) -> None:
+        """A step took more than its budget, for which no other plan is made: that is told once."""
+        if text not in self._told and self._meter.is_certain:
+            self._told.add(text)
+            self._messages.warn(text.format(format_bytes(peak_bytes), format_bytes(budget_bytes)))
+
+    def _is_above(self, plan: ActivePlan, segment: Segment, peak_bytes: int, engine: Engine) -> None:
+        """Reports the excess, raises, or requests another plan."""
+        plan.has_exceeded = True
+        text = self._above(plan, segment, peak_bytes, engine)
+        if self._on_over_budget is OverBudget.ERROR:
+            raise BudgetExceededError(f"{text}; {REMEDY}", peak_bytes=peak_bytes)
+        plan.is_told = True
+        if self._on_over_budget is OverBudget.WARN:
+            self._messages.warn(f"{text}; {REMEDY}")
+            return
+        promised_bytes = plan.plan.prediction.peak_of_step(bool(segment.report.served_bytes))
+        more_bytes = rounded_up(max(1, peak_bytes - promised_bytes))
+        self._messages.warn(f"{text}; {self._source.plan_again(plan, more_bytes)}")
+
+    def _above(self, plan: ActivePlan, segment: Segment, peak_bytes: int, engine: Engine) -> str:
+        where, gaps_bytes = described(self._meter.moment, plan.plan), 0
+        blocks_bytes = self._meter.blocks_peak_bytes or peak_bytes
+        if blocks_bytes <= plan.plan.prediction.peak_bytes:  # nothing takes more than predicted
+            gaps_bytes = peak_bytes - blocks_bytes
+        held = [] if gaps_bytes else held_beside(engine, segment, plan.plan)
+        return over_budget_text(peak_bytes, plan.plan, where, held, gaps_bytes)
