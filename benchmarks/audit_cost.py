@@ -8,6 +8,8 @@ steps are not metered, so nothing is kept beside.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 import poochplan
@@ -27,19 +29,25 @@ def measured(name: str, pairs: int) -> list[Row]:
     roomy = msgspec.structs.replace(plan, budget_bytes=int(ROOM * plan.budget_bytes))
     rows = []
     for how, one in (("beside", roomy), ("checksums", plan)):
-        meter = "first-steps" if how == "beside" else "never"
-        with poochplan.apply(one, workload.model, meter=meter, arena="off") as session:  # type: ignore[call-overload]
+        kept_beside: Any = {"meter": "first-steps" if how == "beside" else "never"}
+        with poochplan.apply(one, workload.model, arena="off", **kept_beside) as session:
+
+            def with_it(session: Session = session) -> Seconds:
+                return _step(session, workload, OnAudit.WARN)
+
+            def without(session: Session = session) -> Seconds:
+                return _step(session, workload, OnAudit.OFF)
+
             for _ in range(WARM):
                 one_step(workload)
-            with_it = in_pairs(lambda: _step(session, workload, OnAudit.OFF), lambda: _step(session, workload), pairs)
-            noise = in_pairs(*[lambda: _step(session, workload, OnAudit.OFF)] * 2, pairs)
+            pairs_with, pairs_without = in_pairs(without, with_it, pairs), in_pairs(without, without, pairs)
             report = session.report().total
         row: Row = {"network": name, "how": how, "audited_values": report.audited_values}
-        rows.append(row | {"with_over_without": compared(with_it), "without_over_without": compared(noise)})
+        rows.append(row | {"with_over_without": compared(pairs_with), "without_over_without": compared(pairs_without)})
     return rows
 
 
-def _step(session: Session, workload: Workload, on_audit: OnAudit = OnAudit.WARN) -> Seconds:
+def _step(session: Session, workload: Workload, on_audit: OnAudit) -> Seconds:
     session._on_audit = on_audit
     session._engine.audit.compares_unplanned = on_audit is not OnAudit.OFF
     return one_step(workload)
