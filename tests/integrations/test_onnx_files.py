@@ -19,7 +19,7 @@ from poochplan.formats.profile import Profile
 from poochplan.integrations.onnx import load
 from poochplan.integrations.onnx.onnx_file import _without_weights, known_shapes
 from poochplan.workload import load_workload, parameter_values
-from tests.forks import forked
+from tests.forks import forked, told
 
 WEIGHTS = {"table": (9, 4), "product": (4, 3), "bias": (1,)}
 
@@ -235,6 +235,6 @@ def test_without_the_package_one_line_says_what_to_install(tmp_path: Path) -> No
     command = [*forked(), "-c", hidden, "profile", str(path), "--loss", "mse", *GIVEN]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
-    assert ended.stderr.splitlines() == [
+    assert told(ended.stderr) == [
         "pooch: error: ONNX files need the package onnx, which is not installed; pip install 'poochplan[onnx]'"
     ]

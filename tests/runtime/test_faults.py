@@ -26,7 +26,7 @@ from poochplan.runtime.devices.cpu import SMALL_BYTES, CpuDevice, SpillFile, cho
 from poochplan.runtime.devices.transfers import copy_in, copy_out
 from poochplan.runtime.run_report import FallbackKind
 from poochplan.runtime.session import Session
-from tests.forks import forked
+from tests.forks import forked, told
 from tests.runtime.faults import CASE, _ctrl_c_is_heard, leaves_nothing, plan, swaps
 from tests.runtime.nets import CASES, either_way, equal, followed, in_core, our_warnings, snapshot, train
 from tests.runtime.random_plans import random_plan
@@ -280,7 +280,7 @@ def test_a_process_that_ends_inside_a_session_with_copies_under_way_ends(swaps: 
     swaps.save(path)
     command, root = [*forked(), "-c", ENDS_INSIDE.format(plan=str(path))], Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "reached the end\n", "")
+    assert (done.returncode, done.stdout, told(done.stderr)) == (0, "reached the end\n", [])
 
 
 def test_the_spill_file_is_private_has_no_name_and_is_written_once_ahead(on_disk: Path) -> None:
