@@ -44,7 +44,7 @@ LEAST_FREE_BYTES = 4 << 30
 ROUNDS, ROUND_S = 30, 0.005
 MUCH_SPREAD = 0.2
 """Largest spread of the same work, as a share of its median, at which times of short steps are useful."""
-TESTED_TORCH = ("2.11", "2.12", "2.13", "2.14")
+TESTED_TORCH = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """Versions on which the runtime's tests pass, from the oldest that ``pyproject.toml`` allows. The suite uses 2.13."""
 Versions = Callable[[str], str | None]
 """Returns the installed version of a package by its name on the index; None if it is not installed."""
