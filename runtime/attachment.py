@@ -30,10 +30,7 @@ from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import plain_storage
 from poochplan.torch_private.compiler_internals import leave_alone
 from poochplan.torch_private.hooks import has_topmost_hooks, stand_aside, topmost_hooks
-from poochplan.torch_private.tensor_internals import (
-    in_backward,
-    intercept_autograd,
-)
+from poochplan.torch_private.tensor_internals import in_backward, intercept_autograd
 
 from .compiled.deferred_unpack import deferring, plainly_packed, plainly_unpacked
 from .compiled.inductor import compiled_deferring

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from poochplan.errors import BudgetExceededError
-from poochplan.formats.profile import Memory
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.messages import Messages
-from poochplan.runtime.metering.allocated import joined_count
 from poochplan.runtime.metering.census import EVERY
 from poochplan.runtime.metering.holders import held_beside
 from poochplan.runtime.metering.step_meter import StepMeter, described
@@ -66,8 +64,7 @@ class BudgetKeeper:
         is_due = self._is_limit_due or self._limited % EVERY == 0
         self._limited += 1
         self._is_limit_due = False
-        memory = Memory.LIVE if joined_count() is None else Memory.ALLOCATED
-        self._meter.step_begins(engine, device, is_due=is_due, memory=memory)
+        self._meter.step_begins(engine, device, is_due=is_due)
 
     def take_peak(self, segment: Segment, plan: ActivePlan | None) -> None:
         """The peak so far of a segment that follows the plan, or has a limit."""

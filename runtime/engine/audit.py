@@ -135,7 +135,7 @@ class AuditedPlan:
         self.is_alarmed = bool(names)
 
 
-class Unplanned(AuditedPlan):
+class SwapsWithoutPlan(AuditedPlan):
     """State: which of the values is compared that the next step swaps without a plan: one, by a checksum."""
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class Audit:
     def __init__(self, where: torch.device) -> None:
         self._where = where
         self._plan: AuditedPlan | None = None
-        self._unplanned = Unplanned()
+        self._unplanned = SwapsWithoutPlan()
         self.compares_unplanned = False
         """Whether values are compared that are swapped without a plan."""
         self._looks = set[Look]()
@@ -367,7 +367,7 @@ class Comparison:
     @property
     def planned(self) -> PlannedValue | None:
         """None if no plan has released it."""
-        return None if isinstance(self.plan, Unplanned) else self.plan.values[self.index]
+        return None if isinstance(self.plan, SwapsWithoutPlan) else self.plan.values[self.index]
 
     @property
     def is_done(self) -> bool:

@@ -48,11 +48,15 @@ class DevicePeak(StepPeak):
         return None if found is None else PeakBytes(found, found)
 
 
-def step_peak_of(device: ComputeDevice, memory: Memory) -> StepPeak:
-    """The device's allocator if it reports peaks; the compiled one if allocated bytes count; else torch's log."""
+def step_peak_of(device: ComputeDevice, memory: Memory | None) -> StepPeak:
+    """The device's allocator if it reports peaks; the compiled one if allocated bytes count; else torch's log.
+    ``memory``: None for the most exact that can be counted here.
+    """
     if device.step_peak_bytes() is not None:
         return DevicePeak(device)
-    return AllocatedPeak() if memory is Memory.ALLOCATED and joined_count() is not None else LoggedPeak(memory)
+    if memory is not Memory.LIVE and joined_count() is not None:
+        return AllocatedPeak()
+    return LoggedPeak(memory or Memory.LIVE)
 
 
 class LoggedPeak(StepPeak):

@@ -71,9 +71,9 @@ class StepMeter:
         self._peak_at = 0
         """The passed point that the peak followed."""
 
-    def step_begins(self, engine: Engine, device: ComputeDevice, *, is_due: bool, memory: Memory) -> None:
+    def step_begins(self, engine: Engine, device: ComputeDevice, *, is_due: bool, memory: Memory | None = None) -> None:
         """A segment has begun on this thread. ``is_due``: begin with a census. ``memory``: what the figures count from
-        the first step on.
+        the first step on; None for the most exact that can be counted here.
         """
         self._engine, self._open, self._told = engine, True, None
         self._passed, self._peak_at = [], 0

@@ -7,12 +7,11 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from poochplan.formats.profile import Memory
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.run_report import StepReport
 
-from .allocated import StepPeak, joined_count
+from .allocated import StepPeak
 from .step_meter import StepMeter
 
 CENSUS_SHARE = 0.003
@@ -72,8 +71,7 @@ class Watch:
         """The step begins with a census."""
         start_s = time.monotonic()
         self._is_due, self._source = False, None
-        memory = Memory.LIVE if joined_count() is None else Memory.ALLOCATED
-        self._meter.step_begins(self._engine, self._device, is_due=True, memory=memory)
+        self._meter.step_begins(self._engine, self._device, is_due=True)
         end_s = time.monotonic()
         self._due_s = end_s + (end_s - start_s) / CENSUS_SHARE
 

@@ -93,9 +93,8 @@ class BeforePlan:
         """
         if not self.can_bind:
             return None
-        if self._within_steps % EVERY == 0:
-            self._beside_bytes = 0
-            self._beside_bytes = census_bytes(self._where.type) - self._live_bytes()
+        if self._where.type == "cpu" and self._within_steps % EVERY == 0:
+            self._beside_bytes += census_bytes("cpu") - self._live_bytes()
         self._within_steps += 1
         if self._within is None:
             room = lambda: min(self._room(), budget_bytes - self._live_bytes() - self._to_come_bytes())  # noqa: E731

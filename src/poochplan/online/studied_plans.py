@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 
 import msgspec
 import torch
 
 from poochplan.formats.plan import Decision, Plan
-from poochplan.formats.profile import Link, LinkDirection, Profile
+from poochplan.formats.profile import Link, Profile
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.formats.queries import with_kept
 from poochplan.online.known_plans import KnownPlans
@@ -25,13 +23,11 @@ from poochplan.profiler.live.study import StudyOptions
 from poochplan.profiler.trials.machine_facts import with_cached_cost, with_known_cost
 from poochplan.runtime.active_plan import MOST_PLANS, REMEDY, STILL_GROWS, ActivePlan, OverBudget
 from poochplan.runtime.applying import check_model
-from poochplan.runtime.arena.library import is_loaded
 from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.messages import Messages
 from poochplan.runtime.metering.census import Growth, foreseen_bytes
 from poochplan.runtime.metering.watch import GROWS, MostBytes
 from poochplan.runtime.plan_source import KEPT_BY_PLAN, KEPT_FROM_NOW_ON, Attached, Hooks
-from poochplan.runtime.run_report import StepReport
 from poochplan.runtime.step_policies.follow import Follow
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy, SwapEach
 from poochplan.torch_private.compiler_internals import is_compiled
@@ -40,26 +36,17 @@ from poochplan.units import format_bytes
 from . import auto_messages
 from .background import BackgroundBuild
 from .before_plan import BeforePlan, Unplanned
+from .promise import COPIES, Promise
 from .ranks import ALIKE_STEPS, Buckets, RankMessage, Ranks
 
 MISSES = 8
 """After this many segments in a row that diverge from their plan, the kind is studied anew: the loop has changed for
 good. After each study twice as many. One that runs more layers than the plan has is enough.
 """
-STEPS = 10
-"""Number of steps that are compared with the prediction. The first two, in which an arena is recorded, do not move
-their median."""
 UNMATCHED = 2
 """The same for a plan that no step has followed: another run has made it for other steps."""
 CALM = 3
 """After this many segments that need no session it rests."""
-MOST = 1.25
-"""A step is slow if it takes more than this factor of its predicted time."""
-
-COPIES = "copies to the host and back take longer than was measured"
-NO_ARENA = "their memory does not come from one arena yet"
-BUSY = "something else uses the processors"
-SLOWER = "operations take longer than when they were measured"
 
 
 class StudiedPlans(LoopObserver):
@@ -504,53 +491,3 @@ class StudiedPlans(LoopObserver):
 def _keeps_all(plan: Plan) -> bool:
     """Whether steps that follow the plan are ordinary ones."""
     return all(value.decision is Decision.KEEP for value in plan.values if not value.source)
-
-
-class Promise:
-    """State: seconds of the steps so far under one plan, and how long each waited for copies."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self._seconds: list[float] = []
-        self._reports: list[StepReport] = []
-
-    @property
-    def step_s(self) -> float:
-        return median(self._seconds)
-
-    @property
-    def stall_s(self) -> float:
-        """Median seconds in which a step waits for copies."""
-        return median(report.stall_s for report in self._reports)
-
-    def took(self, seconds: float, report: StepReport) -> str:
-        """A step has followed the plan. Returns why steps are slower than predicted, once; else empty."""
-        if len(self._seconds) == STEPS:
-            return ""
-        self._seconds.append(seconds)
-        self._reports.append(report)
-        if len(self._seconds) < STEPS or self.step_s <= MOST * self.plan.prediction.step_s:
-            return ""
-        return self._why()
-
-    def _why(self) -> str:
-        if self.stall_s > (self.step_s - self.plan.prediction.step_s) / 2:
-            return COPIES
-        has_arena = self.plan.prediction.arena_peak_bytes is not None and is_loaded()
-        if has_arena and not self._reports[-1].served_bytes:
-            return NO_ARENA
-        return BUSY if os.getloadavg()[0] > (os.cpu_count() or 1) else SLOWER
-
-    def link_found(self, link: Link) -> Link:
-        """The link as these steps show it: slower by the time that they waited."""
-        report = self._reports[-1]
-        copies_s = report.out_bytes / link.outward.bandwidth_bytes_per_s
-        copies_s += report.in_bytes / link.inward.bandwidth_bytes_per_s
-        factor = 1 + self.stall_s / copies_s if copies_s else 1.0
-        return msgspec.structs.replace(link, outward=_slower(link.outward, factor), inward=_slower(link.inward, factor))
-
-
-def _slower(direction: LinkDirection, factor: float) -> LinkDirection:
-    return LinkDirection(
-        latency_s=direction.latency_s * factor, bandwidth_bytes_per_s=direction.bandwidth_bytes_per_s / factor
-    )
