@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from poochplan.online import studied_plans
+from poochplan.online import promise
 from tests.online.runs import opened, run_auto
 from tests.online.trainings import Training, batch, dropout_and_batch_norm, loss_of, stumbling
 from tests.runtime.served import needs_compiler
@@ -43,7 +43,7 @@ BETWEEN: dict[str, tuple[Callable[[], Training], Callable[[Training], None]]] = 
 def test_nothing_is_said_and_nothing_is_planned_again(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(studied_plans, "MOST", math.inf)  # a busy machine is said, and is no change of the steps
+    monkeypatch.setattr(promise, "MOST", math.inf)  # a busy machine is said, and is no change of the steps
     torch.manual_seed(0)
     make, between = BETWEEN[name]
     training = make()

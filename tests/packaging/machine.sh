@@ -110,9 +110,9 @@ take_away() {
   find "$root/usr/bin" -type f \( -name "*g++*" -o -name "*gcc*" -o -name "*cpp*" -o -name "clang*" \) \
     -exec mount --bind /dev/null {} \;
   mkdir -p "$1/.cache"
-  mount -t tmpfs -o mode=755 tmpfs "$1/.cache" # nothing that was built before
   mount --bind "$1" "$1"
   mount -o remount,bind,ro "$1"
+  mount -t tmpfs -o ro,mode=755 tmpfs "$1/.cache" # behind the bind, which would hide it: nothing that was built before
 }
 
 if [ "${1:-}" = within ]; then
