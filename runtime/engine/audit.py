@@ -178,7 +178,7 @@ class Audit:
         self._looks = set[Look]()
         """Dtypes and shapes of values that have differed."""
         self._most_bytes = self._left_bytes = 0.0
-        """What can be compared in the time of a step, and what is left of it. What was too much lacks in later steps."""
+        """What can be compared in the time of a step, and what is left of it. What was too much lacks later."""
         self._room_bytes, self._scratch_bytes = 0, math.inf
         """What is left of the room for keeping values beside, and of what a GPU may take to compare."""
         self._compares_all = False
@@ -243,8 +243,8 @@ class Audit:
 
     def is_kept(self, index: int | None, tensor: torch.Tensor) -> bool:
         """Whether a value that is now saved is kept, whatever the plan says, because it has differed. ``index``: its
-        save point in a step that follows its plan. If it does not, or may leave out layers, all are kept that look the same: another save
-        point may stand for that of the plan.
+        save point in a step that follows its plan. If it does not, or may leave out layers, all are kept that look the
+        same: another save point may stand for that of the plan.
         """
         plan = self._plan
         if plan is not None and index is not None:

@@ -19,6 +19,7 @@ from tests.runtime.besides import tight
 from tests.runtime.detours import Step, fresh_model, gradients_of, profile_of, under
 from tests.runtime.nets import our_warnings
 from tests.runtime.random_plans import decided, random_plan
+from tests.runtime.served import needs_compiler
 
 ROWS = torch.randn(96, 32, generator=torch.Generator().manual_seed(3))
 IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(4))
@@ -177,6 +178,22 @@ def test_a_step_that_leaves_out_layers_takes_what_the_whole_one_takes_and_at_mos
     largest = max(value.size_bytes for value in plan.values)
     for path, more in ((network.longest, 0), *((path, largest) for path in PATHS[network])):
         assert peak_of(plan, network, network.step(path)) <= plan.budget_bytes + more, path
+
+
+@needs_compiler
+def test_a_single_step_with_more_layers_than_planned_uses_the_arena_and_its_excess_is_told() -> None:
+    """No meter is certain of it, and no step like it may come again."""
+    short, model = range(2), fresh_model(Dropped)
+    plan = poochplan.plan(profile_of(Dropped, Dropped.step(short)), "90%")
+    peaks = []
+    for arena in ("auto", "off"):
+        with our_warnings() as told, poochplan.apply(plan, model, arena=arena) as session:
+            for path in [*[short] * 6, Dropped.longest]:
+                gradients_of(model, Dropped.step(path)(model))
+            peaks.append(session.last.peak_bytes)
+        assert len([text for text in told if "has left its plan took up to" in text]) == 1, told
+    of_arena, without = peaks
+    assert plan.budget_bytes < of_arena < without + plan.prediction.arena_bytes / 4
 
 
 def test_a_step_that_leaves_out_layers_is_an_error_where_any_other_step_is() -> None:
