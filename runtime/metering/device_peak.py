@@ -16,22 +16,13 @@ from poochplan.formats.profile import Memory
 from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, counted_bytes
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.tensors.modes import behind_backward
-from poochplan.torch_private.tensor_internals import (
-    OUTSIDE,
-    allocation_events,
-    allocation_mark,
-    graph_task,
-    is_composite,
-    log_allocations,
-    storage_identity,
-)
+from poochplan.torch_private.allocation_log import AllocationLog, RecordedEvent, allocation_mark, log_allocations
+from poochplan.torch_private.tensor_internals import is_composite, storage_identity
 
 from .allocated import AllocatedPeak, PeakBytes, StepPeak, joined_count
 
 _SET_ASIDE = "poochplan.set_aside"
 _FREED = "poochplan.freed:"
-RecordedEvent = tuple[str, str, int]
-"""Kind, name and bytes."""
 _MARK = "poochplan.mark:"
 
 
@@ -169,30 +160,27 @@ def _is_whole(name: str) -> bool:
 
 
 class CpuMeter:
-    """The CPU's allocations from :meth:`begin` on, on the calling thread. State: whether it has begun, and where."""
+    """The CPU's allocations from :meth:`begin` on, on the calling thread. State: their log, if it has begun."""
 
     def __init__(self) -> None:
-        self._is_open = False
-        self._began_in = OUTSIDE
+        self._log: AllocationLog | None = None
 
     def begin(self) -> None:
         """Starts. A measurement that was begun and never ended, for example because backward raised, is discarded."""
         self.end()
-        self._is_open, self._began_in = log_allocations(), graph_task()
+        self._log = log_allocations()
 
     def events(self) -> list[RecordedEvent] | None:
-        """Ends the log and returns its events. None if there is no log, for example under another profiler.
-
-        Also None in a backward pass in which the log did not begin. When that ends, autograd restores its thread's
-        state, with the log. Had it been ended before, torch's callbacks would stay, and break the next profiler.
+        """Ends the log and returns its events. None if there is no log, as under another profiler, or if one has begun
+        since. Also in a backward pass in which the log did not begin: it ends behind that.
         """
-        if not self._is_open:
+        log, self._log = self._log, None
+        if log is None:
             return None
-        self._is_open = False
-        if graph_task() in (self._began_in, OUTSIDE):
-            return allocation_events()
-        if self._began_in == OUTSIDE:
-            behind_backward(allocation_events)
+        if log.may_end:
+            return log.events()
+        if log.ends_behind_backward:
+            behind_backward(log.events)
         return None
 
     def end(self) -> int | None:
@@ -204,7 +192,7 @@ class CpuMeter:
         return None if events is None else most_behind(events)[0]
 
     def mark(self, name: str) -> None:
-        if self._is_open:
+        if self._log is not None and self._log.is_open:
             with allocation_mark(name):
                 pass
 
@@ -214,4 +202,5 @@ class CpuMeter:
 
     def set_aside(self) -> contextlib.AbstractContextManager[object]:
         """A block whose allocations do not count."""
-        return allocation_mark(_SET_ASIDE) if self._is_open else contextlib.nullcontext()
+        is_open = self._log is not None and self._log.is_open
+        return allocation_mark(_SET_ASIDE) if is_open else contextlib.nullcontext()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -104,6 +107,55 @@ def test_compiled_code_under_another_profiler_is_unknown_and_leaves_that_one_alo
         torch.ones(128)
         assert meter.end() is None
     assert any(event.name == "aten::ones" for event in profiler.events())
+
+
+def _scheduled() -> torch.profiler.profile:
+    return torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=1, active=1))
+
+
+PROFILERS: dict[str, Callable[[], Any]] = {
+    "torch.profiler": torch.profiler.profile,
+    "of one that warms up": _scheduled,
+    "autograd's": torch.autograd.profiler.profile,
+    "the older one": lambda: torch.autograd.profiler_legacy.profile(),  # type: ignore[no-untyped-call]
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("which", PROFILERS)
+def test_a_meter_gives_way_to_a_profiler_that_begins(which: str) -> None:
+    """Torch has room for one log in a thread, and would raise in the user's code."""
+    meter = CpuMeter()
+    meter.begin()
+    with PROFILERS[which]() as profiler:
+        torch.ones(128)
+        if which == "of one that warms up":
+            profiler.step()
+        meter.mark("ours")
+        torch.ones(128)
+        assert meter.end() is None
+    events = profiler.events() if isinstance(profiler, torch.profiler.profile) else profiler.function_events
+    names = {event.name for event in events}
+    assert "aten::ones" in names
+    assert "ours" not in names
+    meter.begin()
+    torch.ones(128)
+    assert meter.end() == 512
+
+
+def test_a_meter_leaves_a_profiler_of_another_thread_alone() -> None:
+    meter = CpuMeter()
+    meter.begin()
+
+    def profile() -> set[str]:
+        with torch.profiler.profile() as profiler:
+            torch.zeros(128)
+        return {event.name for event in profiler.events()}
+
+    with ThreadPoolExecutor(1) as pool:
+        assert "aten::zeros" in pool.submit(profile).result()
+    torch.ones(128)
+    assert meter.end() == 512
 
 
 CODE = """

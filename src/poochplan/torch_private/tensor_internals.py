@@ -438,38 +438,3 @@ def non_persistent_buffers(module: torch.nn.Module) -> set[str]:
 def set_non_persistent_buffers(module: torch.nn.Module, names: set[str]) -> None:
     """Restores these names, after a step that registered buffers."""
     module._non_persistent_buffers_set = set(names)
-
-
-# --- The CPU's allocator ----------------------------------------------------------------------------------------------
-
-
-def log_allocations() -> bool:
-    """Starts to log this thread's allocations on the CPU. Returns false if a profiler, the only one, is active.
-
-    It uses the older profiler, which starts in microseconds and prints nothing on stderr.
-    """
-    if _profiling._profiler_enabled():
-        return False
-    experimental = torch._C._profiler._ExperimentalConfig()
-    state = _profiling.ProfilerState.CPU
-    _profiling._enable_profiler_legacy(_profiling.ProfilerConfig(state, False, True, False, False, False, experimental))
-    return True
-
-
-allocation_mark: Callable[[str], contextlib.AbstractContextManager[object]] = torch._C._profiler._RecordFunctionFast
-"""A block with a name in the log, which no dispatch mode sees; without effect if there is no log."""
-
-
-def allocation_events() -> list[tuple[str, str, int]]:
-    """Ends the log: (kind, name, bytes) of each event of this thread, in order. A negative ``memory_alloc`` is freed.
-
-    If the log began within a backward that raised, it is empty: autograd has removed it.
-    """
-    try:
-        logged = _profiling._disable_profiler_legacy()
-    except RuntimeError:
-        return []
-    return [(str(event.kind()), event.name(), event.cpu_memory_usage()) for events in logged for event in events]
-
-
-_profiling: Any = torch.autograd

@@ -16,7 +16,7 @@ from poochplan.planner.arena.packing import Block, pack
 from poochplan.runtime.arena.arena import Arena, Places
 from poochplan.runtime.arena.library import Library, ThreadScope, lifetimes
 from poochplan.runtime.run_report import ArenaReport, Unserved
-from poochplan.torch_private.tensor_internals import allocation_events, log_allocations
+from poochplan.torch_private.allocation_log import log_allocations
 from tests.depth import seeds
 from tests.runtime.arena.steps import (
     Net,
@@ -142,11 +142,12 @@ def test_what_comes_in_another_order_finds_its_own_place(
 def test_torchs_own_log_of_memory_hears_of_served_blocks(native: object) -> None:
     arena = Arena(places((8 * KIB, 0, 0)), 8 * KIB)
     with arena.step():
-        assert log_allocations()
+        log = log_allocations()
+        assert log is not None
         block = torch.empty(8 * KIB, dtype=torch.uint8)
         assert arena.live_blocks == 1
         del block
-        told = [size_bytes for kind, _, size_bytes in allocation_events() if kind == "memory_alloc"]
+        told = [size_bytes for kind, _, size_bytes in log.events() or () if kind == "memory_alloc"]
     assert told == [8 * KIB, -8 * KIB]
 
 
