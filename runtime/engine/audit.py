@@ -141,7 +141,7 @@ class SwapsWithoutPlan(AuditedPlan):
         self.kept, self.last_held, self.is_alarmed = set(), {}, False
         self._turn = self._count = self._most = 0
 
-    def is_next(self) -> bool:
+    def has_turn(self) -> bool:
         """Whether the value that is now released is compared."""
         self._count += 1
         return self.is_alarmed or self._count - 1 == self._turn
@@ -267,7 +267,7 @@ class Audit:
             return
         plan, index = self._plan, value.index
         if plan is None or index is None or plan.values[index].decision is Decision.KEEP:
-            if self.compares_unplanned and self._unplanned.is_next():
+            if self.compares_unplanned and self._unplanned.has_turn():
                 self._watch(value, self._unplanned, (self._unplanned.latest, 0), is_beside=False)
         elif index in self._owners:
             place = index, self._owners.pop(index)
