@@ -15,6 +15,7 @@ from poochplan.formats.profile import Memory, PointKind, Profile
 from poochplan.formats.profile_parts import host_aligned
 from poochplan.formats.sources import as_planned
 from poochplan.planner.arena.caching_allocator import SMALL_BYTES
+from poochplan.planner.arena.reserved import is_reserved_known, reserved_peak
 from poochplan.planner.arena.step_layout import Laid, layout_of
 from poochplan.planner.policies import PolicyInput
 from poochplan.planner.search.optimise import Optimum
@@ -149,7 +150,13 @@ def _possible(problem: Problem, value: int, decision: Decision | str) -> Decisio
 def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes: int, laid: Laid | None) -> Prediction:
     peaks, moved = ("peak_bytes", "first_step_peak_bytes"), ("out_bytes", "in_bytes")
     same = (*peaks, *moved, "step_s", "stall_s", "replay_s", "interference_s", "runtime_s")
+    reserved = [
+        reserved_peak(profile, problem, best.schedule, is_expandable=one) if is_reserved_known(profile) else None
+        for one in (True, False)
+    ]
     return Prediction(
+        reserved_peak_bytes=reserved[0],
+        unexpanded_peak_bytes=reserved[1],
         live_peak_bytes=_live_peak(profile, best),
         memory=profile.memory,
         allocated_peak_bytes=_handed_out(profile, best) if profile.device.kind == "cuda" else None,

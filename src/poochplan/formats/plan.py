@@ -236,6 +236,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
             f"the in-core peak, {format_bytes(in_core_bytes)})",
             "budget is on": self.counted_text,
             "predicted peak": promised.peak_text,
+            **self._reserved_rows(),
             **self.arena_rows(),
             "predicted step": f"{format_seconds(promised.step_s)} ({promised.in_core_text})",
             "predicted overhead": f"{promised.overhead:+.1%}",
@@ -279,6 +280,14 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         held = {decision: sizes for decision, sizes in self.sources().items() if sizes}
         text = ", ".join(f"{decision} {len(sizes)} ({format_bytes(sum(sizes))})" for decision, sizes in held.items())
         return {"sources of larger copies": text} if held else {}
+
+    def _reserved_rows(self) -> dict[str, str]:
+        """A row on what the allocator reserves on a GPU; empty on the CPU."""
+        found = self.prediction
+        if found.reserved_peak_bytes is None or found.unexpanded_peak_bytes is None:
+            return {}
+        expanding, other = format_bytes(found.reserved_peak_bytes), format_bytes(found.unexpanded_peak_bytes)
+        return {"predicted reserved": f"{expanding} with expandable segments, {other} without"}
 
     def arena_rows(self) -> dict[str, str]:
         """Rows on the arena of a step measured on the CPU, and whether the compiled allocator was missing."""
