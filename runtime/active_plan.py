@@ -90,6 +90,15 @@ class ActivePlan:
         """Whether a step of these bytes is to be reported, or needs another reaction."""
         return not self.is_told and peak_bytes > self.plan.budget_bytes
 
+    def reserved_above(self, reserved_bytes: int | None, expand: bool | None) -> int:
+        """Bytes by which a step has reserved more than the budget, or than the plan says if that is more. 0 if the
+        budget is on allocated bytes.
+        """
+        if self.plan.on != "reserved" or reserved_bytes is None or self.is_told:
+            return 0
+        promised_bytes = self.plan.prediction.reserved_with(expand) or 0
+        return max(0, reserved_bytes - max(self.plan.budget_bytes, promised_bytes))
+
     def ended(self, peak_bytes: int | None, *, has_gradients: bool) -> None:
         """A step under this plan is over. ``peak_bytes``: its peak without an arena's holes; None if not metered.
 

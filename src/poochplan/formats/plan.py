@@ -158,6 +158,8 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
     workload: Text
     profile_fingerprint: Text
     budget_bytes: Bytes
+    on: Literal["allocated", "reserved"] = "allocated"
+    """Whether the budget covers the bytes that torch's allocator takes from a GPU, instead of those in use."""
     device: Literal["cpu", "cuda"]
     versions: dict[Text, Text] = msgspec.field(default_factory=dict)
     """Versions of its profile, torch included, and of the poochplan that planned; empty in older files."""
