@@ -17,6 +17,8 @@ FIRST_STEPS = 2
 """The first step runs without the optimizer's state, the second with it. Later steps are like the second."""
 MOST_PLANS = 4
 """A kind of step whose steps took more memory, or get no arena, is planned anew at most this often."""
+RESERVED_PART = 4
+"""One part in so many of the reserved bytes that a plan leaves free may be kept beside a step."""
 _MOST_NAMED = 4
 
 
@@ -72,7 +74,11 @@ class ActivePlan:
         """Bytes of the budget that no step takes, by what is predicted and what was measured; 0 if one was above it."""
         predicted = self.plan.prediction
         most_bytes = max(predicted.peak_bytes, predicted.first_step_peak_bytes, *self._most_bytes.values())
-        return 0 if self.has_exceeded else self.plan.budget_bytes - most_bytes
+        if self.has_exceeded:
+            return 0
+        if self.plan.on == "reserved" and predicted.reserved_peak_bytes is not None:  # more in use, more holes
+            return max(0, self.plan.budget_bytes - max(most_bytes, predicted.reserved_peak_bytes)) // RESERVED_PART
+        return self.plan.budget_bytes - most_bytes
 
     def begins(self) -> None:
         self.begun += 1

@@ -222,6 +222,8 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         """Which bytes the budget covers, in words."""
         if self.holds_arena:
             return "one arena for the step, and what lies outside it"
+        if self.on == "reserved":
+            return "reserved bytes: all that torch's allocator takes from the GPU"
         if self.prediction.memory is Memory.ALLOCATED:
             return "allocated bytes: tensors, and what ops take and give back inside"
         return "live bytes of tensors"
@@ -289,7 +291,10 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         if found.reserved_peak_bytes is None or found.unexpanded_peak_bytes is None:
             return {}
         expanding, other = format_bytes(found.reserved_peak_bytes), format_bytes(found.unexpanded_peak_bytes)
-        return {"predicted reserved": f"{expanding} with expandable segments, {other} without"}
+        text = f"{expanding} with expandable segments, {other} without"
+        if self.on == "reserved" and found.reserved_peak_bytes > self.budget_bytes:
+            text = f"{text}; ABOVE THE BUDGET"
+        return {"predicted reserved": text}
 
     def arena_rows(self) -> dict[str, str]:
         """Rows on the arena of a step measured on the CPU, and whether the compiled allocator was missing."""
