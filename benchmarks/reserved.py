@@ -1,10 +1,10 @@
 """Allocated and reserved peaks beside their predictions, on a GPU or on the null GPU (tests/nullgpu).
 
-    NULLGPU_COPIED_BYTES=65536 PYTHONPATH=src .venv-torch-2.14.1/bin/python -m tests.nullgpu \
-        python -m benchmarks.reserved -o benchmarks/results/reserved.json
+    NULLGPU_COPIED_BYTES=65536 NULLGPU_RESIDENT_BYTES=15032385536 PYTHONPATH=src .venv-torch-2.14.1/bin/python \
+        -m tests.nullgpu python -m benchmarks.reserved -o benchmarks/results/reserved.json
 
-The networks of the GPU suite, each in a process of its own, at three budgets on reserved bytes: 20 steps by default, and
-with segments that do not expand. A row has the budget, what was predicted and what the allocator says of all steps.
+The networks of the GPU suite, each in a process of its own, at three budgets on reserved bytes: 20 steps by default,
+and with segments that do not expand. A row has the budget, what was predicted and what the allocator says of all steps.
 """
 
 from __future__ import annotations
