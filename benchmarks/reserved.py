@@ -3,8 +3,9 @@
     NULLGPU_COPIED_BYTES=65536 NULLGPU_RESIDENT_BYTES=15032385536 PYTHONPATH=src .venv-torch-2.14.1/bin/python \
         -m tests.nullgpu python -m benchmarks.reserved -o benchmarks/results/reserved.json
 
-The networks of the GPU suite, each in a process of its own, at three budgets on reserved bytes: 20 steps by default,
-and with segments that do not expand. A row has the budget, what was predicted and what the allocator says of all steps.
+The networks of the GPU suite at three budgets on reserved bytes: 20 steps by default, and with segments that do not
+expand. Profile and runs are processes of their own: where the state lies changes what is reserved. A row has
+the budget, what was predicted and what the allocator says of all steps.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -28,32 +30,29 @@ BUDGETS = ("80%", "65%", "50%")
 WHERE = torch.device("cuda", 0)
 
 
-def rows_of(name: str, steps: int, plan_s: float) -> list[Row]:
-    """A profile, a plan for each budget, and steps under it with both kinds of segments."""
-    net = NETS[name](WHERE, False)
-    profile, found = profiled(net.workload, name), []
+def make_plans(name: str, folder: Path, plan_s: float) -> None:
+    """A profile, and a plan for each budget."""
+    profile = profiled(NETS[name](WHERE, False).workload, name)
     for budget in BUDGETS:
-        plan = poochplan.plan(profile, budget, on="reserved", time_limit_s=plan_s, threads=1)
-        found += [row(net.workload, plan, steps, expand) | {"net": name, "share": budget} for expand in (True, False)]
-    return found
+        poochplan.plan(profile, budget, on="reserved", time_limit_s=plan_s, threads=1).save(folder / f"{budget}.json")
 
 
-def row(workload: poochplan.Workload, plan: poochplan.Plan, steps: int, expand: bool) -> Row:
-    """``expand``: as by default."""
-    assert workload.optimizer is not None
-    torch.cuda.empty_cache()
+def run(name: str, folder: Path, budget: str, expand: bool, steps: int) -> Row:
+    """Steps under the plan. ``expand``: as by default."""
     if not expand:
         set_allocator("expandable_segments:False")
-    before = torch.cuda.memory_stats(WHERE)["num_ooms"]
+    workload, plan = NETS[name](WHERE, False).workload, poochplan.Plan.load(folder / f"{budget}.json")
+    assert workload.optimizer is not None
     with poochplan.apply(plan, workload.model, on_over_budget="warn", quiet=True) as session:
         for _ in range(steps):
             workload.optimizer.zero_grad(set_to_none=True)
             workload.step().backward()  # type: ignore[no-untyped-call]
             workload.optimizer.step()
         report = session.report()
-    set_allocator("")
     assert report.memory is not None
     return {
+        "net": name,
+        "share": budget,
         "expand": expand,
         "budget_bytes": plan.budget_bytes,
         "overhead": plan.prediction.overhead,
@@ -63,7 +62,7 @@ def row(workload: poochplan.Workload, plan: poochplan.Plan, steps: int, expand: 
         "predicted_reserved_bytes": report.predicted_reserved_bytes,
         "reserved_bytes": report.memory.reserved_bytes,
         "retries": report.memory.retries,
-        "out_of_memory": torch.cuda.memory_stats(WHERE)["num_ooms"] - before,
+        "out_of_memory": torch.cuda.memory_stats(WHERE)["num_ooms"],
         "notes": [note for note in plan.notes if "reserved" in note],
     }
 
@@ -82,24 +81,28 @@ def main() -> None:
     parser.add_argument("--nets", nargs="+", default=list(NETS))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--plan-seconds", type=float, default=8.0)
-    parser.add_argument("--one", help="a network: its rows, as JSON into the output")
+    parser.add_argument("--part", nargs="+", help="network, folder and, of a run, budget and 1 if segments expand")
     parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results/reserved.json"))
     arguments = parser.parse_args()
-    if arguments.one:
-        arguments.output.write_text(json.dumps(rows_of(arguments.one, arguments.steps, arguments.plan_seconds)))
+    if arguments.part:
+        name, folder, *of_run = arguments.part
+        if of_run:
+            found = run(name, Path(folder), of_run[0], of_run[1] == "1", arguments.steps)
+            (Path(folder) / "row.json").write_text(json.dumps(found))
+        else:
+            make_plans(name, Path(folder), arguments.plan_seconds)
         return
     results: Row = {**facts_of_run(arguments), "rows": []}
+    common = [sys.executable, "-m", "benchmarks.reserved", "--steps", str(arguments.steps)]
+    common += ["--plan-seconds", str(arguments.plan_seconds), "--part"]
     for name in arguments.nets:
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "rows.json"
-            command = [sys.executable, "-m", "benchmarks.reserved", "--one", name, "-o", str(path)]
-            command += ["--steps", str(arguments.steps), "--plan-seconds", str(arguments.plan_seconds)]
-            subprocess.run(command, check=True)
-            results["rows"] += json.loads(path.read_text())
-        for one in results["rows"]:
-            if one["net"] == name:
-                print(line(one), flush=True)
-        write_results(arguments.output, results)
+            subprocess.run([*common, name, folder], check=True)
+            for budget, expand in product(BUDGETS, "10"):
+                subprocess.run([*common, name, folder, budget, expand], check=True)
+                results["rows"].append(json.loads((Path(folder) / "row.json").read_text()))
+                print(line(results["rows"][-1]), flush=True)
+                write_results(arguments.output, results)
 
 
 if __name__ == "__main__":
