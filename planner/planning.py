@@ -16,6 +16,7 @@ from poochplan.formats.profile import Link, Memory, Profile
 from poochplan.formats.profile_parts import LOSS_IS_HELD
 from poochplan.formats.queries import limits
 from poochplan.formats.sources import SOURCES, with_sources
+from poochplan.planner.arena.reserved import NOT_WITHIN, FittingReserved, On, budget_bytes_of, budget_on
 from poochplan.planner.arena.step_layout import NO_ARENA, Fitting, layout_of, smallest_arena
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.search.allowance import SearchCallback, SearchLimits
@@ -57,6 +58,7 @@ def plan(
     watch: SearchCallback | None = None,
     keep_interrupted: bool = False,
     arena: Literal["auto", "on", "off"] = "auto",
+    on: On | None = None,
     without: Collection[str] = (),
 ) -> Plan:
     """The plan with the least simulated step time that was found within ``budget``.
@@ -86,6 +88,8 @@ def plan(
     arena: whether the budget covers one arena for the step and everything outside it
         (``Plan.prediction.arena_peak_bytes``), instead of the peak alone. ``"auto"``: for a CPU profile of allocated
         bytes, and if such a plan is found; the plan's notes say if there is none.
+    on: ``"reserved"``: the budget covers the bytes that torch's allocator takes from a GPU, which ``nvidia-smi`` shows
+        beside the context, and a share is one of the in-core step's. ``"allocated"`` (the default): those in use.
     without: what the plan may not hold in place of saved values: ``"sources"`` of larger copies.
 
     Warns, once in a process, if the compiled evaluator cannot be built. The plan's notes say if it was found without.
@@ -102,10 +106,11 @@ def plan(
     if unknown := set(without).difference([SOURCES]):
         raise UsageError(f"without: expected {SOURCES}, found {min(unknown)!r}; name that, or nothing")
     begin_build()
-    budget_bytes = parse_budget(budget, profile.in_core_peak_bytes)
+    on = budget_on(profile, on)
+    budget_bytes = budget_bytes_of(profile, budget, on)
     has_arena, measured = in_arena(profile, arena), profile.link
     profile = shared(without_arena(profile) if arena == "off" else profile, ranks_per_host)
-    if policy == ILP and profile.in_core_peak_bytes > budget_bytes and SOURCES not in without:
+    if policy == ILP and (profile.in_core_peak_bytes > budget_bytes or on == "reserved") and SOURCES not in without:
         profile = with_sources(profile)
     problem = build_problem(profile)
     given = PolicyInput(profile, problem, budget_bytes)
@@ -126,7 +131,10 @@ def plan(
         )
         if arena == "on" and profile.in_core_peak_bytes > budget_bytes:
             _check_feasible(given, swap_all_on_demand(problem), smallest_budget(profile, arena=arena))
-        found = _optimal(given, search, watch, has_arena=has_arena)
+        if on == "reserved":
+            found = _within_reserved(given, search, watch)
+        else:
+            found = _optimal(given, search, watch, has_arena=has_arena)
         if arena == "on" and NO_ARENA in found.notes:
             found = replace(found, best=swap_all_on_demand(problem), notes=())
     held = (note for note in profile.notes if note.startswith(LOSS_IS_HELD))
@@ -135,7 +143,7 @@ def plan(
     if line := untold_absence():
         warnings.warn(f"poochplan: {line}", UserWarning, stacklevel=2)
     wall_s = time.perf_counter() - started_s
-    return write_plan(given, found, wall_s, is_laid_out=arena != "off", workload=workload)
+    return write_plan(given, found, wall_s, is_laid_out=arena != "off", workload=workload, on=on)
 
 
 def _without_evaluator(found: Optimum) -> Iterator[str]:
@@ -235,6 +243,21 @@ def _optimal(given: PolicyInput, search: SearchLimits, watch: SearchCallback | N
         "than one that keeps everything without an arena"
     )
     return replace(found, notes=(note, *found.notes))
+
+
+def _within_reserved(given: PolicyInput, search: SearchLimits, watch: SearchCallback | None) -> Optimum:
+    """The best plan that was found whose reserved bytes fit the budget; else that with the fewest."""
+    fitting = FittingReserved(given.profile, given.problem, given.budget_bytes)
+    in_core = simulated(given.problem, KEEP_ALL, keep_all(given.problem))
+    if fitting.pack(in_core) <= given.budget_bytes:
+        note = f"the budget of {format_bytes(given.budget_bytes)} holds what the in-core step reserves"
+        return Optimum(in_core, KEEP_ALL, notes=(f"{note}: everything is kept",))
+    _check_feasible(given, swap_all_on_demand(given.problem))
+    proposals = [partial(run_policy, name, given) for name in STRONG_POLICIES]
+    found = optimise(given.problem, given.budget_bytes, search, proposals, watch, fitting)
+    if NOT_WITHIN in found.notes and fitting.fewest is not None:
+        return replace(found, best=fitting.fewest)
+    return found
 
 
 def _alone(policy: str, given: PolicyInput) -> Optimum:

@@ -15,6 +15,7 @@ from poochplan.formats.profile import Memory, PointKind, Profile
 from poochplan.formats.profile_parts import host_aligned
 from poochplan.formats.sources import as_planned
 from poochplan.planner.arena.caching_allocator import SMALL_BYTES
+from poochplan.planner.arena.reserved import On, is_reserved_known, reserved_peak
 from poochplan.planner.arena.step_layout import Laid, layout_of
 from poochplan.planner.policies import PolicyInput
 from poochplan.planner.search.optimise import Optimum
@@ -32,7 +33,13 @@ BY_HAND = "by hand"
 
 
 def write_plan(
-    given: PolicyInput, found: Optimum, wall_s: float, *, is_laid_out: bool, workload: str | None = None
+    given: PolicyInput,
+    found: Optimum,
+    wall_s: float,
+    *,
+    is_laid_out: bool,
+    workload: str | None = None,
+    on: On = "allocated",
 ) -> Plan:
     """The Plan for a search's result, found in ``wall_s`` seconds. With ``is_laid_out`` its arena may be used.
     ``workload`` replaces the profile's name.
@@ -60,6 +67,7 @@ def write_plan(
         workload=workload or profile.workload,
         profile_fingerprint=profile.ops_fingerprint,
         budget_bytes=given.budget_bytes,
+        on=on,
         device=profile.device.kind,
         versions=profile.versions | {"poochplan": package_version()},
         switches=profile.switches,
@@ -130,7 +138,8 @@ def with_decisions(profile: Profile, plan: Plan, changes: Mapping[str, Decision 
     best = try_decisions(problem, BY_HAND, wish, plan.budget_bytes)
     wall_s = time.perf_counter() - started_s
     found = Optimum(best, BY_HAND)
-    return write_plan(given, found, wall_s, is_laid_out=plan.layout is not None, workload=plan.workload)
+    is_laid_out = plan.layout is not None
+    return write_plan(given, found, wall_s, is_laid_out=is_laid_out, workload=plan.workload, on=plan.on)
 
 
 def _possible(problem: Problem, value: int, decision: Decision | str) -> Decision:
@@ -149,7 +158,13 @@ def _possible(problem: Problem, value: int, decision: Decision | str) -> Decisio
 def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes: int, laid: Laid | None) -> Prediction:
     peaks, moved = ("peak_bytes", "first_step_peak_bytes"), ("out_bytes", "in_bytes")
     same = (*peaks, *moved, "step_s", "stall_s", "replay_s", "interference_s", "runtime_s")
+    reserved = [
+        reserved_peak(profile, problem, best.schedule, is_expandable=one) if is_reserved_known(profile) else None
+        for one in (True, False)
+    ]
     return Prediction(
+        reserved_peak_bytes=reserved[0],
+        unexpanded_peak_bytes=reserved[1],
         live_peak_bytes=_live_peak(profile, best),
         memory=profile.memory,
         allocated_peak_bytes=_handed_out(profile, best) if profile.device.kind == "cuda" else None,

@@ -22,6 +22,17 @@ FROM_SMALLER = "planned steps take their memory from a smaller arena"
 LEFT_ABOVE = (
     "a step that has left its plan took {}, more than the budget of {}, as others like it may; this is told once"
 )
+RESERVED_ABOVE = (
+    "the allocator took {} of the GPU's memory in a step that follows the plan, more than the budget of {} (predicted: "
+    "{}; in use at once: {})"
+)
+EMPTIED = (
+    "the GPU had no room in a step that follows the plan: its allocator emptied its cache and tried again ({} "
+    "reserved, {} predicted), which delays the step"
+)
+PLAN_AGAIN = 'name a smaller budget, or have it planned again: apply(on_over_budget="replan", profile=profile)'
+MORE_ROOM = 20 << 20
+"""Bytes of which a plan has fewer after a retry of the allocator, if it has reserved all that was predicted: a page."""
 WITHOUT_PLAN_ABOVE = (
     "a step without a plan took {}, more than the budget of {}: what it holds beside the values that can be swapped is "
     "too much; this is told once"
@@ -54,6 +65,8 @@ class BudgetKeeper:
         """Messages that come once."""
         self.limit_bytes = self._limited = 0
         """Of the open segment if it follows no plan, and how many such segments there were."""
+        self.expand: bool | None = None
+        """Whether the allocator's segments expand; None if what it reserves is not predicted."""
         self._is_limit_due = True
         """Whether the next of them begins with a census."""
 
@@ -72,6 +85,7 @@ class BudgetKeeper:
         peak_bytes = self._meter.peak_bytes if is_metered else None
         if peak_bytes is not None:
             segment.report.peak_bytes = peak_bytes
+            segment.report.reserved_bytes = self._meter.reserved_bytes
 
     def look(self, segment: Segment, plan: ActivePlan | None, engine: Engine) -> None:
         """Reacts to a step above its budget. Of one that has left its plan it is only said, once."""
@@ -79,7 +93,11 @@ class BudgetKeeper:
         if self.is_on and self.limit_bytes and peak_bytes is not None and peak_bytes > self.limit_bytes:
             self._is_limit_due = not self._meter.is_certain
             self._tell_above(WITHOUT_PLAN_ABOVE, peak_bytes, self.limit_bytes)
-        if not self.is_on or plan is None or peak_bytes is None or not plan.is_over(peak_bytes):
+        if not self.is_on or plan is None or peak_bytes is None:
+            return
+        if not plan.is_over(peak_bytes):
+            if not (engine.audit.keeps_all or segment.diverged):
+                self._look_at_allocator(plan, segment, peak_bytes)
             return
         if engine.audit.keeps_all or segment.diverged:
             text = LEFT_ABOVE if segment.diverged else COMPARED_ABOVE
@@ -97,6 +115,23 @@ class BudgetKeeper:
         else:
             self._is_above(plan, segment, peak_bytes, engine)
 
+    def _look_at_allocator(self, plan: ActivePlan, segment: Segment, peak_bytes: int) -> None:
+        """Reacts to a step within its budget for which the allocator took more from the GPU, or found no room there."""
+        reserved_bytes, retries = segment.report.reserved_bytes or 0, self._meter.retries
+        promised_bytes = plan.plan.prediction.reserved_with(self.expand)
+        promised = "not known" if promised_bytes is None else format_bytes(promised_bytes)
+        more_bytes = plan.reserved_above(reserved_bytes, self.expand)
+        if more_bytes:
+            text = RESERVED_ABOVE.format(
+                format_bytes(reserved_bytes), format_bytes(plan.plan.budget_bytes), promised, format_bytes(peak_bytes)
+            )
+        elif retries and not plan.is_told:
+            text = EMPTIED.format(format_bytes(reserved_bytes), promised)
+            more_bytes = max(MORE_ROOM, (promised_bytes or 0) - reserved_bytes)
+        else:
+            return
+        self._messages.warn(f"{text}; {self._what_now(plan, text, more_bytes, reserved_bytes, PLAN_AGAIN)}")
+
     def _tell_above(self, text: str, peak_bytes: int, budget_bytes: int, *, is_last: bool = False) -> None:
         """A step took more than its budget, for which no other plan is made: that is told once. ``is_last``: also if
         the meter is not certain, because no step like it may come again, or its plan goes.
@@ -108,17 +143,20 @@ class BudgetKeeper:
 
     def _is_above(self, plan: ActivePlan, segment: Segment, peak_bytes: int, engine: Engine) -> None:
         """Reports the excess, raises, or requests another plan."""
-        plan.has_exceeded = True
         text = self._above(plan, segment, peak_bytes, engine)
+        promised_bytes = plan.plan.prediction.peak_of_step(bool(segment.report.served_bytes))
+        more_bytes = max(1, peak_bytes - promised_bytes)
+        self._messages.warn(f"{text}; {self._what_now(plan, text, more_bytes, peak_bytes, REMEDY)}")
+
+    def _what_now(self, plan: ActivePlan, text: str, more_bytes: int, peak_bytes: int, remedy: str) -> str:
+        """What follows as the user wants it: another plan has room for ``more_bytes`` more, or an error is raised."""
+        plan.has_exceeded = True
         if self._on_over_budget is OverBudget.ERROR:
-            raise BudgetExceededError(f"{text}; {REMEDY}", peak_bytes=peak_bytes)
+            raise BudgetExceededError(f"{text}; {remedy}", peak_bytes=peak_bytes)
         plan.is_told = True
         if self._on_over_budget is OverBudget.WARN:
-            self._messages.warn(f"{text}; {REMEDY}")
-            return
-        promised_bytes = plan.plan.prediction.peak_of_step(bool(segment.report.served_bytes))
-        more_bytes = rounded_up(max(1, peak_bytes - promised_bytes))
-        self._messages.warn(f"{text}; {self._source.plan_again(plan, more_bytes)}")
+            return remedy
+        return self._source.plan_again(plan, rounded_up(more_bytes))
 
     def _above(self, plan: ActivePlan, segment: Segment, peak_bytes: int, engine: Engine) -> str:
         where, gaps_bytes = described(self._meter.moment, plan.plan), 0

@@ -60,6 +60,8 @@ class StepReport(msgspec.Struct, kw_only=True):
     steps: int = 0
     peak_bytes: int | None = None
     """Most bytes at any moment, as the budget counts them; None for steps that were not metered."""
+    reserved_bytes: int | None = None
+    """On CUDA, most bytes that the allocator had taken from the GPU; None for steps that were not metered."""
     out_bytes: int = 0
     """Bytes copied to the host."""
     in_bytes: int = 0
@@ -93,6 +95,8 @@ class StepReport(msgspec.Struct, kw_only=True):
                 setattr(self, name, getattr(self, name) + getattr(other, name))
         if other.peak_bytes is not None:
             self.peak_bytes = max(self.peak_bytes or 0, other.peak_bytes)
+        if other.reserved_bytes is not None:
+            self.reserved_bytes = max(self.reserved_bytes or 0, other.reserved_bytes)
         for kind, times in other.fallback_kinds.items():
             self.fallback_kinds[kind] = self.fallback_kinds.get(kind, 0) + times
         for reason in other.fallback_reasons:
@@ -147,6 +151,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     predicted_first_step_peak_bytes: int
     budget_bytes: int
     """These three are 0 while there is no plan."""
+    predicted_reserved_bytes: int | None = None
+    """On CUDA, most bytes that the allocator takes from the GPU, as it is set; None if they are not predicted."""
     steps_followed: int = 0
     """Number of ended steps that did everything in their plan."""
     status: SessionStatus = SessionStatus.NO_STEPS
@@ -193,12 +199,18 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             rows.append(("compiled graphs", "", str(self.compiled_graphs)))
         if self.memory is not None:
             rows.append(("allocated", "", format_bytes(self.memory.allocated_bytes)))
-            rows.append(("reserved", "", format_bytes(self.memory.reserved_bytes)))
+            rows.append(("reserved", self._reserved(), format_bytes(self.memory.reserved_bytes)))
+            if self.predicted_reserved_bytes is not None:
+                rows.append(("predicted reserved", format_bytes(self.predicted_reserved_bytes), ""))
             if self.memory.retries:
                 rows.append(("caches emptied", "", f"{self.memory.retries} times: the memory is fragmented, or full"))
         if self.arena is not None:
             rows += _arena_rows(self.arena, self.total)
         return rows + [("because", "", reason) for reason in self.total.fallback_reasons]
+
+    def _reserved(self) -> str:
+        found = self.last_step.reserved_bytes
+        return "" if found is None else format_bytes(found)
 
     def _audited(self, step: StepReport) -> str:
         differing = f", {step.audit_differences} DIFFERED" if step.audit_differences else ""

@@ -14,7 +14,7 @@ from poochplan.errors import AuditError, SpillError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.guard import is_about_arguments
-from poochplan.runtime.devices.cuda import hard_cap
+from poochplan.runtime.devices.allocator import settled
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.engine.audit import Comparison, OnAudit, differences_text
 from poochplan.runtime.engine.cursor import Segment, StepEvents, nothing, weakly
@@ -108,8 +108,9 @@ class Session:
             stack.callback(self._source.close)
             stack.push(self._attachment)
             self._attachment.__enter__()
-            if self._cap_bytes is not None:
-                stack.enter_context(hard_cap(self._device.where, self._cap_bytes))
+            segments = stack.enter_context(settled(self._device, self._cap_bytes))
+            self._keeper.expand = segments.expand
+            self._messages.say(segments.line)
             self._warns_if_full(lambda: self._device.reserve_host(self._engine.host.planned_bytes))
             stack.callback(self._meter.step_is_over)
             stack.callback(self._step_arena.close)
@@ -316,7 +317,7 @@ class Session:
         self._keeper.take_peak(segment, self._following)
         memory = self._device.peaks() if self._state == "open" else self._memory
         followed = self._following.plan if self._following is not None else None
-        return self._totals.report(segment, followed, self.plan, memory, self.arena)
+        return self._totals.report(segment, followed, self.plan, memory, self.arena, self._keeper.expand)
 
     def explain_peak(self) -> str:
         """Where the step's peak is and what holds it, as text; empty if :attr:`profile` is None.
@@ -424,6 +425,7 @@ class Session:
             self._collect()  # an earlier session, if this one's name was still its own as the block was entered
         before = self._followed.get(plan.kind)
         self._followed[plan.kind] = plan
+        self._device.let_go_of_cache()  # of steps that were planned otherwise, or not at all
         if before is not None:
             plan.audited.takes_over(before.audited)
             self._step_arena.forget(before.plan)

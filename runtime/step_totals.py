@@ -122,8 +122,11 @@ class StepTotals:
         promised: Plan | None,
         memory: MemoryPeaks | None,
         arena: ArenaReport | None,
+        expand: bool | None = None,
     ) -> Report:
-        """The report, with the open segment as the last step, and the plan that it followed or was meant to."""
+        """The report, with the open segment as the last step, and the plan that it followed or was meant to.
+        ``expand``: whether the allocator's segments do.
+        """
         totals = copy.deepcopy(self, {id(self._models): self._models, id(self._last): self._last})
         if self.is_new(segment):
             totals.count(segment, followed)
@@ -133,6 +136,7 @@ class StepTotals:
             predicted_peak_bytes=promised.prediction.peak_of_step(arena is not None) if promised is not None else 0,
             predicted_first_step_peak_bytes=promised.prediction.first_step_peak_bytes if promised is not None else 0,
             budget_bytes=promised.budget_bytes if promised is not None else 0,
+            predicted_reserved_bytes=promised.prediction.reserved_with(expand) if promised is not None else None,
             steps_followed=totals._followed.total(),
             status=totals.status,
             memory=memory,

@@ -4,6 +4,8 @@ The rules and constants are those of ``c10/cuda/CUDACachingAllocator.cpp`` and `
 default settings (``round_size``, ``get_pool``, ``get_allocation_size``, ``get_free_block``, ``should_split``,
 ``try_merge_blocks``), for one stream and unlimited memory: no segment is released. Segments get ascending addresses,
 which decides between free blocks of one size; a driver's addresses may differ. It needs neither torch nor a GPU.
+
+With expandable segments (``try_allocate_expandable_block``) each pool is one segment that grows at its end, by pages.
 """
 
 from __future__ import annotations
@@ -54,7 +56,10 @@ class _Piece:
 class CachingAllocator:
     """Hands out blocks of cached segments, best fit first. ``peak`` has its largest size."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_expandable: bool = False) -> None:
+        self._is_expandable = is_expandable
+        self._last: dict[bool, _Piece | None] = {True: None, False: None}
+        """By whether they are small: the last piece of a segment that grows."""
         self.reserved_bytes = 0
         self.allocated_bytes = 0
         self.peak = Reserved(0, 0)
@@ -67,12 +72,19 @@ class CachingAllocator:
         is_small = size <= SMALL_BYTES
         free = self._free[is_small]
         found = bisect_left(free, (size, 0), key=_Piece.key)
-        piece = free.pop(found) if found < len(free) else self._new_segment(size, is_small)
+        if self._is_expandable and found + 1 < len(free) and free[found] is self._last[is_small]:
+            found += 1  # the last piece could grow, so it is the largest
+        if found < len(free):
+            piece = free.pop(found)
+        else:
+            piece = self._grown(size, is_small) if self._is_expandable else self._new_segment(size, is_small)
         left = piece.size_bytes - size
-        if left >= MIN_BLOCK_BYTES if is_small else left > SMALL_BYTES:
+        if left >= MIN_BLOCK_BYTES if is_small or self._is_expandable else left > SMALL_BYTES:
             rest = _Piece(piece.address + size, left, is_small, before=piece, after=piece.after)
             if rest.after is not None:
                 rest.after.before = rest
+            elif self._is_expandable:
+                self._last[is_small] = rest
             piece.size_bytes, piece.after = size, rest
             insort(free, rest, key=_Piece.key)
         piece.is_free = False
@@ -104,22 +116,49 @@ class CachingAllocator:
         self.reserved_bytes += segment_bytes
         return piece
 
-    @staticmethod
-    def _joined(first: _Piece, second: _Piece) -> _Piece:
+    def _grown(self, size: int, is_small: bool) -> _Piece:
+        """The end of the segment that grows by pages, with its last piece if that is free."""
+        page_bytes = SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES
+        last = self._last[is_small]
+        if last is not None and last.is_free:
+            free = self._free[is_small]
+            del free[bisect_left(free, last.key(), key=_Piece.key)]
+        else:
+            end = last.address + last.size_bytes if last is not None else 0
+            piece = _Piece(end, 0, is_small, before=last)
+            if last is not None:
+                last.after = piece
+            last = self._last[is_small] = piece
+        more_bytes = rounded_up(size - last.size_bytes, page_bytes)
+        last.size_bytes += more_bytes
+        self.reserved_bytes += more_bytes
+        return last
+
+    def _joined(self, first: _Piece, second: _Piece) -> _Piece:
         first.size_bytes += second.size_bytes
         first.after = second.after
         if first.after is not None:
             first.after.before = first
+        elif self._is_expandable:
+            self._last[first.is_small] = first
         return first
 
 
-def peak_reserved(before: Sequence[Block], step: Sequence[Block], end: int) -> Reserved:
+def peak_reserved(
+    before: Sequence[Block],
+    step: Sequence[Block],
+    end: int,
+    *,
+    made_by_first: Sequence[Block] = (),
+    is_expandable: bool = False,
+) -> Reserved:
     """Peaks when a step is run three times. Blocks from ``before`` it are allocated first, then those of the ``step``.
 
     Blocks from before that do not live to ``end`` are allocated anew before each further step. Blocks that the step
-    takes and does not free are freed when it ends.
+    takes and does not free are freed when it ends. ``made_by_first``: blocks that the first step takes at its end and
+    that stay, such as the optimizer's state.
     """
-    allocator = CachingAllocator()
+    allocator = CachingAllocator(is_expandable=is_expandable)
     for block in before:
         if block.end >= end:
             allocator.allocate(block.size_bytes)
@@ -128,11 +167,25 @@ def peak_reserved(before: Sequence[Block], step: Sequence[Block], end: int) -> R
     events = [(block.start, True, number) for number, block in enumerate(blocks)]
     events += [(block.end, False, number) for number, block in enumerate(blocks)]
     events.sort()  # at one time, ends come before starts
-    for _ in range(3):
-        held: dict[int, _Piece] = {}
-        for _, is_start, number in events:
-            if is_start:
-                held[number] = allocator.allocate(blocks[number].size_bytes)
-            else:
-                allocator.free(held.pop(number))
+    at_end = bisect_left(events, (end, False, 0))
+    held: dict[int, _Piece] = {}
+    _run(allocator, events[:at_end], blocks, held)
+    for block in made_by_first:
+        allocator.allocate(block.size_bytes)
+    _run(allocator, events[at_end:], blocks, held)
+    for _ in range(2):
+        _run(allocator, events, blocks, {})
     return allocator.peak
+
+
+def _run(
+    allocator: CachingAllocator,
+    events: Sequence[tuple[int, bool, int]],
+    blocks: Sequence[Block],
+    held: dict[int, _Piece],
+) -> None:
+    for _, is_start, number in events:
+        if is_start:
+            held[number] = allocator.allocate(blocks[number].size_bytes)
+        else:
+            allocator.free(held.pop(number))

@@ -254,6 +254,12 @@ class Fitting:
     budget, because the runtime lays out a real step (``ROOM``). The room is a preference; the budget is a limit.
     """
 
+    unfit, no_room = NO_ARENA, NO_ROOM
+    """Notes of a plan if none fits, or none with room."""
+    dearest = DEAREST
+    climb = 0.0
+    """Share of the budget's rest by which the next plans may have more live bytes once one fits."""
+
     def __init__(self, profile: Profile, problem: Problem, budget_bytes: int) -> None:
         self._profile, self._problem, self._budget_bytes = profile, problem, budget_bytes
         self._least_bytes = swap_all_on_demand(problem).peak_bytes
@@ -271,17 +277,17 @@ class Fitting:
 
     def pack(self, candidate: Candidate) -> int:
         """Bytes of a budget that holds the plan's arena, the memory outside it, and room. Remembers a fitting plan."""
-        laid = layout_of(self._profile, self._problem, candidate.schedule, enough_bytes=self._budget_bytes, room=ROOM)
-        taken_bytes = candidate.peak_bytes if laid is None else laid.peak_bytes
-        with_room_bytes = taken_bytes + (int(ROOM * laid.layout.arena_bytes) if laid is not None else 0)
-        packed = Packed(candidate, laid, "" if with_room_bytes <= self._budget_bytes else NO_ROOM)
+        taken_bytes, room_bytes, laid = self._taken(candidate)
+        with_room_bytes = taken_bytes + room_bytes
+        packed = Packed(candidate, laid, "" if with_room_bytes <= self._budget_bytes else self.no_room)
         with self._lock:
             shortest = self._shortest.get(packed.note)
             if taken_bytes <= self._budget_bytes and (shortest is None or packed.step_s < shortest.step_s):
                 self._shortest[packed.note] = packed
             needed_bytes = with_room_bytes if self._failed < HOPELESS else taken_bytes
             if needed_bytes <= self._budget_bytes:
-                most_bytes = candidate.peak_bytes + int(CLIMB * self._budget_bytes)
+                more_bytes = max(int(CLIMB * self._budget_bytes), int(self.climb * (self._budget_bytes - needed_bytes)))
+                most_bytes = candidate.peak_bytes + more_bytes
                 self.within_bytes = min(self._budget_bytes, max(self.within_bytes, most_bytes))
             else:
                 self._failed += self.within_bytes == self._least_bytes
@@ -289,12 +295,19 @@ class Fitting:
                 self.within_bytes = max(self._least_bytes, min(self.within_bytes, fewer_bytes))
         return needed_bytes
 
+    def _taken(self, candidate: Candidate) -> tuple[int, int, Laid | None]:
+        """Bytes that the plan takes, and those that should remain free."""
+        laid = layout_of(self._profile, self._problem, candidate.schedule, enough_bytes=self._budget_bytes, room=ROOM)
+        if laid is None:
+            return candidate.peak_bytes, 0, None
+        return laid.peak_bytes, int(ROOM * laid.layout.arena_bytes), laid
+
     def chosen(self) -> Packed | None:
         """The shortest step of plans whose arena leaves room; if there is none, or it is too slow, of the others."""
-        best, tight = self._shortest.get(""), self._shortest.get(NO_ROOM)
+        best, tight = self._shortest.get(""), self._shortest.get(self.no_room)
         if best is None or tight is None:
             return best or tight
-        return tight if best.step_s > (1 + DEAREST) * tight.step_s else best
+        return tight if best.step_s > (1 + self.dearest) * tight.step_s else best
 
 
 def smallest_arena(profile: Profile, problem: Problem) -> int:

@@ -66,7 +66,8 @@ class Incumbents:
         self.problem, self.budget_bytes = problem, budget_bytes
         self.host_bytes = -1 if host_bytes is None else host_bytes
         """Most bytes swapped out; -1 if there is no limit."""
-        self._fitting, self.has_arena = fitting, fitting is not None
+        self._fitting, self.unfit = fitting, fitting.unfit if fitting is not None else ""
+        """Note of a plan that does not fit where ``fitting`` looks."""
         self._lock = threading.Lock()
         self._plans: dict[tuple[bytes, int], EvaluatedPlan] = {}
         self.step_s = inf

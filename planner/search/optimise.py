@@ -19,7 +19,7 @@ import numpy as np
 
 from poochplan.errors import InfeasibleError, UsageError
 from poochplan.formats.plan import SolveStatus
-from poochplan.planner.arena.step_layout import NO_ARENA, Fitting, Laid
+from poochplan.planner.arena.step_layout import Fitting, Laid
 from poochplan.planner.search.allowance import Allowance, Progress, SearchCallback, SearchLimits
 from poochplan.planner.search.annealing import Incumbents, Walker
 from poochplan.planner.search.bound import Proof, smallest_values
@@ -370,7 +370,7 @@ class _PlanSearch:
         policy, origin = best.policy, ""
         if policy != "ilp":
             policy, origin = "annealing", f"its decisions were found by annealing that began at the plan of {policy!r}"
-        note = packed.note if packed is not None else NO_ARENA if self.incumbents.has_arena else ""
+        note = packed.note if packed is not None else self.incumbents.unfit
         return Optimum(
             best=best,
             policy=policy,

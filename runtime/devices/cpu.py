@@ -254,6 +254,15 @@ class ComputesWhenCalled:
     def step_peak_bytes(self) -> int | None:
         return None
 
+    def step_reserved_bytes(self) -> None:
+        return None
+
+    def step_retries(self) -> int:
+        return 0
+
+    def let_go_of_cache(self) -> None:
+        """Nothing to do."""
+
     def peaks(self) -> None:
         return None
 

@@ -167,6 +167,8 @@ class CudaDevice:
         """Peaks from before the step."""
         self._retries = 0
         """The allocator's retries before the peaks began."""
+        self._step_retries = 0
+        """Those before the step."""
         self._lock = threading.RLock()  # the end of a copy may take it on any thread, also inside this block
 
     @property
@@ -304,11 +306,22 @@ class CudaDevice:
 
     def start_step_peak(self) -> None:
         self._peaks = self.peaks()
+        self._step_retries = high_water().count(self._index, _RETRIES)
         high_water().begin(self._index)
 
     def step_peak_bytes(self) -> int:
         """Most requested bytes, if the allocator counts requests; a block that it hands out may be larger by a MiB."""
         return high_water().since_begin(self._index, self._counted)
+
+    def step_reserved_bytes(self) -> int:
+        return high_water().since_begin(self._index, "reserved_bytes")
+
+    def step_retries(self) -> int:
+        return high_water().count(self._index, _RETRIES) - self._step_retries
+
+    def let_go_of_cache(self) -> None:
+        with torch.cuda.device(self.where):
+            torch.cuda.empty_cache()
 
     def peaks(self) -> MemoryPeaks:
         now = high_water()

@@ -127,6 +127,15 @@ class ComputeDevice(Protocol):
     def step_peak_bytes(self) -> int | None:
         """Most bytes requested from the allocator and in use since then; None if no allocator reports them."""
 
+    def step_reserved_bytes(self) -> int | None:
+        """Most bytes that the allocator had taken from the device since then; None if there is none that reserves."""
+
+    def step_retries(self) -> int:
+        """How often the allocator has found no room since then, and emptied its cache."""
+
+    def let_go_of_cache(self) -> None:
+        """Gives back what the allocator has taken from the device and nothing uses."""
+
     def peaks(self) -> MemoryPeaks | None:
         """The allocator's peaks; None where there is none."""
 

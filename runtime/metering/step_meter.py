@@ -63,6 +63,10 @@ class StepMeter:
         """Small storages that earlier steps have used."""
         self._engine: Engine | None = None
         self._open = False
+        self._device: ComputeDevice | None = None
+        self._reserved_bytes: int | None = None
+        self.retries = 0
+        """How often the allocator found no room in the step that has ended."""
         self._source: StepPeak | None = None
         """Set from the first step on."""
         self._told: PeakBytes | None = None
@@ -80,6 +84,7 @@ class StepMeter:
         if self._when == "never":
             return
         source = self._source = self._source or step_peak_of(device, memory)
+        self._device = device
         source.step_begins()
         self._is_due = is_due = is_due or self._when == "always"
         self.is_certain = is_due or not source.needs_census
@@ -124,6 +129,8 @@ class StepMeter:
         if not self._open:
             return
         self._read()
+        if self._device is not None:
+            self._reserved_bytes, self.retries = self._device.step_reserved_bytes(), self._device.step_retries()
         self._open = False
         found = self._source.ends() if self._source is not None and self._is_due else None
         if found is not None:
@@ -166,6 +173,13 @@ class StepMeter:
         """The same without the holes of an arena. Steps are compared by it, because only later steps have an arena."""
         self._read()
         return None if self._told is None else self._told.blocks_bytes
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """Most bytes that the allocator had taken from the device in this step; None if it takes none."""
+        if self._open and self._device is not None:
+            return self._device.step_reserved_bytes()
+        return self._reserved_bytes
 
     @property
     def moment(self) -> PeakMoment | None:

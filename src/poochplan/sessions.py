@@ -121,7 +121,8 @@ def replanned(profile: Profile, plan: Plan, beside_bytes: int) -> Plan:
 
     changed = with_bytes_beside(profile, beside_bytes)
     seconds = min(REPLAN_S, max(1.0, plan.solve.wall_s))
-    return make_plan(changed, plan.budget_bytes, time_limit_s=seconds, workload=plan.workload, seed=plan.solve.seed)
+    options: dict[str, Any] = {"workload": plan.workload, "seed": plan.solve.seed, "on": plan.on}
+    return make_plan(changed, plan.budget_bytes, time_limit_s=seconds, **options)
 
 
 def explained(profile: Profile, plan: Plan | None, measured_peak_bytes: int | None) -> str:

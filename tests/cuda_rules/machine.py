@@ -348,12 +348,14 @@ def _allocator_statistics(gpu: Machine) -> dict[str, Any]:
     return {
         "_cuda_memoryStats": stats,
         "_cuda_resetPeakMemoryStats": reset,
+        "_cuda_memorySnapshot": lambda *_: gpu.memory.snapshot(),
         "_cuda_clearCublasWorkspaces": gpu.blas.clear,
         "_cuda_getCurrentRawStream": lambda index: gpu.stream_on(index).number,
         "_accelerator_getDeviceIndex": lambda: gpu.current_device,
         "_accelerator_getDeviceStats": stats,
         "_accelerator_isAllocatorInitialized": lambda: True,
         "_accelerator_resetPeakStats": reset,
+        "_accelerator_setAllocatorSettings": lambda settings: gpu.memory.set(settings),
     }
 
 

@@ -68,6 +68,8 @@ class DeviceMemory:
         self.limit_bytes = TOTAL_BYTES
         """The allocator's own; the GPU does not know it."""
         self.expandable, self.backend = False, "native"
+        self.settings = ""
+        """As a user, or a session, has set them."""
         self.now = {"allocated_bytes": 0, "requested_bytes": 0, "reserved_bytes": 0}
         self.peaks = dict(self.now)
         self.most_allocated_bytes = 0
@@ -109,6 +111,23 @@ class DeviceMemory:
         if self.backend != "native":
             found["requested_bytes"] = {"all": {"current": 0, "peak": 0}}
         return {**found, "num_ooms": 0, "num_alloc_retries": self.retries}
+
+    def snapshot(self) -> dict[str, Any]:
+        """The settings alone."""
+        return {
+            "allocator_settings": {
+                "PYTORCH_CUDA_ALLOC_CONF": self.settings,
+                "expandable_segments": self.expandable,
+                "max_split_size": -1,
+                "garbage_collection_threshold": 0.0,
+                "roundup_power2_divisions": {"1": 0},
+            }
+        }
+
+    def set(self, settings: str) -> None:
+        self.settings = settings
+        if "expandable_segments" in settings:
+            self.expandable = "expandable_segments:True" in settings
 
     def begin_peaks(self) -> None:
         self.peaks = dict(self.now)

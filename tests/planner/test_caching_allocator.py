@@ -67,6 +67,34 @@ def test_requests_are_served_as_the_rules_say(name: str) -> None:
     assert {number: pieces[number - 1].address for number in addresses} == addresses
 
 
+EXPANDED: dict[str, tuple[list[int], int, dict[int, int]]] = {
+    "a segment grows by pages of 20 MiB": ([30 * MB, 5 * MB, 6 * MB], 60 * MB, {2: 30 * MB, 3: 35 * MB}),
+    "one of small blocks by 2 MiB": ([MB, MB, 512], 4 * MB, {3: 2 * MB}),
+    "its free end is part of what it grows by": ([30 * MB, -1, 50 * MB], 60 * MB, {2: 0}),
+    "a free block within it is not": ([30 * MB, 10 * MB, -1, 50 * MB], 100 * MB, {3: 40 * MB}),
+    "any remainder is split off": ([30 * MB, -1, 30 * MB - 512, 2 * MB], 40 * MB, {3: 30 * MB - 512}),
+    "its free end is the last that is taken": (
+        [10 * MB, 10 * MB, 25 * MB, 2 * MB, -2, 3 * MB], 60 * MB, {5: 10 * MB},
+    ),
+    "also where it is the smaller one": ([15 * MB, 23 * MB, -1, 2 * MB], 40 * MB, {3: 0}),
+    "unless nothing else fits": ([10 * MB, 30 * MB, -1, 12 * MB], 60 * MB, {3: 40 * MB}),
+}  # fmt: skip
+"""The same with expandable segments."""
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+def test_segments_that_expand_serve_them_as_other_rules_say(name: str) -> None:
+    asked, reserved_bytes, addresses = EXPANDED[name]
+    allocator, pieces = CachingAllocator(is_expandable=True), []
+    for size_bytes in asked:
+        if size_bytes > 0:
+            pieces.append(allocator.allocate(size_bytes))
+        else:
+            allocator.free(pieces[-size_bytes - 1])
+    assert allocator.reserved_bytes == reserved_bytes
+    assert {number: pieces[number - 1].address for number in addresses} == addresses
+
+
 def test_a_block_is_not_freed_twice() -> None:
     allocator = CachingAllocator()
     piece = allocator.allocate(512)
@@ -85,6 +113,13 @@ def test_a_block_is_given_back_before_another_of_the_same_time_is_taken() -> Non
     assert peak_reserved([], [Block(0, 1, 20 * MB), Block(1, 2, 20 * MB)], 2).reserved_bytes == 20 * MB
 
 
+def test_what_the_first_step_makes_takes_the_place_of_what_it_has_freed() -> None:
+    """The next step finds no such place any more."""
+    step, state = [Block(1, 5, 40 * MB)], [Block(0, 10, 30 * MB)]
+    assert peak_reserved([], step, 10, made_by_first=state).reserved_bytes == 80 * MB
+    assert peak_reserved(state, step, 10).reserved_bytes == 70 * MB
+
+
 BLOCKS = st.lists(
     st.builds(
         lambda start, life, size: Block(start, start + life, size),
@@ -99,6 +134,7 @@ BLOCKS = st.lists(
 @settings(deadline=None, derandomize=True)
 @given(blocks=BLOCKS)
 def test_what_is_reserved_holds_what_is_allocated_and_that_what_is_live(blocks: list[Block]) -> None:
-    peak = peak_reserved([], blocks, 30)
-    assert peak.reserved_bytes >= peak.allocated_bytes >= live_peak(blocks)
-    assert peak.reserved_bytes % (2 * MB) == 0
+    for is_expandable in (False, True):
+        peak = peak_reserved([], blocks, 30, is_expandable=is_expandable)
+        assert peak.reserved_bytes >= peak.allocated_bytes >= live_peak(blocks)
+        assert peak.reserved_bytes % (2 * MB) == 0

@@ -10,8 +10,9 @@ from typing import Any
 
 from poochplan.errors import BudgetExceededError, GapError, InfeasibleError, UsageError
 from poochplan.formats.profile import Profile
+from poochplan.planner.arena.reserved import On, budget_bytes_of
 from poochplan.planner.planning import smallest_budget
-from poochplan.units import format_bytes, parse_budget, parse_bytes, parse_rate
+from poochplan.units import format_bytes, parse_bytes, parse_rate
 
 DEFAULT_MARGIN = "512MiB"
 MARGIN_NEEDS_MEMORY = "--margin: expected --device-memory beside it, found none; name the memory, or leave --margin out"
@@ -127,9 +128,11 @@ def memory_budget(options: argparse.Namespace) -> int | None:
     return memory_bytes - margin_bytes
 
 
-def parse_budget_within(text: str, profile: Profile, options: argparse.Namespace, what: str = "--budget") -> int:
-    """Bytes of a budget. Raises ``UsageError`` if it is invalid, or exceeds :func:`memory_budget`."""
-    budget_bytes = parse_budget(text, profile.in_core_peak_bytes)
+def parse_budget_within(
+    text: str, profile: Profile, options: argparse.Namespace, what: str = "--budget", on: On = "allocated"
+) -> int:
+    """Bytes of a budget on that. Raises ``UsageError`` if it is invalid, or exceeds :func:`memory_budget`."""
+    budget_bytes = budget_bytes_of(profile, text, on)
     most_bytes = memory_budget(options)
     if most_bytes is not None and budget_bytes > most_bytes:
         raise UsageError(

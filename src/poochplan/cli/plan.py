@@ -44,6 +44,8 @@ Exit code 4: the plan was written, but its gap is above --max-gap, or Ctrl-C end
 <profile>
 --budget SIZE: 60% or 0.6 of the in-core peak, 8GiB, 800MB, or bytes (default: what --device-memory leaves)
 | --min: plan for the smallest budget that has a plan
+--on allocated|reserved =allocated: what the budget covers, and shares are of: bytes in use, or, for a profile measured
+  on a GPU, all that torch's allocator takes from it (default: {})
 -o, --output >FILE: plan to write (default: PROFILE's name, .plan.json)
 <solver>
 <time limit>
@@ -90,7 +92,7 @@ pooch plan profile.json --budget 0.45 --solver PULP_CBC_CMD --time-limit 300 --j
         if options.min:
             budget_bytes = smallest_within_memory(profile, options)
         elif options.budget is not None:
-            budget_bytes = parse_budget_within(options.budget, profile, options)
+            budget_bytes = parse_budget_within(options.budget, profile, options, on=options.on)
         assert budget_bytes is not None, "one of the three is given"
         made = self._made(profile, budget_bytes)
         made.save(path, force=options.force)
@@ -132,7 +134,7 @@ pooch plan profile.json --budget 0.45 --solver PULP_CBC_CMD --time-limit 300 --j
                 ),
                 keep_interrupted=True,
                 **self.given("solver", "gap", "threads", "host_budget", "ranks_per_host", "evaluations", "seed"),
-                **self.given("arena"),
+                **self.given("arena", "on"),
                 without=options.without or (),
             )
 

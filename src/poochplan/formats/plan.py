@@ -158,6 +158,8 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
     workload: Text
     profile_fingerprint: Text
     budget_bytes: Bytes
+    on: Literal["allocated", "reserved"] = "allocated"
+    """Whether the budget covers the bytes that torch's allocator takes from a GPU, instead of those in use."""
     device: Literal["cpu", "cuda"]
     versions: dict[Text, Text] = msgspec.field(default_factory=dict)
     """Versions of its profile, torch included, and of the poochplan that planned; empty in older files."""
@@ -220,6 +222,8 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         """Which bytes the budget covers, in words."""
         if self.holds_arena:
             return "one arena for the step, and what lies outside it"
+        if self.on == "reserved":
+            return "reserved bytes: all that torch's allocator takes from the GPU"
         if self.prediction.memory is Memory.ALLOCATED:
             return "allocated bytes: tensors, and what ops take and give back inside"
         return "live bytes of tensors"
@@ -236,6 +240,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
             f"the in-core peak, {format_bytes(in_core_bytes)})",
             "budget is on": self.counted_text,
             "predicted peak": promised.peak_text,
+            **self._reserved_rows(),
             **self.arena_rows(),
             "predicted step": f"{format_seconds(promised.step_s)} ({promised.in_core_text})",
             "predicted overhead": f"{promised.overhead:+.1%}",
@@ -279,6 +284,17 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         held = {decision: sizes for decision, sizes in self.sources().items() if sizes}
         text = ", ".join(f"{decision} {len(sizes)} ({format_bytes(sum(sizes))})" for decision, sizes in held.items())
         return {"sources of larger copies": text} if held else {}
+
+    def _reserved_rows(self) -> dict[str, str]:
+        """A row on what the allocator reserves on a GPU; empty on the CPU."""
+        found = self.prediction
+        if found.reserved_peak_bytes is None or found.unexpanded_peak_bytes is None:
+            return {}
+        expanding, other = format_bytes(found.reserved_peak_bytes), format_bytes(found.unexpanded_peak_bytes)
+        text = f"{expanding} with expandable segments, {other} without"
+        if self.on == "reserved" and found.reserved_peak_bytes > self.budget_bytes:
+            text = f"{text}; ABOVE THE BUDGET"
+        return {"predicted reserved": text}
 
     def arena_rows(self) -> dict[str, str]:
         """Rows on the arena of a step measured on the CPU, and whether the compiled allocator was missing."""

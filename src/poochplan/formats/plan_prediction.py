@@ -26,6 +26,11 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """On a GPU, the most bytes in blocks of torch's allocator. A block of more than 1 MiB may be larger than requested
     by up to 1 MiB, unless segments are expandable. ``torch.cuda.max_memory_allocated`` returns at most this, unless
     ``max_split_size_mb`` or ``roundup_power2_divisions`` is set. None on the CPU."""
+    reserved_peak_bytes: Bytes | None = None
+    """On a GPU, the most bytes that torch's allocator takes from it, with expandable segments, by a model of it.
+    None on the CPU, for profiles of live bytes and rooflines, and in files that lack it."""
+    unexpanded_peak_bytes: Bytes | None = None
+    """The same without expandable segments."""
     in_core_peak_bytes: Bytes
     in_core_step_s: Seconds
     """Seconds of the step by PyTorch alone. If that was not timed, the sum of the in-core step's ops."""
@@ -59,6 +64,12 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     def peak_of_step(self, has_arena: bool) -> int:
         """Most bytes of a step; if it uses an arena, this counts whole."""
         return max(self.peak_bytes, self.arena_peak_bytes or 0) if has_arena else self.peak_bytes
+
+    def reserved_with(self, expand: bool | None) -> int | None:
+        """Most reserved bytes, by whether segments expand; None if that, or they, are not known."""
+        if expand is None:
+            return None
+        return self.reserved_peak_bytes if expand else self.unexpanded_peak_bytes
 
     @property
     def in_core_text(self) -> str:

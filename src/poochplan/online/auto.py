@@ -55,6 +55,7 @@ def auto(
     on_refusal: Mode = "in-core",
     arena: ArenaMode = "auto",
     cap_bytes: int | None = None,
+    on: Literal["allocated", "reserved"] = "allocated",
     on_audit: Literal["warn", "error", "off"] = "warn",
     quiet: bool = False,
 ) -> Session:
@@ -90,6 +91,8 @@ def auto(
         built; ``"on"``: it is an error if not; ``"off"``: no arena.
     cap_bytes: hard limit of the CUDA allocator within the block, from the first step on. A step that needs more is
         an out-of-memory error.
+    on: what the budget covers. ``"reserved"``, on a GPU: all that torch's allocator takes from it, as ``nvidia-smi``
+        shows beside the context. A share is one of the in-core step's.
     on_audit: as for :func:`poochplan.apply`. With ``"warn"`` another plan is made that keeps the value.
     quiet: print nothing on stderr but warnings.
 
@@ -109,6 +112,8 @@ def auto(
     whole = together(models)
     where = checked_device(whole, None, None, 1)
     check_cap(cap_bytes, where)
+    if on not in ("allocated", "reserved") or (on == "reserved" and where.type != "cuda"):
+        raise UsageError(f'on: expected "allocated", or "reserved" for a model on a GPU, found {on!r} on {where.type}')
     if on_over_budget not in tuple(OverBudget):
         raise UsageError(f'on_over_budget: expected "warn", "error" or "replan", found {on_over_budget!r}')
     if arena not in get_args(ArenaMode):
@@ -128,10 +133,11 @@ def auto(
     messages, policy = Messages(is_quiet=quiet), OverBudget(on_over_budget)
     begin_build()
     spills = None if folder is None else str(folder)
-    request = PlanRequest(time_limit_s, arena, spills, ranks=ranks_here())
+    request = PlanRequest(time_limit_s, arena, spills, ranks=ranks_here(), on=on)
     measures_here = before is Unplanned.IN_CORE
     entries = Path(cache) if cache is not None else cache_folder() / "auto"
-    kept = PlanCache(entries, whole, where, budget, arena, link, rate)
+    covered = () if on == "allocated" else (on,)
+    kept = PlanCache(entries, whole, where, budget, arena, link, rate, *covered)
     source = StudiedPlans(
         whole,
         _listed(optimizer),

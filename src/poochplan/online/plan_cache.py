@@ -66,7 +66,7 @@ class PlanCache:
         where: torch.device,
         budget: str | int | float,
         arena: ArenaMode,
-        *given: Link | float | None,
+        *given: Link | float | str | None,
     ) -> None:
         self._folder, self._where, self._given = folder, where, given
         self._whole, self._model = model, model_signature(model)

@@ -51,6 +51,8 @@ class PlanRequest(msgspec.Struct, frozen=True):
     """Seconds for which the loop had run."""
     ranks: int = 1
     """Number of processes that share the host."""
+    on: Literal["allocated", "reserved"] = "allocated"
+    """What the budget covers."""
 
 
 def ends_with_its_parent(parent: int, folder: Path) -> None:
@@ -120,6 +122,7 @@ def plan_in(folder: Path) -> None:
         threads=1,
         ranks_per_host=request.ranks,
         arena=request.arena,
+        on=request.on,
         watch=watch,
     )
     with_room(made, request.room_bytes, request.arena_room_bytes).save(folder / "plan.json")

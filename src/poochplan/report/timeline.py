@@ -228,6 +228,12 @@ def draw_memory(axes: Axes, timeline: Timeline, scale_s: float, x: str) -> None:
     axes.stairs(sizes, times, fill=True, color=BLUE, alpha=0.18, linewidth=0)
     peak = f"planned, peak {format_bytes(planned.peak_bytes)}"
     axes.stairs(sizes, times, color=BLUE, linewidth=1.3, baseline=None, label=peak)
+    reserved_bytes = timeline.plan.prediction.reserved_peak_bytes or 0
+    if reserved_bytes:
+        axes.axhline(
+            reserved_bytes / factor, color=BLUE, linewidth=1.0, linestyle=(0, (5, 1.5)),
+            label=f"reserved {format_bytes(reserved_bytes)}",
+        )  # fmt: skip
     if timeline.measured_peak_bytes is not None:
         axes.axhline(
             timeline.measured_peak_bytes / factor, color=PURPLE, linewidth=1.4, linestyle=(0, (1, 1.5)),
@@ -238,7 +244,7 @@ def draw_memory(axes: Axes, timeline: Timeline, scale_s: float, x: str) -> None:
             0, timeline.static_bytes / factor, color="#8C8C8C", alpha=0.35, linewidth=0,
             label=f"always live {format_bytes(timeline.static_bytes)}",
         )  # fmt: skip
-    axes.set_ylim(0, 1.1 * max(in_core.peak_bytes, planned.peak_bytes, budget_bytes) / factor)
+    axes.set_ylim(0, 1.1 * max(in_core.peak_bytes, planned.peak_bytes, budget_bytes, reserved_bytes) / factor)
     plain_axes(axes, "left", "bottom", grid="y", x=x, y=f"live memory ({unit})")
     _mark_peak(axes, timeline, scale_s, factor)
 

@@ -13,6 +13,18 @@ def clear_cublas_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
+def set_allocator(settings: str) -> None:
+    """Sets the caching allocator as ``PYTORCH_ALLOC_CONF`` would, from now on; what is left out has its default."""
+    torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def allocator_settings() -> dict[str, Any]:
+    """The caching allocator's settings: ``expandable_segments``, ``max_split_size`` (-1 for none) and others; and all
+    that a user has set, in the environment or since, as one text: ``PYTORCH_CUDA_ALLOC_CONF``.
+    """
+    return dict(torch.cuda.memory._snapshot()["allocator_settings"])
+
+
 MemoryStats = Callable[[int], dict[str, Any]]
 ResetPeaks = Callable[[int], object]
 

@@ -1,0 +1,72 @@
+"""How torch's CUDA allocator is set while a session runs, and what that means for the GPU's memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from poochplan.torch_private.cuda_internals import allocator_settings, set_allocator
+
+from .cuda import hard_cap
+from .device import ComputeDevice
+
+EXPANDING = "the GPU's memory is taken in expandable segments within this session, so that less is reserved"
+THEIRS = "the GPU's memory is taken as you have set it ({})"
+FIXED = "segments do not expand, so that more may be reserved"
+UNKNOWN = "how much is reserved is not predicted"
+
+
+class Segments(NamedTuple):
+    """How a session takes memory from the GPU."""
+
+    expand: bool | None
+    """Whether its segments expand; None if what is reserved follows other rules than those of the planner's model."""
+    line: str
+    """What that means, for the user."""
+
+
+@contextlib.contextmanager
+def settled(device: ComputeDevice, cap_bytes: int | None) -> Iterator[Segments]:
+    """A block in which a session takes memory from the device, at most ``cap_bytes``; on the CPU nothing changes."""
+    if device.kind != "cuda":
+        yield Segments(None, "")
+        return
+    with expanding(device.where) as segments, contextlib.ExitStack() as stack:
+        if cap_bytes is not None:
+            stack.enter_context(hard_cap(device.where, cap_bytes))
+        yield segments
+
+
+@contextlib.contextmanager
+def expanding(where: torch.device) -> Iterator[Segments]:
+    """A block in which the allocator's segments expand, if it is torch's own and the user has not set it."""
+    backend = torch.cuda.get_allocator_backend()
+    if backend != "native":
+        yield Segments(None, f"{THEIRS.format(f'backend:{backend}')}; {UNKNOWN}")
+        return
+    found = allocator_settings()
+    if found["PYTORCH_CUDA_ALLOC_CONF"] or found["expandable_segments"]:
+        yield _as_set(found)
+        return
+    set_allocator("expandable_segments:True")
+    try:
+        is_on = bool(allocator_settings()["expandable_segments"])  # not every platform has them
+        yield Segments(is_on, EXPANDING if is_on else FIXED)
+    finally:
+        with torch.cuda.device(where):
+            torch.cuda.empty_cache()  # what has been cached in expandable segments would serve no other
+        set_allocator("expandable_segments:False")
+        set_allocator("")  # as if nothing had been set
+
+
+def _as_set(found: dict[str, object]) -> Segments:
+    rounding = found.get("roundup_power2_divisions")
+    is_rounded = isinstance(rounding, dict) and any(rounding.values())
+    line = THEIRS.format(found["PYTORCH_CUDA_ALLOC_CONF"] or "expandable_segments:True")
+    if found["max_split_size"] != -1 or found["garbage_collection_threshold"] or is_rounded:
+        return Segments(None, f"{line}; {UNKNOWN}")
+    expand = bool(found["expandable_segments"])
+    return Segments(expand, line if expand else f"{line}; {FIXED}")

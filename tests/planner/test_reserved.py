@@ -1,0 +1,90 @@
+"""Budgets on reserved bytes: plans have a margin for what the allocator takes more, or say that none was found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from poochplan.errors import InfeasibleError, UsageError
+from poochplan.formats.plan import Decision
+from poochplan.formats.profile import Memory, Profile
+from poochplan.planner.arena.reserved import MARGIN, NOT_WITHIN, budget_bytes_of, reserved_peak
+from poochplan.planner.planning import plan, smallest_budget
+from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.schedule import keep_all
+from tests.planner.random_profiles import transformer_like, unet_like
+
+MIB = 1 << 20
+
+
+def _on_gpu(profile: Profile) -> Profile:
+    """The same step with a GPU's sizes, measured there."""
+    factor = 1 + (2 << 30) // profile.in_core_peak_bytes
+    values = tuple(msgspec.structs.replace(one, size_bytes=factor * one.size_bytes) for one in profile.values)
+    ops = tuple(msgspec.structs.replace(op, workspace_bytes=factor * op.workspace_bytes) for op in profile.ops)
+    larger: dict[str, Any] = {
+        "in_core_peak_bytes": factor * profile.in_core_peak_bytes,
+        "static_bytes": {kind: factor * size for kind, size in profile.static_bytes.items()},
+        "device": msgspec.structs.replace(profile.device, kind="cuda"),
+        "memory": Memory.ALLOCATED,
+    }
+    return msgspec.structs.replace(profile, values=values, ops=ops, **larger)
+
+
+PROFILES = {"gpt": _on_gpu(transformer_like(3)), "unet": _on_gpu(unet_like(3))}
+EVERY = pytest.mark.parametrize("name", PROFILES)
+
+
+@EVERY
+@pytest.mark.parametrize("share", ["80%", "90%"])
+def test_what_a_plan_reserves_is_within_its_budget_with_a_margin(name: str, share: str) -> None:
+    found = plan(PROFILES[name], share, on="reserved", evaluations=1000)
+    reserved_bytes = found.prediction.reserved_peak_bytes
+    assert reserved_bytes is not None
+    assert found.on == "reserved"
+    assert reserved_bytes + int(MARGIN * reserved_bytes) <= found.budget_bytes
+    assert found.prediction.peak_bytes <= reserved_bytes
+    assert found.decided()[Decision.SWAP] or found.decided()[Decision.RECOMPUTE]
+    assert "reserved bytes" in found.rows()["budget is on"]
+
+
+@EVERY
+def test_a_share_is_one_of_what_the_in_core_step_reserves(name: str) -> None:
+    profile = PROFILES[name]
+    problem = build_problem(profile)
+    whole_bytes = reserved_peak(profile, problem, keep_all(problem), is_expandable=True)
+    assert whole_bytes is not None
+    assert whole_bytes > profile.in_core_peak_bytes
+    assert budget_bytes_of(profile, "50%", "reserved") == whole_bytes // 2
+    assert budget_bytes_of(profile, "50%", "allocated") == profile.in_core_peak_bytes // 2
+    assert budget_bytes_of(profile, "1GiB", "reserved") == 1 << 30
+
+
+@EVERY
+def test_a_budget_that_holds_what_the_in_core_step_reserves_keeps_everything(name: str) -> None:
+    found = plan(PROFILES[name], "110%", on="reserved", evaluations=100)
+    assert {value.decision for value in found.values} == {Decision.KEEP}
+
+
+@EVERY
+def test_where_no_plan_reserves_so_little_one_is_made_and_says_so(name: str) -> None:
+    profile = PROFILES[name]
+    found = plan(profile, smallest_budget(profile), on="reserved", evaluations=300)
+    assert found.prediction.peak_bytes <= found.budget_bytes < (found.prediction.reserved_peak_bytes or 0)
+    assert NOT_WITHIN in found.notes
+    assert "ABOVE THE BUDGET" in found.rows()["predicted reserved"]
+    with pytest.raises(InfeasibleError):
+        plan(profile, smallest_budget(profile) - 512, on="reserved", evaluations=100)
+
+
+def test_where_nothing_is_reserved_no_budget_covers_it() -> None:
+    profile = transformer_like(3)
+    with pytest.raises(UsageError, match="where no allocator reserves any"):
+        plan(profile, "80%", on="reserved")
+    with pytest.raises(UsageError, match='on: expected "allocated" or "reserved", found'):
+        plan(profile, "80%", on="live")  # type: ignore[arg-type]
+    found = plan(profile, "80%", evaluations=100)
+    assert found.prediction.reserved_peak_bytes is None
+    assert "predicted reserved" not in found.rows()
