@@ -21,7 +21,7 @@ from poochplan.doctor import Finding, Status, failed, judged, ok
 from poochplan.errors import named_line
 from poochplan.formats.plan import Decision
 from poochplan.formats.queries import saved_values
-from poochplan.profiler.capture.clock import current
+from poochplan.profiler.capture.clock import CudaClock, current
 from poochplan.profiler.link import measure_link
 from poochplan.profiler.live.capturing import Capturing
 from poochplan.profiler.live.step_function import StepFunction
@@ -150,6 +150,8 @@ def allocator(where: torch.device) -> Finding:
     """How the caching allocator is set."""
     backend, settings = torch.cuda.get_allocator_backend(), allocator_settings()
     text = str(settings.get("PYTORCH_CUDA_ALLOC_CONF") or "the default")
+    if not settings:
+        return ok("allocator", f"{backend}; this torch does not tell its settings")
     found = f"{backend}, {text}; expandable segments {'on' if settings.get('expandable_segments') else 'off'}"
     fine = backend != "native" or bool(settings.get("expandable_segments"))
     advice = "set PYTORCH_ALLOC_CONF=expandable_segments:True: else fragments take memory beside the budget"
@@ -219,7 +221,7 @@ def overlap(where: torch.device) -> Finding:
 
 
 def _overlap(device: ComputeDevice) -> float:
-    storage, cycles = device.allocate(PINNED_BYTES), _FIRST_CYCLES
+    storage, cycles, clock = device.allocate(PINNED_BYTES), _FIRST_CYCLES, CudaClock(device.where)
 
     def copied() -> None:
         copy_out(device, storage, 0).wait()
@@ -232,11 +234,12 @@ def _overlap(device: ComputeDevice) -> float:
     def seconds(work: Callable[[], object]) -> float:
         times_s = []
         for _ in range(_REPEATS):
-            device.synchronize()
-            start_s = time.perf_counter()
+            clock.synchronize()
+            begin = clock.mark()
             work()
-            device.synchronize()
-            times_s.append(time.perf_counter() - start_s)
+            end = clock.mark()
+            clock.synchronize()
+            times_s.append(clock.seconds(begin, end))
         return median(times_s)
 
     copy_s = seconds(copied)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -33,8 +34,10 @@ def stand_before_memory_stats(stats: MemoryStats, reset: ResetPeaks, of_accelera
 
 def allocator_settings() -> dict[str, Any]:
     """The settings that torch's own allocator has read, by its names; empty if this torch does not tell them."""
-    found: dict[str, Any] = torch.cuda.memory._snapshot().get("allocator_settings", {})
-    return found
+    with contextlib.suppress(AttributeError):
+        found: dict[str, Any] = torch.cuda.memory._snapshot().get("allocator_settings", {})
+        return found
+    return {}
 
 
 def cudnn_versions() -> tuple[tuple[int, int, int], tuple[int, int, int]] | None:
