@@ -83,9 +83,7 @@ class BudgetKeeper:
             return
         if engine.audit.keeps_all or segment.diverged:
             text = LEFT_ABOVE if segment.diverged else COMPARED_ABOVE
-            if not self._meter.is_certain:
-                plan.check_next()
-            self._tell_above(text, peak_bytes, plan.plan.budget_bytes)
+            self._tell_above(text, peak_bytes, plan.plan.budget_bytes, is_last=segment.diverged)
             return
         within = (self._meter.blocks_peak_bytes or peak_bytes) <= plan.plan.budget_bytes  # without the arena's holes
         if self._step_arena.may_give_up and within:
@@ -99,11 +97,14 @@ class BudgetKeeper:
         else:
             self._is_above(plan, segment, peak_bytes, engine)
 
-    def _tell_above(self, text: str, peak_bytes: int, budget_bytes: int) -> None:
-        """A step took more than its budget, for which no other plan is made: that is told once."""
-        if text not in self._told and self._meter.is_certain:
+    def _tell_above(self, text: str, peak_bytes: int, budget_bytes: int, *, is_last: bool = False) -> None:
+        """A step took more than its budget, for which no other plan is made: that is told once. ``is_last``: also if
+        the meter is not certain, because no step like it may come again, or its plan goes.
+        """
+        if text not in self._told and (self._meter.is_certain or is_last):
             self._told.add(text)
-            self._messages.warn(text.format(format_bytes(peak_bytes), format_bytes(budget_bytes)))
+            most = "" if self._meter.is_certain else "up to "
+            self._messages.warn(text.format(f"{most}{format_bytes(peak_bytes)}", format_bytes(budget_bytes)))
 
     def _is_above(self, plan: ActivePlan, segment: Segment, peak_bytes: int, engine: Engine) -> None:
         """Reports the excess, raises, or requests another plan."""

@@ -275,8 +275,11 @@ class StepArena:
 
     def departed(self) -> None:
         """The segment has left its plan or has raised, or the code that runs now is not part of its step."""
-        self._is_whole = False
-        self.step_is_over()
+        segment, self._is_whole = self._segment, False
+        if self._is_on and segment is not None and segment.diverged and not (segment.raised or segment.aside):
+            self._runs.fill_gaps()  # the arena counts as a whole, also where its planned blocks no longer come
+        else:
+            self.step_is_over()
 
     def step_is_over(self) -> None:
         """Allocations from here on do not belong to the step. Idempotent."""

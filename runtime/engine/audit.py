@@ -9,11 +9,11 @@ the last point at which forward still held it in the step before. What steps swa
 from __future__ import annotations
 
 import ctypes
-import itertools
 import math
+import random
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -35,6 +35,9 @@ FIRST_BYTES_PER_S = 1e9
 """The rate of comparing that is assumed before it is measured."""
 LARGEST_CHANGE = 2.0
 """By this factor the assumed rate follows the measured one in a step."""
+MOST_BYTES_PER_S = 1e12
+MOST_PLACES = 1 << 14
+"""A plan knows of so many places for how long their values have waited."""
 LOOKS = 8
 """At so many points a checksum is taken anew, in the first step that audits the value."""
 PIECE_BYTES = 1 << 24
@@ -45,6 +48,12 @@ RESULT_BYTES = 1 << 10
 """What it takes for the checksum of a value, and the one that it is compared with."""
 SHARE_OF_FREE = 0.5
 """Of the device's free memory may go into keeping all values beside."""
+
+
+Place = tuple[int, int]
+"""A save point, and the parameter or buffer that was saved before it. Steps that leave out layers may have values of
+different layers at one save point.
+"""
 
 
 class OnAudit(StrEnum):
@@ -59,70 +68,60 @@ class OnAudit(StrEnum):
 
 
 class AuditedPlan:
-    """State: the released values of a plan whose turn comes next, and those that are kept from now on."""
+    """State: for how many steps each released value of a plan has waited, and those that are kept from now on.
+
+    Each counts the steps that release it, so that it has its turn on every path that a step can take.
+    """
 
     def __init__(self, instructions: Instructions) -> None:
         self.values = instructions.values
-        released = [
+        self._released = {
             index for index, value in enumerate(self.values) if value.decision is not Decision.KEEP and not value.source
-        ]
-        self._turns = {False: released, True: list(released)}
-        """Save points by turn. In steps that leave out layers another value may stand at one, so they have their own.
-        """
-        self._missed = {False: set[int](), True: set[int]()}
-        """Those whose turn it was in a step that did not release them. They are compared as soon as one does."""
+        }
+        self._waited: dict[Place, int] = {}
+        """Steps since a value was compared last."""
+        self._elsewhere = dict(zip(sorted(self._released), reversed(range(len(self._released))), strict=True))
+        """The same by save point, for places that are new. At first each differs, so that they take turns."""
         self.leaves_out = False
         """Whether steps leave out layers."""
         self.kept = set[int]()
         """Save points of values that have differed."""
-        self.last_held: dict[int, int] = {}
-        """The last save point at which forward held a value after its release, as the step before has shown."""
+        self.last_held: dict[Place, int] = {}
+        """The last save point at which forward held a value after its release, as its last comparison has shown."""
         self.is_alarmed = False
         """Whether the next step compares all, because what has changed one value may have changed others."""
+        self._bytes = sum(self.values[index].size_bytes for index in self._released)
+        self._chance = random.Random(0)
 
     @property
-    def released(self) -> list[int]:
+    def released(self) -> set[int]:
         """Save points of all values that are compared in turn."""
-        return [index for index in self._turns[False] if index not in self.kept]
+        return self._released - self.kept
 
-    def chosen(self, room_bytes: int, most_bytes: float, scratch_bytes: float = math.inf) -> dict[int, bool]:
-        """The values of the next step, those first that have waited longest, and whether each is kept beside. So many
-        bytes can be compared in the time that there is. ``scratch_bytes``: what comparing may take; finite on a GPU.
+    def is_next(self, place: Place, most_bytes: float, left_bytes: float) -> bool:
+        """Whether a value that is released now is compared: if as many steps have released it as there are values, or
+        if there is time. ``most_bytes`` can be compared in the time of a step, ``left_bytes`` in what is left of it.
         """
-        found: dict[int, bool] = {}
-        takes = scratch_bytes < math.inf
-        if takes:
-            scratch_bytes, room_bytes = scratch_bytes - SCRATCH_BYTES, room_bytes - SCRATCH_BYTES
-        kinds = (False, True) if self.leaves_out else (False,)
-        missed = set[int]().union(*map(self._missed.__getitem__, kinds))
-        for index in itertools.chain(self._next(kinds, missed), missed):
-            size_bytes = self.values[index].size_bytes
-            is_due = len(found) < len(kinds) or index in missed
-            if scratch_bytes < RESULT_BYTES:
-                break
-            if not is_due and size_bytes > most_bytes:
-                most_bytes = 0
-                continue
-            most_bytes -= size_bytes
-            beside_bytes = rounded_up(size_bytes) + (rounded_up(min(size_bytes, PIECE_BYTES)) if takes else 0)
-            found[index] = beside_bytes <= min(room_bytes, scratch_bytes)
-            taken_bytes = RESULT_BYTES * takes + (beside_bytes if found[index] else 0)
-            room_bytes, scratch_bytes = room_bytes - taken_bytes, scratch_bytes - taken_bytes
-        return found
+        index, waited = place[0], self._waited.pop(place, None)
+        is_new = waited is None
+        waited = 1 + (self._elsewhere[index] if waited is None else waited)
+        is_early = is_new or waited * most_bytes >= self._bytes
+        is_next = waited >= len(self.released) or (is_early and self.values[index].size_bytes <= left_bytes)
+        if is_next:  # by chance, or turns may fall on steps of one path again and again
+            waited = self._chance.randrange(len(self.released) // 2 + 1) if self.leaves_out else 0
+        self._waited[place] = waited  # the last one, so that the first one was not seen for longest
+        if is_new:
+            self._elsewhere[index] = waited
+            if len(self._waited) > MOST_PLACES:
+                seen_first = next(iter(self._waited))
+                del self._waited[seen_first]
+                self.last_held.pop(seen_first, None)
+        return is_next
 
-    def _next(self, kinds: Sequence[bool], missed: set[int]) -> Iterator[int]:
-        """Other values by turn; of steps of both kinds if there are both, because it is not known yet which comes."""
-        seen = self.kept | missed
-        for index in itertools.chain.from_iterable(zip(*map(self._turns.__getitem__, kinds), strict=True)):
-            if index not in seen:
-                seen.add(index)
-                yield index
-
-    def ended(self, compared: set[int], absent: set[int], *, left_out: bool) -> None:
-        """A step is over. Values have their next turn last if they were compared, or chosen and absent."""
-        self.leaves_out |= left_out
-        self._missed[left_out] = (self._missed[left_out] | absent) - compared - self.kept
-        self._turns[left_out].sort(key=(compared | absent).__contains__)
+    def is_missed(self, place: Place) -> None:
+        """The value has not been compared after all: it is the next time that a step releases it."""
+        self._waited[place] = len(self.values)
+        self.last_held.pop(place, None)
 
     def named(self, index: int) -> str:
         """A value, for a message."""
@@ -158,6 +157,9 @@ class SwapsWithoutPlan(AuditedPlan):
             self._most = max(self._most, self._count)
             self._turn, self._count, self.is_alarmed = (self._turn + 1) % self._most, 0, False
 
+    def is_missed(self, place: Place) -> None:
+        self.last_held.pop(place, None)
+
     def named(self, index: int) -> str:
         return f"value {index + 1} of those that a step without a plan swaps"
 
@@ -176,11 +178,15 @@ class Audit:
         """Whether values are compared that are swapped without a plan."""
         self._looks = set[Look]()
         """Dtypes and shapes of values that have differed."""
-        self._chosen: dict[int, bool] = {}
+        self._most_bytes = self._left_bytes = 0.0
+        """What can be compared in the time of a step, and what is left of it. What was too much lacks later."""
+        self._room_bytes, self._scratch_bytes = 0, math.inf
+        """What is left of the room for keeping values beside, and of what a GPU may take to compare."""
+        self._compares_all = False
+        self._owners: dict[int, int] = {}
+        """By save point of the values that the step has saved and not released yet: what was saved before them."""
         self._watched: list[Beside] = []
-        self._compared, self._saves = set[int](), 0
-        self.left_out = False
-        """Whether the step leaves out layers of its plan."""
+        self._saves = self._owner = 0
         self._pending: list[Comparison] = []
         self._bytes_per_s, self._allowed_s, self._took_s = FIRST_BYTES_PER_S, 0.0, 0.0
         self.differing: list[Comparison] = []
@@ -195,29 +201,31 @@ class Audit:
         """A segment begins that follows the plan, and takes ``step_s`` seconds. :meth:`step_ends` comes before.
         ``scratch_bytes``: of the device, for comparing; on the CPU this takes none.
         """
-        self._plan = plan
+        self._plan, self._compares_all = plan, plan.is_alarmed
+        self._room_bytes, self._scratch_bytes = room_bytes, math.inf
         if plan.is_alarmed:
             plan.is_alarmed = False
             self.keeps_all = sum(plan.values[one].size_bytes for one in plan.released) <= self._free_bytes()
-            self._chosen = dict.fromkeys(plan.released, self.keeps_all)
-        else:
-            self._allowed_s = MOST_SHARE * step_s
-            most_scratch_bytes = math.inf if self._where.type == "cpu" else scratch_bytes
-            self._chosen = plan.chosen(room_bytes, self._allowed_s * self._bytes_per_s, most_scratch_bytes)
+            return
+        self._allowed_s = MOST_SHARE * step_s
+        self._most_bytes = self._allowed_s * self._bytes_per_s
+        self._left_bytes = self._most_bytes + min(0.0, self._left_bytes)
+        if self._where.type != "cpu":
+            self._room_bytes, self._scratch_bytes = room_bytes - SCRATCH_BYTES, scratch_bytes - SCRATCH_BYTES
 
     def step_ends(self) -> None:
         """Forgets what was watched; takes the results of a GPU's comparisons that are there."""
         if self._allowed_s and self._took_s:  # small values take their time whatever their bytes are
-            self._bytes_per_s *= min(LARGEST_CHANGE, max(1 / LARGEST_CHANGE, self._allowed_s / self._took_s))
+            change = min(LARGEST_CHANGE, max(1 / LARGEST_CHANGE, self._allowed_s / self._took_s))
+            self._bytes_per_s = min(MOST_BYTES_PER_S, self._bytes_per_s * change)
         self._allowed_s = self._took_s = 0.0
-        if self._plan is not None:
-            self._plan.ended(self._compared, set(self._chosen), left_out=self.left_out)
         self._unplanned.step_ends()
         for beside in self._watched:
             if beside.held_at is not None:
-                beside.plan.last_held[beside.index] = beside.held_at
-        self._watched, self._chosen, self._compared, self._saves, self.left_out = [], {}, set(), 0, False
-        self._plan, self.compared, self.beside_bytes, self.keeps_all = None, 0, 0, False
+                beside.plan.last_held[beside.place] = beside.held_at
+        self._watched, self._owners, self._saves, self._owner = [], {}, 0, 0
+        self._plan, self.compared, self.beside_bytes = None, 0, 0
+        self.keeps_all = self._compares_all = False
         if self._pending:
             self._pending = [one for one in self._pending if not self._is_taken(one)]
 
@@ -235,13 +243,15 @@ class Audit:
         return True
 
     def is_kept(self, index: int | None, tensor: torch.Tensor) -> bool:
-        """Whether a value is kept, whatever the plan says, because it has differed. ``index``: its save point in a step
-        that follows its plan. If it does not, or may leave out layers, all are kept that look the same: another save
-        point may stand for that of the plan.
+        """Whether a value that is now saved is kept, whatever the plan says, because it has differed. ``index``: its
+        save point in a step that follows its plan. If it does not, or may leave out layers, all are kept that look the
+        same: another save point may stand for that of the plan.
         """
         plan = self._plan
-        if plan is not None and index is not None and (index in plan.kept or not plan.leaves_out):
-            return index in plan.kept
+        if plan is not None and index is not None:
+            self._owners[index] = self._owner
+            if index in plan.kept or not plan.leaves_out:
+                return index in plan.kept
         return bool(self._looks) and (tensor.dtype, tensor.shape) in self._looks
 
     def keep(self, found: Comparison) -> None:
@@ -258,23 +268,45 @@ class Audit:
             return
         plan, index = self._plan, value.index
         if plan is None or index is None or plan.values[index].decision is Decision.KEEP:
-            if not self.compares_unplanned:
-                return
-            plan, is_next, index = self._unplanned, self._unplanned.is_next(), self._unplanned.latest
-            is_beside = False
-        else:
-            is_next, is_beside = index in self._chosen, self._chosen.pop(index, False)
-        if is_next:
-            self._watch(value, plan, index, is_beside=is_beside)
+            if self.compares_unplanned and self._unplanned.is_next():
+                self._watch(value, self._unplanned, (self._unplanned.latest, 0), is_beside=False)
+        elif index in self._owners:
+            place = index, self._owners.pop(index)
+            if self._compares_all:
+                self._watch(value, plan, place, is_beside=self.keeps_all)
+            elif self._scratch_bytes >= RESULT_BYTES and plan.is_next(place, self._most_bytes, self._left_bytes):
+                self._watch(value, plan, place, is_beside=self._takes_room(value.size_bytes))
 
-    def _watch(self, value: SavedValue, plan: AuditedPlan, index: int, *, is_beside: bool) -> None:
+    def _takes_room(self, size_bytes: int) -> bool:
+        """Whether there is room to keep a value of that size beside. What its comparison takes is no longer left."""
+        takes = self._scratch_bytes < math.inf
+        beside_bytes = rounded_up(size_bytes) + (rounded_up(min(size_bytes, PIECE_BYTES)) if takes else 0)
+        is_beside = beside_bytes <= min(self._room_bytes, self._scratch_bytes)
+        taken_bytes = RESULT_BYTES * takes + beside_bytes * is_beside
+        self._room_bytes, self._scratch_bytes = self._room_bytes - taken_bytes, self._scratch_bytes - taken_bytes
+        self._left_bytes -= size_bytes
+        return is_beside
+
+    def leaves_out(self) -> None:
+        """The step leaves out layers of its plan."""
+        if self._plan is not None:
+            self._plan.leaves_out = True
+
+    def passes(self, storage: int, owned: Container[int]) -> bool:
+        """Whether the storage that is now saved is one of those: the place of the values that follow."""
+        if storage in owned:
+            self._owner = storage
+            return True
+        return False
+
+    def _watch(self, value: SavedValue, plan: AuditedPlan, place: Place, *, is_beside: bool) -> None:
         begin_s = time.perf_counter()
         assert value.storage is not None
-        beside = Beside(plan, index, value.storage, value.geometry or Geometry.of(value.probe), is_kept=is_beside)
+        beside = Beside(plan, place, value.storage, value.geometry or Geometry.of(value.probe), is_kept=is_beside)
         value.beside = beside
         self.beside_bytes += beside.size_bytes if beside.is_kept else 0
         if not beside.is_kept:
-            if plan.last_held.get(index, 0) <= self._saves:  # else forward holds it until then, most likely
+            if plan.last_held.get(place, 0) <= self._saves:  # else forward holds it until then, most likely
                 beside.look_again()
             self._watched.append(beside)
             self._took_s += time.perf_counter() - begin_s
@@ -286,8 +318,7 @@ class Audit:
             if beside.weak() is None:
                 continue
             beside.held_at = saves
-            last = beside.plan.last_held.get(beside.index)
-            if saves == last or (last is None and beside.looks < LOOKS):
+            if saves >= beside.plan.last_held.get(beside.place, 0) and beside.looks < LOOKS:
                 begin_s = time.perf_counter()
                 beside.look_again()
                 self._took_s += time.perf_counter() - begin_s
@@ -298,11 +329,10 @@ class Audit:
         if beside is None or value.storage is None:
             return
         if beside.kept is None and beside.checksum is None:  # forward has let go of it earlier than before
-            beside.plan.last_held.pop(beside.index, None)
+            beside.plan.is_missed(beside.place)
             return
         begin_s = time.perf_counter()
         self.compared += 1
-        self._compared |= {beside.index} if beside.plan is self._plan else set()
         found = Comparison(beside, value.storage)
         if found.is_done:
             self._is_taken(found)
@@ -322,9 +352,9 @@ class Beside:
     """What is known of a value that the engine has released: the storage itself, or a checksum of it."""
 
     def __init__(
-        self, plan: AuditedPlan, index: int, storage: torch.UntypedStorage, geometry: Geometry, *, is_kept: bool
+        self, plan: AuditedPlan, place: Place, storage: torch.UntypedStorage, geometry: Geometry, *, is_kept: bool
     ) -> None:
-        self.plan, self.index, self.size_bytes = plan, index, storage.nbytes()
+        self.plan, self.place, self.size_bytes = plan, place, storage.nbytes()
         self.look: Look = geometry.dtype, geometry.shape
         self.part = None if covers(geometry, self.size_bytes) else geometry
         """What is compared: the tensor that was saved first. Forward may go on to write the rest of its storage, as an
@@ -350,7 +380,7 @@ class Comparison:
     """Of a value that has come back. On a GPU the result is read later, so that nothing waits."""
 
     def __init__(self, beside: Beside, storage: torch.UntypedStorage) -> None:
-        self.plan, self.index, self.look, self.is_right = beside.plan, beside.index, beside.look, beside.is_kept
+        self.plan, self.index, self.look, self.is_right = beside.plan, beside.place[0], beside.look, beside.is_kept
         if storage.device.type == "cpu":
             self._differs = _cpu_differs(beside, storage)
             self._done: torch.cuda.Event | None = None

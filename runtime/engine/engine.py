@@ -285,7 +285,7 @@ class Engine:
         if (
             storage is None
             or (type(whole) is not torch.Tensor and self._own.has_parameter(whole))
-            or storage_identity(storage) in self.tape.static
+            or self.audit.passes(storage_identity(storage), self.tape.static)
             or tensor.get_device() != self._index
         ):
             return SavedHandle.untouched(whole)
@@ -352,7 +352,7 @@ class Engine:
         if not segment.saves:  # the step's first layers: its clock begins here
             self._events.point(1)
         segment.left_out += gap.saves - segment.saves
-        self.audit.left_out = True
+        self.audit.leaves_out()
         segment.saves, segment.packs, segment.uses = gap.saves, gap.packs, max(segment.uses, gap.uses)
         for point, actions in gap.actions:
             self._events.point(point)

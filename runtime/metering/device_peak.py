@@ -15,9 +15,12 @@ import torch
 from poochplan.formats.profile import Memory
 from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, counted_bytes
 from poochplan.runtime.devices.device import ComputeDevice
+from poochplan.tensors.modes import behind_backward
 from poochplan.torch_private.tensor_internals import (
+    OUTSIDE,
     allocation_events,
     allocation_mark,
+    graph_task,
     is_composite,
     log_allocations,
     storage_identity,
@@ -166,22 +169,31 @@ def _is_whole(name: str) -> bool:
 
 
 class CpuMeter:
-    """The CPU's allocations from :meth:`begin` on, on the calling thread. State: whether it has begun."""
+    """The CPU's allocations from :meth:`begin` on, on the calling thread. State: whether it has begun, and where."""
 
     def __init__(self) -> None:
         self._is_open = False
+        self._began_in = OUTSIDE
 
     def begin(self) -> None:
         """Starts. A measurement that was begun and never ended, for example because backward raised, is discarded."""
         self.end()
-        self._is_open = log_allocations()
+        self._is_open, self._began_in = log_allocations(), graph_task()
 
     def events(self) -> list[RecordedEvent] | None:
-        """Ends the log and returns its events. None if there is no log, for example under another profiler."""
+        """Ends the log and returns its events. None if there is no log, for example under another profiler.
+
+        Also None in a backward pass in which the log did not begin. When that ends, autograd restores its thread's
+        state, with the log. Had it been ended before, torch's callbacks would stay, and break the next profiler.
+        """
         if not self._is_open:
             return None
         self._is_open = False
-        return allocation_events()
+        if graph_task() in (self._began_in, OUTSIDE):
+            return allocation_events()
+        if self._began_in == OUTSIDE:
+            behind_backward(allocation_events)
+        return None
 
     def end(self) -> int | None:
         """Ends the log. Returns the most bytes above those live at the start, each storage rounded up to its unit.

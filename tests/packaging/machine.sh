@@ -107,8 +107,10 @@ run() {
 loopback='import fcntl, os, socket, struct, sys; fcntl.ioctl(socket.socket(), 0x8914, struct.pack("16sh22x", b"lo", 1));'
 
 take_away() {
-  find "$root/usr/bin" -type f \( -name "*g++*" -o -name "*gcc*" -o -name "*cpp*" -o -name "clang*" \) \
-    -exec mount --bind /dev/null {} \;
+  find "$root"/usr/bin "$root"/usr/lib/llvm-*/bin -type f \
+    \( -name "*g++*" -o -name "*gcc*" -o -name "*cpp*" -o -name "clang*" \) -exec mount --bind /dev/null {} \; 2>/dev/null || true
+  ! chroot "$root" sh -c "c++ --version || g++ --version || clang++ --version" >/dev/null 2>&1 ||
+    refused "expected that no compiler is left, found one; see take_away"
   mkdir -p "$1/.cache"
   mount --bind "$1" "$1"
   mount -o remount,bind,ro "$1"

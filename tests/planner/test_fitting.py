@@ -154,6 +154,7 @@ def test_plans_of_the_fewest_live_bytes_are_packed_so_often_and_then_no_arena_is
     assert step_layout.CLIMB < ROOM  # a plan that fits does not lead away from those that do
 
 
+@pytest.mark.usefixtures("compiled_evaluator")
 def test_a_learned_step_is_searched_for_again_where_its_arena_is_above_the_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -146,6 +146,7 @@ def test_a_block_without_a_lifetime_or_of_negative_size_is_refused(block: Block)
 # -- searches ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("compiled_evaluator")
 @pytest.mark.parametrize("seed", range(6))
 def test_a_rectangle_that_was_cut_is_put_together_again(seed: int) -> None:
     packing = pack(cut_rectangle(14, 40, 1000, seed), THOROUGH)
@@ -153,6 +154,7 @@ def test_a_rectangle_that_was_cut_is_put_together_again(seed: int) -> None:
     assert packing.arena_bytes == packing.lower_bound_bytes
 
 
+@pytest.mark.usefixtures("compiled_evaluator")
 @pytest.mark.parametrize("make", [partial(cut_rectangle, 200, 300, 5000), partial(step_like, 1500)])
 def test_a_search_gives_places_without_an_overlap_and_a_longer_one_no_larger_arena(
     make: Callable[[int], list[Block]],
@@ -167,6 +169,7 @@ def test_a_search_gives_places_without_an_overlap_and_a_longer_one_no_larger_are
     assert min(quick.arena_bytes, longer.arena_bytes) < none.arena_bytes or none.arena_bytes == none.lower_bound_bytes
 
 
+@pytest.mark.usefixtures("compiled_evaluator")
 def test_a_search_ends_with_an_arena_that_is_small_enough() -> None:
     blocks = cut_rectangle(200, 300, 5000, 1)
     none, longer = pack(blocks, 0), pack(blocks, 20_000_000)
@@ -176,6 +179,7 @@ def test_a_search_ends_with_an_arena_that_is_small_enough() -> None:
     assert pack(blocks, 20_000_000, none.arena_bytes) == none
 
 
+@pytest.mark.usefixtures("compiled_evaluator")
 def test_without_room_for_all_a_search_ends_with_its_allowance_and_says_who_waits() -> None:
     spans = spans_of([Block(0, 4, 3 * UNIT), Block(1, 3, 3 * UNIT), Block(2, 6, 3 * UNIT), Block(4, 6, UNIT)])
     offsets = np.full(4, WAITS, dtype=np.int64)

@@ -14,6 +14,7 @@ from poochplan.formats.profile import LayerTimes, Phase, Profile
 from poochplan.planner.whatif import for_machine
 from poochplan.profiler.assembly.reconcile import PhaseSeconds, Reconciled, contradicted, is_doubted, reconcile, steady
 from tests.runtime.nets import Residual, taken
+from tests.runtime.served import needs_compiler
 
 F, B, OPT = Phase
 
@@ -109,6 +110,7 @@ class Disturbed:
         return loss
 
 
+@needs_compiler  # else the steps that are timed are others
 def test_a_profile_of_a_machine_that_was_busy_for_a_while_is_timed_again() -> None:
     step = Disturbed({9: 0.6, 10: 0.7, 11: 0.6})  # all that are timed as planned steps run
     said: list[str] = []
@@ -117,6 +119,7 @@ def test_a_profile_of_a_machine_that_was_busy_for_a_while_is_timed_again() -> No
     assert any("those of the second round count" in note for note in profile.notes)
 
 
+@needs_compiler  # else the steps that are timed are others
 def test_a_machine_that_was_busy_as_long_as_steps_were_timed_is_warned_about_and_noted() -> None:
     step = Disturbed({7: 0.5, 8: 0.5})  # the timed step, and the one with instruments
     with pytest.warns(UserWarning, match="later ones .* the machine was busy with something else"):

@@ -20,6 +20,7 @@ from poochplan.runtime.arena.library import library
 from poochplan.runtime.arena.step_arena import RepeatedStep
 from tests.processes import python
 from tests.runtime.nets import LINK, Net, taken
+from tests.runtime.served import needs_compiler
 
 SLOWER = 1.5
 
@@ -47,6 +48,7 @@ def unserved(profile: Profile) -> Profile:
     return with_times(profile, unserved_step_s=SLOWER * profile.times.step_s)
 
 
+@needs_compiler
 def test_a_profile_has_the_step_by_pytorch_alone_and_without_an_arena(profile: Profile) -> None:
     assert profile.memory is Memory.ALLOCATED
     assert profile.times.plain_step_s is not None
@@ -54,6 +56,7 @@ def test_a_profile_has_the_step_by_pytorch_alone_and_without_an_arena(profile: P
     assert sum(op.duration_s for op in profile.ops) == pytest.approx(profile.times.step_s, rel=0.01)
 
 
+@needs_compiler
 @pytest.mark.parametrize("has_arena", [True, False])
 def test_in_a_loop_the_seconds_of_fresh_pages_are_not_those_of_ops(
     has_arena: bool, monkeypatch: pytest.MonkeyPatch
@@ -112,6 +115,7 @@ def test_a_plan_for_which_no_arena_was_found_has_the_bound_of_steps_from_one(pro
     assert plan.solve.gap == pytest.approx(plan.prediction.step_s / plan.solve.bound_s - 1, abs=1e-9)
 
 
+@needs_compiler
 def test_a_budget_that_holds_the_peak_and_not_the_arena_of_everything_gives_up_a_little(profile: Profile) -> None:
     slower = unserved(profile)
     laid = kept_in_arena(slower)
@@ -151,6 +155,7 @@ def test_where_pytorch_alone_was_not_timed_the_ops_stand_in_and_every_table_says
     assert "not timed" not in alone.rows()["in-core step"]
 
 
+@needs_compiler
 def test_a_step_that_swaps_is_timed_from_an_arena_and_not_by_pytorch_alone() -> None:
     model, step = made()
     profile = taken(step, model, iterations=3, mode="swap-all")
@@ -186,6 +191,7 @@ def test_importing_poochplan_changes_nothing_of_the_environment() -> None:
 # -- a step that is repeated ----------------------------------------------------------------------------------------
 
 
+@needs_compiler
 def test_a_repeated_step_is_served_whole_from_its_second_run_on_and_keeps_its_bits() -> None:
     model, step = made()
 
@@ -207,6 +213,7 @@ def test_a_repeated_step_is_served_whole_from_its_second_run_on_and_keeps_its_bi
     arena.close()
 
 
+@needs_compiler
 def test_a_closed_one_gives_its_memory_back_once_nothing_lies_in_it() -> None:
     before, arena = library().arenas_mapped(), RepeatedStep(packed)
     for number in range(3):

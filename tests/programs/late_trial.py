@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -26,6 +27,11 @@ MOST_STEPS = 60
 """With late writes."""
 DRAWN = 0.3
 """Of the steps of a program that has such."""
+
+
+Place = tuple[int, int, int]
+"""The block before, a block, and the save point that the session has come to."""
+START: Place = (-1, -1, 0)
 
 
 def with_late(program: Program) -> Program:
@@ -64,7 +70,7 @@ def _under(program: Program, plan: Plan, reference: Sequence[Snapshot], *, has_r
     with poochplan.apply(plan, running.model, arena="off", meter="first-steps" if has_room else "never") as session:
         if program.announces:
             running.announce = session.step
-        judge = _Judge(outcome, program, session, plan)
+        judge = _Judge(outcome, running, session, plan)
         try:
             seen = train(running, judge)
         except Exception as error:
@@ -78,15 +84,30 @@ def _under(program: Program, plan: Plan, reference: Sequence[Snapshot], *, has_r
 class _Judge:
     """Told of each step when it has ended; behind the last, of what differs in each.
 
-    Steps that left layers out, and those that left their plan, have bounds of their own.
+    A step may differ until each of its blocks, from the first that writes on, has run often enough where it runs:
+    behind that block, and at that save point. Steps that left their plan have a bound of their own.
     """
 
-    def __init__(self, outcome: Outcome, program: Program, session: Session, plan: Plan) -> None:
-        self._outcome, self._program, self._session = outcome, program, session
-        released = sum(value.decision is not Decision.KEEP for value in plan.values)
-        self._bounds = {"whole": released, "layers left out": released, "diverged": 2 * len(plan.values)}
-        self._steps, self._differed = Counter[str](), 0
-        self._may_differ = list[bool]()
+    def __init__(self, outcome: Outcome, running: Running, session: Session, plan: Plan) -> None:
+        self._outcome, self._program, self._session = outcome, running.program, session
+        self._released = sum(value.decision is not Decision.KEEP for value in plan.values)
+        self._most_diverged = 2 * len(plan.values)
+        self._steps, self._diverged, self._differed = Counter[Place](), 0, 0
+        self._may_differ, self._path = list[bool](), [START]
+        for number, block in enumerate(running.model.blocks):
+            block.register_forward_pre_hook(partial(self._runs, number))
+
+    def _runs(self, number: int, *_: object) -> None:
+        self._path.append((self._path[-1][1], number, self._session._engine.segment.saves))
+
+    def _is_in_bound(self) -> bool:
+        """Whether some block of the step has not run often enough where it runs. Counts these places."""
+        late = [number for number, block in enumerate(self._program.blocks) if block.kind in LATE]
+        places = [*self._path, (self._path[-1][1], len(self._program.blocks), 0)]
+        first = next((at for at, place in enumerate(places) if place[1] in late), len(places))
+        is_in_bound = any(self._steps[place] < self._released for place in places[first:])
+        self._steps.update(set(places))
+        return is_in_bound
 
     def __call__(self, index: int, event: str) -> None:
         late_from, counts = self._program.late_from, self._outcome.counts
@@ -95,10 +116,17 @@ class _Judge:
         kind = "diverged" if segment.diverged else "layers left out" if segment.left_out else "whole"
         is_told = report.total.audit_differences > self._differed
         self._differed = report.total.audit_differences
-        self._may_differ.append(index >= late_from and (is_told or self._steps[kind] < self._bounds[kind]))
-        self._steps[kind] += index >= late_from
+        if index < late_from:
+            self._may_differ.append(False)
+        elif segment.diverged:
+            self._may_differ.append(is_told or self._diverged < self._most_diverged)
+            self._diverged += 1
+        else:
+            self._may_differ.append(self._is_in_bound() or is_told)
+        self._path = [START]
         if is_told:  # what is kept from now on may change what the replays of others give
             self._steps.clear()
+            self._diverged = 0
         counts["steps"] += 1
         counts[f"steps {kind}"] += 1
         counts["steps audited"] += report.last_step.audited_values > 0

@@ -6,6 +6,8 @@ import weakref
 
 import pytest
 import torch
+from torch.nn.modules.module import _global_forward_pre_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from poochplan.runtime.compiled.deferred_unpack import deferred_arguments
 from poochplan.runtime.metering.device_peak import CpuMeter, most_behind
@@ -68,6 +70,31 @@ def test_a_meter_that_was_never_ended_is_forgotten() -> None:
     meter.begin()
     torch.ones(128)
     assert meter.end() == 512
+
+
+@pytest.mark.parametrize("behind", ["an optimizer's step", "a module's call"])
+def test_a_meter_that_ends_in_backward_is_not_brought_back_by_autograd(behind: str) -> None:
+    """Else the log grows from there on, and no other profiler can begin."""
+    meter, parameter = CpuMeter(), torch.nn.Parameter(torch.ones(4))
+    optimizer, module = torch.optim.SGD([parameter]), torch.nn.Identity()
+    meter.begin()
+    hidden = parameter * 2
+
+    def ends(_: torch.Tensor) -> None:
+        assert meter.end() is None
+        module(hidden)  # still in backward
+
+    hidden.register_hook(ends)
+    hidden.exp().sum().backward()
+    if behind == "an optimizer's step":
+        optimizer.step()
+    else:
+        module(parameter)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        module(parameter * 3)
+    assert any(event.name == "aten::mul" for event in profiler.events())
+    assert not _global_forward_pre_hooks
+    assert not _global_optimizer_pre_hooks
 
 
 def test_compiled_code_under_another_profiler_is_unknown_and_leaves_that_one_alone() -> None:

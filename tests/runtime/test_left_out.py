@@ -6,16 +6,20 @@ import functools
 from collections.abc import Callable, Sequence
 from itertools import combinations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import poochplan
-from poochplan.formats.plan import Plan
+from poochplan.formats.plan import Decision, Plan
+from poochplan.runtime.engine import audit
 from tests.live_bytes import LiveBytes
 from tests.runtime.besides import tight
 from tests.runtime.detours import Step, fresh_model, gradients_of, profile_of, under
-from tests.runtime.random_plans import random_plan
+from tests.runtime.nets import our_warnings
+from tests.runtime.random_plans import decided, random_plan
+from tests.runtime.served import needs_compiler
 
 ROWS = torch.randn(96, 32, generator=torch.Generator().manual_seed(3))
 IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(4))
@@ -176,6 +180,22 @@ def test_a_step_that_leaves_out_layers_takes_what_the_whole_one_takes_and_at_mos
         assert peak_of(plan, network, network.step(path)) <= plan.budget_bytes + more, path
 
 
+@needs_compiler
+def test_a_single_step_with_more_layers_than_planned_uses_the_arena_and_its_excess_is_told() -> None:
+    """No meter is certain of it, and no step like it may come again."""
+    short, model = range(2), fresh_model(Dropped)
+    plan = poochplan.plan(profile_of(Dropped, Dropped.step(short)), "90%")
+    peaks = []
+    for arena in ("auto", "off"):
+        with our_warnings() as told, poochplan.apply(plan, model, arena=arena) as session:
+            for path in [*[short] * 6, Dropped.longest]:
+                gradients_of(model, Dropped.step(path)(model))
+            peaks.append(session.last.peak_bytes)
+        assert len([text for text in told if "has left its plan took up to" in text]) == 1, told
+    of_arena, without = peaks
+    assert plan.budget_bytes < of_arena < without + plan.prediction.arena_bytes / 4
+
+
 def test_a_step_that_leaves_out_layers_is_an_error_where_any_other_step_is() -> None:
     plan, model = plans_of(Dropped)[0], fresh_model(Dropped)
     with poochplan.apply(plan, model, on_divergence="error") as session:
@@ -183,3 +203,85 @@ def test_a_step_that_leaves_out_layers_is_an_error_where_any_other_step_is() -> 
             Dropped.step((0, 1, 3))(model)
         gradients_of(model, Dropped.step(Dropped.longest)(model))
         assert session.report().last_step.fallbacks == 0
+
+
+class Rounded(nn.Module):
+    """Rounds its own result or its input behind autograd's back, if ``writes`` says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.writes = nn.Linear(32, 32), ""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found = torch.sigmoid(self.linear(rows))
+        written = {"result": found, "input": rows}.get(self.writes)
+        if written is not None:
+            np.round(written.detach().numpy(), 1, out=written.detach().numpy())
+        return found.sin()
+
+
+class Alike(Paths):
+    """Blocks of one look, so that each may stand for another."""
+
+    longest = range(4)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Rounded() for _ in self.longest), nn.Linear(32, 4)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for number in self.path:
+            rows = rows + self.blocks[number](rows)
+        return self.head(rows)
+
+
+def silent_steps(plan: Plan, paths: Sequence[Sequence[int]], writer: int, writes: str) -> list[int]:
+    """The steps that were wrong before the audit has told it. The block begins to write with the fourth."""
+    plain, silent = fresh_model(Alike), list[int]()
+    with our_warnings() as told, poochplan.apply(plan, model := fresh_model(Alike), arena="off"):
+        for number, path in enumerate(paths):
+            for one in (plain, model):
+                one.blocks[writer].writes = writes if number >= LATE_FROM else ""
+            wanted, found = (gradients_of(one, Alike.step(path)(one)) for one in (plain, model))
+            if told:
+                break
+            silent += [number] * (not all(map(torch.equal, wanted, found)))
+    assert any("the audit found" in text for text in told) or not silent, (writer, silent)
+    return silent
+
+
+LATE_FROM, WARM_UP = 3, (Alike.longest, (0, 1, 3), (0, 2, 3))
+IN_TURN = [(0, 1, 3), (0, 2, 3)], [(0, 1, 2), (2, 3), (0, 3)]
+MIXED = Decision.RECOMPUTE, Decision.SWAP
+INPUTS = (*[Decision.KEEP] * 2, Decision.RECOMPUTE, Decision.KEEP, Decision.SWAP, *[Decision.KEEP] * 5)
+"""Of the inputs of the second and the third block."""
+
+
+def alike_plan(monkeypatch: pytest.MonkeyPatch, *wishes: Decision) -> tuple[Plan, int]:
+    """With its number of released values. The audit has time for no value but the one whose turn it is."""
+    monkeypatch.setattr(audit, "MOST_SHARE", 0.0)
+    plan = decided(profile_of(Alike, Alike.step(Alike.longest)), wishes)
+    return plan, sum(value.decision is not Decision.KEEP for value in plan.values)
+
+
+@pytest.mark.parametrize(("paths", "writers"), [(IN_TURN[0], (2,)), (IN_TURN[1], (0, 3))], ids=str)
+@pytest.mark.parametrize("wishes", [(Decision.SWAP,), MIXED], ids=len)
+def test_each_value_has_its_turn_in_the_audit_on_every_path(
+    paths: Sequence[Sequence[int]], writers: Sequence[int], wishes: Sequence[Decision], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the paths come in turn, as the values do."""
+    plan, released = alike_plan(monkeypatch, *wishes)
+    steps = [*WARM_UP, *list(paths) * (2 * released)]
+    for writer in writers:
+        silent = silent_steps(plan, steps, writer, "result")
+        for path in paths:
+            assert sum(steps[number] == path for number in silent) <= released, (writer, path, silent)
+
+
+def test_a_value_that_only_later_layers_tell_apart_has_its_turn_on_each_path_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A block's input looks the same whichever block comes. Its turns fall on both paths, by chance."""
+    plan, released = alike_plan(monkeypatch, *INPUTS)
+    for paths in (IN_TURN[0], IN_TURN[0][::-1]):
+        assert len(silent_steps(plan, [*WARM_UP, *paths * (5 * released)], 1, "input")) <= 4 * released

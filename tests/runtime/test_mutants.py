@@ -13,6 +13,7 @@ import torch
 import poochplan
 from poochplan.errors import SpillError
 from poochplan.formats.plan import Plan
+from poochplan.runtime.arena.library import why_unavailable
 from poochplan.runtime.devices import transfers
 from poochplan.runtime.devices.transfers import copy_in, copy_out
 from poochplan.runtime.engine import mechanism, saved_value
@@ -175,6 +176,8 @@ def _without(what: str, plan: Plan) -> Plan:
 
 @pytest.fixture(scope="module")
 def judge() -> Judge:
+    if why_unavailable():
+        pytest.skip(why_unavailable())
     return Judge()
 
 

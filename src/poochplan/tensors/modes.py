@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, SupportsIndex
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -398,6 +399,24 @@ def around_optimizer_steps(model: torch.nn.Module, before: OptimizerHook, after:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def behind_backward(action: Callable[[], object]) -> None:
+    """Calls ``action`` once on this thread: at the next step of an optimizer, or call of a module, outside backward.
+
+    For what autograd brings back with its thread's state when the backward pass ends.
+    """
+    thread = threading.get_ident()
+
+    @hidden_from_compiler
+    def told(*_: object) -> None:
+        if threading.get_ident() == thread and not in_backward():
+            for handle in handles:
+                handle.remove()
+            handles.clear()
+            action()
+
+    handles = [register_optimizer_step_pre_hook(told), register_module_forward_pre_hook(told)]
 
 
 @contextlib.contextmanager

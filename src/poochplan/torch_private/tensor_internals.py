@@ -221,7 +221,11 @@ _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 def in_backward() -> bool:
     """Whether this thread runs a backward pass, whose saves and ops belong to no forward."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != OUTSIDE
+
+
+OUTSIDE = -1
+"""The graph task of a thread that runs no backward."""
 
 
 def graph_task() -> int:

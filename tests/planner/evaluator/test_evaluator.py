@@ -26,7 +26,6 @@ from poochplan.planner.simulator.evaluator import (
     addresses,
     codes_of,
     flat_problem_of,
-    library,
 )
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.simulate import swap_all, try_style
@@ -39,9 +38,7 @@ KEY = 12
 """Column of ``FlatProblem.values``: ``Value::key``."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _it_is_compiled() -> None:
-    assert library(None) is not None
+pytestmark = pytest.mark.usefixtures("compiled_evaluator")
 
 
 def any_profile(seed: int) -> Profile:

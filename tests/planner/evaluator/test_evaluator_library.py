@@ -23,7 +23,7 @@ from .test_evaluator import assert_same
 
 
 @pytest.fixture(scope="module")
-def built() -> Path:
+def built(compiled_evaluator: None) -> Path:
     """The library, in the user's cache."""
     return EVALUATOR.build()
 
@@ -187,6 +187,7 @@ def test_a_failure_is_kept_for_reports_until_the_compiler_is_another(
 def test_a_cache_that_cannot_be_written_is_none(nothing_loaded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (nothing_loaded / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(nothing_loaded / "file"))
+    monkeypatch.setenv("CXX", compiler(nothing_loaded, "exit 1"))
     assert library(None) is None
     assert "cannot be made" in evaluator._loading.failure
 
