@@ -84,7 +84,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         Exact("attention", SWAP),
     ),
     "parameters are never touched": (
-        (Engine, "_pack", "storage_identity(storage) in self.tape.static", "False"),
+        (Engine, "_pack", "self.audit.passes(storage_identity(storage), self.tape.static)", "False"),
         Exact("residual", SWAP),
     ),
     "what is packed is detached": (
