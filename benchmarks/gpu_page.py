@@ -37,6 +37,8 @@ def _head(results: Row) -> Iterator[str]:
 def _verdicts(results: Row) -> Iterator[str]:
     yield "## What passed"
     yield ""
+    for one in results["doctor"]:
+        yield f"* Doctor, {one['name']}: {one['status']}: {one['found']}"
     tests = results["tests"]
     yield f"* Tests, on {tests['ran_on']}: {tests['summary'].strip('= ')}" if tests else "* Tests: not run"
     compared = [row for row in results["rows"] if "bitwise_equal" in row]

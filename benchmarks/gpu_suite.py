@@ -44,6 +44,8 @@ from benchmarks.gpu_overlap import TimedCuda, overlap, total_s
 from benchmarks.gpu_page import page
 from benchmarks.pairs import profiled as profile_steps
 from benchmarks.plans import part_budget
+from poochplan.doctor import Status
+from poochplan.doctor_gpu import gpu_findings
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
@@ -87,6 +89,7 @@ class Suite:
         self.results: Row = {
             **facts_of_run(arguments),
             "device": device_facts(self.where),
+            "doctor": [],
             "tests": None,
             "profiles": [],
             "rows": [],
@@ -146,6 +149,14 @@ def device_facts(where: torch.device) -> Row:
         "cupy": None if cupy is None else cupy.__version__,
         "allocator": ALLOCATOR,
     }
+
+
+def examine(suite: Suite) -> None:
+    """``pooch doctor --gpu``, in this process: its findings come first on the page."""
+    for one in gpu_findings(suite.where):
+        suite.results["doctor"].append({"name": one.name, "status": str(one.status), "found": one.found})
+        if one.name == "verdict" and one.status is Status.FAILED:
+            raise RuntimeError(f"pooch doctor --gpu: {one.found}")
 
 
 # -- the tests --------------------------------------------------------------------------------------------------------
@@ -426,6 +437,8 @@ def main(argv: list[str] | None = None) -> int:
     usable_device(arguments.device)
     suite = Suite(arguments)
     suite.write()
+    if suite.where.type == "cuda":
+        suite.case("doctor", lambda: examine(suite))
     if not arguments.no_tests:
         suite.case("GPU tests", lambda: run_tests(suite, arguments.tests))
     for name in arguments.nets:

@@ -28,6 +28,8 @@ KEEP_ALL = "keep-all"
 """The policy of a plan that keeps everything: no step is shorter."""
 WIDE_GAP = 0.02
 """Above this share a plan's notes say what its gap means."""
+LAUNCH_BOUND = 0.05
+"""Above this share of a step in waits for launches, a plan's notes say so."""
 BY_HAND = "by hand"
 """The policy of a plan whose decisions were changed by hand."""
 
@@ -61,6 +63,12 @@ def write_plan(
         notes += (
             f"its step is proven to be at most {gap:.1%} longer than that of the best plan there is: a longer "
             "search may find a better one, or prove more",
+        )
+    waits = 0.0 if problem.launch_cost.is_compute else best.simulation.runtime_s / best.simulation.step_s
+    if waits > LAUNCH_BOUND:
+        notes += (
+            f"its step is bound by launching: in {waits:.0%} of it the device waits for the launching thread, which "
+            "hooks, copies and replays hold up; fewer and larger ops, or a larger budget, make that less",
         )
     values, host_bytes = _planned_values(profile, problem, best.schedule.decisions, found.tiny)
     return Plan(

@@ -79,14 +79,15 @@ def measure_link(
     The host tier is written once before, as the runtime does. ``sizes`` are bytes, ascending. The largest sizes are
     left out in these cases: one copy would take more than a quarter of a second under the throttle; the test's two
     places would take more than half of the free disk (on CUDA a quarter of the host's or the device's free memory); the
-    first write of a smaller size took seconds; or it, or a smaller size, cannot be pinned.
+    first write of a smaller size took seconds; or the host has no memory for it. What the driver refuses to pin is
+    measured as pageable memory, as the runtime then uses it.
 
     Several ``ranks`` of one host measure it together: each calls this function, and every copy begins on all of them at
     once. ``least`` returns the least of every rank's number, once all have called it. ``beside`` begins what runs
     beside each copy on all ranks: an all-reduce, because gradients are reduced while values are copied back.
 
     Raises ``SpillError`` if the directory cannot be used, has no room, or is too slow for the smallest size; on CUDA,
-    if not even that much memory can be pinned.
+    if the host has not even that much memory.
     """
     device = open_device(where, directory, throttle_bytes_per_s)
     try:
@@ -108,7 +109,7 @@ def measure_link(
         out = _curve(copy_out, device, sizes, begin)
         back = _curve(copy_in, device, sizes, begin)
         return Link(
-            name="spill" if where.type == "cpu" else "pinned",
+            name=device.host_tier,
             outward=fit_line(out),
             inward=fit_line(back),
             duplex=_duplex(device, sizes[-1], out[-1][1], back[-1][1], begin),
@@ -385,6 +386,8 @@ def cached_link(
     if known is not None and not refresh:
         return known, True
     link = measure_link(where, directory, throttle_bytes_per_s, CURVE_SIZES_BYTES)
+    if link.name == "pageable":  # pinning may be allowed next time
+        return link, False
     kept = encode_readable(CachedLinks(version=VERSION, links={**_load(), key: link}))
     warn_once(not_kept(cache_folder(), write_cache(cache_path(), kept)))
     return link, False

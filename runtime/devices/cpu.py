@@ -230,6 +230,7 @@ class ComputesWhenCalled:
     """The part of a device whose ops run when they are called, on one stream, in memory of the C library."""
 
     kind = "cpu"
+    host_tier = "spill"
     where = torch.device("cpu")
     spans = False
 

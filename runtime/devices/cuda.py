@@ -18,6 +18,7 @@ import torch
 
 from poochplan.errors import UsageError
 from poochplan.guard import users
+from poochplan.runtime.messages import warn_once
 from poochplan.runtime.run_report import MemoryPeaks
 from poochplan.tensors.modes import compiled_modules
 from poochplan.tensors.storages import new_storage
@@ -158,8 +159,9 @@ class CudaDevice:
 
         def pin(size_bytes: int) -> PinnedMemory:
             with torch.cuda.device(self.where):  # otherwise an unused GPU would get a context
-                return PinnedMemory(size_bytes, cupy, near)
+                return PinnedMemory(size_bytes, cupy, near, self._not_pinned)
 
+        self.host_tier = "pinned"
         self._host = PinnedTier(pin, limit_bytes=host_limit_bytes, most_ahead=MOST_AHEAD)
         self._streams: weakref.ref[SeenStreams] | None = None
         self._latest: weakref.ref[ComputeStream] | None = None
@@ -170,6 +172,14 @@ class CudaDevice:
         self._step_retries = 0
         """Those before the step."""
         self._lock = threading.RLock()  # the end of a copy may take it on any thread, also inside this block
+
+    def _not_pinned(self, reason: str) -> None:
+        """The driver refused; ordinary memory takes its place."""
+        self.host_tier = "pageable"
+        warn_once(
+            f"host memory could not be pinned ({reason}): swapped values lie in pageable memory instead, so their "
+            "copies are slower and hold up the launching thread; raise the limit of locked memory (ulimit -l)"
+        )
 
     @property
     def compute(self) -> ComputeStream:

@@ -54,6 +54,8 @@ class ComputeDevice(Protocol):
 
     kind: str
     where: torch.device
+    host_tier: str
+    """Where swapped values lie: ``"spill"`` (a file), ``"pinned"``, or ``"pageable"`` where pinning was refused."""
     spans: bool
     """Whether queued work is to be named (:meth:`span`), for a timeline."""
 

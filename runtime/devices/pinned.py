@@ -17,6 +17,9 @@ copy crosses the link between the processors. So threads on the GPU's node, if i
 touch a mapping. Several threads touch a mapping, because one writes new pages at only a few GB/s. With huge pages there
 are some hundred times fewer faults.
 
+What the driver refuses to pin may be ordinary memory, if the caller asks for that: its copies are slower, and block the
+launching thread. Their order on a stream is the same.
+
 No child of a fork gets the mapping (``MADV_DONTFORK``). Otherwise the parent's next write would copy a page, and the
 GPU would write to the old one.
 """
@@ -315,13 +318,20 @@ def _raised(status: int) -> None:
 class PinnedMemory:
     """``size_bytes`` of pinned memory at ``pointer``; ``tensor`` is a view of them. :meth:`free` releases them.
 
-    ``processors`` should touch it first (:func:`processors_near`); if empty, any processors may.
+    ``processors`` should touch it first (:func:`processors_near`); if empty, any processors may. Where the driver
+    refuses to pin it, it is ordinary memory, if ``refused`` is given, which is told the reason.
 
-    Raises ``OSError`` if that much memory is not available, before it is touched: one page too many would end the
-    process.
+    Raises ``OSError`` if it is refused otherwise, or if that much memory is not available, before it is touched: one
+    page too many would end the process.
     """
 
-    def __init__(self, size_bytes: int, cupy: Any, processors: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        size_bytes: int,
+        cupy: Any,
+        processors: frozenset[int] = frozenset(),
+        refused: Callable[[str], None] | None = None,
+    ) -> None:
         self.size_bytes = size_bytes
         self._registered = False
         self._owner: Any = None
@@ -333,18 +343,25 @@ class PinnedMemory:
                 with _running_on(processors):
                     self._owner = cupy.cuda.PinnedMemory(size_bytes)
             except cupy.cuda.runtime.CUDARuntimeError as error:
-                raise _not_to_be_had(size_bytes, str(error)) from None
+                if refused is None:
+                    raise _not_to_be_had(size_bytes, str(error)) from None
+                refused(str(error))
+        if self._owner is not None:
             self.pointer = int(self._owner.ptr)
             self.tensor = torch.frombuffer((ctypes.c_ubyte * size_bytes).from_address(self.pointer), dtype=torch.uint8)
             return
         self.tensor = _mapped(size_bytes)
         self.pointer = self.tensor.data_ptr()
         _touch(self.pointer, size_bytes, processors)
+        if cupy is not None:  # it was refused
+            return
         status = int(torch.cuda.cudart().cudaHostRegister(self.pointer, size_bytes, 0))
+        self._registered = status == 0
         if status != 0:
             _forget_error()
-            raise _not_to_be_had(size_bytes, f"CUDA error {status}")
-        self._registered = True
+            if refused is None:
+                raise _not_to_be_had(size_bytes, f"CUDA error {status}")
+            refused(f"CUDA error {status}")
 
     def free(self) -> None:
         """Releases it; no copy may be running. Idempotent."""
@@ -353,6 +370,14 @@ class PinnedMemory:
             self._registered = False
         self._owner = None
         self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def small_buffer(size_bytes: int) -> torch.Tensor:
+    """Bytes on the host from torch's own pinned memory; ordinary ones where that is refused."""
+    try:
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError:  # torch has taken CUDA's error away by raising it
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
 
 def processors_near(where: torch.device) -> frozenset[int]:

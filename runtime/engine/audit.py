@@ -22,6 +22,7 @@ import torch
 
 from poochplan.formats.plan import Decision, Instructions, PlannedValue
 from poochplan.formats.profile_parts import rounded_up
+from poochplan.runtime.devices.pinned import small_buffer
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.storages import Geometry, bytes_of
 from poochplan.torch_private.tensor_internals import unseen_by_modes
@@ -389,8 +390,8 @@ class Comparison:
                 found = _cuda_differs(beside.kept, storage)
             else:
                 found = torch.ne(checksum(storage, beside.part), beside.checksum)
-            self._result = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
-            self._result.copy_(found, non_blocking=True)
+            self._result = small_buffer(1).view(torch.bool)
+            self._result.copy_(found.view(1), non_blocking=True)
             self._done = torch.cuda.Event()
             self._done.record(torch.cuda.current_stream(storage.device))
 

@@ -10,6 +10,7 @@ import ctypes
 
 import torch
 
+from poochplan.runtime.devices.pinned import small_buffer
 from poochplan.tensors.storages import bytes_of
 from poochplan.torch_private.tensor_internals import unseen_by_modes
 
@@ -33,7 +34,7 @@ class HostCopy:
             ctypes.memmove(begin + self._offset, address, self._size_bytes)
             return
         with unseen_by_modes():
-            self._pinned = torch.empty(self._size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            self._pinned = small_buffer(self._size_bytes)
             self._pinned.copy_(bytes_of(storage), non_blocking=True)
 
     def storage(self) -> torch.UntypedStorage:

@@ -58,6 +58,8 @@ class Status(StrEnum):
     """It works, but more slowly or with fewer features than possible."""
     MISSING = "missing"
     """Something is impossible without it."""
+    FAILED = "failed"
+    """It was tried, and did not do what it must."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +78,10 @@ def ok(name: str, found: str) -> Finding:
 
 def missing(name: str, found: str, advice: str) -> Finding:
     return Finding(name=name, status=Status.MISSING, found=found, advice=advice)
+
+
+def failed(name: str, found: str, advice: str) -> Finding:
+    return Finding(name=name, status=Status.FAILED, found=found, advice=advice)
 
 
 def judged(name: str, is_fine: bool, found: str, advice: str = "") -> Finding:

@@ -19,7 +19,7 @@ from poochplan.runtime.arena.library import compiler_name
 from tests.cli.conftest import Pooch
 from tests.runtime.nets import Net
 
-OK, WARNING, MISSING = Status
+OK, WARNING, MISSING, _ = Status
 ROOT = Path(__file__).parents[2]
 
 

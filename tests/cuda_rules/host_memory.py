@@ -21,6 +21,7 @@ class HostMemory:
     violations: list[str]
     pinned: dict[int, int] = field(default_factory=dict)
     most_bytes: int = MOST_PINNED_BYTES
+    has_refused: bool = False
     pending: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Copies that have not run: where on the host, and how many bytes."""
 
@@ -33,6 +34,7 @@ class HostMemory:
         if self.is_pinned(address):
             return ALREADY_REGISTERED
         if sum(tuple(self.pinned.values())) + size_bytes > self.most_bytes:
+            self.has_refused = True
             return OUT_OF_MEMORY
         self.pinned[address] = size_bytes
         ctypes.memset(address, POISON, min(size_bytes, _POISONED_BYTES))
@@ -73,6 +75,7 @@ def cupy_module(memory: HostMemory, copy: Callable[[int, int, int, int, int], No
     class PinnedMemory:
         def __init__(self, size_bytes: int) -> None:
             if size_bytes > memory.most_bytes:
+                memory.has_refused = True
                 raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
             self._bytes = (ctypes.c_ubyte * size_bytes)()
             address = ctypes.addressof(self._bytes)

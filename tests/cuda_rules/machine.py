@@ -145,10 +145,13 @@ class Machine:
             self.violations += [f"{one} ({block.size_bytes} bytes{of})" for one in found]
 
     def queue_copy(self, to: int, source: int, size_bytes: int, stream: Stream) -> None:
-        """Between the device and pinned memory."""
+        """Between the device and pinned memory; once pinning was refused, also ordinary memory, of which a copy out is
+        waited for.
+        """
         out = is_device_address(source)
         on_device, on_host = (source, to) if out else (to, source)
-        if not self.host_memory.is_pinned(on_host):
+        is_pinned = self.host_memory.is_pinned(on_host)
+        if not (is_pinned or self.host_memory.has_refused):
             raise RuntimeError("the stand-in copies between the device and pinned memory")
         self.counts["copies"] += 1
         what = f"a copy {'out' if out else 'in'} on stream {stream.number}"
@@ -162,6 +165,8 @@ class Machine:
                 ctypes.memmove(to, source, size_bytes)
 
         stream.put(COPY_S + size_bytes / COPY_BYTES_PER_S, run)
+        if out and not is_pinned:
+            stream.synchronise()
 
     def copy_asynchronously(self, to: int, source: int, size_bytes: int, kind: int, stream: int) -> None:
         """CuPy's."""

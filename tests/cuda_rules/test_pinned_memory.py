@@ -59,11 +59,18 @@ def test_the_driver_refuses_and_the_device_goes_on(gpu: Machine) -> None:
     with pytest.raises(OSError, match="2097152 bytes of host memory could not be pinned: CUDA error 2"):
         PinnedMemory(2 * MIB, None)
     device = CudaDevice(WHERE)
-    with pytest.raises(OSError, match="could not be pinned"):
+    with pytest.warns(
+        RuntimeWarning, match=r"could not be pinned \(CUDA error 2\): swapped values lie in pageable memory"
+    ):
         device.reserve_host(2 * MIB)
-    refused = copy_out(device, device.allocate(MIB), 0)
-    refused.wait()
-    assert refused.error is not None
+    assert device.host_tier == "pageable"
+    content = torch.arange(MIB, dtype=torch.uint8, device=WHERE)
+    out = copy_out(device, content.untyped_storage(), 0)
+    out.wait()
+    assert out.error is None
+    back = device.allocate(MIB)
+    copy_in(device, back, 0).wait()
+    assert torch.equal(torch.empty(0, dtype=torch.uint8, device=WHERE).set_(back), content)
     device.close()
 
 
@@ -144,16 +151,19 @@ def test_a_runtime_that_is_not_found_leaves_the_copies_to_torch(monkeypatch: pyt
     assert memcpy_async(None) is None
 
 
-def test_a_session_whose_slab_is_refused_keeps_its_values_and_is_exact(gpu: Machine) -> None:
+def test_a_session_whose_slab_is_refused_swaps_to_pageable_memory_and_is_exact(gpu: Machine) -> None:
     case = CASES["residual"]
     plan = random_plan(case.profile(), 0, (0, 1, 0))
     gpu.host_memory.most_bytes = 1
     wanted = train(case, 1)[0]
-    with pytest.warns(RuntimeWarning, match="could not be pinned|cannot be written"):
+    with warnings.catch_warnings():  # told once in a process
+        warnings.simplefilter("ignore")
         found, report = train(case, 1, plan)
     assert equal(wanted, found)
     assert report is not None
-    assert report.last_step.fallback_kinds.keys() == {"host tier"}
+    assert report.last_step.fallbacks == 0
+    assert report.last_step.out_bytes > 0
+    assert gpu.violations == []
 
 
 @pytest.mark.parametrize("cupy", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import poochplan
-from poochplan.errors import SpillError, UsageError
+from poochplan.errors import UsageError
 from poochplan.online.before_plan import free_bytes
 from poochplan.profiler import link as links
 from poochplan.runtime.devices.cuda import hard_cap
@@ -68,11 +69,6 @@ def _sizes_measured() -> list[int]:
     return [size for size, _ in links.measure_link(WHERE, sizes=SIZES).outward.curve]
 
 
-def test_sizes_follow_what_can_be_pinned(gpu: Machine) -> None:
-    gpu.host_memory.most_bytes = MIB
-    assert _sizes_measured() == list(SIZES[:2])
-
-
 def test_sizes_follow_what_a_cap_leaves(gpu: Machine) -> None:
     with hard_cap(WHERE, 3 * MIB):
         assert _sizes_measured() == list(SIZES[:2])
@@ -90,7 +86,8 @@ def test_sizes_follow_what_the_host_has_left(gpu: Machine, monkeypatch: pytest.M
     assert _sizes_measured() == [SIZES[0]]
 
 
-def test_where_nothing_can_be_pinned_one_line_says_what_to_do(gpu: Machine) -> None:
+def test_where_nothing_can_be_pinned_the_link_of_pageable_memory_is_measured(gpu: Machine) -> None:
     gpu.host_memory.most_bytes = 4096
-    with pytest.raises(SpillError, match=r"128 KiB of host memory that can be pinned, found none .*; free host"):
-        links.measure_link(WHERE, sizes=SIZES)
+    with warnings.catch_warnings():  # told once in a process
+        warnings.simplefilter("ignore")
+        assert links.measure_link(WHERE, sizes=SIZES).name == "pageable"

@@ -2,6 +2,7 @@
 #include <dlfcn.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <map>
 #include <mutex>
 
@@ -25,6 +26,30 @@ CUresult unsupported() { return CUDA_ERROR_NOT_SUPPORTED; }
 
 /// Called by each of the calls that torch knows and the null GPU does not have (building.py writes them).
 EXPORTED void nullgpu_missing(const char* name) { fprintf(stderr, "null GPU: there is no %s\n", name); }
+
+// -- cuDNN: only its version, which another one's may stand for --------------------------------------------------------
+
+static const char* other_cudnn() { return getenv("NULLGPU_CUDNN"); }
+static void* of_cudnn(const char* name) {
+    void* cudnn = dlopen("libcudnn.so.9", RTLD_NOW | RTLD_NOLOAD);
+    return cudnn ? dlsym(cudnn, name) : nullptr;
+}
+
+EXPORTED size_t cudnnGetVersion() {
+    if (other_cudnn()) return atoll(other_cudnn());
+    void* own = of_cudnn("cudnnGetVersion");
+    return own ? reinterpret_cast<size_t (*)()>(own)() : 0;
+}
+EXPORTED int cudnnGetProperty(int which, int* found) {  // 0, 1, 2: major, minor, patch
+    constexpr int NOT_INITIALIZED = 1, FIRST_WITH_FIVE_DIGITS = 90000;
+    if (other_cudnn()) {
+        const int version = atoi(other_cudnn()), major_unit = version < FIRST_WITH_FIVE_DIGITS ? 1000 : 10000;
+        const int parts[] = {version / major_unit, version % major_unit / 100, version % 100};
+        return *found = parts[which], 0;
+    }
+    void* own = of_cudnn("cudnnGetProperty");
+    return own ? reinterpret_cast<int (*)(int, int*)>(own)(which, found) : NOT_INITIALIZED;
+}
 
 // -- pieces of memory behind addresses --------------------------------------------------------------------------------
 

@@ -25,6 +25,11 @@ long long integer(const char* name, long long by_default) {
     return given ? atoll(given) : by_default;
 }
 
+double number(const char* name, double by_default) {
+    const char* given = getenv(name);
+    return given ? atof(given) : by_default;
+}
+
 struct Range {
     size_t bytes;
     Place place;
@@ -46,6 +51,9 @@ std::map<char*, Range>::iterator range_of(const void* address) {
     return at < found->first + found->second.bytes ? found : ranges.end();
 }
 
+/// What is not another process's.
+long long device_bytes() { return settings().device_bytes - settings().others_bytes; }
+
 void* mapped(size_t bytes) {
     void* found = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     return found == MAP_FAILED ? nullptr : found;
@@ -57,8 +65,9 @@ const Settings& settings() {
     static const Settings found = {
         integer("NULLGPU_BYTES", 80 * GIB),      integer("NULLGPU_DEVICES", 1),
         integer("NULLGPU_PINNED_BYTES", 1LL << 42), integer("NULLGPU_COPIED_BYTES", 1LL << 40),
-        integer("NULLGPU_RESIDENT_BYTES", 8 * GIB), integer("NULLGPU_LAUNCH_NS", 2500),
-        getenv("NULLGPU_SECONDS") ? atof(getenv("NULLGPU_SECONDS")) : 1.0,
+        integer("NULLGPU_RESIDENT_BYTES", 8 * GIB), integer("NULLGPU_OTHERS_BYTES", 0),
+        integer("NULLGPU_LAUNCH_NS", 2500),      number("NULLGPU_SECONDS", 1.0),
+        number("NULLGPU_LINK_GBPS", 25.0),       integer("NULLGPU_OVERLAPS", 1) != 0,
     };
     return found;
 }
@@ -88,6 +97,8 @@ int& current_device() {
 
 Stream& stream_of(cudaStream_t handle) {
     constexpr uintptr_t LAST_NAME_OF_DEFAULT = 2;  // cudaStreamLegacy is 1, cudaStreamPerThread 2
+    if (reinterpret_cast<uintptr_t>(handle) > LAST_NAME_OF_DEFAULT && !settings().overlaps)
+        return defaults[reinterpret_cast<Stream*>(handle)->device];
     if (reinterpret_cast<uintptr_t>(handle) > LAST_NAME_OF_DEFAULT) return *reinterpret_cast<Stream*>(handle);
     Stream& found = defaults[current_device()];
     found.device = current_device();
@@ -142,7 +153,7 @@ void* take(size_t bytes, Kind kind) {
     Locked locked(lock);
     const bool is_device = kind == Kind::DEVICE;
     size_t& taken_there = is_device ? taken[current_device()] : pinned;
-    if (bytes > (is_device ? settings().device_bytes : settings().pinned_bytes) - taken_there) return nullptr;
+    if (bytes > (is_device ? device_bytes() : settings().pinned_bytes) - taken_there) return nullptr;
     void* found = mapped(bytes + GAP_BYTES);
     if (!found) return nullptr;
     taken_there += bytes;
@@ -176,7 +187,7 @@ void forget_addresses(void* address, size_t bytes) {
 
 bool take_bytes(size_t bytes) {
     Locked locked(lock);
-    if (bytes > settings().device_bytes - taken[current_device()]) return false;
+    if (bytes > device_bytes() - taken[current_device()]) return false;
     taken[current_device()] += bytes;
     return true;
 }

@@ -17,9 +17,10 @@ using Nanoseconds = long long;
 
 /// What the environment sets; the names are in README.md.
 struct Settings {
-    long long device_bytes, devices, pinned_bytes, copied_bytes, resident_bytes;
+    long long device_bytes, devices, pinned_bytes, copied_bytes, resident_bytes, others_bytes;
     Nanoseconds launch_ns;
-    double seconds_factor;
+    double seconds_factor, link_bytes_per_ns;
+    bool overlaps;
 };
 const Settings& settings();
 

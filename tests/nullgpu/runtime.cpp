@@ -29,7 +29,7 @@ Stream& stream(cudaStream_t handle) { return stream_of(handle); }
 Event& event(cudaEvent_t handle) { return *reinterpret_cast<Event*>(handle); }
 
 // Seconds of an H100, roughly: bytes per nanosecond, and what each call takes at least.
-constexpr double LINK = 25, MEMORY = 2500, COPY_ON_DEVICE = 1500;
+constexpr double MEMORY = 2500, COPY_ON_DEVICE = 1500;
 constexpr double LEAST_KERNEL_NS = 2500, LEAST_COPY_NS = 5000, BYTES_PER_THREAD = 32, CYCLES_PER_NS = 1.7;
 
 }  // namespace
@@ -177,7 +177,7 @@ EXPORTED cudaError_t cudaHostUnregister(void* address) { return ended(unpin(addr
 EXPORTED cudaError_t cudaHostGetDevicePointer(void** found, void* host, unsigned) { return *found = host, cudaSuccess; }
 EXPORTED cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
     *total_bytes = settings().device_bytes;
-    *free_bytes = *total_bytes - taken_bytes(current_device());
+    *free_bytes = *total_bytes - settings().others_bytes - taken_bytes(current_device());
     return cudaSuccess;
 }
 EXPORTED cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* address) {
@@ -214,7 +214,7 @@ struct Copy {
         is_right = (!is_to_device || there == Kind::DEVICE) && (!is_from_device || here == Kind::DEVICE);
     }
     double nanoseconds(size_t bytes) const {
-        return LEAST_COPY_NS + bytes / (is_to_device && is_from_device ? COPY_ON_DEVICE : LINK);
+        return LEAST_COPY_NS + bytes / (is_to_device && is_from_device ? COPY_ON_DEVICE : settings().link_bytes_per_ns);
     }
 };
 

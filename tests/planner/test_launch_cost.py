@@ -67,6 +67,13 @@ def test_an_op_waits_for_its_launch() -> None:
     assert step_s(costed(profile, "cuda", handle_s=3.0, launch_s=0.5)) == pytest.approx(10 * 3.5 - 0.5 + 11)
 
 
+@pytest.mark.parametrize(("handle_s", "says"), [(0.01, False), (3.0, True)])
+def test_a_plan_says_when_its_step_is_bound_by_launching(handle_s: float, says: bool) -> None:
+    profile = costed(chain(*[1.0] * 10), "cuda", handle_s=handle_s)
+    found = plan(profile, profile.in_core_peak_bytes, evaluations=50)
+    assert any(note.startswith("its step is bound by launching: in ") for note in found.notes) == says
+
+
 def test_the_in_core_step_is_the_measured_one_however_slow_launches_are() -> None:
     for seed, profile, _ in problems_of(lambda seed: random_profile(seed, 20), tries(20, 200)):
         problem = build_problem(costed(profile, "cuda", launch_s=10 ** random.Random(seed).uniform(-6, 0)))

@@ -20,7 +20,7 @@ from .profile import load
 if TYPE_CHECKING:
     from poochplan.doctor import Finding
 
-_STYLE = {"ok": "green", "warning": "yellow", "missing": "bold red"}
+_STYLE = {"ok": "green", "warning": "yellow", "missing": "bold red", "failed": "bold red"}
 
 
 class DoctorVerb(Verb):
@@ -28,16 +28,19 @@ class DoctorVerb(Verb):
     help = """
 Checks threads, memory, huge pages, the spill disk (64 MiB are written and removed), the noise of the machine, torch,
 CUDA and CuPy, the solvers, and the parts that are compiled on first use (the planner's evaluator and the allocator).
-Each line is ok, warning or missing, and says what to do. WORKLOAD is built, and its model is checked: train mode,
-compiled parts, activation checkpointing, optimizer, and whether the in-core step fits. Exit code 1: something needed is
-missing.
+Each line is ok, warning, missing or failed, and says what to do. WORKLOAD is built, and its model is checked: train
+mode, compiled parts, activation checkpointing, optimizer, and whether the in-core step fits. With --gpu a GPU is tried
+for some seconds: versions, pinning, copies, events, overlap, bits, allocator, launches; the last line is the verdict.
+Exit code 1: something needed is missing, or a check failed.
 
 WORKLOAD?: as in pooch profile (default: none)
 <of workload>
 --device NAME: cpu, cuda or cuda:N, as in pooch profile
 <spill dir>
 --build: build evaluator and allocator now (default: on their first use)
+--gpu: try the GPU that --device names (default: cuda), in under 30 seconds
 
+pooch doctor --gpu
 pooch doctor unet3d --spill-dir /scratch
 pooch doctor
 pooch doctor --build
@@ -53,10 +56,22 @@ pooch doctor train.py:workload --set batch_size=64 --json | jq '.findings[] | se
         if options.workload is not None:
             with self.progress(f"looking at {options.workload}"):
                 findings += workload_findings(load(options).workload)
+        if options.gpu:
+            findings += self._gpu_findings(options.device or "cuda")
         self._show(findings)
         counts = {str(status): sum(one.status is status for one in findings) for status in Status}
-        self.exit_code = int(counts[Status.MISSING] > 0)
+        self.exit_code = int(counts[Status.MISSING] + counts[Status.FAILED] > 0)
         return {"findings": msgspec.to_builtins(findings), "counts": counts}
+
+    def _gpu_findings(self, name: str) -> list[Finding]:
+        from poochplan.doctor_gpu import gpu_findings
+        from poochplan.runtime.devices.opening import usable_device
+
+        where = usable_device(name)
+        if where.type != "cuda":
+            raise UsageError(f"--gpu: expected cuda or cuda:N as --device, found {name}; leave --gpu out for the CPU")
+        with self.progress(f"trying {where}"):
+            return list(gpu_findings(where))
 
     def _show(self, findings: list[Finding]) -> None:
         table = Table(show_header=False, box=None, pad_edge=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,23 @@ def stand_before_memory_stats(stats: MemoryStats, reset: ResetPeaks, of_accelera
     torch._C._cuda_memoryStats = stats  # type: ignore[assignment]
     torch._C._cuda_resetPeakMemoryStats = torch._C._accelerator_resetPeakStats = reset  # type: ignore[assignment]
     torch._C._accelerator_getDeviceStats = of_accelerator  # type: ignore[assignment]
+
+
+def allocator_settings() -> dict[str, Any]:
+    """The settings that torch's own allocator has read, by its names; empty if this torch does not tell them."""
+    with contextlib.suppress(AttributeError):
+        found: dict[str, Any] = torch.cuda.memory._snapshot().get("allocator_settings", {})
+        return found
+    return {}
+
+
+def cudnn_versions() -> tuple[tuple[int, int, int], tuple[int, int, int]] | None:
+    """cuDNN's version here, and the one that torch was built with; None without cuDNN. ``torch.backends.cudnn.version``
+    refuses a wrong one only when it is first called.
+    """
+    if not torch.backends.cudnn.is_available():
+        return None
+    return torch._C._cudnn.getRuntimeVersion(), torch._C._cudnn.getCompileVersion()
 
 
 def raw_stream(index: int) -> int:
