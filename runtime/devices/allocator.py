@@ -48,6 +48,9 @@ def expanding(where: torch.device) -> Iterator[Segments]:
         yield Segments(None, f"{THEIRS.format(f'backend:{backend}')}; {UNKNOWN}")
         return
     found = allocator_settings()
+    if not {"PYTORCH_CUDA_ALLOC_CONF", "expandable_segments", "max_split_size"} <= found.keys():
+        yield Segments(None, "")  # an older torch does not tell them
+        return
     if found["PYTORCH_CUDA_ALLOC_CONF"] or found["expandable_segments"]:
         yield _as_set(found)
         return
@@ -66,7 +69,7 @@ def _as_set(found: dict[str, object]) -> Segments:
     rounding = found.get("roundup_power2_divisions")
     is_rounded = isinstance(rounding, dict) and any(rounding.values())
     line = THEIRS.format(found["PYTORCH_CUDA_ALLOC_CONF"] or "expandable_segments:True")
-    if found["max_split_size"] != -1 or found["garbage_collection_threshold"] or is_rounded:
+    if found["max_split_size"] != -1 or found.get("garbage_collection_threshold") or is_rounded:
         return Segments(None, f"{line}; {UNKNOWN}")
     expand = bool(found["expandable_segments"])
     return Segments(expand, line if expand else f"{line}; {FIXED}")

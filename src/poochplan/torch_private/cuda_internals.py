@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +20,11 @@ def set_allocator(settings: str) -> None:
 
 def allocator_settings() -> dict[str, Any]:
     """The caching allocator's settings: ``expandable_segments``, ``max_split_size`` (-1 for none) and others; and all
-    that a user has set, in the environment or since, as one text: ``PYTORCH_CUDA_ALLOC_CONF``.
+    that a user has set, in the environment or since, as one text: ``PYTORCH_CUDA_ALLOC_CONF``. Empty if this torch does
+    not tell them.
     """
-    return dict(torch.cuda.memory._snapshot()["allocator_settings"])
+    found: dict[str, Any] = torch.cuda.memory._snapshot().get("allocator_settings", {})
+    return dict(found)
 
 
 MemoryStats = Callable[[int], dict[str, Any]]
@@ -42,14 +43,6 @@ def stand_before_memory_stats(stats: MemoryStats, reset: ResetPeaks, of_accelera
     torch._C._cuda_memoryStats = stats  # type: ignore[assignment]
     torch._C._cuda_resetPeakMemoryStats = torch._C._accelerator_resetPeakStats = reset  # type: ignore[assignment]
     torch._C._accelerator_getDeviceStats = of_accelerator  # type: ignore[assignment]
-
-
-def allocator_settings() -> dict[str, Any]:
-    """The settings that torch's own allocator has read, by its names; empty if this torch does not tell them."""
-    with contextlib.suppress(AttributeError):
-        found: dict[str, Any] = torch.cuda.memory._snapshot().get("allocator_settings", {})
-        return found
-    return {}
 
 
 def cudnn_versions() -> tuple[tuple[int, int, int], tuple[int, int, int]] | None:
