@@ -137,8 +137,8 @@ class Messages:
         self._told_of: set[str] = set()
 
     def say(self, text: str) -> None:
-        """Sets the line's text. Where stderr is no terminal, each new text is a line of its own."""
-        if self.is_quiet or text == self._said:
+        """Sets the line's text, if there is any. Where stderr is no terminal, each new text is a line of its own."""
+        if self.is_quiet or text in ("", self._said):
             return
         is_terminal = _is_terminal()
         end, padding = "\r" if is_terminal else "\n", " " * max(0, len(self._said) - len(text)) * self._is_on_line
