@@ -71,7 +71,7 @@ test-torch: $(VENV)-torch-$(VERSION)/.installed  ## Run the suite on another tor
 test-nullgpu: $(VENV)-torch-$(VERSION)/.installed  ## Run the GPU's tests on a CUDA runtime that is none, in that environment: VERSION=2.14.1
 	NULLGPU_DEVICES=2 OMP_NUM_THREADS=1 $(VENV)-torch-$(VERSION)/bin/python -m tests.nullgpu \
 		pytest -q $(TORCH_ARGS) tests/nullgpu $(filter-out tests/gpu/test_suite_dry_run.py,$(wildcard tests/gpu/test_*.py))
-	PYTHONPATH=src OMP_NUM_THREADS=1 $(VENV)-torch-$(VERSION)/bin/python -m tests.nullgpu \
+	NULLGPU_COPIED_BYTES=1048576 PYTHONPATH=src OMP_NUM_THREADS=1 $(VENV)-torch-$(VERSION)/bin/python -m tests.nullgpu \
 		python -m benchmarks.gpu_suite --out $(OUT) --tiny --no-tests
 	@echo "make test-nullgpu: passed; the suite's page is in $(OUT)."
 
