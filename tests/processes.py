@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def python(code: str, *arguments: object, is_fresh: bool = False, **environment: str) -> str:
-    """What it prints. Its stderr is the message of the failure, where it fails. ``is_fresh``: torch is not imported."""
+    """What it prints. Its stderr, else that, is the message of the failure, where it fails. ``is_fresh``: torch is not imported."""
     return _ran("ignore", code, arguments, is_fresh, environment).stdout
 
 
@@ -31,7 +31,7 @@ def _ran(
     start = [sys.executable] if is_fresh else forked()
     command = [*start, "-W", warnings, "-c", textwrap.dedent(code), *map(str, arguments)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=variables)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, f"it ended with {done.returncode}: {done.stderr or done.stdout}"
     return done
 
 

@@ -95,10 +95,12 @@ ENDS = """
     assert found == plain
 """
 MEETS_NOTHING = """
+    import sys, traceback
     from poochplan.formats.profile import Link, LinkDirection
     told = []
     warnings.simplefilter("always")
     warnings.showwarning = lambda text, *_, **__: told.append(str(text))
+    sys.excepthook = lambda *error: traceback.print_exception(*error, file=sys.stdout)
     CLOSED
     moved = []
     with outside_meter() as meter:
