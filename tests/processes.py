@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def python(code: str, *arguments: object, is_fresh: bool = False, **environment: str) -> str:
-    """What it prints. Its stderr, else that, is the message of the failure, where it fails. ``is_fresh``: torch is not imported."""
+    """What it prints. Where it fails, the message has its stderr, or else that. ``is_fresh``: torch is not imported."""
     return _ran("ignore", code, arguments, is_fresh, environment).stdout
 
 
