@@ -53,20 +53,6 @@ STEPS: dict[str, tuple[list[int], int, dict[int, int]]] = {
 at which address some requests are. Segments lie one behind the other.
 """
 
-
-@pytest.mark.parametrize("name", STEPS)
-def test_requests_are_served_as_the_rules_say(name: str) -> None:
-    asked, reserved_bytes, addresses = STEPS[name]
-    allocator, pieces = CachingAllocator(), []
-    for size_bytes in asked:
-        if size_bytes > 0:
-            pieces.append(allocator.allocate(size_bytes))
-        else:
-            allocator.free(pieces[-size_bytes - 1])
-    assert allocator.reserved_bytes == reserved_bytes
-    assert {number: pieces[number - 1].address for number in addresses} == addresses
-
-
 EXPANDED: dict[str, tuple[list[int], int, dict[int, int]]] = {
     "a segment grows by pages of 20 MiB": ([30 * MB, 5 * MB, 6 * MB], 60 * MB, {2: 30 * MB, 3: 35 * MB}),
     "one of small blocks by 2 MiB": ([MB, MB, 512], 4 * MB, {3: 2 * MB}),
@@ -82,10 +68,12 @@ EXPANDED: dict[str, tuple[list[int], int, dict[int, int]]] = {
 """The same with expandable segments."""
 
 
-@pytest.mark.parametrize("name", EXPANDED)
-def test_segments_that_expand_serve_them_as_other_rules_say(name: str) -> None:
-    asked, reserved_bytes, addresses = EXPANDED[name]
-    allocator, pieces = CachingAllocator(is_expandable=True), []
+@pytest.mark.parametrize(
+    ("is_expandable", "name"), [*((False, name) for name in STEPS), *((True, name) for name in EXPANDED)]
+)
+def test_requests_are_served_as_the_rules_say(is_expandable: bool, name: str) -> None:
+    asked, reserved_bytes, addresses = (EXPANDED if is_expandable else STEPS)[name]
+    allocator, pieces = CachingAllocator(is_expandable=is_expandable), []
     for size_bytes in asked:
         if size_bytes > 0:
             pieces.append(allocator.allocate(size_bytes))
