@@ -230,8 +230,8 @@ def _largest(kinds: list[StepKind]) -> Profile:
 def _profile_fitting(
     new_steps: NewSteps, where: torch.device, mode: RealMode | Literal["auto"], options: Options
 ) -> Profile:
-    """The profile of a real step. ``auto`` tries the in-core step first, except on the CPU: there, running out of memory
-    ends the process. So a step without memory measures the peak first; if the step needs data, a swapping one does.
+    """The profile of a real step. ``auto`` tries the in-core step first, except on the CPU, where running out of memory
+    ends the process. There a step without memory measures the peak first; if the step needs data, a swapping one does.
     """
     if mode != "auto":
         return _profile_real(new_steps, where, mode, options, [])

@@ -1,7 +1,7 @@
 """How seconds are measured, for each kind of device.
 
-On the CPU an op has ended when its call returns. On others the call only queues it. There, events before and after the op
-measure its time on the device. They are read once for the whole step, so that no op is followed by a wait.
+On the CPU an op has ended when its call returns. Other devices only queue it then. There, events before and after the
+op measure its time on the device. They are read once for the whole step, so that no op is followed by a wait.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 
@@ -52,11 +53,11 @@ class CudaDevice(AcceleratorDevice):
         if self._memcpy is None:
             super()._queue(storage, parts, kind, stream)
             return
-        at = storage.data_ptr()
+        at, handle = storage.data_ptr(), cast("torch.cuda.Stream", stream.stream).cuda_stream
         for memory, offset, size_bytes in parts:
             host = memory.pointer + offset
             to, source = (host, at) if kind == TO_HOST else (at, host)
-            self._memcpy(to, source, size_bytes, kind, stream.stream.cuda_stream)
+            self._memcpy(to, source, size_bytes, kind, handle)
             at += size_bytes
 
     @contextlib.contextmanager

@@ -93,7 +93,7 @@ def open_device(
     *,
     spans: bool = False,
 ) -> ComputeDevice:
-    """The device that runs on ``where``. ``spill_dir`` and the throttle are for the CPU device, the rest is for the others.
+    """The device that runs on ``where``. ``spill_dir`` and the throttle are for the CPU device, the rest is for others.
 
     Raises ``SpillError`` if the spill directory cannot be used.
     """

@@ -26,6 +26,15 @@ from .storages import parts_of
 _CUDA: Any = torch.backends.cuda
 _CUDNN: Any = torch.backends.cudnn
 _MKLDNN: Any = torch.backends.mkldnn
+
+
+@functools.cache
+def _accelerator() -> str:
+    """The type of device besides the CPU whose autocast counts; without one CUDA's."""
+    found = torch.accelerator.current_accelerator()
+    return "cuda" if found is None else found.type
+
+
 _FLAGS: dict[str, Callable[[], object]] = {
     "autocast": lambda: "+".join(map(_autocast, ("cpu", _accelerator()))),
     "autocast_cache": torch.is_autocast_cache_enabled,
@@ -139,13 +148,6 @@ def model_switches(model: torch.nn.Module) -> str:
     parameters = (one for module in modules for one in owned_parameters(module).values() if one is not None)
     trained = _digest(parameter.requires_grad for parameter in parameters)
     return " ".join((*flags, f"modes={modes}", f"trained={trained}"))
-
-
-@functools.cache
-def _accelerator() -> str:
-    """The type of device besides the CPU whose autocast counts; without one CUDA's."""
-    found = torch.accelerator.current_accelerator()
-    return "cuda" if found is None else found.type
 
 
 def _autocast(kind: str) -> str:
