@@ -19,6 +19,7 @@
 
 namespace late {
 
+bool keeps_statistics = true;
 constexpr size_t kMemoryBytes = size_t{4} << 30;
 constexpr unsigned char kGarbage = 0xab;
 std::recursive_mutex lock;
@@ -196,6 +197,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     }
     c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
         Locked hold(lock);
+        TORCH_CHECK(keeps_statistics, "late: no statistics");
         c10::CachingDeviceAllocator::DeviceStats found;
         found.allocated_bytes[0] = found.active_bytes[0] = found.requested_bytes[0] = stats[0];
         found.reserved_bytes[0] = stats[1];

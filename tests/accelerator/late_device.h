@@ -11,6 +11,7 @@ namespace late {
 
 constexpr auto kLate = c10::DeviceType::PrivateUse1;
 extern std::recursive_mutex lock;
+extern bool keeps_statistics;
 using Locked = std::lock_guard<std::recursive_mutex>;
 
 c10::StreamId now();                                          // the calling thread's stream

@@ -175,6 +175,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 TORCH_LIBRARY(late, m) {
     m.def("rng_state() -> Tensor", [] { return own_random().get_state(); });
     m.def("set_rng_state(Tensor state) -> ()", [](const at::Tensor& state) { own_random().set_state(state); });
+    m.def("keep_statistics(bool is_on) -> ()", [](bool is_on) { late::keeps_statistics = is_on; });
     m.def("limit_pinned(int size_bytes) -> ()", [](int64_t size_bytes) { most_pinned_bytes = size_bytes; });
 }
 

@@ -293,7 +293,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: Bytes
     threads: Count = 0
     host_bytes: Bytes | None = None
-    """Bytes of the host's memory that a process could still take, within its cgroups; None on the CPU, or if not known."""
+    """Bytes of the host's memory that a process could still take, within its cgroups; None on the CPU or if unknown."""
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
