@@ -13,7 +13,7 @@ import torch
 
 from poochplan.errors import UsageError
 from poochplan.tensors.host_memory import available_bytes
-from poochplan.torch_private.cuda_internals import gpu_sleep, raw_stream
+from poochplan.torch_private.cuda_internals import gpu_sleep, memory_stats_calls, raw_stream
 
 Stream: TypeAlias = "torch.Stream"
 Event: TypeAlias = "torch.Event"
@@ -105,8 +105,7 @@ class Accelerator:
 
     def statistics(self) -> dict[str, Any]:
         """Those of its allocator, by name and pool."""
-        found: dict[str, Any] = torch._C._accelerator_getDeviceStats(self.index)
-        return found
+        return memory_stats_calls(self.where.type)[0](self.index)
 
     def empty_cache(self) -> None:
         with self.here():

@@ -1,4 +1,4 @@
-"""On an accelerator that torch does not know of, through ``torch.accelerator`` alone, everything is as on the others."""
+"""On an accelerator that torch does not know of, everything is as on others, through ``torch.accelerator`` alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from poochplan.cli import main
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Link, LinkDirection, Memory, Profile
-from poochplan.runtime.devices.accelerator import AcceleratorDevice, ComputeStream, QueueStream
+from poochplan.runtime.devices.accelerator import AcceleratorDevice, ComputeStream
 from poochplan.runtime.devices.opening import open_device, usable_device
 from poochplan.runtime.run_report import Report
 from tests.runtime.random_plans import random_plan
@@ -114,10 +114,9 @@ def test_the_planners_plan_keeps_its_budget() -> None:
     assert report.total.peak_bytes <= plan.budget_bytes
 
 
-@pytest.mark.parametrize("left_out", [(QueueStream, "wait"), (ComputeStream, "wait")], ids=["copies", "compute"])
-def test_the_device_shows_a_wait_that_is_left_out(left_out: tuple[type, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_shows_a_wait_for_a_copy_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = random_plan(profile(), 0, WEIGHTS["swap"])
-    monkeypatch.setattr(*left_out, lambda self, event: 0.0)
+    monkeypatch.setattr(ComputeStream, "wait", lambda self, event: 0.0)
     assert not equal(in_core(), planned(plan)[0])
 
 
@@ -183,7 +182,7 @@ def test_what_is_of_cuda_alone_is_refused_in_one_line(capsys: pytest.CaptureFixt
     loop, plan = Loop(), random_plan(profile(), 0)
     with pytest.raises(UsageError, match="whose allocator takes a limit, found one on late"):
         poochplan.apply(plan, loop.model, cap_bytes=1 << 30)
-    with pytest.raises(UsageError, match="where no allocator reserves|on:"):
+    with pytest.raises(UsageError, match="on: expected"):
         poochplan.plan(profile(), "80%", on="reserved")
     assert main(["doctor", "--gpu", "--device", "late"]) == 2
     assert "--gpu: expected cuda or cuda:N as --device, found late" in capsys.readouterr().err
@@ -192,5 +191,5 @@ def test_what_is_of_cuda_alone_is_refused_in_one_line(capsys: pytest.CaptureFixt
 def test_a_plan_for_a_device_that_is_not_there_is_read_and_refused_when_it_is_used(tmp_path: Path) -> None:
     file = msgspec.structs.replace(random_plan(profile(), 0), device="elsewhere").save(tmp_path / "plan.json")
     plan = Plan.load(file)
-    with pytest.raises(UsageError, match="device: expected .* found 'elsewhere'"):
+    with pytest.raises(UsageError, match=r"device: expected .* found 'elsewhere'"):
         poochplan.apply(plan, Loop().model)
