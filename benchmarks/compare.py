@@ -92,7 +92,7 @@ def main() -> None:
         for one in [] if arguments.show else wanted:
             began_s = time.perf_counter()
             print(one_line(campaign.take(one, arguments.redo)), f"({time.perf_counter() - began_s:.0f} s)", flush=True)
-    text = table(campaign.found, shares)
+    text = table(campaign.found)
     print(text, *verdicts(campaign.found, shares), sep="\n")
     if arguments.page:
         put_into_page(Path(arguments.page), text)

@@ -198,7 +198,7 @@ def workload_table(rows: list[Row]) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """The table of ``benchmarks/README.md``: percent above the live peak."""
+    """The table of ``benchmarks/pages/arena.md``: percent above the live peak."""
     packed = ("packed", "s", "with plan", "s", "quick", "s")
     cached = ("all cached", "fetched apart", "fetched and replayed apart")
     lines = [table_head("network", "link", "kept", "blocks", "fetched / replayed", "live GiB", *packed, *cached)]

@@ -4,7 +4,7 @@
     python -m benchmarks.planning grid --networks llama-7b qwen2-7b vit-l whisper-large -o ...  # on an H100 and pcie5
     python -m benchmarks.planning wall -o benchmarks/results/planning-wall.json  # time to a wanted gap, one at a time
     python -m benchmarks.planning seeds -o benchmarks/results/planning-seeds.json  # the ten hardest, five seeds each
-    python -m benchmarks.planning table benchmarks/results/planning.json         # the table of benchmarks/README.md
+    python -m benchmarks.planning table benchmarks/results/planning.json         # that of benchmarks/pages/costs.md
     python -m benchmarks.planning caps [--networks llama-7b ...]                 # PoocH's caps, raised
     python -m benchmarks.planning uses                                           # how far apart backward uses a value
     python -m benchmarks.planning ranks -o benchmarks/results/planning-ranks.json  # eight on a host, together and alone

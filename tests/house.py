@@ -99,7 +99,7 @@ def code_lines(path: Path) -> int:
 
 
 def figures(root: Path) -> Iterator[str]:
-    """What ``benchmarks/README.md`` says of the house, a line each."""
+    """What ``benchmarks/pages/house.md`` says of the house, a line each."""
     edges = graph(root)
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in modules(root).values())
     yield f"modules {len(edges)}, lines {lines}, of code {sum(map(code_lines, modules(root).values()))}"

@@ -16,10 +16,6 @@ from .methods import SAVE_ON_CPU
 from .rows import EQUAL, Found, changes_gradients, exceeds, is_honest, meets
 
 BEGIN, END = "<!-- compare: written by benchmarks/compare.py -->", "<!-- compare: end -->"
-HEAD = (
-    *("network", "method", "budget", "peak (of in-core)", "host copies counted", "step / in-core", "processor"),
-    *("predicted", "out, in MiB", "gradients", "allocator, page faults (in-core)", "pairs"),
-)
 NAMES = {"checkpoint": "checkpointing, per block", "sac": "selective checkpointing"}
 """Of the methods at whose peak ours runs too."""
 
@@ -53,38 +49,37 @@ def with_host_copies(row: Found) -> int:
     return int(row["peak_bytes"] + (0 if row["method"] == SAVE_ON_CPU else row["out_bytes"]))
 
 
-def table(found: dict[str, Any], shares: list[str]) -> str:
-    """The Markdown table, with a column for each budget that says who meets it, and what did not run."""
-    head = [*HEAD[:5], *shares, *HEAD[5:]]
-    names = list(dict.fromkeys(row["network"] for row in found["rows"]))
-    rows = sorted(found["rows"], key=lambda row: names.index(row["network"]))
-    lines = [table_head(*head), *(table_row(*_cells(row, found, shares)) for row in rows if "refused" not in row)]
-    notes = [f"Rows with `*`: {note}." for note in sorted({row["note"] for row in rows if row.get("note")})]
-    refused = dict.fromkeys(f"Not run: {row['method']} ({row['refused']})." for row in rows if "refused" in row)
+def table(found: dict[str, Any]) -> str:
+    """Markdown: a row for each network, a column for each method and budget; compiled steps; what did not run."""
+    rows = [row for row in found["rows"] if "refused" not in row]
+    plain = {(row["network"], row["method"], row["at"]): row for row in rows if row["against"] == "in-core"}
+    columns = list(dict.fromkeys((method, at) for _, method, at in plain))
+    lines = [table_head("network, in-core MiB", *(f"{method}, {at}" if at else method for method, at in columns))]
+    for name in dict.fromkeys(name for name, _, _ in plain):
+        own = [plain.get((name, *column)) for column in columns]
+        in_core = next(row["in_core_peak_bytes"] for row in own if row is not None)
+        lines.append(table_row(f"{name}, {in_core / MIB:.1f}", *map(_cell, own)))
+    compiled = [row for row in rows if row["against"] != "in-core"]
+    others = [
+        table_row(row["network"], row["method"], f"{row['peak_bytes'] / MIB:.1f}", _cell(row)) for row in compiled
+    ]
+    lines += ["", table_head("network", "compiled", "MiB", "by the compiled step"), *others] if compiled else []
+    refused = dict.fromkeys(
+        f"Not run: {row['method']} ({row['refused']})." for row in found["rows"] if "refused" in row
+    )
+    notes = dict.fromkeys(f"Rows with `*`: {row['note']}." for row in rows if row.get("note"))
     return "\n".join([*lines, "", *notes, *refused])
 
 
-def _cells(row: Found, found: dict[str, Any], shares: list[str]) -> list[str]:
-    facts = found["networks"].get(row["network"])
-    met = ["-" if facts is None else "meets" if meets(row, budget_bytes(facts, one)) else "no" for one in shares]
-    budget = f"{row['at']}: {row['budget_bytes'] / MIB:.1f}" if row["at"] else "-"
-    predicted = f"{row['predicted_ratio']:.3f}" if "predicted_ratio" in row else "-"
-    against = "" if row["against"] == "in-core" else f", against {row['against']}"
-    return [
-        row["network"],
-        row["method"],
-        budget,
-        _peak(row),
-        f"{with_host_copies(row) / MIB:.1f} ({with_host_copies(row) / row['in_core_peak_bytes']:.0%})",
-        *met,
-        _time(row, "wall") + against,
-        f"{row['time']['cpu']['median_ratio']:.3f}",
-        predicted,
-        f"{row['out_bytes'] / MIB:.0f}, {row['in_bytes'] / MIB:.0f}",
-        bits(row) + (f"; {row['fallbacks']} fallbacks" if row["fallbacks"] else ""),
-        f"{row['allocator']}, {row['faults']:,.0f} ({row['in_core_faults']:,.0f})",
-        f"{row['time']['pairs']}{'*' if row.get('note') else ''}",
-    ]
+def _cell(row: Found | None) -> str:
+    if row is None:
+        return "-"
+    peak, in_all = (one / row["in_core_peak_bytes"] for one in (row["peak_bytes"], with_host_copies(row)))
+    share = f"{peak:.0%}" + (f" ({in_all:.0%})" if in_all > peak else "") + (" **EXCEEDS**" if exceeds(row) else "")
+    predicted = f", predicted {row['predicted_ratio']:.2f}" if "predicted_ratio" in row else ""
+    told = "" if bits(row) == EQUAL else f"; {bits(row).removeprefix(f'{EQUAL}; ')}"
+    fallbacks = f"; {row['fallbacks']} fallbacks" if row["fallbacks"] else ""
+    return f"{share}: {_time(row, 'wall')}{'*' if row.get('note') else ''}{predicted}{told}{fallbacks}"
 
 
 def verdicts(found: dict[str, Any], shares: list[str]) -> Iterator[str]:

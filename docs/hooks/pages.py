@@ -16,6 +16,10 @@ PAGES = {
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
+    **{
+        f"benchmarks/pages/{path.name}": f"benchmarks/{path.name}"
+        for path in sorted((ROOT / "benchmarks/pages").glob("*.md"))
+    },
     "benchmarks/instances/README.md": "instances.md",
     "LICENSE": "license.txt",
     "runtime/arena/native/arena.h": "runtime/arena/native/arena.h",

@@ -21,7 +21,7 @@ On = Literal["allocated", "reserved"]
 MARGIN = 0.05
 """Share of a plan's reserved bytes that should remain free in the budget. On the null GPU most plans have reserved up
 to 4.4% more than predicted, for an op that takes several blocks counts as one; some take far more, which is told as the
-step ends (benchmarks/README.md)."""
+step ends (benchmarks/pages/gpu.md)."""
 NOT_WITHIN = "no plan was found whose reserved bytes are within the budget: this one has the fewest of those looked at"
 NO_MARGIN = f"its reserved bytes fit the budget with a margin of less than {MARGIN:.0%}"
 

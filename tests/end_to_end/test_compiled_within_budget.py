@@ -74,7 +74,7 @@ def test_three_steps_are_bitwise_within_budget_and_take_what_was_predicted(netwo
     found = json.loads(done.stdout.splitlines()[-1])
     if "refused" in found:
         assert found["refused"].startswith("no plan fits"), found
-        pytest.skip(found["refused"])  # benchmarks/README.md says where
+        pytest.skip(found["refused"])  # benchmarks/pages/graph-mode.md says where
     assert found["bitwise"], found
     assert found["most_bytes"] <= found["budget_bytes"], found
     assert abs(found["most_bytes"] - found["predicted_bytes"]) <= 0.02 * found["predicted_bytes"] + ROOM_BYTES, found

@@ -19,7 +19,7 @@ GIB = 1 << 30
 NEEDED_GIB = {"CPU": 4, "CUDA": 12}
 """Free space for an environment with each build of torch, and for the downloads; 2 and 6 GiB remain."""
 SUITE_MINUTES = 5
-"""On two idle cores, after the installation: as measured in ``benchmarks/README.md``."""
+"""On two idle cores, after the installation: as measured in ``benchmarks/pages/house.md``."""
 
 
 def about(venv: Path) -> str:
