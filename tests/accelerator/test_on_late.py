@@ -20,7 +20,7 @@ from poochplan.runtime.devices.opening import open_device, usable_device
 from poochplan.runtime.run_report import Report
 from tests.runtime.random_plans import random_plan
 
-WHERE = torch.device("late", 0)
+WHERE = "late:0"
 WEIGHTS = {"keep": (1, 0, 0), "swap": (0, 1, 0), "recompute": (0, 0, 1), "mixed": (1, 2, 2)}
 STEPS, MOST_STEPS = 3, 2000
 DIRECTION = LinkDirection(latency_s=1e-5, bandwidth_bytes_per_s=1e10)
@@ -158,7 +158,7 @@ def test_where_pinning_is_refused_values_lie_in_ordinary_memory() -> None:
 def test_the_generic_device_is_opened_for_it() -> None:
     device = open_device(usable_device("late"))
     assert type(device) is AcceleratorDevice
-    assert (device.kind, device.where, device.host_tier) == ("late", WHERE, "pinned")
+    assert (device.kind, device.where, device.host_tier) == ("late", torch.device(WHERE), "pinned")
     device.close()
 
 
