@@ -18,6 +18,8 @@ from poochplan.formats.profile import Link, LinkDirection, Memory, Profile
 from poochplan.runtime.devices.accelerator import AcceleratorDevice, ComputeStream
 from poochplan.runtime.devices.opening import open_device, usable_device
 from poochplan.runtime.run_report import Report
+from poochplan.tracing import traced_step
+from poochplan.workload import Workload
 from tests.runtime.random_plans import random_plan
 
 WHERE = "late:0"
@@ -153,6 +155,14 @@ def test_where_pinning_is_refused_values_lie_in_ordinary_memory() -> None:
     finally:
         torch.ops.late.limit_pinned(1 << 40)
     assert equal(in_core(), seen)
+
+
+def test_a_planned_step_is_measured_copy_by_copy() -> None:
+    loop = Loop()
+    plan = random_plan(profile(), 0, WEIGHTS["swap"])
+    trace = traced_step(lambda: Workload(loop.model, loop.loss, loop.optimizer), plan)
+    names = [bar.what for bar in trace.bars]
+    assert names.count("swap out") == names.count("swap in") > 0
 
 
 def test_the_generic_device_is_opened_for_it() -> None:
