@@ -188,14 +188,28 @@ def test_an_allocator_without_statistics_is_refused_in_one_line() -> None:
         torch.ops.late.keep_statistics(True)
 
 
-def test_what_is_of_cuda_alone_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_of_cuda_alone_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loop, plan = Loop(), random_plan(profile(), 0)
     with pytest.raises(UsageError, match="whose allocator takes a limit, found one on late"):
         poochplan.apply(plan, loop.model, cap_bytes=1 << 30)
     with pytest.raises(UsageError, match="on: expected"):
         poochplan.plan(profile(), "80%", on="reserved")
-    assert main(["doctor", "--gpu", "--device", "late"]) == 2
-    assert "--gpu: expected cuda or cuda:N as --device, found late" in capsys.readouterr().err
+    file = str(plan.save(tmp_path / "plan.json"))
+    for words, said in {
+        ("doctor", "--gpu", "--device", "late"): "--gpu: expected cuda or cuda:N as --device, found late",
+        (
+            "run",
+            "tiny",
+            "--plan",
+            file,
+            "--cap",
+        ): "--cap: expected a plan for cuda, whose allocator takes a limit",
+        ("link", "--device", "late:1"): "device: expected late:0, found 'late:1'; name that",
+    }.items():
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
 
 
 def test_a_plan_for_a_device_that_is_not_there_is_read_and_refused_when_it_is_used(tmp_path: Path) -> None:
