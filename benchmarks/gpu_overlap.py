@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from poochplan.runtime.devices.cuda import ComputeStream, CudaDevice, CudaStream
+from poochplan.runtime.devices.accelerator import ComputeStream, QueueStream
+from poochplan.runtime.devices.cuda import CudaDevice
 from poochplan.runtime.devices.device import Event
 from poochplan.runtime.devices.pinned import Part
 
@@ -59,7 +60,7 @@ class TimedCompute(ComputeStream):
     """Marks each wait; an interval is as long as compute was held up by it."""
 
     def __init__(self, stream: ComputeStream, log: Log) -> None:
-        super().__init__(stream.stream, stream.spare, stream.seen)
+        super().__init__(stream.stream, stream.address, stream.spare, stream.seen)
         self.log = log
 
     def wait(self, event: Event) -> float:
@@ -84,7 +85,7 @@ class TimedCuda(CudaDevice):
         stream = super().compute
         return TimedCompute(stream, self._log)
 
-    def _queue(self, storage: torch.UntypedStorage, parts: list[Part], kind: int, stream: CudaStream) -> None:
+    def _queue(self, storage: torch.UntypedStorage, parts: list[Part], kind: int, stream: QueueStream) -> None:
         if not self._log.is_on:
             return super()._queue(storage, parts, kind, stream)
         begin = _mark(stream.stream)

@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 from torch.cuda._utils import _get_device_index
 
-from poochplan.runtime.devices import cuda, pinned
+from poochplan.runtime.devices import accelerator, backend, cuda, pinned
 
 ON_GPU = torch.device("cuda", 0)
 
@@ -184,11 +184,9 @@ COPIES = ("runtime", "cupy", "torch")
 class StandIn(cuda.CudaDevice):
     """A GPU whose storages lie in host memory, so that ops of the CPU run on them."""
 
-    kind = "cpu"
-
     def __init__(self) -> None:
         super().__init__(ON_GPU)
-        self.where = torch.device("cpu")
+        self.kind, self.where = "cpu", torch.device("cpu")
 
 
 @contextlib.contextmanager
@@ -197,7 +195,7 @@ def stand_in(copies: str = "runtime") -> Iterator[Callable[[], StandIn]]:
     with_cupy = copies == "cupy"
     instead = _Instead(torch, {"cuda": _Instead(torch.cuda, TORCH_CUDA)})
     with contextlib.ExitStack() as stack:
-        for module in (cuda, pinned):
+        for module in (accelerator, backend, cuda, pinned):
             stack.enter_context(patch.object(module, "torch", instead))
         stack.enter_context(patch.object(cuda, "cupy_or_none", lambda: CUPY if with_cupy else None))
         stack.enter_context(patch.object(cuda, "fitting_cupy", lambda cupy, where: cupy))
@@ -205,6 +203,6 @@ def stand_in(copies: str = "runtime") -> Iterator[Callable[[], StandIn]]:
             queue = _runtimes_copy() if copies == "runtime" else None
             stack.enter_context(patch.object(cuda, "memcpy_async", lambda cupy: queue))
         no_peaks = SimpleNamespace(begin=_nothing, since_begin=_nothing, count=lambda index, name: 0)
-        stack.enter_context(patch.object(cuda, "high_water", lambda: no_peaks))
-        stack.enter_context(patch.object(cuda, "raw_stream", lambda index: 0))
+        stack.enter_context(patch.object(accelerator, "high_water", lambda kind: no_peaks))
+        stack.enter_context(patch.object(backend, "raw_stream", lambda index: 0))
         yield StandIn

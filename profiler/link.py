@@ -27,21 +27,22 @@ from poochplan.errors import SpillError
 from poochplan.formats.files import cache_folder, encode_readable, not_kept, read_cache, write_cache
 from poochplan.formats.occupancy import Floats
 from poochplan.formats.profile import Link, LinkDirection
+from poochplan.runtime.devices.backend import backend_of, memory_left
 from poochplan.runtime.devices.cpu import choose_spill_dir, file_system_type
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.devices.transfers import Copy, copy_in, copy_out
 from poochplan.runtime.messages import warn_once
-from poochplan.tensors.host_memory import available_bytes, memory_left
+from poochplan.tensors.host_memory import available_bytes
 from poochplan.units import format_bytes, format_seconds
 
 SIZES_BYTES = (64 << 10, 512 << 10, 4 << 20, 32 << 20)
-CUDA_SIZES_BYTES = (*SIZES_BYTES, 256 << 20)
+DEVICE_SIZES_BYTES = (*SIZES_BYTES, 256 << 20)
 CURVE_SIZES_BYTES = tuple(4**power << 16 for power in range(8))
 """64 KiB to 1 GiB, for a full curve."""
 LARGEST_PAGEABLE_BYTES = 256 << 20
 """Copies of pageable memory are measured up to this size, for comparison only: the runtime's copies are pinned."""
-CPU_PROBE, CUDA_PROBE = (512, 4 << 20), (4096, 64 << 20)
+CPU_PROBE, DEVICE_PROBE = (512, 4 << 20), (4096, 64 << 20)
 """The work computed beside copies: the side of two square matrices, and how many numbers are clamped."""
 _REPEATS = 5
 _PROBED_S = 0.02
@@ -73,7 +74,7 @@ def measure_link(
     least: Least = int,
     beside: Callable[[], None] | None = None,
 ) -> Link:
-    """The link of the device ``where``: on the CPU process memory to a spill file in ``directory`` and back, on CUDA
+    """The link of the device ``where``: on the CPU process memory to a spill file in ``directory`` and back, on others
     device memory to pinned host memory and back.
 
     The host tier is written once before, as the runtime does. ``sizes`` are bytes, ascending. The largest sizes are
@@ -91,7 +92,7 @@ def measure_link(
     """
     device = open_device(where, directory, throttle_bytes_per_s)
     try:
-        sizes = sizes or (SIZES_BYTES if where.type == "cpu" else CUDA_SIZES_BYTES)
+        sizes = sizes or (SIZES_BYTES if where.type == "cpu" else DEVICE_SIZES_BYTES)
         sizes = tuple(x for x in sizes if not throttle_bytes_per_s or x <= throttle_bytes_per_s / 4) or sizes[:1]
         if where.type == "cpu":
             sizes = _written_once(device, _that_fit(sizes, choose_spill_dir(directory)))
@@ -125,7 +126,7 @@ def measure_link(
 
 def _pageable(device: ComputeDevice, sizes: tuple[int, ...], begin: Begin) -> dict[str, LinkDirection]:
     """The two directions of pageable memory; none on the CPU, whose host tier is a file."""
-    if device.kind != "cuda":
+    if device.kind == "cpu":
         return {}
     sizes = tuple(size for size in sizes if size <= LARGEST_PAGEABLE_BYTES) or sizes[:1]
     out, back = pageable_curves(device, sizes, begin)
@@ -285,7 +286,7 @@ def _interference(copy: CopyCall, device: ComputeDevice, size_bytes: int, begin:
 
 def _probes(device: ComputeDevice) -> list[Callable[[], object]]:
     """One op bound by arithmetic, one by memory; each takes about a millisecond or less, and no fresh memory."""
-    side, length = CPU_PROBE if device.kind == "cpu" else CUDA_PROBE
+    side, length = CPU_PROBE if device.kind == "cpu" else DEVICE_PROBE
     length = min(length, max(1, _room_bytes(device) // 32))  # of four bytes each, and as many again for the result
     left, right, product = torch.rand(3, side, side, device=device.where)
     field, positive = torch.rand(2, length, device=device.where)
@@ -360,8 +361,8 @@ def cache_path() -> Path:
 
 def link_key(where: torch.device, directory: str | Path | None, throttle_bytes_per_s: float | None) -> str:
     """What the link depends on: device, disk, throttle and torch. Raises ``SpillError`` as the spill file would."""
-    if where.type == "cuda":
-        parts = [torch.cuda.get_device_name(where), "pinned"]
+    if where.type != "cpu":
+        parts = [backend_of(where).name(), "pinned"]
     else:
         folder = choose_spill_dir(directory)
         device = folder.stat().st_dev

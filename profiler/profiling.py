@@ -33,6 +33,7 @@ from poochplan.profiler.step.preserve import preserved
 from poochplan.profiler.trials.machine_facts import on_worker_thread, with_cached_cost
 from poochplan.runtime.arena.library import build, fresh_memory
 from poochplan.runtime.compiled.inductor import compiled_deferring
+from poochplan.runtime.devices.backend import backend_of, memory_left
 from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.messages import users_line
@@ -40,7 +41,7 @@ from poochplan.runtime.metering.allocated import step_scope
 from poochplan.runtime.open_sessions import check_no_session
 from poochplan.runtime.session import Session
 from poochplan.runtime.step_policies.step_policy import SwapEach
-from poochplan.tensors.host_memory import available_bytes, fitting_mode, memory_left
+from poochplan.tensors.host_memory import available_bytes, fitting_mode
 from poochplan.torch_private.sharding import is_sharded
 from poochplan.units import counted, parse_rate
 
@@ -93,7 +94,7 @@ def profile(
     backward: whether the profiler or the step calls backward. ``"inside"`` is for modes ``"run"``, ``"swap-all"`` and
         ``"auto"``. Steps are then profiled as they run, like in :func:`poochplan.auto`. The step runs about ten times,
         until each of its parts is measured. ``iterations``, ``warmup`` and ``accumulate`` are not used.
-    device: ``"cpu"`` or ``"cuda"``, where the model is; by default that of its parameters.
+    device: ``"cpu"``, ``"cuda"`` or another accelerator's type, where the model is; by default that of its parameters.
     mode: ``"run"`` measures the real step, in-core. ``"swap-all"`` measures it with every saved value on the host,
         for a step that does not fit; step times are those of swapping steps, minus the time of swapping. ``"auto"``
         is ``"run"`` if the in-core step fits and otherwise ``"swap-all"``; with ``roofline`` it is ``"fake"``.
@@ -229,8 +230,8 @@ def _largest(kinds: list[StepKind]) -> Profile:
 def _profile_fitting(
     new_steps: NewSteps, where: torch.device, mode: RealMode | Literal["auto"], options: Options
 ) -> Profile:
-    """The profile of a real step. On CUDA, ``auto`` tries the in-core step first. On the CPU, running out of memory
-    ends the process. So a step without memory measures the peak first; if the step needs data, a swapping one does.
+    """The profile of a real step. ``auto`` tries the in-core step first, except on the CPU, where running out of memory
+    ends the process. There a step without memory measures the peak first; if the step needs data, a swapping one does.
     """
     if mode != "auto":
         return _profile_real(new_steps, where, mode, options, [])
@@ -250,7 +251,7 @@ def _profile_fitting(
     except torch.OutOfMemoryError:
         note = "mode auto chose swap-all: in-core the step ran out of the device's memory"
     gc.collect()  # frees the failed step's values, which the error's frames held
-    torch.cuda.empty_cache()
+    backend_of(where).empty_cache()
     options.say(note)
     return _profile_real(new_steps, where, "swap-all", options, [note])
 

@@ -46,7 +46,7 @@ def checked_device(model: torch.nn.Module, device: str | None, iterations: int |
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise StepError("model: expected parameters that require gradients, found none; there is nothing to train")
     kinds = (parameter.device.type for parameter in model.parameters())
-    return model_device(model, device or next((kind for kind in kinds if kind in ("cpu", "cuda")), "cpu"))
+    return model_device(model, device or next((kind for kind in kinds if kind != "meta"), "cpu"))
 
 
 def check_whole(model: torch.nn.Module, step: Callable[[], Any]) -> None:

@@ -89,8 +89,8 @@ def apply(
         ``torch.cuda.max_memory_allocated`` and similar functions return what they would without a session.
     cap_bytes: hard limit of the CUDA allocator within the block, such as the budget and a margin for fragmentation.
         A step that needs more is an out-of-memory error.
-    host_limit_bytes: on CUDA, the most pinned memory besides the planned one, for steps that diverge; by default
-        three quarters of the host memory available when the first such value comes. Values that do not fit are kept.
+    host_limit_bytes: the most pinned memory besides the planned one, for steps that diverge; by default three quarters
+        of the host memory available when the first such value comes. Values that do not fit are kept.
         On the CPU device the disk limits the spill file.
     nvtx: on CUDA, name each copy and replay in an NVTX range, for Nsight Systems; some microseconds each.
     device: opens the device to run on, instead of the model's; the session closes it.
@@ -147,7 +147,7 @@ def apply(
     _check_times(every, force)
     _check_switches(every)
     check_cap(cap_bytes, where)
-    if host_limit_bytes is not None and where.type != "cuda":
+    if host_limit_bytes is not None and where.type == "cpu":
         raise UsageError(
             f"host_limit_bytes: expected a plan for cuda, found one for {where.type}, where only the disk limits "
             "swapping; leave it out"

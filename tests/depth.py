@@ -50,6 +50,7 @@ def todays(cases: Sequence[Case]) -> Sequence[Case]:
 
 HERE = Path(__file__).parent
 REST = {
+    "accelerator": "on_late",
     "cli": "arena_shown fake_and_compiled fit link on_ranks pictures sweep",
     "compiling": "autocast caches compiling eager_graphs",
     "cuda_rules": "auto_on_cuda room_before_plan",

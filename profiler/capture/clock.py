@@ -1,7 +1,7 @@
 """How seconds are measured, for each kind of device.
 
-On the CPU an op has ended when its call returns. On CUDA the call only queues it. There, events before and after the op
-measure its time on the device. They are read once for the whole step, so that no op is followed by a wait.
+On the CPU an op has ended when its call returns. Other devices only queue it then. There, events before and after the
+op measure its time on the device. They are read once for the whole step, so that no op is followed by a wait.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from poochplan.torch_private.cuda_internals import clear_cublas_workspaces, gpu_sleep
+from poochplan.runtime.devices.backend import backend_of
+from poochplan.torch_private.cuda_internals import clear_cublas_workspaces
 
 _HALF_A_HEAD_START_CYCLES = 1_000_000
 """About half a millisecond of a GPU."""
@@ -38,51 +39,52 @@ class Clock:
         return float(end - begin)
 
 
-class CudaClock(Clock):
+class DeviceClock(Clock):
     """Events on the calling thread's current stream.
 
     An idle device would reach the first event before the op is queued, and the time of queueing would count as the
-    op's. So the device gets a head start, which keeps it busy for a millisecond, and the ops queue up behind that. It
+    op's. So a GPU gets a head start, which keeps it busy for a millisecond, and the ops queue up behind that. It
     gets another one once it is behind the middle of the last: so half a millisecond is always left to queue an op in.
+    Other accelerators get none, because torch has no such work for them.
     """
 
     def __init__(self, where: torch.device) -> None:
-        self._where = where
-        self._middle: torch.cuda.Event | None = None
+        self._backend = backend_of(where)
+        self._middle: torch.Event | None = None
 
-    def begin(self) -> torch.cuda.Event:
+    def begin(self) -> torch.Event:
         if self._middle is None or self._middle.query():
-            gpu_sleep(_HALF_A_HEAD_START_CYCLES, self._where)
+            self._backend.keep_busy(_HALF_A_HEAD_START_CYCLES)
             self._middle = self.mark()
-            gpu_sleep(_HALF_A_HEAD_START_CYCLES, self._where)
+            self._backend.keep_busy(_HALF_A_HEAD_START_CYCLES)
         return self.mark()
 
-    def end(self) -> torch.cuda.Event:
+    def end(self) -> torch.Event:
         return self.mark()
 
-    def mark(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(stream or torch.cuda.current_stream(self._where))
+    def mark(self, stream: torch.Stream | None = None) -> torch.Event:
+        event = self._backend.new_event(timed=True)
+        event.record(stream or self._backend.current_stream())
         return event
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self._where)
+        self._backend.synchronize()
 
-    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    def seconds(self, begin: torch.Event, end: torch.Event) -> float:
         return max(0.0, float(begin.elapsed_time(end)) / 1e3)  # on two streams the end may come first
 
 
 def current(where: torch.device) -> AbstractContextManager[object]:
     """Makes that device the one for events and peaks that name no other."""
-    return torch.cuda.device(where) if where.type == "cuda" else nullcontext()
+    return nullcontext() if where.type == "cpu" else backend_of(where).here()
 
 
 def clock_of(where: torch.device) -> Clock:
-    return CudaClock(where) if where.type == "cuda" else Clock()
+    return Clock() if where.type == "cpu" else DeviceClock(where)
 
 
 def library_bytes(where: torch.device) -> int:
-    """Bytes that cuBLAS holds between ops. This call frees them; the next op takes them again. 0 on the CPU."""
+    """Bytes that cuBLAS holds between ops. This call frees them; the next op takes them again. 0 on other devices."""
     if where.type != "cuda":
         return 0
     torch.cuda.synchronize(where)

@@ -11,7 +11,8 @@ import torch
 
 from poochplan.formats.profile import Memory
 from poochplan.runtime.arena.library import BIRTH, DEATH, AllocationLog, Table, ThreadScope
-from poochplan.runtime.devices.cuda import high_water, with_index
+from poochplan.runtime.devices.backend import backend_of
+from poochplan.runtime.devices.high_water import high_water
 from poochplan.runtime.metering.allocated import aside, joined_count, step_scope
 from poochplan.runtime.metering.device_peak import CpuMeter
 
@@ -28,6 +29,9 @@ from .op_blocks import (
     strays_in,
     taken_in,
 )
+
+ALLOCATED = "allocated_bytes"
+"""The statistic of an allocator that is read."""
 
 
 class CompiledMeter:
@@ -50,16 +54,16 @@ class CompiledMeter:
         return aside()
 
 
-class CudaMeter(CompiledMeter):
+class AllocatorMeter(CompiledMeter):
     """The caching allocator's peak since the code began."""
 
-    def __init__(self, index: int) -> None:
-        self._index = index
+    def __init__(self, where: torch.device) -> None:
+        self._index, self._marks = backend_of(where).index, high_water(where.type)
         self._begin_bytes = self._aside_bytes = self._most_bytes = 0
 
     def begin(self) -> None:
-        self._begin_bytes, self._aside_bytes, self._most_bytes = _bytes_of_part(self._index)[0], 0, 0
-        high_water().begin_part(self._index)
+        self._begin_bytes, self._aside_bytes, self._most_bytes = self._marks.of_part(self._index, ALLOCATED)[0], 0, 0
+        self._marks.begin_part(self._index)
 
     def end(self) -> int:
         self._look()
@@ -69,18 +73,13 @@ class CudaMeter(CompiledMeter):
     def set_aside(self) -> Iterator[None]:
         before_bytes = self._look()
         yield
-        self._aside_bytes += _bytes_of_part(self._index)[0] - before_bytes
-        high_water().begin_part(self._index)
+        self._aside_bytes += self._marks.of_part(self._index, ALLOCATED)[0] - before_bytes
+        self._marks.begin_part(self._index)
 
     def _look(self) -> int:
-        now_bytes, peak_bytes = _bytes_of_part(self._index)
+        now_bytes, peak_bytes = self._marks.of_part(self._index, ALLOCATED)
         self._most_bytes = max(self._most_bytes, peak_bytes - self._begin_bytes - self._aside_bytes)
         return now_bytes
-
-
-def _bytes_of_part(index: int) -> tuple[int, int]:
-    """The caching allocator's bytes now, and at most in this part of the step."""
-    return high_water().of_part(index, "allocated_bytes")
 
 
 class Workspace:
@@ -125,21 +124,21 @@ class Workspace:
         return 0
 
 
-class CudaWorkspace(Workspace):
+class AllocatorWorkspace(Workspace):
     """The caching allocator's peak during the op, minus the memory allocated after it."""
 
     memory = Memory.ALLOCATED
 
     def __init__(self, where: torch.device) -> None:
-        self._index = with_index(where).index
-        super().__init__(partial(CudaMeter, self._index))
+        self._index, self._marks = backend_of(where).index, high_water(where.type)
+        super().__init__(partial(AllocatorMeter, where))
 
     def begin(self) -> None:
-        high_water().begin_part(self._index)
+        self._marks.begin_part(self._index)
 
     def end(self, op: CapturedOp, taker: Taker = Taker.OP, *, is_part: bool = False) -> None:
         if taker is Taker.OP:
-            now_bytes, peak_bytes = _bytes_of_part(self._index)
+            now_bytes, peak_bytes = self._marks.of_part(self._index, ALLOCATED)
             op.workspace_bytes = peak_bytes - now_bytes
 
 
@@ -225,7 +224,7 @@ class LoggedWorkspace(Workspace):
 
 
 def workspace_of(where: torch.device) -> Workspace:
-    if where.type == "cuda":
-        return CudaWorkspace(where)
+    if where.type != "cpu":
+        return AllocatorWorkspace(where)
     scope = step_scope()
     return Workspace(CpuMeter) if scope is None or joined_count() is None else LoggedWorkspace(scope)

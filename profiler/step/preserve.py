@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from poochplan.errors import StepError, UsageError
+from poochplan.runtime.devices.backend import Generator, backends_in_use
 from poochplan.tensors.storages import is_made_of_parts, parts_of, storage_key
 from poochplan.torch_private.tensor_internals import (
     OWN_DICTIONARIES,
@@ -236,14 +237,13 @@ def first_line(error: Exception) -> str:
 
 
 def kept_generators(model: torch.nn.Module | None = None) -> list[Kept]:
-    """States of the global generators of torch (the CPU's, and every CUDA device's once CUDA is in use), NumPy and
+    """States of the global generators of torch (the CPU's, and those of accelerators once they are in use), NumPy and
     Python, and of each ``torch.Generator`` that is an attribute of one of ``model``'s modules.
 
     Not covered: generators that only the step or its data hold, ``numpy.random.Generator``, ``random.Random``.
     """
-    named = {"torch's generator of cpu": torch.default_generator}
-    if torch.cuda.is_initialized():
-        named |= {f"torch's generator of {g.device}": g for g in torch.cuda.default_generators}
+    named: dict[str, Generator] = {"torch's generator of cpu": torch.default_generator}
+    named |= {f"torch's generator of {there.where}": there.generator() for there in backends_in_use()}
     for path, module in model.named_modules() if model is not None else ():
         for name, value in vars(module).items():
             if isinstance(value, torch.Generator):

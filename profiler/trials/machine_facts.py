@@ -35,6 +35,7 @@ from poochplan.profiler.live.after_capture import Hook, HookSeconds
 from poochplan.profiler.live.capturing import Capturing
 from poochplan.profiler.live.step_function import StepFunction
 from poochplan.profiler.step.preserve import kept_generators, restored
+from poochplan.runtime.devices.backend import backends_in_use, synchronize
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.messages import warn_once
@@ -68,9 +69,10 @@ def on_worker_thread(work: Callable[[], T]) -> T:
 
     Torch's generators are restored afterwards, so random numbers that ``work`` draws do not change the loop's.
     """
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    others = backends_in_use()
+    kind = others[0].where.type if others else "cuda"
     with (
-        torch.random.fork_rng(devices=gpus),
+        torch.random.fork_rng([other.index for other in others], device_type=kind),
         ThreadPoolExecutor(1, thread_name_prefix="poochplan-worker") as pool,
     ):
         return pool.submit(work).result()
@@ -169,7 +171,7 @@ def _load() -> dict[str, tuple[RuntimeCost, float]]:
 
 
 def step_clock(device_type: str) -> Callable[[], float]:
-    """CPU seconds of code that launches a step: the calling thread's; with CUDA's backward thread the process's."""
+    """CPU seconds of code that launches a step: the calling thread's; with a device's backward thread the process's."""
     return time.thread_time if device_type == "cpu" else time.process_time
 
 
@@ -337,8 +339,7 @@ class _Network:
 
     def run(self, seconds: _Seconds) -> None:
         """One timed step. The device's earlier work has ended, and its new work is not waited for."""
-        if self.where.type == "cuda":
-            torch.cuda.synchronize(self.where)
+        synchronize(self.where)
         start_s, forward_start_s = self._clock(), time.thread_time()
         loss = self.forward()
         seconds.forward_s = time.thread_time() - forward_start_s

@@ -1,7 +1,8 @@
 """The device protocol: everything that the engine knows about a machine.
 
-Work is queued on *streams* and ordered by *events*, as on CUDA. Three devices follow the protocol: ``cuda.py``,
-``cpu.py``, and the adversarial one of the tests, which runs every copy as late as its events allow.
+Work is queued on *streams* and ordered by *events*, as on CUDA. Four devices follow the protocol: ``cpu.py``,
+``accelerator.py``, ``cuda.py``, and the adversarial one of the tests, which runs every copy as late as its events
+allow.
 
 Stopwatches measure how long the compute stream takes between two places, without ever waiting for it.
 """
@@ -158,13 +159,15 @@ class Stopwatch(Protocol):
         """
 
 
-class CudaStopwatch:
-    """Two timing events around each block, on the stream that ``current`` returns. Events are reused."""
+class DeviceStopwatch:
+    """Two timing events around each block, on the stream that ``current`` returns. ``make`` makes an event; they are
+    reused.
+    """
 
-    def __init__(self, current: Callable[[], torch.cuda.Stream]) -> None:
-        self._current = current
-        self._running: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._spare: list[torch.cuda.Event] = []
+    def __init__(self, current: Callable[[], torch.Stream], make: Callable[[], torch.Event]) -> None:
+        self._current, self._make = current, make
+        self._running: deque[tuple[torch.Event, torch.Event]] = deque()
+        self._spare: list[torch.Event] = []
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -183,7 +186,7 @@ class CudaStopwatch:
             self._spare += (begin, end)
         return seconds
 
-    def _mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+    def _mark(self, stream: torch.Stream) -> torch.Event:
+        event = self._spare.pop() if self._spare else self._make()
         event.record(stream)
         return event

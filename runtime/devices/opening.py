@@ -9,12 +9,14 @@ import torch
 
 from poochplan.errors import UsageError
 
+from .accelerator import AcceleratorDevice
+from .backend import accelerator_type, check_accelerator
 from .cpu import CpuDevice
 from .device import ComputeDevice
 
 
 def usable_device(name: str) -> torch.device:
-    """The device of that name (``"cpu"``, ``"cuda"``, ``"cuda:1"``); raises ``UsageError`` if there is none.
+    """The device of that name (``"cpu"``, ``"cuda:1"``, ``"xpu"``); raises ``UsageError`` if there is none.
 
     Everything that profiles or runs calls this first, so another system than Linux is refused here.
     """
@@ -26,16 +28,22 @@ def usable_device(name: str) -> torch.device:
         where = torch.device(name)
     except RuntimeError:
         where = torch.device("meta")
-    if where.type not in ("cpu", "cuda"):
-        raise UsageError(f'device: expected "cpu", "cuda" or "cuda:N", found {name!r}')
-    if where.type == "cuda" and not torch.cuda.is_available():
+    kind = accelerator_type()
+    if where.type not in ("cpu", "cuda", kind):
+        others = f'"{kind}" or "{kind}:N"' if kind else '"cuda" or "cuda:N"'
+        raise UsageError(f'device: expected "cpu", {others}, found {name!r}')
+    if where.type == "cuda" and kind != "cuda":
         raise UsageError(
             "device: expected a CUDA device, found none that torch can use; profile and plan for cpu, or for a GPU "
             "that is not there with `pooch profile --mode fake --roofline h200` (or v100, a100) and no --device"
         )
-    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        last = torch.cuda.device_count() - 1
-        raise UsageError(f"device: expected cuda:0{f' to cuda:{last}' if last else ''}, found {name!r}; name that")
+    if where.type != "cpu":
+        count = torch.cuda.device_count() if kind == "cuda" else torch.accelerator.device_count()
+        if (where.index or 0) >= count:
+            others = f" to {kind}:{count - 1}" if count > 1 else ""
+            raise UsageError(f"device: expected {kind}:0{others}, found {name!r}; name that")
+    if where.type not in ("cpu", "cuda"):
+        check_accelerator(where)
     return where
 
 
@@ -85,12 +93,14 @@ def open_device(
     *,
     spans: bool = False,
 ) -> ComputeDevice:
-    """The device that runs on ``where``. ``spill_dir`` and the throttle are for the CPU device, the rest is for CUDA.
+    """The device that runs on ``where``. ``spill_dir`` and the throttle are for the CPU device, the rest is for others.
 
     Raises ``SpillError`` if the spill directory cannot be used.
     """
     if where.type == "cpu":
         return CpuDevice(spill_dir, throttle_bytes_per_s=throttle_bytes_per_s)
+    if where.type != "cuda":
+        return AcceleratorDevice(where, host_limit_bytes=host_limit_bytes, spans=spans)
     from .cuda import CudaDevice
 
     return CudaDevice(where, host_limit_bytes=host_limit_bytes, spans=spans)

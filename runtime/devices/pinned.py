@@ -1,4 +1,4 @@
-"""The host tier of the CUDA device: pinned as a whole for a plan, and in pages for values without one.
+"""The host tier of an accelerator: pinned as a whole for a plan, and in pages for values without one.
 
 A plan's bytes are one slab of their exact size, if nothing was pinned before. If a loop has swapped without a plan, its
 pages are used unchanged; so is the slab of a smaller plan. Only missing bytes are pinned. So memory that a copy could
@@ -369,6 +369,31 @@ class PinnedMemory:
             torch.cuda.cudart().cudaHostUnregister(self.pointer)
             self._registered = False
         self._owner = None
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+class PinnedByTorch:
+    """``size_bytes`` from torch's own allocator of pinned memory, which may round them up: ``tensor``.
+
+    Where there is none or it refuses, it is ordinary memory, and ``refused`` is told the reason. Raises ``OSError`` if
+    that much memory is not available.
+    """
+
+    def __init__(self, size_bytes: int, refused: Callable[[str], None]) -> None:
+        self.size_bytes = size_bytes
+        left_bytes = available_bytes()
+        if size_bytes > left_bytes:
+            raise _not_to_be_had(size_bytes, f"{left_bytes} are left")
+        with without_modes():
+            try:
+                self.tensor = torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                refused(str(error).partition("\n")[0])
+                self.tensor = _mapped(size_bytes)
+                _touch(self.tensor.data_ptr(), size_bytes, frozenset())
+
+    def free(self) -> None:
+        """Releases it; no copy may be running. Idempotent."""
         self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 

@@ -22,6 +22,7 @@ import torch
 
 from poochplan.formats.plan import Decision, Instructions, PlannedValue
 from poochplan.formats.profile_parts import rounded_up
+from poochplan.runtime.devices.backend import backend_of
 from poochplan.runtime.devices.pinned import small_buffer
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.storages import Geometry, bytes_of
@@ -343,8 +344,8 @@ class Audit:
         self._took_s += time.perf_counter() - begin_s
 
     def _free_bytes(self) -> float:
-        if self._where.type == "cuda":
-            return SHARE_OF_FREE * torch.cuda.mem_get_info(self._where)[0]
+        if self._where.type != "cpu":
+            return SHARE_OF_FREE * backend_of(self._where).free_bytes()
         return SHARE_OF_FREE * available_bytes()
 
 
@@ -383,17 +384,18 @@ class Comparison:
         self.plan, self.index, self.look, self.is_right = beside.plan, beside.place[0], beside.look, beside.is_kept
         if storage.device.type == "cpu":
             self._differs = _cpu_differs(beside, storage)
-            self._done: torch.cuda.Event | None = None
+            self._done: torch.Event | None = None
             return
         with unseen_by_modes():
             if beside.kept is not None:
-                found = _cuda_differs(beside.kept, storage)
+                found = _differs_there(beside.kept, storage)
             else:
                 found = torch.ne(checksum(storage, beside.part), beside.checksum)
             self._result = small_buffer(1).view(torch.bool)
             self._result.copy_(found.view(1), non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record(torch.cuda.current_stream(storage.device))
+            there = backend_of(storage.device)
+            self._done = there.new_event()
+            self._done.record(there.current_stream())
 
     @property
     def planned(self) -> PlannedValue | None:
@@ -479,7 +481,7 @@ def _cpu_differs(beside: Beside, storage: torch.UntypedStorage) -> bool:
     return bool(_C_LIBRARY.memcmp(beside.kept.data_ptr(), storage.data_ptr(), storage.nbytes()))
 
 
-def _cuda_differs(kept: torch.UntypedStorage, storage: torch.UntypedStorage) -> torch.Tensor:
+def _differs_there(kept: torch.UntypedStorage, storage: torch.UntypedStorage) -> torch.Tensor:
     """In pieces, because each takes memory."""
     left, right = bytes_of(kept), bytes_of(storage)
     pieces: Iterable[int] = range(0, left.numel(), PIECE_BYTES)

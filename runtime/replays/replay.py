@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from poochplan.guard import users
+from poochplan.runtime.devices.backend import Generator
 from poochplan.tensors.operators import ArgumentTree
 from poochplan.tensors.storages import Geometry
 from poochplan.torch_private.switches import SwitchState
@@ -100,7 +101,7 @@ class RecordedOp(msgspec.Struct, gc=False, eq=False):
     births: tuple[Birth, ...] = ()
     writes: tuple[StorageRecord, ...] = ()
     """Storages from before the op that it writes in place."""
-    generator: torch.Generator | None = None
+    generator: Generator | None = None
     state: bytearray | None = None
     """Generator state before the op, when it is random."""
     switches: SwitchState | None = None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from poochplan.runtime.devices.backend import Generator
 from poochplan.runtime.metering.allocated import aside
 from poochplan.tensors.operators import Flat, outputs_of, unflatten
 from poochplan.torch_private.switches import SwitchesAsRecorded
@@ -74,7 +75,7 @@ def _tensor(
     return argument.geometry.on(built[argument.record] if storage is None else storage)
 
 
-def state_of(generator: torch.Generator) -> bytearray:
+def state_of(generator: Generator) -> bytearray:
     """The generator's state, copied into Python's memory, because no budget has room for it: each random op on a tape
     has one, of 5056 bytes for the CPU's generator.
     """
@@ -83,6 +84,6 @@ def state_of(generator: torch.Generator) -> bytearray:
         return bytearray(ctypes.string_at(state.data_ptr(), state.nbytes))  # not an op, which modes would see
 
 
-def set_state_of(generator: torch.Generator, state: bytearray) -> None:
+def set_state_of(generator: Generator, state: bytearray) -> None:
     """Puts the generator into the state; takes no memory of the device."""
     generator.set_state(torch.frombuffer(state, dtype=torch.uint8))

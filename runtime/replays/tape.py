@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from poochplan.runtime.devices.backend import Generator, backend_of
 from poochplan.tensors.modes import ToggledMode, is_dispatched_plainly
 from poochplan.tensors.operators import (
     Traits,
@@ -162,16 +163,16 @@ _UNUSABLE = object()
 """Stands for a tensor argument that a replay cannot reproduce: a subclass, another device, a sparse layout."""
 
 
-def _generator_of(flat: list[Any], device_type: str) -> torch.Generator:
+def _generator_of(flat: list[Any], device_type: str) -> Generator:
     for leaf in flat:
         if isinstance(leaf, torch.Generator):
             return leaf
-    if device_type != "cuda":
+    if device_type == "cpu":
         return torch.default_generator
     places = [leaf if isinstance(leaf, torch.device) else getattr(leaf, "device", None) for leaf in flat]
-    indices = [place.index for place in places if place is not None and place.type == "cuda"]
+    indices = [place.index for place in places if place is not None and place.type == device_type]
     known = next((index for index in indices if index is not None), None)
-    return torch.cuda.default_generators[torch.cuda.current_device() if known is None else known]
+    return backend_of(torch.device(device_type) if known is None else torch.device(device_type, known)).generator()
 
 
 class Tape:

@@ -31,6 +31,7 @@ from poochplan.profiler.capture.node_ops import name_of
 from poochplan.profiler.fake.fake_profile import needed_without_memory
 from poochplan.profiler.live.step_function import StepFunction
 from poochplan.runtime.arena.library import ALLOCATOR
+from poochplan.runtime.devices.backend import accelerator_type
 from poochplan.runtime.devices.cpu import SpillFile, choose_spill_dir, file_system_type
 from poochplan.tensors.host_memory import available_and_limit, available_bytes, io_limits
 from poochplan.tensors.modes import compiled_modules
@@ -206,7 +207,7 @@ def software_findings(*, builds: bool = False) -> Iterator[Finding]:
     """All findings on the software. With ``builds`` compiled parts are built first, which takes seconds."""
     yield ok("poochplan", f"{package_version()} on Python {platform.python_version()}")
     yield torch_version(str(torch.__version__))
-    yield cuda(torch.cuda.device_count() if torch.cuda.is_available() else 0, torch.version.cuda)
+    yield cuda(torch.cuda.device_count() if torch.cuda.is_available() else 0, torch.version.cuda, accelerator_type())
     yield cupy(torch.version.cuda if torch.cuda.is_available() else None, installed)
     yield solvers(installed)
     yield compiled_part(EVALUATOR, builds=builds)
@@ -228,11 +229,12 @@ def torch_version(found: str) -> Finding:
     return judged("torch", is_tested, found, advice)
 
 
-def cuda(devices: int, built_for: str | None) -> Finding:
+def cuda(devices: int, built_for: str | None, other: str = "") -> Finding:
+    """``other``: the type of an accelerator that is there in its place."""
     if devices:
         return ok("CUDA", f"{devices} devices, torch built for CUDA {built_for}")
     found = f"torch is built for CUDA {built_for}, and finds no device" if built_for else "torch is built without it"
-    return ok("CUDA", f"{found}: profiles and runs use the CPU")
+    return ok("CUDA", f"{found}: profiles and runs use {f'{other} or ' if other else ''}the CPU")
 
 
 def cupy(torch_cuda: str | None, versions: Versions) -> Finding:

@@ -21,14 +21,14 @@ from poochplan.doctor import Finding, Status, failed, judged, ok
 from poochplan.errors import named_line
 from poochplan.formats.plan import Decision
 from poochplan.formats.queries import saved_values
-from poochplan.profiler.capture.clock import CudaClock, current
+from poochplan.profiler.capture.clock import DeviceClock, current
 from poochplan.profiler.link import measure_link
 from poochplan.profiler.live.capturing import Capturing
 from poochplan.profiler.live.step_function import StepFunction
 from poochplan.profiler.step.preserve import kept_generators, restored
 from poochplan.profiler.trials.compare import instructions_for, under
 from poochplan.profiler.trials.machine_facts import measure_runtime
-from poochplan.runtime.devices.cuda import with_index
+from poochplan.runtime.devices.backend import backend_of
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.devices.pinned import PinnedMemory, cupy_or_none, fitting_cupy
@@ -60,7 +60,7 @@ Check = Callable[[torch.device], Finding]
 
 def gpu_findings(where: torch.device) -> Iterator[Finding]:
     """All findings on that GPU, and the verdict in one line. It computes and copies for some seconds."""
-    where, found = with_index(where), list[Finding]()
+    where, found = backend_of(where).where, list[Finding]()
     for check in (gpus, others, versions, cupy, pinning, link, events, overlap, bits, allocator, launches):
         with current(where):
             found.append(_tried(check, where))
@@ -221,7 +221,7 @@ def overlap(where: torch.device) -> Finding:
 
 
 def _overlap(device: ComputeDevice) -> float:
-    storage, cycles, clock = device.allocate(PINNED_BYTES), _FIRST_CYCLES, CudaClock(device.where)
+    storage, cycles, clock = device.allocate(PINNED_BYTES), _FIRST_CYCLES, DeviceClock(device.where)
 
     def copied() -> None:
         copy_out(device, storage, 0).wait()

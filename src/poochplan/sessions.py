@@ -19,6 +19,7 @@ from poochplan.runtime.applying import Planner
 from poochplan.runtime.applying import apply as runtime_apply
 from poochplan.runtime.arena.library import why_not_loaded, why_unavailable
 from poochplan.runtime.arena.pass_arena import PassArena
+from poochplan.runtime.devices.backend import backend_of
 from poochplan.runtime.messages import warn
 from poochplan.runtime.open_sessions import check_no_session
 from poochplan.runtime.plan_source import PlanSource
@@ -131,9 +132,9 @@ def explained(profile: Profile, plan: Plan | None, measured_peak_bytes: int | No
 
 
 def generators(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """States of torch's random number generators: the CPU's, and those of the GPUs that the model is on."""
-    places = {tensor.device for tensor in own_tensors(model) if tensor.is_cuda}
-    return {"cpu": torch.get_rng_state()} | {str(one): torch.cuda.get_rng_state(one) for one in places}
+    """States of torch's random number generators: the CPU's, and those of the accelerators that the model is on."""
+    places = {tensor.device for tensor in own_tensors(model) if tensor.device.type not in ("cpu", "meta")}
+    return {"cpu": torch.get_rng_state()} | {str(one): backend_of(one).generator().get_state() for one in places}
 
 
 def ranks_of(models: Iterable[torch.nn.Module]) -> Ranks | None:

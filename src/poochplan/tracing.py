@@ -24,9 +24,11 @@ from poochplan.profiler.capture.clock import Clock, clock_of
 from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.applying import apply
+from poochplan.runtime.devices.accelerator import AcceleratorDevice, QueueStream
+from poochplan.runtime.devices.backend import backend_of, synchronize
 from poochplan.runtime.devices.cpu import CallingThread, CpuDevice, SpillCopy
-from poochplan.runtime.devices.cuda import CudaDevice, CudaStream
-from poochplan.runtime.devices.device import CudaStopwatch, Event
+from poochplan.runtime.devices.cuda import CudaDevice
+from poochplan.runtime.devices.device import DeviceStopwatch, Event
 from poochplan.runtime.devices.opening import model_device
 from poochplan.runtime.devices.pinned import Part
 from poochplan.tensors.modes import ToggledMode, around_compiled
@@ -50,7 +52,7 @@ def traced_step(
     """Builds the workload, trains it under ``plan`` until steps are alike, and measures one further step.
 
     Measuring takes about 10 us an op, so the traced step is slower than others; ``pooch run`` has timed steps before.
-    On CUDA, events on their streams time compute and copies. Raises what ``poochplan.apply`` raises.
+    On an accelerator, events on their streams time compute and copies. Raises what ``poochplan.apply`` raises.
     """
     seed_everything(seed)
     workload = build()
@@ -59,10 +61,10 @@ def traced_step(
     log, tracker = StepLog(where), LayerTracker()
     meter = TracingMeter(where.type, log, tracker)
 
-    def opened() -> CpuDevice | CudaDevice:
+    def opened() -> CpuDevice | AcceleratorDevice:
         if where.type == "cpu":
             return TracedCpuDevice(spill_dir, first.link.throttle_bytes_per_s, log)
-        return TracedCudaDevice(where, log)
+        return (TracedCudaDevice if where.type == "cuda" else TracedDevice)(where, log)
 
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(apply(plan, workload.model, device=opened, meter="always", force=force))
@@ -79,8 +81,7 @@ def traced_step(
         _train(workload, log)
         end = log.clock.mark()
         log.is_on = False
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
+        synchronize(where)
         step_s, report, followed = log.since_origin(log.clock, end), session.report().last_step, session.plan
         assert followed is not None, "it was given"
         memory = log.memory(step_s)
@@ -284,8 +285,8 @@ class TracedCpuDevice(CpuDevice):
         return job
 
 
-class TracedCudaDevice(CudaDevice):
-    """The CUDA device: marks are events on the streams themselves."""
+class TracedDevice(AcceleratorDevice):
+    """An accelerator's device: marks are events on the streams themselves."""
 
     def __init__(self, where: torch.device, log: StepLog) -> None:
         super().__init__(where, spans=True)
@@ -294,10 +295,10 @@ class TracedCudaDevice(CudaDevice):
     def span(self, name: str) -> contextlib._GeneratorContextManager[None]:
         return self._log.span(name)
 
-    def stopwatch(self) -> CudaStopwatch:
+    def stopwatch(self) -> DeviceStopwatch:
         return TracedStopwatch(self._log, self.where)
 
-    def _queue(self, storage: torch.UntypedStorage, parts: list[Part], kind: int, stream: CudaStream) -> None:
+    def _queue(self, storage: torch.UntypedStorage, parts: list[Part], kind: int, stream: QueueStream) -> None:
         if not self._log.is_on:
             super()._queue(storage, parts, kind, stream)
             return
@@ -307,11 +308,16 @@ class TracedCudaDevice(CudaDevice):
         self._log.between(row, what, self._log.label, begin, self._log.clock.mark(stream.stream))
 
 
-class TracedStopwatch(CudaStopwatch):
+class TracedCudaDevice(TracedDevice, CudaDevice):
+    """The same of CUDA."""
+
+
+class TracedStopwatch(DeviceStopwatch):
     """Reports waits. Waits inside replays, which have their own names, are reported too."""
 
     def __init__(self, log: StepLog, where: torch.device) -> None:
-        super().__init__(lambda: torch.cuda.current_stream(where))
+        there = backend_of(where)
+        super().__init__(there.current_stream, lambda: there.new_event(timed=True))
         self._log = log
 
     @contextlib.contextmanager

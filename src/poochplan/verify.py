@@ -29,6 +29,7 @@ from poochplan.formats.queries import OUTSIDE
 from poochplan.formats.run_record import RankRun, RunRecord
 from poochplan.profiler.request import ProgressCallback
 from poochplan.profiler.step.forward_only import checked_loss
+from poochplan.runtime.devices.backend import synchronize
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.metering.census import leave_out
 from poochplan.runtime.run_report import ArenaReport, Report, StepReport
@@ -271,8 +272,8 @@ def drop_gradients(workload: Workload) -> None:
 
 
 def _wait_for_device(workload: Workload) -> None:
-    for where in {parameter.device for parameter in workload.model.parameters() if parameter.is_cuda}:
-        torch.cuda.synchronize(where)
+    for where in {parameter.device for parameter in workload.model.parameters()}:
+        synchronize(where)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ import poochplan
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Plan
 from poochplan.planner.planning import smallest_budget
-from poochplan.runtime.devices.cuda import CudaDevice, HighWater
+from poochplan.runtime.devices.cuda import CudaDevice
+from poochplan.runtime.devices.high_water import HighWater
 from poochplan.runtime.engine.audit import RESULT_BYTES, SCRATCH_BYTES
 from poochplan.runtime.run_report import Report
 from tests.cuda_rules.machine import WHERE, Machine

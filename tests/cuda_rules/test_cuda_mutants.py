@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from poochplan.runtime.devices import cuda, pinned, transfers
-from poochplan.runtime.devices.cuda import CudaDevice, CudaStream
+from poochplan.runtime.devices import accelerator, cuda, pinned, transfers
+from poochplan.runtime.devices.accelerator import AcceleratorDevice, QueueStream
 from poochplan.runtime.devices.pinned import PinnedTier
 from tests.cuda_rules.scenarios import complaints
 from tests.runtime.mutants import CUDA_WAITS, GIVE_BACK, Mutant, mutants_of, rewritten
 
 MUTANTS = [
-    *mutants_of(cuda, pinned, transfers, calls=(*CUDA_WAITS, *GIVE_BACK)),
+    *mutants_of(accelerator, cuda, pinned, transfers, calls=(*CUDA_WAITS, *GIVE_BACK)),
     rewritten(PinnedTier, "reserve", "for missing", "self.trim(())\n    for missing"),
     rewritten(PinnedTier, "reserve", "for missing", "self._pieces.clear()\n    for missing"),
     rewritten(PinnedTier, "idle", "if not any(", "if any("),
@@ -19,10 +19,10 @@ MUTANTS = [
     rewritten(transfers, "copy_out", "device.compute.record()", "device.inward.record()"),
     rewritten(transfers, "copy_in", "device.inward.record()", "device.outward.record()"),
     rewritten(transfers, "copy_in", "device.compute.record()", "device.outward.record()"),
-    rewritten(CudaDevice, "use", "home.record()", "now.record()"),
-    rewritten(CudaDevice, "copy_out", "self.outward)", "self.inward)"),
-    rewritten(CudaDevice, "copy_in", "self.inward)", "self.outward)"),
-    rewritten(CudaStream, "record", "return CudaEvent(", "self.spare.append(event)\n    return CudaEvent("),
+    rewritten(AcceleratorDevice, "use", "home.record()", "now.record()"),
+    rewritten(AcceleratorDevice, "copy_out", "self.outward)", "self.inward)"),
+    rewritten(AcceleratorDevice, "copy_in", "self.inward)", "self.outward)"),
+    rewritten(QueueStream, "record", "return QueuedEvent(", "self.spare.append(event)\n    return QueuedEvent("),
 ]
 """Also with pages and slab given back early, or forgotten, for a larger plan; with the wrong ones given back; with
 events of the wrong stream, and copies on it; and with events that are used again too early.

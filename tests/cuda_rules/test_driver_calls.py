@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from poochplan.formats.plan import Plan
-from poochplan.runtime.devices.cuda import CudaDevice, CudaEvent
+from poochplan.runtime.devices.accelerator import QueuedEvent
+from poochplan.runtime.devices.cuda import CudaDevice
 from tests.cuda_rules.machine import WHERE, Machine
 from tests.gpu.cases import CASES
 from tests.runtime.nets import train
@@ -23,7 +24,7 @@ def test_a_swapped_value_takes_four_recordings_four_waits_and_two_copies_and_mak
     gpu: Machine, is_used_again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_used_again:
-        monkeypatch.delattr(CudaEvent, "__del__")
+        monkeypatch.delattr(QueuedEvent, "__del__")
     plan = random_plan(CASE.profile(), 0, (0, 1, 0))
     swapped = sum(value.host_offset >= 0 for value in plan.values)
     assert swapped > 10

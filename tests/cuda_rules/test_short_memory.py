@@ -23,7 +23,7 @@ from tests.runtime.nets import LINK
 
 @pytest.fixture
 def gpu(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    monkeypatch.setattr(links, "CUDA_PROBE", (64, 1 << 16))
+    monkeypatch.setattr(links, "DEVICE_PROBE", (64, 1 << 16))
     with empty_cache(tmp_path_factory.mktemp("user")), on_stand_in() as machine:
         yield machine
         assert machine.violations == []

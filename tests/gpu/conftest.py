@@ -50,8 +50,8 @@ def _a_gpu() -> Iterator[None]:
 def small_measurements() -> Iterator[None]:
     """The link in sizes that a processor moves quickly."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "CUDA_SIZES_BYTES", (64 << 10, 1 << 20))
-        patch.setattr(links, "CUDA_PROBE", (64, 1 << 16))
+        patch.setattr(links, "DEVICE_SIZES_BYTES", (64 << 10, 1 << 20))
+        patch.setattr(links, "DEVICE_PROBE", (64, 1 << 16))
         patch.setattr(links, "LARGEST_PAGEABLE_BYTES", 1 << 20)
         yield
 

@@ -191,9 +191,9 @@ def test_without_cupy_a_plan_trains_exactly(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_ops_workspace_is_in_the_profile() -> None:
     from poochplan.formats.profile import Phase
     from poochplan.profiler.capture.captured import CapturedOp
-    from poochplan.profiler.capture.workspace import CudaWorkspace
+    from poochplan.profiler.capture.workspace import AllocatorWorkspace
 
-    meter, op = CudaWorkspace(WHERE), CapturedOp("op", "", Phase.FORWARD)
+    meter, op = AllocatorWorkspace(WHERE), CapturedOp("op", "", Phase.FORWARD)
     meter.begin()
     held = torch.empty(4 * MIB, dtype=torch.uint8, device=WHERE)
     del held
@@ -204,9 +204,9 @@ def test_an_ops_workspace_is_in_the_profile() -> None:
 
 
 def test_events_tell_the_time_of_the_device_not_of_queueing() -> None:
-    from poochplan.profiler.capture.clock import CudaClock
+    from poochplan.profiler.capture.clock import DeviceClock
 
-    clock = CudaClock(WHERE)
+    clock = DeviceClock(WHERE)
     marks = []
     for _ in range(20):
         begin = clock.begin()

@@ -21,7 +21,7 @@ import poochplan
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
-from poochplan.profiler.capture.clock import CudaClock
+from poochplan.profiler.capture.clock import DeviceClock
 from poochplan.runtime.devices.cuda import CudaDevice
 from poochplan.runtime.devices.transfers import copy_out
 from tests.online.caches import empty_cache
@@ -161,7 +161,7 @@ def test_a_value_is_read_back_at_once_with_the_bytes_that_went_out() -> None:
 
 def test_no_gap_of_launching_counts_as_an_ops_time() -> None:
     """Where an op is queued, the device is behind the launching thread: it has not come to the mark before the op."""
-    clock, one = CudaClock(WHERE), torch.zeros(8, device=WHERE)
+    clock, one = DeviceClock(WHERE), torch.zeros(8, device=WHERE)
 
     def reached_early() -> int:
         found, marks = 0, []

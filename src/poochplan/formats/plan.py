@@ -160,7 +160,8 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
     budget_bytes: Bytes
     on: Literal["allocated", "reserved"] = "allocated"
     """Whether the budget covers the bytes that torch's allocator takes from a GPU, instead of those in use."""
-    device: Literal["cpu", "cuda"]
+    device: Text
+    """The type of device that it runs on, as torch names it: ``cpu``, ``cuda`` or another accelerator's."""
     versions: dict[Text, Text] = msgspec.field(default_factory=dict)
     """Versions of its profile, torch included, and of the poochplan that planned; empty in older files."""
     switches: dict[Text, Text] = msgspec.field(default_factory=dict)

@@ -287,12 +287,13 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 class Device(msgspec.Struct, frozen=True, kw_only=True):
     """The machine the step was measured on."""
 
-    kind: Literal["cpu", "cuda"]
+    kind: Text
+    """Its type, as torch names it: ``cpu``, ``cuda`` or another accelerator's."""
     name: Text
     memory_bytes: Bytes
     threads: Count = 0
     host_bytes: Bytes | None = None
-    """On CUDA, bytes of the host's memory that a process could still take, within its cgroups; None if not known."""
+    """Bytes of the host's memory that a process could still take, within its cgroups; None on the CPU or if unknown."""
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):

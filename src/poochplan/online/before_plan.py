@@ -15,11 +15,11 @@ import torch
 
 from poochplan.errors import UsageError
 from poochplan.formats.run_record import segments_expand
+from poochplan.runtime.devices.backend import backend_of, memory_left
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.metering.allocated import joined_count
 from poochplan.runtime.metering.census import EVERY, census_bytes
 from poochplan.runtime.step_policies.step_policy import KeepWhileRoom, StepPolicy, SwapEach
-from poochplan.tensors.host_memory import memory_left
 from poochplan.tensors.storages import gradient_of, own_tensors
 
 SHARE_TAKEN = 0.9
@@ -107,8 +107,8 @@ class BeforePlan:
         self._is_short()
 
     def _live_bytes(self) -> int:
-        if self._where.type == "cuda":
-            return torch.cuda.memory_allocated(self._where)
+        if self._where.type != "cpu":
+            return backend_of(self._where).allocated_bytes()
         count = joined_count()
         return self._beside_bytes + (count.live_bytes if count is not None else 0)
 
@@ -166,17 +166,17 @@ def free_bytes(where: torch.device) -> int:
     host share its memory.
     """
     left_bytes = memory_left(where)
-    return left_bytes + cached_bytes(where) if where.type == "cuda" else left_bytes // ranks_here()
+    return left_bytes // ranks_here() if where.type == "cpu" else left_bytes + cached_bytes(where)
 
 
 def cached_bytes(where: torch.device) -> int:
     """Reserved bytes that any request may get: those beside a block in use are fragments, unless segments expand."""
-    stats = torch.cuda.memory_stats_as_nested_dict(where)
+    stats = backend_of(where).statistics()
     free, fragments = (
         int(stats.get(name, {}).get("all", {}).get("current", 0)) for name in ("reserved_bytes", "inactive_split_bytes")
     )
     free -= int(stats["allocated_bytes"]["all"]["current"])
-    return free if segments_expand() else max(0, free - fragments)
+    return free if where.type == "cuda" and segments_expand() else max(0, free - fragments)
 
 
 def checked(name: str, mode: Mode) -> Unplanned:

@@ -15,8 +15,6 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-import torch
-
 from poochplan.units import format_bytes
 
 GIVEN_BACK_BYTES = 1 << 20
@@ -246,13 +244,3 @@ def fitting_mode(needed_bytes: int, free_bytes: int) -> tuple[Literal["run", "sw
         f"mode auto chose {mode}: in-core the step {verb}. Beside model and data it needs {format_bytes(needed_bytes)} "
         f"and a tenth to spare; {format_bytes(free_bytes)} are free"
     )
-
-
-def memory_left(where: torch.device) -> int:
-    """Bytes that may still be taken there; on CUDA also by the allocator's limit, of which the GPU knows nothing."""
-    if where.type == "cpu":
-        return available_bytes()
-    index = torch.cuda.current_device() if where.index is None else where.index
-    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-    limit_bytes = int(torch.cuda.get_per_process_memory_fraction(index) * total_bytes)
-    return max(0, min(free_bytes, limit_bytes - torch.cuda.memory_reserved(index)))

@@ -173,7 +173,7 @@ def held_to_their_way() -> torch.library.Library | None:
     if torch.version.hip is not None:
         return None
     library = torch.library.Library("aten", "IMPL")
-    for key in ("AutogradCPU", "AutogradCUDA"):
+    for key in ("AutogradCPU", "AutogradCUDA", "AutogradXPU", "AutogradPrivateUse1"):
         library.impl("ctc_loss.Tensor", _ctc_loss, key)
         library.impl("rrelu", functools.partial(_rrelu, torch.ops.aten.rrelu.default), key)
         library.impl("rrelu_", functools.partial(_rrelu, torch.ops.aten.rrelu_.default), key)

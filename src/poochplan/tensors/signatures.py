@@ -4,6 +4,7 @@ and of a model that change the ops of a step, or their bits.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -25,8 +26,17 @@ from .storages import parts_of
 _CUDA: Any = torch.backends.cuda
 _CUDNN: Any = torch.backends.cudnn
 _MKLDNN: Any = torch.backends.mkldnn
+
+
+@functools.cache
+def _accelerator() -> str:
+    """The type of device besides the CPU whose autocast counts; without one CUDA's."""
+    found = torch.accelerator.current_accelerator()
+    return "cuda" if found is None else found.type
+
+
 _FLAGS: dict[str, Callable[[], object]] = {
-    "autocast": lambda: "+".join(map(_autocast, ("cpu", "cuda"))),
+    "autocast": lambda: "+".join(map(_autocast, ("cpu", _accelerator()))),
     "autocast_cache": torch.is_autocast_cache_enabled,
     "default": torch.get_default_dtype,
     "matmul": torch.get_float32_matmul_precision,

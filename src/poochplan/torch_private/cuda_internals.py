@@ -1,4 +1,4 @@
-"""Private names of torch's CUDA devices, and the purpose of each."""
+"""Private names of torch's CUDA devices and other accelerators, and the purpose of each."""
 
 from __future__ import annotations
 
@@ -31,17 +31,23 @@ MemoryStats = Callable[[int], dict[str, Any]]
 ResetPeaks = Callable[[int], object]
 
 
-def memory_stats_calls() -> tuple[MemoryStats, ResetPeaks, MemoryStats]:
+def memory_stats_calls(kind: str) -> tuple[MemoryStats, ResetPeaks, MemoryStats]:
     """The functions through which the public calls of ``torch.cuda`` read the allocator's statistics of a GPU and reset
-    its peaks, and through which ``torch.accelerator`` reads the same statistics.
+    its peaks, and through which ``torch.accelerator`` reads the same statistics. Of other types of device those of
+    ``torch.accelerator`` alone.
     """
-    return torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats, torch._C._accelerator_getDeviceStats
+    of_accelerator = torch._C._accelerator_getDeviceStats
+    if kind != "cuda":
+        return of_accelerator, torch._C._accelerator_resetPeakStats, of_accelerator
+    return torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats, of_accelerator
 
 
-def stand_before_memory_stats(stats: MemoryStats, reset: ResetPeaks, of_accelerator: MemoryStats) -> None:
+def stand_before_memory_stats(kind: str, stats: MemoryStats, reset: ResetPeaks, of_accelerator: MemoryStats) -> None:
     """Replaces the functions that the public calls go through."""
-    torch._C._cuda_memoryStats = stats  # type: ignore[assignment]
-    torch._C._cuda_resetPeakMemoryStats = torch._C._accelerator_resetPeakStats = reset  # type: ignore[assignment]
+    if kind == "cuda":
+        torch._C._cuda_memoryStats = stats  # type: ignore[assignment]
+        torch._C._cuda_resetPeakMemoryStats = reset  # type: ignore[assignment]
+    torch._C._accelerator_resetPeakStats = reset  # type: ignore[assignment]
     torch._C._accelerator_getDeviceStats = of_accelerator  # type: ignore[assignment]
 
 
