@@ -42,8 +42,8 @@ COMPARED_ABOVE = (
     "budget of {}; this is told once"
 )
 PROFILED = (
-    "a profiler of yours runs in steps whose memory is to be metered, so a step above the budget is not told; with a C++ "
-    "compiler it is (pooch doctor says what to install), or leave some steps unprofiled"
+    "a profiler of yours runs in steps whose memory is to be metered, so a step above the budget is not told; with a "
+    "C++ compiler it is (pooch doctor says what to install), or leave some steps unprofiled"
 )
 MOST_UNKNOWN = 3
 """So many steps in a row without a peak are told."""
