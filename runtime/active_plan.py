@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from enum import StrEnum
 
 from poochplan.formats.plan import Plan
-from poochplan.runtime.engine.audit import AuditedPlan
+from poochplan.runtime.engine.audited_plan import AuditedPlan
 from poochplan.runtime.step_policies.follow import IndexedPlan
 from poochplan.units import format_bytes
 

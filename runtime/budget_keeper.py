@@ -41,6 +41,12 @@ COMPARED_ABOVE = (
     "the step after that difference kept every value beside to find all that is wrong, and took {}, more than the "
     "budget of {}; this is told once"
 )
+PROFILED = (
+    "a profiler of yours runs in steps whose memory is to be metered, so a step above the budget is not told; with a "
+    "C++ compiler it is (pooch doctor says what to install), or leave some steps unprofiled"
+)
+MOST_UNKNOWN = 3
+"""So many steps in a row without a peak are told."""
 
 
 class BudgetKeeper:
@@ -90,6 +96,9 @@ class BudgetKeeper:
     def look(self, segment: Segment, plan: ActivePlan | None, engine: Engine) -> None:
         """Reacts to a step above its budget. Of one that has left its plan it is only said, once."""
         peak_bytes = segment.report.peak_bytes
+        if self._meter.unknown >= MOST_UNKNOWN and PROFILED not in self._told:
+            self._told.add(PROFILED)
+            self._messages.warn(PROFILED)
         if self.is_on and self.limit_bytes and peak_bytes is not None and peak_bytes > self.limit_bytes:
             self._is_limit_due = not self._meter.is_certain
             self._tell_above(WITHOUT_PLAN_ABOVE, peak_bytes, self.limit_bytes)

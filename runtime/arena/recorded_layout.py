@@ -124,6 +124,11 @@ class ArenaRuns:
         """The fates of the blocks of the run that began last; None if they had no places."""
         return self.arena.fates() if self.has_places and self.arena is not None else None
 
+    @property
+    def has_live_blocks(self) -> bool:
+        """Whether blocks of earlier runs are alive in the arena."""
+        return self.arena is not None and self.arena.live_blocks > 0
+
     def events(self) -> Table | None:
         """The log of the run that began last, which ends here; None if it was not logged."""
         if self._log is None:

@@ -329,8 +329,8 @@ class StepArena:
             return  # the step has not ended, for example a forward whose loss was not used
         if events is not None:
             assert self._pack is not None
-            if known.saw(events, fates, self._pack) and fates is not None and fates.taken:
-                self._runs.leave()  # blocks with separate places may be there to stay
+            if known.saw(events, fates, self._pack) and self._runs.has_live_blocks:
+                self._runs.leave()  # they may be there to stay, where other blocks have places now
         elif fates is not None:
             known.ran(fates)
 
@@ -394,8 +394,8 @@ class RepeatedStep:
             self._times = MOST_LAID_OUT  # no further layout is made
             return
         self._times += 1
-        if fates is not None and fates.taken:
-            self._runs.leave()  # blocks with separate places may be there to stay
+        if self._runs.has_live_blocks:
+            self._runs.leave()  # they may be there to stay, where other blocks have places now
         self._layout = layout_of_run(events, self._pack) or self._layout
 
 

@@ -9,8 +9,8 @@ the last point at which forward still held it in the step before. What steps swa
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
-import random
 import time
 import weakref
 from collections.abc import Container, Iterable, Sequence
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from poochplan.formats.plan import Decision, Instructions, PlannedValue
+from poochplan.formats.plan import Decision, PlannedValue
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.runtime.devices.backend import backend_of
 from poochplan.runtime.devices.pinned import small_buffer
@@ -28,6 +28,7 @@ from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.storages import Geometry, bytes_of
 from poochplan.torch_private.tensor_internals import unseen_by_modes
 
+from .audited_plan import AuditedPlan, Place, SwapsWithoutPlan
 from .saved_value import SavedValue
 
 MOST_SHARE = 0.003
@@ -37,8 +38,6 @@ FIRST_BYTES_PER_S = 1e9
 LARGEST_CHANGE = 2.0
 """By this factor the assumed rate follows the measured one in a step."""
 MOST_BYTES_PER_S = 1e12
-MOST_PLACES = 1 << 14
-"""A plan knows of so many places for how long their values have waited."""
 LOOKS = 8
 """At so many points a checksum is taken anew, in the first step that audits the value."""
 PIECE_BYTES = 1 << 24
@@ -51,12 +50,6 @@ SHARE_OF_FREE = 0.5
 """Of the device's free memory may go into keeping all values beside."""
 
 
-Place = tuple[int, int]
-"""A save point, and the parameter or buffer that was saved before it. Steps that leave out layers may have values of
-different layers at one save point.
-"""
-
-
 class OnAudit(StrEnum):
     """The reaction to a value that does not come back as it was."""
 
@@ -66,103 +59,6 @@ class OnAudit(StrEnum):
     """``AuditError`` is raised at the end of that step."""
     OFF = "off"
     """Nothing is compared."""
-
-
-class AuditedPlan:
-    """State: for how many steps each released value of a plan has waited, and those that are kept from now on.
-
-    Each counts the steps that release it, so that it has its turn on every path that a step can take.
-    """
-
-    def __init__(self, instructions: Instructions) -> None:
-        self.values = instructions.values
-        self._released = {
-            index for index, value in enumerate(self.values) if value.decision is not Decision.KEEP and not value.source
-        }
-        self._waited: dict[Place, int] = {}
-        """Steps since a value was compared last."""
-        self._elsewhere = dict(zip(sorted(self._released), reversed(range(len(self._released))), strict=True))
-        """The same by save point, for places that are new. At first each differs, so that they take turns."""
-        self.leaves_out = False
-        """Whether steps leave out layers."""
-        self.kept = set[int]()
-        """Save points of values that have differed."""
-        self.last_held: dict[Place, int] = {}
-        """The last save point at which forward held a value after its release, as its last comparison has shown."""
-        self.is_alarmed = False
-        """Whether the next step compares all, because what has changed one value may have changed others."""
-        self._bytes = sum(self.values[index].size_bytes for index in self._released)
-        self._chance = random.Random(0)
-
-    @property
-    def released(self) -> set[int]:
-        """Save points of all values that are compared in turn."""
-        return self._released - self.kept
-
-    def is_next(self, place: Place, most_bytes: float, left_bytes: float) -> bool:
-        """Whether a value that is released now is compared: if as many steps have released it as there are values, or
-        if there is time. ``most_bytes`` can be compared in the time of a step, ``left_bytes`` in what is left of it.
-        """
-        index, waited = place[0], self._waited.pop(place, None)
-        is_new = waited is None
-        waited = 1 + (self._elsewhere[index] if waited is None else waited)
-        is_early = is_new or waited * most_bytes >= self._bytes
-        is_next = waited >= len(self.released) or (is_early and self.values[index].size_bytes <= left_bytes)
-        if is_next:  # by chance, or turns may fall on steps of one path again and again
-            waited = self._chance.randrange(len(self.released) // 2 + 1) if self.leaves_out else 0
-        self._waited[place] = waited  # the last one, so that the first one was not seen for longest
-        if is_new:
-            self._elsewhere[index] = waited
-            if len(self._waited) > MOST_PLACES:
-                seen_first = next(iter(self._waited))
-                del self._waited[seen_first]
-                self.last_held.pop(seen_first, None)
-        return is_next
-
-    def is_missed(self, place: Place) -> None:
-        """The value has not been compared after all: it is the next time that a step releases it."""
-        self._waited[place] = len(self.values)
-        self.last_held.pop(place, None)
-
-    def named(self, index: int) -> str:
-        """A value, for a message."""
-        value = self.values[index]
-        return f"{value.name} ({_AGAIN[value.decision]}{f', layer {value.layer}' if value.layer else ''})"
-
-    def takes_over(self, before: AuditedPlan) -> None:
-        """The plan replaces another for the same steps: what differed under that one is known by its name."""
-        names = {before.values[index].name for index in before.kept}
-        self.kept = {index for index, value in enumerate(self.values) if value.name in names}
-        self.is_alarmed = bool(names)
-
-
-class SwapsWithoutPlan(AuditedPlan):
-    """State: which of the values is compared that the next step swaps without a plan: one, by a checksum."""
-
-    def __init__(self) -> None:
-        self.kept, self.last_held, self.is_alarmed = set(), {}, False
-        self._turn = self._count = self._most = 0
-
-    def has_turn(self) -> bool:
-        """Whether the value that is now released is compared."""
-        self._count += 1
-        return self.is_alarmed or self._count - 1 == self._turn
-
-    @property
-    def latest(self) -> int:
-        """The number in its step of the value that was released last."""
-        return self._count - 1
-
-    def step_ends(self) -> None:
-        if self._count:
-            self._most = max(self._most, self._count)
-            self._turn, self._count, self.is_alarmed = (self._turn + 1) % self._most, 0, False
-
-    def is_missed(self, place: Place) -> None:
-        self.last_held.pop(place, None)
-
-    def named(self, index: int) -> str:
-        return f"value {index + 1} of those that a step without a plan swaps"
 
 
 Look = tuple[torch.dtype, tuple[int, ...]]
@@ -301,28 +197,35 @@ class Audit:
         return False
 
     def _watch(self, value: SavedValue, plan: AuditedPlan, place: Place, *, is_beside: bool) -> None:
-        begin_s = time.perf_counter()
         assert value.storage is not None
-        beside = Beside(plan, place, value.storage, value.geometry or Geometry.of(value.probe), is_kept=is_beside)
-        value.beside = beside
+        beside = value.beside = Beside(plan, place, value, value.storage, is_kept=is_beside)
         self.beside_bytes += beside.size_bytes if beside.is_kept else 0
         if not beside.is_kept:
-            if plan.last_held.get(place, 0) <= self._saves:  # else forward holds it until then, most likely
-                beside.look_again()
             self._watched.append(beside)
+            self._look(beside)
+
+    def _look(self, beside: Beside) -> None:
+        """Takes its checksum, unless forward most likely holds it until a later point."""
+        if self._saves >= beside.plan.last_held.get(beside.place, 0) and beside.looks < LOOKS:
+            begin_s = time.perf_counter()
+            beside.look_again()
             self._took_s += time.perf_counter() - begin_s
 
     def point(self, saves: int) -> None:
         """The step has come to that save point, or with the number of all to its first use."""
         self._saves = saves
         for beside in self._watched:
-            if beside.weak() is None:
-                continue
-            beside.held_at = saves
-            if saves >= beside.plan.last_held.get(beside.place, 0) and beside.looks < LOOKS:
-                begin_s = time.perf_counter()
-                beside.look_again()
-                self._took_s += time.perf_counter() - begin_s
+            if beside.weak() is not None:
+                beside.held_at = saves
+                self._look(beside)
+
+    def saved_again(self, value: SavedValue, tensor: torch.Tensor) -> None:
+        """Another tensor of its storage is saved, perhaps after its release."""
+        if value.decision is Decision.KEEP or (part := Geometry.of(tensor)) in value.parts:
+            return
+        value.other_parts = (*value.other_parts, part)
+        if value.beside is not None and not value.beside.is_kept:
+            self._look(value.beside)
 
     def comes_back(self, value: SavedValue) -> None:
         """Its storage is there again. A value kept beside gets back what was kept."""
@@ -334,7 +237,7 @@ class Audit:
             return
         begin_s = time.perf_counter()
         self.compared += 1
-        found = Comparison(beside, value.storage)
+        found = Comparison(beside, value, value.storage)
         if found.is_done:
             self._is_taken(found)
         else:
@@ -350,47 +253,53 @@ class Audit:
 
 
 class Beside:
-    """What is known of a value that the engine has released: the storage itself, or a checksum of it."""
+    """What is known of a value that the engine has released: the storage itself, or a checksum of its parts."""
 
     def __init__(
-        self, plan: AuditedPlan, place: Place, storage: torch.UntypedStorage, geometry: Geometry, *, is_kept: bool
+        self, plan: AuditedPlan, place: Place, value: SavedValue, storage: torch.UntypedStorage, *, is_kept: bool
     ) -> None:
         self.plan, self.place, self.size_bytes = plan, place, storage.nbytes()
-        self.look: Look = geometry.dtype, geometry.shape
-        self.part = None if covers(geometry, self.size_bytes) else geometry
-        """What is compared: the tensor that was saved first. Forward may go on to write the rest of its storage, as an
-        LSTM's cell writes the other gates. None for all of the storage.
-        """
-        self.is_kept = is_kept and (self.part is None or storage.device.type == "cpu")  # else it would take memory
+        first = value.parts[0]
+        self.look: Look = first.dtype, first.shape
+        is_whole = storage.device.type == "cpu" or not self.parts_of(value)  # else comparing takes more memory
+        self.is_kept = is_kept and is_whole
         self.kept = storage if self.is_kept else None
-        self.weak = weakref.ref(storage)
+        self._value, self.weak = weakref.ref(value), weakref.ref(storage)
         self.looks = 0
         self.held_at: int | None = None
         """The last save point at which forward held it."""
         self.checksum: Any = None
+        self.parts: Sequence[Geometry] = ()
+        """What the checksum is of."""
+
+    def parts_of(self, value: SavedValue) -> Sequence[Geometry]:
+        """What is compared: the tensors that were saved. Forward may go on to write the rest of their storage, as an
+        LSTM's cell writes the other gates. Empty if one has all of it.
+        """
+        return () if any(covers(part, self.size_bytes) for part in value.parts) else value.parts
 
     def look_again(self) -> None:
         """Takes the checksum of what the storage has now."""
-        storage = self.weak()
-        if storage is not None and storage.nbytes() == self.size_bytes:
-            self.looks += 1
-            self.checksum = checksum(storage, self.part)
+        value, storage = self._value(), self.weak()
+        if value is not None and storage is not None and storage.nbytes() == self.size_bytes:
+            self.looks, self.parts = self.looks + 1, self.parts_of(value)
+            self.checksum = checksum(storage, self.parts)
 
 
 class Comparison:
     """Of a value that has come back. On a GPU the result is read later, so that nothing waits."""
 
-    def __init__(self, beside: Beside, storage: torch.UntypedStorage) -> None:
+    def __init__(self, beside: Beside, value: SavedValue, storage: torch.UntypedStorage) -> None:
         self.plan, self.index, self.look, self.is_right = beside.plan, beside.place[0], beside.look, beside.is_kept
         if storage.device.type == "cpu":
-            self._differs = _cpu_differs(beside, storage)
+            self._differs = _cpu_differs(beside, beside.parts_of(value), storage)
             self._done: torch.Event | None = None
             return
         with unseen_by_modes():
             if beside.kept is not None:
                 found = _differs_there(beside.kept, storage)
             else:
-                found = torch.ne(checksum(storage, beside.part), beside.checksum)
+                found = torch.ne(checksum(storage, beside.parts), beside.checksum)
             self._result = small_buffer(1).view(torch.bool)
             self._result.copy_(found.view(1), non_blocking=True)
             there = backend_of(storage.device)
@@ -425,7 +334,6 @@ def differences_text(found: Sequence[Comparison]) -> str:
 
 
 _MOST_NAMED = 4
-_AGAIN = {Decision.SWAP: "swapped", Decision.RECOMPUTE: "recomputed", Decision.KEEP: "kept"}
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -448,20 +356,20 @@ def _elements(storage: torch.UntypedStorage, part: Geometry) -> Any:
     return np.ndarray(part.shape, f"u{item_bytes}", _memory(storage), item_bytes * part.offset, strides)
 
 
-def checksum(storage: torch.UntypedStorage, part: Geometry | None = None) -> Any:
-    """The sum of all words, modulo 2^64, and of the bytes behind the last; on the storage's device. Of a part of the
-    storage the sum of its elements. On the CPU no memory of torch's is taken.
+def checksum(storage: torch.UntypedStorage, parts: Sequence[Geometry] = ()) -> Any:
+    """The sum of all words, modulo 2^64, and of the bytes behind the last; on the storage's device. Of parts of the
+    storage the sum of their elements. On the CPU no memory of torch's is taken.
     """
-    if part is not None and storage.device.type == "cpu":
-        return int(np.add.reduce(_elements(storage, part), axis=None, dtype=np.uint64))
-    if part is not None:
-        with unseen_by_modes():
-            return part.on(storage).view(_WORDS[part.dtype.itemsize]).sum(dtype=torch.int64)
     if storage.device.type == "cpu":
+        if parts:
+            return sum(int(np.add.reduce(_elements(storage, one), axis=None, dtype=np.uint64)) for one in parts)
         memory, words = _memory(storage), storage.nbytes() // 8
         whole = int(np.add.reduce(np.frombuffer(memory, np.uint64, words))) if words else 0
         return whole, memory[words * 8 :]
     with unseen_by_modes():
+        if parts:
+            words_of = (one.on(storage).view(_WORDS[one.dtype.itemsize]) for one in parts)
+            return functools.reduce(torch.Tensor.add_, (one.sum(dtype=torch.int64) for one in words_of))
         content = bytes_of(storage)
         end = content.numel() // 8 * 8
         return content[:end].view(torch.int64).sum() + content[end:].sum(dtype=torch.int64)
@@ -471,14 +379,15 @@ _C_LIBRARY = ctypes.CDLL(None)
 _C_LIBRARY.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
-def _cpu_differs(beside: Beside, storage: torch.UntypedStorage) -> bool:
-    if beside.kept is None:
-        return bool(checksum(storage, beside.part) != beside.checksum)
-    if beside.kept.nbytes() != storage.nbytes():
+def _cpu_differs(beside: Beside, parts: Sequence[Geometry], storage: torch.UntypedStorage) -> bool:
+    kept = beside.kept
+    if kept is None:
+        return bool(checksum(storage, beside.parts) != beside.checksum)
+    if kept.nbytes() != storage.nbytes():
         return True
-    if beside.part is not None:
-        return not np.array_equal(_elements(beside.kept, beside.part), _elements(storage, beside.part))
-    return bool(_C_LIBRARY.memcmp(beside.kept.data_ptr(), storage.data_ptr(), storage.nbytes()))
+    if parts:
+        return not all(np.array_equal(_elements(kept, one), _elements(storage, one)) for one in parts)
+    return bool(_C_LIBRARY.memcmp(kept.data_ptr(), storage.data_ptr(), storage.nbytes()))
 
 
 def _differs_there(kept: torch.UntypedStorage, storage: torch.UntypedStorage) -> torch.Tensor:

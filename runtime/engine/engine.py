@@ -301,13 +301,13 @@ class Engine:
         if is_new and self._policy.sources and not record.packed:
             self._pass_source(record, tensor)
         shell = None if tensor is whole else Shell.of(whole)
-        if is_new:
+        if is_new or not isinstance(known, SavedValue):
             value = self._save(record, tensor)  # its first handle shares its fields
             number, ordinal = segment.number, segment.packs - 1  # no local has the lease: a traceback would keep it
             first = value.probe, value.version, value.geometry, value
             return SavedHandle(*first, cursor.lease(), number, ordinal, shell=shell)
-        assert isinstance(known, SavedValue)
         self._another_handle(record, tensor)
+        self.audit.saved_again(known, tensor)
         return SavedHandle.another(tensor, known, cursor.lease(), segment.number, segment.packs - 1, shell)
 
     def _another_handle(self, record: StorageRecord, tensor: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -62,6 +62,8 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
     recipe: Recipe | None = None
     beside: Any = None
     """What the audit knows of it while it is released."""
+    other_parts: tuple[Geometry, ...] = ()
+    """Parts of its storage that were saved behind the first one, each once. Empty if it is kept."""
 
     @classmethod
     def of(cls, decision: Decision, record: StorageRecord, tensor: torch.Tensor, home: Stream | None) -> SavedValue:
@@ -94,6 +96,11 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
     def waits_for_replay(self) -> bool:
         """Whether only a replay brings it back."""
         return self.state is ValueState.TO_REPLAY
+
+    @property
+    def parts(self) -> Sequence[Geometry]:
+        """The parts of its storage that are saved, in the order of their packs."""
+        return (self.geometry or Geometry.of(self.probe), *self.other_parts)
 
     # -- transitions ------------------------------------------------------------------------------------------
 

@@ -70,6 +70,8 @@ class StepMeter:
         self._source: StepPeak | None = None
         """Set from the first step on."""
         self._told: PeakBytes | None = None
+        self.unknown = 0
+        """How many steps in a row were to be metered, and have no peak: another profiler has the log."""
         self._passed: list[PeakMoment] = []
         """The points that this step has passed, if the moment of the peak is wanted."""
         self._peak_at = 0
@@ -135,6 +137,8 @@ class StepMeter:
         found = self._source.ends() if self._source is not None and self._is_due else None
         if found is not None:
             self._told, self._peak_at = found, found.mark or 0
+        if self._is_due and self._when != "never":
+            self.unknown = self.unknown + 1 if self._told is None else 0
         self._count_what_was_met()
 
     def _count_what_was_met(self) -> None:

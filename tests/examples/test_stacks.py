@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from poochplan.errors import UsageError
+from poochplan.errors import AuditError, UsageError
 from poochplan.integrations import hf
 from poochplan.integrations import lightning as for_lightning
 from poochplan.integrations.trainers import called_by
@@ -177,6 +177,52 @@ def test_a_callback_that_is_given_twice_is_refused(name: str, callback: Any, tmp
     both = [callback(budget="60%", cache=tmp_path / "cache", **QUICK) for _ in range(2)]
     with pytest.raises(UsageError, match="expected one PlanCallback, found several"):
         main_of(name)(*both, folder=str(tmp_path))
+    assert not has_hooks()
+
+
+class Late(torch.nn.Module):
+    """Begins to write what it has saved, by NumPy, once it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.writes = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(5)), False
+
+    def forward(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            hidden = layer(rows)
+            rows = hidden.sin()
+            if self.writes:
+                hidden.detach().numpy()[:] += 0.5
+        return {"loss": rows.square().mean()}
+
+
+class Begins(transformers.TrainerCallback):
+    """Has the model write once there is a plan, and twenty steps were taken."""
+
+    def __init__(self, plans: hf.PlanCallback) -> None:
+        self.plans = plans
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        assert self.plans.session is not None
+        if state.global_step == 20:
+            model.writes = self.plans.session.wait_until_planned(120)
+
+
+@pytest.mark.parametrize("on_audit", ["error", "warn"])
+def test_a_late_write_ends_train_with_an_error_if_that_is_asked_for_and_is_told_else(
+    on_audit: str, tmp_path: Path
+) -> None:
+    plans = hf.PlanCallback(budget="85%", cache=tmp_path / "cache", on_audit=on_audit, **QUICK)
+    settings = transformers.TrainingArguments(
+        str(tmp_path), max_steps=50, per_device_train_batch_size=128, use_cpu=True, save_strategy="no", report_to="none"
+    )
+    data = [{"rows": row} for row in torch.randn(128, 64)]
+    trainer = transformers.Trainer(Late(), settings, None, data, callbacks=[plans, Begins(plans)])
+    found = "the audit found other bytes than forward left in"
+    with pytest.raises(AuditError, match=found) if on_audit == "error" else pytest.warns(RuntimeWarning, match=found):
+        trainer.train()
+    assert (trainer.state.global_step == 50) == (on_audit == "warn")
+    plans.close()
     assert not has_hooks()
 
 

@@ -56,6 +56,10 @@ def _numpy(tensor: torch.Tensor) -> object:
     return np.add(tensor.detach().numpy(), 0.25, out=tensor.detach().numpy())
 
 
+def _numpy_rows(tensor: torch.Tensor) -> object:
+    return tensor.detach().numpy().__iadd__(0.25)
+
+
 def _dlpack(tensor: torch.Tensor) -> object:
     return torch.from_dlpack(tensor.detach()).add_(0.5)
 
@@ -95,7 +99,8 @@ def gradients_of(
     def late(place: str) -> None:
         nonlocal begun
         begun += place == "step"
-        patch.setattr(Late, "write", staticmethod(write) if write is not None and begun > BEGINS else None)
+        for kind in (Late, Parts):
+            patch.setattr(kind, "write", staticmethod(write) if write is not None and begun > BEGINS else None)
 
     with our_warnings() as said:
         seen, report = train(case, steps, plan, late, **options)
@@ -200,6 +205,50 @@ def test_a_late_write_is_told_within_the_bound_and_then_right(
     assert any(used in text for text in said)
     assert len(wrong) < bound
     assert wrong == list(range(BEGINS, BEGINS + len(wrong)))
+
+
+class Parts(nn.Module):
+    """Three parts of one storage are saved one behind the other. A write comes to the last one, behind its save or
+    between the saves.
+    """
+
+    write: Write | None = None
+
+    def __init__(self, *, between: bool) -> None:
+        super().__init__()
+        self.widen, self.between = nn.Linear(24, 72), between
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        first, second, third = self.widen(batch).chunk(3, 1)
+        found = first.sin()
+        if self.write is not None and self.between:
+            self.write(third)
+        found = found * second.sin() + third.sin()
+        if self.write is not None and not self.between:
+            self.write(third)
+        return found.exp()  # a save while forward still holds the parts
+
+
+PARTS = {
+    "behind": of(lambda: Parts(between=False), 20, 24, optimizer=_still),
+    "between": of(lambda: Parts(between=True), 20, 24, optimizer=_still),
+}
+
+
+@pytest.mark.parametrize(("where", "way"), [("behind", SWAP), ("behind", REPLAY), ("between", REPLAY)])
+@pytest.mark.parametrize("has_room", [True, False])
+def test_so_is_one_to_another_part_of_a_storage_than_was_saved_first(
+    where: str, way: tuple[float, float, float], has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = PARTS[where]
+    plan = random_plan(case.profile(), 0, way)
+    assert any(value.decision is not Decision.KEEP and value.size_bytes == 20 * 72 * 4 for value in plan.values)
+    options: dict[str, Any] = {"arena": "off"} if has_room else {"meter": "never"}
+    wrong, report, said = differing(case, BEGINS + released(plan) + 4, _numpy_rows, plan, monkeypatch, **options)
+    assert report.total.audit_differences > 0
+    assert any("the audit found other bytes" in text for text in said)
+    assert wrong == list(range(BEGINS, BEGINS + len(wrong)))
+    assert len(wrong) < released(plan)
 
 
 def test_without_it_steps_stay_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

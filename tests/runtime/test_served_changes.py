@@ -309,3 +309,24 @@ def test_gradients_that_lie_in_the_arena_and_stay_there_cost_one_more_arena_and_
         assert loop.is_served_whole
         loop.step()
         assert loop.is_served_whole
+
+
+@needs_compiler
+def test_a_block_that_is_kept_where_others_died_is_in_no_ones_way_once_its_step_is_laid_out_again() -> None:
+    """As LBFGS keeps a direction: which of its closures was recorded tells whether the vector dies with the step."""
+    model, loss_of, _ = CASES["attention"].fresh()
+    kept, found = list[torch.Tensor](), list[ArenaReport]()
+    with poochplan.apply(plan_of("attention"), model, arena="on") as session:
+        for _ in range(2 * SETTLED):
+            model.zero_grad(set_to_none=True)
+            loss_of().backward()
+            is_served = session.arena is not None and session.arena.served > 0
+            behind = torch.zeros(20_000)
+            if is_served and not kept:
+                kept += [behind, torch.zeros(30_000)]  # the second one has no place, so the step is laid out again
+            del behind
+            if session.arena is not None:
+                found.append(session.arena)
+    assert [one.unplanned for one in found[:2]] == [1, 0]
+    assert len(found) > SETTLED
+    assert not any(one.taken for one in found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from poochplan.runtime.metering.census import LEAST_BYTES, census, leave_out
 from poochplan.runtime.metering.holders import name_of
 from poochplan.torch_private.tensor_internals import mode_stack, storage_identity
 from tests.runtime.besides import BATCH, WIDTH, fresh, live, profiled, tight
+from tests.runtime.nets import our_warnings
 from tests.runtime.served import needs_compiler
 
 pytestmark = pytest.mark.cpu_device
@@ -93,6 +95,24 @@ def test_live_bytes_are_metered_in_the_first_two_steps_and_one_in_fifty(plan: Pl
 
 @needs_compiler
 @pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("is_live", "profiles", "told"), [(True, 8, 1), (True, 2, 0), (True, 0, 0), (False, 8, 0)])
+def test_a_loop_that_is_profiled_in_every_step_hears_once_that_its_peaks_are_not_known_if_they_are_not(
+    plan: Plan, is_live: bool, profiles: int, told: int
+) -> None:
+    with our_warnings() as said, ExitStack() as profiled:
+
+        def begin_next(number: int) -> None:
+            profiled.close()
+            if number < profiles:
+                profiled.enter_context(torch.profiler.profile())
+
+        begin_next(0)
+        peaks = metered(live(plan) if is_live else plan, 8, begin_next)
+    assert sum("a profiler of yours runs in steps whose memory is to be metered" in text for text in said) == told
+    assert (peaks[profiles:] + peaks[:1])[0] is not None or told
+
+
 def test_allocated_bytes_are_metered_in_every_step(plan: Plan) -> None:
     for peak_bytes in metered(plan, 6):
         assert peak_bytes is not None
