@@ -35,7 +35,7 @@ Exit code 1: something needed is missing, or a check failed.
 
 WORKLOAD?: as in pooch profile (default: none)
 <of workload>
---device NAME: cpu, cuda or cuda:N, as in pooch profile
+--device NAME: cpu, cuda, cuda:N or another accelerator of torch, as in pooch profile
 <spill dir>
 --build: build evaluator and allocator now (default: on their first use)
 --gpu: try the GPU that --device names (default: cuda), in under 30 seconds
@@ -92,7 +92,7 @@ pageable ones are measured for comparison. On the CPU the host tier is a spill f
 result is kept in the user's cache folder, by device, disk, throttle and torch version. The next call shows it from
 there.
 
---device NAME =cpu: cpu, cuda or cuda:N (default: {})
+--device NAME =cpu: cpu, cuda, cuda:N or another accelerator of torch (default: {})
 <spill dir>
 --throttle RATE: limit copies to a rate such as 400MB/s
 --refresh: measure again instead of using the cache

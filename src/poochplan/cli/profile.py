@@ -48,7 +48,7 @@ can be planned. Each distinct op is then timed by itself on this machine, or --r
 <workload>
 -o, --output >FILE: profile to write (default: NAME.profile.json)
 <of workload>
---device NAME: cpu, cuda or cuda:N: the workload's parameter `device` (default: its own)
+--device NAME: cpu, cuda, cuda:N or another accelerator of torch: the workload's parameter `device` (default: its own)
 --mode auto|run|swap-all|fake =auto: run: the real step, in-core; swap-all: the real step with every saved value on the
   host, for a step that does not fit; fake: without memory, each op timed by itself or by --roofline; auto: run if the
   step fits, otherwise swap-all, and fake with --roofline (default: {})
