@@ -134,7 +134,7 @@ def test_an_interrupt_among_the_first_plans_or_those_that_are_polished_keeps_the
     owner: Any, name: str, call: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupt_at(monkeypatch, owner, name, call)
-    profile = large()
+    profile = large() if "time_limit_s" in options else transformer_like(6)
     made = plan(profile, tight(profile), gap=NEVER_MET, keep_interrupted=True, **options)
     assert made.solve.status is SolveStatus.INTERRUPTED
     assert_valid(profile, made)
