@@ -180,7 +180,7 @@ def test_an_error_in_one_thread_or_of_the_one_who_watches_is_raised_and_ends_the
 # -- what it says while it runs ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"time_limit_s": 1.5}, {"time_limit_s": 1.5, "threads": 3}, {"evaluations": 4000}])
+@pytest.mark.parametrize("options", [{"time_limit_s": 1.5}, {"time_limit_s": 1.5, "threads": 3}, {"evaluations": 2000}])
 def test_what_it_says_only_gets_better(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimise, "WATCHED_S", 0.02)
     told: list[Progress] = []

@@ -75,7 +75,7 @@ def test_an_op_with_more_work_takes_longer() -> None:
 def test_a_broken_cache_is_as_good_as_none(content: bytes) -> None:
     add = spec(aten.add.Tensor, torch.empty(8), torch.empty(8))
     path = cache_path(HERE)
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content.replace(b"KEY", add.key.encode()))
     bench = OpBench(HERE)
     bench.costs([add])
