@@ -66,7 +66,7 @@ def small(device: str = "cpu") -> poochplan.Workload:
 """
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with empty_cache(tmp_path_factory.mktemp("user")):
         yield
