@@ -52,7 +52,7 @@ HERE = Path(__file__).parent
 REST = {
     "accelerator": "on_late",
     "cli": "arena_shown fake_and_compiled fit link on_ranks pictures sweep",
-    "compiling": "autocast caches compiling eager_graphs",
+    "compiling": "autocast caches compiling eager_graphs profiled_graphs",
     "cuda_rules": "auto_on_cuda room_before_plan",
     "docs": "stacks",
     "end_to_end": "chunks_within_budget compare compiled_within_budget epochs long_loop physical_budget "
@@ -86,13 +86,15 @@ IN_TURN = {
     "gpu": "algorithms_on_gpu exactness_gpu flows_on_gpu second_gpu suite_dry_run",
     "integrations": "onnx_models",
     "judges": "judges",
-    "online": "gradients kinds_of_run logged quiet random_paths resting served trainings unusual_loops unusual_modules",
-    "planner": "bound branching effort oracle policies search sources time_steps",
+    "online": "gradients inside kinds_of_run logged quiet random_paths resting served sizes_inside trainings "
+    "unusual_loops unusual_modules",
+    "planner": "bound branching checkers effort fitting oracle planning policies reserved search sources time_steps",
     "profiler": "fake late_writes op_bench replays_change_nothing sparse_and_nested static_bytes swap_all timed_steps",
     "programs": "programs",
     "runtime": "audit autograd_steps backward_without_modes compiled copies_of_the_model deferred_unpacks divergence "
-    "exactness host_places late_buffers launch_path left_out many_steps messages plan_set_steps recording replay_kinds "
-    "rewriting save_points served_changes served_steps sources third_party unusual_tensors",
+    "exactness host_places late_buffers launch_path left_out many_steps memory_of_the_graph messages plan_set_steps "
+    "recording replay_kinds rewriting save_points served_changes served_steps sources third_party unusual_tensors "
+    "users_modes",
     "workloads": "hugging_face workloads",
 }
 """Files of tests that claim the same of many seeds, networks or kinds of step: each day has a third of the cases of

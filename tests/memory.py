@@ -48,12 +48,7 @@ class Memory:
         result = yield
         if (peak_bytes := held_bytes("VmHWM")) > self._peak_bytes + (10 << 20):
             self._peak_bytes, self._largest = peak_bytes, item.nodeid
-        if nextitem is None or nextitem.path != item.path:
-            self._file_ends(item)
-        return result
-
-    def _file_ends(self, item: pytest.Item) -> None:
-        if isinstance(item, pytest.Function):
+        if isinstance(item, pytest.Function) and (nextitem is None or nextitem.path != item.path):
             forget(item.module)
         if held_bytes() > self._held_bytes + MORE_BYTES:
             gc.unfreeze()
@@ -61,6 +56,7 @@ class Memory:
             gc.freeze()
             trim()
             self._held_bytes = held_bytes()
+        return result
 
     def told(self) -> str:
         return f"at most {held_bytes('VmHWM') / GIB:.1f} GiB resident, from {self._largest} on"

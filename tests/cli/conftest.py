@@ -13,6 +13,7 @@ import pytest
 
 import poochplan
 from poochplan.cli import main
+from tests.online.caches import costs_are_known, empty_cache
 
 WORKLOADS = '''
 """Workloads of the tests: a small network of linear layers, and functions that return the wrong thing."""
@@ -183,12 +184,14 @@ def pooch(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
+    known_costs: Path,
     workloads: Path,
     profile_path: Path,
     plan_path: Path,
 ) -> Pooch:
     """Runs ``pooch`` in an empty folder."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(known_costs))
     return Pooch(capfd, workloads, profile_path, plan_path)
 
 
@@ -201,10 +204,21 @@ def workloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def profile_path(workloads: Path) -> Path:
+def known_costs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder in which the runtime's costs need not be measured."""
+    folder = tmp_path_factory.mktemp("cache")
+    with empty_cache(folder):
+        costs_are_known()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def profile_path(workloads: Path, known_costs: Path) -> Path:
     """A profile of the workload ``small``."""
     path = workloads.with_name("small.profile.json")
-    return _written(path, "profile", f"{workloads}:small", "--iterations", "1", "--warmup", "1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(known_costs))
+        return _written(path, "profile", f"{workloads}:small", "--iterations", "1", "--warmup", "1")
 
 
 @pytest.fixture(scope="session")

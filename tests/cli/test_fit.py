@@ -11,6 +11,7 @@ import poochplan
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
+from poochplan.profiler import link as links
 from tests.cli.conftest import Pooch
 
 SIMULATED = "--roofline 50e12,2e12 --margin 0 --evaluations 300"
@@ -86,7 +87,10 @@ def test_a_function_serves_in_python() -> None:
     assert found.best is None  # networks of other widths are not the same work
 
 
-def test_here_the_value_runs_bitwise_within_the_limit_and_the_next_is_refused(pooch: Pooch) -> None:
+def test_here_the_value_runs_bitwise_within_the_limit_and_the_next_is_refused(
+    pooch: Pooch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "CURVE_SIZES_BYTES", (64 << 10, 256 << 10))  # the largest copy would be a GiB
     wide, limit = "--set width=128 --set depth=1", 2 << 20
     data = pooch.json(f"fit {pooch.small} --vary batch_size --evaluations 200 {wide} --device-memory 2MiB -o plan.json")
     assert Path("profile.json").exists()

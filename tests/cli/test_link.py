@@ -23,7 +23,7 @@ SIZES = (64 << 10, 256 << 10)
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(pooch: Pooch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert cache_path() == tmp_path / "cache" / "poochplan" / "links.json"
     monkeypatch.setattr(links, "CURVE_SIZES_BYTES", SIZES)

@@ -80,11 +80,9 @@ def begun(
     return subprocess.Popen(call, env={**os.environ, **shown}, stdout=subprocess.PIPE, **streams)
 
 
-def run(
-    code: str, *arguments: object, ends_with: tuple[int, ...] = (0,), launcher: tuple[str, ...] = (sys.executable,)
-) -> list[str]:
-    """What it printed on stdout and on stderr."""
-    running = begun(code, *arguments, launcher=launcher, stderr=subprocess.PIPE)
+def run(code: str, *arguments: object, ends_with: tuple[int, ...] = (0,), launcher: tuple[str, ...] = ()) -> list[str]:
+    """What it printed on stdout and on stderr. By itself a fork: its streams are its own as a process's are."""
+    running = begun(code, *arguments, launcher=launcher or tuple(forked()), stderr=subprocess.PIPE)
     out, err = (told.decode() for told in running.communicate())
     assert running.returncode in ends_with, err
     return [out, err]
@@ -120,7 +118,7 @@ def test_what_a_workload_prints_is_not_among_the_data(tmp_path: Path) -> None:
     path, made = tmp_path / "loud.py", tmp_path / "p.json"
     path.write_text(WORKLOAD)
     fake = "--mode", "fake", "--roofline", "v100", "--json", "-o", made
-    out, err = run(POOCH, "profile", f"{path}:prints", *fake, launcher=tuple(forked()))
+    out, err = run(POOCH, "profile", f"{path}:prints", *fake)
     assert json.loads(out)["in_core_peak_bytes"] == Profile.load(made).in_core_peak_bytes
     for line in ("C, to its buffer", "Python, to a stream of before", "a thread, to the descriptor"):
         assert line in err

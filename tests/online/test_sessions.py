@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from poochplan.errors import InfeasibleError, UsageError
 from poochplan.integrations.trainers import running_method
 from poochplan.profiler.trials.machine_facts import is_complete
 from poochplan.torch_private.hooks import has_topmost_hooks
+from tests.forks import forked
 from tests.online.caches import empty_cache
 from tests.online.runs import Run, opened, planning, run_auto
 from tests.online.trainings import Training, checkpointing_inside, dropout_and_batch_norm, stepping
@@ -125,14 +125,14 @@ def test_the_planning_process_ends_with_the_session(tmp_path: Path) -> None:
 
 
 PARENT = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from tests.online.runs import planning
 from tests.online.test_sessions import children, within
 from tests.online.trainings import dropout_and_batch_norm
 session = planning(dropout_and_batch_norm(), Path(sys.argv[1]), time_limit_s=60)
 assert within(10, children)
-print(children()[0], flush=True)
+print(os.getpid(), children()[0], flush=True)
 time.sleep(600)
 """
 
@@ -140,14 +140,14 @@ time.sleep(600)
 def test_the_planning_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     root, files = str(Path(__file__).parents[2]), tmp_path / "files"
     files.mkdir()
-    command = [sys.executable, "-c", PARENT, str(tmp_path)]
+    command = [*forked(), "-c", PARENT, str(tmp_path)]
     environment = {**os.environ, "TMPDIR": str(files)}
-    parent = subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
-    child = int(parent.stdout.readline())
+    begun = subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
+    parent, child = map(int, begun.stdout.readline().split())
     os.kill(child, signal.SIGSTOP)  # it is at its beginning
     assert list(files.glob("poochplan-*"))
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait()
+    os.kill(parent, signal.SIGKILL)
+    begun.wait()
     os.kill(child, signal.SIGCONT)
     assert within(30, lambda: is_gone(child))
     assert not list(files.glob("poochplan-*"))

@@ -22,7 +22,7 @@ from tests.runtime.nets import Net
 pytestmark = pytest.mark.filterwarnings(
     "ignore:poochplan. (no plan|a step without)", "ignore:The PyTorch API of nested"
 )
-WIDTH, LAYERS, TURNS, KNOWN_AT = 32, 10, 40, 16
+WIDTH, LAYERS, TURNS, KNOWN_AT = 32, 10, 28, 16
 
 
 def trained(layers: Callable[[], nn.Module], forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> Training:

@@ -5,6 +5,7 @@ both are remembered, and the peak is that of the real step to the byte.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ import poochplan
 from poochplan.formats.profile import Device, Memory, Op, Profile
 from poochplan.profiler.fake import op_bench
 from poochplan.profiler.fake.op_bench import OpBench, OpSpec, Recency, cache_bytes, cache_path
+from tests.online.caches import empty_cache
 from tests.profiler.test_workspace import TAKING
 from tests.runtime.nets import CASES, of, taken
 from tests.runtime.served import needs_compiler
@@ -25,9 +27,10 @@ HERE = Device(kind="cpu", name="a test's", memory_bytes=0, threads=torch.get_num
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(op_bench, "REPEATS", 1)  # no test asserts a time
+    with empty_cache(tmp_path):
+        yield
 
 
 def counts(profile: Profile) -> list[int]:
@@ -72,7 +75,7 @@ def test_an_op_with_more_work_takes_longer() -> None:
 def test_a_broken_cache_is_as_good_as_none(content: bytes) -> None:
     add = spec(aten.add.Tensor, torch.empty(8), torch.empty(8))
     path = cache_path(HERE)
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content.replace(b"KEY", add.key.encode()))
     bench = OpBench(HERE)
     bench.costs([add])

@@ -66,7 +66,7 @@ def test_in_a_loop_the_seconds_of_fresh_pages_are_not_those_of_ops(
         monkeypatch.setattr(RepeatedStep, "is_from_arena", False)
 
     def body(net: Net, batch: torch.Tensor) -> torch.Tensor:
-        for _ in range(4):
+        for _ in range(2):
             batch = (batch * net.weight).tanh()
         return batch.mean()
 
