@@ -54,8 +54,13 @@ std::map<char*, Range>::iterator range_of(const void* address) {
 /// What is not another process's.
 long long device_bytes() { return settings().device_bytes - settings().others_bytes; }
 
+/// At ascending addresses, as the driver gives them: they decide between free blocks of one size.
 void* mapped(size_t bytes) {
-    void* found = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    constexpr size_t FIRST = size_t(1) << 44, ALIGNED_TO = 2 << 20;
+    static std::atomic<size_t> next{FIRST};
+    const size_t length = (bytes + ALIGNED_TO - 1) / ALIGNED_TO * ALIGNED_TO;
+    constexpr int FLAGS = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
+    void* found = mmap(reinterpret_cast<void*>(next.fetch_add(length)), bytes, PROT_READ | PROT_WRITE, FLAGS, -1, 0);
     return found == MAP_FAILED ? nullptr : found;
 }
 
