@@ -3,10 +3,15 @@ value, or that swap every other one, beside steps that keep all.
 
 Among a real step's ops the cache has less of the runtime's data than on a small network, and ops that write in place
 take longer to record. So these costs may be two to three times as high there.
+
+Ahead of a device the costs are the processor's seconds, whatever the device does meanwhile. A launch is what the
+plain step takes of them, so it has the model's own Python between two ops. Swaps are not tried there: in these steps
+copies stay on the device.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
@@ -19,6 +24,7 @@ from poochplan.planner.arena.packing import packed
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import Schedule
 from poochplan.planner.simulator.simulate import Walk
+from poochplan.profiler.assembly.reconcile import PhaseSeconds
 from poochplan.profiler.trials.compare import instructions_for
 from poochplan.runtime.arena.step_arena import RepeatedStep
 from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
@@ -32,6 +38,8 @@ SHORT_OP_S = 2e-4
 LEAST_OPS = 2000
 """For a step of fewer short ops the small network's costs do: at 1,300 ops plans were within 8% of their promise."""
 LAYING_OUT, ROUNDS = 3, 3
+AHEAD_FIRST = 1
+"""Steps of each kind ahead of a device that are not counted: no arena is laid out."""
 """Steps of each kind: those that lay an arena out and touch its pages, and those of which the shortest counts."""
 Own = dict[str, float]
 """Some of the costs of a ``RuntimeCost``."""
@@ -41,17 +49,30 @@ class _Seconds(NamedTuple):
     """Of one step; in hooks the thread's processor time, without its waits."""
 
     whole_s: float
+    forward_s: float
+    """With its hooks."""
     pack_s: float
     unpack_s: float
 
 
 def has_short_ops(profile: Profile) -> bool:
     """Whether the runtime's own work may be a notable part of a step."""
-    return len(profile.ops) >= LEAST_OPS and 0 < profile.times.step_s < SHORT_OP_S * len(profile.ops)
+    is_long = profile.device.kind == "cpu" and len(profile.ops) < LEAST_OPS
+    return not is_long and 0 < profile.times.step_s < SHORT_OP_S * len(profile.ops)
 
 
-def own_costs(context: StudyContext, profile: Profile, *, has_arena: bool) -> Generator[NewObserver, Any, Own]:
-    """Asks for the steps, from an arena if there may be one. A cost that is not above 0 there is left out."""
+def launches_of(profile: Profile, steps: Sequence[PhaseSeconds]) -> dict[Phase, float]:
+    """By phase: the processor's seconds of one op in the quickest of these steps."""
+    counts = Counter(op.phase for op in profile.ops)
+    return {phase: min(step[phase] for step in steps) / count for phase, count in counts.items()} if steps else {}
+
+
+def own_costs(
+    context: StudyContext, profile: Profile, launches: Mapping[Phase, float], *, has_arena: bool
+) -> Generator[NewObserver, Any, Own]:
+    """Asks for the steps, from an arena if there may be one. A cost that is not above 0 there is left out.
+    ``launches``: those of plain steps, ahead of a device.
+    """
     if not has_short_ops(profile):
         return {}
     problem = build_problem(profile)
@@ -63,40 +84,49 @@ def own_costs(context: StudyContext, profile: Profile, *, has_arena: bool) -> Ge
         "swap": _every_other(Decision.SWAP, problem),
     }
     shortest = dict[str, _Seconds]()
+    if launches:
+        del wishes["swap"]
     for name, wish in wishes.items():
         instructions = instructions_for(profile, wish)
         if name in ("keep", "swap"):
             instructions = msgspec.structs.replace(instructions, record_from_start=False)
-        steps = yield from _several(context, instructions, has_arena=has_arena)
+        steps = yield from _several(context, instructions, has_arena=has_arena, is_ahead=bool(launches))
         if not steps:
             return {}
         shortest[name] = _Seconds(*map(min, zip(*steps, strict=True)))
-    return _costs(profile, problem, wishes, shortest)
+    found = _costs(profile, problem, wishes, shortest, launches)
+    return {name: cost_s for name, cost_s in found.items() if cost_s > 0 or launches}
 
 
-def with_own_costs(profile: Profile, own: Own) -> Profile:
+def with_own_costs(profile: Profile, own: Own, launches: Mapping[Phase, float]) -> Profile:
     """The profile with these in place of the small network's."""
     cost = profile.runtime
-    if cost is None or not own:
+    if cost is None or not (own or launches):
         return profile
     unmeasured = tuple(name for name in cost.unmeasured if name not in own)
-    cost = RuntimeCost(**{**msgspec.structs.asdict(cost), **own, "unmeasured": unmeasured})
+    cost = RuntimeCost(
+        **{**msgspec.structs.asdict(cost), **own, "unmeasured": unmeasured, "phase_launch_s": dict(launches)}
+    )
     cost = msgspec.structs.replace(cost, fetch_s=min(cost.fetch_s, cost.swap_s))
     return msgspec.structs.replace(profile, runtime=cost)
 
 
 def _several(
-    context: StudyContext, instructions: Instructions, *, has_arena: bool
+    context: StudyContext, instructions: Instructions, *, has_arena: bool, is_ahead: bool
 ) -> Generator[NewObserver, Any, list[_Seconds]]:
     """Steps with these decisions, from an arena if there may be one, as planned steps run; none if one diverged."""
     policy = Follow(IndexedPlan.of(instructions), SwapEach(at_once=True))
     with closing(TimedSteps(context, lambda: policy, RepeatedStep(packed) if has_arena else None)) as steps:
-        yield from steps.several(LAYING_OUT)
+        first = AHEAD_FIRST if is_ahead else LAYING_OUT
+        yield from steps.several(first)
         seconds = yield from steps.several(ROUNDS)
     if not steps.have_followed:
         return []
-    in_hooks = zip(seconds, steps.in_hooks[LAYING_OUT:], strict=True)
-    return [_Seconds(sum(step.values()) + hooks.total_s, hooks.pack_s, hooks.unpack_s) for step, hooks in in_hooks]
+    in_hooks = zip(steps.launching_s[first:] if is_ahead else seconds, steps.in_hooks[first:], strict=True)
+    return [
+        _Seconds(sum(step.values()) + hooks.total_s, step[Phase.FORWARD] + hooks.pack_s, hooks.pack_s, hooks.unpack_s)
+        for step, hooks in in_hooks
+    ]
 
 
 def _every_other(decision: Decision, problem: Problem) -> list[Decision]:
@@ -110,17 +140,29 @@ def _every_other(decision: Decision, problem: Problem) -> list[Decision]:
 
 
 def _costs(
-    profile: Profile, problem: Problem, wishes: Mapping[str, Sequence[Decision]], seconds: Mapping[str, _Seconds]
+    profile: Profile,
+    problem: Problem,
+    wishes: Mapping[str, Sequence[Decision]],
+    seconds: Mapping[str, _Seconds],
+    launches: Mapping[Phase, float],
 ) -> Own:
-    keep, record, recompute, swap = seconds.values()
+    keep, record, recompute = (seconds[name] for name in ("keep", "record", "recompute"))
     replays = [replay for _, replay in Walk(problem, Schedule(tuple(wishes["recompute"]), (), True)).replays]
     recorded = sum(op.phase is Phase.FORWARD for op in profile.ops[: problem.launch_cost.last_save_op])
     replayed, replayed_s = sum(len(one.ops) for one in replays), sum(one.seconds for one in replays)
-    swapped = wishes["swap"].count(Decision.SWAP)
-    found = {
+    if launches:
+        counts, handles = Counter(op.phase for op in profile.ops), max(1, len(profile.handles))
+        plain = {phase: launches[phase] * count for phase, count in counts.items()}
+        packs_s = max(0.0, keep.forward_s - plain[Phase.FORWARD]) / handles
+        handle_s = max(packs_s, (keep.whole_s - sum(plain.values())) / handles)
+        record_s = (record.forward_s - keep.forward_s) / max(1, recorded)
+        replay_s = (recompute.whole_s - record.whole_s) / max(1, replayed) - launches[Phase.FORWARD]
+        costs = {"handle_s": handle_s, "unpack_s": handle_s - packs_s, "record_s": record_s, "replay_s": replay_s}
+        return {name: max(0.0, cost_s) for name, cost_s in costs.items()}
+    swap, swapped = seconds["swap"], max(1, wishes["swap"].count(Decision.SWAP))
+    return {
         "record_s": (record.whole_s - keep.whole_s) / max(1, recorded),
         "replay_s": (recompute.whole_s - record.whole_s - replayed_s) / max(1, replayed),
-        "swap_s": (swap.pack_s + swap.unpack_s - keep.pack_s - keep.unpack_s) / max(1, swapped),
-        "fetch_s": (swap.unpack_s - keep.unpack_s) / max(1, swapped),
+        "swap_s": (swap.pack_s + swap.unpack_s - keep.pack_s - keep.unpack_s) / swapped,
+        "fetch_s": (swap.unpack_s - keep.unpack_s) / swapped,
     }
-    return {name: cost_s for name, cost_s in found.items() if cost_s > 0}

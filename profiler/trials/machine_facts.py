@@ -29,7 +29,7 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Link, LinkDirection, Phase, PointKind, Profile, RuntimeCost
 from poochplan.formats.profile_parts import Seconds
 from poochplan.profiler.assembly.assemble import this_machine
-from poochplan.profiler.capture.clock import current
+from poochplan.profiler.capture.clock import clock_of, current
 from poochplan.profiler.link import known_link, measure_link
 from poochplan.profiler.live.after_capture import Hook, HookSeconds
 from poochplan.profiler.live.capturing import Capturing
@@ -166,11 +166,6 @@ def _load() -> dict[str, tuple[RuntimeCost, float]]:
 
 
 # -- the launching thread's time ---------------------------------------------------------------------------------------
-
-
-def step_clock(device_type: str) -> Callable[[], float]:
-    """CPU seconds of code that launches a step: the calling thread's; with CUDA's backward thread the process's."""
-    return time.thread_time if device_type == "cpu" else time.process_time
 
 
 def is_above_zero(samples: Sequence[float]) -> bool:
@@ -319,7 +314,7 @@ class _Network:
     def __init__(self, layers: int, rows: int, where: torch.device) -> None:
         self.where, self.model = where, Chain(layers).to(where)
         self._batch = torch.full((rows, COLUMNS), 0.5, dtype=DTYPE, device=where)
-        self._clock = step_clock(where.type)
+        self._clock = clock_of(where)
         with StepFunction(self.forward, self.model, None, where) as steps:
             self.profile = steps.run(Capturing(steps.context)).untimed("run")
         forward = [op for op in self.profile.ops if op.phase is Phase.FORWARD]
@@ -337,13 +332,12 @@ class _Network:
 
     def run(self, seconds: _Seconds) -> None:
         """One timed step. The device's earlier work has ended, and its new work is not waited for."""
-        if self.where.type == "cuda":
-            torch.cuda.synchronize(self.where)
-        start_s, forward_start_s = self._clock(), time.thread_time()
+        self._clock.synchronize()
+        start_s, forward_start_s = self._clock.processor_s(), time.thread_time()
         loss = self.forward()
         seconds.forward_s = time.thread_time() - forward_start_s
         loss.backward()
-        seconds.whole_s = self._clock() - start_s
+        seconds.whole_s = self._clock.processor_s() - start_s
 
     def step(self, hook: Hook | None) -> _Seconds:
         """A step without the engine, under this hook or none."""

@@ -20,6 +20,7 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import RuntimeCost
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.profiler.assembly.assemble import runtime_notes
+from poochplan.profiler.capture.clock import CudaClock
 from poochplan.profiler.live import own_costs
 from poochplan.profiler.trials import machine_facts
 from poochplan.profiler.trials.machine_facts import (
@@ -32,7 +33,6 @@ from poochplan.profiler.trials.machine_facts import (
     is_above_zero,
     measured_from,
     measured_on,
-    step_clock,
 )
 from tests.processes import python
 from tests.runtime.nets import CASES, LINK
@@ -85,9 +85,9 @@ def test_a_step_of_many_short_ops_has_costs_of_its_own(monkeypatch: pytest.Monke
 def test_fetching_takes_no_more_than_swapping_whichever_of_them_could_be_measured() -> None:
     profile = CASES["residual"].profile()
     for own in ({"swap_s": 1e-9}, {"fetch_s": 1.0}, {"swap_s": 2.0, "fetch_s": 1.0}):
-        cost = own_costs.with_own_costs(profile, own).runtime
+        cost = own_costs.with_own_costs(profile, own, {}).runtime
         assert cost.fetch_s <= cost.swap_s
-    assert own_costs.with_own_costs(profile, {}) is profile
+    assert own_costs.with_own_costs(profile, {}, {}) is profile
 
 
 def test_neither_these_nor_handles_are_timed_on_steps_that_diverge(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,13 +221,12 @@ def test_a_step_behind_which_a_device_works_begins_when_that_is_idle(monkeypatch
     synchronized: list[torch.device] = []
     network = machine_facts._Network(4, 1, CPU)
     network.where = torch.device("cuda", 0)
-    network._clock = step_clock("cuda")
+    network._clock = CudaClock(network.where)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
     seconds = network.step(None)
     assert synchronized == [network.where]
     assert seconds.whole_s > 0
     assert seconds.forward_s > 0
-    assert step_clock("cpu") is time.thread_time
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
