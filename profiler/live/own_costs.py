@@ -3,15 +3,11 @@ value, or that swap every other one, beside steps that keep all.
 
 Among a real step's ops the cache has less of the runtime's data than on a small network, and ops that write in place
 take longer to record. So these costs may be two to three times as high there.
-
-Ahead of a device the costs are the processor's seconds, whatever the device does meanwhile. A launch is what the
-plain step takes of them, so it has the model's own Python between two ops. Swaps are not tried there: in these steps
-copies stay on the device.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
@@ -24,7 +20,6 @@ from poochplan.planner.arena.packing import packed
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import Schedule
 from poochplan.planner.simulator.simulate import Walk
-from poochplan.profiler.assembly.reconcile import PhaseSeconds
 from poochplan.profiler.trials.compare import instructions_for
 from poochplan.runtime.arena.step_arena import RepeatedStep
 from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
@@ -38,10 +33,8 @@ SHORT_OP_S = 2e-4
 LEAST_OPS = 2000
 """For a step of fewer short ops the small network's costs do: at 1,300 ops plans were within 8% of their promise."""
 LAYING_OUT, ROUNDS = 3, 3
-AHEAD_FIRST = 1
-"""Steps of each kind ahead of a device that are not counted: no arena is laid out."""
 """Steps of each kind: those that lay an arena out and touch its pages, and those of which the shortest counts."""
-Own = dict[str, float]
+Own = dict[str, Any]
 """Some of the costs of a ``RuntimeCost``."""
 
 
@@ -49,120 +42,99 @@ class _Seconds(NamedTuple):
     """Of one step; in hooks the thread's processor time, without its waits."""
 
     whole_s: float
-    forward_s: float
-    """With its hooks."""
     pack_s: float
     unpack_s: float
 
 
 def has_short_ops(profile: Profile) -> bool:
     """Whether the runtime's own work may be a notable part of a step."""
-    is_long = profile.device.kind == "cpu" and len(profile.ops) < LEAST_OPS
-    return not is_long and 0 < profile.times.step_s < SHORT_OP_S * len(profile.ops)
+    return 0 < profile.times.step_s < SHORT_OP_S * len(profile.ops)
 
 
-def launches_of(profile: Profile, steps: Sequence[PhaseSeconds]) -> dict[Phase, float]:
-    """By phase: the processor's seconds of one op in the quickest of these steps."""
-    counts = Counter(op.phase for op in profile.ops)
-    return {phase: min(step[phase] for step in steps) / count for phase, count in counts.items()} if steps else {}
-
-
-def own_costs(
-    context: StudyContext, profile: Profile, launches: Mapping[Phase, float], *, has_arena: bool
-) -> Generator[NewObserver, Any, Own]:
-    """Asks for the steps, from an arena if there may be one. A cost that is not above 0 there is left out.
-    ``launches``: those of plain steps, ahead of a device.
-    """
-    if not has_short_ops(profile):
+def own_costs(context: StudyContext, profile: Profile, *, has_arena: bool) -> Generator[NewObserver, Any, Own]:
+    """Asks for the steps, from an arena if there may be one. A cost that is not above 0 there is left out."""
+    if len(profile.ops) < LEAST_OPS or not has_short_ops(profile):
         return {}
     problem = build_problem(profile)
     kept = [Decision.KEEP] * problem.value_count
     wishes = {
         "keep": kept,
         "record": kept,
-        "recompute": _every_other(Decision.RECOMPUTE, problem),
-        "swap": _every_other(Decision.SWAP, problem),
+        "recompute": every_other(Decision.RECOMPUTE, problem),
+        "swap": every_other(Decision.SWAP, problem),
     }
     shortest = dict[str, _Seconds]()
-    if launches:
-        del wishes["swap"]
     for name, wish in wishes.items():
         instructions = instructions_for(profile, wish)
         if name in ("keep", "swap"):
             instructions = msgspec.structs.replace(instructions, record_from_start=False)
-        steps = yield from _several(context, instructions, has_arena=has_arena, is_ahead=bool(launches))
+        steps = yield from _several(context, instructions, has_arena=has_arena)
         if not steps:
             return {}
         shortest[name] = _Seconds(*map(min, zip(*steps, strict=True)))
-    found = _costs(profile, problem, wishes, shortest, launches)
-    return {name: cost_s for name, cost_s in found.items() if cost_s > 0 or launches}
+    return _costs(profile, problem, wishes, shortest)
 
 
-def with_own_costs(profile: Profile, own: Own, launches: Mapping[Phase, float]) -> Profile:
+def with_own_costs(profile: Profile, own: Own) -> Profile:
     """The profile with these in place of the small network's."""
     cost = profile.runtime
-    if cost is None or not (own or launches):
+    if cost is None or not own:
         return profile
     unmeasured = tuple(name for name in cost.unmeasured if name not in own)
-    cost = RuntimeCost(
-        **{**msgspec.structs.asdict(cost), **own, "unmeasured": unmeasured, "phase_launch_s": dict(launches)}
-    )
+    cost = RuntimeCost(**{**msgspec.structs.asdict(cost), **own, "unmeasured": unmeasured})
     cost = msgspec.structs.replace(cost, fetch_s=min(cost.fetch_s, cost.swap_s))
     return msgspec.structs.replace(profile, runtime=cost)
 
 
 def _several(
-    context: StudyContext, instructions: Instructions, *, has_arena: bool, is_ahead: bool
+    context: StudyContext, instructions: Instructions, *, has_arena: bool
 ) -> Generator[NewObserver, Any, list[_Seconds]]:
     """Steps with these decisions, from an arena if there may be one, as planned steps run; none if one diverged."""
     policy = Follow(IndexedPlan.of(instructions), SwapEach(at_once=True))
     with closing(TimedSteps(context, lambda: policy, RepeatedStep(packed) if has_arena else None)) as steps:
-        first = AHEAD_FIRST if is_ahead else LAYING_OUT
-        yield from steps.several(first)
+        yield from steps.several(LAYING_OUT)
         seconds = yield from steps.several(ROUNDS)
     if not steps.have_followed:
         return []
-    in_hooks = zip(steps.launching_s[first:] if is_ahead else seconds, steps.in_hooks[first:], strict=True)
-    return [
-        _Seconds(sum(step.values()) + hooks.total_s, step[Phase.FORWARD] + hooks.pack_s, hooks.pack_s, hooks.unpack_s)
-        for step, hooks in in_hooks
-    ]
+    in_hooks = zip(seconds, steps.in_hooks[LAYING_OUT:], strict=True)
+    return [_Seconds(sum(step.values()) + hooks.total_s, hooks.pack_s, hooks.unpack_s) for step, hooks in in_hooks]
 
 
-def _every_other(decision: Decision, problem: Problem) -> list[Decision]:
-    """Every other value of which it may be decided so. Then most replays start from a value that is there."""
+def every_other(decision: Decision, problem: Problem, most_bytes: float = math.inf) -> list[Decision]:
+    """Every other value of which it may be decided so, the smallest of at most so many bytes. Then most replays start
+    from a value that is there.
+    """
     replays, is_replay = problem.replay.replays, decision is Decision.RECOMPUTE
     may = [at for at, kept in enumerate(problem.must_keep) if not kept and not (is_replay and replays[at] is None)]
     decisions = [Decision.KEEP] * problem.value_count
-    for value in may[1::2]:
-        decisions[value] = decision
+    for value in sorted(may[1::2], key=lambda value: int(problem.size_bytes[value])):
+        most_bytes -= int(problem.size_bytes[value])
+        if most_bytes >= 0:
+            decisions[value] = decision
     return decisions
 
 
 def _costs(
-    profile: Profile,
-    problem: Problem,
-    wishes: Mapping[str, Sequence[Decision]],
-    seconds: Mapping[str, _Seconds],
-    launches: Mapping[Phase, float],
+    profile: Profile, problem: Problem, wishes: Mapping[str, Sequence[Decision]], seconds: Mapping[str, _Seconds]
 ) -> Own:
-    keep, record, recompute = (seconds[name] for name in ("keep", "record", "recompute"))
-    replays = [replay for _, replay in Walk(problem, Schedule(tuple(wishes["recompute"]), (), True)).replays]
-    recorded = sum(op.phase is Phase.FORWARD for op in profile.ops[: problem.launch_cost.last_save_op])
-    replayed, replayed_s = sum(len(one.ops) for one in replays), sum(one.seconds for one in replays)
-    if launches:
-        counts, handles = Counter(op.phase for op in profile.ops), max(1, len(profile.handles))
-        plain = {phase: launches[phase] * count for phase, count in counts.items()}
-        packs_s = max(0.0, keep.forward_s - plain[Phase.FORWARD]) / handles
-        handle_s = max(packs_s, (keep.whole_s - sum(plain.values())) / handles)
-        record_s = (record.forward_s - keep.forward_s) / max(1, recorded)
-        replay_s = (recompute.whole_s - record.whole_s) / max(1, replayed) - launches[Phase.FORWARD]
-        costs = {"handle_s": handle_s, "unpack_s": handle_s - packs_s, "record_s": record_s, "replay_s": replay_s}
-        return {name: max(0.0, cost_s) for name, cost_s in costs.items()}
-    swap, swapped = seconds["swap"], max(1, wishes["swap"].count(Decision.SWAP))
-    return {
+    keep, record, recompute, swap = seconds.values()
+    recorded, (replayed, replayed_s) = recorded_ops(profile, problem), replayed_ops(problem, wishes["recompute"])
+    swapped = wishes["swap"].count(Decision.SWAP)
+    found = {
         "record_s": (record.whole_s - keep.whole_s) / max(1, recorded),
         "replay_s": (recompute.whole_s - record.whole_s - replayed_s) / max(1, replayed),
-        "swap_s": (swap.pack_s + swap.unpack_s - keep.pack_s - keep.unpack_s) / swapped,
-        "fetch_s": (swap.unpack_s - keep.unpack_s) / swapped,
+        "swap_s": (swap.pack_s + swap.unpack_s - keep.pack_s - keep.unpack_s) / max(1, swapped),
+        "fetch_s": (swap.unpack_s - keep.unpack_s) / max(1, swapped),
     }
+    return {name: cost_s for name, cost_s in found.items() if cost_s > 0}
+
+
+def recorded_ops(profile: Profile, problem: Problem) -> int:
+    """How many ops a step records that records all it can."""
+    return sum(op.phase is Phase.FORWARD for op in profile.ops[: problem.launch_cost.last_save_op])
+
+
+def replayed_ops(problem: Problem, wish: Sequence[Decision]) -> tuple[int, float]:
+    """How many ops a step replays with these decisions, and their seconds."""
+    replays = [replay for _, replay in Walk(problem, Schedule(tuple(wish), (), True)).replays]
+    return sum(len(one.ops) for one in replays), sum(one.seconds for one in replays)

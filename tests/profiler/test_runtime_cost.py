@@ -85,9 +85,9 @@ def test_a_step_of_many_short_ops_has_costs_of_its_own(monkeypatch: pytest.Monke
 def test_fetching_takes_no_more_than_swapping_whichever_of_them_could_be_measured() -> None:
     profile = CASES["residual"].profile()
     for own in ({"swap_s": 1e-9}, {"fetch_s": 1.0}, {"swap_s": 2.0, "fetch_s": 1.0}):
-        cost = own_costs.with_own_costs(profile, own, {}).runtime
+        cost = own_costs.with_own_costs(profile, own).runtime
         assert cost.fetch_s <= cost.swap_s
-    assert own_costs.with_own_costs(profile, {}, {}) is profile
+    assert own_costs.with_own_costs(profile, {}) is profile
 
 
 def test_neither_these_nor_handles_are_timed_on_steps_that_diverge(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,98 @@
+"""What the launching thread takes of the profiled model's own steps, if it works ahead of a device: the processor's
+seconds of plain steps, and of steps that keep, record, recompute and swap, whatever the device does meanwhile.
+
+A launch is what a plain step takes: so it has the model's own Python between two ops. All that a session does for a
+handle counts, and not the time within hooks alone. Kinds of steps take turns, because a busy machine is slower for some
+seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+
+from poochplan.formats.plan import Decision
+from poochplan.formats.profile import Phase, Profile
+from poochplan.planner.simulator.problem import build_problem
+from poochplan.profiler.assembly.reconcile import PhaseSeconds
+from poochplan.profiler.trials.compare import instructions_for
+from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
+from poochplan.runtime.step_policies.step_policy import SwapEach
+
+from .after_capture import HookSeconds, TimedSteps
+from .own_costs import Own, every_other, has_short_ops, recorded_ops, replayed_ops
+from .segment_observer import NewObserver, StudyContext
+
+TURNS = 5
+"""Of each kind of step, the first of which does not count."""
+MOST_SWAPPED_BYTES = 1 << 30
+"""Copies are really made, into host memory that is pinned for them: of the smallest values."""
+
+
+class _Thread(NamedTuple):
+    """The processor's seconds of a step."""
+
+    forward_s: float
+    backward_s: float
+
+
+def phase_launches(profile: Profile, steps: Sequence[PhaseSeconds]) -> dict[Phase, float]:
+    """By phase: the processor's seconds of one op in the quickest of these steps, which have no hooks in them."""
+    counts = Counter(op.phase for op in profile.ops)
+    return {phase: min(step[phase] for step in steps) / count for phase, count in counts.items()}
+
+
+def launch_costs(context: StudyContext, profile: Profile) -> Generator[NewObserver, Any, Own]:
+    """Asks for the steps; returns the costs that they tell. If ops are long, these are the launches alone."""
+    problem, plain = build_problem(profile), TimedSteps(context, lambda: None)
+    kept = [Decision.KEEP] * problem.value_count
+    recompute = every_other(Decision.RECOMPUTE, problem)
+    swap = every_other(Decision.SWAP, problem, MOST_SWAPPED_BYTES)
+    is_short = has_short_ops(profile)
+    tried = [(kept, False), (kept, True), (recompute, True), (swap, False)] if is_short else []
+    with ExitStack() as stack:
+        planned = [_steps(context, profile, wish, is_recorded=is_recorded) for wish, is_recorded in tried]
+        for steps in (plain, *planned):
+            stack.enter_context(closing(steps))
+        for _ in range(TURNS):
+            for steps in (plain, *planned):
+                yield from steps.several(1)
+    launches = phase_launches(profile, plain.launching_s[1:])
+    found: Own = {"phase_launch_s": launches}
+    if not planned or not all(steps.have_followed for steps in planned):
+        return found
+    own, keep, record, replay, swapped = map(_quickest, (plain, *planned))
+    handles, swaps = max(1, len(profile.handles)), max(1, swap.count(Decision.SWAP))
+    replayed, recorded = max(1, replayed_ops(problem, recompute)[0]), max(1, recorded_ops(profile, problem))
+    pack_s = max(0.0, keep.forward_s - own.forward_s) / handles
+    unpack_s = max(0.0, keep.backward_s - own.backward_s) / handles
+    fetch_s = max(0.0, swapped.backward_s - keep.backward_s) / swaps
+    return found | {
+        "handle_s": pack_s + unpack_s,
+        "unpack_s": unpack_s,
+        "swap_s": max(0.0, swapped.forward_s - keep.forward_s) / swaps + fetch_s,
+        "fetch_s": fetch_s,
+        "record_s": max(0.0, record.forward_s - keep.forward_s) / recorded,
+        "replay_s": max(0.0, (replay.backward_s - record.backward_s) / replayed - launches[Phase.FORWARD]),
+    }
+
+
+def _steps(context: StudyContext, profile: Profile, wish: list[Decision], *, is_recorded: bool) -> TimedSteps:
+    instructions = msgspec.structs.replace(instructions_for(profile, wish), record_from_start=is_recorded)
+    policy = partial(Follow, IndexedPlan.of(instructions), SwapEach(at_once=True))
+    return TimedSteps(context, policy, copies_leave=Decision.SWAP in wish)
+
+
+def _quickest(steps: TimedSteps) -> _Thread:
+    """The least of each, but for the first step."""
+    hooks = steps.in_hooks or [HookSeconds() for _ in steps.launching_s]
+    seconds = [
+        _Thread(step[Phase.FORWARD] + one.pack_s, step[Phase.BACKWARD] + one.unpack_s)
+        for step, one in zip(steps.launching_s, hooks, strict=True)
+    ]
+    return _Thread(*map(min, zip(*seconds[1:], strict=True)))
