@@ -259,8 +259,6 @@ class TimedSteps:
     """Returns the policy of a step that is about to begin."""
     arena: RepeatedStep | None = None
     """The steps from here on use it."""
-    copies_leave: bool = False
-    """See :class:`~.segment_observer.SegmentObserver`."""
     in_hooks: list[HookSeconds] = field(default_factory=list)
     """The time in the hooks of steps that followed instructions under the engine."""
     faults: list[PhaseSeconds] = field(default_factory=list)
@@ -272,18 +270,13 @@ class TimedSteps:
         """The seconds of that many steps, timed whole."""
         seconds = []
         for _ in range(count):
-            observer: PhaseTiming = yield self._timing
+            observer: PhaseTiming = yield lambda: PhaseTiming(self.context, self.policy(), self.arena)
             seconds.append(observer.seconds)
             self.faults.append({phase: float(count) for phase, count in observer.faults.items()})
             self.launching_s.append(observer.launching_s)
             if isinstance(observer.policy, Follow) and not observer.why_not:
                 self.in_hooks.append(observer.in_hooks)
         return seconds
-
-    def _timing(self) -> PhaseTiming:
-        observer = PhaseTiming(self.context, self.policy(), self.arena)
-        observer.copies_leave = self.copies_leave
-        return observer
 
     def by_op(self, count: int, runs: OpRuns) -> Generator[NewObserver, Any, None]:
         """Adds that many steps, timed op by op."""

@@ -1,9 +1,9 @@
 """What the launching thread takes of the profiled model's own steps, if it works ahead of a device: the processor's
-seconds of plain steps, and of steps that keep, record, recompute and swap, whatever the device does meanwhile.
+seconds of plain steps, and of steps that keep, record and recompute, whatever the device does meanwhile.
 
 A launch is what a plain step takes: so it has the model's own Python between two ops. All that a session does for a
 handle counts, and not the time within hooks alone. Kinds of steps take turns, because a busy machine is slower for some
-seconds.
+seconds. Swaps take as long as on the small network, whose copies are real: here they would stay on the device.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from .segment_observer import NewObserver, StudyContext
 
 TURNS = 5
 """Of each kind of step, the first of which does not count."""
-MOST_SWAPPED_BYTES = 1 << 30
-"""Copies are really made, into host memory that is pinned for them: of the smallest values."""
 
 
 class _Thread(NamedTuple):
@@ -52,9 +50,7 @@ def launch_costs(context: StudyContext, profile: Profile) -> Generator[NewObserv
     problem, plain = build_problem(profile), TimedSteps(context, lambda: None)
     kept = [Decision.KEEP] * problem.value_count
     recompute = every_other(Decision.RECOMPUTE, problem)
-    swap = every_other(Decision.SWAP, problem, MOST_SWAPPED_BYTES)
-    is_short = has_short_ops(profile)
-    tried = [(kept, False), (kept, True), (recompute, True), (swap, False)] if is_short else []
+    tried = [(kept, False), (kept, True), (recompute, True)] if has_short_ops(profile) else []
     with ExitStack() as stack:
         planned = [_steps(context, profile, wish, is_recorded=is_recorded) for wish, is_recorded in tried]
         for steps in (plain, *planned):
@@ -66,17 +62,14 @@ def launch_costs(context: StudyContext, profile: Profile) -> Generator[NewObserv
     found: Own = {"phase_launch_s": launches}
     if not planned or not all(steps.have_followed for steps in planned):
         return found
-    own, keep, record, replay, swapped = map(_quickest, (plain, *planned))
-    handles, swaps = max(1, len(profile.handles)), max(1, swap.count(Decision.SWAP))
+    own, keep, record, replay = map(_quickest, (plain, *planned))
+    handles = max(1, len(profile.handles))
     replayed, recorded = max(1, replayed_ops(problem, recompute)[0]), max(1, recorded_ops(profile, problem))
     pack_s = max(0.0, keep.forward_s - own.forward_s) / handles
     unpack_s = max(0.0, keep.backward_s - own.backward_s) / handles
-    fetch_s = max(0.0, swapped.backward_s - keep.backward_s) / swaps
     return found | {
         "handle_s": pack_s + unpack_s,
         "unpack_s": unpack_s,
-        "swap_s": max(0.0, swapped.forward_s - keep.forward_s) / swaps + fetch_s,
-        "fetch_s": fetch_s,
         "record_s": max(0.0, record.forward_s - keep.forward_s) / recorded,
         "replay_s": max(0.0, (replay.backward_s - record.backward_s) / replayed - launches[Phase.FORWARD]),
     }
@@ -85,7 +78,7 @@ def launch_costs(context: StudyContext, profile: Profile) -> Generator[NewObserv
 def _steps(context: StudyContext, profile: Profile, wish: list[Decision], *, is_recorded: bool) -> TimedSteps:
     instructions = msgspec.structs.replace(instructions_for(profile, wish), record_from_start=is_recorded)
     policy = partial(Follow, IndexedPlan.of(instructions), SwapEach(at_once=True))
-    return TimedSteps(context, policy, copies_leave=Decision.SWAP in wish)
+    return TimedSteps(context, policy)
 
 
 def _quickest(steps: TimedSteps) -> _Thread:

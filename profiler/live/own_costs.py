@@ -7,7 +7,6 @@ take longer to record. So these costs may be two to three times as high there.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
@@ -100,17 +99,13 @@ def _several(
     return [_Seconds(sum(step.values()) + hooks.total_s, hooks.pack_s, hooks.unpack_s) for step, hooks in in_hooks]
 
 
-def every_other(decision: Decision, problem: Problem, most_bytes: float = math.inf) -> list[Decision]:
-    """Every other value of which it may be decided so, the smallest of at most so many bytes. Then most replays start
-    from a value that is there.
-    """
+def every_other(decision: Decision, problem: Problem) -> list[Decision]:
+    """Every other value of which it may be decided so. Then most replays start from a value that is there."""
     replays, is_replay = problem.replay.replays, decision is Decision.RECOMPUTE
     may = [at for at, kept in enumerate(problem.must_keep) if not kept and not (is_replay and replays[at] is None)]
     decisions = [Decision.KEEP] * problem.value_count
-    for value in sorted(may[1::2], key=lambda value: int(problem.size_bytes[value])):
-        most_bytes -= int(problem.size_bytes[value])
-        if most_bytes >= 0:
-            decisions[value] = decision
+    for value in may[1::2]:
+        decisions[value] = decision
     return decisions
 
 

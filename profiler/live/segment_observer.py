@@ -67,8 +67,6 @@ class SegmentObserver:
         """Whether the same is true of every other segment of its kind."""
         self.swaps_once = False
         """Whether values leave the device for the sake of observation, and not because memory is short."""
-        self.copies_leave = False
-        """Whether copies really leave the device, also in a step function's steps that fit."""
         self.base_bytes: int | None = None
         """Bytes that were alive when the segment began, if that was measured."""
         self.foreseen_bytes = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -69,8 +69,6 @@ class StepFunction(contextlib.AbstractContextManager["StepFunction"]):
         self._accumulates, self._beside, self._in_core = accumulate, beside, in_core
         self._checked = False
         self._observer: SegmentObserver | None = None
-        self._engines = dict[bool, Engine]()
-        """By whether copies stay on the device."""
         self._stack = ExitStack()
 
     def __exit__(self, *_: object) -> None:
@@ -143,21 +141,20 @@ class StepFunction(contextlib.AbstractContextManager["StepFunction"]):
             with around_compiled(self.model, observer.around_call):
                 yield Segment(0, 0)
             return
-        copies_stay = self._in_core and not observer.copies_leave
-        engine = self._engine(copies_stay)
+        engine = self._engine
         pack, unpack = partial(observer.pack, pack=engine.pack), partial(observer.unpack, unpack=engine.unpack)
         with under(engine, self.model, pack, unpack, observer.around_call):
             yield engine.segment
-        if copies_stay:
+        if self._in_core:
             engine.device.trim_host(engine.host.taken())
 
-    def _engine(self, copies_stay: bool) -> Engine:
-        if copies_stay not in self._engines:
-            device = self._stack.enter_context(closing(open_device(self.context.where, self.context.spill_dir)))
-            copies = cast(ComputeDevice, OnTheDevice(device)) if copies_stay else device
-            self._engines[copies_stay] = Engine(self, copies, self.context.model, rebuild=self._rebuild)
-            self._engines[copies_stay].fallbacks.silent = True  # the profile reports steps that differ
-        return self._engines[copies_stay]
+    @cached_property
+    def _engine(self) -> Engine:
+        device = self._stack.enter_context(closing(open_device(self.context.where, self.context.spill_dir)))
+        copies = cast(ComputeDevice, OnTheDevice(device)) if self._in_core else device
+        engine = Engine(self, copies, self.context.model, rebuild=self._rebuild)
+        engine.fallbacks.silent = True  # the profile reports steps that differ
+        return engine
 
     def choose(self, segment: Segment) -> StepPolicy | None:
         """The observer's policy; see :class:`~poochplan.runtime.step_policies.step_policy.Chooser`."""
