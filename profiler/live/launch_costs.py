@@ -46,11 +46,13 @@ def phase_launches(profile: Profile, steps: Sequence[PhaseSeconds]) -> dict[Phas
 
 
 def launch_costs(context: StudyContext, profile: Profile) -> Generator[NewObserver, Any, Own]:
-    """Asks for the steps; returns the costs that they tell. If ops are long, these are the launches alone."""
+    """Asks for the steps; returns the costs that they tell: none if ops are long, or a step diverged."""
+    if not has_short_ops(profile):
+        return {}
     problem, plain = build_problem(profile), TimedSteps(context, lambda: None)
     kept = [Decision.KEEP] * problem.value_count
     recompute = every_other(Decision.RECOMPUTE, problem)
-    tried = [(kept, False), (kept, True), (recompute, True)] if has_short_ops(profile) else []
+    tried = [(kept, False), (kept, True), (recompute, True)]
     with ExitStack() as stack:
         planned = [_steps(context, profile, wish, is_recorded=is_recorded) for wish, is_recorded in tried]
         for steps in (plain, *planned):
@@ -58,16 +60,16 @@ def launch_costs(context: StudyContext, profile: Profile) -> Generator[NewObserv
         for _ in range(TURNS):
             for steps in (plain, *planned):
                 yield from steps.several(1)
+    if not all(steps.have_followed for steps in planned):
+        return {}
     launches = phase_launches(profile, plain.launching_s[1:])
-    found: Own = {"phase_launch_s": launches}
-    if not planned or not all(steps.have_followed for steps in planned):
-        return found
     own, keep, record, replay = map(_quickest, (plain, *planned))
     handles = max(1, len(profile.handles))
     replayed, recorded = max(1, replayed_ops(problem, recompute)[0]), max(1, recorded_ops(profile, problem))
     pack_s = max(0.0, keep.forward_s - own.forward_s) / handles
     unpack_s = max(0.0, keep.backward_s - own.backward_s) / handles
-    return found | {
+    return {
+        "phase_launch_s": launches,
         "handle_s": pack_s + unpack_s,
         "unpack_s": unpack_s,
         "record_s": max(0.0, record.forward_s - keep.forward_s) / recorded,

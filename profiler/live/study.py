@@ -124,8 +124,10 @@ def study(context: StudyContext, options: StudyOptions) -> Studied:
         profile = yield from _verified(context, profile, options.room(profile) - max(0, seen.grown_bytes()))
         if context.is_repeated and mode == "run":
             profile = yield from _kept(context, profile, timed.steps, steps.in_hooks)
-            own_steps = launch_costs(context, profile) if is_ahead else None
-            own = yield from own_steps or own_costs(context, profile, has_arena=timed.unserved_s is not None)
+            if is_ahead:
+                own |= yield from launch_costs(context, profile)
+            else:
+                own = yield from own_costs(context, profile, has_arena=timed.unserved_s is not None)
     except NoMoreSegments:
         once = {phase: sum(op.duration_s for op in seen.capture.ops if op.phase is phase) for phase in Phase}
         profile = without_replays(draft("swap-all", captured_s, [once], [*options.notes, HURRIED]))
