@@ -28,8 +28,8 @@ from .after_capture import HookSeconds, TimedSteps
 from .own_costs import Own, every_other, has_short_ops, recorded_ops, replayed_ops
 from .segment_observer import NewObserver, StudyContext
 
-TURNS = 5
-"""Of each kind of step, the first of which does not count."""
+LEAST_TURNS, MOST_TURNS, MOST_S = 5, 16, 4.0
+"""Of each kind of step, the first of which does not count: many of short steps, whose quickest is then undisturbed."""
 
 
 class _Thread(NamedTuple):
@@ -57,7 +57,8 @@ def launch_costs(context: StudyContext, profile: Profile) -> Generator[NewObserv
         planned = [_steps(context, profile, wish, is_recorded=is_recorded) for wish, is_recorded in tried]
         for steps in (plain, *planned):
             stack.enter_context(closing(steps))
-        for _ in range(TURNS):
+        fitting = int(MOST_S / (profile.times.step_s * (1 + len(planned))))
+        for _ in range(min(MOST_TURNS, max(LEAST_TURNS, fitting))):
             for steps in (plain, *planned):
                 yield from steps.several(1)
     if not all(steps.have_followed for steps in planned):
